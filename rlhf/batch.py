@@ -1,0 +1,132 @@
+"""What flows through the loop: prompts, then rollouts, then a batch, each adding to the one before.
+
+    N prompts, K samples of a prompt, P prompt tokens, T response tokens
+
+Everything is cut along N only, so a group of K samples is never split. Prompts are padded on the left, responses on
+the right. Masks are bool, True = a real token. Log-probs are float32, of the sampled tokens, at the sampling
+temperature, and 0 where the mask is False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+B = TypeVar("B", bound="Prompts")
+
+
+@dataclass(slots=True, kw_only=True)
+class Prompts:
+    """N examples of a task. `completions` (N lists of K texts) and `labels` are there for stored completions only."""
+
+    index: Tensor  # [N] int64, row in the task's data set: names an example for replay
+    texts: list[str]  # N prompts
+    references: list[str]  # N reference responses; "" where the data set has none
+    prompt_ids: Tensor  # [N, P] int64, padded left
+    prompt_mask: Tensor  # [N, P] bool
+    completions: list[list[str]] | None = None  # N x K
+    labels: Tensor | None = None  # [N, K] float32
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def select(self, rows: Tensor) -> Self:
+        """The examples `rows` ([M] int64), in that order."""
+        places = rows.tolist()
+        cut: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                cut[f.name] = value[rows.to(value.device)]
+            elif isinstance(value, list):
+                cut[f.name] = [value[i] for i in places]
+        return replace(self, **cut)
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self)
+                 if isinstance(getattr(self, f.name), Tensor)}
+        return replace(self, **moved)
+
+    def extend(self, kind: type[B], **added: Any) -> B:
+        """This as the later stage `kind`, with the fields `added`."""
+        return kind(**{f.name: getattr(self, f.name) for f in fields(self)}, **added)
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollouts(Prompts):
+    """N prompts with K responses each."""
+
+    response_ids: Tensor  # [N, K, T] int64, padded right
+    response_mask: Tensor  # [N, K, T] bool; the stop token belongs to the response
+    ended: Tensor  # [N, K] bool: a stop token was reached
+    behaviour_logprobs: Tensor | None = None  # [N, K, T], by the sampler; None for stored completions
+    version: int = 0  # of the weights that sampled
+    generate_s: float = 0.0  # seconds the generator worked on it
+
+    @property
+    def episodes(self) -> int:
+        """N times K."""
+        return self.response_ids.shape[0] * self.response_ids.shape[1]
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch(Rollouts):
+    """Rollouts with scores, and what engine and objective add to them."""
+
+    scores: Tensor  # [N, K] float32
+    ref_logprobs: Tensor | None = None  # [N, K, T]
+    old_logprobs: Tensor | None = None  # [N, K, T]; None where the first forward gives them (one step a batch)
+    values: Tensor | None = None  # [N, K, T]
+    advantages: Tensor | None = None  # [N, K, T]
+    returns: Tensor | None = None  # [N, K, T]
+    signal: Tensor | None = None  # [N] bool: False rows are not trained on; None: all are
+
+    def samples(self, columns: Tensor) -> Batch:
+        """For each prompt the samples `columns` ([N, J] int64), as a batch with K = J."""
+        device = columns.device
+        rows = torch.arange(len(self), device=device)[:, None]
+        cut = {
+            f.name: getattr(self, f.name)[rows, columns]
+            for f in fields(self)
+            if f.name in PER_SAMPLE and getattr(self, f.name) is not None
+        }
+        return replace(self, completions=None, labels=None, **cut)
+
+
+PER_SAMPLE = frozenset(
+    "response_ids response_mask ended behaviour_logprobs scores ref_logprobs old_logprobs values advantages returns".split()
+)
+
+
+def trim(batch: B) -> B:
+    """Drop prompt columns and response positions that no row uses."""
+    longest = int(batch.prompt_mask.sum(1).max())
+    cut: dict[str, Any] = {
+        "prompt_ids": batch.prompt_ids[:, -longest:],
+        "prompt_mask": batch.prompt_mask[:, -longest:],
+    }
+    if isinstance(batch, Rollouts):
+        length = max(1, int(batch.response_mask.sum(-1).max()))
+        for f in fields(batch):
+            value = getattr(batch, f.name)
+            if isinstance(value, Tensor) and value.dim() == 3:
+                cut[f.name] = value[..., :length]
+    return replace(batch, **cut)
+
+
+def microbatches(batch: Batch, sequences: int) -> Iterator[tuple[Tensor, Batch]]:
+    """Cut a batch into micro-batches of at most `sequences` sequences (but one prompt's at least), formed by length
+    and trimmed to it. Yields (rows of the batch [M], micro-batch); rows without signal are left out."""
+    lengths = batch.prompt_mask.sum(1) + batch.response_mask.sum(-1).amax(1)
+    order = torch.argsort(lengths, stable=True)
+    if batch.signal is not None:
+        order = order[batch.signal[order]]
+    prompts = max(1, sequences // batch.response_ids.shape[1])
+    for start in range(0, len(order), prompts):
+        rows = order[start : start + prompts]
+        yield rows, trim(batch.select(rows))

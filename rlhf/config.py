@@ -1,0 +1,185 @@
+"""The root of the configuration, and the sections that belong to no single part. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from rlhf.engines.config import BackendConfig
+from rlhf.generators.config import GeneratorConfig
+from rlhf.loggers.config import LoggersConfig
+from rlhf.objectives.config import AlgoConfig, Data
+from rlhf.schema import Section, option
+from rlhf.scorers.config import ScorerConfig
+from rlhf.tasks.config import TaskConfig
+
+
+class Dtype(Enum):
+    """What forwards compute in. Weights that are trained stay float32."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Resume(Enum):
+    """What to do with a run folder that exists."""
+
+    auto = "auto"  # go on from its last complete checkpoint
+    never = "never"  # move it aside and start again
+    must = "must"  # fail where there is nothing to go on from
+
+
+class Progress(Enum):
+    """How progress is shown."""
+
+    auto = "auto"  # live in a terminal, else plain lines
+    live = "live"
+    plain = "plain"
+    off = "off"
+
+
+class LRSchedule(Enum):
+    """The course of the learning rate after warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@option("model", "hub")
+@dataclass(kw_only=True, slots=True)
+class ModelConfig(Section):
+    """The models of a run, each a hub name or a local folder."""
+
+    name: str = MISSING
+    base: str | None = None  # where sft starts
+    policy: str | None = None  # where rl and reward modelling start; null: made by sft (embedded tasks)
+    reference: str | None = None  # null: the policy as it starts
+    reward: str | None = None  # what scorer=reward_model reads; null: made by reward modelling (embedded tasks)
+    tokenizer: str | None = None  # null: the one beside the policy (the base, for sft)
+    pad_token: str | None = None  # for tokenizers without one of their own
+    dtype: Dtype = Dtype.float32
+    shared_prefix: bool = True  # encode a prompt once for its K responses
+    attention: str = "sdpa"  # attention implementation of transformers
+    trust_remote_code: bool = False
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """A model that is neither named nor makeable."""
+        if cfg.task.embedded:
+            return
+        wanted = {"base": self.base} if cfg.algo.trains.name == "base" else {"policy": self.policy}
+        if cfg.scorer.name == "reward_model" and not cfg.algo.supervised and getattr(cfg.scorer, "path", None) is None:
+            wanted["reward"] = self.reward
+        for key, value in wanted.items():
+            if value is None:
+                yield (
+                    f"model.{key} must name a model for task={cfg.task.name} (only embedded tasks make their own), "
+                    f"got null; set model.{key}=<hub name or folder>"
+                )
+
+
+@option("model", "nano")
+@dataclass(kw_only=True, slots=True)
+class NanoConfig(ModelConfig):
+    """A GPT-NeoX (Pythia) small enough for a laptop's CPU, made from nothing where `base` is null."""
+
+    hidden_size: int = 128
+    layers: int = 2
+    heads: int = 4
+    context: int = 512  # positions
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        yield from ModelConfig.problems(self, cfg)
+        if self.hidden_size % self.heads:
+            yield (
+                f"model.hidden_size must be divisible by model.heads (each head has an equal part), "
+                f"got {self.hidden_size} and {self.heads}; set model.heads=4"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = MISSING
+    schedule: LRSchedule = LRSchedule.linear
+    warmup: float = 0.0  # optimizer steps; below 1: fraction of the run
+    max_grad_norm: float | None = 1.0  # null: no clipping
+    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig(Section):
+    """How long, how much at once, how far off-policy. `eval_every`, `save_every`, `log_every` are in updates; a value
+    below 1 is a fraction of the run, 0 is never."""
+
+    total_episodes: int | None = None  # of the whole run
+    total_epochs: float | None = None  # supervised only, instead of total_episodes
+    prompts_per_update: int = MISSING  # N, over all ranks
+    minibatches: int = 1  # optimizer steps in one pass over a rollout batch (the paper's N)
+    epochs: int = 1  # passes over a rollout batch (the paper's T)
+    max_lag: int = 0  # later requests in flight
+    eval_every: float = 0.2
+    save_every: float = 0.25
+    log_every: float = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig(Section):
+    """Evaluation during training."""
+
+    prompts: int = 256  # held-out examples
+    temperature: float = 0.01  # near-greedy, as the paper's
+    samples: int = 3  # rows of the table shown in the terminal
+
+
+@dataclass(kw_only=True, slots=True)
+class Config(Section):
+    """A run."""
+
+    algo: AlgoConfig = MISSING
+    model: ModelConfig = MISSING
+    task: TaskConfig = MISSING
+    scorer: ScorerConfig = MISSING
+    gold: ScorerConfig = MISSING
+    generator: GeneratorConfig = MISSING
+    backend: BackendConfig = MISSING
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    logger: LoggersConfig = field(default_factory=LoggersConfig)
+    seed: int = 1
+    resume: Resume = Resume.auto
+    save_total_limit: int = 2  # checkpoints kept
+    objective_metric: str | None = None  # what main() returns to a sweeper; null: eval/win_rate (eval/accuracy: reward)
+    output_dir: str = "outputs"
+    cache_dir: str = "outputs/artefacts"  # models and pairs that embedded tasks make on the way
+    progress: Progress = Progress.auto
+
+    @property
+    def data(self) -> Data:
+        """What one training example holds; an online algorithm on stored completions reads pairs."""
+        if self.generator.samples or self.algo.supervised:
+            return self.algo.data
+        return Data.preferences
+
+    @property
+    def episodes_per_update(self) -> int:
+        """N times K, over all ranks."""
+        return self.schedule.prompts_per_update * self.algo.samples_per_prompt
+
+    def num_updates(self, examples: int | None = None) -> int:
+        """Updates of the whole run; `examples` of the training data are needed where `total_epochs` is set."""
+        if self.schedule.total_episodes is not None:
+            return self.schedule.total_episodes // self.episodes_per_update
+        assert self.schedule.total_epochs is not None and examples is not None
+        return max(1, round(self.schedule.total_epochs * examples / self.schedule.prompts_per_update))
+
+
+ConfigStore.instance().store(name="root_schema", node=Config)

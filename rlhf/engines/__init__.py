@@ -1,0 +1,1 @@
+"""What trains: module, reference, optimizer and schedule behind one interface, per distributed backend."""

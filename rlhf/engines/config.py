@@ -1,0 +1,45 @@
+"""Settings of the distributed backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from omegaconf import MISSING
+
+from rlhf.schema import Section, option
+
+if TYPE_CHECKING:
+    from rlhf.config import Config
+
+
+class Device(Enum):
+    """Where models live. `auto` is CUDA where there is a GPU."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(kw_only=True, slots=True)
+class BackendConfig(Section):
+    """What every backend has."""
+
+    name: str = MISSING
+    micro_batch: int = 16  # sequences a forward and rank
+    device: Device = Device.auto
+    threads: int | None = None  # CPU threads of torch; null: one per core
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        if self.threads is not None and self.threads < 1:
+            yield f"backend.threads must be >= 1 or null (one per core), got {self.threads}; set backend.threads=null"
+
+
+@option("backend", "torch")
+@dataclass(kw_only=True, slots=True)
+class TorchConfig(BackendConfig):
+    """Plain torch."""
+
+    name: str = "torch"

@@ -1,0 +1,71 @@
+"""Settings of the generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from omegaconf import MISSING
+
+from rlhf.schema import Section, option
+
+if TYPE_CHECKING:
+    from rlhf.config import Config
+
+
+@dataclass(kw_only=True, slots=True)
+class GeneratorConfig(Section):
+    """What every generator has."""
+
+    samples: ClassVar[bool] = True  # False: it only returns stored completions
+
+    name: str = MISSING
+    temperature: float = 0.7
+    response_length: int = 53  # tokens; longer responses are cut there
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        if self.response_length < 1:
+            yield (
+                "generator.response_length must be >= 1 (tokens of a response), "
+                f"got {self.response_length}; set generator.response_length=53"
+            )
+        if self.temperature <= 0:
+            yield (
+                "generator.temperature must be > 0 (log-probs are those of logits / temperature), "
+                f"got {self.temperature}; set generator.temperature=0.7"
+            )
+        for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            value = getattr(self, key)
+            if value != off:
+                yield (
+                    f"generator.{key} must be off for training (a truncated distribution is not the one that is "
+                    f"trained, so its log-probs would be wrong), got {value}; set generator.{key}={off}"
+                )
+
+
+@option("generator", "hf")
+@dataclass(kw_only=True, slots=True)
+class HFConfig(GeneratorConfig):
+    """Sampling with the trainer's own Hugging Face model, in its process."""
+
+    name: str = "hf"
+    batch_size: int = 256  # sequences decoded at once
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        yield from GeneratorConfig.problems(self, cfg)
+        if self.batch_size < 1:
+            yield f"generator.batch_size must be >= 1 (sequences at once), got {self.batch_size}; set 256"
+
+
+@option("generator", "dataset")
+@dataclass(kw_only=True, slots=True)
+class DatasetConfig(GeneratorConfig):
+    """Completions that a data set holds; nothing is sampled in training."""
+
+    samples: ClassVar[bool] = False
+
+    name: str = "dataset"

@@ -1,0 +1,42 @@
+"""How a dataclass becomes a config option: the base of every section, and its registration with Hydra.
+
+A section is a `@dataclass(kw_only=True, slots=True)`; slots make a key that was added with `+` an error, since the
+object has nowhere to put it. An option is registered as `schema/<group>/<name>`, which `conf/<group>/<name>.yaml`
+names first in its defaults list. Nothing here imports torch, so `--help` and a bad key answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from hydra.core.config_store import ConfigStore
+
+if TYPE_CHECKING:
+    from rlhf.config import Config
+
+T = TypeVar("T", bound=type)
+
+
+@dataclass(kw_only=True, slots=True)
+class Section:
+    """One part of the configuration."""
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """Yield what is wrong with this section in the run `cfg`: key as typed, rule, reason, value, remedy."""
+        return iter(())
+
+    def warnings(self, cfg: Config) -> Iterator[str]:
+        """Yield settings of this section that have no effect in the run `cfg`, or are allowed but doubtful."""
+        return iter(())
+
+
+def option(group: str, name: str) -> Callable[[T], T]:
+    """Register a section class as the option `name` of the config group `group`."""
+
+    def store(cls: T) -> T:
+        ConfigStore.instance().store(group=f"schema/{group}", name=name, node=cls)
+        return cls
+
+    return store

@@ -1,0 +1,1 @@
+"""Where prompts, reference responses and preference pairs come from."""
