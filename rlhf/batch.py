@@ -2,9 +2,9 @@
 
     N prompts, K samples of a prompt, P prompt tokens, T response tokens
 
-Everything is cut along N only, so a group of K samples is never split. Prompts are padded on the left, responses on
-the right. Masks are bool, True = a real token. Log-probs are float32, of the sampled tokens, at the sampling
-temperature, and 0 where the mask is False.
+Everything is cut along N only, so a group of K samples is never split. Prompts are padded on the left,
+responses on the right. Masks are bool, True = a real token. Log-probs are float32, of the sampled tokens, at
+the sampling temperature, and 0 where the mask is False.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from rlhf.seeding import derive
+
 B = TypeVar("B", bound="Prompts")
 
 
 @dataclass(slots=True, kw_only=True)
 class Prompts:
-    """N examples of a task. `completions` (N lists of K texts) and `labels` are there for stored completions only."""
+    """N examples of a task. `completions` (N lists of K texts) and `labels` only where they are stored."""
 
     index: Tensor  # [N] int64, row in the task's data set: names an example for replay
     texts: list[str]  # N prompts
@@ -48,8 +50,11 @@ class Prompts:
 
     def to(self, device: torch.device) -> Self:
         """The same on `device`."""
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self)
-                 if isinstance(getattr(self, f.name), Tensor)}
+        moved = {
+            f.name: getattr(self, f.name).to(device)
+            for f in fields(self)
+            if isinstance(getattr(self, f.name), Tensor)
+        }
         return replace(self, **moved)
 
     def extend(self, kind: type[B], **added: Any) -> B:
@@ -80,11 +85,21 @@ class Batch(Rollouts):
 
     scores: Tensor  # [N, K] float32
     ref_logprobs: Tensor | None = None  # [N, K, T]
-    old_logprobs: Tensor | None = None  # [N, K, T]; None where the first forward gives them (one step a batch)
+    old_logprobs: Tensor | None = None  # [N, K, T]; None: the first forward gives them (one step a batch)
     values: Tensor | None = None  # [N, K, T]
     advantages: Tensor | None = None  # [N, K, T]
     returns: Tensor | None = None  # [N, K, T]
     signal: Tensor | None = None  # [N] bool: False rows are not trained on; None: all are
+
+    def minibatches(self, count: int, epochs: int, seed: int, update: int) -> Iterator[Batch]:
+        """Cut the prompts into `count` equal parts, `epochs` times, shuffled by (seed, update, epoch)."""
+        for epoch in range(epochs):
+            if count == 1:  # the order within one step changes nothing
+                yield self
+                continue
+            rng = torch.Generator().manual_seed(derive(seed, "minibatches", update, epoch))
+            for rows in torch.randperm(len(self), generator=rng).chunk(count):
+                yield self.select(rows)
 
     def samples(self, columns: Tensor) -> Batch:
         """For each prompt the samples `columns` ([N, J] int64), as a batch with K = J."""
@@ -99,7 +114,18 @@ class Batch(Rollouts):
 
 
 PER_SAMPLE = frozenset(
-    "response_ids response_mask ended behaviour_logprobs scores ref_logprobs old_logprobs values advantages returns".split()
+    {
+        "response_ids",
+        "response_mask",
+        "ended",
+        "behaviour_logprobs",
+        "scores",
+        "ref_logprobs",
+        "old_logprobs",
+        "values",
+        "advantages",
+        "returns",
+    }
 )
 
 
@@ -120,8 +146,9 @@ def trim(batch: B) -> B:
 
 
 def microbatches(batch: Batch, sequences: int) -> Iterator[tuple[Tensor, Batch]]:
-    """Cut a batch into micro-batches of at most `sequences` sequences (but one prompt's at least), formed by length
-    and trimmed to it. Yields (rows of the batch [M], micro-batch); rows without signal are left out."""
+    """Cut a batch into micro-batches of at most `sequences` sequences (but one prompt's at least), formed by
+    length and trimmed to it. Yields (rows of the batch [M], micro-batch); rows without signal are left out.
+    """
     lengths = batch.prompt_mask.sum(1) + batch.response_mask.sum(-1).amax(1)
     order = torch.argsort(lengths, stable=True)
     if batch.signal is not None:

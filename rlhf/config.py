@@ -1,4 +1,4 @@
-"""The root of the configuration, and the sections that belong to no single part. Nothing here imports torch."""
+"""The root of the configuration, and the sections that belong to no single part. Imports no torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ModelConfig(Section):
     base: str | None = None  # where sft starts
     policy: str | None = None  # where rl and reward modelling start; null: made by sft (embedded tasks)
     reference: str | None = None  # null: the policy as it starts
-    reward: str | None = None  # what scorer=reward_model reads; null: made by reward modelling (embedded tasks)
+    reward: str | None = None  # what scorer=reward_model reads; null: made by algo=reward (embedded tasks)
     tokenizer: str | None = None  # null: the one beside the policy (the base, for sft)
     pad_token: str | None = None  # for tokenizers without one of their own
     dtype: Dtype = Dtype.float32
@@ -72,13 +72,17 @@ class ModelConfig(Section):
         if cfg.task.embedded:
             return
         wanted = {"base": self.base} if cfg.algo.trains.name == "base" else {"policy": self.policy}
-        if cfg.scorer.name == "reward_model" and not cfg.algo.supervised and getattr(cfg.scorer, "path", None) is None:
+        if (
+            cfg.scorer.name == "reward_model"
+            and not cfg.algo.supervised
+            and getattr(cfg.scorer, "path", None) is None
+        ):
             wanted["reward"] = self.reward
         for key, value in wanted.items():
             if value is None:
                 yield (
-                    f"model.{key} must name a model for task={cfg.task.name} (only embedded tasks make their own), "
-                    f"got null; set model.{key}=<hub name or folder>"
+                    f"model.{key} must name a model for task={cfg.task.name} (only embedded tasks make their "
+                    f"own), got null; set model.{key}=<hub name or folder>"
                 )
 
 
@@ -93,6 +97,7 @@ class NanoConfig(ModelConfig):
     context: int = 512  # positions
 
     def problems(self, cfg: Config) -> Iterator[str]:
+        """Heads that do not divide the width."""
         yield from ModelConfig.problems(self, cfg)
         if self.hidden_size % self.heads:
             yield (
@@ -116,8 +121,10 @@ class OptimConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig(Section):
-    """How long, how much at once, how far off-policy. `eval_every`, `save_every`, `log_every` are in updates; a value
-    below 1 is a fraction of the run, 0 is never."""
+    """How long, how much at once, how far off-policy.
+
+    `eval_every`, `save_every`, `log_every` are in updates; below 1: a fraction of the run; 0: never.
+    """
 
     total_episodes: int | None = None  # of the whole run
     total_epochs: float | None = None  # supervised only, instead of total_episodes
@@ -157,7 +164,9 @@ class Config(Section):
     seed: int = 1
     resume: Resume = Resume.auto
     save_total_limit: int = 2  # checkpoints kept
-    objective_metric: str | None = None  # what main() returns to a sweeper; null: eval/win_rate (eval/accuracy: reward)
+    objective_metric: str | None = (
+        None  # what a sweeper optimises; null: eval/win_rate (reward: eval/accuracy)
+    )
     output_dir: str = "outputs"
     cache_dir: str = "outputs/artefacts"  # models and pairs that embedded tasks make on the way
     progress: Progress = Progress.auto
@@ -175,7 +184,7 @@ class Config(Section):
         return self.schedule.prompts_per_update * self.algo.samples_per_prompt
 
     def num_updates(self, examples: int | None = None) -> int:
-        """Updates of the whole run; `examples` of the training data are needed where `total_epochs` is set."""
+        """Updates of the whole run; `examples` (size of the training data) is needed with `total_epochs`."""
         if self.schedule.total_episodes is not None:
             return self.schedule.total_episodes // self.episodes_per_update
         assert self.schedule.total_epochs is not None and examples is not None

@@ -1,8 +1,9 @@
 """How a dataclass becomes a config option: the base of every section, and its registration with Hydra.
 
-A section is a `@dataclass(kw_only=True, slots=True)`; slots make a key that was added with `+` an error, since the
-object has nowhere to put it. An option is registered as `schema/<group>/<name>`, which `conf/<group>/<name>.yaml`
-names first in its defaults list. Nothing here imports torch, so `--help` and a bad key answer at once.
+A section is a `@dataclass(kw_only=True, slots=True)`; slots make a key that was added with `+` an error: the
+object has nowhere to put it. An option is registered as `schema/<group>/<name>`, which
+`conf/<group>/<name>.yaml` names first in its defaults list. Nothing here imports torch, so `--help` and a bad
+key answer at once.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Section:
     """One part of the configuration."""
 
     def problems(self, cfg: Config) -> Iterator[str]:
-        """Yield what is wrong with this section in the run `cfg`: key as typed, rule, reason, value, remedy."""
+        """Yield what is wrong with this section in `cfg`: key as typed, rule, reason, value, remedy."""
         return iter(())
 
     def warnings(self, cfg: Config) -> Iterator[str]:
-        """Yield settings of this section that have no effect in the run `cfg`, or are allowed but doubtful."""
+        """Yield settings of this section that have no effect in `cfg`, or are allowed but doubtful."""
         return iter(())
 
 

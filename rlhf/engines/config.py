@@ -33,8 +33,17 @@ class BackendConfig(Section):
     threads: int | None = None  # CPU threads of torch; null: one per core
 
     def problems(self, cfg: Config) -> Iterator[str]:
+        """Sizes below one."""
+        if self.micro_batch < 1:
+            yield (
+                f"backend.micro_batch must be >= 1 (sequences a forward), got {self.micro_batch}; "
+                "set backend.micro_batch=16"
+            )
         if self.threads is not None and self.threads < 1:
-            yield f"backend.threads must be >= 1 or null (one per core), got {self.threads}; set backend.threads=null"
+            yield (
+                f"backend.threads must be >= 1 (null: one per core), got {self.threads}; "
+                "set backend.threads=null"
+            )
 
 
 @option("backend", "torch")

@@ -28,6 +28,7 @@ class GeneratorConfig(Section):
     min_p: float = 0.0
 
     def problems(self, cfg: Config) -> Iterator[str]:
+        """Settings of the sampler that training cannot use."""
         if self.response_length < 1:
             yield (
                 "generator.response_length must be >= 1 (tokens of a response), "
@@ -42,8 +43,8 @@ class GeneratorConfig(Section):
             value = getattr(self, key)
             if value != off:
                 yield (
-                    f"generator.{key} must be off for training (a truncated distribution is not the one that is "
-                    f"trained, so its log-probs would be wrong), got {value}; set generator.{key}={off}"
+                    f"generator.{key} must be off for training (a truncated distribution is not the one that "
+                    f"is trained, so its log-probs would be wrong), got {value}; set generator.{key}={off}"
                 )
 
 
@@ -56,9 +57,13 @@ class HFConfig(GeneratorConfig):
     batch_size: int = 256  # sequences decoded at once
 
     def problems(self, cfg: Config) -> Iterator[str]:
+        """The same, and the size of a decoding batch."""
         yield from GeneratorConfig.problems(self, cfg)
         if self.batch_size < 1:
-            yield f"generator.batch_size must be >= 1 (sequences at once), got {self.batch_size}; set 256"
+            yield (
+                f"generator.batch_size must be >= 1 (sequences decoded at once), got {self.batch_size}; "
+                "set generator.batch_size=256"
+            )
 
 
 @option("generator", "dataset")

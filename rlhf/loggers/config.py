@@ -1,26 +1,50 @@
-"""Settings of the loggers. Several may be on at once: `logger=[wandb,tensorboard]`; metrics.jsonl is always written."""
+"""Settings of the loggers. `logger=[wandb,tensorboard]` turns on both; metrics.jsonl is always written."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from rlhf.schema import Section, option
 
+if TYPE_CHECKING:
+    from rlhf.config import Config
 
+
+class WandbMode(Enum):
+    """Where Weights & Biases sends a run. `offline` writes to the run folder, to be synchronised later."""
+
+    online = "online"
+    offline = "offline"
+
+
+@option("logger", "wandb")
 @dataclass(kw_only=True, slots=True)
 class WandbConfig(Section):
-    """Weights & Biases. `mode=offline` writes to the run folder, to be synchronised later."""
+    """Weights & Biases."""
 
     project: str = "rlhf"
     entity: str | None = None
-    mode: str = "online"
+    mode: WandbMode = WandbMode.online
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """The package is missing."""
+        yield from not_installed("wandb")
 
 
+@option("logger", "tensorboard")
 @dataclass(kw_only=True, slots=True)
 class TensorboardConfig(Section):
     """Event files under `tensorboard/` of the run folder."""
 
     flush_secs: int = 30
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """The package is missing."""
+        yield from not_installed("tensorboard")
 
 
 @option("logger", "jsonl")
@@ -30,3 +54,12 @@ class LoggersConfig(Section):
 
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
+
+
+def not_installed(package: str) -> Iterator[str]:
+    """Yield a problem where `package`, an extra of this project, cannot be imported."""
+    if find_spec(package) is None:
+        yield (
+            f"logger={package} needs the package {package} (an extra), which is not installed; "
+            f"run: pip install 'rlhf[{package}]', or leave logger={package} out"
+        )

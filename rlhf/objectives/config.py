@@ -63,6 +63,7 @@ class AlgoConfig(Section):
         raise NotImplementedError
 
     def problems(self, cfg: Config) -> Iterator[str]:
+        """Too few samples of a prompt."""
         if self.samples_per_prompt < self.min_samples:
             reason = "it ranks completions of one prompt" if self.min_samples == 2 else "it needs a sample"
             yield (
@@ -85,11 +86,13 @@ class DPOConfig(AlgoConfig):
     ties: Ties = Ties.drop
 
     def build(self) -> Objective:
+        """Make the objective."""
         from rlhf.objectives.dpo import OnlineDPO
 
         return OnlineDPO(self)
 
     def problems(self, cfg: Config) -> Iterator[str]:
+        """The same, and beta."""
         yield from AlgoConfig.problems(self, cfg)
         if self.beta <= 0:
             yield (
@@ -110,6 +113,7 @@ class SFTConfig(AlgoConfig):
     name: str = "sft"
 
     def build(self) -> Objective:
+        """Make the objective."""
         from rlhf.objectives.sft import SFT
 
         return SFT(self)
@@ -129,6 +133,7 @@ class RewardConfig(AlgoConfig):
     samples_per_prompt: int = 2
 
     def build(self) -> Objective:
+        """Make the objective."""
         from rlhf.objectives.reward import RewardModelling
 
         return RewardModelling(self)

@@ -32,18 +32,19 @@ class RewardModelScorerConfig(ScorerConfig):
     batch_size: int = 32  # sequences a forward
 
     def problems(self, cfg: Config) -> Iterator[str]:
+        """A judge without a model."""
         yield from ScorerConfig.problems(self, cfg)
         if self is cfg.gold and self.path is None:
             yield (
-                "gold.path must name a reward model (the judge must not be the one that training sees), got null; "
-                "set gold.path=<hub name or folder>"
+                "gold.path must name a reward model (the judge must not be the one that training sees), got "
+                "null; set gold.path=<hub name or folder>"
             )
 
 
 @option("scorer", "facts")
 @dataclass(kw_only=True, slots=True)
 class FactsScorerConfig(ScorerConfig):
-    """The program that judges summaries of `task=tldr_mini`: facts covered, minus errors, filler and excess length."""
+    """The program that judges `task=tldr_mini`: facts covered, minus errors, filler and excess length."""
 
     name: str = "facts"
 
