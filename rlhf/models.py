@@ -1,0 +1,402 @@
+"""The models of a run: what they compute for rollouts, and how they are loaded, made and saved.
+
+A `Policy` gives log-probs, a `RewardModel` scores; both wrap a Hugging Face model that stays what it was
+(attribute `model`), so it is saved, sharded and generated from as such.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from rlhf.batch import Rollouts
+from rlhf.forward import encode, shared_prefix_problem
+from rlhf.local_models import context_of, context_problem, is_local
+from rlhf.logprobs import token_logprobs
+
+if TYPE_CHECKING:
+    from rlhf.config import NanoConfig
+
+LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+
+
+@dataclass(slots=True, kw_only=True)
+class Outputs:
+    """What a forward gives for rollouts; None: this model has no such head."""
+
+    logprobs: Tensor | None = None  # [N, K, T] float32, 0 where the response mask is False
+    values: Tensor | None = None  # [N, K, T] float32
+    rewards: Tensor | None = None  # [N, K] float32
+
+
+class LogprobHead(nn.Linear):
+    """The output embeddings of a causal LM; called with `targets`, it returns their log-probs, not logits.
+
+    It replaces the model's own `nn.Linear` and takes over its parameters, so names in a state dict stay.
+    Being called as a module matters: ZeRO-3 gathers a module's weights when it is called.
+    """
+
+    def forward(self, input: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+        """Logits [..., V] of input [..., H]; with targets [R], log-probs [R] float32 of input [R, H]."""
+        if targets is None:
+            return super().forward(input)
+        return token_logprobs(input, self.weight, self.bias, targets, temperature)
+
+    @staticmethod
+    def of(linear: nn.Linear) -> LogprobHead:
+        """A head with the parameters of `linear`, the same objects."""
+        head = LogprobHead(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        head.weight, head.bias = linear.weight, linear.bias
+        return head.train(linear.training)
+
+
+class Policy(nn.Module):
+    """A causal LM (`model`) that gives the log-probs of rollouts at `temperature`.
+
+    Raises ValueError where its logits are more than the output embeddings of its hidden states, and where
+    `shared_prefix` is asked for but its cache cannot be repeated.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, shared_prefix: bool) -> None:
+        super().__init__()
+        problem = shared_prefix_problem(model.config) if shared_prefix else None
+        if problem is not None:
+            raise ValueError(problem)
+        head = model.get_output_embeddings()
+        if not isinstance(head, LogprobHead):
+            if type(head) is not nn.Linear:
+                raise ValueError(
+                    "model.policy must name a model with a linear output head (log-probs are computed from "
+                    f"its weight), got {model.config.model_type} with {type(head).__name__}; choose another "
+                    "model"
+                )
+            model.set_output_embeddings(LogprobHead.of(head))
+        self.model = model
+        self.shared_prefix = shared_prefix
+        self.temperature = temperature
+        self.logit_scale = logit_scale(model)
+
+    def forward(self, batch: Rollouts) -> Outputs:
+        """Log-probs [N, K, T] of the responses, 0 at padding; the head sees real response positions only."""
+        hidden = encode(
+            backbone(self.model),
+            batch.prompt_ids,
+            batch.prompt_mask,
+            batch.response_ids,
+            batch.response_mask,
+            self.shared_prefix,
+            last=False,
+        )
+        mask = batch.response_mask
+        head = self.model.get_output_embeddings()
+        found = head(
+            hidden[mask], targets=batch.response_ids[mask], temperature=self.temperature / self.logit_scale
+        )
+        zeros = torch.zeros(mask.shape, dtype=found.dtype, device=found.device)
+        return Outputs(logprobs=zeros.masked_scatter(mask, found))
+
+
+def backbone(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head."""
+    base = model.base_model
+    assert isinstance(base, PreTrainedModel)
+    return base
+
+
+def score_head(model: PreTrainedModel) -> nn.Linear:
+    """The head of a sequence classifier."""
+    head = model.get_submodule("score")
+    assert isinstance(head, nn.Linear)
+    return head
+
+
+@torch.no_grad()
+def logit_scale(model: PreTrainedModel) -> float:
+    """The factor between the model's logits and its output embeddings of its hidden states, 1 for most.
+
+    Models differ in what they do to logits (a scale, a soft cap) and how their configs call it, so it is
+    measured on two tokens. Raises ValueError where it is no factor that the config names.
+    """
+    ids = torch.tensor([[0, 1]], device=model.device)
+    training = model.training
+    model.eval()
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    raw = model.get_output_embeddings()(
+        backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+    ).float()
+    model.train(training)
+    named = [float(v) for v in (getattr(model.config, name, None) for name in LOGIT_SCALES) if v]
+    tolerance = 1e-4 if model.dtype == torch.float32 else 0.05
+    for scale in (1.0, *named, *(1 / v for v in named)):
+        if torch.allclose(logits, raw * scale, rtol=tolerance, atol=tolerance * float(logits.abs().max())):
+            return scale
+    raise ValueError(
+        "model.policy must name a model whose logits are a linear function of its last hidden state "
+        f"(log-probs are computed from the head's weight), got {model.config.model_type}, which changes "
+        "them afterwards, for example by a soft cap; choose another model"
+    )
+
+
+class RewardModel(nn.Module):
+    """A sequence classifier with one label (`model`) that scores rollouts.
+
+    It reads the state of the last real response token. Rewards are centred by `config.reward_offset`, where
+    the config has one.
+    """
+
+    def __init__(self, model: PreTrainedModel, shared_prefix: bool) -> None:
+        super().__init__()
+        problem = shared_prefix_problem(model.config) if shared_prefix else None
+        if problem is not None:
+            raise ValueError(problem)
+        self.model = model
+        self.shared_prefix = shared_prefix
+
+    def forward(self, batch: Rollouts) -> Outputs:
+        """Rewards [N, K] float32. An empty response is read at the last prompt token."""
+        hidden = encode(
+            backbone(self.model),
+            batch.prompt_ids,
+            batch.prompt_mask,
+            batch.response_ids,
+            batch.response_mask,
+            self.shared_prefix,
+            last=True,
+        )
+        place = batch.response_mask.sum(-1)  # position t is the state after t tokens
+        state = hidden.gather(2, place[:, :, None, None].expand(-1, -1, 1, hidden.shape[-1]))[:, :, 0]
+        head = score_head(self.model)
+        with torch.autocast(state.device.type, enabled=False):  # one number a sequence: worth float32
+            rewards = head(state.to(head.weight.dtype))[..., 0].float()
+        return Outputs(rewards=rewards - getattr(self.model.config, "reward_offset", 0.0))
+
+
+def load_tokenizer(
+    path: str, pad_token: str | None = None, trust_remote_code: bool = False, key: str = "model.policy"
+) -> PreTrainedTokenizerFast:
+    """The fast tokenizer at `path` (hub name or folder), padding on the left.
+
+    `pad_token` names the pad token where the tokenizer has none of its own, or one that is also its end.
+    Raises ValueError where the pad token is missing, unknown to the vocabulary, or equal to the end token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code, padding_side="left"
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(unreachable(key, path, "a tokenizer", error)) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"{key} must come with a fast tokenizer (tokenizer.json), got {path!r}; choose another model"
+        )
+    if pad_token is not None:
+        if pad_token not in tokenizer.get_vocab():
+            raise ValueError(
+                f"model.pad_token must be a token of the tokenizer of {path!r} (a new one would have no "
+                f"embedding), got {pad_token!r}; set model.pad_token to a token that is never used, such as "
+                "a reserved one"
+            )
+        tokenizer.pad_token = pad_token
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise ValueError(
+            f"model.pad_token must be set for the tokenizer of {path!r} (pad must differ from the end "
+            f"token, which is trained on), got pad {tokenizer.pad_token!r} and end {tokenizer.eos_token!r}; "
+            "set model.pad_token to a token of its vocabulary that is never used, such as a reserved one"
+        )
+    return tokenizer
+
+
+def load_causal_lm(
+    path: str,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    trust_remote_code: bool = False,
+    key: str = "model.policy",
+) -> PreTrainedModel:
+    """The causal LM at `path` (hub name or folder; safetensors only), dropout off, in evaluation mode.
+
+    What is trained is loaded in float32; a frozen model in any dtype. Raises ValueError, naming `key`, where
+    there is no such model.
+    """
+    return load(AutoModelForCausalLM, path, dtype, attention, trust_remote_code, key)
+
+
+def load_reward_model(
+    path: str,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    trust_remote_code: bool = False,
+    key: str = "model.reward",
+) -> PreTrainedModel:
+    """The sequence classifier with one label at `path`, as `load_causal_lm`.
+
+    Raises ValueError also where it has another number of labels, or no head at all.
+    """
+    return load(AutoModelForSequenceClassification, path, dtype, attention, trust_remote_code, key)
+
+
+def new_reward_model(
+    path: str,
+    pad_token_id: int,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    trust_remote_code: bool = False,
+    key: str = "model.policy",
+) -> PreTrainedModel:
+    """A reward model on the backbone of the causal LM at `path`, its head drawn from N(0, 1/sqrt(d+1)).
+
+    d is the hidden size (Stiennon et al., arXiv 2009.01325; Huang et al., arXiv 2403.17031, detail 11); the
+    draw is from `generator`, or torch's own.
+    """
+    model = load(
+        AutoModelForSequenceClassification, path, dtype, attention, trust_remote_code, key,
+        new="score.weight", num_labels=1, pad_token_id=pad_token_id,
+    )  # fmt: skip
+    weight = score_head(model).weight
+    drawn = torch.randn(weight.shape, generator=generator) / (weight.shape[1] + 1) ** 0.5
+    with torch.no_grad():
+        weight.copy_(drawn)
+    return model
+
+
+def load(
+    auto: Any,
+    path: str,
+    dtype: torch.dtype,
+    attention: str,
+    trust_remote_code: bool,
+    key: str,
+    new: str | None = None,
+    **settings: Any,
+) -> PreTrainedModel:
+    """Load through an auto class; `new` names the parameter that the checkpoint need not have."""
+    if is_local(path):
+        path = str(Path(path).expanduser())
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **settings)
+        without_dropout(config)
+        model, report = auto.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(unreachable(key, path, "a model", error)) from error
+    missing = sorted(set(report["missing_keys"]) - {new})
+    if missing or report["mismatched_keys"]:
+        raise ValueError(
+            f"{key} must name a checkpoint of {type(model).__name__} (parameters that it lacks would be "
+            f"random numbers), got {path!r} without {', '.join(missing[:3]) or 'fitting shapes'}; set "
+            f"{key}=<hub name or folder>"
+        )
+    if auto is AutoModelForSequenceClassification and model.config.num_labels != 1:
+        raise ValueError(
+            f"{key} must name a reward model with one label (a reward is one number), got {path!r} with "
+            f"{model.config.num_labels}; set {key}=<hub name or folder>"
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.eval()
+
+
+def without_dropout(config: PreTrainedConfig) -> None:
+    """Set every dropout rate of a model config to 0 (`attention_dropout`, `resid_pdrop`, `layerdrop`, "
+    "...)."""
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, int | float):
+            setattr(config, name, 0.0)
+
+
+def unreachable(key: str, path: str, what: str, error: Exception) -> str:
+    """Why `path` could not be loaded: a folder that is missing or not whole, or a hub out of reach."""
+    if Path(path).is_dir():
+        reason = f"the folder {path!r} could not be read: {first_line(error)}"
+    elif is_local(path):
+        reason = f"no folder {path!r} here"
+    else:
+        reason = f"no folder {path!r} here, and the hub could not be reached or has none: {first_line(error)}"
+    return (
+        f"{key} must name {what} on the hub or in a folder ({reason}), got {path!r}; "
+        f"set {key}=<hub name or folder>, or download it once where there is a network"
+    )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's text."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def new_nano(nano: NanoConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXForCausalLM:
+    """A GPT-NeoX from nothing: the size of `nano`, the vocabulary of `tokenizer`, float32, torch's own RNG.
+
+    The products that write to the residual stream start smaller by sqrt(2 * layers), as GPT-2's (Radford et
+    al. 2019).
+    """
+    config = GPTNeoXConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=nano.hidden_size,
+        num_hidden_layers=nano.layers,
+        num_attention_heads=nano.heads,
+        intermediate_size=4 * nano.hidden_size,
+        max_position_embeddings=nano.context,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    without_dropout(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=nano.attention)
+    with torch.no_grad():
+        for layer in model.gpt_neox.layers:
+            for product in (layer.attention.dense, layer.mlp.dense_4h_to_h):
+                product.weight.div_((2 * nano.layers) ** 0.5)
+    return model.eval()
+
+
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """Write safetensors, config and tokenizer for `from_pretrained`; `state_dict`: weights gathered elsewhere."""
+    model.save_pretrained(folder, state_dict=state_dict)
+    tokenizer.save_pretrained(folder)
+
+
+def check_vocabulary(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, key: str = "model.tokenizer"
+) -> None:
+    """Raise ValueError where the tokenizer has ids without an embedding in the model. Fewer ids are fine."""
+    rows = model.config.get_text_config().vocab_size
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= rows:
+        raise ValueError(
+            f"{key} must fit the model (every id needs an embedding), got ids up to {largest} and {rows} "
+            f"embeddings; set {key} to the tokenizer that the model was trained with"
+        )
+
+
+def check_context(config: PreTrainedConfig, prompt_length: int, response_length: int) -> str | None:
+    """What is wrong when prompts and responses of so many tokens exceed the model's positions, or None."""
+    return context_problem(context_of(config.to_dict()), prompt_length, response_length)
