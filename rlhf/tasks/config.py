@@ -1,14 +1,16 @@
-"""Settings of the tasks."""
+"""Settings of the tasks. Nothing here imports torch or datasets; folders are looked at without them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 from omegaconf import MISSING
 
 from rlhf.schema import Section, option
+from rlhf.tasks.folders import folder_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -16,21 +18,70 @@ if TYPE_CHECKING:
     from rlhf.config import Config
     from rlhf.tasks.source import Source
 
+PROMPT_COLUMNS = ("query", "reference_response")
+PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected")
+SPLITS = ("train", "validation")  # what a run reads
+
+Need = tuple[str, str, Sequence[str], Sequence[str], str]  # key, folder, columns, splits, reason
+
 
 @dataclass(kw_only=True, slots=True)
 class TaskConfig(Section):
     """What every task has. `path` replaces the hub data set by local files of the same columns."""
 
     embedded: ClassVar[bool] = False  # its data and models are made here, from a seed
+    prompt_columns: ClassVar[tuple[str, ...]] = (
+        PROMPT_COLUMNS  # what `path` has where prompts are read from it
+    )
+    prompt_splits: ClassVar[tuple[str, ...]] = SPLITS
 
     name: str = MISSING
-    path: str | None = None  # a folder of prompts data: <split>.jsonl / .parquet files, or datasets.save_to_disk
-    preferences_path: str | None = None  # the same for prompt/chosen/rejected
+    path: str | None = (
+        None  # a folder of prompts data: <split>.jsonl / .parquet files, or datasets.save_to_disk
+    )
+    preferences_path: str | None = None  # the same for prompt/chosen/rejected; null: path, else the hub
     max_prompt_tokens: int = 512  # longer prompts are left out, and counted
 
     def source(self) -> Source:
         """Make what loads this task's data."""
         raise NotImplementedError
+
+    def needs(self, cfg: Config) -> Iterator[Need]:
+        """Yield the local folders that the run reads, and what must be in them."""
+        pairs = cfg.data.name == "preferences"
+        if self.path is not None and (not pairs or cfg.algo.trains.name == "policy"):
+            reason = (
+                "the policy is evaluated on prompts and references"
+                if pairs
+                else "the run reads prompts from it"
+            )
+            yield "task.path", self.path, self.prompt_columns, self.prompt_splits, reason
+        if pairs:
+            reason = "the run reads preference pairs from it"
+            if self.preferences_path is not None:
+                yield "task.preferences_path", self.preferences_path, PREFERENCE_COLUMNS, SPLITS, reason
+            elif self.path is not None and not self.embedded:
+                yield "task.path", self.path, PREFERENCE_COLUMNS, SPLITS, reason
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """Folders that are missing or lack a split or a column."""
+        if self.max_prompt_tokens < 1:
+            yield (
+                "task.max_prompt_tokens must be >= 1 (longer prompts are left out), "
+                f"got {self.max_prompt_tokens}; set task.max_prompt_tokens=512"
+            )
+        for need in self.needs(cfg):
+            yield from folder_problems(*need)
+
+    def warnings(self, cfg: Config) -> Iterator[str]:
+        """Pairs that nothing reads."""
+        if self.preferences_path is not None and cfg.data.name != "preferences":
+            yield (
+                f"task.preferences_path has no effect with algo={cfg.algo.name} and "
+                f"generator={cfg.generator.name} (no preference pairs are read), got "
+                f"{self.preferences_path}; "
+                "leave it out"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,3 +98,42 @@ class EmbeddedTaskConfig(TaskConfig):
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Make the tokenizer of this task's vocabulary."""
         raise NotImplementedError
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """Sizes that leave a split empty."""
+        yield from TaskConfig.problems(self, cfg)
+        for key in ("train_size", "validation_size", "test_size"):
+            size = getattr(self, key)
+            if size < 1:
+                yield f"task.{key} must be >= 1 (examples to make), got {size}; set task.{key}=512"
+
+
+class Difficulty(Enum):
+    """How hard an embedded task is."""
+
+    easy = "easy"
+    medium = "medium"
+    hard = "hard"
+
+
+@option("task", "tldr_mini")
+@dataclass(kw_only=True, slots=True)
+class TLDRMiniConfig(EmbeddedTaskConfig):
+    """TL;DR in miniature: posts from a program, flawed references, a gold score that is a program."""
+
+    name: str = "tldr_mini"
+    train_size: int = 8192
+    max_prompt_tokens: int = 192
+    difficulty: Difficulty = Difficulty.medium
+
+    def source(self) -> Source:
+        """Posts and references from the seed; pairs from `preferences_path`."""
+        from rlhf.tasks.tldr_mini import TLDRMiniSource
+
+        return TLDRMiniSource(self)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """One token a word of the generator, whatever the difficulty."""
+        from rlhf.tasks.tldr_mini import build_tokenizer
+
+        return build_tokenizer()

@@ -1,0 +1,157 @@
+"""A task's data as tokenized batches that can be taken up again at any update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.batch import Prompts
+from rlhf.objectives.config import Data
+from rlhf.seeding import derive
+from rlhf.tasks.completions import pad_prompts
+from rlhf.tasks.source import Source
+
+log = logging.getLogger(__name__)
+
+END_TEXTS = ("<|endoftext|>",)  # ends that published data sets spell out, whatever the tokenizer's own is
+
+
+class Task:
+    """Training batches and held-out examples of one source.
+
+    Prompts are tokenized once, at construction; those longer than `max_prompt_tokens` are left out, with a
+    logged count. Batches depend on (seed, number of the batch) alone, so a run goes on at any batch without
+    replaying the ones before.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        data: Data,
+        prompts_per_update: int,
+        max_prompt_tokens: int,
+        seed: int,
+    ) -> None:
+        if tokenizer.pad_token_id is None:
+            raise ValueError(
+                "model.pad_token must be set for this tokenizer (it has none of its own, and prompts "
+                "are padded), "
+                "got null; set model.pad_token=<an unused token of it>"
+            )
+        self.source = source
+        self.tokenizer = tokenizer
+        self.data = data
+        self.prompts_per_update = prompts_per_update  # N, over all ranks
+        self.max_prompt_tokens = max_prompt_tokens
+        self.seed = seed
+        self._train = self._examples("train", data)
+        self._order = lru_cache(maxsize=2)(self._permutation)  # a batch spans two epochs at most, mostly
+
+    def __len__(self) -> int:
+        """Training examples that are not too long."""
+        return len(self._train)
+
+    def prompts(self, start: int = 0) -> Iterator[Prompts]:
+        """Training batches of N examples without end, beginning with batch number `start`.
+
+        Epochs are permutations drawn from (seed, epoch); batch t holds the places [tN, (t+1)N) of all epochs
+        in a row.
+        """
+        number = start
+        while True:
+            first = number * self.prompts_per_update
+            places = range(first, first + self.prompts_per_update)
+            rows = [int(self._order(place // len(self))[place % len(self)]) for place in places]
+            yield self._batch(self._train[rows])
+            number += 1
+
+    def held_out(self, count: int, split: str = "validation", data: Data | None = None) -> Prompts:
+        """The first `count` examples of a split, or all where it has fewer.
+
+        `data` says what they hold; None: what the training examples hold. Offline DPO, say, trains on pairs
+        but is evaluated on `Data.prompts`.
+        """
+        examples = self._examples(split, data or self.data)
+        if len(examples) < count:
+            log.warning(
+                "the split %s has %d examples, fewer than the %d asked for", split, len(examples), count
+            )
+        return self._batch(examples[: min(count, len(examples))])
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng(derive(self.seed, "order of examples", epoch)).permutation(len(self))
+
+    def _examples(self, split: str, data: Data) -> Dataset:
+        """A split as index, text, reference, ids and, for stored completions, completions and labels."""
+        pairs = data is Data.preferences
+        stored = self.source.preferences(split) if pairs else self.source.prompts(split)
+        ends = (self.tokenizer.eos_token, *END_TEXTS)
+
+        def clean(texts: list[str]) -> list[str]:
+            return [_without_end(text, ends) for text in texts]
+
+        def encode(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
+            texts = columns["prompt" if pairs else "query"]
+            chosen = clean(columns["chosen" if pairs else "reference_response"])
+            made: dict[str, list[Any]] = {
+                "index": rows,
+                "text": texts,
+                "reference": chosen,
+                "ids": self.tokenizer(texts)["input_ids"],
+            }
+            if pairs:
+                made["completions"] = [
+                    list(pair) for pair in zip(chosen, clean(columns["rejected"]), strict=True)
+                ]
+                made["labels"] = [[1.0, 0.0] for _ in texts]
+            elif data is Data.references:
+                made["completions"] = [[text] for text in chosen]
+            kept = [i for i, ids in enumerate(made["ids"]) if len(ids) <= self.max_prompt_tokens]
+            return {name: [values[i] for i in kept] for name, values in made.items()}
+
+        examples = stored.map(
+            encode,
+            batched=True,
+            with_indices=True,
+            remove_columns=stored.column_names,
+            desc=f"tokenize {split}",
+        )
+        left_out = len(stored) - len(examples)
+        if left_out:
+            log.info(
+                "left out %d of %d prompts of the split %s: longer than task.max_prompt_tokens=%d",
+                left_out, len(stored), split, self.max_prompt_tokens,
+            )  # fmt: skip
+        if not len(examples):
+            raise ValueError(
+                f"task.max_prompt_tokens must leave some of the {len(stored)} prompts of the split {split}, "
+                f"got {self.max_prompt_tokens}, which leaves none; raise task.max_prompt_tokens"
+            )
+        return examples
+
+    def _batch(self, rows: dict[str, list[Any]]) -> Prompts:
+        prompt_ids, prompt_mask = pad_prompts(rows["ids"], self.tokenizer.pad_token_id)
+        return Prompts(
+            index=torch.tensor(rows["index"], dtype=torch.int64),
+            texts=list(rows["text"]),
+            references=list(rows["reference"]),
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
+            completions=list(rows["completions"]) if "completions" in rows else None,
+            labels=torch.tensor(rows["labels"], dtype=torch.float32) if "labels" in rows else None,
+        )
+
+
+def _without_end(text: str, ends: tuple[str, ...]) -> str:
+    for end in ends:
+        text = text.removesuffix(end)
+    return text

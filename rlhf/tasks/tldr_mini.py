@@ -1,0 +1,501 @@
+"""TL;DR in miniature: posts, flawed references and a gold score, all from a program (DESIGN section 7).
+
+A post states one fact for each of several slots (who did what to which thing, when, where, why, ...) among
+filler and distractors, sentences that mention another value of a slot: "I told my brother about it." in a
+post about a sister. A summary is made of phrases, one a slot:
+
+    My sister sold my guitar last monday at the gym because of the wedding. I feel furious. Should I sue them?
+
+References are human-like: an annotator with little care leaves facts out, stays vague ("recently"), copies
+filler or confuses a fact with a distractor. The gold score reads the facts from the post and judges the
+summary by them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from rlhf.tasks.config import Difficulty
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+
+    from rlhf.tasks.config import TLDRMiniConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One kind of fact. `_` stands for the value in every template."""
+
+    name: str
+    values: tuple[str, ...]
+    facts: tuple[str, ...]  # sentences of a post that state it
+    distractors: tuple[str, ...]  # sentences that mention another value
+    title: str
+    phrase: str  # what a summary says
+    vague: str  # what a lazy summary says instead
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+SLOTS = (
+    Slot(
+        name="who",
+        values=_words(
+            "sister brother mother father cousin uncle aunt boss coworker roommate neighbor landlord "
+            "girlfriend "
+            "boyfriend wife husband teacher nephew niece tenant"
+        ),
+        facts=("My _ and I have always been close.", "I have known my _ all my life.", "This is about my _."),
+        distractors=("My _ says it is no big deal.", "I told my _ about it.", "Even my _ took my side."),
+        title="Trouble with my _",
+        phrase="My _",
+        vague="Someone",
+    ),
+    Slot(
+        name="deed",
+        values=_words(
+            "stole sold broke lost hid burned painted borrowed scratched traded dropped pawned ruined "
+            "kept wrecked "
+            "cleaned returned rented buried drowned"
+        ),
+        facts=("Then they _ it without asking.", "I found out that they _ it.", "For no reason they _ it."),
+        distractors=(
+            "Before that they never _ anything.",
+            "They once _ a toy.",
+            "I never _ a thing of theirs.",
+        ),
+        title="They _ it",
+        phrase="_",
+        vague="took",
+    ),
+    Slot(
+        name="thing",
+        values=_words(
+            "car bike laptop phone guitar watch camera couch piano ring boat tent drone desk lamp "
+            "skateboard necklace "
+            "jacket printer bracelet"
+        ),
+        facts=("I have a _ that means a lot to me.", "I saved up for a _.", "All I ever had was my _."),
+        distractors=("They have a _ too.", "I once lent them a _.", "It was never about the _."),
+        title="About my _",
+        phrase="my _",
+        vague="my stuff",
+    ),
+    Slot(
+        name="when",
+        values=_words(
+            "monday tuesday wednesday thursday friday saturday sunday january february march april may "
+            "june july "
+            "august september october november december"
+        ),
+        facts=("It happened last _.", "All of this was last _.", "The big day was last _."),
+        distractors=("I was out of town last _.", "We had a good time last _.", "I was sick last _."),
+        title="What happened last _",
+        phrase="last _",
+        vague="recently",
+    ),
+    Slot(
+        name="where",
+        values=_words(
+            "gym office park mall airport church school beach bar library hotel hospital garage bakery "
+            "zoo station "
+            "theater lake museum farm"
+        ),
+        facts=("We were at the _.", "It took place at the _.", "Everyone at the _ saw it."),
+        distractors=("I work at the _.", "We first met at the _.", "I live close to the _."),
+        title="What they did at the _",
+        phrase="at the _",
+        vague="somewhere",
+    ),
+    Slot(
+        name="why",
+        values=_words(
+            "wedding divorce rent exam baby funeral debt promotion party trip illness bet storm strike "
+            "holiday puppy "
+            "concert election lottery graduation"
+        ),
+        facts=("They said it was because of the _.", "They blame it all on the _.", "The reason was the _."),
+        distractors=("I have been busy with the _.", "Nobody talks about the _.", "I paid for the _."),
+        title="All because of the _",
+        phrase="because of the _",
+        vague="for some reason",
+    ),
+    Slot(
+        name="worth",
+        values=_words("50 80 120 180 250 350 500 700 1000 1500 2000 3000"),
+        facts=("It was worth _ dollars.", "I could get _ dollars for it.", "The price was _ dollars."),
+        distractors=("I make _ dollars a week.", "They owe me _ dollars.", "My taxes are _ dollars."),
+        title="I am out _ dollars",
+        phrase="worth _ dollars",
+        vague="worth a lot",
+    ),
+    Slot(
+        name="feeling",
+        values=_words(
+            "angry sad hurt furious ashamed guilty lonely confused jealous scared tired anxious "
+            "betrayed bitter numb "
+            "worried hopeless nervous annoyed shocked"
+        ),
+        facts=("Now I feel _.", "It left me _.", "I am so _ about it."),
+        distractors=("They are _ as well.", "My friends are _ for me.", "I do not want to seem _."),
+        title="I feel _",
+        phrase="I feel _",
+        vague="I feel bad",
+    ),
+    Slot(
+        name="age",
+        values=tuple(str(age) for age in range(18, 38)),
+        facts=("I am _ years old.", "I turned _ this year.", "I am _ if that matters."),
+        distractors=("They are _ years old.", "They turned _ this year.", "I feel like I am _ again."),
+        title="Is _ too old for this",
+        phrase="I am _",
+        vague="I am young",
+    ),
+    Slot(
+        name="ask",
+        values=_words(
+            "forgive sue confront ignore report avoid block evict trust warn fire call fight leave "
+            "invite expose "
+            "punish dump question repay"
+        ),
+        facts=(
+            "I wonder if I should _ them.",
+            "Part of me wants to _ them.",
+            "I am not sure whether to _ them.",
+        ),
+        distractors=("My friends tell me to _ them.", "I would never _ them.", "Last time I did _ them."),
+        title="Should I _ them",
+        phrase="Should I _ them?",
+        vague="What should I do?",
+    ),
+)
+BY_NAME = {slot.name: slot for slot in SLOTS}
+SLOT_OF = {value: slot for slot in SLOTS for value in slot.values}
+
+FILLER = (
+    "Sorry for the long post.",
+    "I do not know where to start.",
+    "Please be nice.",
+    "I can not sleep at night.",
+    "It is hard to put this into words.",
+    "I typed this in a hurry.",
+    "Thank you for reading all of this.",
+    "Some of you will think that I am wrong.",
+)
+
+FOCUS = {  # the slots that matter most, by subreddit
+    "r/relationships": ("who", "feeling", "ask"),
+    "r/legaladvice": ("deed", "worth", "when"),
+    "r/offmychest": ("feeling", "why", "who"),
+    "r/personalfinance": ("worth", "thing", "why"),
+    "r/advice": ("ask", "thing", "where"),
+    "r/tifu": ("where", "deed", "when"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a difficulty means."""
+
+    slots: tuple[str, ...]
+    values: int  # of each slot that are used
+    distractors: int
+    filler: int
+
+
+LEVELS = {
+    Difficulty.easy: Level(("who", "deed", "thing", "when", "feeling", "ask"), 10, 1, 2),
+    Difficulty.medium: Level(("who", "deed", "thing", "when", "where", "why", "feeling", "ask"), 16, 3, 2),
+    Difficulty.hard: Level(tuple(BY_NAME), 20, 5, 2),
+}
+
+# --- posts ---
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A post before it is written down."""
+
+    subreddit: str
+    title: str  # the slot in the title
+    facts: dict[str, str]  # slot -> value, in the order of SLOTS
+    distractors: dict[str, str]  # slot -> the value that is not the fact
+    sentences: tuple[str, ...]
+
+    @property
+    def query(self) -> str:
+        """The prompt, in TL;DR's own format."""
+        title = fill(BY_NAME[self.title].title, self.facts[self.title])
+        return f"SUBREDDIT: {self.subreddit}\n\nTITLE: {title}\n\nPOST: {' '.join(self.sentences)}\n\nTL;DR:"
+
+
+def fill(template: str, value: str) -> str:
+    """A template with its value."""
+    return template.replace("_", value)
+
+
+def make_post(rng: random.Random, level: Level) -> Post:
+    """Draw a post."""
+    facts = {name: rng.choice(BY_NAME[name].values[: level.values]) for name in level.slots}
+    distractors = {
+        name: rng.choice([value for value in BY_NAME[name].values[: level.values] if value != facts[name]])
+        for name in rng.sample(level.slots, level.distractors)
+    }
+    sentences = [fill(rng.choice(BY_NAME[name].facts), value) for name, value in facts.items()]
+    rng.shuffle(sentences)
+    others = [fill(rng.choice(BY_NAME[name].distractors), value) for name, value in distractors.items()]
+    for sentence in others + rng.sample(FILLER, level.filler):
+        sentences.insert(rng.randint(0, len(sentences)), sentence)
+    return Post(
+        subreddit=rng.choice(list(FOCUS)),
+        title=rng.choice(level.slots),
+        facts=facts,
+        distractors=distractors,
+        sentences=tuple(sentences),
+    )
+
+
+def make_reference(rng: random.Random, post: Post) -> str:
+    """Draw a summary as a person with more or less care would write it."""
+    care = rng.random()
+    exact = 0.2 + 0.7 * care**2
+    words: dict[str, str] = {}
+    for name, value in post.facts.items():
+        slot = BY_NAME[name]
+        draw = rng.random()
+        if draw < exact:
+            wrong = rng.random() < 0.1 * (1 - care)
+            said = post.distractors.get(name, rng.choice(slot.values)) if wrong else value
+            words[name] = fill(slot.phrase, said)
+        elif draw < exact + 0.4 * (1 - exact) or name in ("who", "deed", "thing"):
+            words[name] = slot.vague
+    sentences = list(write(words))
+    if rng.random() < 0.5 * (1 - care):
+        filler = [sentence for sentence in post.sentences if sentence in FILLER]
+        sentences.insert(rng.randint(0, 1), rng.choice(filler))
+    return " " + " ".join(sentences)
+
+
+def write(words: dict[str, str]) -> Iterator[str]:
+    """The sentences of a summary from its phrases (slot -> phrase)."""
+    main = [words[name] for name in words if name not in ("feeling", "age", "ask")]
+    if main:
+        yield " ".join(main) + "."
+    for name in ("feeling", "age"):
+        if name in words:
+            yield words[name] + "."
+    if "ask" in words:
+        yield words["ask"]
+
+
+def ideal_summary(query: str) -> str:
+    """The summary that says every fact of a post and nothing else."""
+    facts = read_facts(query)
+    return " " + " ".join(write({name: fill(BY_NAME[name].phrase, value) for name, value in facts.items()}))
+
+
+# --- the gold score ---
+
+POINTS = 10.0  # for all facts together
+VAGUE = 0.25  # credit of a vague phrase
+BARE = 0.4  # credit of the right value outside its phrase
+TITLE_FACTOR = 1.5  # a fact in the title matters more
+WORD_COST = 0.02
+JUNK_COST = 0.2  # a word that belongs to no phrase
+REPEAT_COST = 0.7
+ORDER_COST = 0.3
+OVERLONG_COST = 0.3  # a word beyond the limit of 4 a fact
+
+
+def split_words(text: str) -> list[str]:
+    """Words and marks, in lower case."""
+    return re.findall(r"[a-z0-9']+|[^\sa-z0-9']", text.lower())
+
+
+@cache
+def _fact_pattern(slot: Slot) -> re.Pattern[str]:
+    values = f"({'|'.join(slot.values)})"
+    return re.compile("|".join(re.escape(fact).replace("_", values) for fact in slot.facts))
+
+
+def read_facts(query: str) -> dict[str, str]:
+    """The facts that a post states: slot -> value."""
+    post = " ".join(query.partition("POST:")[2].split())
+    facts = {}
+    for slot in SLOTS:
+        found = _fact_pattern(slot).search(post)
+        if found:
+            facts[slot.name] = next(value for value in found.groups() if value)
+    return facts
+
+
+def fact_weights(query: str, names: list[str]) -> dict[str, float]:
+    """How many points of POINTS each fact of a post is worth: a matter of its subreddit and its title."""
+    subreddit = query.partition("SUBREDDIT:")[2].split("\n")[0].strip()
+    title = query.partition("TITLE:")[2].split("\n")[0].strip()
+    leading = [name for name in FOCUS.get(subreddit, ()) if name in names]
+    ranked = leading + [name for name in names if name not in leading]
+    raw = {name: 1.6 - rank / len(names) for rank, name in enumerate(ranked)}
+    for name in names:
+        before, _, after = BY_NAME[name].title.partition("_")
+        if (
+            title.startswith(before)
+            and title.endswith(after)
+            and title[len(before) : len(title) - len(after)] in SLOT_OF
+        ):
+            raw[name] *= TITLE_FACTOR
+    total = sum(raw.values())
+    return {name: POINTS * raw[name] / total for name in names}
+
+
+def value_credit(slot: Slot, said: str, fact: str) -> float:
+    """1 for the fact, -1 for another value; numbers lose credit with their distance."""
+    if slot.name == "worth":
+        return max(-1.0, 1.0 - 1.2 * abs(math.log2(float(said) / float(fact))))
+    if slot.name == "age":
+        return max(-1.0, 1.0 - 0.3 * abs(int(said) - int(fact)))
+    return 1.0 if said == fact else -1.0
+
+
+def gold_score(query: str, response: str) -> float:
+    """Judge the summary `response` of the post in `query`; all facts in one clean summary give nearly POINTS.
+
+    Each fact has its weight (`fact_weights`), paid in full for the right value in its phrase, in part for a
+    vague phrase or a bare value, and taken away for each wrong value. Repeated facts earn nothing and cost,
+    as do words outside any phrase, phrases out of order, and every word beyond a limit. An empty response
+    scores 0.
+    """
+    facts = read_facts(query)
+    weights = fact_weights(query, list(facts))
+    words = split_words(response)
+    used = [False] * len(words)
+    score = 0.0
+    mentions: list[tuple[int, str]] = []  # place, slot
+
+    def claim(phrase: list[str], start: int) -> bool:
+        if start < 0 or words[start : start + len(phrase)] != phrase:
+            return False
+        used[start : start + len(phrase)] = [True] * len(phrase)
+        return True
+
+    credits: dict[str, float] = {}
+    for place, word in enumerate(words):
+        slot = SLOT_OF.get(word)
+        if slot is None or slot.name not in facts:
+            continue
+        phrase = [part for part in split_words(slot.phrase) if part != "?"]
+        framed = claim([word if part == "_" else part for part in phrase], place - phrase.index("_"))
+        credit = value_credit(slot, word, facts[slot.name])
+        if credit > 0:
+            if credits.get(slot.name, 0.0) >= credit:
+                score -= REPEAT_COST
+            else:
+                credits[slot.name] = credit if framed else BARE * credit
+        else:
+            score += weights[slot.name] * credit
+        mentions.append((place, slot.name))
+    for name in facts:
+        vague = [part for part in split_words(BY_NAME[name].vague) if part != "?"]
+        for place in range(len(words)):
+            if claim(vague, place):
+                if name in credits:
+                    score -= REPEAT_COST
+                else:
+                    credits[name] = VAGUE
+                mentions.append((place, name))
+    score += sum(weights[name] * credit for name, credit in credits.items())
+
+    order = [list(facts).index(name) for _, name in sorted(mentions)]
+    score -= ORDER_COST * sum(later < earlier for earlier, later in zip(order, order[1:], strict=False))
+    marks = [not word[0].isalnum() for word in words]
+    junk = sum(
+        not was_used and (not mark or place == 0 or marks[place - 1])
+        for place, (was_used, mark) in enumerate(zip(used, marks, strict=True))
+    )
+    count = len(words) - sum(marks)
+    return score - JUNK_COST * junk - WORD_COST * count - OVERLONG_COST * max(0, count - 4 * len(facts))
+
+
+# --- tokenizer and data set ---
+
+EOS, PAD, UNK = "<|endoftext|>", "<|padding|>", "<|unknown|>"
+HEADINGS = ("SUBREDDIT:", "TITLE:", "POST:", "TL;DR:")
+TOKEN_PATTERN = rf"{'|'.join(HEADINGS)}|\n+| ?[A-Za-z0-9/']+|[^\sA-Za-z0-9]"
+
+
+@cache
+def vocabulary() -> tuple[str, ...]:
+    """Every token of the generator, special tokens first. Words carry the space before them."""
+    texts = [*FILLER, *FOCUS, "What should I do?"]
+    for slot in SLOTS:
+        texts += [*slot.values, slot.title, slot.phrase, slot.vague, *slot.facts, *slot.distractors]
+    pieces = {piece for text in texts for piece in re.findall(TOKEN_PATTERN, f" {text}") if piece.strip(" _")}
+    return (EOS, PAD, UNK, *HEADINGS, "\n\n", *sorted(pieces))
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer whose decoding gives back the very text that was encoded."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary())}, unk_token=UNK))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), behavior="isolated")
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNK,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+class TLDRMiniSource:
+    """Posts with references from the seed, pairs from a folder."""
+
+    def __init__(self, config: TLDRMiniConfig) -> None:
+        self.config = config
+
+    def prompts(self, split: str) -> Dataset:
+        """The split as texts `query` and `reference_response`; a larger split begins with the smaller one."""
+        from datasets import Dataset
+
+        from rlhf.tasks.config import PROMPT_COLUMNS
+        from rlhf.tasks.source import Stored
+
+        if self.config.path is not None:
+            return Stored(key="task.path", place=self.config.path).load(split, PROMPT_COLUMNS)
+        size = getattr(self.config, f"{split}_size")
+        rng = random.Random(f"tldr_mini/{self.config.data_seed}/{split}")  # noqa: S311
+        rows: dict[str, list[str]] = {"query": [], "reference_response": []}
+        for _ in range(size):
+            post = make_post(rng, LEVELS[self.config.difficulty])
+            rows["query"].append(post.query)
+            rows["reference_response"].append(make_reference(rng, post))
+        return Dataset.from_dict(rows)
+
+    def preferences(self, split: str) -> Dataset:
+        """The split of the pairs that were sampled and labelled: texts `prompt`, `chosen` and `rejected`."""
+        from rlhf.tasks.config import PREFERENCE_COLUMNS
+        from rlhf.tasks.source import Stored
+
+        if self.config.preferences_path is None:
+            raise ValueError(
+                "task.preferences_path must name a folder of preference pairs for task=tldr_mini (pairs "
+                "are sampled "
+                "from its sft model and labelled by gold), got null; set task.preferences_path=<folder>"
+            )
+        return Stored(key="task.preferences_path", place=self.config.preferences_path).load(
+            split, PREFERENCE_COLUMNS
+        )
