@@ -56,6 +56,8 @@ def encode_shared(
     """States [N*K, 1+S, H] of the last prompt token and of responses [N*K, S]; mask [N*K, P+S]."""
     k, length = len(responses) // len(prompts), prompts.shape[1]
     cache = DynamicCache(config=backbone.config)
+    if not plain(cache):
+        raise ValueError(shared_prefix_problem(backbone.config))
     before = backbone(
         input_ids=prompts,
         attention_mask=prompt_mask,
@@ -63,8 +65,8 @@ def encode_shared(
         past_key_values=cache,
         use_cache=True,
     ).last_hidden_state
-    if cache.get_seq_length() != length or not plain(cache):
-        raise ValueError(shared_prefix_problem(backbone.config) or _refused(backbone.config, "no such cache"))
+    if cache.get_seq_length() != length:  # gradient checkpointing leaves it empty
+        raise ValueError(refused(backbone.config, "none here"))
     states = before[:, -1:].repeat_interleave(k, 0)
     if not responses.shape[1]:
         return states
@@ -93,10 +95,11 @@ def plain(cache: DynamicCache) -> bool:
 def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
     """What forbids `model.shared_prefix` for a model with this config, or None."""
     kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - {DynamicLayer.__name__}
-    return _refused(config, f"a cache with {', '.join(sorted(kinds))}") if kinds else None
+    return refused(config, f"a cache with {', '.join(sorted(kinds))}") if kinds else None
 
 
-def _refused(config: PreTrainedConfig, kind: str) -> str:
+def refused(config: PreTrainedConfig, kind: str) -> str:
+    """The error for a model with a cache of another `kind`."""
     return (
         f"model.shared_prefix must be false for a {config.model_type} model (only a cache of all keys and "
         f"values can be repeated for the responses of a prompt; this model has {kind}), got true; set "

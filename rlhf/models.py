@@ -6,6 +6,7 @@ A `Policy` gives log-probs, a `RewardModel` scores; both wrap a Hugging Face mod
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from transformers import (
 
 from rlhf.batch import Rollouts
 from rlhf.forward import encode, shared_prefix_problem
-from rlhf.local_models import context_of, context_problem, is_local
+from rlhf.local_models import context_of, context_problem, folder_problem, is_local
 from rlhf.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -194,12 +195,7 @@ def load_tokenizer(
     `pad_token` names the pad token where the tokenizer has none of its own, or one that is also its end.
     Raises ValueError where the pad token is missing, unknown to the vocabulary, or equal to the end token.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code, padding_side="left"
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(unreachable(key, path, "a tokenizer", error)) from error
+    tokenizer = fetch(AutoTokenizer, path, key, trust_remote_code=trust_remote_code, padding_side="left")
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
             f"{key} must come with a fast tokenizer (tokenizer.json), got {path!r}; choose another model"
@@ -286,22 +282,22 @@ def load(
     **settings: Any,
 ) -> PreTrainedModel:
     """Load through an auto class; `new` names the parameter that the checkpoint need not have."""
-    if is_local(path):
-        path = str(Path(path).expanduser())
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **settings)
-        without_dropout(config)
-        model, report = auto.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(unreachable(key, path, "a model", error)) from error
+    problem = folder_problem(key, path)
+    if problem is not None:
+        raise ValueError(problem)
+    config = fetch(AutoConfig, path, key, trust_remote_code=trust_remote_code, **settings)
+    without_dropout(config)
+    model, report = fetch(
+        auto,
+        path,
+        key,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention,
+        trust_remote_code=trust_remote_code,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
     missing = sorted(set(report["missing_keys"]) - {new})
     if missing or report["mismatched_keys"]:
         raise ValueError(
@@ -328,16 +324,33 @@ def without_dropout(config: PreTrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def unreachable(key: str, path: str, what: str, error: Exception) -> str:
-    """Why `path` could not be loaded: a folder that is missing or not whole, or a hub out of reach."""
-    if Path(path).is_dir():
-        reason = f"the folder {path!r} could not be read: {first_line(error)}"
-    elif is_local(path):
-        reason = f"no folder {path!r} here"
-    else:
-        reason = f"no folder {path!r} here, and the hub could not be reached or has none: {first_line(error)}"
+def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
+    """`auto.from_pretrained` of a folder or of what is cached here; from the hub only where both fail.
+
+    Nodes of a cluster often have no network, and what is cached needs none. Raises ValueError, naming `key`,
+    where `path` is in none of the three.
+    """
+    path = os.path.expanduser(path)
+    try:
+        return auto.from_pretrained(path, local_files_only=True, **settings)
+    except (OSError, ValueError) as error:
+        if is_local(path):
+            folder = Path(path).is_dir()
+            reason = (
+                f"{path!r} could not be read: {first_line(error)}" if folder else f"no folder {path!r} here"
+            )
+            raise ValueError(unreachable(key, path, reason)) from error
+    try:
+        return auto.from_pretrained(path, **settings)
+    except (OSError, ValueError) as error:
+        reason = f"no folder {path!r} here, and the hub has none or could not be reached: {first_line(error)}"
+        raise ValueError(unreachable(key, path, reason)) from error
+
+
+def unreachable(key: str, path: str, reason: str) -> str:
+    """The error for a model that is nowhere."""
     return (
-        f"{key} must name {what} on the hub or in a folder ({reason}), got {path!r}; "
+        f"{key} must name a model on the hub or a folder with model and tokenizer ({reason}), got {path!r}; "
         f"set {key}=<hub name or folder>, or download it once where there is a network"
     )
 
@@ -379,7 +392,7 @@ def save(
     folder: Path,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write safetensors, config and tokenizer for `from_pretrained`; `state_dict`: weights gathered elsewhere."""
+    """Write safetensors, config and tokenizer for `from_pretrained`; `state_dict`: gathered weights."""
     model.save_pretrained(folder, state_dict=state_dict)
     tokenizer.save_pretrained(folder)
 

@@ -1,0 +1,109 @@
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf import logprobs
+from rlhf.logprobs import token_logprobs
+
+R, H, V = 11, 8, 37
+
+
+def inputs(dtype=torch.float32, bias=True, grad=True):
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(R, H, generator=draw, dtype=dtype).requires_grad_(grad)
+    weight = torch.randn(V, H, generator=draw, dtype=dtype).requires_grad_(grad)
+    offset = torch.randn(V, generator=draw, dtype=dtype).requires_grad_(grad) if bias else None
+    return hidden, weight, offset, torch.randint(0, V, (R,), generator=draw)
+
+
+def plain(hidden, weight, bias, targets, temperature):
+    logits = torch.nn.functional.linear(hidden, weight, bias).float() / temperature
+    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_log_softmax_of_the_full_logits_in_value_and_gradient(bias):
+    slopes = torch.randn(R, generator=torch.Generator().manual_seed(1))
+    results = []
+    for function in (plain, token_logprobs):
+        hidden, weight, offset, targets = inputs(bias=bias)
+        found = function(hidden, weight, offset, targets, 0.7)
+        (found * slopes).sum().backward()
+        results.append([found, hidden.grad, weight.grad] + ([offset.grad] if bias else []))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, R, 100])
+def test_the_chunk_size_has_no_influence(chunk):
+    results = []
+    for rows in (None, chunk):
+        hidden, weight, offset, targets = inputs()
+        found = token_logprobs(hidden, weight, offset, targets, 0.7, rows)
+        found.square().sum().backward()
+        results.append((found, hidden.grad, weight.grad, offset.grad))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_gradients_pass_gradcheck_in_float64(chunk):
+    hidden, weight, offset, targets = inputs(torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: token_logprobs(h, w, b, targets, 0.7, chunk), (hidden, weight, offset)
+    )
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_a_frozen_weight_costs_no_gradient(chunk):
+    hidden, weight, offset, targets = inputs()
+    weight.requires_grad_(False)
+    offset.requires_grad_(False)
+    token_logprobs(hidden, weight, offset, targets, 0.7, chunk).sum().backward()
+    assert hidden.grad is not None and weight.grad is None and offset.grad is None
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_autocast_multiplies_in_bfloat16_and_normalises_in_float32(chunk):
+    results = []
+    for function in (plain, lambda *args: token_logprobs(*args, chunk)):
+        hidden, weight, offset, targets = inputs()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = function(hidden.bfloat16(), weight, offset, targets, 0.7)
+        assert found.dtype == torch.float32
+        found.sum().backward()
+        assert weight.grad.dtype == torch.float32
+        results.append((found, hidden.grad, weight.grad, offset.grad))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.1)
+    exact = plain(*inputs(), 0.7)
+    assert 1e-4 < (results[1][0] - exact).abs().max() < 0.2  # bfloat16 was used, float32 after it
+
+
+def test_no_rows_give_no_log_probs_and_zero_gradients():
+    hidden, weight, offset, targets = inputs()
+    found = token_logprobs(hidden[:0], weight, offset, targets[:0], 0.7)
+    found.sum().backward()
+    assert found.shape == (0,)
+    assert not weight.grad.any() and not hidden.grad.any()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that an operation made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.numbers = max(self.numbers, made.numel())
+        return made
+
+
+def test_the_logits_of_all_rows_are_never_held(monkeypatch):
+    monkeypatch.setattr(logprobs, "CPU_CHUNK_BYTES", 4 * V * 3)
+    hidden, weight, offset, targets = inputs()
+    with Largest() as seen:
+        token_logprobs(hidden, weight, offset, targets, 0.7).sum().backward()
+    assert seen.numbers < R * V
+    assert seen.numbers == V * H  # a chunk's 3 x 37 logits are smaller than the weight's gradient

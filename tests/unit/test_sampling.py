@@ -1,0 +1,166 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import KINDS, VOCABULARY, tiny_lm, tiny_rollouts
+from transformers import MistralConfig, MistralForCausalLM
+
+from rlhf.generators.sampling import choose, sample, uniforms
+from rlhf.models import Policy
+
+LENGTH = 12
+STOPS = [3, 4, 5, 6, 7, 8, 9, 10]  # many, so that rows end at different places
+
+
+def run(model, rows=slice(None), samples=2, temperature=0.7, stops=STOPS, length=LENGTH, numbers=None):
+    batch = tiny_rollouts(prompts=6)
+    if numbers is None:
+        numbers = uniforms(1, 0, batch.index, samples, length)
+    ids, mask = batch.prompt_ids[rows], batch.prompt_mask[rows]
+    return sample(model, ids, mask, samples, length, temperature, numbers[rows], stops, pad_id=0)
+
+
+def rollouts(ids, mask, ended):
+    return replace(tiny_rollouts(prompts=6), response_ids=ids, response_mask=mask, ended=ended)
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_those_of_the_trainer(kind, shared_prefix):
+    model = tiny_lm(kind)
+    ids, mask, logprobs, ended = run(model)
+    with torch.no_grad():
+        trained = Policy(model, 0.7, shared_prefix)(rollouts(ids, mask, ended)).logprobs
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, trained, rtol=0, atol=1e-5)
+
+
+def test_tokens_do_not_depend_on_the_order_or_company_of_rows():
+    model = tiny_lm()
+    ids, mask, logprobs, ended = run(model)
+    for rows in ([5, 3, 0, 1, 4, 2], [2], [4, 1]):
+        some, some_mask, some_logprobs, some_ended = run(model, rows)
+        width = some.shape[-1]
+        assert torch.equal(some, ids[rows][..., :width]) and torch.equal(some_mask, mask[rows][..., :width])
+        assert torch.equal(some_ended, ended[rows]) and not mask[rows][..., width:].any()
+        torch.testing.assert_close(some_logprobs, logprobs[rows][..., :width], rtol=0, atol=1e-5)
+
+
+def test_samples_of_a_prompt_differ_and_do_not_depend_on_their_number():
+    model = tiny_lm()
+    two, three = run(model, samples=2)[0], run(model, samples=3)[0]
+    width = min(two.shape[-1], three.shape[-1])
+    assert torch.equal(two[..., :width], three[:, :2, :width])
+    assert not torch.equal(two[:, 0], two[:, 1])
+
+
+def test_a_response_ends_with_its_first_stop_token_and_then_there_is_padding():
+    ids, mask, logprobs, ended = run(tiny_lm())
+    stops = torch.isin(ids, torch.tensor(STOPS))
+    assert ended.any() and not ended.all()
+    lengths = mask.sum(-1)
+    assert torch.equal(mask, torch.arange(ids.shape[-1]) < lengths[..., None])
+    assert torch.equal((stops & mask).sum(-1), ended.long())
+    last = ids.gather(-1, lengths[..., None] - 1)[..., 0]
+    assert torch.equal(torch.isin(last, torch.tensor(STOPS)), ended)
+    assert (lengths[~ended] == LENGTH).all() and len(set(lengths[ended].tolist())) > 2
+    assert not ids[~mask].any() and not logprobs[~mask].any()
+
+
+def test_decoding_ends_with_the_longest_response():
+    steps = []
+    model = tiny_lm()
+    model.base_model.register_forward_hook(lambda *_: steps.append(1))
+    ids, mask, _, ended = run(model, stops=range(2, 80))
+    assert ended.all() and ids.shape[-1] == int(mask.sum(-1).max()) < LENGTH
+    assert len(steps) == ids.shape[-1]
+
+
+def test_rows_that_have_ended_leave_the_batch():
+    sizes = []
+    model = tiny_lm()
+    model.base_model.register_forward_hook(
+        lambda module, args, output: sizes.append(len(output.last_hidden_state))
+    )
+    _, mask, _, _ = run(model, stops=range(2, 25))
+    needed = mask.sum((0, 1)).tolist()
+    assert sizes[0] == 6 and needed[0] == 12 and sizes[-1] < 6  # each prompt once, then each response
+    assert all(n <= size <= 2 * n for n, size in zip(needed[1:], sizes[1:], strict=True))
+
+
+def test_tokens_follow_the_distribution():
+    draws, words = 20_000, 20
+    logits = torch.randn(1, words, generator=torch.Generator().manual_seed(0)).expand(draws, -1)
+    numbers = uniforms(1, 0, torch.arange(draws), 1, 1)[:, 0, 0]
+    tokens, logprobs = choose(logits, 0.7, numbers)
+    expected = (logits[0] / 0.7).softmax(-1)
+    counts = torch.bincount(tokens, minlength=words)
+    chi_square = ((counts - draws * expected) ** 2 / (draws * expected)).sum()
+    assert chi_square < 43.8  # the 99.9 % point with 19 degrees of freedom
+    torch.testing.assert_close(logprobs, expected[tokens].log())
+
+
+def test_a_token_is_the_quantile_of_its_number():
+    probabilities = torch.tensor([[0.0, 0.25, 0.5, 0.0, 0.25]]).expand(7, -1)
+    numbers = torch.tensor([0.0, 0.2, 0.26, 0.74, 0.76, 0.99, 1 - 2**-53], dtype=torch.float64)
+    tokens, _ = choose(probabilities.log(), 1.0, numbers)
+    assert tokens.tolist() == [1, 1, 2, 2, 4, 4, 4]
+
+
+def test_near_greedy_sampling_takes_the_most_likely_token_without_nan():
+    model = tiny_lm()
+    ids, mask, logprobs, ended = run(model, temperature=0.01)
+    assert logprobs.isfinite().all() and (logprobs[mask].exp() > 0.4).float().mean() > 0.95
+    batch = rollouts(ids, mask, ended)
+    prompt = batch.prompt_ids[1][batch.prompt_mask[1]]
+    for token in ids[1, 0][mask[1, 0]]:
+        assert model(prompt[None]).logits[0, -1].argmax() == token
+        prompt = torch.cat([prompt, token[None]])
+    huge = torch.tensor([[1e4, -1e4, 0.0]])
+    token, logprob = choose(huge, 0.01, torch.tensor([0.5], dtype=torch.float64))
+    assert token.item() == 0 and logprob.item() == 0
+
+
+def test_what_the_prompts_padding_holds_has_no_influence():
+    model, batch = tiny_lm(), tiny_rollouts(prompts=6)
+    numbers = uniforms(1, 0, batch.index, 2, LENGTH)
+    filled = batch.prompt_ids.masked_fill(~batch.prompt_mask, -100)
+    found = [
+        sample(model, ids, batch.prompt_mask, 2, LENGTH, 0.7, numbers, STOPS, pad_id=0)
+        for ids in (batch.prompt_ids, filled)
+    ]
+    for expected, same in zip(*found, strict=True):
+        assert torch.equal(expected, same)
+
+
+def test_a_sliding_window_model_is_sampled_from_rightly():
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+        initializer_range=0.2,
+    )
+    model = MistralForCausalLM(config).eval()
+    ids, mask, logprobs, ended = run(model)
+    assert mask.sum(-1).max() > 8
+    with torch.no_grad():
+        trained = Policy(model, 0.7, shared_prefix=False)(rollouts(ids, mask, ended)).logprobs
+    torch.testing.assert_close(logprobs, trained, rtol=0, atol=1e-5)
+
+
+def test_uniform_numbers_belong_to_seed_request_and_example():
+    index = torch.tensor([7, 3, 10**9])
+    numbers = uniforms(1, 5, index, 2, 4)
+    assert numbers.shape == (3, 2, 4) and numbers.dtype == torch.float64
+    assert torch.equal(numbers[1:], uniforms(1, 5, index[1:], 2, 4))
+    assert torch.equal(numbers, uniforms(1, 5, index, 3, 4)[:, :2])
+    for other in (uniforms(2, 5, index, 2, 4), uniforms(1, 6, index, 2, 4), uniforms(1, 5, index + 1, 2, 4)):
+        assert not (numbers == other).any()
+    many = uniforms(1, 0, torch.arange(500), 2, 50)
+    assert many.unique().numel() == many.numel() and (many >= 0).all() and (many < 1).all()
+    assert abs(many.mean() - 0.5) < 0.01 and abs(many.var() - 1 / 12) < 0.01
