@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhf.seeding import derive
 
 B = TypeVar("B", bound="Prompts")
+R = TypeVar("R", bound="Rollouts")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,13 +146,13 @@ def trim(batch: B) -> B:
     return replace(batch, **cut)
 
 
-def microbatches(batch: Batch, sequences: int) -> Iterator[tuple[Tensor, Batch]]:
+def microbatches(batch: R, sequences: int) -> Iterator[tuple[Tensor, R]]:
     """Cut a batch into micro-batches of at most `sequences` sequences (but one prompt's at least), formed by
     length and trimmed to it. Yields (rows of the batch [M], micro-batch); rows without signal are left out.
     """
     lengths = batch.prompt_mask.sum(1) + batch.response_mask.sum(-1).amax(1)
     order = torch.argsort(lengths, stable=True)
-    if batch.signal is not None:
+    if isinstance(batch, Batch) and batch.signal is not None:
         order = order[batch.signal[order]]
     prompts = max(1, sequences // batch.response_ids.shape[1])
     for start in range(0, len(order), prompts):

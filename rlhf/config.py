@@ -12,7 +12,7 @@ from omegaconf import MISSING
 from rlhf.engines.config import BackendConfig
 from rlhf.generators.config import GeneratorConfig
 from rlhf.loggers.config import LoggersConfig
-from rlhf.objectives.config import AlgoConfig, Data
+from rlhf.objectives.config import AlgoConfig, Data, Trains
 from rlhf.schema import Section, option
 from rlhf.scorers.config import ScorerConfig
 from rlhf.tasks.config import TaskConfig
@@ -99,7 +99,7 @@ class NanoConfig(ModelConfig):
     def problems(self, cfg: Config) -> Iterator[str]:
         """Heads that do not divide the width."""
         yield from ModelConfig.problems(self, cfg)
-        if self.hidden_size % self.heads:
+        if self.heads < 1 or self.hidden_size % self.heads:
             yield (
                 f"model.hidden_size must be divisible by model.heads (each head has an equal part), "
                 f"got {self.hidden_size} and {self.heads}; set model.heads=4"
@@ -147,6 +147,20 @@ class EvalConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
+class StagesConfig(Section):
+    """How embedded tasks make what a run does not name: SFT model, preference pairs, reward model.
+
+    `sft` and `reward` are overrides of those stages, as on a command line.
+    """
+
+    seed: int = 0  # of every stage; the run's own seed leaves them alone
+    sft: list[str] = field(default_factory=list)
+    reward: list[str] = field(default_factory=list)
+    pairs: int = 8192  # prompts that two responses are sampled for
+    pairs_temperature: float = 0.7
+
+
+@dataclass(kw_only=True, slots=True)
 class Config(Section):
     """A run."""
 
@@ -160,6 +174,7 @@ class Config(Section):
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    stages: StagesConfig = field(default_factory=StagesConfig)
     logger: LoggersConfig = field(default_factory=LoggersConfig)
     seed: int = 1
     resume: Resume = Resume.auto
@@ -177,6 +192,12 @@ class Config(Section):
         if self.generator.samples or self.algo.supervised:
             return self.algo.data
         return Data.preferences
+
+    @property
+    def metric(self) -> str:
+        """What a sweeper optimises, and whose best value is kept."""
+        default = "eval/accuracy" if self.algo.trains is Trains.reward else "eval/win_rate"
+        return self.objective_metric or default
 
     @property
     def episodes_per_update(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
@@ -13,6 +13,7 @@ from rlhf.schema import Section, option
 
 if TYPE_CHECKING:
     from rlhf.config import Config
+    from rlhf.engines.torch_engine import TorchEngine
 
 
 class Device(Enum):
@@ -31,6 +32,10 @@ class BackendConfig(Section):
     micro_batch: int = 16  # sequences a forward and rank
     device: Device = Device.auto
     threads: int | None = None  # CPU threads of torch; null: one per core
+
+    def build(self, **parts: Any) -> TorchEngine:
+        """Make the engine of `parts`: module, reference, optimizer settings, ..., as `TorchEngine` takes them."""
+        raise NotImplementedError
 
     def problems(self, cfg: Config) -> Iterator[str]:
         """Sizes below one."""
@@ -52,3 +57,9 @@ class TorchConfig(BackendConfig):
     """Plain torch."""
 
     name: str = "torch"
+
+    def build(self, **parts: Any) -> TorchEngine:
+        """One process, one device."""
+        from rlhf.engines.torch_engine import TorchEngine
+
+        return TorchEngine(**parts, micro_batch=self.micro_batch)

@@ -11,7 +11,11 @@ from omegaconf import MISSING
 from rlhf.schema import Section, option
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from rlhf.config import Config
+    from rlhf.engines.torch_engine import TorchEngine
+    from rlhf.generators.generator import Generator
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,6 +30,10 @@ class GeneratorConfig(Section):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+
+    def build(self, cfg: Config, engine: TorchEngine, tokenizer: PreTrainedTokenizerFast) -> Generator:
+        """Make the generator of the run whose policy `engine` trains."""
+        raise NotImplementedError
 
     def problems(self, cfg: Config) -> Iterator[str]:
         """Settings of the sampler that training cannot use."""
@@ -56,6 +64,12 @@ class HFConfig(GeneratorConfig):
     name: str = "hf"
     batch_size: int = 256  # sequences decoded at once
 
+    def build(self, cfg: Config, engine: TorchEngine, tokenizer: PreTrainedTokenizerFast) -> Generator:
+        """Sample with the engine's policy."""
+        from rlhf.generators.hf import HFGenerator
+
+        return HFGenerator(engine.borrow_policy, tokenizer, self.batch_size, cfg.seed)
+
     def problems(self, cfg: Config) -> Iterator[str]:
         """The same, and the size of a decoding batch."""
         yield from GeneratorConfig.problems(self, cfg)
@@ -74,3 +88,10 @@ class DatasetConfig(GeneratorConfig):
     samples: ClassVar[bool] = False
 
     name: str = "dataset"
+    temperature: float = 1.0  # of the log-probs
+
+    def build(self, cfg: Config, engine: TorchEngine, tokenizer: PreTrainedTokenizerFast) -> Generator:
+        """Return what the task stores."""
+        from rlhf.generators.dataset import DatasetGenerator
+
+        return DatasetGenerator(tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlhf.config import Config
 
 
-class WandbMode(Enum):
+class WandbMode(StrEnum):
     """Where Weights & Biases sends a run. `offline` writes to the run folder, to be synchronised later."""
 
     online = "online"

@@ -11,7 +11,11 @@ from omegaconf import MISSING
 from rlhf.schema import Section, option
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
     from rlhf.config import Config
+    from rlhf.scorers.scorer import Scorer
 
 
 @dataclass(kw_only=True, slots=True)
@@ -20,6 +24,10 @@ class ScorerConfig(Section):
 
     name: str = MISSING
     missing_eos_score: float | None = None  # replaces the score of a response without end; null: leave it
+
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer | None:
+        """Make the scorer for rollouts in the policy's tokens; None: there is nothing to judge with."""
+        raise NotImplementedError
 
 
 @option("scorer", "reward_model")
@@ -40,6 +48,12 @@ class RewardModelScorerConfig(ScorerConfig):
                 "null; set gold.path=<hub name or folder>"
             )
 
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+        """Load the reward model, and its own tokenizer where that differs from the policy's."""
+        from rlhf.scorers.reward_model import load_scorer
+
+        return load_scorer(self, cfg, tokenizer, device)
+
 
 @option("scorer", "facts")
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +61,15 @@ class FactsScorerConfig(ScorerConfig):
     """The program that judges `task=tldr_mini`: facts covered, minus errors, filler and excess length."""
 
     name: str = "facts"
+
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+        """Wrap the program."""
+        from rlhf.scorers.scorer import TextScorer
+        from rlhf.tasks.tldr_mini import gold_score
+
+        return TextScorer(
+            lambda query, response, _: gold_score(query, response), tokenizer, self.missing_eos_score
+        )
 
 
 @option("scorer", "answer")
@@ -57,6 +80,16 @@ class AnswerScorerConfig(ScorerConfig):
     name: str = "answer"
     pattern: str = r"#### (\-?[0-9\.\,]+)"
 
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+        """Wrap the comparison of answers."""
+        from rlhf.scorers.answers import answer_matches
+        from rlhf.scorers.scorer import TextScorer
+
+        def score(query: str, response: str, reference: str) -> float:
+            return float(answer_matches(response, reference, self.pattern))
+
+        return TextScorer(score, tokenizer, self.missing_eos_score)
+
 
 @option("scorer", "labels")
 @dataclass(kw_only=True, slots=True)
@@ -64,3 +97,25 @@ class LabelsScorerConfig(ScorerConfig):
     """The labels that come with stored completions."""
 
     name: str = "labels"
+
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+        """Pass the labels on."""
+        from rlhf.scorers.scorer import LabelsScorer
+
+        return LabelsScorer(self.missing_eos_score)
+
+
+@option("scorer", "none")
+@dataclass(kw_only=True, slots=True)
+class NoScorerConfig(ScorerConfig):
+    """No judge: evaluation measures what needs none. Only as `scorer@gold=none`."""
+
+    name: str = "none"
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """Training without a score."""
+        if self is cfg.scorer:
+            yield "scorer must be one that scores (training needs scores), got none; set scorer=reward_model"
+
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> None:
+        """Nothing to judge with."""

@@ -1,0 +1,44 @@
+"""What a generator is: a queue of requests and weight loads that is worked off strictly first in, first out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from rlhf.batch import Prompts, Rollouts
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Sampling:
+    """How a request is to be answered. `purpose` and `request` name its random numbers, so it can be replayed."""
+
+    samples: int  # K
+    temperature: float
+    response_length: int  # tokens
+    purpose: str  # train, eval, ...
+    request: int = 0
+
+
+class Generator(Protocol):
+    """Answers prompts with rollouts. Requests and loads are first in, first out: a request is sampled by the weights
+    of the last load before it, and its rollouts carry that version."""
+
+    def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
+        """Ask for K responses to each prompt."""
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Sample later requests with these weights."""
+
+    def close(self) -> None:
+        """Release what the generator holds."""
+
+
+def finished(rollouts: Rollouts) -> Future[Rollouts]:
+    """The future of an answer that is there already."""
+    future: Future[Rollouts] = Future()
+    future.set_result(rollouts)
+    return future

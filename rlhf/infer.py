@@ -1,0 +1,42 @@
+"""A model's outputs on any number of rollouts, without gradient: micro-batches by length, in the run's dtype."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.batch import Rollouts, microbatches
+from rlhf.config import Dtype
+
+
+def autocast(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:
+    """Compute in `dtype` on `device`: bfloat16 is autocast over weights that stay as they are."""
+    if dtype is Dtype.float32:
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def infer(
+    module: nn.Module, rollouts: Rollouts, field: str, micro_batch: int, device: torch.device, dtype: Dtype
+) -> Tensor:
+    """The output `field` ([N, K, T] or [N, K], float32) of `module` on `rollouts`, on their device.
+
+    Positions beyond a micro-batch's longest response are 0.
+    """
+    home = rollouts.response_ids.device
+    whole: Tensor | None = None
+    with torch.inference_mode(), autocast(device, dtype):
+        for rows, micro in microbatches(rollouts, micro_batch):
+            out = getattr(module(micro.to(device)), field).float().to(home)
+            if whole is None:
+                shape = rollouts.response_ids.shape[: out.dim()]
+                whole = torch.zeros(shape, dtype=torch.float32, device=home)
+            if out.dim() == 3:
+                whole[rows, :, : out.shape[2]] = out
+            else:
+                whole[rows] = out
+    assert whole is not None, "there were no rollouts"
+    return whole.clone()  # out of inference mode: a loss may read it

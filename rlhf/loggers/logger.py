@@ -1,0 +1,28 @@
+"""What a logger is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf.state import TrainState
+
+if TYPE_CHECKING:
+    from rlhf.evaluate import Evaluation
+
+Row = dict[str, float]
+
+
+class Logger:
+    """Takes rows of metrics. The methods do nothing here, so that a logger writes down only what it cares for."""
+
+    def log(self, row: Row, state: TrainState) -> None:
+        """A row of training figures."""
+
+    def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
+        """A row of evaluation figures, with the completions they were measured on."""
+
+    def warn(self, text: str) -> None:
+        """Something that the user must see."""
+
+    def close(self) -> None:
+        """The run is over."""

@@ -1,0 +1,63 @@
+"""The loop. One for every algorithm, generator and backend; it knows none of them.
+
+  prompts          rollouts            batch                 minibatches
+Task ──▶ Stream ──▶ Generator ──▶ Scorer ──▶ Engine.annotate ──▶ Objective.credit ──▶ Engine.step
+                        ▲                                                               │
+                        └────────────── weights, version ───────────────────────────────┘
+
+| step     | waits for                        | unblocked by                              |
+|----------|----------------------------------|-------------------------------------------|
+| rollouts | the oldest request in flight     | the generator, `max_lag` batches ahead    |
+| step     | the batch: scores, log-probs     | nothing else; the next request may be running |
+| load     | the optimizer step               | first in, first out behind requests made before |
+"""
+
+from __future__ import annotations
+
+from rlhf.checkpoint import Checkpoints
+from rlhf.config import ScheduleConfig
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.evaluate import Evaluator
+from rlhf.generators.generator import Generator
+from rlhf.objectives.objective import Objective
+from rlhf.recorder import Recorder
+from rlhf.scorers.scorer import Scorer
+from rlhf.state import TrainState
+from rlhf.stream import Stream
+
+
+def train(
+    stream: Stream,
+    generator: Generator,
+    scorer: Scorer,
+    engine: TorchEngine,
+    objective: Objective,
+    state: TrainState,
+    schedule: ScheduleConfig,
+    recorder: Recorder,
+    evaluator: Evaluator,
+    checkpoints: Checkpoints,
+    seed: int,
+) -> None:
+    """Train until the stream ends."""
+    timer = recorder.timer
+    if state.update == 0 and schedule.eval_every:
+        recorder.evaluation(state, evaluator(state))
+    for rollouts in stream:
+        with timer("score"):
+            batch = scorer(rollouts)
+        with timer("annotate"):
+            batch = engine.annotate(batch, objective.needs)
+        recorder.add(objective.describe(batch))
+        batch = objective.credit(batch)
+        with timer("train"):
+            for minibatch in batch.minibatches(schedule.minibatches, schedule.epochs, seed, state.update):
+                recorder.add(engine.step(minibatch, objective))
+        state.advance(rollouts)
+        with timer("sync"):
+            generator.load(engine.weights(), state.version)
+        recorder.flush(state, rollouts, engine)
+        if state.due(schedule.eval_every, at_end=True):
+            recorder.evaluation(state, evaluator(state))
+        if state.due(schedule.save_every) and not state.done:
+            checkpoints.save(state, engine, stream, recorder)

@@ -1,0 +1,91 @@
+"""Figures on their way from a micro-batch to a row of metrics.jsonl: kept as sums and counts until the row is written.
+
+Sums stay tensors on their device until then, so that measuring does not wait for a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class How(Enum):
+    """How two parts of one figure become one."""
+
+    mean = "mean"
+    sum = "sum"
+    max = "max"
+    last = "last"
+
+
+@dataclass(slots=True, frozen=True)
+class Stat:
+    """A figure over `count` items: `total` is their sum (mean, sum), the largest, or the last."""
+
+    total: Tensor | float
+    count: Tensor | float = 1.0
+    how: How = How.mean
+
+    def merge(self, later: Stat) -> Stat:
+        """This and a later part of the same figure as one."""
+        if self.how is How.max:
+            return Stat(max(float(self.total), float(later.total)), 1.0, How.max)
+        if self.how is How.last:
+            return later
+        return Stat(self.total + later.total, self.count + later.count, self.how)
+
+    def value(self) -> float | None:
+        """The figure; None where there was nothing to average."""
+        if self.how is not How.mean:
+            return float(self.total)
+        return float(self.total) / float(self.count) if float(self.count) else None
+
+
+Metrics = dict[str, Stat]
+
+
+def mean(x: Tensor, mask: Tensor | None = None) -> Stat:
+    """The mean of `x` over all of it, or where `mask` (same shape, bool) is True."""
+    x = x.detach().double()
+    if mask is None:
+        return Stat(x.sum(), float(x.numel()))
+    return Stat((x * mask).sum(), mask.sum())
+
+
+def largest(x: Tensor, mask: Tensor) -> Stat:
+    """The largest `x` where `mask` is True; -inf where it is nowhere."""
+    return Stat(x.detach().double().masked_fill(~mask, -torch.inf).max(), 1.0, How.max)
+
+
+def merge(into: Metrics, added: Metrics) -> None:
+    """Add the figures `added` to `into`."""
+    for name, stat in added.items():
+        into[name] = into[name].merge(stat) if name in into else stat
+
+
+class Timer:
+    """Seconds spent under each name since the last `drain()`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the time of the `with` block under `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def drain(self) -> Metrics:
+        """The seconds as `time/<name>_s`, and start again from zero."""
+        stats = {f"time/{name}_s": Stat(seconds, 1.0, How.sum) for name, seconds in self.seconds.items()}
+        self.seconds = {}
+        return stats

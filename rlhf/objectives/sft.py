@@ -1,0 +1,36 @@
+"""Supervised fine-tuning: cross-entropy of the reference response.
+
+    loss = - sum_t logp(response_t)        over response tokens, EOS included; divided by the number of tokens
+
+Needs: prompts with reference responses (`generator=dataset`). The prompt is not trained on.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlhf.batch import Batch
+from rlhf.metrics import Metrics
+from rlhf.objectives.config import SFTConfig
+from rlhf.objectives.objective import Forward, Objective
+
+
+class SFT(Objective):
+    """Maximum likelihood of stored completions."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        self.config = config
+
+    def credit(self, batch: Batch) -> Batch:
+        """Every token counts alike."""
+        return batch
+
+    def count(self, batch: Batch) -> float:
+        """Response tokens."""
+        return float(batch.response_mask.sum())
+
+    def loss(self, forward: Forward, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Minus the sum of the log-probs of the response tokens."""
+        logprobs = forward(batch).logprobs
+        assert logprobs is not None
+        return -logprobs.sum(), {}

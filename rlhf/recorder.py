@@ -1,0 +1,109 @@
+"""Gathers the figures of an update, and writes them as one row to every logger when the update ends."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rlhf.batch import Rollouts
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.evaluate import Evaluation
+from rlhf.invariants import broken_invariants
+from rlhf.loggers.logger import Logger, Row
+from rlhf.metrics import How, Metrics, Stat, Timer, merge
+from rlhf.state import TrainState
+
+PHASES = ("wait", "score", "annotate", "train", "sync")  # together, an update
+
+
+class Recorder:
+    """One row an update, of means over everything since the row before.
+
+    Args:
+        log_every: updates (a fraction of the run below 1) between rows.
+        metric: the evaluation figure whose best value the state keeps.
+        tolerance: of the invariants that hold at the first update, by dtype.
+    """
+
+    def __init__(self, log_every: float, metric: str, tolerance: float) -> None:
+        self.loggers: list[Logger] = []
+        self.log_every = log_every
+        self.metric = metric
+        self.tolerance = tolerance
+        self.timer = Timer()
+        self.figures: Metrics = {}
+        self.first: Row = {}  # figures of the evaluation before training
+        self.evaluated: Row = {}  # figures of the last evaluation
+
+    def open(self, loggers: list[Logger]) -> None:
+        """Send rows to `loggers` from now on."""
+        self.loggers = loggers
+
+    def add(self, figures: Metrics) -> None:
+        """Add figures to the row in the making."""
+        merge(self.figures, figures)
+
+    def flush(self, state: TrainState, rollouts: Rollouts, engine: TorchEngine) -> None:
+        """End an update: add its times, check what must hold at the first one, and write the row if one is due."""
+        times = self.timer.drain()
+        seconds = sum(float(times[f"time/{phase}_s"].total) for phase in PHASES if f"time/{phase}_s" in times)
+        tokens = float(rollouts.response_mask.sum())
+        state.wall_s += seconds
+        self.add(times)
+        self.add(
+            {
+                "time/generate_s": Stat(rollouts.generate_s, 1.0, How.sum),
+                "time/update_s": Stat(seconds, 1.0, How.sum),
+                "throughput/episodes_per_s": Stat(float(rollouts.episodes), seconds),
+                "throughput/tokens_per_s": Stat(tokens, seconds),
+                "memory/peak_gib": Stat(engine.peak_gib(), 1.0, How.max),
+            }
+        )
+        # Numbers from here on: a row that spans a checkpoint then adds up the same after a resume.
+        self.figures = {k: Stat(float(s.total), float(s.count), s.how) for k, s in self.figures.items()}
+        if state.due(self.log_every, at_end=True):
+            row = state.position()
+            for name, stat in self.figures.items():
+                value = stat.value()
+                if value is not None and math.isfinite(value):
+                    row[name] = value
+            self.figures = {}
+            if state.update == 1 and state.lag == 0:
+                for text in broken_invariants(row, self.tolerance):
+                    self.warn(text)
+            for logger in self.loggers:
+                logger.log(row, state)
+
+    def evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
+        """Write a row of evaluation figures, and its completions."""
+        self.evaluated = evaluation.figures
+        if state.update == 0:
+            self.first = evaluation.figures
+        value = evaluation.figures.get(self.metric)
+        if value is not None and (state.best is None or value > state.best):
+            state.best = value
+        for logger in self.loggers:
+            logger.evaluation({**state.position(), **evaluation.figures}, evaluation, state)
+        self.timer.drain()  # an evaluation is no part of an update
+
+    def warn(self, text: str) -> None:
+        """Say something that the user must see, on every logger."""
+        for logger in self.loggers:
+            logger.warn(text)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The row in the making and the last evaluation, as plain numbers."""
+        figures = {name: [stat.total, stat.count, stat.how.value] for name, stat in self.figures.items()}
+        return {"figures": figures, "first": self.first, "evaluated": self.evaluated}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on with the row that `saved` had begun."""
+        self.figures = {
+            name: Stat(total, count, How(how)) for name, (total, count, how) in saved["figures"].items()
+        }
+        self.first, self.evaluated = saved["first"], saved["evaluated"]
+
+    def close(self) -> None:
+        """Close every logger."""
+        for logger in self.loggers:
+            logger.close()

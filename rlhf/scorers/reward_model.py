@@ -1,0 +1,81 @@
+"""A reward model as scorer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlhf.batch import Rollouts
+from rlhf.config import Config, Dtype
+from rlhf.infer import infer
+from rlhf.models import RewardModel, load_reward_model, load_tokenizer
+from rlhf.scorers.config import RewardModelScorerConfig
+from rlhf.scorers.scorer import Scorer, response_texts
+from rlhf.tasks.completions import encode_completions, encode_prompts
+
+
+class RewardModelScorer(Scorer):
+    """Reads the reward at the last response token.
+
+    Args:
+        model: the reward model.
+        tokenizer: the policy's.
+        own_tokenizer: the reward model's, where it is another: prompts and responses are then tokenized anew for it
+            alone; None where token ids can be passed on as they are.
+        batch_size: sequences a forward.
+    """
+
+    def __init__(
+        self,
+        model: RewardModel,
+        tokenizer: PreTrainedTokenizerBase,
+        own_tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        batch_size: int,
+        device: torch.device,
+        dtype: Dtype,
+        missing_eos_score: float | None,
+    ) -> None:
+        super().__init__(missing_eos_score)
+        self.model = model.to(device).requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.own_tokenizer = own_tokenizer
+        self.batch_size = batch_size
+        self.device = device
+        self.dtype = dtype
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """The rewards [N, K]."""
+        if self.own_tokenizer is not None:
+            rollouts = self.retokenize(rollouts, self.own_tokenizer)
+        return infer(self.model, rollouts, "rewards", self.batch_size, self.device, self.dtype)
+
+    def retokenize(self, rollouts: Rollouts, own: PreTrainedTokenizerBase) -> Rollouts:
+        """The same texts in the reward model's tokens; only a response that had ended gets an EOS."""
+        texts = response_texts(rollouts, self.tokenizer)
+        prompts = encode_prompts(rollouts.index, rollouts.texts, rollouts.references, own)
+        return encode_completions(prompts, texts, own, response_length=None, ended=rollouts.ended)
+
+
+def load_scorer(
+    config: RewardModelScorerConfig, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device
+) -> RewardModelScorer:
+    """The reward model at `config.path`, or at `model.reward`."""
+    path, key = (config.path, "scorer.path") if config.path else (cfg.model.reward, "model.reward")
+    assert path is not None, "validated: a reward model is named or made"
+    options: dict[str, Any] = {"attention": cfg.model.attention, "trust_remote_code": cfg.model.trust_remote_code, "key": key}
+    model = load_reward_model(path, getattr(torch, cfg.model.dtype.value), **options)
+    own = load_tokenizer(path, cfg.model.pad_token, cfg.model.trust_remote_code, key)
+    same = own.get_vocab() == tokenizer.get_vocab() and own.eos_token_id == tokenizer.eos_token_id
+    return RewardModelScorer(
+        RewardModel(model, cfg.model.shared_prefix),
+        tokenizer,
+        None if same else own,
+        batch_size=config.batch_size,
+        device=device,
+        dtype=cfg.model.dtype,
+        missing_eos_score=config.missing_eos_score,
+    )
