@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=type)
 
+SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the class registered under it
+
 
 @dataclass(kw_only=True, slots=True)
 class Section:
@@ -38,6 +40,12 @@ def option(group: str, name: str) -> Callable[[T], T]:
 
     def store(cls: T) -> T:
         ConfigStore.instance().store(group=f"schema/{group}", name=name, node=cls)
+        SCHEMAS[f"schema/{group}/{name}"] = cls
         return cls
 
     return store
+
+
+def schema_of(cls: type) -> str | None:
+    """Where `cls` is registered, as `schema/<group>/<name>`; None where it is no option."""
+    return next((name for name, stored in SCHEMAS.items() if stored is cls), None)
