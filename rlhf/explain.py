@@ -15,7 +15,12 @@ from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+    SearchPathException,
+)
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -38,6 +43,9 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         return unreadable(error.override)
     if isinstance(error, MissingConfigException):
         return missing_file(error, overrides)
+    if isinstance(error, SearchPathException):
+        folder = str(error).partition("'")[2].rpartition("'")[0]
+        return f"--config-dir must name a folder laid out like conf/, got {folder}; mend the path"
     if isinstance(error, yaml.YAMLError):
         return f"a config file is not YAML: {' '.join(str(error).split())}; mend the file"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
@@ -57,7 +65,10 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         remedy = f"add -m to run each, or write {key}=[{value}] for a list"
         return f"{key} must have one value in a single run, got {value}; {remedy}"
     if found := re.match(r"Multiple values for (?:schema/\w+@)?([\w@/]+)", text):
-        return f"{found[1]} must have one option, got more than one; write {found[1]}=<option>, without +"
+        group = found[1]
+        return (
+            f"{group} must have one option, got more than one; write {group}=<option>, without + or brackets"
+        )
     if found := re.match(r"Could not delete from config. '([^']+)' does not exist", text):
         return f"~{found[1]} must name a key that is there, got {found[1]}; look with --cfg job"
     for key, value in map(split, overrides):
@@ -68,12 +79,10 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{key} needs the logger {name} ({why}), got {value}; add logger={name}"
         if key.startswith("~") or (value == "null" and "." not in key):
             group = key.lstrip("~")
-            return (
-                f"{group} must be chosen (every run has one), got {key}={value or ''}; set {group}=<option>"
-            )
-    return " ".join(
-        line.strip() for line in text.splitlines() if "full_key" not in line and "_type=" not in line
-    )
+            got = f"{key}={value}" if value else key
+            return f"{group} must be chosen (every run has one), got {got}; set {group}=<option>"
+    lines = [line.strip() for line in text.splitlines() if not re.search("full_key|_type=", line)]
+    return (f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) else "") + " ".join(lines)
 
 
 def unreadable(override: str) -> str:
@@ -82,12 +91,17 @@ def unreadable(override: str) -> str:
         if override in groups():
             remedy = f"write {override}=<option> ({', '.join(options(override))})"
         else:
-            remedy = "write key=value" + maybe(override, groups(), " (did you mean {}=<option>?)")
+            group = next((group for group in groups() if override in options(group)), None)
+            remedy = (
+                f"did you mean {group}={override}?"
+                if group
+                else maybe(override, groups(), "did you mean {}=<option>?") or "write key=value"
+            )
         return f"{override} must read key=value or group=option (it has no '='), got {override}; {remedy}"
     key, value = split(override)
     return (
         f"{key} must have a value that Hydra can read (brackets and quotes have meanings), got {value!r}; "
-        f"quote it twice: '{key}=\"{value}\"'"
+        f"quote the value for Hydra, and all of it for the shell: '{key}=\"<value>\"'"
     )
 
 
@@ -115,13 +129,13 @@ def one_of(key: str, value: str, choices: Iterable[str], note: str = "") -> str:
     choices = list(choices)
     if not choices:
         return f"{key} must be a group with options, got {key}={value}{note}; see --help"
-    guess = maybe(value, choices, "did you mean {}={}?", key) or f"set {key}={choices[0]}"
+    guess = maybe(value, choices, "did you mean {}={}?", key) or "choose one of them"
     return f"{key} must be one of {', '.join(choices)}, got {value!r}{note}; {guess}"
 
 
 def unknown_group(name: str, where: str | None) -> str:
     """An option chosen for a group that is not in the defaults list."""
-    place = f" in conf/{where}.yaml" if where else ""
+    place = f" in {where}.yaml" if where else ""
     return f"{name} must be a group{place} (one of {', '.join(groups())}), got {name}; " + (
         maybe(name, groups(), "did you mean {}?") or "see --help"
     )
@@ -134,7 +148,7 @@ def unknown_key(
     parent, _, leaf = full_key.rpartition(".")
     known = [f.name for f in fields(section) if f.name != "name"]
     got = next((word for word in overrides if split(word)[0].lstrip("+~") == typed), typed)
-    place = f" in conf/{where}.yaml" if where else ""
+    place = f" in {where}.yaml" if where else ""
     if not parent:
         known = sorted({*known, *groups()})
         guess = maybe(leaf, known, "did you mean {}?") or maybe(
@@ -166,8 +180,10 @@ def bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: st
     leaf = str(error.key)
     hint = get_type_hints(section).get(leaf)
     typed, got = next(((k, v) for k, v in map(split, overrides) if k.lstrip("+") == key), (key, None))
-    value = got if got is not None else "null" if error.value is None else str(error.value)
-    place = f" in conf/{where}.yaml" if where else ""
+    value = got if got is not None else shown(error.value)
+    if inner := next((word for word in overrides if split(word)[0].lstrip("+").startswith(f"{key}.")), None):
+        return f"{key} must be {in_words(hint)}, with nothing inside it, got {inner}; leave that out"
+    place = f" in {where}.yaml" if where else ""
     if is_dataclass(hint):
         if key in groups() or key == "gold":
             group = "scorer" if key == "gold" else key
@@ -210,6 +226,8 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(shown, value))}]"
     return value.name if isinstance(value, Enum) else str(value)
 
 

@@ -47,8 +47,10 @@ class Preflight(Callback):
         """Check every job of the sweep before the first starts."""
         found: list[str] = []
         doubts: list[str] = []
-        for overrides in jobs(config):
-            label = " ".join(overrides) or "the job"
+        batch = jobs(config)
+        shared = set(batch[0]).intersection(*batch[1:]) if len(batch) > 1 else set()
+        for overrides in batch:
+            label = " ".join(word for word in overrides if word not in shared) or "every job"
             try:
                 job = GlobalHydra.instance().config_loader().load_sweep_config(config, overrides)
                 cfg = typed(job, overrides)
@@ -84,11 +86,12 @@ def typed(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
         with read_write(config), open_dict(config):
             del config["hydra"]
     found = [unknown_key(key, key, section, overrides) for key, section in undefined(config)]
-    found += [f"{key} must be set (it has no default), got ???; set {key}=<value>" for key in missing(config)]
     found += unknown_tuning(overrides)
-    if found:
-        raise UserError(*found)
     try:
+        unset = sorted(OmegaConf.missing_keys(config))
+        found += [f"{key} must be set (it has no default), got ???; set {key}=<value>" for key in unset]
+        if found:
+            raise UserError(*found)
         cfg = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise UserError(explain(error, overrides)) from error
@@ -96,11 +99,6 @@ def typed(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
     if found := validate.problems(cfg):
         raise UserError(*found)
     return cfg
-
-
-def missing(config: DictConfig) -> list[str]:
-    """Keys without a value."""
-    return sorted(OmegaConf.missing_keys(config))
 
 
 def unknown_tuning(overrides: Sequence[str]) -> list[str]:

@@ -117,16 +117,11 @@ def numbers(cfg: Config) -> Iterator[str]:
                 f"{key} must be whole from 1 on (it counts {unit}; below 1 it is a fraction of the run), "
                 f"got {plain(value)}; set {key}={round(value)}"
             )
-    for beta in cfg.optim.betas:
-        if not 0 <= beta < 1:
-            yield (
-                f"optim.betas must be in [0, 1) (they are decay rates), got {plain(beta)}; "
-                "set optim.betas=[0.9,0.999]"
-            )
-    if len(cfg.optim.betas) != 2:
+    betas = cfg.optim.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         yield (
-            f"optim.betas must be two numbers (of the gradient and of its square), got "
-            f"{len(cfg.optim.betas)}; set optim.betas=[0.9,0.999]"
+            "optim.betas must be two numbers from 0 to below 1 (decay rates of the gradient and its square), "
+            f"got [{','.join(map(plain, betas))}]; set optim.betas=[0.9,0.999]"
         )
 
 
@@ -144,7 +139,8 @@ def length(cfg: Config) -> Iterator[str]:
     elif episodes is not None and epochs is not None:
         yield (
             "schedule.total_episodes and schedule.total_epochs must not both be set (each says how long the "
-            f"run is), got {episodes} and {plain(epochs)}; set one of them to null"
+            f"run is), got {episodes} and {plain(epochs)}; set schedule.total_epochs=null or "
+            "schedule.total_episodes=null"
         )
     elif epochs is not None and not stored:
         yield (
