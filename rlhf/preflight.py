@@ -33,7 +33,7 @@ class Preflight(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the one job, and its folder."""
-        cfg = checked(config, list(config.hydra.overrides.task))
+        cfg = checked(config, words(config.hydra.overrides))
         try:
             folder = RunFolder(Path(config.hydra.run.dir))
             finished = prepare(folder, cfg.resume)
@@ -113,13 +113,25 @@ def unknown_tuning(overrides: Sequence[str]) -> list[str]:
 
 def jobs(config: DictConfig) -> list[list[str]]:
     """Overrides of each job of a sweep; where the sweeper chooses as it goes, without what it chooses."""
-    words = list(OmegaConf.to_container(config.hydra.overrides.task))  # type: ignore[arg-type]
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     if config.hydra.sweeper._target_ != BASIC_SWEEPER:
-        return [[o.input_line or "" for o in parser.parse_overrides(words) if not o.is_sweep_override()]]
+        return [
+            [
+                o.input_line or ""
+                for o in parser.parse_overrides(words(config.hydra.overrides))
+                if not o.is_sweep_override()
+            ]
+        ]
     swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    (batch,) = BasicSweeper.split_arguments(parser.parse_overrides([*swept, *words]), None)
+    (batch,) = BasicSweeper.split_arguments(
+        parser.parse_overrides([*swept, *words(config.hydra.overrides)]), None
+    )
     return batch
+
+
+def words(overrides: Any) -> list[str]:
+    """The overrides of the command line, as typed: an interpolation in them is not for the list to resolve."""
+    return list(OmegaConf.to_container(overrides.task, resolve=False))  # type: ignore[arg-type]
 
 
 def announce(folder: RunFolder, state: dict[str, Any], metric: str) -> None:

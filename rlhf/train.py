@@ -22,7 +22,7 @@ from rlhf import options
 from rlhf.errors import RunError, UserError, report
 from rlhf.explain import CONFIG_ERRORS, explain
 from rlhf.folder import RunFolder, is_first_rank, prepare, run_name
-from rlhf.preflight import announce, refuse, typed
+from rlhf.preflight import announce, refuse, typed, words
 
 OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_), replace=True)
 OmegaConf.register_new_resolver("rlhf_options", options.options_help, replace=True)
@@ -39,12 +39,13 @@ def train(config: DictConfig) -> float | None:
     global composed
     composed = True
     job = HydraConfig.get()
+    overrides = words(job.overrides)
     sweep = job.mode == RunMode.MULTIRUN
     folder = RunFolder(Path(job.runtime.output_dir))
     try:
-        cfg = typed(config, list(job.overrides.task))
+        cfg = typed(config, overrides)
         if sweep:
-            print(f"job {job.job.num}: {' '.join(job.overrides.task)}")
+            print(f"job {job.job.num}: {' '.join(overrides)}")
             if (finished := prepare(folder, cfg.resume)) is not None:
                 announce(folder, finished, cfg.metric)
                 return finished["result"].get(cfg.metric)
