@@ -17,9 +17,9 @@ def compose(overrides: list[str]) -> Config:
     if GlobalHydra.instance().is_initialized():
         composed = hydra.compose("config", overrides)
     else:
-        from rlhf.train import CONF
+        from rlhf.options import conf_dir
 
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             composed = hydra.compose("config", overrides)
     made = OmegaConf.to_object(composed)
     assert isinstance(made, Config)

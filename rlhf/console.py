@@ -1,5 +1,9 @@
 """The one terminal that everything writes to, so that a live display and log lines do not tear each other."""
 
+import sys
+
 from rich.console import Console
 
-console = Console(highlight=False, soft_wrap=True)
+WIDTH_OF_FILES = 132  # columns, where what is written is no terminal
+
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH_OF_FILES)

@@ -65,8 +65,12 @@ class Recorder:
             row = state.position()
             for name, stat in self.figures.items():
                 value = stat.value()
-                if value is not None and math.isfinite(value):
+                if value is None:
+                    continue
+                if math.isfinite(value):
                     row[name] = value
+                else:
+                    self.warn(f"{name} is {value} at update {state.update}; it is left out of the row")
             self.figures = {}
             if state.update == 1 and state.lag == 0:
                 for text in broken_invariants(row, self.tolerance):

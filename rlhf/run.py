@@ -9,7 +9,9 @@ import shutil
 from contextlib import nullcontext
 from typing import Any
 
+import datasets
 import torch
+import transformers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.artefacts import prepare
@@ -62,6 +64,7 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
     if (finished := folder.finished()) is not None:
         console.print(f"finished already: {folder.path}", markup=False)
         return finished["result"].get(metric)
+    quieten()
     folder.write_config(cfg)
     folder.write_environment([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
     cfg = prepare(cfg)
@@ -131,6 +134,14 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
     folder.write_state({**state.state_dict(), "finished": True, "result": result})
     console.print(f"model: {folder.model}   {gains(recorder.first, result, cfg)}", markup=False)
     return result.get(metric)
+
+
+def quieten() -> None:
+    """Keep libraries from drawing bars over the progress display; what matters of loading is checked and said here."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if not console.is_terminal:
+        datasets.disable_progress_bars()
 
 
 def build_device(cfg: Config) -> torch.device:

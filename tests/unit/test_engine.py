@@ -1,0 +1,143 @@
+"""The engine: sums divided once, clipping, schedules, and a loss that is not finite."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf.batch import Batch
+from rlhf.config import Dtype, LRSchedule, OptimConfig
+from rlhf.engines.torch_engine import NonFinite, TorchEngine, learning_rate
+from rlhf.models import Policy
+from rlhf.objectives.config import DPOConfig, SFTConfig
+from rlhf.objectives.dpo import OnlineDPO
+from rlhf.objectives.sft import SFT
+from tests.unit.tiny_models import tiny_lm, tiny_rollouts
+
+
+def engine_of(micro_batch=16, steps_per_batch=1, lr=1e-3, max_grad_norm=None, dtype=Dtype.float32):
+    reference = tiny_lm()
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    return TorchEngine(
+        Policy(tiny_lm(), 0.7, shared_prefix=True),
+        Policy(reference, 0.7, shared_prefix=True),
+        None,  # nothing is saved
+        OptimConfig(lr=lr, max_grad_norm=max_grad_norm),
+        total_steps=10,
+        steps_per_batch=steps_per_batch,
+        micro_batch=micro_batch,
+        device=torch.device("cpu"),
+        dtype=dtype,
+    )
+
+
+def scored(prompts=8, samples=2) -> Batch:
+    rollouts = tiny_rollouts(prompts, samples)
+    scores = torch.rand(prompts, samples, generator=torch.Generator().manual_seed(3))
+    return rollouts.extend(Batch, scores=scores)
+
+
+def weights(engine):
+    return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+
+
+def gradient(engine):
+    """The gradient of the only step so far, read from Adam's first moment."""
+    return torch.cat([s["exp_avg"].flatten() for s in engine.optimizer.state.values()]) / 0.1
+
+
+def step(objective, **settings):
+    engine = engine_of(**settings)
+    batch = objective.credit(engine.annotate(scored(), objective.needs))
+    return {name: stat.value() for name, stat in engine.step(batch, objective).items()}, engine
+
+
+@pytest.mark.parametrize("objective", [OnlineDPO(DPOConfig()), SFT(SFTConfig())], ids=["dpo", "sft"])
+def test_eight_micro_batches_of_one_equal_one_of_eight(objective):
+    one, engine_one = step(objective, micro_batch=2)  # a pair is never split: one pair at a time
+    all_, engine_all = step(objective, micro_batch=16)
+    for name in ("loss/policy", "policy/grad_norm"):
+        assert one[name] == pytest.approx(all_[name], rel=1e-5)
+    assert one == pytest.approx(all_, rel=1e-3), "figures too, though a margin is a small difference"
+    torch.testing.assert_close(gradient(engine_one), gradient(engine_all), rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_norm_is_reported_before_clipping_and_the_step_uses_the_clipped_one():
+    free, _ = step(SFT(SFTConfig()))
+    clipped, engine = step(SFT(SFTConfig()), max_grad_norm=1e-3)
+    assert clipped["policy/grad_norm"] == pytest.approx(free["policy/grad_norm"])
+    assert gradient(engine).norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_batch_of_ties_changes_nothing_and_says_so():
+    engine = engine_of()
+    objective = OnlineDPO(DPOConfig())
+    batch = replace(scored(), scores=torch.zeros(8, 2))
+    before = weights(engine).clone()
+    figures = engine.step(objective.credit(engine.annotate(batch, objective.needs)), objective)
+    assert figures["policy/skipped_steps"].value() == 1
+    assert "loss/policy" not in figures
+    assert torch.equal(weights(engine), before)
+    assert objective.describe(batch)["objective/tie_rate"].value() == 1
+    assert engine.step_index == 1, "the learning-rate schedule stays that of the plan"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(bad):
+    class Broken(SFT):
+        def loss(self, forward, batch):
+            loss, figures = super().loss(forward, batch)
+            return loss * bad, figures
+
+    engine = engine_of()
+    before = weights(engine).clone()
+    with pytest.raises(NonFinite) as stopped:
+        engine.step(scored(), Broken(SFTConfig()))
+    assert stopped.value.index == list(range(8))
+    assert torch.equal(weights(engine), before)
+
+
+def test_old_logprobs_are_computed_only_where_several_steps_follow():
+    needs = frozenset({"old_logprobs"})
+    assert engine_of(steps_per_batch=1).annotate(scored(), needs).old_logprobs is None
+    assert engine_of(steps_per_batch=2).annotate(scored(), needs).old_logprobs is not None
+
+
+def test_annotation_does_not_depend_on_micro_batches():
+    needs = frozenset({"ref_logprobs"})
+    small = engine_of(micro_batch=2).annotate(scored(), needs).ref_logprobs
+    large = engine_of(micro_batch=16).annotate(scored(), needs).ref_logprobs
+    torch.testing.assert_close(small, large, rtol=0, atol=1e-5)
+    assert small.shape == scored().response_ids.shape
+    assert (small[~scored().response_mask] == 0).all()
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_weights():
+    exact, _ = step(OnlineDPO(DPOConfig()))
+    rough, engine = step(OnlineDPO(DPOConfig()), dtype=Dtype.bfloat16)
+    assert rough["loss/policy"] == pytest.approx(exact["loss/policy"], rel=2e-2)
+    assert rough["policy/grad_norm"] == pytest.approx(exact["policy/grad_norm"], rel=0.1)
+    assert all(p.dtype == torch.float32 for p in engine.module.parameters())
+
+
+def test_the_learning_rate_warms_up_then_follows_its_schedule():
+    def rates(**settings):
+        return [learning_rate(OptimConfig(lr=1.0, **settings), step, 10) for step in range(10)]
+
+    assert rates(schedule=LRSchedule.constant) == [1.0] * 10
+    assert rates(schedule=LRSchedule.linear) == pytest.approx([1 - s / 10 for s in range(10)])
+    assert rates(schedule=LRSchedule.cosine)[5] == pytest.approx(0.5)
+    warm = rates(schedule=LRSchedule.linear, warmup=2)
+    assert warm[:2] == pytest.approx([1 / 3, 2 / 3])
+    assert warm[2] == 1.0 and warm[9] == pytest.approx(1 / 8)
+    assert rates(schedule=LRSchedule.linear, warmup=0.2) == warm
+
+
+def test_the_reference_is_never_trained():
+    _, engine = step(OnlineDPO(DPOConfig()))
+    assert not any(p.requires_grad for p in engine.reference.parameters())
+    trained = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+    assert not trained & {id(p) for p in engine.reference.parameters()}
