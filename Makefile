@@ -1,0 +1,74 @@
+# make help says what there is. Variables are set on the command line: make setup PIP_ARGS="..."
+
+# The first Python that is new enough; the locks are made for 3.11.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+# What `make setup` installs: cpu, or gpu for a machine with CUDA.
+LOCK ?= cpu
+
+# More arguments for pip. The default index may have torch as a CUDA build only; name one with CPU wheels by
+# PIP_ARGS="--extra-index-url <index>", or a folder of wheels by PIP_ARGS="--find-links <folder>".
+PIP_ARGS ?=
+
+# More arguments for pytest, for example ARGS="-k dpo".
+ARGS ?=
+
+# uv, which makes the locks (pip install uv); it finds CPU wheels of torch by UV_FIND_LINKS or UV_INDEX.
+UV ?= uv
+EXTRAS := deepspeed lora wandb tensorboard slurm sweep report dev
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(LOCK)
+COMPILE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-header \
+	--custom-compile-command "make lock" $(foreach extra,$(EXTRAS),--extra $(extra)) pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check format lock lock-check clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## .venv with everything that the lock names; nothing where it is up to date
+
+$(STAMP): requirements/$(LOCK).txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed; set PYTHON=<python>" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps -r requirements/$(LOCK).txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
+	$(BIN)/python -m rlhf.train algo=dpo model=pythia
+
+test: setup check  ## all checks and all tests
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile $(ARGS)
+
+check: setup  ## lint, format, types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: setup  ## rewrite the code as the formatter has it
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+lock:  ## resolve requirements/*.in anew
+	$(COMPILE) requirements/cpu.in --excludes requirements/excludes.txt --output-file requirements/cpu.txt
+	sed -i 's/^torch==\([0-9.]*\)+cpu$$/torch==\1/' requirements/cpu.txt
+	@! grep -n '^nvidia-' requirements/cpu.txt || \
+		{ echo "error: torch was resolved as a CUDA build; name CPU wheels by UV_FIND_LINKS or UV_INDEX" >&2; exit 2; }
+	env -u UV_FIND_LINKS -u UV_INDEX $(COMPILE) requirements/gpu.in --python-platform x86_64-manylinux_2_28 \
+		--output-file requirements/gpu.txt
+
+lock-check:  ## whether the locks still resolve, into an empty folder, without installing anything
+	$(UV) pip install --dry-run --quiet --python $(PYTHON) --target build/lock-check \
+		--excludes requirements/excludes.txt -r requirements/cpu.txt
+	env -u UV_FIND_LINKS -u UV_INDEX $(UV) pip install --dry-run --quiet --python $(PYTHON) \
+		--target build/lock-check --python-platform x86_64-manylinux_2_28 -r requirements/gpu.txt
+	@echo "both locks resolve"
+
+clean:  ## remove caches and build products; runs and .venv stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
