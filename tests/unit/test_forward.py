@@ -1,11 +1,11 @@
 import pytest
 import torch
-from tiny_models import KINDS, sequences, tiny_lm, tiny_rollouts
 from transformers import MistralConfig, MistralForCausalLM
 
 from rlhf.batch import trim
 from rlhf.forward import encode, positions, shared_prefix_problem
 from rlhf.models import Policy
+from tests.unit.tiny_models import KINDS, sequences, tiny_lm, tiny_rollouts
 
 
 def states(model, batch, shared_prefix, last=False):

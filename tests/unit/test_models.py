@@ -4,15 +4,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import (
-    KINDS,
-    VOCABULARY,
-    sequences,
-    tiny_classifier,
-    tiny_lm,
-    tiny_rollouts,
-    tiny_tokenizer,
-)
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -36,6 +27,15 @@ from rlhf.models import (
     new_nano,
     new_reward_model,
     save,
+)
+from tests.unit.tiny_models import (
+    KINDS,
+    VOCABULARY,
+    sequences,
+    tiny_classifier,
+    tiny_lm,
+    tiny_rollouts,
+    tiny_tokenizer,
 )
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
