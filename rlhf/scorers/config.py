@@ -102,7 +102,7 @@ class LabelsScorerConfig(ScorerConfig):
         """Pass the labels on."""
         from rlhf.scorers.scorer import LabelsScorer
 
-        return LabelsScorer(self.missing_eos_score)
+        return LabelsScorer(missing_eos_score=None)  # a label is given, whether the text was cut or not
 
 
 @option("scorer", "none")

@@ -1,0 +1,40 @@
+"""Runs of a few updates on the embedded task, with its artefacts made once for all tests."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf.compose import compose
+from rlhf.config import Config
+from rlhf.folder import RunFolder
+
+TINY = ["debug=tiny", "task.train_size=128", "task.validation_size=32", "task.test_size=8", "progress=off"]
+VARIES = ("time/", "throughput/", "memory/")
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory) -> Path:
+    """One cache for all workers of the test session; whoever comes first makes what is in it."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if base.name.startswith("popen-") else base) / "artefacts"
+
+
+@pytest.fixture
+def tiny(cache_dir) -> Callable[..., Config]:
+    """Compose a run of a few updates, with overrides."""
+    return lambda *overrides: compose([*TINY, f"cache_dir={cache_dir}", *overrides])
+
+
+@pytest.fixture
+def command(cache_dir, tmp_path) -> list[str]:
+    """The words of the same run on a command line."""
+    return [*TINY, f"cache_dir={cache_dir}", f"output_dir={tmp_path}"]
+
+
+def rows(folder: RunFolder | Path) -> list[dict]:
+    """The rows of metrics.jsonl, without what differs from one run to the next."""
+    path = folder.path if isinstance(folder, RunFolder) else folder
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(VARIES)} for line in lines]
