@@ -34,6 +34,7 @@ from rlhf.schema import SCHEMAS
 
 # What composing raises where the config is wrong; the last two are how OmegaConf and Hydra meet a null.
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, AssertionError, ValueError)
+OPTIONAL_GROUPS = ("tuned", "experiment", "debug")
 WORDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
@@ -79,6 +80,8 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{key} needs the logger {name} ({why}), got {value}; add logger={name}"
         if key.startswith("~") or (value == "null" and "." not in key):
             group = key.lstrip("~")
+            if group in OPTIONAL_GROUPS:
+                return f"{key} must be an option, got {value}; write ~{group} to leave it out"
             got = f"{key}={value}" if value else key
             return f"{group} must be chosen (every run has one), got {got}; set {group}=<option>"
     lines = [line.strip() for line in text.splitlines() if not re.search("full_key|_type=", line)]

@@ -105,9 +105,9 @@ def unknown_tuning(overrides: Sequence[str]) -> list[str]:
     """A `tuned=` that names no file; Hydra lets it pass, as the group is optional."""
     names = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("tuned=")]
     return [
-        f"tuned must be one of {', '.join(options('tuned'))} or null, got {name!r}; leave it out"
+        f"tuned must be one of {', '.join(options('tuned'))}, got {name!r}; write ~tuned for none"
         for name in names
-        if name != "null" and name not in options("tuned")
+        if name not in options("tuned")
     ]
 
 
@@ -130,7 +130,7 @@ def jobs(config: DictConfig) -> list[list[str]]:
 
 
 def words(overrides: Any) -> list[str]:
-    """The overrides of the command line, as typed: an interpolation in them is not for the list to resolve."""
+    """The overrides of the command line as typed: an interpolation in them is not to be resolved here."""
     return list(OmegaConf.to_container(overrides.task, resolve=False))  # type: ignore[arg-type]
 
 

@@ -137,3 +137,25 @@ class TLDRMiniConfig(EmbeddedTaskConfig):
         from rlhf.tasks.tldr_mini import build_tokenizer
 
         return build_tokenizer()
+
+
+@option("task", "tldr")
+@dataclass(kw_only=True, slots=True)
+class TLDRConfig(TaskConfig):
+    """Reddit posts and their writers' summaries (Stiennon et al., 2020), as in the paper's data sets."""
+
+    name: str = "tldr"
+    prompts_name: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+    preferences_name: str = "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b"
+
+    def source(self) -> Source:
+        """The data sets of the hub, or the local folders that stand for them."""
+        from rlhf.tasks.source import Stored, StoredSource
+
+        prompts = Stored(key="task.prompts_name", place=self.prompts_name)
+        pairs = Stored(key="task.preferences_name", place=self.preferences_name)
+        if self.path is not None:
+            prompts = pairs = Stored(key="task.path", place=self.path)
+        if self.preferences_path is not None:
+            pairs = Stored(key="task.preferences_path", place=self.preferences_path)
+        return StoredSource(stored_prompts=prompts, stored_preferences=pairs)

@@ -1,0 +1,164 @@
+"""Mistakes on the command line: one message with its remedy, exit code 2, nothing made, nothing loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEVICES = "samples_per_prompt, loss_type, beta, ties"
+
+MISTAKES = {  # what is typed: what the message must hold
+    "algo.beat=1": [f"algo.beat must be a setting of algo=dpo ({DEVICES}), got algo.beat=1", "algo.beta?"],
+    "+algo.beat=1": [
+        "algo.beat must be a setting of algo=dpo",
+        "got +algo.beat=1",
+        "did you mean algo.beta?",
+    ],
+    "++algo.beat=1": ["algo.beat must be a setting of algo=dpo", "got ++algo.beat=1", "algo.beta?"],
+    "algo.beta=high": ["algo.beta must be a number, got 'high'; set algo.beta=0.1"],
+    "algo.beta=null": ["algo.beta must be a number, got 'null'"],
+    "algo.beta=": ["algo.beta must be a number, got ''"],
+    "algo.beta.x=1": ["algo.beta must be a number, with nothing inside it, got algo.beta.x=1"],
+    "algo.loss_type=ipoo": ["must be one of sigmoid, ipo, got 'ipoo'; did you mean algo.loss_type=ipo?"],
+    "algo=sft algo.beta=0.1": ["algo.beta must be a setting of algo=sft", "it belongs to algo=dpo"],
+    "algo=reward algo.loss_type=ipo": ["algo.loss_type must be a setting of algo=reward", "algo=dpo"],
+    "algo=dppo": ["algo must be one of dpo, reward, sft, got 'dppo'; did you mean algo=dpo?"],
+    "algo=null": ["algo must be chosen (every run has one), got algo=null"],
+    "~algo": ["algo must be chosen"],
+    "+algo=sft": ["algo must have one option"],
+    "algo=[dpo,sft]": ["algo must have one option"],
+    "algo=dpo,sft": ["algo must have one value in a single run, got dpo,sft; add -m to run each"],
+    "algoo=dpo": ["algoo must be a setting or a group (there is no algoo)", "did you mean algo?"],
+    "algo.lr=1": ["algo.lr must be a setting of algo=dpo", "did you mean optim.lr?"],
+    "lr=1": ["there is no lr", "did you mean optim.lr?"],
+    "+foo=1": ["foo must be a setting or a group"],
+    "a.b.c=1": ["a.b.c must be a setting or a group (there is no a)"],
+    "schedule.epoch=3": ["did you mean schedule.epochs?"],
+    "schedule=5": ["schedule is a section of settings (schedule.total_episodes,"],
+    "seed=1.5": ["seed must be a whole number, got '1.5'; set seed=1"],
+    "optim.betas=0.9": [
+        "optim.betas must be a list of numbers, as [a,b], got '0.9'; set optim.betas=[0.9,0.999]"
+    ],
+    "optim.betas=[0.9]": ["optim.betas must be two numbers", "got [0.9]"],
+    "dpo": ["dpo must read key=value or group=option (it has no '='), got dpo; did you mean algo=dpo?"],
+    "foo='": ["foo must have a value that Hydra can read"],
+    "gold=facts": ["set scorer@gold=facts"],
+    "scorer@gold=fact": ["scorer@gold must be one of", "did you mean scorer@gold=facts?"],
+    "logger=[wandb,foo]": ["logger must be one of jsonl, tensorboard, wandb, got 'foo'"],
+    "logger.wandb.project=x": ["logger.wandb.project needs the logger wandb", "add logger=wandb"],
+    "logger=wandb logger.wandb.mode=of": ["must be one of online, offline, got 'of'"],
+    "tuned=x": ["tuned must be one of", "got 'x'; write ~tuned"],
+    "debug=null": ["debug must be an option, got null; write ~debug"],
+    "experiment=nope": ["experiment must be one of", "got 'nope'"],
+    "hydra/launcher=slurmm": ["hydra/launcher must be one of", "got 'slurmm'"],
+    "hydra.run.dirr=x": ["did you mean hydra.run.dir?"],
+    "algo.beta=${nope}": ["algo.beta: Interpolation key 'nope' not found"],
+    "task.data_seed=???": ["task.data_seed must be set"],
+    "--config-name foo": ["--config-name must name a file"],
+    "--config-dir ./nowhere": ["--config-dir must name a folder laid out like conf/", "nowhere"],
+    "algo.samples_per_prompt=1": ["algo.samples_per_prompt must be >= 2 for dpo", "got 1"],
+    "resume=must": ["resume=must needs a complete checkpoint to go on from (no such folder)"],
+    "model.policy=./nowhere": ["model.policy must name a model on the hub or a folder", "'./nowhere'"],
+    "scorer=reward_model scorer.path=./nowhere": ["scorer.path must name a model"],
+    "scorer@gold=reward_model": ["gold.path must name a reward model"],
+    "scorer@gold=reward_model gold.path=./nowhere": ["gold.path must name a model"],
+    "model.tokenizer=./nowhere": ["model.tokenizer must name a tokenizer on the hub or a folder"],
+}
+
+IN_FILES = {  # experiment file of `own_conf`: what the message must hold
+    "typo": ["algo.beat must be a setting of algo=dpo in experiment/typo.yaml", "did you mean algo.beta?"],
+    "wrong_type": ["algo.beta must be a number in experiment/wrong_type.yaml, got 'high'"],
+    "wrong_group": ["algoo must be a group in experiment/wrong_group.yaml", "did you mean algo?"],
+    "wrong_option": ["got 'dppo' (chosen by experiment=wrong_option); did you mean algo=dpo?"],
+    "no_yaml": ["a config file is not YAML", "no_yaml.yaml"],
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_ends_as_one_message_and_makes_no_folder(command, typed, tmp_path):
+    answer = command(*typed.split())
+    assert answer.code == 2
+    assert answer.err.startswith("error: ") and len(answer.err.splitlines()) == 1
+    for part in MISTAKES[typed]:
+        assert part in answer.err
+    assert "Traceback" not in answer.err and not answer.runs
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", IN_FILES)
+def test_a_mistake_in_an_experiment_file_names_the_file(command, own_conf, name):
+    answer = command("--config-dir", str(own_conf), f"experiment={name}")
+    assert answer.code == 2 and answer.err.startswith("error: ") and not answer.runs
+    for part in IN_FILES[name]:
+        assert part in answer.err
+
+
+def test_a_sound_experiment_file_of_ones_own_runs(command, own_conf):
+    answer = command("--config-dir", str(own_conf), "experiment=fine")
+    assert answer.code == 0 and answer.runs[0][0].algo.beta == 0.3
+
+
+def test_all_problems_are_told_at_once(command):
+    answer = command("algo.beta=-1", "optim.lr=0", "schedule.total_episodes=1000", "seed=-1")
+    assert answer.code == 2 and answer.err.startswith("error: 4 problems\n  - ")
+    for key in ("algo.beta", "optim.lr", "schedule.total_episodes", "seed"):
+        assert f"  - {key} must be" in answer.err
+
+
+def test_keys_that_were_added_are_told_together_with_values_that_are_missing(command):
+    answer = command("+algo.beat=1", "+schedule.foo=1", "task.data_seed=???")
+    assert "error: 3 problems" in answer.err
+
+
+def test_a_warning_stops_nothing(command):
+    answer = command("scorer=facts")
+    assert answer.code == 0 and len(answer.runs) == 1
+    assert "warning: scorer and scorer@gold are the same (facts)" in answer.err
+
+
+def test_help_and_mistakes_import_neither_torch_nor_a_library_of_it(tmp_path, own_conf):
+    commands = [
+        ["--help"],
+        ["--cfg", "job"],
+        ["--cfg", "job", "--resolve", "logger=[wandb,tensorboard]"],
+        ["algo.beat=1"],
+        ["+algo.beat=1"],
+        ["algo.beta=high"],
+        ["algo=dppo"],
+        ["algo.beta=-1"],
+        ["--config-dir", str(own_conf), "experiment=typo"],
+        ["resume=must"],
+        ["-m", "seed=1,2", "algo.beta=0.1,-1"],
+    ]
+    script = """
+import json, sys
+from rlhf.train import main
+codes = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["train.py", *words]
+    try:
+        main()
+        codes.append(0)
+    except SystemExit as stop:
+        codes.append(stop.code)
+heavy = {"torch", "transformers", "datasets", "vllm", "deepspeed", "wandb", "tensorboard"} & set(sys.modules)
+print(json.dumps([codes, sorted(heavy)]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(commands)], cwd=tmp_path, capture_output=True, text=True
+    )
+    codes, heavy = json.loads(done.stdout.splitlines()[-1])
+    assert codes == [0, 0, 0] + [2] * 8 and heavy == [], done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
+
+
+def test_the_module_is_the_command(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf.train", "algo.beta=high"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: algo.beta must be a number")
+    assert done.stdout == "" and not list(tmp_path.iterdir())

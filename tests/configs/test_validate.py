@@ -1,0 +1,168 @@
+"""Rules between sections, warnings, and the sizes that follow from a config."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from rlhf import validate
+from rlhf.compose import compose
+
+STORED = "generator=dataset"
+
+PROBLEMS = {  # overrides: what one of the problems must hold
+    "schedule.total_episodes=null": "schedule.total_episodes must be set",
+    "algo=sft schedule.total_epochs=null": "schedule.total_episodes or schedule.total_epochs must be set",
+    "schedule.total_epochs=1": "must not both be set (each says how long the run is), got 12800 and 1",
+    "schedule.total_epochs=1 schedule.total_episodes=null": "schedule.total_epochs must be null for algo=dpo",
+    "schedule.total_episodes=1000": "(schedule.prompts_per_update x algo.samples_per_prompt = 64 x 2 = 128), "
+    "got 1000; set schedule.total_episodes=1024",
+    "schedule.total_episodes=10": "set schedule.total_episodes=128",
+    "schedule.total_episodes=0": "schedule.total_episodes must be >= 1",
+    "schedule.prompts_per_update=0": "schedule.prompts_per_update must be >= 1",
+    "schedule.minibatches=3": "must be divisible by schedule.minibatches (minibatches are equal parts of the "
+    "prompts), got 64 and 3; set schedule.prompts_per_update=63",
+    "schedule.minibatches=0": "schedule.minibatches must be >= 1",
+    "schedule.epochs=0": "schedule.epochs must be >= 1",
+    "backend.micro_batch=7": "must be divisible by algo.samples_per_prompt (the samples of one prompt are "
+    "never split), got 7 and 2; set backend.micro_batch=8",
+    "backend.micro_batch=1": "set backend.micro_batch=2",
+    "backend.micro_batch=0": "backend.micro_batch must be >= 1",
+    "schedule.max_lag=-1": "schedule.max_lag must be >= 0",
+    f"schedule.max_lag=1 {STORED}": "schedule.max_lag must be 0 with generator=dataset",
+    "schedule.eval_every=2.5": "schedule.eval_every must be whole from 1 on (it counts updates;",
+    "schedule.save_every=-1": "schedule.save_every must be >= 0",
+    "schedule.log_every=inf": "schedule.log_every must be >= 0",
+    "optim.warmup=1.5": "optim.warmup must be whole from 1 on (it counts optimizer steps;",
+    "optim.lr=nan": "optim.lr must be > 0",
+    "optim.eps=0": "optim.eps must be > 0",
+    "optim.max_grad_norm=0": "optim.max_grad_norm must be > 0",
+    "optim.weight_decay=-1": "optim.weight_decay must be >= 0",
+    "eval.prompts=0": "eval.prompts must be >= 1",
+    "eval.temperature=0": "eval.temperature must be > 0",
+    "save_total_limit=0": "save_total_limit must be >= 1",
+    "algo=sft generator=hf": "generator must be dataset for algo=sft (it trains on stored responses), got hf",
+    "scorer=labels": "scorer must not be labels with generator=hf (fresh samples have no labels)",
+    "scorer@gold=labels": "scorer@gold must not be labels",
+    "scorer=none": "scorer must be one that scores",
+    "scorer=facts task=tldr": "scorer must not be facts for task=tldr",
+    "scorer@gold=facts model=pythia_410m task=tldr": "scorer@gold must not be facts for task=tldr",
+    "scorer=answer": "scorer must not be answer for task=tldr_mini",
+    "algo=sft algo.samples_per_prompt=2": "algo.samples_per_prompt must be 1 for algo=sft generator=dataset "
+    "(an example holds one reference response), got 2",
+    f"{STORED} algo.samples_per_prompt=4": "algo.samples_per_prompt must be 2 for algo=dpo generator=dataset",
+    "task.max_prompt_tokens=600": "must be <= 512 (the model has no more positions)",
+    "model.context=100": "must be <= 100",
+    "model.heads=3": "model.hidden_size must be divisible by model.heads",
+    "model.heads=0": "model.hidden_size must be divisible by model.heads",
+    "task=tldr": "model.policy must name a model for task=tldr (only embedded tasks make their own)",
+    "generator.top_p=0.9": "generator.top_p must be off for training",
+    "generator.temperature=0": "generator.temperature must be > 0",
+    "objective_metric=eval/kl schedule.eval_every=0": "schedule.eval_every must be > 0 with objective_metric",
+}
+
+WARNINGS = {
+    "scorer=facts": "scorer and scorer@gold are the same (facts)",
+    "algo=sft schedule.epochs=2": "schedule.epochs=2 repeats each batch",
+    "algo=sft model.reference=x/y": "model.reference has no effect with algo=sft",
+    "schedule.total_episodes=256 schedule.max_lag=2": "schedule.max_lag=2 is never reached in a run of 2",
+    "schedule.total_episodes=256 optim.warmup=2": "lasts the whole run of 2 optimizer steps",
+}
+
+
+@pytest.mark.parametrize("overrides", PROBLEMS)
+def test_problem_is_found_with_its_rule_value_and_remedy(overrides):
+    found = validate.problems(compose(overrides.split()))
+    assert any(PROBLEMS[overrides] in text for text in found), found
+    assert all(", got " in text and "; " in text for text in found)
+
+
+@pytest.mark.parametrize("overrides", WARNINGS)
+def test_warning_is_given_and_is_no_problem(overrides):
+    cfg = compose(overrides.split())
+    assert any(WARNINGS[overrides] in text for text in validate.warnings(cfg))
+    assert not validate.problems(cfg)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "optim.max_grad_norm=null",
+        "schedule.eval_every=0 schedule.save_every=0",
+        "schedule.minibatches=64",
+        "algo=sft schedule.total_epochs=null schedule.total_episodes=640",
+        "scorer=answer task=tldr_mini scorer=reward_model",
+        f"{STORED} schedule.total_episodes=null schedule.total_epochs=0.5",
+    ],
+)
+def test_sound_runs_have_neither_problems_nor_warnings(overrides):
+    cfg = compose(overrides.split())
+    assert not validate.problems(cfg) and not validate.warnings(cfg)
+
+
+@pytest.mark.parametrize("key", ["lr=-1", "lr=0"])
+def test_no_rule_trips_over_what_another_refuses(key):
+    words = [
+        "schedule.prompts_per_update=0",
+        "schedule.minibatches=0",
+        "backend.micro_batch=0",
+        f"optim.{key}",
+    ]
+    found = validate.problems(compose([*words, "algo.samples_per_prompt=0", "model.heads=0"]))
+    assert len(found) == 6
+
+
+def local_model(folder: Path, positions: int) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def test_a_local_model_must_be_whole_and_have_room(tmp_path):
+    folder = local_model(tmp_path / "policy", 128)
+    found = validate.problems(compose([f"model.policy={folder}"]))
+    assert len(found) == 1 and "must be <= 128 (the model has no more positions), got 192 + 40" in found[0]
+    assert not validate.problems(compose([f"model.policy={folder}", "task.max_prompt_tokens=88"]))
+    (folder / "model.safetensors").unlink()
+    assert any("no *.safetensors" in text for text in validate.problems(compose([f"model.policy={folder}"])))
+
+
+def test_sizes_are_derived_before_anything_is_loaded():
+    words = [
+        "schedule.minibatches=2",
+        "schedule.epochs=2",
+        "backend.micro_batch=16",
+        "schedule.total_episodes=1280",
+    ]
+    rows = dict(validate.describe(compose([*words, "schedule.eval_every=0.5", "schedule.save_every=4"])))
+    assert rows == {
+        "episodes per update": "128 = 64 prompts x 2 samples",
+        "updates": "10 = 1,280 episodes / 128",
+        "optimizer steps": "40 = 10 updates x 2 minibatches x 2 epochs",
+        "sequences per forward": "16, 4 to an optimizer step",
+        "evaluations": "3, after updates 0 5 10",
+        "checkpoints": "2, after updates 4 8",
+    }
+
+
+def test_sizes_of_a_run_in_epochs_follow_from_the_size_of_the_data():
+    rows = dict(validate.describe(compose(["algo=sft", "task.train_size=640", "schedule.total_epochs=2"])))
+    assert rows["updates"] == "20 = 2 epochs of 640 examples / 64"
+    assert "known when the data are read" in dict(validate.describe(compose(["algo=reward"])))["updates"]
+    assert dict(validate.describe(compose(["algo=reward"]), examples=128))["updates"].startswith(
+        "2 = 1 epochs"
+    )
+
+
+@pytest.mark.parametrize("every", [0, 0.2, 0.3, 1, 3, 7, 100])
+def test_what_is_announced_is_what_the_loop_does(every):
+    from rlhf.state import TrainState
+
+    for at_end in (True, False):
+        due = [u for u in range(1, 11) if TrainState(num_updates=10, update=u).due(every, at_end)]
+        assert validate.due_updates(every, 10, at_end) == due
+    assert math.isfinite(every)

@@ -1,0 +1,154 @@
+"""Names of runs, and what is written into their folders."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf.compose import compose
+from rlhf.errors import UserError
+from rlhf.folder import (
+    COMPLETE,
+    RunFolder,
+    complete_checkpoints,
+    digest,
+    load_config,
+    prepare,
+    redact,
+    run_name,
+    setup_logging,
+    write_atomically,
+)
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    return compose([])
+
+
+def test_name_says_what_the_run_is(cfg):
+    named = replace(cfg, seed=3, schedule=replace(cfg.schedule, max_lag=2))
+    assert run_name(named) == f"tldr_mini-pythia-dpo-hf-lag2-seed3-{digest(named)}"
+    assert len(digest(cfg)) == 8 and int(digest(cfg), 16) >= 0
+
+
+def test_name_is_that_of_the_composed_config(cfg):
+    import hydra
+
+    from rlhf.options import conf_dir
+
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        assert run_name(hydra.compose("config")) == run_name(cfg)
+
+
+@pytest.mark.parametrize(
+    "word", ["optim.lr=1e-5", "algo.beta=0.2", "task.difficulty=hard", "eval.prompts=16", "model.layers=3"]
+)
+def test_name_changes_with_what_changes_results(cfg, word):
+    assert run_name(compose([word])) != run_name(cfg)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "logger=[wandb,tensorboard]",
+        "resume=never",
+        "progress=off",
+        "output_dir=elsewhere",
+        "cache_dir=elsewhere",
+        "save_total_limit=5",
+        "schedule.save_every=1",
+        "schedule.log_every=10",
+        "backend.threads=1",
+        "eval.samples=0",
+        "objective_metric=eval/kl",
+    ],
+)
+def test_name_does_not_change_with_what_changes_no_result(cfg, word):
+    assert run_name(compose([word])) == run_name(cfg)
+
+
+def test_config_reads_back_as_it_was(tmp_path):
+    for words in (
+        [],
+        ["algo=sft", "logger=wandb", "schedule.max_lag=0"],
+        ["model=pythia_1b", "scorer=facts"],
+    ):
+        made = compose(words)
+        folder = RunFolder(tmp_path / "run")
+        folder.write_config(made)
+        back = load_config(folder.config)
+        assert back == made and type(back.model) is type(made.model) and run_name(back) == run_name(made)
+
+
+def test_environment_holds_versions_hardware_and_command_but_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "seed=2", "x.api_key=hunter2", "--token", "hunter3"])
+    monkeypatch.setenv("WANDB_API_KEY", "hunter4")
+    folder = RunFolder(tmp_path)
+    folder.write_environment(["a GPU"])
+    text = folder.environment.read_text()
+    found = json.loads(text)
+    assert "hunter" not in text and found["command"][:2] == ["train.py", "seed=2"]
+    assert {"rlhf", "torch", "hydra-core"} <= found["packages"].keys() and found["devices"] == ["a GPU"]
+    assert found["cores"] >= 1 and found["memory_gib"] > 0
+
+
+def test_redaction_spares_what_only_sounds_secret():
+    words = ["model.pad_token=<|padding|>", "task.max_prompt_tokens=5", "model.tokenizer=x", "seed=1"]
+    assert redact(words) == words
+    assert redact(["a.password=x", "+hf_token=x", "https://me:pw@host/x"]) == [
+        "a.password=<redacted>",
+        "+hf_token=<redacted>",
+        "https://<redacted>@host/x",
+    ]
+
+
+def test_only_marked_checkpoints_count_and_by_number(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-9", "checkpoint-10"):
+        (tmp_path / name / COMPLETE).touch()
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert RunFolder(tmp_path).last_checkpoint() == tmp_path / "checkpoint-10"
+    assert RunFolder(tmp_path / "nothing").last_checkpoint() is None
+
+
+def test_state_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.write_state({"update": 1})
+    with pytest.raises(TypeError):
+        folder.write_state({"update": object()})
+    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(folder.state, "{")
+    assert folder.read_state() == {"update": 1} and folder.finished() is None
+
+
+def test_a_finished_run_is_given_back_only_where_it_may_be_left_alone(tmp_path, cfg):
+    folder = RunFolder(tmp_path / "run")
+    assert prepare(folder, cfg.resume) is None and not folder.path.exists()
+    folder.write_state({"finished": True, "result": {}})
+    assert prepare(folder, cfg.resume) == {"finished": True, "result": {}}
+    assert prepare(folder, type(cfg.resume).never) is None and not folder.path.exists()
+    with pytest.raises(UserError, match="no such folder"):
+        prepare(folder, type(cfg.resume).must)
+
+
+def test_log_goes_to_the_folder_of_the_job_at_hand(tmp_path):
+    kept = logging.getLogger("rlhf").handlers
+    try:
+        for name in ("first", "second"):
+            setup_logging(RunFolder(tmp_path / name)).info("in %s", name)
+        assert "in first" in (tmp_path / "first" / "train.log").read_text()
+        assert (tmp_path / "second" / "train.log").read_text().count("\n") == 1
+    finally:
+        log = logging.getLogger("rlhf")
+        for handler in list(log.handlers):
+            log.removeHandler(handler)
+            handler.close()
+        log.handlers, log.propagate = kept, True
+        logging.captureWarnings(False)
