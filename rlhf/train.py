@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -65,6 +66,9 @@ def main() -> None:
     global composed
     composed = False
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print in the words of its makers
+    # Hydra lists its groups for every --help, a second's work, though our template has its own list.
+    if "--hydra-help" not in sys.argv:
+        Hydra.format_config_groups = lambda *_, **__: ""  # type: ignore[method-assign]
     try:
         train()
     except UserError as error:
