@@ -1,8 +1,8 @@
 """What embedded tasks make on the way: the SFT model, preference pairs, the reward model.
 
-A run that names no model (`model.policy=null`, `model.reward=null`) gets them from here. Each is made by the same loop
-that trains everything (`algo=sft`, `algo=reward`), once, into a folder of `cache_dir` whose name holds a hash of all
-settings that it depends on; two runs that start together make it once.
+A run that names no model (`model.policy=null`, `model.reward=null`) gets them from here. Each is made by
+the same loop that trains everything (`algo=sft`, `algo=reward`), once, into a folder of `cache_dir` whose
+name holds a hash of all settings that it depends on; two runs that start together make it once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import hashlib
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from rlhf.compose import compose
-from rlhf.config import Config
-from rlhf.console import console
+from rlhf.config import Config, StagesConfig
+from rlhf.console import say
 from rlhf.errors import UserError
 from rlhf.folder import COMPLETE, RunFolder, digest
 from rlhf.objectives.config import Trains
@@ -56,13 +57,13 @@ def make_model(cfg: Config, what: str) -> Path:
     folder.path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder.path}.lock"):
         if not folder.finished():
-            console.print(f"[bold]making {what}[/] (once; kept in {folder.path})")
+            say(f"making {what} (once; kept in {folder.path})", style="bold")
             run(cfg, folder)
     return folder.model
 
 
 def stage(cfg: Config, algo: str, overrides: list[str]) -> Config:
-    """The config of an earlier stage of `cfg`: the stage's own defaults, the task, model and backend of `cfg`."""
+    """The config of a stage before `cfg`: its own defaults, and the task, model and backend of `cfg`."""
     choices = [
         f"algo={algo}",
         f"task={cfg.task.name}",
@@ -87,13 +88,18 @@ def stage(cfg: Config, algo: str, overrides: list[str]) -> Config:
 
 
 def key(cfg: Config) -> str:
-    """A hash of the settings that a stage's result depends on; of earlier results, the names (which hold a hash)."""
-    names = {
+    """A hash of the settings that a stage's result depends on; of earlier results, the names (which hold a
+    hash).
+    """
+    names: dict[str, Any] = {
         field: name and parent(name) for field in ("policy", "reward") if (name := getattr(cfg.model, field))
     }
     pairs = cfg.task.preferences_path
     task = replace(cfg.task, preferences_path=pairs and Path(pairs).name)
-    return digest(replace(cfg, model=replace(cfg.model, **names), task=task))
+    stages = StagesConfig()  # what concerns other stages only is left out
+    if cfg.algo.trains is Trains.reward:
+        stages = replace(cfg.stages, sft=[], reward=[])
+    return digest(replace(cfg, model=replace(cfg.model, **names), task=task, stages=stages))
 
 
 def parent(model: str) -> str:
@@ -103,7 +109,7 @@ def parent(model: str) -> str:
 
 
 def make_pairs(cfg: Config) -> Path:
-    """The folder of preference pairs: two samples of the policy for each prompt, ordered by gold, ties left out."""
+    """The folder of preference pairs: two samples of the policy a prompt, ordered by gold, without ties."""
     from rlhf.pairs import sample_pairs
 
     depends = (
@@ -118,7 +124,7 @@ def make_pairs(cfg: Config) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / COMPLETE).exists():
-            console.print(f"[bold]making preference pairs[/] (once; kept in {folder})")
+            say(f"making preference pairs (once; kept in {folder})", style="bold")
             scratch = folder.with_name(f".tmp-{folder.name}")
             shutil.rmtree(scratch, ignore_errors=True)
             sample_pairs(cfg).save_to_disk(str(scratch))

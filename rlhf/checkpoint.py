@@ -18,24 +18,27 @@ from rlhf.recorder import Recorder
 from rlhf.state import TrainState
 from rlhf.stream import Stream
 
+SCRATCH = ".tmp-"  # what is being written; a crash leaves it behind
+
 
 class Checkpoints:
     """Writes `checkpoint-<update>` folders, keeps the newest `limit`, and reads the last back.
 
-    A checkpoint is written under a temporary name, marked complete, then renamed; what a crash leaves behind is
-    never taken for one.
+    A checkpoint is written under a temporary name, marked complete, then renamed; what a crash leaves
+    behind is never taken for one.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder
         self.limit = limit
+        for leftover in folder.glob(f"{SCRATCH}*"):
+            shutil.rmtree(leftover)
 
     def save(self, state: TrainState, engine: TorchEngine, stream: Stream, recorder: Recorder) -> Path:
-        """Write where the run stands: weights, optimizer, counters, the row in the making, rollouts in flight."""
+        """Write where the run stands: weights, optimizer, counters, the unfinished row, what is in flight."""
         final = self.folder / f"checkpoint-{state.update}"
-        scratch = self.folder / f".tmp-{final.name}"
-        for leftover in (scratch, final):
-            shutil.rmtree(leftover, ignore_errors=True)
+        scratch = self.folder / f"{SCRATCH}{final.name}"
+        shutil.rmtree(final, ignore_errors=True)  # one without its marker
         scratch.mkdir(parents=True)
         engine.save(scratch)
         torch.save([pack(rollouts) for rollouts in stream.in_flight()], scratch / "in_flight.pt")

@@ -35,9 +35,10 @@ Evaluator = Callable[[TrainState], Evaluation]
 class PolicyEvaluator:
     """Near-greedy completions of held-out prompts against the reference responses, judged by gold.
 
-    `eval/win_rate` is the part of prompts whose completion scores strictly higher than the reference response (a tie
-    is no win; `eval/tie_rate` says how many there were). `eval/kl` is estimated on samples at the temperature of
-    training; `eval/ppl` is the perplexity of the near-greedy completions under the reference model, at temperature 1.
+    `eval/win_rate` is the part of prompts whose completion scores strictly higher than the reference
+    response (a tie is no win; `eval/tie_rate` says how many there were). `eval/kl` is estimated on samples
+    at the temperature of training; `eval/ppl` is the perplexity of the near-greedy completions under the
+    reference model, at temperature 1.
 
     Args:
         prompts: held-out examples.

@@ -341,6 +341,8 @@ def setup_logging(folder: RunFolder | Path) -> logging.Logger:
     """
     from rich.logging import RichHandler
 
+    from rlhf.console import console, transcript
+
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     folder.path.mkdir(parents=True, exist_ok=True)
     log = logging.getLogger("rlhf")
@@ -350,7 +352,9 @@ def setup_logging(folder: RunFolder | Path) -> logging.Logger:
     log.setLevel(logging.INFO)
     log.propagate = False
     if is_first_rank():
-        log.addHandler(RichHandler(show_path=False, show_level=False, log_time_format="%H:%M:%S"))
+        to_terminal = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
+        to_terminal.addFilter(lambda record: record.name != transcript.name)
+        log.addHandler(to_terminal)
         to_file = logging.FileHandler(folder.log, encoding="utf-8")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(to_file)

@@ -1,4 +1,4 @@
-"""A model's outputs on any number of rollouts, without gradient: micro-batches by length, in the run's dtype."""
+"""A model's outputs on any number of rollouts, without gradient, in micro-batches by length."""
 
 from __future__ import annotations
 

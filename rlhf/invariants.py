@@ -1,4 +1,6 @@
-"""What must hold at the first on-policy update, whatever the algorithm: sampler, trainer and reference are one model."""
+"""What must hold at the first on-policy update, whatever the algorithm: sampler, trainer and reference are
+one model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ EXPECTED = {
 def broken_invariants(row: Mapping[str, float], tolerance: float) -> list[str]:
     """One sentence for each figure of the first row that is further than `tolerance` from what it must be."""
     return [
-        f"{name} is {row[name]:.3g} at the first update, where it must be {expected:g} (within {tolerance:g}): "
+        f"{name} is {row[name]:.3g} at the first update and must be {expected:g} (within {tolerance:g}): "
         "sampler, trainer and reference do not agree on the log-probs of the same tokens"
         for name, expected in EXPECTED.items()
         if name in row and abs(row[name] - expected) > tolerance

@@ -1,4 +1,4 @@
-"""Figures on their way from a micro-batch to a row of metrics.jsonl: kept as sums and counts until the row is written.
+"""Figures on their way from a micro-batch to a row of metrics.jsonl, kept as sums and counts until then.
 
 Sums stay tensors on their device until then, so that measuring does not wait for a GPU.
 """

@@ -19,7 +19,8 @@ CHUNK = 256  # prompts a request
 
 
 def sample_pairs(cfg: Config) -> DatasetDict:
-    """Sample pairs on the training prompts and the held-out prompts of `cfg.task`; columns prompt, chosen, rejected.
+    """Sample pairs on the training prompts and the held-out prompts of `cfg.task`; columns prompt, chosen,
+    rejected.
 
     Pairs whose gold scores are equal say nothing and are left out.
     """

@@ -44,7 +44,7 @@ class Recorder:
         merge(self.figures, figures)
 
     def flush(self, state: TrainState, rollouts: Rollouts, engine: TorchEngine) -> None:
-        """End an update: add its times, check what must hold at the first one, and write the row if one is due."""
+        """End an update: add its times, check what must hold at the first one, write the row if it is due."""
         times = self.timer.drain()
         seconds = sum(float(times[f"time/{phase}_s"].total) for phase in PHASES if f"time/{phase}_s" in times)
         tokens = float(rollouts.response_mask.sum())

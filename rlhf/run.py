@@ -1,4 +1,6 @@
-"""One run: build the parts that the config names, go on where an earlier session stopped, train, leave the model."""
+"""One run: build the parts that the config names, go on where an earlier session stopped, train, leave the
+model.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.artefacts import prepare
-from rlhf.checkpoint import Checkpoints
+from rlhf.checkpoint import SCRATCH, Checkpoints
 from rlhf.config import Config, Dtype, NanoConfig
-from rlhf.console import console
+from rlhf.console import console, say
 from rlhf.engines.config import Device
 from rlhf.engines.torch_engine import NonFinite, TorchEngine
 from rlhf.errors import RunError, UserError
 from rlhf.evaluate import Evaluator, PolicyEvaluator, RewardEvaluator
-from rlhf.folder import RunFolder, setup_logging
+from rlhf.folder import RunFolder, digest, load_config, setup_logging
 from rlhf.generators.generator import Generator, Sampling
 from rlhf.generators.hf import HFGenerator
 from rlhf.loggers.display import Display
@@ -47,6 +49,7 @@ from rlhf.stream import Stream
 from rlhf.tasks.completions import encode_completions
 from rlhf.tasks.config import EmbeddedTaskConfig
 from rlhf.tasks.task import Task
+from rlhf.validate import describe
 
 log = logging.getLogger(__name__)
 
@@ -60,15 +63,16 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
         UserError: something that the config names is not as the run needs it.
         RunError: the run had to stop, for example at a loss that is not finite.
     """
-    metric = objective_metric(cfg)
     if (finished := folder.finished()) is not None:
-        console.print(f"finished already: {folder.path}", markup=False)
-        return finished["result"].get(metric)
+        say(f"finished already: {folder.path}")
+        return finished["result"].get(cfg.metric)
+    refuse_another_run(cfg, folder)
     quieten()
+    setup_logging(folder)
     folder.write_config(cfg)
     folder.write_environment([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
     cfg = prepare(cfg)
-    setup_logging(folder)
+    setup_logging(folder)  # again: a stage that was made on the way had its own
     if cfg.backend.threads:
         torch.set_num_threads(cfg.backend.threads)
     torch.manual_seed(derive(cfg.seed, "torch"))
@@ -77,19 +81,22 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
     tokenizer = build_tokenizer(cfg)
     task = build_task(cfg, tokenizer, cfg.data, cfg.schedule.prompts_per_update)
     state = build_state(cfg, task)
+    say(f"{cfg.algo.name} of {cfg.model.name} on {cfg.task.name}")
+    for name, value in describe(cfg, len(task)):
+        say(f"  {name + ':':24}{value}")
     engine = build_engine(cfg, tokenizer, device, state)
     generator = cfg.generator.build(cfg, engine, tokenizer)
     scorer = cfg.scorer.build(cfg, tokenizer, device)
     assert scorer is not None, "validated: training needs a scorer"
     evaluator = build_evaluator(cfg, task, engine, generator, tokenizer, device)
     objective = cfg.algo.build()
-    recorder = Recorder(cfg.schedule.log_every, metric, TOLERANCE[cfg.model.dtype])
+    recorder = Recorder(cfg.schedule.log_every, cfg.metric, TOLERANCE[cfg.model.dtype])
     checkpoints = Checkpoints(folder.path, cfg.save_total_limit)
 
     in_flight = []
     if last := folder.last_checkpoint():
         in_flight = checkpoints.load(last, state, engine, recorder)
-        console.print(f"going on at update {state.update} of {state.num_updates}, from {last}", markup=False)
+        say(f"going on at update {state.update} of {state.num_updates}, from {last}")
     recorder.open(build_loggers(cfg, folder, state))
     generator.load(engine.weights(), state.version)
 
@@ -132,12 +139,27 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
     write_model(engine, folder)
     result = recorder.evaluated
     folder.write_state({**state.state_dict(), "finished": True, "result": result})
-    console.print(f"model: {folder.model}   {gains(recorder.first, result, cfg)}", markup=False)
-    return result.get(metric)
+    say(f"model: {folder.model}   {gains(recorder.first, result, cfg)}")
+    return result.get(cfg.metric)
+
+
+def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
+    """Raise UserError where the folder has a checkpoint of a run with other settings."""
+    if (
+        folder.last_checkpoint()
+        and folder.config.exists()
+        and digest(load_config(folder.config)) != digest(cfg)
+    ):
+        raise UserError(
+            "hydra.run.dir must be a folder of this run (its checkpoint would go on with other settings), "
+            f"got {folder.path}, whose config.yaml differs; set resume=never to move it aside"
+        )
 
 
 def quieten() -> None:
-    """Keep libraries from drawing bars over the progress display; what matters of loading is checked and said here."""
+    """Keep libraries from drawing bars over the progress display; what matters of loading is checked and said
+    here.
+    """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if not console.is_terminal:
@@ -242,7 +264,7 @@ def build_sampler(
     """A generator that samples from `model.policy` without anything being trained."""
     assert cfg.model.policy is not None
     model = load_causal_lm(cfg.model.policy, torch.float32, cfg.model.attention, cfg.model.trust_remote_code)
-    model.to(device)
+    torch.nn.Module.to(model, device)
     return HFGenerator(lambda: nullcontext(model), tokenizer, batch_size=256, seed=seed)
 
 
@@ -297,14 +319,8 @@ def build_loggers(cfg: Config, folder: RunFolder, state: TrainState) -> list[Log
     return loggers
 
 
-def objective_metric(cfg: Config) -> str:
-    """The figure that a sweeper optimises, and whose best value is kept."""
-    default = "eval/accuracy" if cfg.algo.trains is Trains.reward else "eval/win_rate"
-    return cfg.objective_metric or default
-
-
 def centre(cfg: Config, engine: TorchEngine, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Shift the reward model so that held-out reference responses score 0 on average (Huang et al., 2403.17031)."""
+    """Shift the reward model so that held-out references score 0 on average (Huang et al., 2403.17031)."""
     prompts = build_task(cfg, tokenizer, Data.references, 1).held_out(cfg.eval.prompts)
     assert prompts.completions is not None
     references = encode_completions(prompts, prompts.completions, tokenizer, None)
@@ -315,9 +331,8 @@ def centre(cfg: Config, engine: TorchEngine, tokenizer: PreTrainedTokenizerFast)
 
 def write_model(engine: TorchEngine, folder: RunFolder) -> None:
     """Write the final model, whole or not at all."""
-    scratch = folder.path / ".tmp-model"
-    for leftover in (scratch, folder.model):
-        shutil.rmtree(leftover, ignore_errors=True)
+    scratch = folder.path / f"{SCRATCH}model"
+    shutil.rmtree(folder.model, ignore_errors=True)
     engine.save_model(scratch)
     scratch.rename(folder.model)
 
@@ -345,6 +360,6 @@ def not_finite(error: NonFinite, state: TrainState, folder: RunFolder) -> RunErr
     file.write_text(json.dumps({"update": state.update, "what": error.what, "index": error.index}))
     last = folder.last_checkpoint()
     return RunError(
-        f"update {state.update} (from 0) gave {error.what}; no weight was changed by it. The rows of the data set are in "
-        f"{file}; the last good checkpoint is {last or 'not there yet: none was written'}"
+        f"update {state.update} (from 0) gave {error.what}; no weight was changed. The rows of the data set "
+        f"are in {file}; the last good checkpoint is {last or 'not there yet: none was written'}"
     )

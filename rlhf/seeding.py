@@ -1,4 +1,4 @@
-"""Random numbers that can be drawn again: every draw has a seed made of the run's seed and what the draw is for."""
+"""Random numbers that can be drawn again: a seed is made of the run's seed and what the draw is for."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Where a run stands: the counters that its objective moves, and what is due at them."""
+"""Where a run stands: the counters that its objective moves, and what is due at them. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf.batch import Rollouts
+if TYPE_CHECKING:
+    from rlhf.batch import Rollouts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +35,9 @@ class TrainState:
         self.episode += batch.episodes
 
     def due(self, every: float, at_end: bool = False) -> bool:
-        """Whether something done `every` so many updates (below 1: that fraction of the run; 0: never) is due now."""
+        """Whether something done `every` so many updates (below 1: that fraction of the run; 0: never) is due
+        now.
+        """
         if every == 0:
             return False
         if at_end and self.done:

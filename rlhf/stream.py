@@ -15,8 +15,9 @@ from rlhf.metrics import Timer
 class Stream:
     """Yields finished rollouts in the order of their prompts; at most `max_lag` later requests are in flight.
 
-    The generator works first in, first out and is given new weights after each batch, so the request of batch t
-    (from 0) is sampled by version max(0, t - max_lag): 0 is synchronous, 1 is the paper's asynchronous RLHF.
+    The generator works first in, first out and is given new weights after each batch, so the request of
+    batch t (from 0) is sampled by version max(0, t - max_lag): 0 is synchronous, 1 is the paper's
+    asynchronous RLHF.
 
     Args:
         generator: answers the requests.

@@ -13,6 +13,7 @@ from pathlib import Path
 from rlhf.config import Config, NanoConfig
 from rlhf.local_models import context_length, context_problem, folder_problem, is_local
 from rlhf.schema import Section
+from rlhf.state import TrainState
 from rlhf.tasks.config import EmbeddedTaskConfig
 
 
@@ -356,13 +357,9 @@ def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
 
 
 def due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:
-    """Updates after which something that happens `every` so often happens; `TrainState.due` says the same."""
-    if every == 0:
-        return []
-    period = every if every >= 1 else max(1.0, every * updates)
-    passed = [math.floor(update / period + 1e-9) for update in range(updates + 1)]
-    due = [u for u in range(1, updates + 1) if passed[u] > passed[u - 1]]
-    return due if not at_end or updates in due else [*due, updates]
+    """Updates after which something that happens `every` so often happens."""
+    states = (TrainState(num_updates=updates, update=update) for update in range(1, updates + 1))
+    return [state.update for state in states if state.due(every, at_end)]
 
 
 def at_updates(updates: list[int]) -> str:

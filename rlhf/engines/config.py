@@ -34,7 +34,7 @@ class BackendConfig(Section):
     threads: int | None = None  # CPU threads of torch; null: one per core
 
     def build(self, **parts: Any) -> TorchEngine:
-        """Make the engine of `parts`: module, reference, optimizer settings, ..., as `TorchEngine` takes them."""
+        """Make the engine of `parts`: module, reference, optimizer settings, as `TorchEngine` takes them."""
         raise NotImplementedError
 
     def problems(self, cfg: Config) -> Iterator[str]:

@@ -33,7 +33,7 @@ class NonFinite(RuntimeError):
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then the schedule to zero."""
+    """The learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then the schedule."""
     warmup = config.warmup if config.warmup >= 1 or config.warmup == 0 else config.warmup * steps
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)
@@ -54,7 +54,8 @@ class TorchEngine:
         tokenizer: saved beside the model.
         optim: optimizer settings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        steps_per_batch: optimizer steps on one rollout batch; with 1, the first forward gives the old log-probs.
+        steps_per_batch: optimizer steps on one rollout batch; with 1, the first forward gives the old
+            log-probs.
         micro_batch: sequences a forward.
         device: where module and reference go.
         dtype: what forwards compute in; bfloat16 is autocast over float32 weights.
@@ -92,7 +93,7 @@ class TorchEngine:
         )
 
     def infer(self, module: Policy | RewardModel, rollouts: Rollouts, field: str) -> Tensor:
-        """The output `field` of `module` on `rollouts`, without gradient: [N, K, T] or [N, K], on their device."""
+        """The output `field` ([N, K, T] or [N, K]) of `module` on `rollouts`, without gradient."""
         return infer(module, rollouts, field, self.micro_batch, self.device, self.dtype)
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
@@ -147,7 +148,7 @@ class TorchEngine:
 
     @contextmanager
     def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """The Hugging Face model that is trained, whole and on this device, for generation in this process."""
+        """The Hugging Face model that is trained, whole and on this device, to generate in this process."""
         with autocast(self.device, self.dtype):
             yield self.module.model
 

@@ -1,4 +1,4 @@
-"""What a generator is: a queue of requests and weight loads that is worked off strictly first in, first out."""
+"""What a generator is: a queue of requests and weight loads, worked off strictly first in, first out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf.batch import Prompts, Rollouts
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sampling:
-    """How a request is to be answered. `purpose` and `request` name its random numbers, so it can be replayed."""
+    """How a request is to be answered. `purpose` and `request` name its random numbers, for replay."""
 
     samples: int  # K
     temperature: float
@@ -24,8 +24,9 @@ class Sampling:
 
 
 class Generator(Protocol):
-    """Answers prompts with rollouts. Requests and loads are first in, first out: a request is sampled by the weights
-    of the last load before it, and its rollouts carry that version."""
+    """Answers prompts with rollouts. Requests and loads are first in, first out: a request is sampled by the
+    weights of the last load before it, and its rollouts carry that version.
+    """
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Ask for K responses to each prompt."""

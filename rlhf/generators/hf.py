@@ -20,8 +20,9 @@ from rlhf.seeding import derive
 class HFGenerator:
     """The policy itself as generator.
 
-    A request is sampled when it is submitted, by the weights as they are then; that is the first-in-first-out order
-    of requests and loads. `load` therefore has nothing to copy: the trainer's weights are the generator's.
+    A request is sampled when it is submitted, by the weights as they are then; that is the
+    first-in-first-out order of requests and loads. `load` therefore has nothing to copy: the trainer's
+    weights are the generator's.
 
     Args:
         borrow: gives the model for the time of a request (`engine.borrow_policy`).

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from rlhf.config import Progress as Mode
-from rlhf.console import console
+from rlhf.console import console, say, transcript
 from rlhf.loggers.logger import Logger, Row
 from rlhf.state import TrainState
 
@@ -38,7 +38,8 @@ PLAIN_EVERY_S = 5.0
 
 
 class Display(Logger):
-    """Update, episodes (or epochs), score, KL, win-rate, episodes a second and time left; evaluations as a small table.
+    """Update, episodes (or epochs), score, KL, win-rate, episodes a second and time left; evaluations as a
+    small table.
 
     Args:
         title: what is running.
@@ -71,11 +72,12 @@ class Display(Logger):
         line = self.line(row, state)
         if self.bar is not None:
             self.bar.update(self.task, completed=state.update, line=line)
+            transcript.info("%s  %s", self.title, line)
         elif self.mode is Mode.plain:
             now = time.monotonic()
             if now - self.shown >= PLAIN_EVERY_S or state.done:
                 self.shown = now
-                console.print(f"{self.title}  {line}", markup=False)
+                say(f"{self.title}  {line}")
 
     def line(self, row: Row, state: TrainState) -> str:
         """One line: counters, figures, time left."""
@@ -107,15 +109,13 @@ class Display(Logger):
             for name, short in JUDGED.items()
             if name in evaluation.figures
         ]
-        console.print(
-            f"{self.title}  evaluated at update {state.update}:  {'  '.join(figures)}", markup=False
-        )
+        say(f"{self.title}  evaluated at update {state.update}:  {'  '.join(figures)}")
         if evaluation.samples and self.samples and (state.update == 0 or state.done):
             console.print(samples_table(evaluation, self.samples, state))
 
     def warn(self, text: str) -> None:
         """Print a warning above the progress line."""
-        console.print(f"[yellow]warning:[/] {escape(text)}")
+        say(f"warning: {text}", style="yellow")
 
     def close(self) -> None:
         """Leave the last line standing."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class JsonlLogger(Logger):
     """Appends rows to the run folder's files, after dropping those that lie beyond where the run stands.
 
-    A run that was killed may have written rows of updates that its checkpoint does not know; they are made again.
+    A run that was killed may have written rows of updates that its checkpoint does not know; they are made
+    again.
     """
 
     def __init__(self, folder: RunFolder, state: TrainState) -> None:
@@ -49,7 +50,9 @@ def append(file: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line that was cut off by a crash is left out, an absent file is empty."""
+    """The objects of a JSON-lines file; a last line that was cut off by a crash is left out, an absent file
+    is empty.
+    """
     if not file.exists():
         return []
     rows = []

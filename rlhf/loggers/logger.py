@@ -13,7 +13,7 @@ Row = dict[str, float]
 
 
 class Logger:
-    """Takes rows of metrics. The methods do nothing here, so that a logger writes down only what it cares for."""
+    """Takes rows of metrics. The methods do nothing here: a logger writes down only what it cares for."""
 
     def log(self, row: Row, state: TrainState) -> None:
         """A row of training figures."""

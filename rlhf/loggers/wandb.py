@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class WandbLogger(Logger):
-    """Rows by update, completions as a table. The run's id is the run folder's name, so a resumed run goes on in it."""
+    """Rows by update, completions as a table. The run's id is the run folder's name, so a resumed run goes on
+    in it.
+    """
 
     def __init__(self, config: WandbConfig, folder: RunFolder) -> None:
         import wandb
@@ -30,7 +32,7 @@ class WandbLogger(Logger):
             id=folder.path.name,
             name=folder.path.name,
             resume="allow",
-            config=OmegaConf.to_container(OmegaConf.load(folder.config)),
+            config=cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(folder.config))),
         )
 
     def log(self, row: Row, state: TrainState) -> None:
@@ -39,7 +41,7 @@ class WandbLogger(Logger):
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
         """Log the row, and a table of completions."""
-        columns = list(evaluation.samples[0]) if evaluation.samples else []
+        columns: list[Any] = list(evaluation.samples[0]) if evaluation.samples else []
         table = self.wandb.Table(columns, [[sample[c] for c in columns] for sample in evaluation.samples])
         self.run.log({**row, "completions": table} if columns else row, step=state.update)
 

@@ -5,8 +5,9 @@ Rafailov et al., arXiv 2305.18290; online: Guo et al., arXiv 2402.04792; ipo: Az
     z = (logp_c - logp_r) - (ref_c - ref_r)             log-probs summed over the response
     sigmoid:  -log sigmoid(beta z)                      ipo:  (z - 1 / (2 beta))^2
 
-The chosen response c is the best and r the worst of the K samples of a prompt by score; offline, the data set's pair.
-Needs: reference log-probs, K >= 2. No signal: a prompt whose best and worst scores are equal (`algo.ties`).
+The chosen response c is the best and r the worst of the K samples of a prompt by score; offline, the data
+set's pair. Needs: reference log-probs, K >= 2. No signal: a prompt whose best and worst scores are equal
+(`algo.ties`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class Objective(ABC):
     def describe(self, batch: Batch) -> Metrics:
         """What sampling, scoring and annotation gave, before credit: the `objective/` metrics.
 
-        KL and entropy are those of the policy that sampled, estimated on its own samples, summed over a response.
+        KL and entropy are those of the policy that sampled, estimated on its own samples, summed over a
+        response.
         """
         spread = batch.scores.amax(1) - batch.scores.amin(1)
         figures = {
@@ -48,7 +49,9 @@ class Objective(ABC):
 
     @abstractmethod
     def credit(self, batch: Batch) -> Batch:
-        """Assign credit once for a rollout batch, without gradient: advantages, or the samples that are compared."""
+        """Assign credit once for a rollout batch, without gradient: advantages, or the samples that are
+        compared.
+        """
 
     @abstractmethod
     def count(self, batch: Batch) -> float:
@@ -60,11 +63,12 @@ class Objective(ABC):
 
 
 def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
-    """How far the policy being trained ([N, K, T] log-probs) is from the one that sampled, per response token.
+    """How far the policy being trained ([N, K, T] log-probs) is from the one that sampled, per token.
 
-    `policy/*` compares with the trainer just before this update where that was asked for, else with the sampler, so at
-    the first step of an on-policy run the ratio is 1 only if sampler and trainer agree. `mismatch/*` compares the
-    trainer (before the update where known) with the sampler: k3 estimate of KL(sampler || trainer) and largest ratio.
+    `policy/*` compares with the trainer just before this update where that was asked for, else with the
+    sampler, so at the first step of an on-policy run the ratio is 1 only if sampler and trainer agree.
+    `mismatch/*` compares the trainer (before the update where known) with the sampler: k3 estimate of
+    KL(sampler || trainer) and largest ratio.
     """
     if batch.behaviour_logprobs is None:
         return {}

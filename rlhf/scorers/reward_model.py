@@ -23,8 +23,8 @@ class RewardModelScorer(Scorer):
     Args:
         model: the reward model.
         tokenizer: the policy's.
-        own_tokenizer: the reward model's, where it is another: prompts and responses are then tokenized anew for it
-            alone; None where token ids can be passed on as they are.
+        own_tokenizer: the reward model's, where it is another: prompts and responses are then tokenized
+            anew for it alone; None where token ids can be passed on as they are.
         batch_size: sequences a forward.
     """
 
@@ -66,7 +66,11 @@ def load_scorer(
     """The reward model at `config.path`, or at `model.reward`."""
     path, key = (config.path, "scorer.path") if config.path else (cfg.model.reward, "model.reward")
     assert path is not None, "validated: a reward model is named or made"
-    options: dict[str, Any] = {"attention": cfg.model.attention, "trust_remote_code": cfg.model.trust_remote_code, "key": key}
+    options: dict[str, Any] = {
+        "attention": cfg.model.attention,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "key": key,
+    }
     model = load_reward_model(path, getattr(torch, cfg.model.dtype.value), **options)
     own = load_tokenizer(path, cfg.model.pad_token, cfg.model.trust_remote_code, key)
     same = own.get_vocab() == tokenizer.get_vocab() and own.eos_token_id == tokenizer.eos_token_id

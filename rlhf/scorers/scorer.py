@@ -13,7 +13,7 @@ from rlhf.batch import Batch, Rollouts
 
 
 class Scorer(ABC):
-    """Scores rollouts. A response that reached no stop token is given `missing_eos_score` where that is set."""
+    """Scores rollouts. A response without a stop token is given `missing_eos_score` where that is set."""
 
     def __init__(self, missing_eos_score: float | None) -> None:
         self.missing_eos_score = missing_eos_score

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -156,13 +155,3 @@ def test_sizes_of_a_run_in_epochs_follow_from_the_size_of_the_data():
     assert dict(validate.describe(compose(["algo=reward"]), examples=128))["updates"].startswith(
         "2 = 1 epochs"
     )
-
-
-@pytest.mark.parametrize("every", [0, 0.2, 0.3, 1, 3, 7, 100])
-def test_what_is_announced_is_what_the_loop_does(every):
-    from rlhf.state import TrainState
-
-    for at_end in (True, False):
-        due = [u for u in range(1, 11) if TrainState(num_updates=10, update=u).due(every, at_end)]
-        assert validate.due_updates(every, 10, at_end) == due
-    assert math.isfinite(every)

@@ -56,16 +56,40 @@ def test_rows_carry_the_figures_of_the_contract(finished):
     assert [row["update"] for row in updates] == [1, 2]
     assert [row["update"] for row in evaluations] == [0, 1, 2]
     trained = updates[-1].keys()
-    assert trained >= set(
-        "update version episode lag lr objective/scores objective/kl objective/entropy objective/rlhf_reward "
-        "objective/non_score_reward objective/scores_margin objective/eos_rate time/generate_s time/wait_s "
-        "time/score_s time/annotate_s time/train_s time/sync_s time/update_s throughput/episodes_per_s "
-        "throughput/tokens_per_s memory/peak_gib".split()
-    )
-    assert evaluations[-1].keys() >= set(
-        "update episode eval/win_rate eval/gold_score eval/norm_reward eval/kl eval/ppl "
-        "eval/response_tokens".split()
-    )
+    assert trained >= {
+        "update",
+        "version",
+        "episode",
+        "lag",
+        "lr",
+        "objective/scores",
+        "objective/kl",
+        "objective/entropy",
+        "objective/rlhf_reward",
+        "objective/non_score_reward",
+        "objective/scores_margin",
+        "objective/eos_rate",
+        "time/generate_s",
+        "time/wait_s",
+        "time/score_s",
+        "time/annotate_s",
+        "time/train_s",
+        "time/sync_s",
+        "time/update_s",
+        "throughput/episodes_per_s",
+        "throughput/tokens_per_s",
+        "memory/peak_gib",
+    }
+    assert evaluations[-1].keys() >= {
+        "update",
+        "episode",
+        "eval/win_rate",
+        "eval/gold_score",
+        "eval/norm_reward",
+        "eval/kl",
+        "eval/ppl",
+        "eval/response_tokens",
+    }
 
 
 def test_completions_are_kept_with_both_scores(finished):

@@ -20,11 +20,9 @@ DIES_IN_A_CHECKPOINT = """
 import os, signal
 import rlhf.checkpoint as checkpoint
 from rlhf.train import main
-calls = []
 write = checkpoint.sync
 def sync(path):
-    calls.append(path)
-    if path.parent.name.endswith("checkpoint-2") or "checkpoint-2" in str(path):
+    if "checkpoint-2" in str(path):
         os.kill(os.getpid(), signal.SIGKILL)
     write(path)
 checkpoint.sync = sync
