@@ -159,3 +159,123 @@ class TLDRConfig(TaskConfig):
         if self.preferences_path is not None:
             pairs = Stored(key="task.preferences_path", place=self.preferences_path)
         return StoredSource(stored_prompts=prompts, stored_preferences=pairs)
+
+
+@option("task", "gsm8k")
+@dataclass(kw_only=True, slots=True)
+class GSM8KConfig(TaskConfig):
+    """Grade-school mathematics with answers that can be checked (Cobbe et al., 2021)."""
+
+    prompt_columns: ClassVar[tuple[str, ...]] = ("question", "answer")
+    prompt_splits: ClassVar[tuple[str, ...]] = ("train",)
+
+    name: str = "gsm8k"
+    prompts_name: str = "openai/gsm8k"
+    template: str = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
+    validation_size: int = 473  # rows at the end of train; not used where there is a validation split
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """A template without the question, a validation split without rows."""
+        yield from TaskConfig.problems(self, cfg)
+        if "{question}" not in self.template:
+            yield (
+                "task.template must contain {question} (the problem goes there), "
+                f"got {self.template!r}; set task.template='Problem: {{question}} Solution:'"
+            )
+        if self.validation_size < 1:
+            yield (
+                "task.validation_size must be >= 1 (rows for evaluation), "
+                f"got {self.validation_size}; set task.validation_size=473"
+            )
+
+    def source(self) -> Source:
+        """The data set of the hub, or the local folder that stands for it."""
+        from rlhf.tasks.gsm8k import GSM8KSource
+        from rlhf.tasks.source import Stored
+
+        rows = Stored(key="task.prompts_name", place=self.prompts_name, subset="main")
+        if self.path is not None:
+            rows = Stored(key="task.path", place=self.path)
+        pairs = None
+        if self.preferences_path is not None:
+            pairs = Stored(key="task.preferences_path", place=self.preferences_path)
+        return GSM8KSource(
+            problems=rows, pairs=pairs, template=self.template, validation_size=self.validation_size
+        )
+
+
+@option("task", "arithmetic")
+@dataclass(kw_only=True, slots=True)
+class ArithmeticConfig(EmbeddedTaskConfig):
+    """Sums with an answer that can be checked, from a program; SFT imitates pupils who make mistakes."""
+
+    name: str = "arithmetic"
+    train_size: int = 16384
+    max_prompt_tokens: int = 32
+    difficulty: Difficulty = Difficulty.medium
+
+    def source(self) -> Source:
+        """Sums from the seed; pairs from `preferences_path`."""
+        from rlhf.tasks.arithmetic import ArithmeticSource
+
+        return ArithmeticSource(self)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """One token a number, whatever the difficulty."""
+        from rlhf.tasks.arithmetic import build_tokenizer
+
+        return build_tokenizer()
+
+
+@option("task", "preferences")
+@dataclass(kw_only=True, slots=True)
+class PreferencesConfig(TaskConfig):
+    """Any data set with the columns prompt, chosen and rejected."""
+
+    name: str = "preferences"
+    preferences_name: str | None = None  # hub name
+    validation_split: str = "validation"  # what the data set calls it
+
+    @property
+    def folder(self) -> tuple[str, str] | None:
+        """The key and the value of the folder that is read, where one is."""
+        if self.preferences_path is not None:
+            return "task.preferences_path", self.preferences_path
+        return None if self.path is None else ("task.path", self.path)
+
+    def needs(self, cfg: Config) -> Iterator[Need]:
+        """Pairs, whatever is trained: prompts and references are theirs."""
+        if self.folder is not None:
+            splits = ("train", self.validation_split)
+            yield *self.folder, PREFERENCE_COLUMNS, splits, "the run reads preference pairs from it"
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """No data set at all."""
+        yield from TaskConfig.problems(self, cfg)
+        if self.folder is None and self.preferences_name is None:
+            yield (
+                "task.path must name a folder for task=preferences (it has no data set of its own), got "
+                "null; "
+                "set task.path=<folder> or task.preferences_name=<hub name>"
+            )
+
+    def warnings(self, cfg: Config) -> Iterator[str]:
+        """A hub name or folder that another one hides."""
+        hidden = {"task.preferences_name": self.preferences_name}
+        if self.preferences_path is not None:
+            hidden["task.path"] = self.path
+        for key, value in hidden.items():
+            if self.folder is not None and value is not None:
+                yield f"{key} has no effect (the pairs come from {self.folder[0]}), got {value}; leave it out"
+
+    def source(self) -> Source:
+        """The pairs of the hub or of a local folder."""
+        from rlhf.tasks.preferences import PreferencesSource
+        from rlhf.tasks.source import Stored
+
+        if self.folder is not None:
+            pairs = Stored(key=self.folder[0], place=self.folder[1])
+        else:
+            assert self.preferences_name is not None
+            pairs = Stored(key="task.preferences_name", place=self.preferences_name)
+        return PreferencesSource(pairs=pairs, validation_split=self.validation_split)

@@ -17,7 +17,9 @@ class Source(Protocol):
     """Where a task's examples come from. Splits are `train`, `validation` and `test`."""
 
     def prompts(self, split: str) -> Dataset:
-        """The split as texts `query` and `reference_response`."""
+        """The split as texts `query` and `reference_response`, and `demonstration` where SFT is to imitate
+        another text than the reference.
+        """
 
     def preferences(self, split: str) -> Dataset:
         """The split as texts `prompt`, `chosen` and `rejected`."""

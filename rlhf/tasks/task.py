@@ -114,7 +114,7 @@ class Task:
                 ]
                 made["labels"] = [[1.0, 0.0] for _ in texts]
             elif data is Data.references:
-                made["completions"] = [[text] for text in chosen]
+                made["completions"] = [[text] for text in clean(columns.get("demonstration", chosen))]
             kept = [i for i, ids in enumerate(made["ids"]) if len(ids) <= self.max_prompt_tokens]
             return {name: [values[i] for i in kept] for name, values in made.items()}
 

@@ -55,27 +55,27 @@ SLOTS = (
             "girlfriend "
             "boyfriend wife husband teacher nephew niece tenant"
         ),
-        facts=("My _ and I have always been close.", "I have known my _ all my life.", "This is about my _."),
-        distractors=("My _ says it is no big deal.", "I told my _ about it.", "Even my _ took my side."),
-        title="Trouble with my _",
+        facts=("My _ and I were close.", "My _ is to blame.", "My _ did this to me."),
+        distractors=(
+            "Ask any _ and they will agree.",
+            "A _ of theirs took my side.",
+            "Every _ has been there.",
+        ),
+        title="Trouble with My _",
         phrase="My _",
         vague="Someone",
     ),
     Slot(
         name="deed",
         values=_words(
-            "stole sold broke lost hid burned painted borrowed scratched traded dropped pawned ruined "
+            "stole sold broke misplaced hid burned painted borrowed scratched traded dropped pawned ruined "
             "kept wrecked "
             "cleaned returned rented buried drowned"
         ),
-        facts=("Then they _ it without asking.", "I found out that they _ it.", "For no reason they _ it."),
-        distractors=(
-            "Before that they never _ anything.",
-            "They once _ a toy.",
-            "I never _ a thing of theirs.",
-        ),
-        title="They _ it",
-        phrase="_",
+        facts=("They just _ it without asking.", "And then they just _ it.", "For no reason they just _ it."),
+        distractors=("Before that they never _ anything.", "They once _ a toy.", "I have not _ a thing."),
+        title="They just _ it",
+        phrase="just _",
         vague="took",
     ),
     Slot(
@@ -85,8 +85,8 @@ SLOTS = (
             "skateboard necklace "
             "jacket printer bracelet"
         ),
-        facts=("I have a _ that means a lot to me.", "I saved up for a _.", "All I ever had was my _."),
-        distractors=("They have a _ too.", "I once lent them a _.", "It was never about the _."),
+        facts=("I had saved up for my _.", "All I want is my _ back.", "I love my _ a lot."),
+        distractors=("They have a _ too.", "I once lent them a _.", "It was never about one _."),
         title="About my _",
         phrase="my _",
         vague="my stuff",
@@ -99,7 +99,7 @@ SLOTS = (
             "august september october november december"
         ),
         facts=("It happened last _.", "All of this was last _.", "The big day was last _."),
-        distractors=("I was out of town last _.", "We had a good time last _.", "I was sick last _."),
+        distractors=("I was out of town until _.", "We had a good time in _.", "I was sick before _."),
         title="What happened last _",
         phrase="last _",
         vague="recently",
@@ -111,8 +111,8 @@ SLOTS = (
             "zoo station "
             "theater lake museum farm"
         ),
-        facts=("We were at the _.", "It took place at the _.", "Everyone at the _ saw it."),
-        distractors=("I work at the _.", "We first met at the _.", "I live close to the _."),
+        facts=("We were at the _.", "It took place at the _.", "They all saw it at the _."),
+        distractors=("I work in a _.", "We first met in a _.", "There is a _ next door."),
         title="What they did at the _",
         phrase="at the _",
         vague="somewhere",
@@ -124,18 +124,22 @@ SLOTS = (
             "holiday puppy "
             "concert election lottery graduation"
         ),
-        facts=("They said it was because of the _.", "They blame it all on the _.", "The reason was the _."),
-        distractors=("I have been busy with the _.", "Nobody talks about the _.", "I paid for the _."),
-        title="All because of the _",
-        phrase="because of the _",
+        facts=("It was because of their _.", "They blame it on their _.", "They did it for their _."),
+        distractors=("I have been busy with a _.", "I had to pay for this _.", "Nobody talks about this _."),
+        title="All for their _",
+        phrase="because of their _",
         vague="for some reason",
     ),
     Slot(
         name="worth",
         values=_words("50 80 120 180 250 350 500 700 1000 1500 2000 3000"),
-        facts=("It was worth _ dollars.", "I could get _ dollars for it.", "The price was _ dollars."),
+        facts=(
+            "It was worth _ dollars.",
+            "They know that it was worth _ dollars.",
+            "I think it is worth _ dollars.",
+        ),
         distractors=("I make _ dollars a week.", "They owe me _ dollars.", "My taxes are _ dollars."),
-        title="I am out _ dollars",
+        title="It was worth _ dollars",
         phrase="worth _ dollars",
         vague="worth a lot",
     ),
@@ -146,8 +150,8 @@ SLOTS = (
             "betrayed bitter numb "
             "worried hopeless nervous annoyed shocked"
         ),
-        facts=("Now I feel _.", "It left me _.", "I am so _ about it."),
-        distractors=("They are _ as well.", "My friends are _ for me.", "I do not want to seem _."),
+        facts=("Now I feel _.", "I feel _ about it.", "All of this made me feel _."),
+        distractors=("They seem _ as well.", "My friends are _ for me.", "They called me _."),
         title="I feel _",
         phrase="I feel _",
         vague="I feel bad",
@@ -155,9 +159,9 @@ SLOTS = (
     Slot(
         name="age",
         values=tuple(str(age) for age in range(18, 38)),
-        facts=("I am _ years old.", "I turned _ this year.", "I am _ if that matters."),
-        distractors=("They are _ years old.", "They turned _ this year.", "I feel like I am _ again."),
-        title="Is _ too old for this",
+        facts=("I am _ years old.", "I am _ if that matters.", "I am _ now."),
+        distractors=("They are _ years old.", "They turned _ this year.", "Most people there are _ or so."),
+        title="I am _ and stuck",
         phrase="I am _",
         vague="I am young",
     ),
@@ -170,13 +174,13 @@ SLOTS = (
         ),
         facts=(
             "I wonder if I should _ them.",
-            "Part of me wants to _ them.",
-            "I am not sure whether to _ them.",
+            "I think that I should _ them.",
+            "I do not know if I should _ them.",
         ),
-        distractors=("My friends tell me to _ them.", "I would never _ them.", "Last time I did _ them."),
-        title="Should I _ them",
-        phrase="Should I _ them?",
-        vague="What should I do?",
+        distractors=("My friends would _ them.", "I could never _ them.", "They tried to _ me."),
+        title="If I should _ them",
+        phrase="Maybe I should _ them.",
+        vague="What now?",
     ),
 )
 BY_NAME = {slot.name: slot for slot in SLOTS}
@@ -192,6 +196,19 @@ FILLER = (
     "Thank you for reading all of this.",
     "Some of you will think that I am wrong.",
 )
+
+HABITS = {  # how often even a careless person states a fact
+    "who": 0.5,
+    "deed": 0.3,
+    "thing": 0.3,
+    "when": 0.1,
+    "where": 0.1,
+    "why": 0.1,
+    "worth": 0.1,
+    "feeling": 0.1,
+    "age": 0.1,
+    "ask": 0.3,
+}
 
 FOCUS = {  # the slots that matter most, by subreddit
     "r/relationships": ("who", "feeling", "ask"),
@@ -214,9 +231,9 @@ class Level:
 
 
 LEVELS = {
-    Difficulty.easy: Level(("who", "deed", "thing", "when", "feeling", "ask"), 10, 1, 2),
-    Difficulty.medium: Level(("who", "deed", "thing", "when", "where", "why", "feeling", "ask"), 16, 3, 2),
-    Difficulty.hard: Level(tuple(BY_NAME), 20, 5, 2),
+    Difficulty.easy: Level(("who", "deed", "thing", "when", "feeling", "ask"), 10, 1, 1),
+    Difficulty.medium: Level(("who", "deed", "thing", "when", "where", "why", "feeling", "ask"), 16, 2, 1),
+    Difficulty.hard: Level(tuple(BY_NAME), 20, 4, 2),
 }
 
 # --- posts ---
@@ -268,10 +285,10 @@ def make_post(rng: random.Random, level: Level) -> Post:
 def make_reference(rng: random.Random, post: Post) -> str:
     """Draw a summary as a person with more or less care would write it."""
     care = rng.random()
-    exact = 0.2 + 0.7 * care**2
     words: dict[str, str] = {}
     for name, value in post.facts.items():
         slot = BY_NAME[name]
+        exact = HABITS[name] + (1 - HABITS[name]) * 0.9 * care**2
         draw = rng.random()
         if draw < exact:
             wrong = rng.random() < 0.1 * (1 - care)
@@ -428,37 +445,25 @@ def gold_score(query: str, response: str) -> float:
 
 # --- tokenizer and data set ---
 
-EOS, PAD, UNK = "<|endoftext|>", "<|padding|>", "<|unknown|>"
 HEADINGS = ("SUBREDDIT:", "TITLE:", "POST:", "TL;DR:")
 TOKEN_PATTERN = rf"{'|'.join(HEADINGS)}|\n+| ?[A-Za-z0-9/']+|[^\sA-Za-z0-9]"
 
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """Every token of the generator, special tokens first. Words carry the space before them."""
-    texts = [*FILLER, *FOCUS, "What should I do?"]
+    """Every token of the generator but the special ones. Words carry the space before them."""
+    texts = [*FILLER, *FOCUS, "What now?"]
     for slot in SLOTS:
         texts += [*slot.values, slot.title, slot.phrase, slot.vague, *slot.facts, *slot.distractors]
     pieces = {piece for text in texts for piece in re.findall(TOKEN_PATTERN, f" {text}") if piece.strip(" _")}
-    return (EOS, PAD, UNK, *HEADINGS, "\n\n", *sorted(pieces))
+    return (*HEADINGS, "\n\n", *sorted(pieces))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A word-level tokenizer whose decoding gives back the very text that was encoded."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from rlhf.tasks.words import word_tokenizer
 
-    words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary())}, unk_token=UNK))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), behavior="isolated")
-    words.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token=UNK,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    return word_tokenizer(vocabulary(), TOKEN_PATTERN)
 
 
 class TLDRMiniSource:
