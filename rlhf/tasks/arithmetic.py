@@ -3,9 +3,9 @@
     Problem: 7 + 5 + 8
     Solution: 7 + 5 = 12, 12 + 8 = 20 #### 20
 
-What SFT imitates is the work of pupils, who forget to carry more often than not: 7 + 5 = 2. So a policy
-after SFT knows the right and the wrong way and mostly goes the wrong one; which sums cross a ten decides
-what it gets right. References, by which answers are checked, are right.
+What SFT imitates is the work of pupils, who forget to carry, the more so the larger the term: 7 + 5 = 2. So
+a policy after SFT knows the right and the wrong way and goes the wrong one where most pupils do. References,
+by which answers are checked, are right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlhf.tasks.config import ArithmeticConfig
 
 TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # numbers of 1 to 9 to add
-FORGETS_CARRY = 0.6  # share of the sums that cross a ten
+FORGETS_CARRY = 0.1  # times the term: the share of the sums across a ten that go wrong, + 9 nine times of ten
 LARGEST = 9 * max(TERMS.values())
 
 TOKEN_PATTERN = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
@@ -37,7 +37,7 @@ def problem(terms: list[int]) -> str:
 
 def solution(totals: list[int], terms: list[int]) -> str:
     """The worked solution with the running totals `totals`, right or wrong."""
-    steps = zip(totals, terms[1:], totals[1:], strict=True)
+    steps = zip(totals[:-1], terms[1:], totals[1:], strict=True)
     work = ", ".join(f"{before} + {term} = {after}" for before, term, after in steps)
     return f" {work} #### {totals[-1]}"
 
@@ -68,7 +68,7 @@ class ArithmeticSource:
         for _ in range(getattr(self.config, f"{split}_size")):
             terms = [rng.randint(1, 9) for _ in range(count)]
             pupils = accumulate(
-                terms, lambda before, term: forgetful_add(before, term, rng.random() < FORGETS_CARRY)
+                terms, lambda before, term: forgetful_add(before, term, rng.random() < FORGETS_CARRY * term)
             )
             rows["query"].append(problem(terms))
             rows["reference_response"].append(solution(list(accumulate(terms)), terms))
