@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)  # without slots: ZeRO-3 looks for the tensors of an output in its __dict__
 class Outputs:
     """What a forward gives for rollouts; None: this model has no such head."""
 
@@ -199,6 +199,11 @@ def load_tokenizer(
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
             f"{key} must come with a fast tokenizer (tokenizer.json), got {path!r}; choose another model"
+        )
+    if tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False) == 0:
+        raise ValueError(  # transformers makes an empty tokenizer of a folder that has a config and no tokenizer
+            f"{key} must come with its tokenizer (tokenizer.json), got {path!r} without one; "
+            "set model.tokenizer=<hub name or folder>"
         )
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():

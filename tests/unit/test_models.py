@@ -89,6 +89,23 @@ def test_logprobs_are_float32_and_zero_at_padding():
     assert not logprobs[~batch.response_mask].any() and logprobs[batch.response_mask].all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_gives_float32_logprobs_and_rewards_near_those_of_float32(kind):
+    batch, policy = tiny_rollouts(), Policy(tiny_lm(kind), 0.7, True)
+    judge = RewardModel(tiny_classifier(kind), True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs, rewards = policy(batch).logprobs, judge(batch).rewards
+    assert logprobs.dtype == rewards.dtype == torch.float32
+    torch.testing.assert_close(logprobs, policy(batch).logprobs, rtol=0, atol=0.15)
+    torch.testing.assert_close(rewards, judge(batch).rewards, rtol=0, atol=0.15)
+    logprobs.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in policy.parameters())
+
+
+def test_outputs_show_their_tensors_to_zero3():
+    assert vars(Policy(tiny_lm(), 0.7, True)(tiny_rollouts())).keys() == {"logprobs", "values", "rewards"}
+
+
 def test_the_head_sees_real_response_positions_only():
     batch, model = tiny_rollouts(), tiny_lm()
     policy, rows = Policy(model, 0.7, True), []
@@ -363,3 +380,9 @@ def test_prompt_and_response_must_fit_the_context(folder):
     assert check_context(config, 100, 29).endswith("got 100 + 29 = 129; set generator.response_length=28")
     assert check_context(config, 200, 28).endswith("set task.max_prompt_tokens=100")
     assert context_problem(None, 10**6, 10**6) is None
+
+
+def test_a_model_folder_without_a_tokenizer_is_refused(tmp_path):
+    tiny_lm().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="must come with its tokenizer"):
+        load_tokenizer(str(tmp_path), pad_token="<|padding|>")
