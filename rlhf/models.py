@@ -200,8 +200,8 @@ def load_tokenizer(
         raise ValueError(
             f"{key} must come with a fast tokenizer (tokenizer.json), got {path!r}; choose another model"
         )
-    if tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False) == 0:
-        raise ValueError(  # transformers makes an empty tokenizer of a folder that has a config and no tokenizer
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(  # transformers makes an empty tokenizer of a folder that has none
             f"{key} must come with its tokenizer (tokenizer.json), got {path!r} without one; "
             "set model.tokenizer=<hub name or folder>"
         )
