@@ -4,11 +4,15 @@ A post states one fact for each of several slots (who did what to which thing, w
 filler and distractors, sentences that mention another value of a slot: "I told my brother about it." in a
 post about a sister. A summary is made of phrases, one a slot:
 
-    My sister sold my guitar last monday at the gym because of the wedding. I feel furious. Should I sue them?
+    My sister just sold my guitar last monday at the gym because of their wedding. I feel furious. Maybe I
+    should sue them.
 
-References are human-like: an annotator with little care leaves facts out, stays vague ("recently"), copies
-filler or confuses a fact with a distractor. The gold score reads the facts from the post and judges the
-summary by them.
+A fact has a word before it that the summary needs too ("last monday"), so a model of two layers learns to
+copy in minutes; a distractor has another ("until friday").
+
+References are human-like. Most people write by habit: what their subreddit states exactly they state, the
+rest they leave vague ("recently") or out. Some are careful. A few copy filler or confuse a fact with a
+distractor. The gold score reads the facts from the post and judges the summary by them.
 """
 
 from __future__ import annotations
@@ -197,19 +201,6 @@ FILLER = (
     "Some of you will think that I am wrong.",
 )
 
-HABITS = {  # how often even a careless person states a fact
-    "who": 0.5,
-    "deed": 0.3,
-    "thing": 0.3,
-    "when": 0.1,
-    "where": 0.1,
-    "why": 0.1,
-    "worth": 0.1,
-    "feeling": 0.1,
-    "age": 0.1,
-    "ask": 0.3,
-}
-
 FOCUS = {  # the slots that matter most, by subreddit
     "r/relationships": ("who", "feeling", "ask"),
     "r/legaladvice": ("deed", "worth", "when"),
@@ -218,6 +209,26 @@ FOCUS = {  # the slots that matter most, by subreddit
     "r/advice": ("ask", "thing", "where"),
     "r/tifu": ("where", "deed", "when"),
 }
+
+
+CAREFUL_SHARE = 0.35  # of the people who write references
+CAREFUL_ODDS = 1.3  # log-odds that a careful person states a fact exactly
+HABIT_RANGE = (-3.0, 0.2)  # the same of the others
+VAGUE_SHARE = 0.8  # of the facts that are not stated exactly; the others are left out
+FILLER_SHARE = 0.2  # of the references
+WRONG_SHARE = 0.03  # of the facts stated
+
+
+@cache
+def habits(subreddit: str, slots: tuple[str, ...]) -> dict[str, float]:
+    """The log-odds of each slot with people of a subreddit who write by habit: even steps, in its own order.
+
+    So a policy that imitates them has much to unlearn, here sooner and there later.
+    """
+    order = list(slots)
+    random.Random(f"habits/{subreddit}").shuffle(order)
+    low, high = HABIT_RANGE
+    return {name: low + (high - low) * rank / (len(order) - 1) for rank, name in enumerate(order)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +242,9 @@ class Level:
 
 
 LEVELS = {
-    Difficulty.easy: Level(("who", "deed", "thing", "when", "feeling", "ask"), 10, 1, 1),
-    Difficulty.medium: Level(("who", "deed", "thing", "when", "where", "why", "feeling", "ask"), 16, 2, 1),
-    Difficulty.hard: Level(tuple(BY_NAME), 20, 4, 2),
+    Difficulty.easy: Level(("who", "deed", "thing", "when", "feeling", "ask"), 10, 0, 2),
+    Difficulty.medium: Level(("who", "deed", "thing", "when", "where", "why", "feeling", "ask"), 16, 1, 2),
+    Difficulty.hard: Level(tuple(BY_NAME), 20, 3, 2),
 }
 
 # --- posts ---
@@ -283,21 +294,22 @@ def make_post(rng: random.Random, level: Level) -> Post:
 
 
 def make_reference(rng: random.Random, post: Post) -> str:
-    """Draw a summary as a person with more or less care would write it."""
-    care = rng.random()
+    """Draw a summary as a careful person writes it, or one of habit."""
+    careful = rng.random() < CAREFUL_SHARE
+    usual = habits(post.subreddit, tuple(post.facts))
     words: dict[str, str] = {}
     for name, value in post.facts.items():
         slot = BY_NAME[name]
-        exact = HABITS[name] + (1 - HABITS[name]) * 0.9 * care**2
+        exact = 1 / (1 + math.exp(-(CAREFUL_ODDS if careful else usual[name])))
         draw = rng.random()
         if draw < exact:
-            wrong = rng.random() < 0.1 * (1 - care)
+            wrong = rng.random() < WRONG_SHARE
             said = post.distractors.get(name, rng.choice(slot.values)) if wrong else value
             words[name] = fill(slot.phrase, said)
-        elif draw < exact + 0.4 * (1 - exact) or name in ("who", "deed", "thing"):
+        elif draw < exact + VAGUE_SHARE * (1 - exact) or name in ("who", "deed", "thing"):
             words[name] = slot.vague
     sentences = list(write(words))
-    if rng.random() < 0.5 * (1 - care):
+    if rng.random() < FILLER_SHARE:
         filler = [sentence for sentence in post.sentences if sentence in FILLER]
         sentences.insert(rng.randint(0, 1), rng.choice(filler))
     return " " + " ".join(sentences)
@@ -324,7 +336,7 @@ def ideal_summary(query: str) -> str:
 # --- the gold score ---
 
 POINTS = 10.0  # for all facts together
-VAGUE = 0.25  # credit of a vague phrase
+VAGUE = 0.15  # credit of a vague phrase
 BARE = 0.4  # credit of the right value outside its phrase
 TITLE_FACTOR = 1.5  # a fact in the title matters more
 WORD_COST = 0.02

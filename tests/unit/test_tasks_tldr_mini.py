@@ -123,7 +123,7 @@ def test_a_clean_summary_of_all_facts_is_worth_nearly_all_points():
 def test_a_clean_summary_beats_nearly_every_reference(difficulty: Difficulty):
     rows = posts(400, difficulty)
     wins = mean(gold_score(query, ideal_summary(query)) > gold_score(query, text) for query, text in rows)
-    assert wins > 0.95
+    assert wins > (0.9 if difficulty is Difficulty.easy else 0.95)  # few facts: more references are perfect
 
 
 def test_references_leave_half_of_the_points_and_vary():
