@@ -190,6 +190,8 @@ SLOTS = (
 BY_NAME = {slot.name: slot for slot in SLOTS}
 SLOT_OF = {value: slot for slot in SLOTS for value in slot.values}
 
+BACKBONE = ("who", "deed", "thing")  # a summary always says these, be it vaguely: "Someone took my stuff."
+
 FILLER = (
     "Sorry for the long post.",
     "I do not know where to start.",
@@ -201,34 +203,34 @@ FILLER = (
     "Some of you will think that I am wrong.",
 )
 
-FOCUS = {  # the slots that matter most, by subreddit
-    "r/relationships": ("who", "feeling", "ask"),
-    "r/legaladvice": ("deed", "worth", "when"),
-    "r/offmychest": ("feeling", "why", "who"),
-    "r/personalfinance": ("worth", "thing", "why"),
-    "r/advice": ("ask", "thing", "where"),
-    "r/tifu": ("where", "deed", "when"),
+FOCUS = {  # the slots by what they matter in a subreddit; the first half of a post's slots are relevant
+    "r/relationships": _words("who feeling ask why age when deed where thing worth"),
+    "r/legaladvice": _words("deed when ask thing worth where who age why feeling"),
+    "r/offmychest": _words("feeling why who when age where ask thing deed worth"),
+    "r/personalfinance": _words("thing why where deed worth ask age feeling when who"),
+    "r/advice": _words("ask thing feeling where worth who deed age when why"),
+    "r/tifu": _words("where deed when thing age why feeling who worth ask"),
 }
 
-
-CAREFUL_SHARE = 0.35  # of the people who write references
-CAREFUL_ODDS = 1.3  # log-odds that a careful person states a fact exactly
-HABIT_RANGE = (-3.0, 0.2)  # the same of the others
-VAGUE_SHARE = 0.8  # of the facts that are not stated exactly; the others are left out
+RELEVANT_ODDS = -0.6  # log-odds that a person states a relevant fact exactly
+IRRELEVANT_ODDS = -1.8  # the same of any other fact
+HABIT_ODDS = 0.5  # how far a subreddit's habit moves them, up or down
+VAGUE_SHARE = 0.9  # of the facts that are not stated exactly; the others are left out
 FILLER_SHARE = 0.2  # of the references
 WRONG_SHARE = 0.03  # of the facts stated
 
 
+def relevant_slots(subreddit: str, names: list[str]) -> list[str]:
+    """The half of the slots `names` that matters in a subreddit, what matters most first."""
+    return [name for name in FOCUS.get(subreddit, names) if name in names][: len(names) // 2]
+
+
 @cache
 def habits(subreddit: str, slots: tuple[str, ...]) -> dict[str, float]:
-    """The log-odds of each slot with people of a subreddit who write by habit: even steps, in its own order.
-
-    So a policy that imitates them has much to unlearn, here sooner and there later.
-    """
+    """What people of a subreddit like to state: slot -> log-odds in even steps, in an order of its own."""
     order = list(slots)
     random.Random(f"habits/{subreddit}").shuffle(order)
-    low, high = HABIT_RANGE
-    return {name: low + (high - low) * rank / (len(order) - 1) for rank, name in enumerate(order)}
+    return {name: HABIT_ODDS * (2 * rank / (len(order) - 1) - 1) for rank, name in enumerate(order)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,19 +296,20 @@ def make_post(rng: random.Random, level: Level) -> Post:
 
 
 def make_reference(rng: random.Random, post: Post) -> str:
-    """Draw a summary as a careful person writes it, or one of habit."""
-    careful = rng.random() < CAREFUL_SHARE
+    """Draw a summary as people write it by habit."""
     usual = habits(post.subreddit, tuple(post.facts))
+    relevant = relevant_slots(post.subreddit, list(post.facts))
     words: dict[str, str] = {}
     for name, value in post.facts.items():
         slot = BY_NAME[name]
-        exact = 1 / (1 + math.exp(-(CAREFUL_ODDS if careful else usual[name])))
+        odds = usual[name] + (RELEVANT_ODDS if name in relevant else IRRELEVANT_ODDS)
+        exact = 1 / (1 + math.exp(-odds))
         draw = rng.random()
         if draw < exact:
             wrong = rng.random() < WRONG_SHARE
             said = post.distractors.get(name, rng.choice(slot.values)) if wrong else value
             words[name] = fill(slot.phrase, said)
-        elif draw < exact + VAGUE_SHARE * (1 - exact) or name in ("who", "deed", "thing"):
+        elif draw < exact + VAGUE_SHARE * (1 - exact) or name in BACKBONE:
             words[name] = slot.vague
     sentences = list(write(words))
     if rng.random() < FILLER_SHARE:
@@ -328,17 +331,24 @@ def write(words: dict[str, str]) -> Iterator[str]:
 
 
 def ideal_summary(query: str) -> str:
-    """The summary that says every fact of a post and nothing else."""
+    """The summary that says every relevant fact of a post and nothing else."""
     facts = read_facts(query)
-    return " " + " ".join(write({name: fill(BY_NAME[name].phrase, value) for name, value in facts.items()}))
+    weights = fact_weights(query, list(facts))
+    words = {
+        name: fill(BY_NAME[name].phrase, value) if weights[name] else BY_NAME[name].vague
+        for name, value in facts.items()
+        if weights[name] or name in BACKBONE
+    }
+    return " " + " ".join(write(words))
 
 
 # --- the gold score ---
 
-POINTS = 10.0  # for all facts together
+POINTS = 10.0  # for all relevant facts together
 VAGUE = 0.15  # credit of a vague phrase
 BARE = 0.4  # credit of the right value outside its phrase
-TITLE_FACTOR = 1.5  # a fact in the title matters more
+CLUTTER_COST = 2.0  # a fact that is not relevant
+VAGUE_CLUTTER_COST = 0.2  # the same, stated vaguely
 WORD_COST = 0.02
 JUNK_COST = 0.2  # a word that belongs to no phrase
 REPEAT_COST = 0.7
@@ -369,22 +379,29 @@ def read_facts(query: str) -> dict[str, str]:
 
 
 def fact_weights(query: str, names: list[str]) -> dict[str, float]:
-    """How many points of POINTS each fact of a post is worth: a matter of its subreddit and its title."""
+    """How many points of POINTS each fact of a post is worth.
+
+    Half of the facts are relevant, a matter of the subreddit, and the one in the title is; the others are
+    worth 0.
+    """
     subreddit = query.partition("SUBREDDIT:")[2].split("\n")[0].strip()
+    relevant = relevant_slots(subreddit, names)
+    titled = title_slot(query)
+    if titled in names and titled not in relevant:
+        relevant.append(titled)
+    raw = {name: 1.5 - rank / len(relevant) for rank, name in enumerate(relevant)}
+    return {name: POINTS * raw.get(name, 0.0) / sum(raw.values()) for name in names}
+
+
+def title_slot(query: str) -> str | None:
+    """The slot whose fact is the title of a post."""
     title = query.partition("TITLE:")[2].split("\n")[0].strip()
-    leading = [name for name in FOCUS.get(subreddit, ()) if name in names]
-    ranked = leading + [name for name in names if name not in leading]
-    raw = {name: 1.6 - rank / len(names) for rank, name in enumerate(ranked)}
-    for name in names:
-        before, _, after = BY_NAME[name].title.partition("_")
-        if (
-            title.startswith(before)
-            and title.endswith(after)
-            and title[len(before) : len(title) - len(after)] in SLOT_OF
-        ):
-            raw[name] *= TITLE_FACTOR
-    total = sum(raw.values())
-    return {name: POINTS * raw[name] / total for name in names}
+    for slot in SLOTS:
+        before, _, after = slot.title.partition("_")
+        value = title.removeprefix(before).removesuffix(after)
+        if value in slot.values and title == fill(slot.title, value):
+            return slot.name
+    return None
 
 
 def value_credit(slot: Slot, said: str, fact: str) -> float:
@@ -425,7 +442,9 @@ def gold_score(query: str, response: str) -> float:
         phrase = [part for part in split_words(slot.phrase) if part != "?"]
         framed = claim([word if part == "_" else part for part in phrase], place - phrase.index("_"))
         credit = value_credit(slot, word, facts[slot.name])
-        if credit > 0:
+        if not weights[slot.name]:
+            score -= CLUTTER_COST
+        elif credit > 0:
             if credits.get(slot.name, 0.0) >= credit:
                 score -= REPEAT_COST
             else:
@@ -439,8 +458,10 @@ def gold_score(query: str, response: str) -> float:
             if claim(vague, place):
                 if name in credits:
                     score -= REPEAT_COST
-                else:
+                elif weights[name]:
                     credits[name] = VAGUE
+                elif name not in BACKBONE:
+                    score -= VAGUE_CLUTTER_COST
                 mentions.append((place, name))
     score += sum(weights[name] * credit for name, credit in credits.items())
 

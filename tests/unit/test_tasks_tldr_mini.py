@@ -20,6 +20,7 @@ from rlhf.tasks.tldr_mini import (
     make_reference,
     read_facts,
     split_words,
+    title_slot,
 )
 
 QUERY = (
@@ -31,11 +32,7 @@ QUERY = (
     "furious. I wonder if "
     "I should sue them.\n\nTL;DR:"
 )
-CLEAN = (
-    " My sister just sold my guitar last monday at the gym because of their wedding. I feel furious. "
-    "Maybe I should "
-    "sue them."
-)
+CLEAN = " Someone just sold my guitar last monday. Maybe I should sue them."
 
 
 def posts(count: int, difficulty: Difficulty = Difficulty.medium) -> list[tuple[str, str]]:
@@ -103,51 +100,66 @@ def test_splits_are_disjoint_and_a_larger_one_begins_with_the_smaller():
     assert list(TLDRMiniConfig(train_size=400, data_seed=1).source().prompts("train")["query"]) != train
 
 
-def test_points_are_shared_out_by_subreddit_and_title():
+def test_half_of_the_facts_and_the_one_in_the_title_are_relevant():
     names = list(read_facts(QUERY))
     weights = fact_weights(QUERY, names)
     assert sum(weights.values()) == pytest.approx(POINTS)
-    assert max(weights, key=weights.__getitem__) in ("deed", "thing")
-    plain = fact_weights(QUERY.replace("About my guitar", "Nothing"), names)
-    assert weights["thing"] > plain["thing"]
-    other = fact_weights(QUERY.replace("r/legaladvice", "r/relationships"), names)
-    assert other["feeling"] > weights["feeling"]
+    assert {name for name in names if weights[name]} == {"deed", "when", "ask", "thing"}
+    assert weights["deed"] > weights["when"] > weights["ask"] > weights["thing"]
+    titled = fact_weights(QUERY.replace("About my guitar", "I feel furious"), names)
+    assert {name for name in names if titled[name]} == {"deed", "when", "ask", "thing", "feeling"}
+    other = fact_weights(QUERY.replace("r/legaladvice", "r/offmychest"), names)
+    assert {name for name in names if other[name]} == {"feeling", "why", "who", "when", "thing"}
 
 
-def test_a_clean_summary_of_all_facts_is_worth_nearly_all_points():
+@pytest.mark.parametrize("difficulty", list(Difficulty))
+def test_the_title_slot_is_found(difficulty: Difficulty):
+    rng = random.Random(2)
+    for _ in range(100):
+        post = make_post(rng, LEVELS[difficulty])
+        assert title_slot(post.query) == post.title
+
+
+def test_a_clean_summary_of_the_relevant_facts_is_worth_nearly_all_points():
     assert ideal_summary(QUERY) == CLEAN
-    assert 0.94 * POINTS < gold_score(QUERY, CLEAN) < POINTS
+    assert 0.97 * POINTS < gold_score(QUERY, CLEAN) < POINTS
 
 
 @pytest.mark.parametrize("difficulty", list(Difficulty))
 def test_a_clean_summary_beats_nearly_every_reference(difficulty: Difficulty):
     rows = posts(400, difficulty)
     wins = mean(gold_score(query, ideal_summary(query)) > gold_score(query, text) for query, text in rows)
-    assert wins > (0.9 if difficulty is Difficulty.easy else 0.95)  # few facts: more references are perfect
+    assert wins > 0.97
 
 
-def test_references_leave_half_of_the_points_and_vary():
+def test_references_leave_most_of_the_points_and_vary():
     scores = [gold_score(query, text) for query, text in posts(600)]
-    assert 0.3 * POINTS < mean(scores) < 0.5 * POINTS
+    assert 0.15 * POINTS < mean(scores) < 0.35 * POINTS
     assert len({round(score, 6) for score in scores}) > 300
 
 
 WORSE = {
     "empty": "",
     "vague": CLEAN.replace("last monday", "recently"),
-    "fact left out": CLEAN.replace(" at the gym", ""),
-    "distractor": CLEAN.replace("sister", "brother"),
-    "invented": CLEAN.replace("gym", "mall"),
-    "bare value": CLEAN.replace("at the gym", "gym"),
-    "fact said twice": CLEAN + " At the gym.",
+    "fact left out": CLEAN.replace(" last monday", ""),
+    "wrong value": CLEAN.replace("monday", "june"),
+    "distractor": CLEAN.replace("monday", "friday"),
+    "bare value": CLEAN.replace("last monday", "monday"),
+    "fact said twice": CLEAN + " Last monday.",
     "summary said twice": CLEAN + CLEAN,
     "summary said four times": CLEAN * 4,
+    "fact that does not matter": CLEAN.replace("monday", "monday at the gym"),
+    "the same vaguely": CLEAN.replace("monday", "monday somewhere"),
+    "who does not matter": CLEAN.replace("Someone", "My sister"),
+    "all facts": " My sister just sold my guitar last monday at the gym because of their wedding. I "
+    "feel furious. "
+    "Maybe I should sue them.",
     "filler": CLEAN + " Please be nice.",
     "sentence of the post": CLEAN + " Ask any brother and they will agree.",
     "one stray word": CLEAN + " the",
     "marks": CLEAN + "...",
-    "other order": " I feel furious." + CLEAN.replace(" I feel furious.", ""),
-    "vague and exact": CLEAN + " I feel bad.",
+    "other order": " Maybe I should sue them. Someone just sold my guitar last monday.",
+    "vague and exact": CLEAN.replace("monday", "monday recently"),
     "right and wrong": CLEAN.replace("last monday", "last monday last friday"),
     "the post itself": QUERY.partition("POST:")[2].partition("\n")[0],
 }
@@ -160,9 +172,11 @@ def test_every_flaw_costs(case: str):
 
 def test_more_of_a_flaw_is_worse():
     assert gold_score(QUERY, "") == 0.0
-    assert gold_score(QUERY, WORSE["invented"]) < gold_score(QUERY, WORSE["fact left out"])
-    assert gold_score(QUERY, WORSE["distractor"]) == gold_score(QUERY, CLEAN.replace("sister", "uncle"))
+    assert gold_score(QUERY, WORSE["wrong value"]) < gold_score(QUERY, WORSE["fact left out"])
+    assert gold_score(QUERY, WORSE["fact left out"]) < gold_score(QUERY, WORSE["vague"])
+    assert gold_score(QUERY, WORSE["distractor"]) == gold_score(QUERY, WORSE["wrong value"])
     assert gold_score(QUERY, WORSE["summary said four times"]) < gold_score(QUERY, "")
+    assert gold_score(QUERY, WORSE["the post itself"]) < gold_score(QUERY, "")
 
 
 @pytest.mark.parametrize("slot", SLOTS[:6], ids=lambda slot: slot.name)
@@ -179,9 +193,11 @@ def test_values_without_sentences_earn_less_than_half():
 
 
 def test_numbers_lose_credit_with_their_distance():
-    query = QUERY.replace("Please be nice.", "It was worth 500 dollars.")
+    stated = "It was worth 500 dollars"
+    query = QUERY.replace("Please be nice", stated).replace("About my guitar", stated)
     scores = [
-        gold_score(query, f" My sister took my guitar worth {said} dollars.") for said in (500, 350, 250, 50)
+        gold_score(query, f" Someone just sold my stuff worth {said} dollars.")
+        for said in (500, 350, 250, 50)
     ]
     assert scores == sorted(scores, reverse=True)
     assert len(set(scores)) == 4
