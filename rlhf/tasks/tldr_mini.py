@@ -1,18 +1,19 @@
 """TL;DR in miniature: posts, flawed references and a gold score, all from a program (DESIGN section 7).
 
 A post states one fact for each of several slots (who did what to which thing, when, where, why, ...) among
-filler and distractors, sentences that mention another value of a slot: "I told my brother about it." in a
-post about a sister. A summary is made of phrases, one a slot:
+filler and distractors, sentences that mention another value of a slot. A good summary states the facts that
+matter, which half that is the subreddit decides, and the one in the title; the others are clutter:
 
-    My sister just sold my guitar last monday at the gym because of their wedding. I feel furious. Maybe I
-    should sue them.
+    Someone just sold my guitar last monday. Maybe I should sue them.               (r/legaladvice)
+    My sister took my stuff because of their wedding. I feel furious.               (r/offmychest)
 
 A fact has a word before it that the summary needs too ("last monday"), so a model of two layers learns to
 copy in minutes; a distractor has another ("until friday").
 
-References are human-like. Most people write by habit: what their subreddit states exactly they state, the
-rest they leave vague ("recently") or out. Some are careful. A few copy filler or confuse a fact with a
-distractor. The gold score reads the facts from the post and judges the summary by them.
+References are human-like: people state what matters more often than the rest, each subreddit with habits of
+its own, but mostly they are vague ("recently"), and some copy filler or confuse a fact with a distractor. So
+greedy decoding after SFT is vague too, and RLHF has to find out, slot by slot and subreddit by subreddit,
+what to state. The gold score reads the facts from the post and judges the summary by them.
 """
 
 from __future__ import annotations
@@ -414,12 +415,12 @@ def value_credit(slot: Slot, said: str, fact: str) -> float:
 
 
 def gold_score(query: str, response: str) -> float:
-    """Judge the summary `response` of the post in `query`; all facts in one clean summary give nearly POINTS.
+    """Judge the summary `response` of the post in `query`: nearly POINTS for the relevant facts and no more.
 
-    Each fact has its weight (`fact_weights`), paid in full for the right value in its phrase, in part for a
-    vague phrase or a bare value, and taken away for each wrong value. Repeated facts earn nothing and cost,
-    as do words outside any phrase, phrases out of order, and every word beyond a limit. An empty response
-    scores 0.
+    Each relevant fact has its weight (`fact_weights`), paid in full for the right value in its phrase, in
+    part for a vague phrase or a bare value, and taken away for each wrong value. Facts that are not relevant
+    cost. Repeated facts earn nothing and cost, as do words outside any phrase, phrases out of order, and
+    every word beyond a limit. An empty response scores 0.
     """
     facts = read_facts(query)
     weights = fact_weights(query, list(facts))
