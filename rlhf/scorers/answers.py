@@ -19,7 +19,7 @@ def find_answer(text: str, pattern: str) -> str | None:
 
 def normalize_answer(answer: str) -> str | Decimal:
     """An answer as it is compared: a number without thousands separators (5.0 == 5), else the bare text."""
-    bare = answer.strip().rstrip(".").replace(",", "").removeprefix("$")
+    bare = answer.strip().rstrip(".,").replace(",", "").removeprefix("$")
     try:
         number = Decimal(bare)
     except InvalidOperation:

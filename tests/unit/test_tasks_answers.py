@@ -44,6 +44,11 @@ def test_other_answers_or_none_do_not_match(response: str, reference: str):
     assert not answer_matches(response, reference, PATTERN)
 
 
+def test_a_full_stop_is_no_part_of_an_answer_in_words():
+    assert answer_matches("answer: north.", "answer: north", r"answer: (\S+)")
+    assert not answer_matches("answer: north.", "answer: south", r"answer: (\S+)")
+
+
 def test_a_pattern_without_group_gives_the_whole_match():
     assert find_answer("the answer is (B).", r"\([A-E]\)") == "(B)"
     assert answer_matches("it is (B)", "(B)", r"\([A-E]\)")

@@ -192,6 +192,21 @@ def test_values_without_sentences_earn_less_than_half():
     assert gold_score(QUERY, bag) < 0.5 * gold_score(QUERY, CLEAN)
 
 
+def test_a_fact_outside_its_phrase_earns_less_than_in_it_but_more_than_nothing():
+    nothing, bare, framed = (
+        gold_score(QUERY, f" Someone just sold my guitar{when}.") for when in ("", " monday", " last monday")
+    )
+    assert framed - nothing > 2 * (bare - nothing) > 0
+
+
+def test_beyond_four_words_a_fact_every_word_costs_more():
+    costs = [
+        gold_score(QUERY, CLEAN + " the" * count) - gold_score(QUERY, CLEAN + " the" * (count + 1))
+        for count in (0, 40)
+    ]
+    assert costs[1] > 2 * costs[0]
+
+
 def test_numbers_lose_credit_with_their_distance():
     stated = "It was worth 500 dollars"
     query = QUERY.replace("Please be nice", stated).replace("About my guitar", stated)
