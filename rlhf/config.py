@@ -156,7 +156,7 @@ class StagesConfig(Section):
     seed: int = 0  # of every stage; the run's own seed leaves them alone
     sft: list[str] = field(default_factory=list)
     reward: list[str] = field(default_factory=list)
-    pairs: int = 8192  # prompts that two responses are sampled for
+    pairs: int = 4096  # prompts that two responses are sampled for
     pairs_temperature: float = 0.7
 
 

@@ -129,8 +129,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Logits over temperature [rows, V] in float32, a buffer of its own; hidden and weight in the "
-    "products' dtype."""
+    """Logits / temperature [rows, V] in float32, in their own buffer; inputs in the dtype of the products."""
     logits = hidden @ weight.T
     if bias is not None:
         logits += bias.to(logits.dtype)

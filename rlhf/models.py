@@ -378,6 +378,8 @@ def new_nano(nano: NanoConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXFor
         num_attention_heads=nano.heads,
         intermediate_size=4 * nano.hidden_size,
         max_position_embeddings=nano.context,
+        initializer_range=nano.hidden_size
+        ** -0.5,  # the usual 0.02 is for wide models: copying is learned late
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -2,10 +2,10 @@
 
 A post states one fact for each of several slots (who did what to which thing, when, where, why, ...) among
 filler and distractors, sentences that mention another value of a slot. A good summary states the facts that
-matter, which the subreddit decides, and the one in the title; the others are clutter:
+matter, which half that is the subreddit decides, and the one in the title; the others are clutter:
 
-    Someone just sold my guitar last monday at the gym. Maybe I should sue them.               (r/legaladvice)
-    My sister took my stuff last monday at the gym because of their wedding. I feel furious.   (r/offmychest)
+    Someone just sold my guitar last monday. Maybe I should sue them.               (r/legaladvice)
+    My sister took my stuff because of their wedding. I feel furious.               (r/offmychest)
 
 A fact has a word before it that the summary needs too ("last monday"), so a model of two layers learns to
 copy in minutes; a distractor has another ("until friday").
@@ -204,30 +204,26 @@ FILLER = (
     "Some of you will think that I am wrong.",
 )
 
-FOCUS = {  # the slots by what they matter in a subreddit; the first of a post's slots are relevant
+FOCUS = {  # the slots by what they matter in a subreddit; the first half of a post's slots are relevant
     "r/relationships": _words("who feeling ask why age when deed where thing worth"),
     "r/legaladvice": _words("deed when ask thing worth where who age why feeling"),
+    "r/tifu": _words("where deed when thing age why feeling who worth ask"),
     "r/offmychest": _words("feeling why who when age where ask thing deed worth"),
     "r/personalfinance": _words("thing why where deed worth ask age feeling when who"),
     "r/advice": _words("ask thing feeling where worth who deed age when why"),
-    "r/tifu": _words("where deed when thing age why feeling who worth ask"),
 }
 
-RELEVANT_SHARE = 0.6  # of the facts of a post
-RELEVANT_ODDS = -0.5  # log-odds that a person states a relevant fact exactly
-IRRELEVANT_ODDS = -1.6  # the same of any other fact
-CARE_ODDS = 1.5  # how far a person's care moves them, up or down
-HABIT_ODDS = 0.5  # the same of a subreddit's habit
+RELEVANT_ODDS = -0.6  # log-odds that a person states a relevant fact exactly
+IRRELEVANT_ODDS = -1.8  # the same of any other fact
+HABIT_ODDS = 0.5  # how far a subreddit's habit moves them, up or down
 VAGUE_SHARE = 0.9  # of the facts that are not stated exactly; the others are left out
 FILLER_SHARE = 0.2  # of the references
 WRONG_SHARE = 0.03  # of the facts stated
 
 
 def relevant_slots(subreddit: str, names: list[str]) -> list[str]:
-    """Those of the slots `names` that matter in a subreddit, what matters most first."""
-    return [name for name in FOCUS.get(subreddit, names) if name in names][
-        : round(RELEVANT_SHARE * len(names))
-    ]
+    """The half of the slots `names` that matters in a subreddit, what matters most first."""
+    return [name for name in FOCUS.get(subreddit, names) if name in names][: len(names) // 2]
 
 
 @cache
@@ -242,6 +238,7 @@ def habits(subreddit: str, slots: tuple[str, ...]) -> dict[str, float]:
 class Level:
     """What a difficulty means."""
 
+    subreddits: int  # the first of FOCUS
     slots: tuple[str, ...]
     values: int  # of each slot that are used
     distractors: int
@@ -249,9 +246,9 @@ class Level:
 
 
 LEVELS = {
-    Difficulty.easy: Level(("who", "deed", "thing", "when", "feeling", "ask"), 10, 0, 2),
-    Difficulty.medium: Level(("who", "deed", "thing", "when", "where", "why", "feeling", "ask"), 12, 1, 2),
-    Difficulty.hard: Level(tuple(BY_NAME), 16, 3, 2),
+    Difficulty.easy: Level(2, ("who", "deed", "thing", "when", "feeling", "ask"), 10, 0, 2),
+    Difficulty.medium: Level(3, ("who", "deed", "thing", "when", "where", "why", "feeling", "ask"), 16, 1, 2),
+    Difficulty.hard: Level(len(FOCUS), tuple(BY_NAME), 20, 3, 2),
 }
 
 # --- posts ---
@@ -292,7 +289,7 @@ def make_post(rng: random.Random, level: Level) -> Post:
     for sentence in others + rng.sample(FILLER, level.filler):
         sentences.insert(rng.randint(0, len(sentences)), sentence)
     return Post(
-        subreddit=rng.choice(list(FOCUS)),
+        subreddit=rng.choice(list(FOCUS)[: level.subreddits]),
         title=rng.choice(level.slots),
         facts=facts,
         distractors=distractors,
@@ -302,13 +299,12 @@ def make_post(rng: random.Random, level: Level) -> Post:
 
 def make_reference(rng: random.Random, post: Post) -> str:
     """Draw a summary as people write it by habit."""
-    care = rng.uniform(-CARE_ODDS, CARE_ODDS)
     usual = habits(post.subreddit, tuple(post.facts))
     relevant = relevant_slots(post.subreddit, list(post.facts))
     words: dict[str, str] = {}
     for name, value in post.facts.items():
         slot = BY_NAME[name]
-        odds = care + usual[name] + (RELEVANT_ODDS if name in relevant else IRRELEVANT_ODDS)
+        odds = usual[name] + (RELEVANT_ODDS if name in relevant else IRRELEVANT_ODDS)
         exact = 1 / (1 + math.exp(-odds))
         draw = rng.random()
         if draw < exact:
@@ -353,7 +349,7 @@ def ideal_summary(query: str) -> str:
 POINTS = 10.0  # for all relevant facts together
 VAGUE = 0.15  # credit of a vague phrase
 BARE = 0.4  # credit of the right value outside its phrase
-CLUTTER_COST = 1.5  # a fact that is not relevant
+CLUTTER_COST = 2.0  # a fact that is not relevant
 VAGUE_CLUTTER_COST = 0.2  # the same, stated vaguely
 WORD_COST = 0.02
 JUNK_COST = 0.2  # a word that belongs to no phrase

@@ -53,7 +53,8 @@ def test_the_algorithm_of_the_readme_composes(tmp_path, reinforce):
     search = [f"hydra.searchpath=[file://{tmp_path / 'conf'}]"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = hydra.compose(
-            "config", [*search, "algo=reinforce", "schedule.total_episodes=8", "schedule.prompts_per_update=8"]
+            "config",
+            [*search, "algo=reinforce", "schedule.total_episodes=8", "schedule.prompts_per_update=8"],
         )
     assert OmegaConf.to_object(cfg).algo == reinforce()
 

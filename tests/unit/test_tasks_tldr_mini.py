@@ -32,7 +32,7 @@ QUERY = (
     "furious. I wonder if "
     "I should sue them.\n\nTL;DR:"
 )
-CLEAN = " Someone just sold my guitar last monday at the gym. Maybe I should sue them."
+CLEAN = " Someone just sold my guitar last monday. Maybe I should sue them."
 
 
 def posts(count: int, difficulty: Difficulty = Difficulty.medium) -> list[tuple[str, str]]:
@@ -100,21 +100,16 @@ def test_splits_are_disjoint_and_a_larger_one_begins_with_the_smaller():
     assert list(TLDRMiniConfig(train_size=400, data_seed=1).source().prompts("train")["query"]) != train
 
 
-def relevant(query: str) -> set[str]:
-    return {name for name, weight in fact_weights(query, list(read_facts(query))).items() if weight}
-
-
-def test_what_is_relevant_is_a_matter_of_subreddit_and_title():
-    assert relevant(QUERY) == {"deed", "when", "ask", "thing", "where"}
-    assert relevant(QUERY.replace("About my guitar", "I feel furious")) == relevant(QUERY) | {"feeling"}
-    elsewhere = QUERY.replace("r/legaladvice", "r/offmychest")
-    assert relevant(elsewhere) == {"feeling", "why", "who", "when", "where", "thing"}
-
-
-def test_points_are_shared_out_by_importance():
-    weights = fact_weights(QUERY, list(read_facts(QUERY)))
+def test_half_of_the_facts_and_the_one_in_the_title_are_relevant():
+    names = list(read_facts(QUERY))
+    weights = fact_weights(QUERY, names)
     assert sum(weights.values()) == pytest.approx(POINTS)
-    assert weights["deed"] > weights["when"] > weights["ask"] > weights["thing"] > weights["where"] > 0
+    assert {name for name in names if weights[name]} == {"deed", "when", "ask", "thing"}
+    assert weights["deed"] > weights["when"] > weights["ask"] > weights["thing"]
+    titled = fact_weights(QUERY.replace("About my guitar", "I feel furious"), names)
+    assert {name for name in names if titled[name]} == {"deed", "when", "ask", "thing", "feeling"}
+    other = fact_weights(QUERY.replace("r/legaladvice", "r/offmychest"), names)
+    assert {name for name in names if other[name]} == {"feeling", "why", "who", "when", "thing"}
 
 
 @pytest.mark.parametrize("difficulty", list(Difficulty))
@@ -127,7 +122,7 @@ def test_the_title_slot_is_found(difficulty: Difficulty):
 
 def test_a_clean_summary_of_the_relevant_facts_is_worth_nearly_all_points():
     assert ideal_summary(QUERY) == CLEAN
-    assert 0.96 * POINTS < gold_score(QUERY, CLEAN) < POINTS
+    assert 0.97 * POINTS < gold_score(QUERY, CLEAN) < POINTS
 
 
 @pytest.mark.parametrize("difficulty", list(Difficulty))
@@ -153,8 +148,8 @@ WORSE = {
     "fact said twice": CLEAN + " Last monday.",
     "summary said twice": CLEAN + CLEAN,
     "summary said four times": CLEAN * 4,
-    "fact that does not matter": CLEAN.replace("gym", "gym because of their wedding"),
-    "the same vaguely": CLEAN.replace("gym", "gym for some reason"),
+    "fact that does not matter": CLEAN.replace("monday", "monday at the gym"),
+    "the same vaguely": CLEAN.replace("monday", "monday somewhere"),
     "who does not matter": CLEAN.replace("Someone", "My sister"),
     "all facts": " My sister just sold my guitar last monday at the gym because of their wedding. I "
     "feel furious. "
@@ -163,7 +158,7 @@ WORSE = {
     "sentence of the post": CLEAN + " Ask any brother and they will agree.",
     "one stray word": CLEAN + " the",
     "marks": CLEAN + "...",
-    "other order": " Maybe I should sue them. Someone just sold my guitar last monday at the gym.",
+    "other order": " Maybe I should sue them. Someone just sold my guitar last monday.",
     "vague and exact": CLEAN.replace("monday", "monday recently"),
     "right and wrong": CLEAN.replace("last monday", "last monday last friday"),
     "the post itself": QUERY.partition("POST:")[2].partition("\n")[0],
