@@ -108,10 +108,10 @@ class Task:
                 "reference": chosen,
                 "ids": self.tokenizer(texts)["input_ids"],
             }
-            if pairs:
-                made["completions"] = [
-                    list(pair) for pair in zip(chosen, clean(columns["rejected"]), strict=True)
-                ]
+            if pairs:  # some published pairs repeat the prompt in both responses
+                both = zip(texts, chosen, clean(columns["rejected"]), strict=True)
+                made["completions"] = [[a.removeprefix(text), b.removeprefix(text)] for text, a, b in both]
+                made["reference"] = [pair[0] for pair in made["completions"]]
                 made["labels"] = [[1.0, 0.0] for _ in texts]
             elif data is Data.references:
                 made["completions"] = [[text] for text in clean(columns.get("demonstration", chosen))]

@@ -124,6 +124,20 @@ def test_pairs_are_chosen_then_rejected_with_labels():
     assert task.held_out(2, data=Data.prompts).completions is None
 
 
+def test_pairs_that_repeat_their_prompt_are_cut_to_the_responses():
+    class Repeating(ListSource):
+        def preferences(self, split: str) -> Dataset:
+            return (
+                super()
+                .preferences(split)
+                .map(lambda row: {name: row["prompt"] + row[name] for name in ("chosen", "rejected")})
+            )
+
+    batch = make_task(Repeating(), data=Data.preferences).held_out(2)
+    assert batch.completions == [[" w1 w2", " w3"]] * 2
+    assert batch.references == [" w1 w2"] * 2
+
+
 def test_a_small_split_is_given_whole_with_a_warning(caplog: pytest.LogCaptureFixture):
     assert len(make_task().held_out(50)) == 10
     assert "10 examples, fewer than the 50" in caplog.text
