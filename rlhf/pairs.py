@@ -14,6 +14,7 @@ from rlhf.console import console
 from rlhf.generators.generator import Sampling
 from rlhf.objectives.config import Data
 from rlhf.scorers.scorer import response_texts
+from rlhf.tasks.config import EmbeddedTaskConfig
 
 CHUNK = 256  # prompts a request
 
@@ -37,7 +38,8 @@ def sample_pairs(cfg: Config) -> DatasetDict:
         batches = task.prompts(0)
         for _ in range(-(-cfg.stages.pairs // task.prompts_per_update)):
             yield "train", next(batches)
-        held_out = task.held_out(cfg.eval.prompts)
+        assert isinstance(cfg.task, EmbeddedTaskConfig)
+        held_out = task.held_out(min(2 * cfg.eval.prompts, cfg.task.validation_size))  # some are tied
         for rows in torch.arange(len(held_out)).split(CHUNK):
             yield "validation", held_out.select(rows)
 

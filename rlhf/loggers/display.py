@@ -45,7 +45,7 @@ class Display(Logger):
         title: what is running.
         state: where the run starts.
         mode: live, plain, off; auto is live in a terminal.
-        samples: completions shown at the last evaluation.
+        samples: completions shown at the first and the last evaluation; in between it is one.
     """
 
     def __init__(self, title: str, state: TrainState, mode: Mode, samples: int) -> None:
@@ -110,8 +110,9 @@ class Display(Logger):
             if name in evaluation.figures
         ]
         say(f"{self.title}  evaluated at update {state.update}:  {'  '.join(figures)}")
-        if evaluation.samples and self.samples and (state.update == 0 or state.done):
-            console.print(samples_table(evaluation, self.samples, state))
+        if evaluation.samples and self.samples:
+            rows = self.samples if state.update == 0 or state.done else 1
+            console.print(samples_table(evaluation, rows, state))
 
     def warn(self, text: str) -> None:
         """Print a warning above the progress line."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf.batch import Batch
-from rlhf.metrics import Metrics, Stat, largest, mean
+from rlhf.metrics import Metrics, largest, mean
 from rlhf.models import Outputs
 
 Forward = Callable[[Batch], Outputs]  # the module that is trained, on a micro-batch
@@ -62,6 +62,17 @@ class Objective(ABC):
         """The SUM of the loss over a micro-batch (scalar, differentiable), and its figures."""
 
 
+class Supervised(Objective):
+    """An objective on stored completions, which nobody scores."""
+
+    def describe(self, batch: Batch) -> Metrics:
+        """What the stored completions are like."""
+        return {
+            "objective/eos_rate": mean(batch.ended.float()),
+            "objective/response_tokens": mean(batch.response_mask.sum(-1).float()),
+        }
+
+
 def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
     """How far the policy being trained ([N, K, T] log-probs) is from the one that sampled, per token.
 
@@ -82,6 +93,3 @@ def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
         "mismatch/kl": mean(torch.expm1(lag) - lag, mask),
         "mismatch/max_ratio": largest(lag.abs().exp(), mask),
     }
-
-
-__all__ = ["Forward", "Objective", "Stat", "drift"]

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from rlhf.batch import Batch
 from rlhf.metrics import Metrics, mean
 from rlhf.objectives.config import RewardConfig
-from rlhf.objectives.objective import Forward, Objective
+from rlhf.objectives.objective import Forward, Supervised
 
 
-class RewardModelling(Objective):
+class RewardModelling(Supervised):
     """The reward of the chosen response above that of the rejected one."""
 
     def __init__(self, config: RewardConfig) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from rlhf.batch import Batch
 from rlhf.metrics import Metrics
 from rlhf.objectives.config import SFTConfig
-from rlhf.objectives.objective import Forward, Objective
+from rlhf.objectives.objective import Forward, Supervised
 
 
-class SFT(Objective):
+class SFT(Supervised):
     """Maximum likelihood of stored completions."""
 
     def __init__(self, config: SFTConfig) -> None:
