@@ -43,6 +43,7 @@ from rlhf.models import (
 )
 from rlhf.objectives.config import Data, Trains
 from rlhf.recorder import Recorder
+from rlhf.scorers.scorer import Scorer
 from rlhf.seeding import derive
 from rlhf.state import SupervisedState, TrainState
 from rlhf.stream import Stream
@@ -88,7 +89,7 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
     generator = cfg.generator.build(cfg, engine, tokenizer)
     scorer = cfg.scorer.build(cfg, tokenizer, device)
     assert scorer is not None, "validated: training needs a scorer"
-    evaluator = build_evaluator(cfg, task, engine, generator, tokenizer, device)
+    evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, device)
     objective = cfg.algo.build()
     recorder = Recorder(cfg.schedule.log_every, cfg.metric, TOLERANCE[cfg.model.dtype])
     checkpoints = Checkpoints(folder.path, cfg.save_total_limit)
@@ -273,6 +274,7 @@ def build_evaluator(
     task: Task,
     engine: TorchEngine,
     generator: Generator,
+    scorer: Scorer,
     tokenizer: PreTrainedTokenizerFast,
     device: torch.device,
 ) -> Evaluator:
@@ -288,7 +290,7 @@ def build_evaluator(
         task.held_out(cfg.eval.prompts, data=Data.prompts),
         generator,
         cfg.gold.build(cfg, tokenizer, device),
-        None if cfg.algo.supervised else cfg.scorer.build(cfg, tokenizer, device),
+        None if cfg.algo.supervised else scorer,
         engine,
         tokenizer,
         Sampling(

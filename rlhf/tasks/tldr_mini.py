@@ -1,4 +1,4 @@
-"""TL;DR in miniature: posts, flawed references and a gold score, all from a program (DESIGN section 7).
+"""TL;DR in miniature: posts, flawed references and a gold score, all from a program.
 
 A post states one fact for each of several slots (who did what to which thing, when, where, why, ...) among
 filler and distractors, sentences that mention another value of a slot. A good summary states the facts that
