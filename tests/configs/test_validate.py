@@ -14,8 +14,8 @@ STORED = "generator=dataset"
 
 PROBLEMS = {  # overrides: what one of the problems must hold
     "schedule.total_episodes=null": "schedule.total_episodes must be set",
-    "algo=sft schedule.total_epochs=null": "schedule.total_episodes or schedule.total_epochs must be set",
-    "schedule.total_epochs=1": "must not both be set (each says how long the run is), got 12800 and 1",
+    "algo=reward schedule.total_epochs=null": "schedule.total_episodes or schedule.total_epochs must be set",
+    "schedule.total_episodes=640 schedule.total_epochs=1": "must not both be set (each says how long the run is), got 640 and 1",
     "schedule.total_epochs=1 schedule.total_episodes=null": "schedule.total_epochs must be null for algo=dpo",
     "schedule.total_episodes=1000": "(schedule.prompts_per_update x algo.samples_per_prompt = 64 x 2 = 128), "
     "got 1000; set schedule.total_episodes=1024",
@@ -92,7 +92,7 @@ def test_warning_is_given_and_is_no_problem(overrides):
         "optim.max_grad_norm=null",
         "schedule.eval_every=0 schedule.save_every=0",
         "schedule.minibatches=64",
-        "algo=sft schedule.total_epochs=null schedule.total_episodes=640",
+        "algo=sft schedule.total_episodes=6400",
         "scorer=answer task=tldr_mini scorer=reward_model",
         f"{STORED} schedule.total_episodes=null schedule.total_epochs=0.5",
     ],
@@ -149,9 +149,14 @@ def test_sizes_are_derived_before_anything_is_loaded():
 
 
 def test_sizes_of_a_run_in_epochs_follow_from_the_size_of_the_data():
-    rows = dict(validate.describe(compose(["algo=sft", "task.train_size=640", "schedule.total_epochs=2"])))
+    sft = [
+        "algo=sft",
+        "task.train_size=640",
+        "schedule.total_episodes=null",
+        "schedule.prompts_per_update=64",
+    ]
+    rows = dict(validate.describe(compose([*sft, "schedule.total_epochs=2"])))
     assert rows["updates"] == "20 = 2 epochs of 640 examples / 64"
     assert "known when the data are read" in dict(validate.describe(compose(["algo=reward"])))["updates"]
-    assert dict(validate.describe(compose(["algo=reward"]), examples=128))["updates"].startswith(
-        "2 = 1 epochs"
-    )
+    pairs = dict(validate.describe(compose(["algo=reward"]), examples=128))
+    assert pairs["updates"] == "32 = 2 epochs of 128 examples / 8"
