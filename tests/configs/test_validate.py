@@ -15,7 +15,7 @@ STORED = "generator=dataset"
 PROBLEMS = {  # overrides: what one of the problems must hold
     "schedule.total_episodes=null": "schedule.total_episodes must be set",
     "algo=reward schedule.total_epochs=null": "schedule.total_episodes or schedule.total_epochs must be set",
-    "schedule.total_episodes=640 schedule.total_epochs=1": "must not both be set (each says how long the run is), got 640 and 1",
+    "schedule.total_episodes=640 schedule.total_epochs=1": "must not both be set (each says how long",
     "schedule.total_epochs=1 schedule.total_episodes=null": "schedule.total_epochs must be null for algo=dpo",
     "schedule.total_episodes=1000": "(schedule.prompts_per_update x algo.samples_per_prompt = 64 x 2 = 128), "
     "got 1000; set schedule.total_episodes=1024",
