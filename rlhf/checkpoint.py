@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlhf.batch import Rollouts
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import Engine
 from rlhf.folder import COMPLETE, complete_checkpoints
 from rlhf.recorder import Recorder
 from rlhf.state import TrainState
@@ -34,7 +34,7 @@ class Checkpoints:
         for leftover in folder.glob(f"{SCRATCH}*"):
             shutil.rmtree(leftover)
 
-    def save(self, state: TrainState, engine: TorchEngine, stream: Stream, recorder: Recorder) -> Path:
+    def save(self, state: TrainState, engine: Engine, stream: Stream, recorder: Recorder) -> Path:
         """Write where the run stands: weights, optimizer, counters, the unfinished row, what is in flight."""
         final = self.folder / f"checkpoint-{state.update}"
         scratch = self.folder / f"{SCRATCH}{final.name}"
@@ -55,7 +55,7 @@ class Checkpoints:
             shutil.rmtree(old)
         return final
 
-    def load(self, path: Path, state: TrainState, engine: TorchEngine, recorder: Recorder) -> list[Rollouts]:
+    def load(self, path: Path, state: TrainState, engine: Engine, recorder: Recorder) -> list[Rollouts]:
         """Stand where `path` was written; returns the rollouts that were in flight."""
         counters = json.loads((path / "counters.json").read_text())
         state.load_state_dict(counters["state"])

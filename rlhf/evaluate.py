@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.batch import Prompts, Rollouts
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import Engine
 from rlhf.generators.generator import Generator, Sampling
 from rlhf.loggers.logger import Row
 from rlhf.models import Policy
@@ -56,7 +56,7 @@ class PolicyEvaluator:
         generator: Generator,
         gold: Scorer | None,
         scorer: Scorer | None,
-        engine: TorchEngine,
+        engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         sampling: Sampling,
         train_temperature: float,
@@ -141,7 +141,7 @@ class PolicyEvaluator:
 class RewardEvaluator:
     """How often a reward model prefers the chosen of two held-out responses (a tie is a miss)."""
 
-    def __init__(self, pairs: Rollouts, engine: TorchEngine) -> None:
+    def __init__(self, pairs: Rollouts, engine: Engine) -> None:
         self.pairs = pairs
         self.engine = engine
 

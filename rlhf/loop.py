@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from rlhf.checkpoint import Checkpoints
 from rlhf.config import ScheduleConfig
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import Engine
 from rlhf.evaluate import Evaluator
 from rlhf.generators.generator import Generator
 from rlhf.objectives.objective import Objective
@@ -30,7 +30,7 @@ def train(
     stream: Stream,
     generator: Generator,
     scorer: Scorer,
-    engine: TorchEngine,
+    engine: Engine,
     objective: Objective,
     state: TrainState,
     schedule: ScheduleConfig,

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from rlhf.batch import Rollouts
-from rlhf.engines.torch_engine import TorchEngine
+from rlhf.engines.engine import Engine
 from rlhf.evaluate import Evaluation
 from rlhf.invariants import broken_invariants
 from rlhf.loggers.logger import Logger, Row
@@ -43,7 +43,7 @@ class Recorder:
         """Add figures to the row in the making."""
         merge(self.figures, figures)
 
-    def flush(self, state: TrainState, rollouts: Rollouts, engine: TorchEngine) -> None:
+    def flush(self, state: TrainState, rollouts: Rollouts, engine: Engine) -> None:
         """End an update: add its times, check what must hold at the first one, write the row if it is due."""
         times = self.timer.drain()
         seconds = sum(float(times[f"time/{phase}_s"].total) for phase in PHASES if f"time/{phase}_s" in times)

@@ -21,7 +21,7 @@ from rlhf.checkpoint import SCRATCH, Checkpoints
 from rlhf.config import Config, Dtype, NanoConfig
 from rlhf.console import console, say
 from rlhf.engines.config import Device
-from rlhf.engines.torch_engine import NonFinite, TorchEngine
+from rlhf.engines.engine import Engine, NonFinite
 from rlhf.errors import RunError, UserError
 from rlhf.evaluate import Evaluator, PolicyEvaluator, RewardEvaluator
 from rlhf.folder import RunFolder, digest, load_config, setup_logging
@@ -212,7 +212,7 @@ def build_state(cfg: Config, task: Task) -> TrainState:
 
 def build_engine(
     cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device, state: TrainState
-) -> TorchEngine:
+) -> Engine:
     """Module, reference and optimizer on the backend."""
     module = build_module(cfg, tokenizer)
     check_vocabulary(module.model, tokenizer)
@@ -272,7 +272,7 @@ def build_sampler(
 def build_evaluator(
     cfg: Config,
     task: Task,
-    engine: TorchEngine,
+    engine: Engine,
     generator: Generator,
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerFast,
@@ -321,7 +321,7 @@ def build_loggers(cfg: Config, folder: RunFolder, state: TrainState) -> list[Log
     return loggers
 
 
-def centre(cfg: Config, engine: TorchEngine, tokenizer: PreTrainedTokenizerFast) -> None:
+def centre(cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> None:
     """Shift the reward model so that held-out references score 0 on average (Huang et al., 2403.17031)."""
     prompts = build_task(cfg, tokenizer, Data.references, 1).held_out(cfg.eval.prompts)
     assert prompts.completions is not None
@@ -331,7 +331,7 @@ def centre(cfg: Config, engine: TorchEngine, tokenizer: PreTrainedTokenizerFast)
     config.reward_offset = getattr(config, "reward_offset", 0.0) + offset
 
 
-def write_model(engine: TorchEngine, folder: RunFolder) -> None:
+def write_model(engine: Engine, folder: RunFolder) -> None:
     """Write the final model, whole or not at all."""
     scratch = folder.path / f"{SCRATCH}model"
     shutil.rmtree(folder.model, ignore_errors=True)

@@ -13,7 +13,7 @@ from rlhf.schema import Section, option
 
 if TYPE_CHECKING:
     from rlhf.config import Config
-    from rlhf.engines.torch_engine import TorchEngine
+    from rlhf.engines.engine import Engine
 
 
 class Device(Enum):
@@ -33,8 +33,8 @@ class BackendConfig(Section):
     device: Device = Device.auto
     threads: int | None = None  # CPU threads of torch; null: one per core
 
-    def build(self, **parts: Any) -> TorchEngine:
-        """Make the engine of `parts`: module, reference, optimizer settings, as `TorchEngine` takes them."""
+    def build(self, **parts: Any) -> Engine:
+        """Make the engine of `parts`: module, reference, optimizer settings, as the engine takes them."""
         raise NotImplementedError
 
     def problems(self, cfg: Config) -> Iterator[str]:
@@ -58,7 +58,7 @@ class TorchConfig(BackendConfig):
 
     name: str = "torch"
 
-    def build(self, **parts: Any) -> TorchEngine:
+    def build(self, **parts: Any) -> Engine:
         """One process, one device."""
         from rlhf.engines.torch_engine import TorchEngine
 

@@ -15,21 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.batch import Batch, Rollouts, microbatches
 from rlhf.config import Dtype, LRSchedule, OptimConfig
+from rlhf.engines.engine import NonFinite
 from rlhf.infer import autocast, infer
 from rlhf.metrics import How, Metrics, Stat, merge
 from rlhf.models import Outputs, Policy, RewardModel, save
 from rlhf.objectives.objective import Objective
 
 OPTIMIZER_FILE = "optimizer.pt"
-
-
-class NonFinite(RuntimeError):
-    """A loss or gradient norm that is NaN or infinite; the weights are still those before the step."""
-
-    def __init__(self, what: str, index: Tensor) -> None:
-        super().__init__(what)
-        self.what = what
-        self.index = index.tolist()  # rows of the task's data set in the minibatch, for replay
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config import Config
-    from rlhf.engines.torch_engine import TorchEngine
+    from rlhf.engines.engine import Engine
     from rlhf.generators.generator import Generator
 
 
@@ -31,7 +31,7 @@ class GeneratorConfig(Section):
     top_k: int = 0
     min_p: float = 0.0
 
-    def build(self, cfg: Config, engine: TorchEngine, tokenizer: PreTrainedTokenizerFast) -> Generator:
+    def build(self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> Generator:
         """Make the generator of the run whose policy `engine` trains."""
         raise NotImplementedError
 
@@ -64,7 +64,7 @@ class HFConfig(GeneratorConfig):
     name: str = "hf"
     batch_size: int = 256  # sequences decoded at once
 
-    def build(self, cfg: Config, engine: TorchEngine, tokenizer: PreTrainedTokenizerFast) -> Generator:
+    def build(self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> Generator:
         """Sample with the engine's policy."""
         from rlhf.generators.hf import HFGenerator
 
@@ -90,7 +90,7 @@ class DatasetConfig(GeneratorConfig):
     name: str = "dataset"
     temperature: float = 1.0  # of the log-probs
 
-    def build(self, cfg: Config, engine: TorchEngine, tokenizer: PreTrainedTokenizerFast) -> Generator:
+    def build(self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> Generator:
         """Return what the task stores."""
         from rlhf.generators.dataset import DatasetGenerator
 

@@ -8,7 +8,8 @@ import torch
 
 from rlhf.batch import Batch
 from rlhf.config import Dtype, LRSchedule, OptimConfig
-from rlhf.engines.torch_engine import NonFinite, TorchEngine, learning_rate
+from rlhf.engines.engine import NonFinite
+from rlhf.engines.torch_engine import TorchEngine, learning_rate
 from rlhf.models import Policy
 from rlhf.objectives.config import DPOConfig, SFTConfig
 from rlhf.objectives.dpo import OnlineDPO
