@@ -11,7 +11,6 @@ import hashlib
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -74,7 +73,7 @@ def stage(cfg: Config, algo: str, overrides: list[str]) -> Config:
     made = replace(
         made,
         task=cfg.task,
-        model=cfg.model,
+        model=replace(cfg.model, reference=None, reward=None),  # a stage needs neither, nor depends on them
         backend=replace(cfg.backend, micro_batch=made.backend.micro_batch),
         stages=cfg.stages,
         seed=cfg.stages.seed,
@@ -88,18 +87,14 @@ def stage(cfg: Config, algo: str, overrides: list[str]) -> Config:
 
 
 def key(cfg: Config) -> str:
-    """A hash of the settings that a stage's result depends on; of earlier results, the names (which hold a
-    hash).
-    """
-    names: dict[str, Any] = {
-        field: name and parent(name) for field in ("policy", "reward") if (name := getattr(cfg.model, field))
-    }
+    """A hash of the settings that a stage's result depends on; earlier results by name, which has a hash."""
+    policy = cfg.model.policy and parent(cfg.model.policy)
     pairs = cfg.task.preferences_path
     task = replace(cfg.task, preferences_path=pairs and Path(pairs).name)
     stages = StagesConfig()  # what concerns other stages only is left out
     if cfg.algo.trains is Trains.reward:
         stages = replace(cfg.stages, sft=[], reward=[])
-    return digest(replace(cfg, model=replace(cfg.model, **names), task=task, stages=stages))
+    return digest(replace(cfg, model=replace(cfg.model, policy=policy), task=task, stages=stages))
 
 
 def parent(model: str) -> str:

@@ -49,10 +49,11 @@ class Checkpoints:
             if file.is_file():
                 sync(file)
         (scratch / COMPLETE).touch()
+        sync(scratch)
         scratch.rename(final)
         sync(self.folder)
         for old in complete_checkpoints(self.folder)[: -self.limit]:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(self.folder / f"{SCRATCH}{old.name}"))  # never half a checkpoint
         return final
 
     def load(self, path: Path, state: TrainState, engine: Engine, recorder: Recorder) -> list[Rollouts]:

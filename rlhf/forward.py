@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from rlhf.errors import UserError
+
 
 def encode(
     backbone: PreTrainedModel,
@@ -56,8 +58,8 @@ def encode_shared(
     """States [N*K, 1+S, H] of the last prompt token and of responses [N*K, S]; mask [N*K, P+S]."""
     k, length = len(responses) // len(prompts), prompts.shape[1]
     cache = DynamicCache(config=backbone.config)
-    if not plain(cache):
-        raise ValueError(shared_prefix_problem(backbone.config))
+    if problem := shared_prefix_problem(backbone.config):
+        raise UserError(problem)
     before = backbone(
         input_ids=prompts,
         attention_mask=prompt_mask,
@@ -66,7 +68,7 @@ def encode_shared(
         use_cache=True,
     ).last_hidden_state
     if cache.get_seq_length() != length:  # gradient checkpointing leaves it empty
-        raise ValueError(refused(backbone.config, "none here"))
+        raise UserError(refused(backbone.config, "none here"))
     states = before[:, -1:].repeat_interleave(k, 0)
     if not responses.shape[1]:
         return states

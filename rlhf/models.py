@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from rlhf.batch import Rollouts
+from rlhf.errors import UserError
 from rlhf.forward import encode, shared_prefix_problem
 from rlhf.local_models import context_of, context_problem, folder_problem, is_local
 from rlhf.logprobs import token_logprobs
@@ -69,7 +70,7 @@ class LogprobHead(nn.Linear):
 class Policy(nn.Module):
     """A causal LM (`model`) that gives the log-probs of rollouts at `temperature`.
 
-    Raises ValueError where its logits are more than the output embeddings of its hidden states, and where
+    Raises UserError where its logits are more than the output embeddings of its hidden states, and where
     `shared_prefix` is asked for but its cache cannot be repeated.
     """
 
@@ -77,11 +78,11 @@ class Policy(nn.Module):
         super().__init__()
         problem = shared_prefix_problem(model.config) if shared_prefix else None
         if problem is not None:
-            raise ValueError(problem)
+            raise UserError(problem)
         head = model.get_output_embeddings()
         if not isinstance(head, LogprobHead):
             if type(head) is not nn.Linear:
-                raise ValueError(
+                raise UserError(
                     "model.policy must name a model with a linear output head (log-probs are computed from "
                     f"its weight), got {model.config.model_type} with {type(head).__name__}; choose another "
                     "model"
@@ -131,7 +132,7 @@ def logit_scale(model: PreTrainedModel) -> float:
     """The factor between the model's logits and its output embeddings of its hidden states, 1 for most.
 
     Models differ in what they do to logits (a scale, a soft cap) and how their configs call it, so it is
-    measured on two tokens. Raises ValueError where it is no factor that the config names.
+    measured on two tokens. Raises UserError where it is no factor that the config names.
     """
     ids = torch.tensor([[0, 1]], device=model.device)
     training = model.training
@@ -146,7 +147,7 @@ def logit_scale(model: PreTrainedModel) -> float:
     for scale in (1.0, *named, *(1 / v for v in named)):
         if torch.allclose(logits, raw * scale, rtol=tolerance, atol=tolerance * float(logits.abs().max())):
             return scale
-    raise ValueError(
+    raise UserError(
         "model.policy must name a model whose logits are a linear function of its last hidden state "
         f"(log-probs are computed from the head's weight), got {model.config.model_type}, which changes "
         "them afterwards, for example by a soft cap; choose another model"
@@ -164,7 +165,7 @@ class RewardModel(nn.Module):
         super().__init__()
         problem = shared_prefix_problem(model.config) if shared_prefix else None
         if problem is not None:
-            raise ValueError(problem)
+            raise UserError(problem)
         self.model = model
         self.shared_prefix = shared_prefix
 
@@ -193,28 +194,28 @@ def load_tokenizer(
     """The fast tokenizer at `path` (hub name or folder), padding on the left.
 
     `pad_token` names the pad token where the tokenizer has none of its own, or one that is also its end.
-    Raises ValueError where the pad token is missing, unknown to the vocabulary, or equal to the end token.
+    Raises UserError where the pad token is missing, unknown to the vocabulary, or equal to the end token.
     """
     tokenizer = fetch(AutoTokenizer, path, key, trust_remote_code=trust_remote_code, padding_side="left")
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(
+        raise UserError(
             f"{key} must come with a fast tokenizer (tokenizer.json), got {path!r}; choose another model"
         )
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ValueError(  # transformers makes an empty tokenizer of a folder that has none
+        raise UserError(  # transformers makes an empty tokenizer of a folder that has none
             f"{key} must come with its tokenizer (tokenizer.json), got {path!r} without one; "
             "set model.tokenizer=<hub name or folder>"
         )
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
-            raise ValueError(
+            raise UserError(
                 f"model.pad_token must be a token of the tokenizer of {path!r} (a new one would have no "
                 f"embedding), got {pad_token!r}; set model.pad_token to a token that is never used, such as "
                 "a reserved one"
             )
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        raise ValueError(
+        raise UserError(
             f"model.pad_token must be set for the tokenizer of {path!r} (pad must differ from the end "
             f"token, which is trained on), got pad {tokenizer.pad_token!r} and end {tokenizer.eos_token!r}; "
             "set model.pad_token to a token of its vocabulary that is never used, such as a reserved one"
@@ -231,7 +232,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """The causal LM at `path` (hub name or folder; safetensors only), dropout off, in evaluation mode.
 
-    What is trained is loaded in float32; a frozen model in any dtype. Raises ValueError, naming `key`, where
+    What is trained is loaded in float32; a frozen model in any dtype. Raises UserError, naming `key`, where
     there is no such model.
     """
     return load(AutoModelForCausalLM, path, dtype, attention, trust_remote_code, key)
@@ -246,7 +247,7 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """The sequence classifier with one label at `path`, as `load_causal_lm`.
 
-    Raises ValueError also where it has another number of labels, or no head at all.
+    Raises UserError also where it has another number of labels, or no head at all.
     """
     return load(AutoModelForSequenceClassification, path, dtype, attention, trust_remote_code, key)
 
@@ -289,7 +290,7 @@ def load(
     """Load through an auto class; `new` names the parameter that the checkpoint need not have."""
     problem = folder_problem(key, path)
     if problem is not None:
-        raise ValueError(problem)
+        raise UserError(problem)
     config = fetch(AutoConfig, path, key, trust_remote_code=trust_remote_code, **settings)
     without_dropout(config)
     model, report = fetch(
@@ -305,13 +306,13 @@ def load(
     )
     missing = sorted(set(report["missing_keys"]) - {new})
     if missing or report["mismatched_keys"]:
-        raise ValueError(
+        raise UserError(
             f"{key} must name a checkpoint of {type(model).__name__} (parameters that it lacks would be "
             f"random numbers), got {path!r} without {', '.join(missing[:3]) or 'fitting shapes'}; set "
             f"{key}=<hub name or folder>"
         )
     if auto is AutoModelForSequenceClassification and model.config.num_labels != 1:
-        raise ValueError(
+        raise UserError(
             f"{key} must name a reward model with one label (a reward is one number), got {path!r} with "
             f"{model.config.num_labels}; set {key}=<hub name or folder>"
         )
@@ -322,8 +323,7 @@ def load(
 
 
 def without_dropout(config: PreTrainedConfig) -> None:
-    """Set every dropout rate of a model config to 0 (`attention_dropout`, `resid_pdrop`, `layerdrop`, "
-    "...)."""
+    """Set every dropout rate of a model config to 0: `attention_dropout`, `resid_pdrop`, and the like."""
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, int | float):
             setattr(config, name, 0.0)
@@ -332,7 +332,7 @@ def without_dropout(config: PreTrainedConfig) -> None:
 def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
     """`auto.from_pretrained` of a folder or of what is cached here; from the hub only where both fail.
 
-    Nodes of a cluster often have no network, and what is cached needs none. Raises ValueError, naming `key`,
+    Nodes of a cluster often have no network, and what is cached needs none. Raises UserError, naming `key`,
     where `path` is in none of the three.
     """
     path = os.path.expanduser(path)
@@ -344,12 +344,12 @@ def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
             reason = (
                 f"{path!r} could not be read: {first_line(error)}" if folder else f"no folder {path!r} here"
             )
-            raise ValueError(unreachable(key, path, reason)) from error
+            raise UserError(unreachable(key, path, reason)) from error
     try:
         return auto.from_pretrained(path, **settings)
     except (OSError, ValueError) as error:
         reason = f"no folder {path!r} here, and the hub has none or could not be reached: {first_line(error)}"
-        raise ValueError(unreachable(key, path, reason)) from error
+        raise UserError(unreachable(key, path, reason)) from error
 
 
 def unreachable(key: str, path: str, reason: str) -> str:
@@ -411,7 +411,7 @@ def check_vocabulary(
     rows = model.config.get_text_config().vocab_size
     largest = max(tokenizer.get_vocab().values())
     if largest >= rows:
-        raise ValueError(
+        raise UserError(
             f"{key} must fit the model (every id needs an embedding), got ids up to {largest} and {rows} "
             f"embeddings; set {key} to the tokenizer that the model was trained with"
         )

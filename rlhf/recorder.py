@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.batch import Rollouts
 from rlhf.engines.engine import Engine
 from rlhf.evaluate import Evaluation
-from rlhf.invariants import broken_invariants
+from rlhf.invariants import EXPECTED, broken_invariants
 from rlhf.loggers.logger import Logger, Row
 from rlhf.metrics import How, Metrics, Stat, Timer, merge
 from rlhf.state import TrainState
@@ -31,6 +31,7 @@ class Recorder:
         self.metric = metric
         self.tolerance = tolerance
         self.timer = Timer()
+        self.unchecked = set(EXPECTED)  # invariants of the first step, not seen yet
         self.figures: Metrics = {}
         self.first: Row = {}  # figures of the evaluation before training
         self.evaluated: Row = {}  # figures of the last evaluation
@@ -40,11 +41,19 @@ class Recorder:
         self.loggers = loggers
 
     def add(self, figures: Metrics) -> None:
-        """Add figures to the row in the making."""
+        """Add figures to the row in the making; the very first of the invariants' figures are checked."""
+        seen = {
+            name: value
+            for name in self.unchecked & figures.keys()
+            if (value := figures[name].value()) is not None
+        }
+        self.unchecked -= seen.keys()
+        for text in broken_invariants(seen, self.tolerance):
+            self.warn(text)
         merge(self.figures, figures)
 
     def flush(self, state: TrainState, rollouts: Rollouts, engine: Engine) -> None:
-        """End an update: add its times, check what must hold at the first one, write the row if it is due."""
+        """End an update: add its times, and write the row if one is due."""
         times = self.timer.drain()
         seconds = sum(float(times[f"time/{phase}_s"].total) for phase in PHASES if f"time/{phase}_s" in times)
         tokens = float(rollouts.response_mask.sum())
@@ -72,9 +81,6 @@ class Recorder:
                 else:
                     self.warn(f"{name} is {value} at update {state.update}; it is left out of the row")
             self.figures = {}
-            if state.update == 1 and state.lag == 0:
-                for text in broken_invariants(row, self.tolerance):
-                    self.warn(text)
             for logger in self.loggers:
                 logger.log(row, state)
 
@@ -106,6 +112,7 @@ class Recorder:
             name: Stat(total, count, How(how)) for name, (total, count, how) in saved["figures"].items()
         }
         self.first, self.evaluated = saved["first"], saved["evaluated"]
+        self.unchecked = set()  # the first step was in an earlier session
 
     def close(self) -> None:
         """Close every logger."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import shutil
 from contextlib import nullcontext
 from typing import Any
@@ -51,8 +50,6 @@ from rlhf.tasks.completions import encode_completions
 from rlhf.tasks.config import EmbeddedTaskConfig
 from rlhf.tasks.task import Task
 from rlhf.validate import describe
-
-log = logging.getLogger(__name__)
 
 TOLERANCE = {Dtype.float32: 1e-4, Dtype.bfloat16: 5e-2}  # of the first update's invariants
 

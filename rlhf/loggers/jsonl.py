@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.folder import RunFolder
+from rlhf.folder import RunFolder, write_atomically
 from rlhf.loggers.logger import Logger, Row
 from rlhf.state import TrainState
 
@@ -28,9 +28,7 @@ class JsonlLogger(Logger):
         self.completions = folder.completions
         for file in (self.metrics, self.completions):
             keep = [line for line in read_lines(file) if state.update and line["update"] <= state.update]
-            scratch = file.with_suffix(".tmp")
-            scratch.write_text("".join(json.dumps(line) + "\n" for line in keep))
-            scratch.replace(file)
+            write_atomically(file, "".join(map(as_line, keep)))
 
     def log(self, row: Row, state: TrainState) -> None:
         """Append the row, and note where the run stands."""
@@ -46,7 +44,12 @@ class JsonlLogger(Logger):
 def append(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write one JSON object a line at the end of `file`."""
     with file.open("a", encoding="utf-8") as out:
-        out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        out.writelines(map(as_line, rows))
+
+
+def as_line(row: dict[str, Any]) -> str:
+    """A row as one line of JSON."""
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -55,8 +58,5 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     """
     if not file.exists():
         return []
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(json.loads(line))
-    return rows
+    *whole, _ = file.read_text(encoding="utf-8").split("\n")  # not splitlines: texts hold other line ends
+    return [json.loads(line) for line in whole]

@@ -15,6 +15,7 @@ from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from rlhf.errors import UserError
 from rlhf.tasks.config import PREFERENCE_COLUMNS, PROMPT_COLUMNS, Difficulty
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class ArithmeticSource:
         from rlhf.tasks.source import Stored
 
         if self.config.preferences_path is None:
-            raise ValueError(
+            raise UserError(
                 "task.preferences_path must name a folder of preference pairs for task=arithmetic (pairs are "
                 "sampled from its sft model and labelled by gold), got null; set "
                 "task.preferences_path=<folder>"

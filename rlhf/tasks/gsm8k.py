@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from datasets import Dataset
 
+from rlhf.errors import UserError
 from rlhf.tasks.config import PREFERENCE_COLUMNS
 from rlhf.tasks.source import Stored
 
@@ -40,7 +41,7 @@ class GSM8KSource:
     def preferences(self, split: str) -> Dataset:
         """The split of `task.preferences_path` as texts `prompt`, `chosen` and `rejected`."""
         if self.pairs is None:
-            raise ValueError(
+            raise UserError(
                 "task.preferences_path must name a folder of preference pairs for task=gsm8k (the data set "
                 "has none), got null; set task.preferences_path=<folder>"
             )
@@ -52,7 +53,7 @@ class GSM8KSource:
             return self.problems.load(split, COLUMNS)
         rows = self.problems.load("train", COLUMNS)
         if self.validation_size >= len(rows):
-            raise ValueError(
+            raise UserError(
                 f"task.validation_size must leave some of the {len(rows)} training rows (validation is their "
                 f"end), got {self.validation_size}; set task.validation_size={len(rows) // 10}"
             )

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
+from rlhf.errors import UserError
 from rlhf.tasks.config import PREFERENCE_COLUMNS, PROMPT_COLUMNS
 from rlhf.tasks.folders import FORMATS, folder_problems, is_saved, split_columns, split_files
 
@@ -45,12 +46,12 @@ class Stored:
     def load(self, split: str, columns: Sequence[str]) -> Dataset:
         """The columns `columns` (all of text) of one split.
 
-        Raises ValueError where the folder, the split or a column is missing, or a column does not hold texts.
+        Raises UserError where the folder, the split or a column is missing, or a column does not hold texts.
         """
         dataset = self._from_folder(split, columns) if self.local else self._from_hub(split)
         missing = [column for column in columns if column not in dataset.column_names]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"{self.key} must have the columns {', '.join(columns)} in its split {split}, got "
                 f"{self.place} "
                 f"with {', '.join(dataset.column_names)}; rename or add {', '.join(missing)}"
@@ -58,7 +59,7 @@ class Stored:
         for column in columns:
             kind = getattr(dataset.features[column], "dtype", "a nested type")
             if kind not in ("string", "large_string"):
-                raise ValueError(
+                raise UserError(
                     f"{self.key} must have texts in its column {column}, got {self.place} with {kind} "
                     "there in "
                     f"the split {split}; convert the column to strings"
@@ -67,7 +68,7 @@ class Stored:
 
     def _from_folder(self, split: str, columns: Sequence[str]) -> Dataset:
         for problem in folder_problems(self.key, self.place, columns, [split], "training reads it"):
-            raise ValueError(problem)
+            raise UserError(problem)
         folder = Path(self.place).expanduser()
         if is_saved(folder):
             saved = load_from_disk(str(folder))
@@ -79,12 +80,12 @@ class Stored:
         try:
             return load_dataset(self.place, self.subset, split=split)
         except ValueError as error:  # datasets names the splits or subsets that exist
-            raise ValueError(
+            raise UserError(
                 f"{self.key} must have the split {split}, got {self.place}: {error}; "
                 f"set task.path=<folder with {split}.jsonl>"
             ) from error
         except OSError as error:  # not found, or no network
-            raise ValueError(
+            raise UserError(
                 f"{self.key} must name a data set that can be loaded, got {self.place}: {error}; check "
                 "the name "
                 "and the network, or set task.path=<local folder>"

@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.batch import Prompts
+from rlhf.errors import UserError
 from rlhf.objectives.config import Data
 from rlhf.seeding import derive
 from rlhf.tasks.completions import pad_prompts
@@ -42,7 +43,7 @@ class Task:
         seed: int,
     ) -> None:
         if tokenizer.pad_token_id is None:
-            raise ValueError(
+            raise UserError(
                 "model.pad_token must be set for this tokenizer (it has none of its own, and prompts "
                 "are padded), "
                 "got null; set model.pad_token=<an unused token of it>"
@@ -132,7 +133,7 @@ class Task:
                 left_out, len(stored), split, self.max_prompt_tokens,
             )  # fmt: skip
         if not len(examples):
-            raise ValueError(
+            raise UserError(
                 f"task.max_prompt_tokens must leave some of the {len(stored)} prompts of the split {split}, "
                 f"got {self.max_prompt_tokens}, which leaves none; raise task.max_prompt_tokens"
             )

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from rlhf.errors import UserError
 from rlhf.tasks.config import Difficulty
 
 if TYPE_CHECKING:
@@ -531,7 +532,7 @@ class TLDRMiniSource:
         from rlhf.tasks.source import Stored
 
         if self.config.preferences_path is None:
-            raise ValueError(
+            raise UserError(
                 "task.preferences_path must name a folder of preference pairs for task=tldr_mini (pairs "
                 "are sampled "
                 "from its sft model and labelled by gold), got null; set task.preferences_path=<folder>"
