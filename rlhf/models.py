@@ -67,18 +67,41 @@ class LogprobHead(nn.Linear):
         return head.train(linear.training)
 
 
-class Policy(nn.Module):
-    """A causal LM (`model`) that gives the log-probs of rollouts at `temperature`.
+class OverRollouts(nn.Module):
+    """A Hugging Face model (`model`) that is run over rollouts.
 
-    Raises UserError where its logits are more than the output embeddings of its hidden states, and where
-    `shared_prefix` is asked for but its cache cannot be repeated.
+    Raises UserError where `shared_prefix` is asked for but the model's cache cannot be repeated.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float, shared_prefix: bool) -> None:
+    def __init__(self, model: PreTrainedModel, shared_prefix: bool) -> None:
         super().__init__()
         problem = shared_prefix_problem(model.config) if shared_prefix else None
         if problem is not None:
             raise UserError(problem)
+        self.model = model
+        self.shared_prefix = shared_prefix
+
+    def states(self, batch: Rollouts, last: bool) -> Tensor:
+        """Hidden states around the responses, as `rlhf.forward.encode` gives them."""
+        return encode(
+            backbone(self.model),
+            batch.prompt_ids,
+            batch.prompt_mask,
+            batch.response_ids,
+            batch.response_mask,
+            self.shared_prefix,
+            last,
+        )
+
+
+class Policy(OverRollouts):
+    """A causal LM (`model`) that gives the log-probs of rollouts at `temperature`.
+
+    Raises UserError also where its logits are more than the output embeddings of its hidden states.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, shared_prefix: bool) -> None:
+        super().__init__(model, shared_prefix)
         head = model.get_output_embeddings()
         if not isinstance(head, LogprobHead):
             if type(head) is not nn.Linear:
@@ -88,22 +111,12 @@ class Policy(nn.Module):
                     "model"
                 )
             model.set_output_embeddings(LogprobHead.of(head))
-        self.model = model
-        self.shared_prefix = shared_prefix
         self.temperature = temperature
         self.logit_scale = logit_scale(model)
 
     def forward(self, batch: Rollouts) -> Outputs:
         """Log-probs [N, K, T] of the responses, 0 at padding; the head sees real response positions only."""
-        hidden = encode(
-            backbone(self.model),
-            batch.prompt_ids,
-            batch.prompt_mask,
-            batch.response_ids,
-            batch.response_mask,
-            self.shared_prefix,
-            last=False,
-        )
+        hidden = self.states(batch, last=False)
         mask = batch.response_mask
         head = self.model.get_output_embeddings()
         found = head(
@@ -154,32 +167,16 @@ def logit_scale(model: PreTrainedModel) -> float:
     )
 
 
-class RewardModel(nn.Module):
+class RewardModel(OverRollouts):
     """A sequence classifier with one label (`model`) that scores rollouts.
 
     It reads the state of the last real response token. Rewards are centred by `config.reward_offset`, where
     the config has one.
     """
 
-    def __init__(self, model: PreTrainedModel, shared_prefix: bool) -> None:
-        super().__init__()
-        problem = shared_prefix_problem(model.config) if shared_prefix else None
-        if problem is not None:
-            raise UserError(problem)
-        self.model = model
-        self.shared_prefix = shared_prefix
-
     def forward(self, batch: Rollouts) -> Outputs:
         """Rewards [N, K] float32. An empty response is read at the last prompt token."""
-        hidden = encode(
-            backbone(self.model),
-            batch.prompt_ids,
-            batch.prompt_mask,
-            batch.response_ids,
-            batch.response_mask,
-            self.shared_prefix,
-            last=True,
-        )
+        hidden = self.states(batch, last=True)
         place = batch.response_mask.sum(-1)  # position t is the state after t tokens
         state = hidden.gather(2, place[:, :, None, None].expand(-1, -1, 1, hidden.shape[-1]))[:, :, 0]
         head = score_head(self.model)

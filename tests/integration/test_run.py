@@ -5,11 +5,17 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPTNeoXConfig,
+)
 
 from rlhf.checkpoint import Checkpoints
-from rlhf.errors import RunError
+from rlhf.errors import RunError, UserError
 from rlhf.folder import RunFolder, load_config
+from rlhf.loggers.jsonl import append, read_lines
 from rlhf.recorder import Recorder
 from rlhf.run import run
 from tests.integration.conftest import rows
@@ -107,6 +113,25 @@ def test_the_first_update_is_on_policy_and_at_the_reference(finished):
     evaluation, first = rows(folder)[:2]
     assert abs(evaluation["eval/kl"]) < 1e-4
     assert abs(first["objective/kl"]) < 1e-4
+
+
+def test_lines_are_told_by_newlines_alone(tmp_path):
+    file = tmp_path / "completions.jsonl"
+    texts = ["one\u2028two", "three\x85four", "fünf"]
+    append(file, [{"update": 1, "response": text} for text in texts])
+    with file.open("a") as out:
+        out.write('{"update": 2, "resp')  # cut off by a crash
+    assert [row["response"] for row in read_lines(file)] == texts
+
+
+def test_what_is_found_wrong_while_loading_is_the_users_to_mend(tiny, tmp_path):
+    folder = tmp_path / "model"
+    model = AutoModelForCausalLM.from_config(
+        GPTNeoXConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    model.save_pretrained(folder)
+    with pytest.raises(UserError, match="must come with its tokenizer"):
+        run(tiny(f"model.policy={folder}", "scorer=facts"), RunFolder(tmp_path / "run"))
 
 
 def test_a_finished_run_is_not_run_again(finished):

@@ -128,6 +128,26 @@ def test_a_broken_invariant_of_the_first_update_is_a_warning_with_figures():
     assert len(kept.warnings) == 1, "later updates may differ"
 
 
+def test_only_the_first_step_is_checked_whatever_the_rows():
+    recorder, kept = recorder_of(log_every=2)
+    state = TrainState(num_updates=2)
+    recorder.add({"policy/ratio": Stat(1.0)})
+    recorder.add({"policy/ratio": Stat(1.5)})  # the second minibatch of the first update: weights have moved
+    end_update(recorder, state)
+    assert kept.warnings == [] and kept.rows == []
+    recorder, kept = recorder_of(log_every=2)
+    recorder.add({"policy/ratio": Stat(1.5)})
+    assert len(kept.warnings) == 1, "though its row is not due"
+
+
+def test_a_resumed_run_has_its_first_step_behind_it():
+    first, _ = recorder_of()
+    second, kept = recorder_of()
+    second.load_state_dict(first.state_dict())
+    second.add({"policy/ratio": Stat(1.5)})
+    assert kept.warnings == []
+
+
 def test_invariants_hold_within_the_tolerance_of_the_dtype():
     row = {"policy/ratio": 1.001, "objective/kl": 0.002, "policy/clipfrac": 0.0}
     assert len(broken_invariants(row, 1e-4)) == 2
