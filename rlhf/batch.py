@@ -65,7 +65,7 @@ class Prompts:
 
 @dataclass(slots=True, kw_only=True)
 class Rollouts(Prompts):
-    """N prompts with K responses each."""
+    """N prompts with K responses each. Where they are sampled, T is the length that was allowed."""
 
     response_ids: Tensor  # [N, K, T] int64, padded right
     response_mask: Tensor  # [N, K, T] bool; the stop token belongs to the response
@@ -87,9 +87,10 @@ class Batch(Rollouts):
     scores: Tensor  # [N, K] float32
     ref_logprobs: Tensor | None = None  # [N, K, T]
     old_logprobs: Tensor | None = None  # [N, K, T]; None: the first forward gives them (one step a batch)
-    values: Tensor | None = None  # [N, K, T]
+    values: Tensor | None = None  # [N, K, T+1], position t: of the state after t response tokens
+    value_mask: Tensor | None = None  # [N, K, T+1] bool, the states whose value is learned
     advantages: Tensor | None = None  # [N, K, T]
-    returns: Tensor | None = None  # [N, K, T]
+    returns: Tensor | None = None  # [N, K, T+1]
     signal: Tensor | None = None  # [N] bool: False rows are not trained on; None: all are
 
     def minibatches(self, count: int, epochs: int, seed: int, update: int) -> Iterator[Batch]:
@@ -124,6 +125,7 @@ PER_SAMPLE = frozenset(
         "ref_logprobs",
         "old_logprobs",
         "values",
+        "value_mask",
         "advantages",
         "returns",
     }
@@ -131,18 +133,18 @@ PER_SAMPLE = frozenset(
 
 
 def trim(batch: B) -> B:
-    """Drop prompt columns and response positions that no row uses."""
+    """Drop prompt columns and response positions that no row uses; of T+1 states one more is kept."""
     longest = int(batch.prompt_mask.sum(1).max())
     cut: dict[str, Any] = {
         "prompt_ids": batch.prompt_ids[:, -longest:],
         "prompt_mask": batch.prompt_mask[:, -longest:],
     }
     if isinstance(batch, Rollouts):
-        length = max(1, int(batch.response_mask.sum(-1).max()))
+        unused = batch.response_mask.shape[-1] - max(1, int(batch.response_mask.sum(-1).max()))
         for f in fields(batch):
             value = getattr(batch, f.name)
             if isinstance(value, Tensor) and value.dim() == 3:
-                cut[f.name] = value[..., :length]
+                cut[f.name] = value[..., : value.shape[-1] - unused]
     return replace(batch, **cut)
 
 

@@ -14,6 +14,7 @@ import torch
 from rlhf.batch import Rollouts
 from rlhf.engines.engine import Engine
 from rlhf.folder import COMPLETE, complete_checkpoints
+from rlhf.objectives.objective import Objective
 from rlhf.recorder import Recorder
 from rlhf.state import TrainState
 from rlhf.stream import Stream
@@ -28,9 +29,10 @@ class Checkpoints:
     behind is never taken for one.
     """
 
-    def __init__(self, folder: Path, limit: int) -> None:
+    def __init__(self, folder: Path, limit: int, objective: Objective) -> None:
         self.folder = folder
         self.limit = limit
+        self.objective = objective
         for leftover in folder.glob(f"{SCRATCH}*"):
             shutil.rmtree(leftover)
 
@@ -43,7 +45,11 @@ class Checkpoints:
         engine.save(scratch)
         torch.save([pack(rollouts) for rollouts in stream.in_flight()], scratch / "in_flight.pt")
         torch.save({"torch": torch.get_rng_state()}, scratch / "random.pt")
-        counters = {"state": state.state_dict(), "recorder": recorder.state_dict()}
+        counters = {
+            "state": state.state_dict(),
+            "recorder": recorder.state_dict(),
+            "objective": self.objective.state_dict(),
+        }
         (scratch / "counters.json").write_text(json.dumps(counters))
         for file in scratch.rglob("*"):
             if file.is_file():
@@ -61,6 +67,7 @@ class Checkpoints:
         counters = json.loads((path / "counters.json").read_text())
         state.load_state_dict(counters["state"])
         recorder.load_state_dict(counters["recorder"])
+        self.objective.load_state_dict(counters["objective"])
         engine.load(path)
         torch.set_rng_state(torch.load(path / "random.pt", weights_only=True)["torch"])
         return [Rollouts(**packed) for packed in torch.load(path / "in_flight.pt", weights_only=True)]

@@ -15,7 +15,7 @@ from rlhf.batch import Prompts, Rollouts
 from rlhf.engines.engine import Engine
 from rlhf.generators.generator import Generator, Sampling
 from rlhf.loggers.logger import Row
-from rlhf.models import Policy
+from rlhf.models import Policy, RewardModel
 from rlhf.scorers.scorer import Scorer, response_texts
 from rlhf.state import TrainState
 from rlhf.tasks.completions import encode_completions
@@ -122,7 +122,7 @@ class PolicyEvaluator:
         assert engine.reference is not None
         sampling = replace(self.sampling, temperature=self.train_temperature, purpose="eval-kl")
         samples = self.generate_completions(sampling)
-        policy = engine.infer(engine.module, samples, "logprobs")
+        policy = engine.infer(engine.policy, samples, "logprobs")
         reference = engine.infer(engine.reference, samples, "logprobs")
         plain = Policy(engine.reference.model, temperature=1.0, shared_prefix=engine.reference.shared_prefix)
         nll = -engine.infer(plain, rollouts, "logprobs").double().sum()
@@ -134,7 +134,7 @@ class PolicyEvaluator:
     def likelihood(self) -> Row:
         """Cross-entropy a token of the held-out reference responses: what supervised fine-tuning lowers."""
         references = self.references()
-        logprobs = self.engine.infer(self.engine.module, references, "logprobs").double().sum()
+        logprobs = self.engine.infer(self.engine.policy, references, "logprobs").double().sum()
         return {"eval/loss": -logprobs.item() / int(references.response_mask.sum())}
 
 
@@ -147,6 +147,7 @@ class RewardEvaluator:
 
     def __call__(self, state: TrainState) -> Evaluation:
         """Evaluate the reward model as it stands."""
+        assert isinstance(self.engine.module, RewardModel)
         rewards = self.engine.infer(self.engine.module, self.pairs, "rewards").double()
         margins = rewards[:, 0] - rewards[:, 1]
         return Evaluation(

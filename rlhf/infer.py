@@ -22,7 +22,7 @@ def autocast(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:
 def infer(
     module: nn.Module, rollouts: Rollouts, field: str, micro_batch: int, device: torch.device, dtype: Dtype
 ) -> Tensor:
-    """The output `field` ([N, K, T] or [N, K], float32) of `module` on `rollouts`, on their device.
+    """The output `field` ([N, K, T], [N, K, T+1] or [N, K], float32) of `module` on `rollouts`, on their device.
 
     Positions beyond a micro-batch's longest response are 0.
     """
@@ -32,7 +32,9 @@ def infer(
         for rows, micro in microbatches(rollouts, micro_batch):
             out = getattr(module(micro.to(device)), field).float().to(home)
             if whole is None:
-                shape = rollouts.response_ids.shape[: out.dim()]
+                shape = list(rollouts.response_ids.shape[: out.dim()])
+                if out.dim() == 3:  # T positions, or T+1 states
+                    shape[2] += out.shape[2] - micro.response_ids.shape[2]
                 whole = torch.zeros(shape, dtype=torch.float32, device=home)
             if out.dim() == 3:
                 whole[rows, :, : out.shape[2]] = out

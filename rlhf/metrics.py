@@ -22,15 +22,17 @@ class How(Enum):
     sum = "sum"
     max = "max"
     last = "last"
+    sample_size = "sample_size"  # effective, of importance weights, as a part of their number
 
 
 @dataclass(slots=True, frozen=True)
 class Stat:
-    """A figure over `count` items: `total` is their sum (mean, sum), the largest, or the last."""
+    """A figure over `count` items: `total` is their sum (mean, sum, sample_size), the largest, or the last."""
 
     total: Tensor | float
     count: Tensor | float = 1.0
     how: How = How.mean
+    squares: Tensor | float = 0.0  # sample_size: the sum of their squares
 
     def merge(self, later: Stat) -> Stat:
         """This and a later part of the same figure as one."""
@@ -38,10 +40,19 @@ class Stat:
             return Stat(max(float(self.total), float(later.total)), 1.0, How.max)
         if self.how is How.last:
             return later
-        return Stat(self.total + later.total, self.count + later.count, self.how)
+        return Stat(
+            self.total + later.total, self.count + later.count, self.how, self.squares + later.squares
+        )
+
+    def plain(self) -> Stat:
+        """The same with plain numbers."""
+        return Stat(float(self.total), float(self.count), self.how, float(self.squares))
 
     def value(self) -> float | None:
         """The figure; None where there was nothing to average."""
+        if self.how is How.sample_size:
+            spread = float(self.count) * float(self.squares)
+            return float(self.total) ** 2 / spread if spread else None
         if self.how is not How.mean:
             return float(self.total)
         return float(self.total) / float(self.count) if float(self.count) else None
@@ -61,6 +72,14 @@ def mean(x: Tensor, mask: Tensor | None = None) -> Stat:
 def largest(x: Tensor, mask: Tensor) -> Stat:
     """The largest `x` where `mask` is True; -inf where it is nowhere."""
     return Stat(x.detach().double().masked_fill(~mask, -torch.inf).max(), 1.0, How.max)
+
+
+def sample_size(weights: Tensor, mask: Tensor) -> Stat:
+    """The effective sample size of importance weights where `mask` is True, from 0 to 1 of their number:
+    `(sum w)^2 / (n sum w^2)` (Kong 1992).
+    """
+    w = weights.detach().double() * mask
+    return Stat(w.sum(), mask.sum(), How.sample_size, w.square().sum())
 
 
 def merge(into: Metrics, added: Metrics) -> None:

@@ -1,7 +1,8 @@
 """The models of a run: what they compute for rollouts, and how they are loaded, made and saved.
 
-A `Policy` gives log-probs, a `RewardModel` scores; both wrap a Hugging Face model that stays what it was
-(attribute `model`), so it is saved, sharded and generated from as such.
+A `Policy` gives log-probs, a `RewardModel` scores, a `ValueModel` values; each wraps a Hugging Face model that
+stays what it was (attribute `model`), so it is saved, sharded and generated from as such. An `ActorCritic` is a
+policy and a value model that are trained together.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Outputs:
     """What a forward gives for rollouts; None: this model has no such head."""
 
     logprobs: Tensor | None = None  # [N, K, T] float32, 0 where the response mask is False
-    values: Tensor | None = None  # [N, K, T] float32
+    values: Tensor | None = None  # [N, K, T+1] float32, position t: of the state after t response tokens
     rewards: Tensor | None = None  # [N, K] float32
 
 
@@ -140,6 +141,14 @@ def score_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def read(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """What a reward or value model says of hidden states [..., H]: [...] float32, centred where it is."""
+    head = score_head(model)
+    with torch.autocast(states.device.type, enabled=False):  # one number a state: worth float32
+        said = head(states.to(head.weight.dtype))[..., 0].float()
+    return said - getattr(model.config, "reward_offset", 0.0)
+
+
 @torch.no_grad()
 def logit_scale(model: PreTrainedModel) -> float:
     """The factor between the model's logits and its output embeddings of its hidden states, 1 for most.
@@ -179,10 +188,36 @@ class RewardModel(OverRollouts):
         hidden = self.states(batch, last=True)
         place = batch.response_mask.sum(-1)  # position t is the state after t tokens
         state = hidden.gather(2, place[:, :, None, None].expand(-1, -1, 1, hidden.shape[-1]))[:, :, 0]
-        head = score_head(self.model)
-        with torch.autocast(state.device.type, enabled=False):  # one number a sequence: worth float32
-            rewards = head(state.to(head.weight.dtype))[..., 0].float()
-        return Outputs(rewards=rewards - getattr(self.model.config, "reward_offset", 0.0))
+        return Outputs(rewards=read(self.model, state))
+
+
+class ValueModel(OverRollouts):
+    """A sequence classifier with one label (`model`) that gives the value of every state of a response.
+
+    Where it was a reward model, its values start as what that would say of the text so far.
+    """
+
+    def forward(self, batch: Rollouts) -> Outputs:
+        """Values [N, K, T+1] float32; beyond the state after the last response token they mean nothing."""
+        return Outputs(values=read(self.model, self.states(batch, last=True)))
+
+
+class ActorCritic(nn.Module):
+    """A policy and its value model as one module: what one optimizer, or one ZeRO engine, trains."""
+
+    def __init__(self, actor: Policy, critic: ValueModel) -> None:
+        super().__init__()
+        self.actor = actor
+        self.critic = critic
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The Hugging Face model of the policy: what is generated from and left behind."""
+        return self.actor.model
+
+    def forward(self, batch: Rollouts) -> Outputs:
+        """Log-probs [N, K, T] and values [N, K, T+1]."""
+        return Outputs(logprobs=self.actor(batch).logprobs, values=self.critic(batch).values)
 
 
 def load_tokenizer(

@@ -69,7 +69,7 @@ class Recorder:
             }
         )
         # Numbers from here on: a row that spans a checkpoint then adds up the same after a resume.
-        self.figures = {k: Stat(float(s.total), float(s.count), s.how) for k, s in self.figures.items()}
+        self.figures = {name: stat.plain() for name, stat in self.figures.items()}
         if state.due(self.log_every, at_end=True):
             row = state.position()
             for name, stat in self.figures.items():
@@ -103,13 +103,17 @@ class Recorder:
 
     def state_dict(self) -> dict[str, Any]:
         """The row in the making and the last evaluation, as plain numbers."""
-        figures = {name: [stat.total, stat.count, stat.how.value] for name, stat in self.figures.items()}
+        figures = {
+            name: [stat.total, stat.count, stat.how.value, stat.squares]
+            for name, stat in self.figures.items()
+        }
         return {"figures": figures, "first": self.first, "evaluated": self.evaluated}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with the row that `saved` had begun."""
         self.figures = {
-            name: Stat(total, count, How(how)) for name, (total, count, how) in saved["figures"].items()
+            name: Stat(total, count, How(how), squares)
+            for name, (total, count, how, squares) in saved["figures"].items()
         }
         self.first, self.evaluated = saved["first"], saved["evaluated"]
         self.unchecked = set()  # the first step was in an earlier session

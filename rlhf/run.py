@@ -31,16 +31,20 @@ from rlhf.loggers.jsonl import JsonlLogger
 from rlhf.loggers.logger import Logger, Row
 from rlhf.loop import train
 from rlhf.models import (
+    ActorCritic,
     Policy,
     RewardModel,
+    ValueModel,
     check_context,
     check_vocabulary,
     load_causal_lm,
+    load_reward_model,
     load_tokenizer,
     new_nano,
     new_reward_model,
+    score_head,
 )
-from rlhf.objectives.config import Data, Trains
+from rlhf.objectives.config import Data, PPOConfig, Trains, ValueFrom
 from rlhf.recorder import Recorder
 from rlhf.scorers.scorer import Scorer
 from rlhf.seeding import derive
@@ -89,7 +93,7 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
     evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, device)
     objective = cfg.algo.build()
     recorder = Recorder(cfg.schedule.log_every, cfg.metric, TOLERANCE[cfg.model.dtype])
-    checkpoints = Checkpoints(folder.path, cfg.save_total_limit)
+    checkpoints = Checkpoints(folder.path, cfg.save_total_limit, objective)
 
     in_flight = []
     if last := folder.last_checkpoint():
@@ -233,12 +237,14 @@ def build_engine(
         optim=cfg.optim,
         total_steps=state.num_updates * steps,
         steps_per_batch=steps,
+        max_lag=cfg.schedule.max_lag,
         device=device,
         dtype=cfg.model.dtype,
+        value_lr=cfg.algo.value_lr if isinstance(cfg.algo, PPOConfig) else None,
     )
 
 
-def build_module(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel:
+def build_module(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel | ActorCritic:
     """What the run trains, from where it starts; weights in float32."""
     model = cfg.model
     options: dict[str, Any] = {"attention": model.attention, "trust_remote_code": model.trust_remote_code}
@@ -253,7 +259,30 @@ def build_module(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Re
     start = model.base if cfg.algo.trains is Trains.base else model.policy
     assert start is not None
     key = f"model.{cfg.algo.trains.value}"
-    return Policy(load_causal_lm(start, key=key, **options), cfg.generator.temperature, model.shared_prefix)
+    policy = Policy(load_causal_lm(start, key=key, **options), cfg.generator.temperature, model.shared_prefix)
+    if not isinstance(cfg.algo, PPOConfig):
+        return policy
+    return ActorCritic(policy, build_value_model(cfg, cfg.algo, tokenizer))
+
+
+def build_value_model(cfg: Config, algo: PPOConfig, tokenizer: PreTrainedTokenizerFast) -> ValueModel:
+    """The value model as it starts, weights in float32: the reward model, or the policy with values of 0."""
+    model = cfg.model
+    options: dict[str, Any] = {"attention": model.attention, "trust_remote_code": model.trust_remote_code}
+    if algo.starts_value(cfg) is ValueFrom.policy:
+        assert model.policy is not None
+        made = new_reward_model(model.policy, tokenizer.pad_token_id, None, **options)
+        torch.nn.init.zeros_(score_head(made).weight)
+        return ValueModel(made, model.shared_prefix)
+    path = model.reward or getattr(cfg.scorer, "path", None)
+    assert path is not None, "validated: a reward model is named or made"
+    own = load_tokenizer(path, model.pad_token, model.trust_remote_code, "model.reward")
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            "algo.value_from must be policy where the reward model has another tokenizer (the value model reads "
+            f"the policy's tokens), got reward with {path!r}; set algo.value_from=policy"
+        )
+    return ValueModel(load_reward_model(path, **options), model.shared_prefix)
 
 
 def build_sampler(
@@ -323,6 +352,7 @@ def centre(cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> N
     prompts = build_task(cfg, tokenizer, Data.references, 1).held_out(cfg.eval.prompts)
     assert prompts.completions is not None
     references = encode_completions(prompts, prompts.completions, tokenizer, None)
+    assert isinstance(engine.module, RewardModel)
     offset = engine.infer(engine.module, references, "rewards").double().mean().item()
     config = engine.module.model.config
     config.reward_offset = getattr(config, "reward_offset", 0.0) + offset

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rlhf.batch import Batch, Rollouts
 from rlhf.metrics import Metrics
-from rlhf.models import Policy, RewardModel
+from rlhf.models import ActorCritic, OverRollouts, Policy, RewardModel
 from rlhf.objectives.objective import Objective
 
 
@@ -28,24 +28,28 @@ class NonFinite(RuntimeError):
 class Engine(Protocol):
     """Trains `module` against an objective, and holds the frozen `reference`."""
 
-    module: Policy | RewardModel
+    module: Policy | RewardModel | ActorCritic
     reference: Policy | None
 
-    def infer(self, module: Policy | RewardModel, rollouts: Rollouts, field: str) -> Tensor:
-        """The output `field` ([N, K, T] or [N, K]) of `module` on `rollouts`, without gradient."""
+    @property
+    def policy(self) -> Policy:
+        """The policy that is trained, without its value model."""
+
+    def infer(self, module: OverRollouts, rollouts: Rollouts, field: str) -> Tensor:
+        """The output `field` ([N, K, T], [N, K, T+1] or [N, K]) of `module` on `rollouts`, without gradient."""
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """Fill in what the objective `needs` of ref_logprobs, old_logprobs and values, each [N, K, T]."""
+        """Fill in what the objective `needs` (see `Objective.needs`)."""
 
     def step(self, batch: Batch, objective: Objective) -> Metrics:
-        """One optimizer step on a minibatch: the sum of losses divided by the global count, once.
+        """One optimizer step on a minibatch: each sum of losses divided by its global count, once.
 
         Raises:
             NonFinite: the loss or the gradient norm is not finite; no weight has changed.
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the Hugging Face model that is trained, one tensor at a time."""
+        """The weights of the Hugging Face model that is sampled from, one tensor at a time."""
 
     def borrow_policy(self) -> AbstractContextManager[PreTrainedModel]:
         """The Hugging Face model that is trained, whole and on this device, to generate in this process."""

@@ -18,7 +18,7 @@ from rlhf.config import Dtype, LRSchedule, OptimConfig
 from rlhf.engines.engine import NonFinite
 from rlhf.infer import autocast, infer
 from rlhf.metrics import How, Metrics, Stat, merge
-from rlhf.models import Outputs, Policy, RewardModel, save
+from rlhf.models import ActorCritic, Outputs, OverRollouts, Policy, RewardModel, save
 from rlhf.objectives.objective import Objective
 
 OPTIMIZER_FILE = "optimizer.pt"
@@ -37,6 +37,21 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr
 
 
+def groups(module: torch.nn.Module, lr: float, value_lr: float | None) -> list[dict[str, Any]]:
+    """The optimizer's groups: all parameters, or those of policy and value model; `scale` is of the rate."""
+    if not isinstance(module, ActorCritic):
+        return [{"params": list(module.parameters()), "scale": 1.0}]
+    return [
+        {"params": list(module.actor.parameters()), "scale": 1.0},
+        {"params": list(module.critic.parameters()), "scale": 1.0 if value_lr is None else value_lr / lr},
+    ]
+
+
+def restore(model: PreTrainedModel, folder: Path) -> None:
+    """Give `model` the weights of a checkpoint."""
+    model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())
+
+
 class TorchEngine:
     """Trains `module` against an objective; holds the reference and everything that knows of devices.
 
@@ -48,14 +63,16 @@ class TorchEngine:
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         steps_per_batch: optimizer steps on one rollout batch; with 1, the first forward gives the old
             log-probs.
+        max_lag: how stale a batch may be; with 0, the sampler's log-probs are those of the module.
         micro_batch: sequences a forward.
         device: where module and reference go.
         dtype: what forwards compute in; bfloat16 is autocast over float32 weights.
+        value_lr: learning rate of a value model, which follows the same schedule; None: `optim.lr`.
     """
 
     def __init__(
         self,
-        module: Policy | RewardModel,
+        module: Policy | RewardModel | ActorCritic,
         reference: Policy | None,
         tokenizer: PreTrainedTokenizerFast,
         optim: OptimConfig,
@@ -64,7 +81,9 @@ class TorchEngine:
         steps_per_batch: int,
         micro_batch: int,
         device: torch.device,
+        max_lag: int = 0,
         dtype: Dtype = Dtype.float32,
+        value_lr: float | None = None,
     ) -> None:
         self.module = module.to(device)
         self.reference = reference.to(device).requires_grad_(False) if reference else None
@@ -72,30 +91,42 @@ class TorchEngine:
         self.optim = optim
         self.total_steps = total_steps
         self.steps_per_batch = steps_per_batch
+        self.max_lag = max_lag
         self.micro_batch = micro_batch
         self.device = device
         self.dtype = dtype
         self.step_index = 0
         self.optimizer = torch.optim.AdamW(
-            self.module.parameters(),
+            groups(self.module, optim.lr, value_lr),
             lr=optim.lr,
             betas=optim.betas,
             eps=optim.eps,
             weight_decay=optim.weight_decay,
         )
 
-    def infer(self, module: Policy | RewardModel, rollouts: Rollouts, field: str) -> Tensor:
-        """The output `field` ([N, K, T] or [N, K]) of `module` on `rollouts`, without gradient."""
+    @property
+    def policy(self) -> Policy:
+        """The policy that is trained, without its value model."""
+        policy = self.module.actor if isinstance(self.module, ActorCritic) else self.module
+        assert isinstance(policy, Policy)
+        return policy
+
+    def infer(self, module: OverRollouts, rollouts: Rollouts, field: str) -> Tensor:
+        """The output `field` ([N, K, T], [N, K, T+1] or [N, K]) of `module` on `rollouts`, without gradient."""
         return infer(module, rollouts, field, self.micro_batch, self.device, self.dtype)
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """Fill in what the objective `needs` of ref_logprobs and old_logprobs, each [N, K, T]."""
+        """Fill in what the objective `needs` (see `Objective.needs`)."""
         filled: dict[str, Any] = {}
         if "ref_logprobs" in needs:
             assert self.reference is not None, "the objective needs a reference that was not built"
             filled["ref_logprobs"] = self.infer(self.reference, batch, "logprobs")
-        if "old_logprobs" in needs and self.steps_per_batch > 1:
-            filled["old_logprobs"] = self.infer(self.module, batch, "logprobs")
+        several, stale = self.steps_per_batch > 1, self.max_lag > 0
+        if ("ratio" in needs and several) or ("old_logprobs" in needs and (several or stale)):
+            filled["old_logprobs"] = self.infer(self.policy, batch, "logprobs")
+        if "values" in needs:
+            assert isinstance(self.module, ActorCritic), "the objective needs a value model"
+            filled["values"] = self.infer(self.module.critic, batch, "values")
         return replace(batch, **filled)
 
     def forward(self, batch: Batch) -> Outputs:
@@ -104,32 +135,38 @@ class TorchEngine:
             return cast(Outputs, self.module(batch))
 
     def step(self, batch: Batch, objective: Objective) -> Metrics:
-        """One optimizer step on a minibatch: micro-batches, one global count, clipping.
+        """One optimizer step on a minibatch: micro-batches, global counts, clipping.
 
         Raises:
             NonFinite: the loss or the gradient norm is not finite; no weight has changed.
         """
         lr = learning_rate(self.optim, self.step_index, self.total_steps)
         figures: Metrics = {"lr": Stat(lr, 1.0, How.last)}
-        count = objective.count(batch)
-        figures["policy/skipped_steps"] = Stat(float(count == 0), 1.0, How.sum)
-        if count:
-            total = torch.zeros((), dtype=torch.float64, device=self.device)
-            for _, micro in microbatches(batch, self.micro_batch):
-                loss, stats = objective.loss(self.forward, micro.to(self.device))
-                (loss / count).backward()
-                total += loss.detach()
-                merge(figures, stats)
+        counts = objective.count(batch)
+        losses = {name: torch.zeros((), dtype=torch.float64, device=self.device) for name in counts}
+        seen = False
+        for _, micro in microbatches(batch, self.micro_batch):
+            sums, stats = objective.loss(self.forward, micro.to(self.device))
+            means = {name: total / max(counts[name], 1) for name, total in sums.items()}
+            parts = [objective.loss_weights.get(name, 1.0) * part for name, part in means.items()]
+            torch.stack(parts).sum().backward()
+            for name, part in means.items():
+                losses[name] += part.detach()
+            merge(figures, stats)
+            seen = True
+        figures["policy/skipped_steps"] = Stat(float(not seen), 1.0, How.sum)
+        if seen:
             limit = self.optim.max_grad_norm or torch.inf
             norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)
-            if not bool(torch.isfinite(total) & torch.isfinite(norm)):
+            if not bool(torch.isfinite(sum(losses.values()) + norm)):
                 self.optimizer.zero_grad(set_to_none=True)
-                raise NonFinite(f"loss {float(total) / count}, gradient norm {float(norm)}", batch.index)
+                told = ", ".join(f"loss/{name} {float(loss)}" for name, loss in losses.items())
+                raise NonFinite(f"{told}, gradient norm {float(norm)}", batch.index)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["scale"]
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            figures["loss/policy"] = Stat(total / count)
+            figures |= {f"loss/{name}": Stat(loss) for name, loss in losses.items()}
             figures["policy/grad_norm"] = Stat(norm.detach())
         self.step_index += 1
         return figures
@@ -151,13 +188,16 @@ class TorchEngine:
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state for `load`."""
         self.save_model(folder / "model")
+        if isinstance(self.module, ActorCritic):
+            self.module.critic.model.save_pretrained(folder / "critic")
         state = {"optimizer": self.optimizer.state_dict(), "step_index": self.step_index}
         torch.save(state, folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
         """Stand where `save(folder)` stood."""
-        saved = type(self.module.model).from_pretrained(folder / "model", dtype=torch.float32)
-        self.module.model.load_state_dict(saved.state_dict())
+        restore(self.module.model, folder / "model")
+        if isinstance(self.module, ActorCritic):
+            restore(self.module.critic.model, folder / "critic")
         state = torch.load(folder / OPTIMIZER_FILE, map_location=self.device, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step_index = state["step_index"]

@@ -68,10 +68,11 @@ class HFGenerator:
                         pad_id=self.pad_id,
                     )
                 )
-        longest = max(part[0].shape[2] for part in parts)
         fill = (self.pad_id, False, 0.0)
         ids, mask, logprobs = (
-            torch.cat([pad_to(part[i], longest, fill[i]) for part in parts]).to(prompts.prompt_ids.device)
+            torch.cat([pad_to(part[i], sampling.response_length, fill[i]) for part in parts]).to(
+                prompts.prompt_ids.device
+            )
             for i in range(3)
         )
         return finished(

@@ -1,9 +1,18 @@
 """Direct preference optimisation, online and offline.
 
-Rafailov et al., arXiv 2305.18290; online: Guo et al., arXiv 2402.04792; ipo: Azar et al., arXiv 2310.12036.
+Rafailov et al., arXiv 2305.18290; online: Guo et al., arXiv 2402.04792.
 
     z = (logp_c - logp_r) - (ref_c - ref_r)             log-probs summed over the response
-    sigmoid:  -log sigmoid(beta z)                      ipo:  (z - 1 / (2 beta))^2
+
+| `algo.loss_type` | loss of a pair                                               | source                          |
+|------------------|--------------------------------------------------------------|---------------------------------|
+| `sigmoid`        | (1 - e) * -log sigmoid(beta z) + e * -log sigmoid(-beta z)     | e: Mitchell 2023, "cDPO"        |
+| `ipo`            | (z - 1 / (2 beta))^2                                         | Azar et al., arXiv 2310.12036   |
+| `hinge`          | max(0, 1 - beta z)                                           | Zhao et al., arXiv 2305.10425   |
+| `robust`         | ((1 - e) * -log sigmoid(beta z) - e * -log sigmoid(-beta z)) / (1 - 2e) | Chowdhury et al., 2403.00409 |
+
+with e = `algo.label_smoothing`, the part of labels that are taken to be wrong. `algo.length_normalised` divides
+each log-ratio by the tokens of its response (Lambert et al., arXiv 2411.15124, section 5).
 
 The chosen response c is the best and r the worst of the K samples of a prompt by score; offline, the data
 set's pair. Needs: reference log-probs, K >= 2. No signal: a prompt whose best and worst scores are equal
@@ -21,7 +30,7 @@ from torch.nn import functional as F
 from rlhf.batch import Batch
 from rlhf.metrics import Metrics, mean
 from rlhf.objectives.config import DPOConfig, DPOLoss, Ties
-from rlhf.objectives.objective import Forward, Objective, drift
+from rlhf.objectives.objective import Counts, Forward, Losses, Objective, drift, prompts_with_signal
 
 
 class OnlineDPO(Objective):
@@ -43,29 +52,39 @@ class OnlineDPO(Objective):
             return pair
         return replace(pair, signal=pair.scores[:, 0] > pair.scores[:, 1])
 
-    def count(self, batch: Batch) -> float:
+    def count(self, batch: Batch) -> Counts:
         """Pairs with signal."""
-        return float(len(batch) if batch.signal is None else batch.signal.sum())
+        return {"policy": prompts_with_signal(batch)}
 
-    def loss(self, forward: Forward, batch: Batch) -> tuple[Tensor, Metrics]:
+    def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
         """Sum over pairs of the loss on their margin."""
         assert batch.ref_logprobs is not None
         logprobs = forward(batch).logprobs
         assert logprobs is not None
         logps = logprobs.sum(-1)  # [N, 2]
         ratios = logps - batch.ref_logprobs.sum(-1)
-        z = ratios[:, 0] - ratios[:, 1]
-        if self.config.loss_type is DPOLoss.ipo:
-            losses = (z - 1 / (2 * self.config.beta)).square()
-        else:
-            losses = -F.logsigmoid(self.config.beta * z)
-        rewards = self.config.beta * ratios
-        return losses.sum(), {
+        if self.config.length_normalised:
+            ratios = ratios / batch.response_mask.sum(-1)
+        rewards = self.config.beta * ratios.detach()
+        margins = rewards[:, 0] - rewards[:, 1]
+        return {"policy": self.pair_losses(ratios[:, 0] - ratios[:, 1]).sum()}, {
             "rewards/chosen": mean(rewards[:, 0]),
             "rewards/rejected": mean(rewards[:, 1]),
-            "rewards/accuracies": mean((z > 0).float()),
-            "rewards/margins": mean(self.config.beta * z),
+            "rewards/accuracies": mean((margins > 0).float()),
+            "rewards/margins": mean(margins),
             "logps/chosen": mean(logps[:, 0]),
             "logps/rejected": mean(logps[:, 1]),
             **drift(logprobs, batch),
         }
+
+    def pair_losses(self, z: Tensor) -> Tensor:
+        """The loss [N] of each pair from its margin z [N]."""
+        kind, beta, wrong = self.config.loss_type, self.config.beta, self.config.label_smoothing
+        if kind is DPOLoss.ipo:
+            return (z - 1 / (2 * beta)).square()
+        if kind is DPOLoss.hinge:
+            return F.relu(1 - beta * z)
+        right, flipped = -F.logsigmoid(beta * z), -F.logsigmoid(-beta * z)
+        if kind is DPOLoss.robust:
+            return ((1 - wrong) * right - wrong * flipped) / (1 - 2 * wrong)
+        return (1 - wrong) * right + wrong * flipped

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from rlhf.batch import Batch
-from rlhf.metrics import Metrics, largest, mean
+from rlhf.metrics import Metrics, largest, mean, sample_size
 from rlhf.models import Outputs
 
 Forward = Callable[[Batch], Outputs]  # the module that is trained, on a micro-batch
+Losses = dict[str, Tensor]  # sums over a micro-batch (scalar, differentiable), by the name behind "loss/"
+Counts = dict[str, float]  # their denominators
+
+NEEDS = {
+    "ref_logprobs": "log-probs of the frozen reference",
+    "old_logprobs": "log-probs of the trainer before this update; absent in an on-policy batch of one step, "
+    "where behaviour_logprobs are the same",
+    "ratio": "old_logprobs for ratios in the loss; absent where one step follows: the first forward gives them",
+    "values": "values of a value model",
+}
+
+
+MAX_LOG_WEIGHT = 20.0  # of an importance weight: its square still fits float32
 
 
 class Objective(ABC):
     """A learning objective. It knows tensors and its own settings; no device, rank, generator or backend."""
 
-    needs: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # of ref_logprobs, old_logprobs, values: what annotate fills in
+    needs: frozenset[str] = frozenset()  # what annotate fills in, of the names in NEEDS
     kl_coef: float = 0.0  # weight of the KL penalty, for the reward metrics
+    loss_weights: Mapping[str, float] = MappingProxyType({})  # in what is minimised; 1 where not named
 
     def describe(self, batch: Batch) -> Metrics:
         """What sampling, scoring and annotation gave, before credit: the `objective/` metrics.
@@ -54,12 +66,19 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def count(self, batch: Batch) -> float:
-        """The denominator of the loss over `batch`; the engine adds it up over ranks and divides once."""
+    def count(self, batch: Batch) -> Counts:
+        """The denominators of the losses over a minibatch; the engine adds them up over ranks and divides once."""
 
     @abstractmethod
-    def loss(self, forward: Forward, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The SUM of the loss over a micro-batch (scalar, differentiable), and its figures."""
+    def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
+        """The SUM of each loss over a micro-batch, and figures."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What credit carries from one batch to the next; most carry nothing."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, float]) -> None:
+        """Go on from `saved`."""
 
 
 class Supervised(Objective):
@@ -73,13 +92,19 @@ class Supervised(Objective):
         }
 
 
+def prompts_with_signal(batch: Batch) -> float:
+    """How many prompts of a batch are trained on."""
+    return float(len(batch) if batch.signal is None else batch.signal.sum())
+
+
 def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
     """How far the policy being trained ([N, K, T] log-probs) is from the one that sampled, per token.
 
     `policy/*` compares with the trainer just before this update where that was asked for, else with the
     sampler, so at the first step of an on-policy run the ratio is 1 only if sampler and trainer agree.
     `mismatch/*` compares the trainer (before the update where known) with the sampler: k3 estimate of
-    KL(sampler || trainer) and largest ratio.
+    KL(sampler || trainer), largest ratio, and effective sample size of the importance weights
+    trainer / sampler as a part of the tokens (1: on-policy).
     """
     if batch.behaviour_logprobs is None:
         return {}
@@ -92,4 +117,5 @@ def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
         "policy/clipfrac": mean((since.exp() - 1).abs() > clip, mask),
         "mismatch/kl": mean(torch.expm1(lag) - lag, mask),
         "mismatch/max_ratio": largest(lag.abs().exp(), mask),
+        "mismatch/ess": sample_size(lag.clamp(max=MAX_LOG_WEIGHT).exp(), mask),
     }

@@ -12,13 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from rlhf.batch import Batch
 from rlhf.metrics import Metrics, mean
 from rlhf.objectives.config import RewardConfig
-from rlhf.objectives.objective import Forward, Supervised
+from rlhf.objectives.objective import Counts, Forward, Losses, Supervised, prompts_with_signal
 
 
 class RewardModelling(Supervised):
@@ -33,16 +32,16 @@ class RewardModelling(Supervised):
         pair = batch.samples(order)
         return replace(pair, signal=pair.scores[:, 0] > pair.scores[:, 1])
 
-    def count(self, batch: Batch) -> float:
+    def count(self, batch: Batch) -> Counts:
         """Pairs with signal."""
-        return float(len(batch) if batch.signal is None else batch.signal.sum())
+        return {"policy": prompts_with_signal(batch)}
 
-    def loss(self, forward: Forward, batch: Batch) -> tuple[Tensor, Metrics]:
+    def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
         """Sum over pairs of the negative log-likelihood of the preference."""
         rewards = forward(batch).rewards
         assert rewards is not None
         margins = rewards[:, 0] - rewards[:, 1]
-        return -F.logsigmoid(margins).sum(), {
+        return {"policy": -F.logsigmoid(margins).sum()}, {
             "rewards/chosen": mean(rewards[:, 0]),
             "rewards/rejected": mean(rewards[:, 1]),
             "rewards/accuracies": mean((margins > 0).float()),

@@ -7,12 +7,10 @@ Needs: prompts with reference responses (`generator=dataset`). The prompt is not
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from rlhf.batch import Batch
 from rlhf.metrics import Metrics
 from rlhf.objectives.config import SFTConfig
-from rlhf.objectives.objective import Forward, Supervised
+from rlhf.objectives.objective import Counts, Forward, Losses, Supervised
 
 
 class SFT(Supervised):
@@ -25,12 +23,12 @@ class SFT(Supervised):
         """Every token counts alike."""
         return batch
 
-    def count(self, batch: Batch) -> float:
+    def count(self, batch: Batch) -> Counts:
         """Response tokens."""
-        return float(batch.response_mask.sum())
+        return {"policy": float(batch.response_mask.sum())}
 
-    def loss(self, forward: Forward, batch: Batch) -> tuple[Tensor, Metrics]:
+    def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
         """Minus the sum of the log-probs of the response tokens."""
         logprobs = forward(batch).logprobs
         assert logprobs is not None
-        return -logprobs.sum(), {}
+        return {"policy": -logprobs.sum()}, {}

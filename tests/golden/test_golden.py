@@ -1,18 +1,22 @@
 """Losses and gradient norms of other implementations, met by the objective and the engine that train."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from rlhf.batch import Batch
 from rlhf.config import LRSchedule, OptimConfig
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import Policy, load_causal_lm
-from rlhf.objectives.config import DPOConfig, Ties
+from rlhf.models import ActorCritic, Policy, ValueModel, load_causal_lm, load_reward_model
+from rlhf.objectives.config import DPOConfig, Scale, Ties
 from rlhf.objectives.dpo import OnlineDPO
+from rlhf.objectives.objective import Objective
+from rlhf.schema import SCHEMAS
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 pytestmark = pytest.mark.skipif(
@@ -56,12 +60,22 @@ def golden_batch(name: str) -> Batch:
     )
 
 
-def golden_engine(optim: OptimConfig, micro_batch: int = 16) -> TorchEngine:
+def kept_values(name: str) -> torch.Tensor:
+    """The values [N, K, T+1] before the update, which are not those of any model; the original has no last."""
+    raw = torch.from_numpy(np.load(GOLDEN / f"{name}.npz")["values"])
+    return F.pad(raw.view(int(name[-1]), -1, raw.shape[-1]).transpose(0, 1), (0, 1))
+
+
+def golden_engine(optim: OptimConfig, micro_batch: int = 16, critic: bool = False) -> TorchEngine:
     def policy(name: str) -> Policy:
         return Policy(load_causal_lm(str(GOLDEN / "models" / name)), TEMPERATURE, shared_prefix=True)
 
+    module = policy("policy")
+    if critic:
+        value = ValueModel(load_reward_model(str(GOLDEN / "models" / "value")), shared_prefix=True)
+        module = ActorCritic(module, value)
     return TorchEngine(
-        policy("policy"),
+        module,
         policy("ref"),
         None,  # nothing is saved
         optim,
@@ -77,26 +91,62 @@ def path_optim() -> OptimConfig:
 
 
 def gradients(engine: TorchEngine) -> dict[str, float]:
-    """Gradient norms by the names of the golden file, which are those of the files on disk."""
-    norms = {name: p.grad.norm().item() for name, p in engine.module.model.named_parameters()}
-    norms["embed_out.weight"] = norms.pop("lm_head.weight")
-    return norms
+    """Gradient norms by the names of the golden file: "0." before the policy's and "1." before the critic's."""
+    if not isinstance(engine.module, ActorCritic):
+        return grad_norms(engine.module.model)
+    parts = {"0": engine.module.actor.model, "1": engine.module.critic.model}
+    return {f"{part}.{name}": norm for part, m in parts.items() for name, norm in grad_norms(m).items()}
 
 
-@pytest.mark.parametrize("micro_batch", [16, 2])
-def test_online_dpo_meets_the_original(cases, micro_batch):
-    engine = golden_engine(path_optim(), micro_batch)
-    objective = OnlineDPO(DPOConfig(ties=Ties.keep))
-    batch = objective.credit(engine.annotate(golden_batch("batch_k2"), objective.needs))
+def grad_norms(model) -> dict[str, float]:
+    return {name: p.grad.norm().item() for name, p in model.named_parameters()}
+
+
+def algorithm(name: str, **settings) -> Objective:
+    return SCHEMAS[f"schema/algo/{name}"](**settings).build()
+
+
+# Case, batch, objective, whether the trainer before the update is the one that sampled (else the policy itself).
+CASES = [
+    ("odpo_sigmoid", "batch_k2", algorithm("dpo", ties=Ties.keep), True),
+    ("bok2", "batch_k2", algorithm("bok", ties=Ties.keep), True),
+    ("rloo_k4", "batch_k4", algorithm("rloo", samples_per_prompt=4), True),
+    ("rloo_k4_onpolicy", "batch_k4", algorithm("rloo", samples_per_prompt=4), False),
+    ("ppo", "batch_k2", algorithm("ppo"), True),
+    ("grpo_grpo_beta0.04", "batch_k4", algorithm("grpo"), True),
+    ("grpo_dr_grpo_beta0.0", "batch_k4", algorithm("dr_grpo", scale=Scale.group), True),
+    ("grpo_dapo_beta0.0", "batch_k4", algorithm("dapo", clip_high=0.2), True),
+]
+
+
+@pytest.mark.parametrize("micro_batch", [16, 4])
+@pytest.mark.parametrize("name, file, objective, sampled_before", CASES, ids=[case[0] for case in CASES])
+def test_loss_and_gradients_are_those_of_the_original(cases, name, file, objective, sampled_before, micro_batch):
+    case = cases[name]
+    engine = golden_engine(path_optim(), micro_batch, critic=name == "ppo")
+    batch = golden_batch(file)
+    old = batch.behaviour_logprobs if sampled_before else engine.infer(engine.policy, batch, "logprobs")
+    batch = replace(engine.annotate(batch, objective.needs), old_logprobs=old)
+    if name == "ppo":
+        batch = replace(batch, values=kept_values(file))
+    batch = objective.credit(batch)
+    if "advantages" in case:
+        assert batch.advantages[:, :, 0].flatten().tolist() == pytest.approx(case["advantages"], rel=1e-4, abs=1e-5)
 
     seen = {}
     engine.optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(engine)))
-    figures = engine.step(batch, objective)
+    figures = {name: stat.value() for name, stat in engine.step(batch, objective).items()}
 
-    case = cases["odpo_sigmoid"]
-    assert figures["loss/policy"].value() == pytest.approx(case["loss"], rel=1e-4)
-    assert figures["policy/grad_norm"].value() == pytest.approx(case["grad_norm"], rel=1e-4)
-    assert seen == pytest.approx(case["per_param_grad_norm"], rel=1e-4)
+    loss = figures["loss/policy"] + objective.loss_weights.get("value", 0) * figures.get("loss/value", 0)
+    assert loss == pytest.approx(case["loss"], rel=1e-4, abs=1e-7)
+    assert figures["policy/grad_norm"] == pytest.approx(case["grad_norm"], rel=1e-4)
+    theirs = {n.replace("embed_out", "lm_head"): norm for n, norm in case["per_param_grad_norm"].items()}
+    assert seen == pytest.approx(theirs, rel=1e-4, abs=1e-7)
+    if name == "ppo":
+        assert figures["loss/policy"] == pytest.approx(case["pg_loss"], rel=1e-4)
+        assert figures["loss/value"] == pytest.approx(case["vf_loss"], rel=1e-4)
+        assert figures["policy/clipfrac"] == pytest.approx(case["pg_clipfrac"])
+        assert figures["value/clipfrac"] == pytest.approx(case["vf_clipfrac"])
 
 
 def test_five_steps_of_online_dpo_follow_the_original(cases):
@@ -126,10 +176,10 @@ def test_a_tie_that_is_dropped_leaves_sum_and_count(cases):
     engine = golden_engine(path_optim())
     batch = engine.annotate(golden_batch("batch_k2"), frozenset({"ref_logprobs"}))
     kept, dropped = (OnlineDPO(DPOConfig(ties=ties)) for ties in (Ties.keep, Ties.drop))
-    assert kept.count(kept.credit(batch)) == 8
-    assert dropped.count(dropped.credit(batch)) == 7
+    assert kept.count(kept.credit(batch)) == {"policy": 8}
+    assert dropped.count(dropped.credit(batch)) == {"policy": 7}
     tied = batch.scores[:, 0] == batch.scores[:, 1]
     seven = batch.select(torch.nonzero(~tied)[:, 0])
     expected, _ = kept.loss(engine.forward, kept.credit(seven))
     figures = engine.step(dropped.credit(batch), dropped)
-    assert figures["loss/policy"].value() == pytest.approx(expected.item() / 7, rel=1e-5)
+    assert figures["loss/policy"].value() == pytest.approx(expected["policy"].item() / 7, rel=1e-5)

@@ -1,0 +1,28 @@
+"""Dr. GRPO: GRPO without what favours long wrong answers and easy or hard prompts.
+
+Liu et al., arXiv 2503.20783. Specialises GRPO: advantages are not divided by the standard deviation
+(`algo.scale=none`), and the sum over tokens is divided by a constant, the response length that was allowed,
+instead of each response's own.
+
+    A_i = r_i - mean;    loss = sum over tokens of max(-A u, -A clip(u, ...)) / (responses x allowed tokens)
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlhf.batch import Batch
+from rlhf.objectives.grpo import GRPO, counted
+from rlhf.objectives.objective import Counts
+
+
+class DrGRPO(GRPO):
+    """A constant divisor."""
+
+    def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
+        """Every token counts alike."""
+        return (losses * mask).sum()
+
+    def count(self, batch: Batch) -> Counts:
+        """Responses times the tokens that each was allowed."""
+        return {"policy": float(counted(batch).numel())}

@@ -1,0 +1,53 @@
+"""GRPO: PPO's clipped ratio with advantages from the group of a prompt's samples.
+
+Shao et al., arXiv 2402.03300.
+
+    A_i = (r_i - mean) / (std + 1e-4)                          of the K samples of a prompt
+    loss = mean over responses of the mean over tokens of  max(-A u, -A clip(u, 1 - low, 1 + high)) + beta k3
+
+with u the ratio of each token. Needs: K >= 2, reference log-probs. No signal: a prompt whose samples all score
+the same has advantage 0; `algo.ties` says whether it still counts in the mean (`keep`) or not (`drop`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from rlhf.batch import Batch
+from rlhf.objectives.advantages import group_centred
+from rlhf.objectives.config import GRPOConfig, Ties
+from rlhf.objectives.objective import Counts
+from rlhf.objectives.policy_gradient import PolicyGradient
+
+
+class GRPO(PolicyGradient):
+    """Better or worse than the others of the group."""
+
+    config: GRPOConfig
+
+    def credit(self, batch: Batch) -> Batch:
+        """The same; groups without any advantage are left out where ties are dropped."""
+        batch = super().credit(batch)
+        if self.config.ties is Ties.keep:
+            return batch
+        assert batch.advantages is not None
+        return replace(batch, signal=(batch.advantages != 0).flatten(1).any(1))
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """Centred in the group."""
+        return group_centred(rewards, self.config.scale)
+
+    def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
+        """Mean over the tokens of a response, sum over responses."""
+        return ((losses * mask).sum(-1) / mask.sum(-1)).sum()
+
+    def count(self, batch: Batch) -> Counts:
+        """Responses."""
+        return {"policy": float(counted(batch).flatten(0, 1).shape[0])}
+
+
+def counted(batch: Batch) -> Tensor:
+    """The response mask [M, K, T] of the prompts that are trained on."""
+    return batch.response_mask if batch.signal is None else batch.response_mask[batch.signal]
