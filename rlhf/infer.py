@@ -22,7 +22,7 @@ def autocast(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:
 def infer(
     module: nn.Module, rollouts: Rollouts, field: str, micro_batch: int, device: torch.device, dtype: Dtype
 ) -> Tensor:
-    """The output `field` ([N, K, T], [N, K, T+1] or [N, K], float32) of `module` on `rollouts`, on their device.
+    """The output `field` of `module`, float32, where `rollouts` are: [N, K, T], [N, K, T+1] or [N, K].
 
     Positions beyond a micro-batch's longest response are 0.
     """

@@ -27,7 +27,7 @@ class How(Enum):
 
 @dataclass(slots=True, frozen=True)
 class Stat:
-    """A figure over `count` items: `total` is their sum (mean, sum, sample_size), the largest, or the last."""
+    """A figure over `count` items: `total` is their sum, the largest, or the last."""
 
     total: Tensor | float
     count: Tensor | float = 1.0

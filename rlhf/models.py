@@ -1,8 +1,8 @@
 """The models of a run: what they compute for rollouts, and how they are loaded, made and saved.
 
-A `Policy` gives log-probs, a `RewardModel` scores, a `ValueModel` values; each wraps a Hugging Face model that
-stays what it was (attribute `model`), so it is saved, sharded and generated from as such. An `ActorCritic` is a
-policy and a value model that are trained together.
+A `Policy` gives log-probs, a `RewardModel` scores, a `ValueModel` values; each wraps a Hugging Face model
+that stays what it was (attribute `model`), so it is saved, sharded and generated from as such. An
+`ActorCritic` is a policy and a value model that are trained together.
 """
 
 from __future__ import annotations

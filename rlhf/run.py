@@ -279,8 +279,8 @@ def build_value_model(cfg: Config, algo: PPOConfig, tokenizer: PreTrainedTokeniz
     own = load_tokenizer(path, model.pad_token, model.trust_remote_code, "model.reward")
     if own.get_vocab() != tokenizer.get_vocab():
         raise UserError(
-            "algo.value_from must be policy where the reward model has another tokenizer (the value model reads "
-            f"the policy's tokens), got reward with {path!r}; set algo.value_from=policy"
+            "algo.value_from must be policy where the reward model has another tokenizer (the value model "
+            f"reads the policy's tokens), got reward with {path!r}; set algo.value_from=policy"
         )
     return ValueModel(load_reward_model(path, **options), model.shared_prefix)
 

@@ -36,7 +36,7 @@ class Engine(Protocol):
         """The policy that is trained, without its value model."""
 
     def infer(self, module: OverRollouts, rollouts: Rollouts, field: str) -> Tensor:
-        """The output `field` ([N, K, T], [N, K, T+1] or [N, K]) of `module` on `rollouts`, without gradient."""
+        """The output `field` of `module`, without gradient: [N, K, T], [N, K, T+1] or [N, K]."""
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """Fill in what the objective `needs` (see `Objective.needs`)."""

@@ -112,7 +112,7 @@ class TorchEngine:
         return policy
 
     def infer(self, module: OverRollouts, rollouts: Rollouts, field: str) -> Tensor:
-        """The output `field` ([N, K, T], [N, K, T+1] or [N, K]) of `module` on `rollouts`, without gradient."""
+        """The output `field` of `module`, without gradient: [N, K, T], [N, K, T+1] or [N, K]."""
         return infer(module, rollouts, field, self.micro_batch, self.device, self.dtype)
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:

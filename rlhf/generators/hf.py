@@ -68,12 +68,10 @@ class HFGenerator:
                         pad_id=self.pad_id,
                     )
                 )
+        home, length = prompts.prompt_ids.device, sampling.response_length
         fill = (self.pad_id, False, 0.0)
         ids, mask, logprobs = (
-            torch.cat([pad_to(part[i], sampling.response_length, fill[i]) for part in parts]).to(
-                prompts.prompt_ids.device
-            )
-            for i in range(3)
+            torch.cat([pad_to(part[i], length, fill[i]) for part in parts]).to(home) for i in range(3)
         )
         return finished(
             prompts.extend(
@@ -81,7 +79,7 @@ class HFGenerator:
                 response_ids=ids,
                 response_mask=mask,
                 behaviour_logprobs=logprobs,
-                ended=torch.cat([part[3] for part in parts]).to(prompts.prompt_ids.device),
+                ended=torch.cat([part[3] for part in parts]).to(home),
                 version=self.version,
                 generate_s=time.perf_counter() - start,
             )

@@ -1,8 +1,9 @@
 """From rewards to advantages: pure functions of tensors.
 
-leave one out    A_i = r_i - mean of the other K-1                      Kool et al. 2019; Ahmadian et al., 2402.14740
-group centred    A_i = (r_i - mean) / (std + 1e-4)                      Shao et al., arXiv 2402.03300
-gae              d_t = r_t + gamma V_t+1 - V_t;  A_t = d_t + gamma lambda A_t+1    Schulman et al., arXiv 1506.02438
+leave one out    A_i = r_i - mean of the other K-1                   Ahmadian et al., arXiv 2402.14740
+group centred    A_i = (r_i - mean) / (std + 1e-4)                   Shao et al., arXiv 2402.03300
+gae              d_t = r_t + gamma V_t+1 - V_t
+                 A_t = d_t + gamma lambda A_t+1                      Schulman et al., arXiv 1506.02438
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
 
 def group_centred(rewards: Tensor, scale: Scale) -> Tensor:
-    """Each reward [N, K] minus the mean of its prompt's K, divided by a standard deviation (unbiased) or not."""
+    """Each reward [N, K] minus the mean of its prompt's K, over an unbiased standard deviation or not."""
     if scale is Scale.group:
         return centred(rewards) / (rewards.std(1, keepdim=True) + STD_EPS)
     if scale is Scale.batch:
@@ -37,7 +38,7 @@ def centred(rewards: Tensor) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """Generalised advantage estimates [..., S] of rewards and values [..., S], both 0 after the last state."""
+    """Generalised advantage estimates of rewards and values, all [..., S]; 0 after the last state."""
     advantages = torch.empty_like(rewards)
     following = torch.zeros_like(rewards[..., 0])  # the advantage of the next state
     value = torch.zeros_like(following)  # its value

@@ -2,10 +2,10 @@
 
 Gulcehre et al., arXiv 2308.08998; Noukhovitch et al., arXiv 2410.18252, with K = 2.
 
-    loss = - sum_t logp(best_t)                 over the tokens of the best response; divided by the number of prompts
+    loss = - sum_t logp(best_t)        over the tokens of the best response; divided by the number of prompts
 
-Needs: K >= 2. The reference is measured against, not trained towards: nothing in the loss holds the policy near
-it. No signal: a prompt whose samples all score the same (`algo.ties`).
+Needs: K >= 2. The reference is measured against, not trained towards: nothing in the loss holds the policy
+near it. No signal: a prompt whose samples all score the same (`algo.ties`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BestOfK(Objective):
         self.config = config
 
     def credit(self, batch: Batch) -> Batch:
-        """Keep the best sample of each prompt, the first of several; a tied prompt has no signal unless kept."""
+        """Keep the best sample of a prompt, the first of several; of a tied one only where ties are kept."""
         best = batch.samples(batch.scores.argmax(1, keepdim=True))
         if self.config.ties is Ties.keep:
             return best

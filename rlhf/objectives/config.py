@@ -160,8 +160,8 @@ class DPOConfig(AlgoConfig):
         yield from positive("algo.beta", self.beta, "it scales the log-ratio to the reference", "0.1")
         if not 0 <= self.label_smoothing < 0.5:
             yield (
-                "algo.label_smoothing must be from 0 to below 0.5 (a part of the labels; with half of them wrong "
-                f"there is nothing to learn), got {self.label_smoothing:g}; set algo.label_smoothing=0"
+                "algo.label_smoothing must be from 0 to below 0.5 (a part of the labels; with half of them "
+                f"wrong there is nothing to learn), got {self.label_smoothing:g}; set algo.label_smoothing=0"
             )
 
     def warnings(self, cfg: Config) -> Iterator[str]:
@@ -215,8 +215,8 @@ class CorrectionConfig(Section):
             for name in names:
                 if self.kind is not kind and getattr(self, name) != getattr(default, name):
                     yield (
-                        f"algo.correction.{name} has no effect with algo.correction.kind={self.kind.value} (it "
-                        f"belongs to {kind.value})"
+                        f"algo.correction.{name} has no effect with algo.correction.kind={self.kind.value} "
+                        f"(it belongs to {kind.value})"
                     )
 
 
@@ -262,8 +262,8 @@ class PolicyGradientConfig(AlgoConfig):
         in_loss = self.kl_coef > 0 and self.kl_in is KLIn.loss
         if in_loss and self.kl_estimator is KLEstimator.k1 and not self.kl_unbiased:
             yield (
-                "algo.kl_estimator=k1 with algo.kl_unbiased=false has a gradient of 0 on average (that of the "
-                "log-prob), so nothing holds the policy near the reference; set algo.kl_unbiased=true"
+                "algo.kl_estimator=k1 with algo.kl_unbiased=false has a gradient of 0 on average (that of "
+                "log-probs), so nothing holds the policy near the reference; set algo.kl_unbiased=true"
             )
         correction = self.correction
         if (
@@ -272,8 +272,8 @@ class PolicyGradientConfig(AlgoConfig):
             and correction.level is Level.token
         ):
             yield (
-                f"algo.correction.level=token with algo={self.name} averages weights of tokens in a loss of whole "
-                "responses; set algo.correction.level=sequence"
+                f"algo.correction.level=token with algo={self.name} averages weights of tokens in a loss of "
+                "whole responses; set algo.correction.level=sequence"
             )
 
 
@@ -325,7 +325,8 @@ class PPOConfig(PolicyGradientConfig):
         yield from positive("algo.kl_horizon", self.kl_horizon, "episodes", "10000")
         if self.vf_coef < 0:
             yield (
-                f"algo.vf_coef must be >= 0 (it weighs the value loss), got {self.vf_coef:g}; set algo.vf_coef=0.1"
+                f"algo.vf_coef must be >= 0 (it weighs the value loss), got {self.vf_coef:g}; "
+                "set algo.vf_coef=0.1"
             )
         if self.kl_target is not None and not self.kl_coef:
             yield (

@@ -5,12 +5,12 @@
 per token, or per sequence with both summed over it. Lag makes w differ from 1, and so does a sampler that
 computes otherwise than the trainer.
 
-| `algo.correction.kind` | weight                | source                                                       |
-|------------------------|-----------------------|--------------------------------------------------------------|
-| `none`                 | 1                     | the original                                                 |
-| `truncate`             | min(w, cap)           | Espeholt et al., 1802.01561; Yao et al. 2025, "TIS"          |
-| `mask`                 | w within [low, high], else 0 | icepop, Ling Team 2025, arXiv 2510.18855              |
-| `decoupled`            | w                     | Hilton et al., 2110.00641; Fu et al., arXiv 2505.24298       |
+| `algo.correction.kind` | weight                       | source                                            |
+|------------------------|------------------------------|---------------------------------------------------|
+| `none`                 | 1                            | the original                                      |
+| `truncate`             | min(w, cap)                  | Espeholt et al., arXiv 1802.01561                 |
+| `mask`                 | w within [low, high], else 0 | Ling Team, arXiv 2510.18855                       |
+| `decoupled`            | w                            | Hilton et al., 2110.00641; Fu et al., 2505.24298  |
 
 The clipped ratio of the loss is taken to `old` in every case: with `decoupled` and token weights that makes
 decoupled PPO. Weights carry no gradient.

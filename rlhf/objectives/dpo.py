@@ -2,17 +2,18 @@
 
 Rafailov et al., arXiv 2305.18290; online: Guo et al., arXiv 2402.04792.
 
-    z = (logp_c - logp_r) - (ref_c - ref_r)             log-probs summed over the response
+    z = (logp_c - logp_r) - (ref_c - ref_r)                 log-probs summed over the response
+    right = -log sigmoid(beta z),   wrong = -log sigmoid(-beta z)
 
-| `algo.loss_type` | loss of a pair                                               | source                          |
-|------------------|--------------------------------------------------------------|---------------------------------|
-| `sigmoid`        | (1 - e) * -log sigmoid(beta z) + e * -log sigmoid(-beta z)     | e: Mitchell 2023, "cDPO"        |
-| `ipo`            | (z - 1 / (2 beta))^2                                         | Azar et al., arXiv 2310.12036   |
-| `hinge`          | max(0, 1 - beta z)                                           | Zhao et al., arXiv 2305.10425   |
-| `robust`         | ((1 - e) * -log sigmoid(beta z) - e * -log sigmoid(-beta z)) / (1 - 2e) | Chowdhury et al., 2403.00409 |
+| `algo.loss_type` | loss of a pair                        | source                             |
+|------------------|---------------------------------------|------------------------------------|
+| `sigmoid`        | (1 - e) right + e wrong               | with e > 0: "cDPO", Mitchell 2023  |
+| `ipo`            | (z - 1 / (2 beta))^2                  | Azar et al., arXiv 2310.12036      |
+| `hinge`          | max(0, 1 - beta z)                    | Zhao et al., arXiv 2305.10425      |
+| `robust`         | ((1 - e) right - e wrong) / (1 - 2 e) | Chowdhury et al., arXiv 2403.00409 |
 
-with e = `algo.label_smoothing`, the part of labels that are taken to be wrong. `algo.length_normalised` divides
-each log-ratio by the tokens of its response (Lambert et al., arXiv 2411.15124, section 5).
+with e = `algo.label_smoothing`, the part of labels that are taken to be wrong. `algo.length_normalised`
+divides each log-ratio by the tokens of its response (Lambert et al., arXiv 2411.15124, section 5).
 
 The chosen response c is the best and r the worst of the K samples of a prompt by score; offline, the data
 set's pair. Needs: reference log-probs, K >= 2. No signal: a prompt whose best and worst scores are equal
@@ -79,12 +80,12 @@ class OnlineDPO(Objective):
 
     def pair_losses(self, z: Tensor) -> Tensor:
         """The loss [N] of each pair from its margin z [N]."""
-        kind, beta, wrong = self.config.loss_type, self.config.beta, self.config.label_smoothing
+        kind, beta, e = self.config.loss_type, self.config.beta, self.config.label_smoothing
         if kind is DPOLoss.ipo:
             return (z - 1 / (2 * beta)).square()
         if kind is DPOLoss.hinge:
             return F.relu(1 - beta * z)
-        right, flipped = -F.logsigmoid(beta * z), -F.logsigmoid(-beta * z)
+        right, wrong = -F.logsigmoid(beta * z), -F.logsigmoid(-beta * z)
         if kind is DPOLoss.robust:
-            return ((1 - wrong) * right - wrong * flipped) / (1 - 2 * wrong)
-        return (1 - wrong) * right + wrong * flipped
+            return ((1 - e) * right - e * wrong) / (1 - 2 * e)
+        return (1 - e) * right + e * wrong

@@ -5,8 +5,8 @@ Shao et al., arXiv 2402.03300.
     A_i = (r_i - mean) / (std + 1e-4)                          of the K samples of a prompt
     loss = mean over responses of the mean over tokens of  max(-A u, -A clip(u, 1 - low, 1 + high)) + beta k3
 
-with u the ratio of each token. Needs: K >= 2, reference log-probs. No signal: a prompt whose samples all score
-the same has advantage 0; `algo.ties` says whether it still counts in the mean (`keep`) or not (`drop`).
+with u the ratio of each token. Needs: K >= 2, reference log-probs. No signal: a prompt whose samples all
+score the same has advantage 0; `algo.ties` says whether it still counts in the mean (`keep`) or not (`drop`).
 """
 
 from __future__ import annotations

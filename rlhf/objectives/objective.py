@@ -21,7 +21,7 @@ NEEDS = {
     "ref_logprobs": "log-probs of the frozen reference",
     "old_logprobs": "log-probs of the trainer before this update; absent in an on-policy batch of one step, "
     "where behaviour_logprobs are the same",
-    "ratio": "old_logprobs for ratios in the loss; absent where one step follows: the first forward gives them",
+    "ratio": "old_logprobs for ratios in the loss; absent where one step follows, whose forward gives them",
     "values": "values of a value model",
 }
 
@@ -67,7 +67,7 @@ class Objective(ABC):
 
     @abstractmethod
     def count(self, batch: Batch) -> Counts:
-        """The denominators of the losses over a minibatch; the engine adds them up over ranks and divides once."""
+        """The denominators of the losses over a minibatch; the engine adds up over ranks and divides once."""
 
     @abstractmethod
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
@@ -79,6 +79,7 @@ class Objective(ABC):
 
     def load_state_dict(self, saved: dict[str, float]) -> None:
         """Go on from `saved`."""
+        assert not saved, "an objective that keeps a state takes it back"
 
 
 class Supervised(Objective):

@@ -1,7 +1,7 @@
 """What the policy-gradient objectives share: rewards, the ratio to the trainer before this update, clipping,
 KL, correction.
 
-    reward      r = score - beta sum_t k_t            the KL k of `algo.kl_estimator`, where `algo.kl_in=reward`
+    reward      r = score - beta sum_t k_t          the KL k of `algo.kl_estimator`, where `algo.kl_in=reward`
     ratio       u = exp(logp - old)                   `old` is the trainer just before this update
     surrogate   max(-A u, -A clip(u, 1 - low, 1 + high))
     loss        sum of correction * surrogate + beta u k    the last where `algo.kl_in=loss`
@@ -52,7 +52,7 @@ class PolicyGradient(Objective):
         return replace(batch, advantages=self.advantages(rewards)[:, :, None] * batch.response_mask)
 
     def scores(self, batch: Batch) -> Tensor:
-        """The scores [N, K] as the algorithm sees them: normalised over the batch, then clipped, if at all."""
+        """The scores [N, K] as the algorithm sees them: normalised over the batch, then clipped, if asked."""
         scores = batch.scores
         if self.config.normalize_scores:
             scores = (scores - scores.mean()) / (scores.std() + 1e-8)
@@ -110,7 +110,7 @@ class PolicyGradient(Objective):
             assert batch.ref_logprobs is not None
             kl = kl_estimate(logprobs, batch.ref_logprobs, config.kl_estimator)
             losses = losses + config.kl_coef * (kl * log_ratio.exp() if config.kl_unbiased else kl)
-        # With one step a batch `old` is what was just computed; then the sampler is what can be compared with.
+        # With one step a batch `old` is what was just computed: what can be compared with is the sampler.
         since = batch.behaviour_logprobs if batch.old_logprobs is None else batch.old_logprobs
         ratio = self.log_ratio(logprobs.detach() - since, mask).exp()
         return self.reduce(losses, mask), {

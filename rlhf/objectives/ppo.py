@@ -1,17 +1,17 @@
 """PPO with a value model and generalised advantage estimation.
 
-Schulman et al., arXiv 1707.06347 and 1506.02438; for language models: Ziegler et al., arXiv 1909.08593; details
-after Huang et al., arXiv 2403.17031.
+Schulman et al., arXiv 1707.06347 and 1506.02438; for language models: Ziegler et al., arXiv 1909.08593;
+details after Huang et al., arXiv 2403.17031.
 
-    r_t = -beta k_t, and the score at the end           k: the KL of `algo.kl_estimator`, where `algo.kl_in=reward`
+    r_t = -beta k_t, and the score at the end      k: the KL of `algo.kl_estimator`, where `algo.kl_in=reward`
     d_t = r_t + gamma V_t+1 - V_t;  A_t = d_t + gamma lambda A_t+1;  R_t = A_t + V_t
     policy:  mean over tokens of max(-A u, -A clip(u, 1 - low, 1 + high)),  A whitened over the rollout batch
     value:   0.5 mean over states of max((V - R)^2, (clip(V, V_old +- clip_value) - R)^2), times vf_coef
 
 The state after the last token is a step of its own, which gets the score, in a response shorter than allowed
-(`algo.end_state`, as in the original); else the last token gets it. The coefficient of the KL is fixed, or moves
-towards `algo.kl_target` (Ziegler et al., section 2.2). Needs: a value model, reference log-probs; any K. No
-signal: none without; values learn from every score.
+(`algo.end_state`, as in the original); else the last token gets it. The coefficient of the KL is fixed, or
+moves towards `algo.kl_target` (Ziegler et al., section 2.2). Needs: a value
+model, reference log-probs; any K. No signal: never quite; the value model learns from every score.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; for langua
 arXiv 2402.14740.
 
     A_i = r_i - mean of the other K - 1,      r = score - beta sum_t (old - ref)
-    clip:       max(-A u, -A clip(u, 1 - c, 1 + c)),   u = exp(sum_t (logp - old)), the ratio of the whole response
+    clip:       max(-A u, -A clip(u, 1 - low, 1 + high)),   u = exp(sum_t (logp - old)), of the whole response
     reinforce:  -A sum_t logp
 
 divided by the number of responses. Needs: K >= 2, reference log-probs. No signal: a prompt whose samples all

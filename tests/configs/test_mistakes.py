@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-DEVICES = "samples_per_prompt, loss_type, beta, ties"
+DPO_KEYS = "samples_per_prompt, loss_type, beta, label_smoothing, length_normalised, ties"
 
 MISTAKES = {  # what is typed: what the message must hold
-    "algo.beat=1": [f"algo.beat must be a setting of algo=dpo ({DEVICES}), got algo.beat=1", "algo.beta?"],
+    "algo.beat=1": [f"algo.beat must be a setting of algo=dpo ({DPO_KEYS}), got algo.beat=1", "algo.beta?"],
     "+algo.beat=1": [
         "algo.beat must be a setting of algo=dpo",
         "got +algo.beat=1",
@@ -23,10 +23,10 @@ MISTAKES = {  # what is typed: what the message must hold
     "algo.beta=null": ["algo.beta must be a number, got 'null'"],
     "algo.beta=": ["algo.beta must be a number, got ''"],
     "algo.beta.x=1": ["algo.beta must be a number, with nothing inside it, got algo.beta.x=1"],
-    "algo.loss_type=ipoo": ["must be one of sigmoid, ipo, got 'ipoo'; did you mean algo.loss_type=ipo?"],
+    "algo.loss_type=ipoo": ["must be one of sigmoid, ipo, hinge, robust, got 'ipoo'; did you mean algo.loss_type=ipo?"],
     "algo=sft algo.beta=0.1": ["algo.beta must be a setting of algo=sft", "it belongs to algo=dpo"],
     "algo=reward algo.loss_type=ipo": ["algo.loss_type must be a setting of algo=reward", "algo=dpo"],
-    "algo=dppo": ["algo must be one of dpo, reward, sft, got 'dppo'; did you mean algo=dpo?"],
+    "algo=dppo": ["algo must be one of bok, cispo, dapo, dpo, ", "sft, got 'dppo'; did you mean algo=ppo?"],
     "algo=null": ["algo must be chosen (every run has one), got algo=null"],
     "~algo": ["algo must be chosen"],
     "+algo=sft": ["algo must have one option"],
@@ -73,7 +73,7 @@ IN_FILES = {  # experiment file of `own_conf`: what the message must hold
     "typo": ["algo.beat must be a setting of algo=dpo in experiment/typo.yaml", "did you mean algo.beta?"],
     "wrong_type": ["algo.beta must be a number in experiment/wrong_type.yaml, got 'high'"],
     "wrong_group": ["algoo must be a group in experiment/wrong_group.yaml", "did you mean algo?"],
-    "wrong_option": ["got 'dppo' (chosen by experiment=wrong_option); did you mean algo=dpo?"],
+    "wrong_option": ["got 'dppo' (chosen by experiment=wrong_option); did you mean algo=ppo?"],
     "no_yaml": ["a config file is not YAML", "no_yaml.yaml"],
 }
 

@@ -61,7 +61,7 @@ def golden_batch(name: str) -> Batch:
 
 
 def kept_values(name: str) -> torch.Tensor:
-    """The values [N, K, T+1] before the update, which are not those of any model; the original has no last."""
+    """The values [N, K, T+1] before the update, which are those of no model; the original has no last."""
     raw = torch.from_numpy(np.load(GOLDEN / f"{name}.npz")["values"])
     return F.pad(raw.view(int(name[-1]), -1, raw.shape[-1]).transpose(0, 1), (0, 1))
 
@@ -91,7 +91,7 @@ def path_optim() -> OptimConfig:
 
 
 def gradients(engine: TorchEngine) -> dict[str, float]:
-    """Gradient norms by the names of the golden file: "0." before the policy's and "1." before the critic's."""
+    """Gradient norms by the names of the golden file: "0." before the policy's, "1." before the critic's."""
     if not isinstance(engine.module, ActorCritic):
         return grad_norms(engine.module.model)
     parts = {"0": engine.module.actor.model, "1": engine.module.critic.model}
@@ -106,7 +106,7 @@ def algorithm(name: str, **settings) -> Objective:
     return SCHEMAS[f"schema/algo/{name}"](**settings).build()
 
 
-# Case, batch, objective, whether the trainer before the update is the one that sampled (else the policy itself).
+# Case, batch, objective, and whether the trainer before the update is the one that sampled.
 CASES = [
     ("odpo_sigmoid", "batch_k2", algorithm("dpo", ties=Ties.keep), True),
     ("bok2", "batch_k2", algorithm("bok", ties=Ties.keep), True),
@@ -121,7 +121,9 @@ CASES = [
 
 @pytest.mark.parametrize("micro_batch", [16, 4])
 @pytest.mark.parametrize("name, file, objective, sampled_before", CASES, ids=[case[0] for case in CASES])
-def test_loss_and_gradients_are_those_of_the_original(cases, name, file, objective, sampled_before, micro_batch):
+def test_loss_and_gradients_are_those_of_the_original(
+    cases, name, file, objective, sampled_before, micro_batch
+):
     case = cases[name]
     engine = golden_engine(path_optim(), micro_batch, critic=name == "ppo")
     batch = golden_batch(file)
@@ -131,7 +133,9 @@ def test_loss_and_gradients_are_those_of_the_original(cases, name, file, objecti
         batch = replace(batch, values=kept_values(file))
     batch = objective.credit(batch)
     if "advantages" in case:
-        assert batch.advantages[:, :, 0].flatten().tolist() == pytest.approx(case["advantages"], rel=1e-4, abs=1e-5)
+        assert batch.advantages[:, :, 0].flatten().tolist() == pytest.approx(
+            case["advantages"], rel=1e-4, abs=1e-5
+        )
 
     seen = {}
     engine.optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(engine)))

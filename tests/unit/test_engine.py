@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(bad):
     class Broken(SFT):
         def loss(self, forward, batch):
             loss, figures = super().loss(forward, batch)
-            return loss * bad, figures
+            return {"policy": loss["policy"] * bad}, figures
 
     engine = engine_of()
     before = weights(engine).clone()

@@ -45,20 +45,20 @@ def test_dpo_loss_is_log2_when_policy_equals_reference():
     logprobs = -torch.rand(3, 2, 2)
     batch = batch_of([[1, 0]] * 3, ref=logprobs)
     loss, _ = OnlineDPO(DPOConfig()).loss(forward_of(logprobs), batch)
-    assert loss.item() / 3 == pytest.approx(math.log(2))
+    assert loss["policy"].item() / 3 == pytest.approx(math.log(2))
 
 
 def test_ipo_loss_is_zero_when_the_margin_is_one_over_two_beta():
     logprobs = torch.tensor([[[-1.0, -1.0], [-3.0, -4.0]]])  # z = -2 + 7 = 5
     objective = OnlineDPO(DPOConfig(loss_type=DPOLoss.ipo, beta=0.1))
     loss, _ = objective.loss(forward_of(logprobs), batch_of([[1, 0]]))
-    assert loss.item() == pytest.approx(0.0, abs=1e-6)
+    assert loss["policy"].item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_margin_is_of_summed_logprobs():
     logprobs = torch.tensor([[[-1.0, -1.0], [-3.0, -4.0]]])
     loss, figures = OnlineDPO(DPOConfig(beta=0.1)).loss(forward_of(logprobs), batch_of([[1, 0]]))
-    assert loss.item() == pytest.approx(-math.log(1 / (1 + math.exp(-0.1 * 5))))
+    assert loss["policy"].item() == pytest.approx(-math.log(1 / (1 + math.exp(-0.1 * 5))))
     assert figures["rewards/margins"].value() == pytest.approx(0.5)
     assert figures["logps/rejected"].value() == pytest.approx(-7)
 
@@ -74,8 +74,8 @@ def test_a_tied_prompt_has_no_signal_unless_ties_are_kept():
     batch = batch_of([[1, 1, 1], [2, 1, 0]])
     dropped, kept = OnlineDPO(DPOConfig()), OnlineDPO(DPOConfig(ties=Ties.keep))
     assert dropped.credit(batch).signal.tolist() == [False, True]
-    assert dropped.count(dropped.credit(batch)) == 1
-    assert kept.count(kept.credit(batch)) == 2
+    assert dropped.count(dropped.credit(batch)) == {"policy": 1}
+    assert kept.count(kept.credit(batch)) == {"policy": 2}
     assert kept.credit(batch).response_ids[0, :, 0].tolist() == [0, 2], "a kept tie compares two responses"
 
 
@@ -102,6 +102,7 @@ def test_drift_is_nothing_where_sampler_and_trainer_agree_and_ignores_padding():
         "policy/clipfrac": 0.0,
         "mismatch/kl": 0.0,
         "mismatch/max_ratio": 1.0,
+        "mismatch/ess": 1.0,
     }
 
 
@@ -120,15 +121,15 @@ def test_sft_is_the_mean_cross_entropy_of_response_tokens():
     batch = batch_of([[0], [0]], lengths=[[2], [1]])
     objective = SFT(SFTConfig())
     loss, _ = objective.loss(forward_of(logprobs), objective.credit(batch))
-    assert loss.item() / objective.count(batch) == pytest.approx(2.0)
+    assert loss["policy"].item() / objective.count(batch)["policy"] == pytest.approx(2.0)
 
 
 def test_reward_modelling_prefers_the_higher_label_and_skips_equal_ones():
     objective = RewardModelling(RewardConfig())
     pair = objective.credit(batch_of([[0, 1], [1, 0], [1, 1]]))
     assert pair.response_ids[:2, :, 0].tolist() == [[1, 0], [2, 3]]
-    assert objective.count(pair) == 2
+    assert objective.count(pair) == {"policy": 2}
     rewards = torch.tensor([[2.0, 1.0], [0.0, 1.0]])
     loss, figures = objective.loss(lambda batch: Outputs(rewards=rewards), pair)
-    assert loss.item() == pytest.approx(sum(math.log(1 + math.exp(m)) for m in (-1, 1)))
+    assert loss["policy"].item() == pytest.approx(sum(math.log(1 + math.exp(m)) for m in (-1, 1)))
     assert figures["rewards/accuracies"].value() == 0.5
