@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhf.batch import Batch
-from rlhf.objectives.grpo import GRPO, counted
+from rlhf.objectives.grpo import GRPO
 from rlhf.objectives.objective import Counts
 
 
@@ -26,4 +26,4 @@ class DAPO(GRPO):
 
     def count(self, batch: Batch) -> Counts:
         """Response tokens."""
-        return {"policy": float(counted(batch).sum())}
+        return {"policy": float(self.counted(batch).sum())}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhf.batch import Batch
-from rlhf.objectives.grpo import GRPO, counted
+from rlhf.objectives.grpo import GRPO
 from rlhf.objectives.objective import Counts
 
 
@@ -25,4 +25,4 @@ class DrGRPO(GRPO):
 
     def count(self, batch: Batch) -> Counts:
         """Responses times the tokens that each was allowed."""
-        return {"policy": float(counted(batch).numel())}
+        return {"policy": float(self.counted(batch).numel())}

@@ -28,12 +28,17 @@ class GRPO(PolicyGradient):
     config: GRPOConfig
 
     def credit(self, batch: Batch) -> Batch:
-        """The same; groups without any advantage are left out where ties are dropped."""
+        """The same; where ties are dropped, a prompt without advantage also has no KL."""
         batch = super().credit(batch)
         if self.config.ties is Ties.keep:
             return batch
         assert batch.advantages is not None
         return replace(batch, signal=(batch.advantages != 0).flatten(1).any(1))
+
+    def counted(self, batch: Batch) -> Tensor:
+        """The response mask [M, K, T] of the prompts that the mean is over."""
+        kept = self.config.ties is Ties.keep or batch.signal is None
+        return batch.response_mask if kept else batch.response_mask[batch.signal]
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Centred in the group."""
@@ -45,9 +50,4 @@ class GRPO(PolicyGradient):
 
     def count(self, batch: Batch) -> Counts:
         """Responses."""
-        return {"policy": float(counted(batch).flatten(0, 1).shape[0])}
-
-
-def counted(batch: Batch) -> Tensor:
-    """The response mask [M, K, T] of the prompts that are trained on."""
-    return batch.response_mask if batch.signal is None else batch.response_mask[batch.signal]
+        return {"policy": float(self.counted(batch).flatten(0, 1).shape[0])}

@@ -44,12 +44,24 @@ class PolicyGradient(Objective):
         """Whether credit subtracts the KL."""
         return self.config.kl_in is KLIn.reward and self.config.kl_coef > 0
 
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the loss adds the KL."""
+        return self.config.kl_in is KLIn.loss and self.config.kl_coef > 0
+
     def credit(self, batch: Batch) -> Batch:
-        """Advantages [N, K, T], one for all tokens of a response."""
+        """Advantages [N, K, T], one for all tokens of a response. Prompts that have none, and so no gradient,
+        are spared the forward.
+        """
         rewards = self.scores(batch)
         if self.kl_in_reward:
             rewards = rewards - self.kl_coef * self.kl(batch).sum(-1)
-        return replace(batch, advantages=self.advantages(rewards)[:, :, None] * batch.response_mask)
+        advantages = self.advantages(rewards)
+        return replace(
+            batch,
+            advantages=advantages[:, :, None] * batch.response_mask,
+            signal=None if self.kl_in_loss else (advantages != 0).any(1),
+        )
 
     def scores(self, batch: Batch) -> Tensor:
         """The scores [N, K] as the algorithm sees them: normalised over the batch, then clipped, if asked."""
@@ -106,7 +118,7 @@ class PolicyGradient(Objective):
         losses, clipped = self.surrogate(log_ratio, logprobs, batch)
         weights, corrected = importance_weights(old, batch.behaviour_logprobs, mask, config.correction)
         losses = losses * weights
-        if config.kl_in is KLIn.loss and config.kl_coef:
+        if self.kl_in_loss:
             assert batch.ref_logprobs is not None
             kl = kl_estimate(logprobs, batch.ref_logprobs, config.kl_estimator)
             losses = losses + config.kl_coef * (kl * log_ratio.exp() if config.kl_unbiased else kl)

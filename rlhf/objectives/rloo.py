@@ -34,7 +34,7 @@ class RLOO(PolicyGradient):
 
     def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
         """Of the whole response: [N, K, 1]."""
-        return difference.sum(-1, keepdim=True)
+        return (difference * mask).sum(-1, keepdim=True)
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of a response, in equal shares for its tokens; or REINFORCE, token by token."""

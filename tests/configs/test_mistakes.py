@@ -23,7 +23,9 @@ MISTAKES = {  # what is typed: what the message must hold
     "algo.beta=null": ["algo.beta must be a number, got 'null'"],
     "algo.beta=": ["algo.beta must be a number, got ''"],
     "algo.beta.x=1": ["algo.beta must be a number, with nothing inside it, got algo.beta.x=1"],
-    "algo.loss_type=ipoo": ["must be one of sigmoid, ipo, hinge, robust, got 'ipoo'; did you mean algo.loss_type=ipo?"],
+    "algo.loss_type=ipoo": [
+        "must be one of sigmoid, ipo, hinge, robust, got 'ipoo'; did you mean algo.loss_type=ipo?"
+    ],
     "algo=sft algo.beta=0.1": ["algo.beta must be a setting of algo=sft", "it belongs to algo=dpo"],
     "algo=reward algo.loss_type=ipo": ["algo.loss_type must be a setting of algo=reward", "algo=dpo"],
     "algo=dppo": ["algo must be one of bok, cispo, dapo, dpo, ", "sft, got 'dppo'; did you mean algo=ppo?"],

@@ -12,7 +12,6 @@ from transformers import (
     GPTNeoXConfig,
 )
 
-from rlhf.checkpoint import Checkpoints
 from rlhf.errors import RunError, UserError
 from rlhf.folder import RunFolder, load_config
 from rlhf.loggers.jsonl import append, read_lines
@@ -244,4 +243,3 @@ def test_a_checkpoint_without_its_marker_is_not_taken(tiny, tmp_path):
     last = folder.last_checkpoint()
     (last / "COMPLETE").unlink()
     assert folder.last_checkpoint() is None
-    assert Checkpoints(folder.path, 1).folder == folder.path

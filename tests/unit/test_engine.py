@@ -10,20 +10,33 @@ from rlhf.batch import Batch
 from rlhf.config import Dtype, LRSchedule, OptimConfig
 from rlhf.engines.engine import NonFinite
 from rlhf.engines.torch_engine import TorchEngine, learning_rate
-from rlhf.models import Policy
-from rlhf.objectives.config import DPOConfig, SFTConfig
+from rlhf.models import ActorCritic, Policy, ValueModel
+from rlhf.objectives.config import DPOConfig, PPOConfig, SFTConfig
 from rlhf.objectives.dpo import OnlineDPO
+from rlhf.objectives.ppo import PPO
 from rlhf.objectives.sft import SFT
-from tests.unit.tiny_models import tiny_lm, tiny_rollouts
+from rlhf.schema import SCHEMAS
+from tests.unit.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 
-def engine_of(micro_batch=16, steps_per_batch=1, lr=1e-3, max_grad_norm=None, dtype=Dtype.float32):
+def engine_of(
+    micro_batch=16,
+    steps_per_batch=1,
+    lr=1e-3,
+    max_grad_norm=None,
+    dtype=Dtype.float32,
+    critic=False,
+    **settings,
+):
     reference = tiny_lm()
     with torch.no_grad():
         for p in reference.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    module = Policy(tiny_lm(), 0.7, shared_prefix=True)
+    if critic:
+        module = ActorCritic(module, ValueModel(tiny_classifier(), shared_prefix=True))
     return TorchEngine(
-        Policy(tiny_lm(), 0.7, shared_prefix=True),
+        module,
         Policy(reference, 0.7, shared_prefix=True),
         None,  # nothing is saved
         OptimConfig(lr=lr, max_grad_norm=max_grad_norm),
@@ -32,13 +45,15 @@ def engine_of(micro_batch=16, steps_per_batch=1, lr=1e-3, max_grad_norm=None, dt
         micro_batch=micro_batch,
         device=torch.device("cpu"),
         dtype=dtype,
+        **settings,
     )
 
 
 def scored(prompts=8, samples=2) -> Batch:
     rollouts = tiny_rollouts(prompts, samples)
     scores = torch.rand(prompts, samples, generator=torch.Generator().manual_seed(3))
-    return rollouts.extend(Batch, scores=scores)
+    sampled = engine_of().infer(Policy(tiny_lm(), 0.7, True), rollouts, "logprobs")
+    return replace(rollouts, behaviour_logprobs=sampled).extend(Batch, scores=scores)
 
 
 def weights(engine):
@@ -56,13 +71,30 @@ def step(objective, **settings):
     return {name: stat.value() for name, stat in engine.step(batch, objective).items()}, engine
 
 
-@pytest.mark.parametrize("objective", [OnlineDPO(DPOConfig()), SFT(SFTConfig())], ids=["dpo", "sft"])
+def ppo(**settings):
+    return PPO(PPOConfig(**settings))
+
+
+OBJECTIVES = {
+    "dpo": OnlineDPO(DPOConfig()),
+    "sft": SFT(SFTConfig()),
+    **{
+        name: SCHEMAS[f"schema/algo/{name}"]().build()
+        for name in ("bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
+    },
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_eight_micro_batches_of_one_equal_one_of_eight(objective):
-    one, engine_one = step(objective, micro_batch=2)  # a pair is never split: one pair at a time
-    all_, engine_all = step(objective, micro_batch=16)
+    critic = isinstance(objective, PPO)
+    one, engine_one = step(objective, micro_batch=2, critic=critic)  # a pair is never split: one at a time
+    all_, engine_all = step(objective, micro_batch=16, critic=critic)
     for name in ("loss/policy", "policy/grad_norm"):
-        assert one[name] == pytest.approx(all_[name], rel=1e-5)
-    assert one == pytest.approx(all_, rel=1e-3), "figures too, though a margin is a small difference"
+        assert one[name] == pytest.approx(all_[name], rel=1e-5, abs=1e-7)
+    assert one == pytest.approx(all_, rel=1e-3, abs=1e-6), (
+        "figures too, though a margin is a small difference"
+    )
     torch.testing.assert_close(gradient(engine_one), gradient(engine_all), rtol=1e-4, atol=1e-6)
 
 
@@ -105,6 +137,71 @@ def test_old_logprobs_are_computed_only_where_several_steps_follow():
     needs = frozenset({"old_logprobs"})
     assert engine_of(steps_per_batch=1).annotate(scored(), needs).old_logprobs is None
     assert engine_of(steps_per_batch=2).annotate(scored(), needs).old_logprobs is not None
+
+
+def test_old_logprobs_of_a_stale_batch_are_computed_where_credit_reads_them():
+    stale = engine_of(max_lag=1)
+    assert stale.annotate(scored(), frozenset({"ratio"})).old_logprobs is None
+    assert stale.annotate(scored(), frozenset({"ratio", "old_logprobs"})).old_logprobs is not None
+    assert engine_of(max_lag=0).annotate(scored(), frozenset({"old_logprobs"})).old_logprobs is None
+    assert engine_of(steps_per_batch=2).annotate(scored(), frozenset({"ratio"})).old_logprobs is not None
+
+
+def test_a_batch_without_any_advantage_changes_nothing_and_says_so():
+    engine, objective = engine_of(), OBJECTIVES["dapo"]
+    before = weights(engine).clone()
+    batch = replace(scored(), scores=torch.full((8, 2), 0.3))
+    figures = engine.step(objective.credit(engine.annotate(batch, objective.needs)), objective)
+    assert figures["policy/skipped_steps"].value() == 1
+    assert torch.equal(weights(engine), before)
+
+
+def test_policy_and_value_model_are_two_groups_with_their_own_learning_rates():
+    engine = engine_of(critic=True, value_lr=5e-3, lr=1e-3)
+    actor, critic = engine.optimizer.param_groups
+    parts = engine.module.actor, engine.module.critic
+    for group, part in zip((actor, critic), parts, strict=True):
+        assert {id(p) for p in group["params"]} == {id(p) for p in part.parameters()}
+    objective = ppo()
+    engine.step(objective.credit(engine.annotate(scored(), objective.needs)), objective)
+    assert (actor["lr"], critic["lr"]) == pytest.approx((1e-3, 5e-3))
+    engine.step(objective.credit(engine.annotate(scored(), objective.needs)), objective)
+    assert (actor["lr"], critic["lr"]) == pytest.approx((0.9e-3, 4.5e-3)), "both follow the schedule"
+
+
+def test_the_value_loss_trains_the_value_model_alone_and_the_policy_loss_the_policy():
+    for weight, moved in ((0.0, "actor"), (0.1, "both")):
+        engine = engine_of(critic=True, lr=1e-2)
+        before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        objective = ppo(vf_coef=weight)
+        engine.step(objective.credit(engine.annotate(scored(), objective.needs)), objective)
+        changed = {
+            name.partition(".")[0]
+            for name, p in engine.module.named_parameters()
+            if not torch.equal(p, before[name])
+        }
+        assert changed == ({"actor"} if moved == "actor" else {"actor", "critic"})
+
+
+def test_an_actor_critic_is_saved_and_loaded_with_its_optimizer(tmp_path):
+    objective = ppo()
+    engine = engine_of(critic=True, value_lr=5e-3)
+    engine.tokenizer = tiny_tokenizer()
+    batch = objective.credit(engine.annotate(scored(), objective.needs))
+    engine.step(batch, objective)
+    engine.save(tmp_path)
+    again = engine_of(critic=True, value_lr=5e-3)
+    again.load(tmp_path)
+    for one in (engine, again):
+        one.step(batch, objective)
+    assert torch.equal(weights(engine), weights(again))
+
+
+def test_the_generator_is_given_the_policy_of_an_actor_critic():
+    engine = engine_of(critic=True)
+    assert dict(engine.weights()).keys() == engine.module.actor.model.state_dict().keys()
+    with engine.borrow_policy() as model:
+        assert model is engine.policy.model
 
 
 def test_annotation_does_not_depend_on_micro_batches():

@@ -17,8 +17,10 @@ from rlhf.batch import Rollouts
 from rlhf.config import NanoConfig
 from rlhf.local_models import context_length, context_problem, folder_problem, is_local
 from rlhf.models import (
+    ActorCritic,
     Policy,
     RewardModel,
+    ValueModel,
     check_context,
     check_vocabulary,
     load_causal_lm,
@@ -205,6 +207,36 @@ def test_rewards_are_centred_by_the_offset_in_the_config():
     before = RewardModel(model, True)(batch).rewards
     model.config.reward_offset = 1.5
     torch.testing.assert_close(RewardModel(model, True)(batch).rewards, before - 1.5)
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_value_of_a_state_is_what_the_classifier_says_of_the_text_so_far(kind, shared_prefix):
+    model, batch = tiny_classifier(kind), tiny_rollouts()
+    with torch.no_grad():
+        values = ValueModel(model, shared_prefix)(batch).values
+        for n, group in enumerate(sequences(batch)):
+            for k, (prompt, response) in enumerate(group):
+                for t in range(len(response) + 1):
+                    expected = own_reward(model, prompt, response[:t])
+                    torch.testing.assert_close(values[n, k, t], expected, rtol=1e-4, atol=1e-4)
+    assert values.shape == (*batch.response_ids.shape[:2], batch.response_ids.shape[2] + 1)
+
+
+def test_the_last_value_of_a_reward_model_is_its_reward():
+    model, batch = tiny_classifier(), tiny_rollouts()
+    model.config.reward_offset = 0.7
+    values = ValueModel(model, True)(batch).values
+    last = values.gather(-1, batch.response_mask.sum(-1, keepdim=True))[..., 0]
+    torch.testing.assert_close(last, RewardModel(model, True)(batch).rewards)
+
+
+def test_an_actor_critic_gives_what_its_parts_give():
+    actor, critic = Policy(tiny_lm(), 0.7, True), ValueModel(tiny_classifier(), True)
+    batch, both = tiny_rollouts(), ActorCritic(actor, critic)
+    torch.testing.assert_close(both(batch).logprobs, actor(batch).logprobs)
+    torch.testing.assert_close(both(batch).values, critic(batch).values)
+    assert both.model is actor.model
 
 
 @needs_golden

@@ -6,7 +6,7 @@ import torch
 from rlhf.evaluate import Evaluation
 from rlhf.invariants import broken_invariants
 from rlhf.loggers.logger import Logger
-from rlhf.metrics import How, Stat, largest, mean, merge
+from rlhf.metrics import How, Metrics, Stat, largest, mean, merge, sample_size
 from rlhf.recorder import Recorder
 from rlhf.state import TrainState
 from tests.unit.tiny_models import tiny_rollouts
@@ -63,6 +63,19 @@ def test_largest_last_and_sum_merge_as_they_say():
             },
         )
     assert {name: stat.value() for name, stat in figures.items()} == {"max": 5.0, "sum": 12.0, "last": 4.0}
+
+
+def test_the_effective_sample_size_merges_over_micro_batches():
+    weights = torch.tensor([3.0, 1.0, 1.0, 0.5])
+    ones = torch.ones(2, dtype=torch.bool)
+    figures: Metrics = {}
+    merge(figures, {"ess": sample_size(weights[:2], ones)})
+    merge(figures, {"ess": sample_size(weights[2:], ones)})
+    exact = weights.sum().square() / (4 * weights.square().sum())
+    assert figures["ess"].value() == pytest.approx(exact.item())
+    assert figures["ess"].plain().value() == figures["ess"].value()
+    masked = sample_size(weights, torch.tensor([True, False, False, False]))
+    assert masked.value() == 1, "of one sample, all of it"
 
 
 def test_a_row_spans_log_every_updates_and_the_last_row_is_always_written():
