@@ -287,12 +287,12 @@ def test_scores_are_normalised_over_the_batch_then_clipped():
 # -- corrections -----------------------------------------------------------------------------------
 
 
-def stale(name, correction, difference=math.log(3)) -> tuple[Objective, Batch]:
+def stale(name, correction) -> tuple[Objective, Batch]:
     """A batch whose first token the trainer finds three times as likely as the sampler did."""
     objective = objective_of(name, correction=correction, **PLAIN)
     batch = batch_of([[1.0, 0.0]])
     batch.old_logprobs = batch.behaviour_logprobs.clone()
-    batch.old_logprobs[..., 0] += difference
+    batch.old_logprobs[..., 0] += math.log(3)
     return objective, objective.credit(batch)
 
 
