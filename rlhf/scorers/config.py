@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from omegaconf import MISSING
 
 from rlhf.schema import Section, option, sections
+from rlhf.scorers.lookup import function_problem
 
 if TYPE_CHECKING:
     import torch
@@ -244,3 +245,31 @@ class WeightedScorerConfig(ScorerConfig):
             assert scorer is not None, "validated: every part scores"
             parts[name] = scorer
         return WeightedScorer(self, parts)
+
+
+@option("scorer", "function")
+@dataclass(kw_only=True, slots=True)
+class FunctionScorerConfig(ScorerConfig):
+    """A Python function of the user's: (prompt, response, reference), three texts, to a number."""
+
+    name: str = "function"
+    path: str | None = (
+        None  # <module>:<function> or <file>.py:<function>; the working directory is importable
+    )
+    batched: bool = False  # the function takes three lists, all of a rollout batch, and gives a list
+
+    def source(self, cfg: Config) -> Hashable:
+        """The function."""
+        return self.name, self.path
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """A module or a file that is not there; the function itself is looked for when the run starts."""
+        yield from ScorerConfig.problems(self, cfg)
+        if problem := function_problem(f"{self.key(cfg)}.path", self.path):
+            yield problem
+
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+        """Import the function."""
+        from rlhf.scorers.function import FunctionScorer
+
+        return FunctionScorer(self, self.key(cfg), tokenizer)

@@ -80,3 +80,25 @@ def response_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> li
     ids = torch.where(rollouts.response_mask, rollouts.response_ids, tokenizer.pad_token_id)
     flat = tokenizer.batch_decode(ids.flatten(0, 1), skip_special_tokens=True)
     return [flat[n * K : (n + 1) * K] for n in range(N)]
+
+
+def flat_texts(
+    rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], list[str], list[str]]:
+    """Prompt, response and reference of each response: three lists of N times K texts."""
+    groups = response_texts(rollouts, tokenizer)
+    K = rollouts.response_ids.shape[1]
+    prompts = [text for text in rollouts.texts for _ in range(K)]
+    references = [text for text in rollouts.references for _ in range(K)]
+    return prompts, [text for group in groups for text in group], references
+
+
+def as_score(value: object) -> float | None:
+    """What somebody else's code gave as a score, as a number; None where it is none, or not finite."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]  # whatever has a number in it
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return number if abs(number) <= torch.finfo(torch.float32).max else None  # NaN is not
