@@ -48,6 +48,11 @@ NOT_IN_NAME = (
     "schedule.log_every",
     "schedule.save_every",
     "eval.samples",
+    *(
+        f"{scorer}.{key}"
+        for scorer in ("scorer", "gold", "scorer.parts.*", "gold.parts.*")
+        for key in ("concurrency", "timeout_s", "retries", "token_variable")
+    ),
 )
 
 SECRET = re.compile(

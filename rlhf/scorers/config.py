@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
@@ -273,3 +275,71 @@ class FunctionScorerConfig(ScorerConfig):
         from rlhf.scorers.function import FunctionScorer
 
         return FunctionScorer(self, self.key(cfg), tokenizer)
+
+
+@option("scorer", "http")
+@dataclass(kw_only=True, slots=True)
+class HttpScorerConfig(ScorerConfig):
+    """A service that is asked for scores; docs/rewards.md has the protocol."""
+
+    name: str = "http"
+    url: str | None = None  # where texts are posted to
+    batch_size: int = 32  # responses a request
+    concurrency: int = 4  # requests at once
+    timeout_s: float = 60.0  # seconds without a word from the service after which a try has failed
+    retries: int = 5  # more tries of a request: at once, then after 1, 2, 4, ... seconds
+    token_variable: str | None = (
+        None  # the environment variable that holds the bearer token; null: none is sent
+    )
+
+    def source(self, cfg: Config) -> Hashable:
+        """The service."""
+        return self.name, self.url
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """No address, a token that is not there, numbers out of bounds."""
+        yield from ScorerConfig.problems(self, cfg)
+        at = self.key(cfg)
+        yield from url_problems(f"{at}.url", self.url, f"{at}.token_variable")
+        if self.token_variable is not None and not os.environ.get(self.token_variable):
+            yield (
+                f"{at}.token_variable must name an environment variable that holds the token (it is sent to "
+                f"{at}.url), got {self.token_variable!r}, which is not set; run: export "
+                f"{self.token_variable}=<token>, or set {at}.token_variable=null"
+            )
+        for key, value, least, meaning, remedy in (
+            ("batch_size", self.batch_size, 1, "responses a request", 32),
+            ("concurrency", self.concurrency, 1, "requests at once", 4),
+            ("retries", self.retries, 0, "more tries after the first", 5),
+        ):
+            if value < least:
+                yield f"{at}.{key} must be >= {least} ({meaning}), got {value}; set {at}.{key}={remedy}"
+        if not 0 < self.timeout_s < math.inf:
+            yield (
+                f"{at}.timeout_s must be > 0 and finite (seconds to wait for the service), "
+                f"got {self.timeout_s:g}; set {at}.timeout_s=60"
+            )
+
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+        """Get ready to ask; nothing is sent yet."""
+        from rlhf.scorers.http import HttpScorer
+
+        return HttpScorer(self, self.key(cfg), tokenizer)
+
+
+def url_problems(key: str, url: str | None, token_key: str) -> Iterator[str]:
+    """Yield what is wrong with the address of a service; `token_key` is where a secret belongs."""
+    form = f"{key} must be http://<host>/<path> or https://<host>/<path> (texts are posted there)"
+    try:
+        parsed = urlsplit(url or "")
+        whole = parsed.scheme in ("http", "https") and parsed.hostname is not None and parsed.port != 0
+    except ValueError:
+        whole = False
+    if not whole:
+        got = "null" if url is None else repr(url)
+        yield f"{form}, got {got}; set {key}=http://127.0.0.1:8000/score"
+    elif parsed.username is not None:
+        yield (
+            f"{key} must hold no user name or password (config.yaml would tell it), got one; "
+            f"set {token_key}=<environment variable that holds a token>"
+        )
