@@ -27,8 +27,7 @@ def prepare(cfg: Config) -> Config:
     """`cfg` with every missing model and data set of an embedded task made and named."""
     if not cfg.task.embedded or cfg.algo.trains is Trains.base:
         return cfg
-    scores_by_model = cfg.algo.trains is Trains.policy and cfg.scorer.name == "reward_model"
-    wants_reward = scores_by_model and cfg.model.reward is None and cfg.scorer.path is None  # type: ignore[attr-defined]
+    wants_reward = cfg.algo.trains is Trains.policy and cfg.scorer.reads_reward and cfg.model.reward is None
     policy = cfg.model.policy or str(make_policy(cfg))
     cfg = replace(cfg, model=replace(cfg.model, policy=policy))
     if cfg.data.name == "preferences" and cfg.task.preferences_path is None:

@@ -45,17 +45,21 @@ class Prompts:
             value = getattr(self, f.name)
             if isinstance(value, Tensor):
                 cut[f.name] = value[rows.to(value.device)]
+            elif isinstance(value, dict):
+                cut[f.name] = {name: part[rows.to(part.device)] for name, part in value.items()}
             elif isinstance(value, list):
                 cut[f.name] = [value[i] for i in places]
         return replace(self, **cut)
 
     def to(self, device: torch.device) -> Self:
         """The same on `device`."""
-        moved = {
-            f.name: getattr(self, f.name).to(device)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
-        }
+        moved: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                moved[f.name] = value.to(device)
+            elif isinstance(value, dict):
+                moved[f.name] = {name: part.to(device) for name, part in value.items()}
         return replace(self, **moved)
 
     def extend(self, kind: type[B], **added: Any) -> B:
@@ -85,6 +89,7 @@ class Batch(Rollouts):
     """Rollouts with scores, and what engine and objective add to them."""
 
     scores: Tensor  # [N, K] float32
+    parts: dict[str, Tensor] | None = None  # [N, K] each: what a weighted score is the sum of, unweighted
     ref_logprobs: Tensor | None = None  # [N, K, T]
     old_logprobs: Tensor | None = None  # [N, K, T]; None: the first forward gives them (one step a batch)
     values: Tensor | None = None  # [N, K, T+1], position t: of the state after t response tokens
@@ -112,7 +117,8 @@ class Batch(Rollouts):
             for f in fields(self)
             if f.name in PER_SAMPLE and getattr(self, f.name) is not None
         }
-        return replace(self, completions=None, labels=None, **cut)
+        parts = self.parts and {name: part[rows, columns] for name, part in self.parts.items()}
+        return replace(self, completions=None, labels=None, parts=parts, **cut)
 
 
 PER_SAMPLE = frozenset(

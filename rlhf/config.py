@@ -72,11 +72,7 @@ class ModelConfig(Section):
         if cfg.task.embedded:
             return
         wanted = {"base": self.base} if cfg.algo.trains.name == "base" else {"policy": self.policy}
-        if (
-            cfg.scorer.name == "reward_model"
-            and not cfg.algo.supervised
-            and getattr(cfg.scorer, "path", None) is None
-        ):
+        if cfg.scorer.reads_reward and not cfg.algo.supervised:
             wanted["reward"] = self.reward
         for key, value in wanted.items():
             if value is None:

@@ -72,6 +72,13 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         )
     if found := re.match(r"Could not delete from config. '([^']+)' does not exist", text):
         return f"~{found[1]} must name a key that is there, got {found[1]}; look with --cfg job"
+    if found := re.match(
+        r"(?:Could not|Error merging) override '?\+?(?:scorer@)?((?:scorer|gold)\.parts\.\w+)", text
+    ):
+        at, why = found[1], "the parts of a weighted scorer are scorers, under names of your choice"
+        got = next((word for word in overrides if at in word), at)
+        remedy = f"choose it by {chosen_by(at)}=<scorer>, with + in front where it is new"
+        return f"{at} must be chosen before it is set ({why}), got {got}; {remedy}"
     for key, value in map(split, overrides):
         section, _, rest = key.lstrip("+").partition(".")
         if section == "logger" and "." in rest:
@@ -160,10 +167,10 @@ def unknown_key(
         rule = f"{typed} must be a setting or a group{place} (there is no {leaf})"
         return f"{rule}, got {got}; {guess or 'see --help'}"
     option = option_name(section)
-    owner = f"{parent}={option}" if option else parent
+    owner = f"{chosen_by(parent)}={option}" if option else parent
     elsewhere = [other for other in owners(parent, leaf) if other != option]
     if elsewhere:
-        belongs = ", ".join(f"{parent}={other}" for other in elsewhere)
+        belongs = ", ".join(f"{chosen_by(parent)}={other}" for other in elsewhere)
         guess = f"it belongs to {belongs}: choose that, or leave it out"
     else:
         guess = maybe(leaf, known, f"did you mean {parent}.{{}}?") or maybe(
@@ -188,9 +195,8 @@ def bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: st
         return f"{key} must be {in_words(hint)}, with nothing inside it, got {inner}; leave that out"
     place = f" in {where}.yaml" if where else ""
     if is_dataclass(hint):
-        if key in groups() or key == "gold":
-            group = "scorer" if key == "gold" else key
-            at = "scorer@gold" if key == "gold" else key
+        if (group := group_of(key)) in groups():
+            at = chosen_by(key)
             choices = ", ".join(options(group))
             return f"{at} chooses what {key} is ({choices}), got {key}={value}; set {at}={value}"
         names = ", ".join(f"{key}.{f.name}" for f in fields(hint))
@@ -258,10 +264,20 @@ def option_name(section: type) -> str | None:
     return next((name.rpartition("/")[2] for name, cls in SCHEMAS.items() if cls is section), None)
 
 
+def group_of(section: str) -> str:
+    """The group that the section `section` is chosen from, where it is a choice."""
+    return "scorer" if section == "gold" or ".parts." in section else section
+
+
+def chosen_by(section: str) -> str:
+    """What is typed to choose the section `section`."""
+    group = group_of(section)
+    return section if group == section else f"{group}@{section}"
+
+
 def owners(section: str, leaf: str) -> list[str]:
-    """Options of the group `section` whose settings include `leaf`."""
-    group = "scorer" if section == "gold" else section
-    prefix = f"schema/{group}/"
+    """Options of the group of `section` whose settings include `leaf`."""
+    prefix = f"schema/{group_of(section)}/"
     return [
         name.removeprefix(prefix)
         for name, cls in SCHEMAS.items()

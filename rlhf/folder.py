@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.errors import UserError
-from rlhf.schema import SCHEMAS, Section, schema_of
+from rlhf.schema import SCHEMAS, schema_of, sections
 
 if TYPE_CHECKING:
     from rlhf.config import Config, Resume
@@ -48,6 +48,11 @@ NOT_IN_NAME = (
     "schedule.log_every",
     "schedule.save_every",
     "eval.samples",
+    *(
+        f"{scorer}.{key}"
+        for scorer in ("scorer", "gold", "scorer.parts.*", "gold.parts.*")
+        for key in ("concurrency", "timeout_s", "retries", "token_variable")
+    ),
 )
 
 SECRET = re.compile(
@@ -66,10 +71,18 @@ def digest(cfg: Config | DictConfig) -> str:
         enum_to_str=True,
     )
     for dotted in NOT_IN_NAME:
-        section, _, key = dotted.partition(".")
-        if key:
-            kept[section].pop(key, None)
+        leave_out(kept, dotted)
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def leave_out(tree: dict[str, Any], dotted: str) -> None:
+    """Take the key `dotted` out of nested dictionaries where it is there; `*` stands for every name."""
+    name, _, rest = dotted.partition(".")
+    for key in list(tree) if name == "*" else [name]:
+        if not rest:
+            tree.pop(key, None)
+        elif isinstance(tree.get(key), dict):
+            leave_out(tree[key], rest)
 
 
 def run_name(cfg: Config | DictConfig) -> str:
@@ -126,12 +139,11 @@ class RunFolder:
 
     def write_config(self, cfg: Config) -> None:
         """Write the resolved config, for people and for `load_config`."""
-        sections = {name: getattr(cfg, name) for name in OmegaConf.structured(cfg)}
         defaults: list[Any] = ["root_schema"]
-        for name, section in sections.items():
-            if isinstance(section, Section) and (stored := schema_of(type(section))):
+        for key, section in sections(cfg):
+            if stored := schema_of(type(section)):
                 group, _, option = stored.rpartition("/")
-                defaults.append({f"{group}@{name}": option})
+                defaults.append({f"{group}@{key}": option})
         self.path.mkdir(parents=True, exist_ok=True)
         text = OmegaConf.to_yaml(OmegaConf.structured(cfg), resolve=True)
         write_atomically(self.config, OmegaConf.to_yaml({"defaults": [*defaults, "_self_"]}) + "\n" + text)
@@ -187,7 +199,7 @@ def load_config(file: Path) -> Config:
         if isinstance(entry, DictConfig):
             ((key, option),) = entry.items()
             group, _, section = str(key).partition("@")
-            typed[section] = SCHEMAS[f"{group}/{option}"]
+            OmegaConf.update(typed, section, SCHEMAS[f"{group}/{option}"])
     loaded = OmegaConf.to_object(OmegaConf.merge(typed, saved))
     assert isinstance(loaded, Config)
     return loaded

@@ -9,7 +9,7 @@ key answer at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -33,6 +33,20 @@ class Section:
     def warnings(self, cfg: Config) -> Iterator[str]:
         """Yield settings of this section that have no effect in `cfg`, or are allowed but doubtful."""
         return iter(())
+
+
+def sections(section: Section, key: str = "") -> Iterator[tuple[str, Section]]:
+    """Yield a section and all below it, each with its dotted key; that of `section` itself is `key`."""
+    yield key, section
+    for field in fields(section):
+        value = getattr(section, field.name)
+        at = f"{key}.{field.name}".lstrip(".")
+        named = (
+            {f"{at}.{name}": part for name, part in value.items()} if isinstance(value, dict) else {at: value}
+        )
+        for name, part in named.items():
+            if isinstance(part, Section):
+                yield from sections(part, name)
 
 
 def option(group: str, name: str) -> Callable[[T], T]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.config import Config, NanoConfig
 from rlhf.local_models import context_length, context_problem, folder_problem, is_local
-from rlhf.schema import Section
+from rlhf.schema import sections
+from rlhf.scorers.config import RewardModelScorerConfig, choice, scorers
 from rlhf.state import TrainState
 from rlhf.tasks.config import EmbeddedTaskConfig
 
@@ -20,7 +21,7 @@ from rlhf.tasks.config import EmbeddedTaskConfig
 def problems(cfg: Config) -> list[str]:
     """Everything that is wrong with the run `cfg`, each thing once."""
     found: list[str] = []
-    for section in sections(cfg):
+    for _, section in sections(cfg):
         found += section.problems(cfg)
     for rule in RULES:
         found += rule(cfg)
@@ -30,20 +31,11 @@ def problems(cfg: Config) -> list[str]:
 def warnings(cfg: Config) -> list[str]:
     """Settings without effect, or allowed but doubtful, each once."""
     found: list[str] = []
-    for section in sections(cfg):
+    for _, section in sections(cfg):
         found += section.warnings(cfg)
     for doubt in DOUBTS:
         found += doubt(cfg)
     return list(dict.fromkeys(found))
-
-
-def sections(section: Section) -> Iterator[Section]:
-    """Yield a section and, below it, all others."""
-    yield section
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if isinstance(value, Section):
-            yield from sections(value)
 
 
 # -- rules of single numbers -----------------------------------------------------------------------
@@ -208,7 +200,8 @@ def stored_completions(cfg: Config) -> Iterator[str]:
 
 def judges(cfg: Config) -> Iterator[str]:
     """Scorers that cannot score this task."""
-    for key, scorer in (("scorer", cfg.scorer), ("scorer@gold", cfg.gold)):
+    for at, scorer in scorers(cfg):
+        key = choice(at)
         if scorer.name == "facts" and cfg.task.name != "tldr_mini":
             yield (
                 f"{key} must not be facts for task={cfg.task.name} (that program knows the facts of "
@@ -253,8 +246,9 @@ def models(cfg: Config) -> Iterator[str]:
 def named_models(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the models that the config names, by key."""
     found = {f"model.{name}": getattr(cfg.model, name) for name in ("base", "policy", "reference", "reward")}
-    found["scorer.path"] = getattr(cfg.scorer, "path", None)
-    found["gold.path"] = getattr(cfg.gold, "path", None)
+    for at, scorer in scorers(cfg):
+        if isinstance(scorer, RewardModelScorerConfig):
+            found[f"{at}.path"] = scorer.path
     for key, path in found.items():
         if path is not None:
             yield key, path
@@ -283,17 +277,17 @@ RULES: tuple[Rule, ...] = (numbers, length, division, stored_completions, judges
 
 
 def training_sees_its_judge(cfg: Config) -> Iterator[str]:
-    """The proxy and the judge are one."""
-    if not cfg.generator.samples or cfg.scorer.name != cfg.gold.name:
+    """The proxy and the judge, or parts of them, are one."""
+    if not cfg.generator.samples:
         return
-    proxy = getattr(cfg.scorer, "path", None) or (
-        cfg.model.reward if cfg.scorer.name == "reward_model" else None
-    )
-    if proxy == getattr(cfg.gold, "path", None):
-        yield (
-            f"scorer and scorer@gold are the same ({cfg.scorer.name}): training sees its judge, so "
-            "eval/win_rate says nothing about over-optimisation"
-        )
+    judging = {scorer.source(cfg): choice(at) for at, scorer in scorers(cfg) if at.startswith("gold")}
+    for at, scorer in scorers(cfg):
+        judge = judging.get(scorer.source(cfg))
+        if at.startswith("scorer") and judge is not None:
+            yield (
+                f"{choice(at)} and {judge} are the same ({scorer.name}): training sees its judge, so "
+                "eval/win_rate says nothing about over-optimisation"
+            )
 
 
 def no_effect(cfg: Config) -> Iterator[str]:

@@ -50,6 +50,8 @@ class Objective(ABC):
             "objective/eos_rate": mean(batch.ended.float()),
             "objective/response_tokens": mean(batch.response_mask.sum(-1).float()),
         }
+        for name, part in (batch.parts or {}).items():
+            figures[f"objective/scores/{name}"] = mean(part)
         if batch.behaviour_logprobs is not None:
             figures["objective/entropy"] = mean(-batch.behaviour_logprobs.sum(-1))
             if batch.ref_logprobs is not None:

@@ -21,29 +21,27 @@ class RewardModelScorer(Scorer):
     """Reads the reward at the last response token.
 
     Args:
+        config: its settings.
         model: the reward model.
         tokenizer: the policy's.
         own_tokenizer: the reward model's, where it is another: prompts and responses are then tokenized
             anew for it alone; None where token ids can be passed on as they are.
-        batch_size: sequences a forward.
     """
 
     def __init__(
         self,
+        config: RewardModelScorerConfig,
         model: RewardModel,
         tokenizer: PreTrainedTokenizerBase,
         own_tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        batch_size: int,
         device: torch.device,
         dtype: Dtype,
-        missing_eos_score: float | None,
     ) -> None:
-        super().__init__(missing_eos_score)
+        super().__init__(config)
         self.model = model.to(device).requires_grad_(False)
         self.tokenizer = tokenizer
         self.own_tokenizer = own_tokenizer
-        self.batch_size = batch_size
+        self.batch_size = config.batch_size
         self.device = device
         self.dtype = dtype
 
@@ -64,7 +62,9 @@ def load_scorer(
     config: RewardModelScorerConfig, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device
 ) -> RewardModelScorer:
     """The reward model at `config.path`, or at `model.reward`."""
-    path, key = (config.path, "scorer.path") if config.path else (cfg.model.reward, "model.reward")
+    path, key = (
+        (config.path, f"{config.key(cfg)}.path") if config.path else (cfg.model.reward, "model.reward")
+    )
     assert path is not None, "validated: a reward model is named or made"
     options: dict[str, Any] = {
         "attention": cfg.model.attention,
@@ -75,11 +75,10 @@ def load_scorer(
     own = load_tokenizer(path, cfg.model.pad_token, cfg.model.trust_remote_code, key)
     same = own.get_vocab() == tokenizer.get_vocab() and own.eos_token_id == tokenizer.eos_token_id
     return RewardModelScorer(
+        config,
         RewardModel(model, cfg.model.shared_prefix),
         tokenizer,
         None if same else own,
-        batch_size=config.batch_size,
-        device=device,
-        dtype=cfg.model.dtype,
-        missing_eos_score=config.missing_eos_score,
+        device,
+        cfg.model.dtype,
     )

@@ -10,13 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.batch import Batch, Rollouts
+from rlhf.scorers.config import ScorerConfig
 
 
 class Scorer(ABC):
-    """Scores rollouts. A response without a stop token is given `missing_eos_score` where that is set."""
+    """Scores rollouts. A response without a stop token is scored as `config` has it."""
 
-    def __init__(self, missing_eos_score: float | None) -> None:
-        self.missing_eos_score = missing_eos_score
+    def __init__(self, config: ScorerConfig) -> None:
+        self.config = config
 
     @abstractmethod
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -24,14 +25,22 @@ class Scorer(ABC):
 
     def __call__(self, rollouts: Rollouts) -> Batch:
         """The rollouts with scores, as training sees them."""
-        scores = self.score(rollouts)
-        if self.missing_eos_score is not None:
-            scores = torch.where(rollouts.ended, scores, self.missing_eos_score)
-        return rollouts.extend(Batch, scores=scores)
+        return rollouts.extend(Batch, scores=self.at_end(self.score(rollouts), rollouts.ended))
+
+    def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
+        """The scores [N, K], those of responses that have not `ended` ([N, K] bool) replaced or lowered."""
+        replacement, penalty = self.config.missing_eos_score, self.config.missing_eos_penalty
+        if replacement is not None:
+            return torch.where(ended, scores, replacement)
+        return scores if penalty is None else torch.where(ended, scores, scores - penalty)
 
 
 class LabelsScorer(Scorer):
     """The labels that stored completions came with; 0 where they have none."""
+
+    def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
+        """The labels: one is given, whether the text was cut or not."""
+        return scores
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """The labels [N, K]."""
@@ -45,11 +54,11 @@ class TextScorer(Scorer):
 
     def __init__(
         self,
+        config: ScorerConfig,
         function: Callable[[str, str, str], float],
         tokenizer: PreTrainedTokenizerBase,
-        missing_eos_score: float | None,
     ) -> None:
-        super().__init__(missing_eos_score)
+        super().__init__(config)
         self.function = function
         self.tokenizer = tokenizer
 
@@ -71,3 +80,25 @@ def response_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> li
     ids = torch.where(rollouts.response_mask, rollouts.response_ids, tokenizer.pad_token_id)
     flat = tokenizer.batch_decode(ids.flatten(0, 1), skip_special_tokens=True)
     return [flat[n * K : (n + 1) * K] for n in range(N)]
+
+
+def flat_texts(
+    rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[str], list[str], list[str]]:
+    """Prompt, response and reference of each response: three lists of N times K texts."""
+    groups = response_texts(rollouts, tokenizer)
+    K = rollouts.response_ids.shape[1]
+    prompts = [text for text in rollouts.texts for _ in range(K)]
+    references = [text for text in rollouts.references for _ in range(K)]
+    return prompts, [text for group in groups for text in group], references
+
+
+def as_score(value: object) -> float | None:
+    """What somebody else's code gave as a score, as a number; None where it is none, or not finite."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]  # whatever has a number in it
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return number if abs(number) <= torch.finfo(torch.float32).max else None  # NaN is not

@@ -135,6 +135,8 @@ def test_help_and_mistakes_import_neither_torch_nor_a_library_of_it(tmp_path, ow
         ["--config-dir", str(own_conf), "experiment=typo"],
         ["resume=must"],
         ["-m", "seed=1,2", "algo.beta=0.1,-1"],
+        ["scorer=function", "scorer.path=nowhere:nothing"],
+        ["scorer=http", "scorer.url=nowhere"],
     ]
     script = """
 import json, sys
@@ -147,14 +149,15 @@ for words in json.loads(sys.argv[1]):
         codes.append(0)
     except SystemExit as stop:
         codes.append(stop.code)
-heavy = {"torch", "transformers", "datasets", "vllm", "deepspeed", "wandb", "tensorboard"} & set(sys.modules)
+heavy = {"torch", "transformers", "datasets", "vllm", "deepspeed", "wandb", "tensorboard", "requests"}
+heavy &= set(sys.modules)
 print(json.dumps([codes, sorted(heavy)]))
 """
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(commands)], cwd=tmp_path, capture_output=True, text=True
     )
     codes, heavy = json.loads(done.stdout.splitlines()[-1])
-    assert codes == [0, 0, 0] + [2] * 8 and heavy == [], done.stderr
+    assert codes == [0, 0, 0] + [2] * 10 and heavy == [], done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 

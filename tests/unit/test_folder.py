@@ -77,6 +77,7 @@ def test_config_reads_back_as_it_was(tmp_path):
         [],
         ["algo=sft", "logger=wandb", "schedule.max_lag=0"],
         ["model=pythia_1b", "scorer=facts"],
+        ["scorer=reward_and_answer", "scorer@gold=weighted", "+scorer@gold.parts.x=http"],
     ):
         made = compose(words)
         folder = RunFolder(tmp_path / "run")

@@ -1,0 +1,36 @@
+"""Several scorers as one: the weighted sum of what they say."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf.batch import Batch, Rollouts
+from rlhf.scorers.config import WeightedScorerConfig
+from rlhf.scorers.scorer import Scorer
+
+
+class WeightedScorer(Scorer):
+    """Adds up the scores of its parts, each times its weight.
+
+    Args:
+        config: its settings, and the weight of each part.
+        parts: scorers by name.
+    """
+
+    def __init__(self, config: WeightedScorerConfig, parts: dict[str, Scorer]) -> None:
+        super().__init__(config)
+        self.parts = parts
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """The weighted sum [N, K] of the scores as the parts give them."""
+        return self.total({name: part.score(rollouts) for name, part in self.parts.items()})
+
+    def __call__(self, rollouts: Rollouts) -> Batch:
+        """The rollouts with the scores of the parts and their sum, a missing end accounted for in both."""
+        parts = {name: part(rollouts).scores for name, part in self.parts.items()}
+        return rollouts.extend(Batch, scores=self.at_end(self.total(parts), rollouts.ended), parts=parts)
+
+    def total(self, parts: dict[str, Tensor]) -> Tensor:
+        """The weighted sum [N, K] of scores by part."""
+        return torch.stack([self.parts[name].config.weight * scores for name, scores in parts.items()]).sum(0)

@@ -1,0 +1,27 @@
+"""Runs with more than one scorer."""
+
+import pytest
+
+from rlhf.folder import RunFolder, load_config
+from rlhf.run import run
+from tests.integration.conftest import rows
+
+MIX = ["scorer=weighted", "+scorer@scorer.parts.model=reward_model", "+scorer@scorer.parts.words=function"]
+
+
+def test_a_run_trains_on_a_weighted_score_and_shows_its_parts(tiny, tmp_path):
+    file = tmp_path / "own_rewards.py"
+    file.write_text(
+        "def words(prompts, responses, references):\n    return [len(r.split()) for r in responses]\n"
+    )
+    settings = [f"path={file}:words", "batched=true", "weight=-0.5"]
+    cfg = tiny(*MIX, *(f"scorer.parts.words.{word}" for word in settings), "scorer.missing_eos_score=null")
+    folder = RunFolder(tmp_path / "run")
+    run(cfg, folder)
+    trained = [row for row in rows(folder) if "lr" in row]
+    assert len(trained) == 2
+    for row in trained:
+        model, words = row["objective/scores/model"], row["objective/scores/words"]
+        assert 0 < words <= 16 and row["objective/scores"] == pytest.approx(model - 0.5 * words, abs=1e-5)
+    assert len({row["objective/scores/model"] for row in trained}) == 2, "the reward model was made and read"
+    assert load_config(folder.config) == cfg
