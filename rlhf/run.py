@@ -274,7 +274,7 @@ def build_value_model(cfg: Config, algo: PPOConfig, tokenizer: PreTrainedTokeniz
         made = new_reward_model(model.policy, tokenizer.pad_token_id, None, **options)
         torch.nn.init.zeros_(score_head(made).weight)
         return ValueModel(made, model.shared_prefix)
-    path = model.reward or getattr(cfg.scorer, "path", None)
+    path = algo.reward_model(cfg)
     assert path is not None, "validated: a reward model is named or made"
     own = load_tokenizer(path, model.pad_token, model.trust_remote_code, "model.reward")
     if own.get_vocab() != tokenizer.get_vocab():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from omegaconf import MISSING
 
 from rlhf.schema import Section, option
+from rlhf.scorers.config import RewardModelScorerConfig
 
 if TYPE_CHECKING:
     from rlhf.config import Config
@@ -310,7 +311,13 @@ class PPOConfig(PolicyGradientConfig):
         """What the value model is at the start of the run `cfg`."""
         if self.value_from is not None:
             return self.value_from
-        return ValueFrom.reward if cfg.scorer.name == "reward_model" else ValueFrom.policy
+        scored = cfg.scorer.reads_reward or isinstance(cfg.scorer, RewardModelScorerConfig)
+        return ValueFrom.reward if scored else ValueFrom.policy
+
+    def reward_model(self, cfg: Config) -> str | None:
+        """The reward model that the value model may start as."""
+        own = cfg.scorer.path if isinstance(cfg.scorer, RewardModelScorerConfig) else None
+        return own or cfg.model.reward
 
     def problems(self, cfg: Config) -> Iterator[str]:
         """The same, and what the value model and the advantages need."""
@@ -333,7 +340,8 @@ class PPOConfig(PolicyGradientConfig):
                 "algo.kl_coef must be > 0 with algo.kl_target (the coefficient moves by factors), got 0; "
                 "set algo.kl_coef=0.05"
             )
-        if self.value_from is ValueFrom.reward and cfg.scorer.name != "reward_model" and not cfg.model.reward:
+        made = cfg.task.embedded and cfg.scorer.reads_reward
+        if self.value_from is ValueFrom.reward and not made and self.reward_model(cfg) is None:
             yield (
                 "model.reward must name a reward model for algo.value_from=reward (the value model starts as "
                 "it), got null; set model.reward=<hub name or folder> or algo.value_from=policy"

@@ -10,10 +10,7 @@ from rlhf.run import run
 from tests.integration.conftest import rows
 
 ONLINE = ("dpo", "bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
-SCORED = (
-    "scorer=facts",
-    "scorer.missing_eos_score=null",
-)  # finer than a reward model that has learned nothing
+SCORED = ("scorer=facts", "scorer.missing_eos_score=null")  # finer than an untrained reward model
 
 
 def updates(folder: RunFolder) -> list[dict]:
