@@ -20,10 +20,8 @@ ALGORITHMS = sorted(options.options("algo"))
 def table(heading: str) -> dict[str, list[str]]:
     """The rows of the first table after a heading, by their first cell."""
     lines = DOCS.partition(f"## {heading}\n")[2].partition("\n## ")[0].splitlines()
-    found = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")
-    ]
-    return {cells[0].strip("`"): cells[1:] for cells in found}
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("| `")]
+    return {name.strip(" `"): [cell.strip() for cell in cells] for name, *cells in rows[1:]}
 
 
 @pytest.mark.parametrize("heading", ["Formulas", "Keys, needs, silence"])
