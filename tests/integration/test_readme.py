@@ -32,12 +32,11 @@ def reinforce(tmp_path, monkeypatch) -> type[AlgoConfig]:
 
 def test_the_algorithm_of_the_readme_trains(tiny, tmp_path, reinforce):
     cfg = tiny("scorer=facts", "scorer.missing_eos_score=null")
-    cfg.algo = reinforce(samples_per_prompt=2)
+    cfg.algo = reinforce(samples_per_prompt=2, kl_coef=0.1)
     folder = RunFolder(tmp_path / "run")
     run(cfg, folder)
     trained = [row for row in rows(folder) if "lr" in row]
     assert len(trained) == 2
-    assert trained[0]["objective/advantage"] == pytest.approx(0, abs=0.5)
     assert trained[0]["policy/ratio"] == pytest.approx(1, abs=1e-4)
     assert trained[0]["policy/grad_norm"] > 0
 
