@@ -175,6 +175,7 @@ class Config(Section):
     seed: int = 1
     resume: Resume = Resume.auto
     save_total_limit: int = 2  # checkpoints kept
+    save_generations: bool = False  # every rollout with its scores, in generations/ of the run folder
     objective_metric: str | None = (
         None  # what a sweeper optimises; null: eval/win_rate (reward: eval/accuracy)
     )
@@ -185,7 +186,7 @@ class Config(Section):
     @property
     def data(self) -> Data:
         """What one training example holds; an online algorithm on stored completions reads pairs."""
-        if self.generator.samples or self.algo.supervised:
+        if self.generator.rollouts or self.algo.supervised:
             return self.algo.data
         return Data.preferences
 

@@ -43,6 +43,7 @@ NOT_IN_NAME = (
     "output_dir",
     "cache_dir",
     "save_total_limit",
+    "save_generations",
     "objective_metric",
     "backend.threads",
     "schedule.log_every",

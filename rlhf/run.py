@@ -8,6 +8,7 @@ import itertools
 import json
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import datasets
@@ -24,6 +25,7 @@ from rlhf.engines.engine import Engine, NonFinite
 from rlhf.errors import RunError, UserError
 from rlhf.evaluate import Evaluator, PolicyEvaluator, RewardEvaluator
 from rlhf.folder import RunFolder, digest, load_config, setup_logging
+from rlhf.generations import Saved
 from rlhf.generators.generator import Generator, Sampling
 from rlhf.generators.hf import HFGenerator
 from rlhf.loggers.display import Display
@@ -90,6 +92,12 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
     generator = cfg.generator.build(cfg, engine, tokenizer)
     scorer = cfg.scorer.build(cfg, tokenizer, device)
     assert scorer is not None, "validated: training needs a scorer"
+    sampling = Sampling(
+        samples=cfg.algo.samples_per_prompt,
+        temperature=cfg.generator.temperature,
+        response_length=cfg.generator.response_length,
+        purpose="train",
+    )
     evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, device)
     objective = cfg.algo.build()
     recorder = Recorder(cfg.schedule.log_every, cfg.metric, TOLERANCE[cfg.model.dtype])
@@ -106,13 +114,7 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
     stream = Stream(
         generator,
         itertools.islice(task.prompts(first), state.num_updates - first),
-        Sampling(
-            samples=cfg.algo.samples_per_prompt,
-            temperature=cfg.generator.temperature,
-            response_length=cfg.generator.response_length,
-            purpose="train",
-            request=first,
-        ),
+        replace(sampling, request=first),
         cfg.schedule.max_lag,
         recorder.timer,
         in_flight,
@@ -121,7 +123,7 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
         train(
             stream,
             generator,
-            scorer,
+            Saved(scorer, folder.generations, tokenizer, sampling, state) if cfg.save_generations else scorer,
             engine,
             objective,
             state,
@@ -237,7 +239,7 @@ def build_engine(
         optim=cfg.optim,
         total_steps=state.num_updates * steps,
         steps_per_batch=steps,
-        max_lag=cfg.schedule.max_lag,
+        stale=cfg.schedule.max_lag > 0 or not cfg.generator.samples,
         device=device,
         dtype=cfg.model.dtype,
         value_lr=cfg.algo.value_lr if isinstance(cfg.algo, PPOConfig) else None,

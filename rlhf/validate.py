@@ -124,7 +124,7 @@ def numbers(cfg: Config) -> Iterator[str]:
 def length(cfg: Config) -> Iterator[str]:
     """How long the run is: said once, in a unit that its algorithm has."""
     episodes, epochs = cfg.schedule.total_episodes, cfg.schedule.total_epochs
-    stored = not cfg.generator.samples
+    stored = not cfg.generator.rollouts
     if episodes is None and epochs is None:
         units = "schedule.total_episodes" + (" or schedule.total_epochs" if stored else "")
         why = "it says how long the run is"
@@ -189,6 +189,8 @@ def stored_completions(cfg: Config) -> Iterator[str]:
             f"scorer must be labels for algo={algo.name} (it maximises no score), got {cfg.scorer.name}; "
             "set scorer=labels"
         )
+    if generator.rollouts:
+        return
     wanted = 2 if cfg.data.name == "preferences" else 1
     if algo.samples_per_prompt != wanted:
         what = "a chosen and a rejected response" if wanted == 2 else "one reference response"

@@ -63,7 +63,7 @@ class TorchEngine:
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         steps_per_batch: optimizer steps on one rollout batch; with 1, the first forward gives the old
             log-probs.
-        max_lag: how stale a batch may be; with 0, the sampler's log-probs are those of the module.
+        stale: a batch may be sampled by older weights; else the sampler's log-probs are those of the module.
         micro_batch: sequences a forward.
         device: where module and reference go.
         dtype: what forwards compute in; bfloat16 is autocast over float32 weights.
@@ -81,7 +81,7 @@ class TorchEngine:
         steps_per_batch: int,
         micro_batch: int,
         device: torch.device,
-        max_lag: int = 0,
+        stale: bool = False,
         dtype: Dtype = Dtype.float32,
         value_lr: float | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class TorchEngine:
         self.optim = optim
         self.total_steps = total_steps
         self.steps_per_batch = steps_per_batch
-        self.max_lag = max_lag
+        self.stale = stale
         self.micro_batch = micro_batch
         self.device = device
         self.dtype = dtype
@@ -121,8 +121,8 @@ class TorchEngine:
         if "ref_logprobs" in needs:
             assert self.reference is not None, "the objective needs a reference that was not built"
             filled["ref_logprobs"] = self.infer(self.reference, batch, "logprobs")
-        several, stale = self.steps_per_batch > 1, self.max_lag > 0
-        if ("ratio" in needs and several) or ("old_logprobs" in needs and (several or stale)):
+        several = self.steps_per_batch > 1
+        if ("ratio" in needs and several) or ("old_logprobs" in needs and (several or self.stale)):
             filled["old_logprobs"] = self.infer(self.policy, batch, "logprobs")
         if "values" in needs:
             assert isinstance(self.module, ActorCritic), "the objective needs a value model"

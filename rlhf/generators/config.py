@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from omegaconf import MISSING
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class GeneratorConfig(Section):
     """What every generator has."""
 
-    samples: ClassVar[bool] = True  # False: it only returns stored completions
+    samples: ClassVar[bool] = True  # False: it only returns what is stored
 
     name: str = MISSING
     temperature: float = 0.7
@@ -30,6 +31,11 @@ class GeneratorConfig(Section):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+
+    @property
+    def rollouts(self) -> bool:
+        """Whether what it returns was sampled, with the sampler's log-probs."""
+        return self.samples
 
     def build(self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> Generator:
         """Make the generator of the run whose policy `engine` trains."""
@@ -89,9 +95,43 @@ class DatasetConfig(GeneratorConfig):
 
     name: str = "dataset"
     temperature: float = 1.0  # of the log-probs
+    path: str | None = (
+        None  # rollouts of another run (its folder generations/); null: completions of the task
+    )
 
     def build(self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> Generator:
-        """Return what the task stores."""
-        from rlhf.generators.dataset import DatasetGenerator
+        """Return what the task stores, or what a run saved."""
+        from rlhf.generators.dataset import DatasetGenerator, ReplayGenerator
 
-        return DatasetGenerator(tokenizer)
+        if self.path is None:
+            return DatasetGenerator(tokenizer)
+        return ReplayGenerator(Path(self.path).expanduser(), tokenizer, self.temperature)
+
+    @property
+    def rollouts(self) -> bool:
+        """Whether what is stored was sampled, with the sampler's log-probs."""
+        return self.path is not None
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """The same, and saved rollouts that are not there or too few."""
+        yield from GeneratorConfig.problems(self, cfg)
+        if self.path is None:
+            return
+        folder = Path(self.path).expanduser()
+        count = len(list(folder.glob("[0-9]*.parquet"))) if folder.is_dir() else 0
+        if not count:
+            yield (
+                "generator.path must be a folder of saved rollouts (save_generations=true writes one to the "
+                f"run folder), got {self.path}; set generator.path=<run folder>/generations"
+            )
+        elif cfg.schedule.total_episodes is not None and cfg.num_updates() > count:
+            most = count * cfg.episodes_per_update
+            yield (
+                f"schedule.total_episodes must be <= {most} (generator.path has rollouts of {count} "
+                f"updates), got {cfg.schedule.total_episodes}; set schedule.total_episodes={most}"
+            )
+        if cfg.algo.supervised:
+            yield (
+                f"generator.path must be null for algo={cfg.algo.name} (it trains on completions of the "
+                f"task), got {self.path}; set generator.path=null"
+            )

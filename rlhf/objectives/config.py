@@ -240,7 +240,7 @@ class PolicyGradientConfig(AlgoConfig):
     def problems(self, cfg: Config) -> Iterator[str]:
         """The same, and bounds; samples whose sampler is not known."""
         yield from AlgoConfig.problems(self, cfg)
-        if not cfg.generator.samples:
+        if not cfg.generator.rollouts:
             yield (
                 f"generator must be one that samples for algo={self.name} (ratios are taken to the sampler's "
                 f"log-probs), got {cfg.generator.name}; set generator=hf"

@@ -140,10 +140,10 @@ def test_old_logprobs_are_computed_only_where_several_steps_follow():
 
 
 def test_old_logprobs_of_a_stale_batch_are_computed_where_credit_reads_them():
-    stale = engine_of(max_lag=1)
+    stale = engine_of(stale=True)
     assert stale.annotate(scored(), frozenset({"ratio"})).old_logprobs is None
     assert stale.annotate(scored(), frozenset({"ratio", "old_logprobs"})).old_logprobs is not None
-    assert engine_of(max_lag=0).annotate(scored(), frozenset({"old_logprobs"})).old_logprobs is None
+    assert engine_of(stale=False).annotate(scored(), frozenset({"old_logprobs"})).old_logprobs is None
     assert engine_of(steps_per_batch=2).annotate(scored(), frozenset({"ratio"})).old_logprobs is not None
 
 
