@@ -1,0 +1,260 @@
+"""Sampling with vLLM, in a process of its own (`rlhf.generators.worker`), on vLLM's public interface.
+
+The engine of vLLM lives in that very process (no further processes below it), so that a message to it is a
+call. It must not be the trainer's process: vLLM changes classes of transformers for all of its process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.batch import Prompts, Rollouts
+from rlhf.errors import RunError
+from rlhf.generators.generator import Sampling
+from rlhf.generators.transfer import Manifest
+from rlhf.seeding import derive
+
+BLOCK_ON_CPU = 32  # tokens of a block of the prefix cache; vLLM's 128 would share no prompt shorter than that
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMFactory:
+    """What the process of vLLM is started with. Plain values: it goes there through pickle."""
+
+    model: str  # hub name or folder; its config alone is read, the weights come from the trainer
+    trust_remote_code: bool
+    dtype: str
+    max_model_len: int  # tokens of a prompt and its response
+    max_num_seqs: int  # sequences decoded at once
+    memory: float  # share of the device's memory; of RAM on a CPU
+    enforce_eager: bool  # do not compile
+    tensor_parallel_size: int
+    devices: tuple[int, ...]  # GPUs, by number; none: the CPU
+    threads: int  # of torch, on the CPU
+    sleeps: bool  # give GPU memory back between requests
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    seed: int  # of the run
+
+    def build(self) -> VLLMSampler:
+        """Start vLLM in this process."""
+        prepare_process(self)
+        return VLLMSampler(self)
+
+
+def prepare_process(settings: VLLMFactory) -> None:
+    """Set what vLLM and CUDA read from the environment when they are imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if settings.devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible(settings.devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads)  # vLLM goes down to one thread where it is not set
+    torch.set_num_threads(settings.threads)
+    if settings.enforce_eager:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else helpers of the sampler are compiled, for 20 s
+
+
+def visible(devices: tuple[int, ...], visible_now: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for the GPUs `devices`, counted as torch counts those that are visible now."""
+    names = visible_now.split(",") if visible_now else None
+    return ",".join(names[i] if names else str(i) for i in devices)
+
+
+class VLLMSampler:
+    """Answers prompts with vLLM (a `rlhf.generators.sampler.Sampler`).
+
+    A sample's random numbers depend on the run's seed, on purpose and request, and on its example and place
+    among the K: not on the order of the batch, nor on what is decoded beside it (to float rounding of the
+    logits).
+
+    Attributes:
+        llm: vLLM. It starts with random weights; nothing is sampled before the first `load`.
+    """
+
+    def __init__(self, settings: VLLMFactory) -> None:
+        self.settings = settings
+        folder = config_folder(settings.model)
+        shapes, required = tensors(folder, settings.trust_remote_code)  # before vLLM changes its class
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        from rlhf.generators.vllm_worker import NAME
+
+        on_cpu = not settings.devices
+        special: dict[str, Any] = {"block_size": BLOCK_ON_CPU} if on_cpu else {}
+        if settings.sleeps and not on_cpu:
+            special["enable_sleep_mode"] = True
+        self.sleeping = False
+        self.llm = LLM(
+            model=folder,
+            trust_remote_code=settings.trust_remote_code,
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            gpu_memory_utilization=settings.memory,
+            enforce_eager=settings.enforce_eager,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # else the model's own adds stop tokens
+            logprobs_mode="processed_logprobs",  # at the sampling temperature
+            enable_prefix_caching=True,  # the K samples of a prompt share it
+            weight_transfer_config=WeightTransferConfig(backend=NAME),
+            worker_extension_cls="rlhf.generators.vllm_worker.WorkerExtension",
+            **special,
+        )
+        self.llm.init_weight_transfer_engine({"init_info": {"shapes": shapes, "required": required}})
+        self.sleep()
+
+    @property
+    def version(self) -> int | None:
+        """The version of the weights, as vLLM reports it; None before the first load."""
+        reported = self.llm.get_weight_version()
+        return int(reported) if reported.isdigit() else None
+
+    def load(self, manifest: Manifest) -> dict[str, int]:
+        """Take the weights over through vLLM's weight transfer, and forget all prefixes.
+
+        Returns checksums by name.
+
+        Raises:
+            TransferError: they are not what the trainer sent; nothing was changed then.
+            RunError: vLLM reports another version than that, or keeps prefixes.
+        """
+        self.wake()
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"manifest": manifest}})
+        self.llm.finish_weight_update(weight_version=str(manifest.version))
+        if not self.llm.reset_prefix_cache():
+            raise RunError(
+                f"vLLM must forget the prefixes of the weights before version {manifest.version}, and did not"
+            )
+        if self.version != manifest.version:
+            raise RunError(f"vLLM must report version {manifest.version}, just loaded, got {self.version}")
+        taken: list[dict[str, int]] = self.llm.collective_rpc("taken_checksums")
+        if any(other != taken[0] for other in taken):
+            raise RunError(f"the workers of vLLM must hold the same tensors of version {manifest.version}")
+        self.sleep()
+        return taken[0]
+
+    def sample(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        """K responses to each prompt, [N, K, T] on the CPU, T = `sampling.response_length`.
+
+        At temperature 0 the most likely tokens, K = 1, their log-probs at temperature 1; vLLM raises
+        temperatures below 0.01 to it.
+
+        Raises:
+            RunError: a token was sampled by other weights than those of `version`.
+        """
+        from vllm import TokensPrompt
+
+        assert self.version is not None, "nothing was loaded yet"
+        start = time.perf_counter()
+        self.wake()
+        unpadded = [
+            ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
+        ]
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=ids) for ids in unpadded],
+            [self.parameters(sampling, example) for example in prompts.index.tolist()],
+            use_tqdm=False,
+        )
+        completions = [completion for output in outputs for completion in output.outputs]
+        for completion in completions:
+            for span in completion.weight_versions or []:
+                if span.version != str(self.version):
+                    raise RunError(
+                        f"tokens must be sampled by version {self.version}, which was loaded last, "
+                        f"got some by {span.version}"
+                    )
+        shape = (len(prompts), sampling.samples, sampling.response_length)
+        ids, mask, logprobs = (
+            x.view(shape) for x in pad(completions, sampling.response_length, self.settings.pad_id)
+        )
+        self.sleep()
+        stops = torch.tensor(self.settings.stop_ids)
+        return prompts.extend(
+            Rollouts,
+            response_ids=ids,
+            response_mask=mask,
+            behaviour_logprobs=logprobs,
+            ended=(mask & torch.isin(ids, stops)).any(-1),
+            version=self.version,
+            generate_s=time.perf_counter() - start,
+        )
+
+    def parameters(self, sampling: Sampling, example: int) -> Any:
+        """Settings of a request for the K samples of one prompt, as vLLM's; sample k has `seed` + k."""
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            n=sampling.samples,
+            temperature=sampling.temperature,
+            max_tokens=sampling.response_length,
+            stop_token_ids=list(self.settings.stop_ids),
+            seed=derive(self.settings.seed, "sample", sampling.purpose, sampling.request, example),
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+        )
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back until `wake`: weights to RAM, prefixes forgotten."""
+        if self.settings.sleeps and self.settings.devices and not self.sleeping:
+            self.llm.sleep(level=1)
+            self.sleeping = True
+
+    def wake(self) -> None:
+        """Take the GPU's memory again."""
+        if self.sleeping:
+            self.llm.wake_up()
+            self.sleeping = False
+
+    def close(self) -> None:
+        """Stop vLLM; its memory goes with the process."""
+        del self.llm
+
+
+def config_folder(model: str) -> str:
+    """The folder with the config of `model`: itself, or where the trainer's download of it is cached."""
+    from transformers.utils import cached_file
+
+    file = cached_file(os.path.expanduser(model), "config.json", local_files_only=True)
+    assert file is not None, "cached_file raises where there is none"
+    return os.path.dirname(file)
+
+
+def tensors(folder: str, trust_remote_code: bool) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Shapes by name of the tensors of the Hugging Face model, and which of them there must be.
+
+    The others are these under a second name, as the output embeddings are where they are tied. Made on the
+    meta device, so that it costs no memory.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    unique = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    return shapes, unique & shapes.keys()
+
+
+def pad(completions: list[Any], length: int, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, masks and log-probs of vLLM's completions, each [len(completions), length] padded right."""
+    ids = torch.full((len(completions), length), pad_id)
+    logprobs = torch.zeros(len(completions), length)
+    lengths = torch.tensor([len(completion.token_ids) for completion in completions])
+    mask = torch.arange(length) < lengths[:, None]
+    ids[mask] = torch.tensor([token for completion in completions for token in completion.token_ids])
+    logprobs[mask] = torch.tensor([x for completion in completions for x in completion.logprobs.logprobs])
+    return ids, mask, logprobs
