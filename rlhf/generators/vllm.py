@@ -9,16 +9,21 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import cached_file
 
 from rlhf.batch import Prompts, Rollouts
-from rlhf.errors import RunError
+from rlhf.errors import RunError, UserError
 from rlhf.generators.generator import Sampling
-from rlhf.generators.transfer import Manifest
+from rlhf.generators.transfer import Manifest, TransferError
 from rlhf.seeding import derive
+
+if TYPE_CHECKING:
+    from rlhf.generators.config import VLLMConfig
 
 BLOCK_ON_CPU = 32  # tokens of a block of the prefix cache; vLLM's 128 would share no prompt shorter than that
 
@@ -46,6 +51,33 @@ class VLLMFactory:
         """Start vLLM in this process."""
         prepare_process(self)
         return VLLMSampler(self)
+
+
+def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
+    """The GPUs of the generator, on a host with `gpus`, whose first ones the trainer has; none: the CPU.
+
+    Raises:
+        UserError: there are not as many as that, or the trainer has one of them.
+    """
+    size, name = config.tensor_parallel_size, config.name
+    if gpus == 0:
+        if config.devices or size > 1:
+            raise UserError(
+                "generator.devices must be null and generator.tensor_parallel_size 1 without GPUs (torch "
+                f"finds none), got {config.devices or 'null'} and {size}; set generator.devices=null "
+                "generator.tensor_parallel_size=1"
+            )
+        return ()
+    trainer = 0 if config.shares_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    devices = tuple(config.devices or range(trainer, trainer + size))
+    if max(devices) >= gpus or (trainer and min(devices) < trainer):
+        own = f"; set generator={name}_colocated to share the trainer's" if trainer else ""
+        raise UserError(
+            f"generator={name} must have {size} of the {gpus} GPUs here"
+            + (f", beside the first {trainer}, which the trainer has" if trainer else "")
+            + f", got {list(devices)}{own}"
+        )
+    return devices
 
 
 def prepare_process(settings: VLLMFactory) -> None:
@@ -82,19 +114,23 @@ class VLLMSampler:
     def __init__(self, settings: VLLMFactory) -> None:
         self.settings = settings
         folder = config_folder(settings.model)
-        shapes, required = tensors(folder, settings.trust_remote_code)  # before vLLM changes its class
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+        shapes, required = tensors(config, settings.trust_remote_code)  # before vLLM changes its class
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
         from rlhf.generators.vllm_worker import NAME
 
         on_cpu = not settings.devices
+        if on_cpu:
+            check_head_size(config)
         special: dict[str, Any] = {"block_size": BLOCK_ON_CPU} if on_cpu else {}
         if settings.sleeps and not on_cpu:
             special["enable_sleep_mode"] = True
         self.sleeping = False
         self.llm = LLM(
             model=folder,
+            runner="generate",
             trust_remote_code=settings.trust_remote_code,
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
@@ -226,22 +262,31 @@ class VLLMSampler:
 
 def config_folder(model: str) -> str:
     """The folder with the config of `model`: itself, or where the trainer's download of it is cached."""
-    from transformers.utils import cached_file
-
     file = cached_file(os.path.expanduser(model), "config.json", local_files_only=True)
     assert file is not None, "cached_file raises where there is none"
     return os.path.dirname(file)
 
 
-def tensors(folder: str, trust_remote_code: bool) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+def check_head_size(config: PreTrainedConfig) -> None:
+    """Raise UserError where the attention kernels of vLLM for CPUs have no such heads."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise UserError(
+            f"model.policy must have attention heads of a size that vLLM has on a CPU "
+            f"({', '.join(map(str, sizes))}), got {size}; set generator=hf"
+        )
+
+
+def tensors(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[dict[str, tuple[int, ...]], set[str]]:
     """Shapes by name of the tensors of the Hugging Face model, and which of them there must be.
 
     The others are these under a second name, as the output embeddings are where they are tied. Made on the
     meta device, so that it costs no memory.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -258,3 +303,23 @@ def pad(completions: list[Any], length: int, pad_id: int) -> tuple[Tensor, Tenso
     ids[mask] = torch.tensor([token for completion in completions for token in completion.token_ids])
     logprobs[mask] = torch.tensor([x for completion in completions for x in completion.logprobs.logprobs])
     return ids, mask, logprobs
+
+
+def compare(manifest: Manifest, shapes: dict[str, tuple[int, ...]], required: set[str]) -> None:
+    """Raise TransferError where a manifest does not hold exactly the tensors of `tensors`."""
+    sent = {entry.name: entry.shape for entry in manifest.entries}
+    wrong = [
+        *(f"{name}: missing" for name in sorted(required - sent.keys())),
+        *(f"{name}: unknown" for name in sent if name not in shapes),
+        *(
+            f"{name}: shape {list(shape)} instead of {list(shapes[name])}"
+            for name, shape in sent.items()
+            if name in shapes and tuple(shape) != tuple(shapes[name])
+        ),
+    ]
+    if wrong:
+        raise TransferError(
+            f"version {manifest.version} must hold the tensors of the model that vLLM serves, got "
+            + "; ".join(wrong[:3])
+            + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        )

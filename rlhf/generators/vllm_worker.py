@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rlhf.generators.transfer import Manifest, TransferError, read
+from rlhf.generators.vllm import compare
 
 NAME = "rlhf_shared_memory"
 
@@ -59,7 +60,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
                 nothing is changed), or vLLM has a parameter that none of them went to.
         """
         manifest = update_info.manifest
-        compare(manifest, self.trained)
+        compare(manifest, self.trained.shapes, self.trained.required)
         weights = list(read(manifest))  # views of the shared memory: nothing is copied here
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(weights))
@@ -90,23 +91,3 @@ class WorkerExtension:
     def taken_checksums(self) -> dict[str, int]:
         """Checksums by name of the tensors that this worker loaded last."""
         return self.weight_transfer_engine.taken  # type: ignore[attr-defined]
-
-
-def compare(manifest: Manifest, trained: SharedMemoryInitInfo) -> None:
-    """Raise TransferError where a manifest does not hold exactly the tensors of the trainer's model."""
-    sent = {entry.name: entry.shape for entry in manifest.entries}
-    wrong = [
-        *(f"{name}: missing" for name in sorted(trained.required - sent.keys())),
-        *(f"{name}: unknown" for name in sent if name not in trained.shapes),
-        *(
-            f"{name}: shape {list(shape)} instead of {list(trained.shapes[name])}"
-            for name, shape in sent.items()
-            if name in trained.shapes and tuple(shape) != tuple(trained.shapes[name])
-        ),
-    ]
-    if wrong:
-        raise TransferError(
-            f"version {manifest.version} must hold the tensors of the model that vLLM serves, got "
-            + "; ".join(wrong[:3])
-            + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        )
