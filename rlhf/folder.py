@@ -45,6 +45,7 @@ NOT_IN_NAME = (
     "save_total_limit",
     "objective_metric",
     "backend.threads",
+    *(f"generator.{key}" for key in ("worker", "threads", "start_limit_s", "request_limit_s", "restarts")),
     "schedule.log_every",
     "schedule.save_every",
     "eval.samples",
