@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.batch import Prompts, Rollouts
 from rlhf.generators.generator import Sampling, finished
+from rlhf.metrics import Metrics
 from rlhf.tasks.completions import encode_completions
 
 
@@ -28,6 +29,10 @@ class DatasetGenerator:
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Stored completions do not depend on weights."""
+
+    def figures(self) -> Metrics:
+        """Nothing can go wrong."""
+        return {}
 
     def close(self) -> None:
         """Nothing is held."""

@@ -40,8 +40,7 @@ class VLLMFactory:
     memory: float  # share of the device's memory; of RAM on a CPU
     enforce_eager: bool  # do not compile
     tensor_parallel_size: int
-    devices: tuple[int, ...]  # GPUs, by number; none: the CPU
-    threads: int  # of torch, on the CPU
+    gpu: bool  # else on the CPU
     sleeps: bool  # give GPU memory back between requests
     stop_ids: tuple[int, ...]
     pad_id: int
@@ -49,7 +48,11 @@ class VLLMFactory:
 
     def build(self) -> VLLMSampler:
         """Start vLLM in this process."""
-        prepare_process(self)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+        os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        if self.enforce_eager and not self.gpu:
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else helpers of the sampler are compiled, for 20 s
         return VLLMSampler(self)
 
 
@@ -80,22 +83,8 @@ def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
     return devices
 
 
-def prepare_process(settings: VLLMFactory) -> None:
-    """Set what vLLM and CUDA read from the environment when they are imported."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if settings.devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible(settings.devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return
-    os.environ["OMP_NUM_THREADS"] = str(settings.threads)  # vLLM goes down to one thread where it is not set
-    torch.set_num_threads(settings.threads)
-    if settings.enforce_eager:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else helpers of the sampler are compiled, for 20 s
-
-
 def visible(devices: tuple[int, ...], visible_now: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for the GPUs `devices`, counted as torch counts those that are visible now."""
+    """CUDA_VISIBLE_DEVICES for the GPUs `devices`, counted among those that are visible now."""
     names = visible_now.split(",") if visible_now else None
     return ",".join(names[i] if names else str(i) for i in devices)
 
@@ -121,12 +110,9 @@ class VLLMSampler:
 
         from rlhf.generators.vllm_worker import NAME
 
-        on_cpu = not settings.devices
-        if on_cpu:
+        if not settings.gpu:
             check_head_size(config)
-        special: dict[str, Any] = {"block_size": BLOCK_ON_CPU} if on_cpu else {}
-        if settings.sleeps and not on_cpu:
-            special["enable_sleep_mode"] = True
+        special: dict[str, Any] = {} if settings.gpu else {"block_size": BLOCK_ON_CPU}
         self.sleeping = False
         self.llm = LLM(
             model=folder,
@@ -141,6 +127,7 @@ class VLLMSampler:
             distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
             load_format="dummy",
             skip_tokenizer_init=True,
+            enable_sleep_mode=settings.sleeps,
             generation_config="vllm",  # else the model's own adds stop tokens
             logprobs_mode="processed_logprobs",  # at the sampling temperature
             enable_prefix_caching=True,  # the K samples of a prompt share it
@@ -245,7 +232,7 @@ class VLLMSampler:
 
     def sleep(self) -> None:
         """Give the GPU's memory back until `wake`: weights to RAM, prefixes forgotten."""
-        if self.settings.sleeps and self.settings.devices and not self.sleeping:
+        if self.settings.sleeps and not self.sleeping:
             self.llm.sleep(level=1)
             self.sleeping = True
 

@@ -56,9 +56,8 @@ class Process:
             memory=0.2,
             enforce_eager=True,
             tensor_parallel_size=1,
-            devices=(),
-            threads=1,
-            sleeps=True,  # on a CPU: without effect
+            gpu=False,
+            sleeps=False,
             stop_ids=STOPS,
             pad_id=PAD,
             seed=7,

@@ -65,17 +65,18 @@ def test_the_trainers_side_imports_no_vllm():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_factory_takes_its_sizes_from_the_run(monkeypatch):
-    words = ["generator=vllm", "model.policy=somewhere", "generator.response_length=20", "seed=5"]
+def test_the_factory_takes_its_sizes_from_the_run():
+    cfg = compose(["generator=vllm", "model.policy=somewhere", "generator.response_length=20", "seed=5"])
     tokenizer = tiny_tokenizer()
-    made = compose(words).generator.factory(compose(words), tokenizer)
-    assert made.max_model_len == compose(words).task.max_prompt_tokens + 20
+    made = cfg.generator.factory(cfg, tokenizer, gpu=False)
+    assert made.max_model_len == cfg.task.max_prompt_tokens + 20
     assert (made.stop_ids, made.pad_id, made.seed) == ((tokenizer.eos_token_id,), tokenizer.pad_token_id, 5)
-    assert (made.devices, made.memory, made.enforce_eager, made.dtype) == ((), 0.2, True, "float32")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    made = compose(words).generator.factory(compose(words), tokenizer)
-    assert (made.devices, made.memory, made.enforce_eager) == ((1,), 0.9, False)
-    assert not made.sleeps
+    assert (made.memory, made.enforce_eager, made.dtype, made.sleeps) == (0.2, True, "float32", False)
+    made = cfg.generator.factory(cfg, tokenizer, gpu=True)
+    assert (made.memory, made.enforce_eager, made.sleeps) == (0.9, False, False)
+    shared = compose(["generator=vllm_colocated"]).generator
+    assert shared.factory(cfg, tokenizer, gpu=True).sleeps
+    assert not shared.factory(cfg, tokenizer, gpu=False).sleeps
 
 
 def settings(name: str, size: int = 1, devices: list[int] | None = None):
