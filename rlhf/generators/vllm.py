@@ -25,7 +25,7 @@ from rlhf.seeding import derive
 if TYPE_CHECKING:
     from rlhf.generators.config import VLLMConfig
 
-BLOCK_ON_CPU = 32  # tokens of a block of the prefix cache; vLLM's 128 would share no prompt shorter than that
+TOKENS_ON_CPU = 8192  # of prompts that are encoded at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class VLLMSampler:
 
         if not settings.gpu:
             check_head_size(config)
-        special: dict[str, Any] = {} if settings.gpu else {"block_size": BLOCK_ON_CPU}
+        special: dict[str, Any] = {} if settings.gpu else on_cpu(settings)
         self.sleeping = False
         self.llm = LLM(
             model=folder,
@@ -128,7 +128,7 @@ class VLLMSampler:
             load_format="dummy",
             skip_tokenizer_init=True,
             enable_sleep_mode=settings.sleeps,
-            generation_config="vllm",  # else the model's own adds stop tokens
+            generation_config="vllm",  # not the model's own
             logprobs_mode="processed_logprobs",  # at the sampling temperature
             enable_prefix_caching=True,  # the K samples of a prompt share it
             weight_transfer_config=WeightTransferConfig(backend=NAME),
@@ -224,6 +224,7 @@ class VLLMSampler:
             temperature=sampling.temperature,
             max_tokens=sampling.response_length,
             stop_token_ids=list(self.settings.stop_ids),
+            ignore_eos=True,  # that of the model's config, which the trainer does not stop at
             seed=derive(self.settings.seed, "sample", sampling.purpose, sampling.request, example),
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
@@ -245,6 +246,20 @@ class VLLMSampler:
     def close(self) -> None:
         """Stop vLLM; its memory goes with the process."""
         del self.llm
+
+
+def on_cpu(settings: VLLMFactory) -> dict[str, Any]:
+    """What vLLM is told on a CPU in addition.
+
+    A prompt is never encoded in parts: between parts vLLM winds the request's random numbers back, which a
+    generator on a CPU cannot do. Blocks of the prefix cache are of 32 tokens: of vLLM's 128, prompts that are
+    shorter share nothing.
+    """
+    return {
+        "block_size": 32,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(TOKENS_ON_CPU, settings.max_model_len, settings.max_num_seqs),
+    }
 
 
 def config_folder(model: str) -> str:

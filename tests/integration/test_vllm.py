@@ -23,7 +23,8 @@ from tests.unit.tiny_models import VOCABULARY, tiny_lm
 pytest.importorskip("vllm")
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 2}  # of size 32, the smallest that vLLM has on a CPU
-PAD, STOP, STOPS = 0, 1, (1, 5, 9, 13)  # several stop tokens, so that responses end
+PAD, STOPS = 0, (1, 5, 9, 13)  # several stop tokens, so that responses end
+OTHER_END = 7  # what the model's config calls its end; the tokenizer's counts
 LENGTH = 12
 SAMPLER: list[VLLMSampler] = []  # in the process
 
@@ -116,7 +117,8 @@ def greedy(model: PreTrainedModel, given: Prompts) -> torch.Tensor:
 def process(request, tmp_path_factory):
     """One start for all facts of a kind; Llama with tied embeddings. GPT-NeoX is served by transformers' own
     code, Llama by vLLM's."""
-    model = tiny_lm(request.param, **HEADS, tie_word_embeddings=request.param == "llama")
+    tied = request.param == "llama"
+    model = tiny_lm(request.param, **HEADS, tie_word_embeddings=tied, eos_token_id=OTHER_END)
     process = Process(model, tmp_path_factory.mktemp(request.param))
     yield process
     process.ask("close")
@@ -143,6 +145,17 @@ def test_after_each_load_tokens_and_logprobs_are_those_of_the_new_weights(proces
     assert (seen[0] - seen[1]).abs().max() > 0.1 and (seen[1] - seen[2]).abs().max() > 0.1
 
 
+def test_more_prompts_than_are_encoded_at_once(process):
+    process.load(1)
+    given = prompts(count=150)
+    assert given.prompt_mask.sum() < 8192 < 2 * given.prompt_mask.sum()
+    rollouts = process.sample(given, samples=4, response_length=4)
+    assert difference(process.model, rollouts, 0.7) < 1e-4
+    rows = torch.tensor([149, 0, 77])
+    again = process.sample(given.select(rows), samples=4, response_length=4)
+    assert torch.equal(again.response_ids, rollouts.response_ids[rows])
+
+
 def test_near_greedy_as_in_evaluation(process):
     process.load(1)
     likely = process.sample(prompts(), samples=1, temperature=0.0, purpose="eval")
@@ -158,6 +171,7 @@ def test_a_response_holds_its_stop_token_and_nothing_after_it(process):
     assert ids.shape == mask.shape == rollouts.behaviour_logprobs.shape == (8, 4, LENGTH)
     stops = mask & torch.isin(ids, torch.tensor(STOPS))
     assert torch.equal(rollouts.ended, stops.any(-1)) and 0 < rollouts.ended.sum() < rollouts.ended.numel()
+    assert (ids[..., :-1][mask[..., 1:]] == OTHER_END).any()  # responses go on after it
     assert (ids[~mask] == PAD).all() and (rollouts.behaviour_logprobs[~mask] == 0).all()
     lengths = mask.sum(-1)
     assert torch.equal(mask, torch.arange(LENGTH) < lengths[..., None])
