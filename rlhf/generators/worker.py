@@ -65,7 +65,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Job:
-    """A request (with prompts), or a load (with a manifest)."""
+    """A request (with prompts), or a load (with a manifest); with neither, that there is a process."""
 
     manifest: Manifest | None = None
     request: tuple[Prompts, Sampling] | None = None
@@ -95,7 +95,7 @@ class WorkerGenerator:
         self.shared = SharedWeights()
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()  # None: the end
         self.lock = threading.Lock()  # of what both threads read: the next four, and the end of the queue
-        self.unanswered = 0  # jobs
+        self.unanswered = 1  # jobs; the first starts the process
         self.failure: RunError | UserError | None = None
         self.closing = False
         self.counted = 0  # restarts that `figures` has told of
@@ -154,14 +154,14 @@ class WorkerGenerator:
 
     def carry(self) -> None:
         """Carry jobs to the process and answers back, until the end of the queue or a failure."""
-        job: Job | None = None
+        job: Job | None = Job()  # asks for nothing but that the process is there
         try:
-            self.start()
-            while (job := self.jobs.get()) is not None:
+            while job is not None:
                 if (rollouts := self.work_off(job)) is not None:
                     job.future.set_result(rollouts)
                 with self.lock:
                     self.unanswered -= 1
+                job = self.jobs.get()
             self.ask("close", limit=CLOSE_S)
         except (RunError, UserError) as error:
             self.fail(error, job)
@@ -188,7 +188,9 @@ class WorkerGenerator:
                 if job.manifest is not None:
                     self.hand_over(job.manifest)
                     return None
-                return self.answered(self.ask("sample", *job.request or ()))
+                if job.request is None:
+                    return None
+                return self.answered(self.ask("sample", *job.request))
             except Lost as lost:
                 self.stop()
                 with self.lock:
@@ -197,7 +199,8 @@ class WorkerGenerator:
                     if self.restarts == self.limits.restarts:
                         raise RunError(
                             f"the generator's process must not be lost more than {self.restarts} times "
-                            f"(generator.restarts), and now it {lost}; its log is {self.log}"
+                            f"(generator.restarts), got once more: it {lost}; its log is {self.log}; set "
+                            "generator.restarts or generator.request_limit_s higher where it says nothing"
                         ) from None
                     self.restarts += 1
                 say(
@@ -226,9 +229,12 @@ class WorkerGenerator:
         """Give up: the job in hand, all that are queued and all that come end with `error`."""
         with self.lock:
             self.failure = error
-            while job is not None:
-                job.future.set_exception(error)
-                job = None if self.jobs.empty() else self.jobs.get()
+            lost = [job]
+            while not self.jobs.empty():
+                lost.append(self.jobs.get())
+            for each in lost:
+                if each is not None:
+                    each.future.set_exception(error)
 
     # -- the process -------------------------------------------------------------------------------
 
@@ -260,8 +266,8 @@ class WorkerGenerator:
         try:
             self.ask("build", self.factory, limit=self.limits.start_s)
         except Lost as lost:
-            if self.closing:
-                raise Closed from None
+            if (self.process.poll() or 0) < 0:  # killed, by whom or whatever: worth another try
+                raise
             raise RunError(
                 f"the generator's process must be ready within {self.limits.start_s:g} seconds "
                 f"(generator.start_limit_s), but it {lost}; its log is {self.log}"
