@@ -208,7 +208,7 @@ class VLLMConfig(WorkerConfig):
     shares_gpu: ClassVar[bool] = False  # with the trainer
 
     name: str = "vllm"
-    memory: float | None = None  # share of the GPU's memory; without GPUs of RAM, and null is 0.2
+    memory: float | None = None  # share of the GPU's; without GPUs of RAM, for keys and values; null is 0.1
     max_num_seqs: int = 256  # sequences decoded at once
     dtype: Precision | None = None  # null: model.dtype
     enforce_eager: bool | None = None  # do not compile; null: only on GPUs
@@ -245,7 +245,7 @@ class VLLMConfig(WorkerConfig):
             dtype=(self.dtype or cfg.model.dtype).value,
             max_model_len=cfg.task.max_prompt_tokens + self.response_length,
             max_num_seqs=self.max_num_seqs,
-            memory=self.memory or (self.on_gpu if gpu else 0.2),
+            memory=self.memory or (self.on_gpu if gpu else 0.1),
             enforce_eager=not gpu if self.enforce_eager is None else self.enforce_eager,
             tensor_parallel_size=self.tensor_parallel_size,
             gpu=gpu,

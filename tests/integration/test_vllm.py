@@ -57,7 +57,7 @@ class Process:
             dtype="float32",
             max_model_len=100 + LENGTH,
             max_num_seqs=64,
-            memory=0.2,
+            memory=0.02,
             enforce_eager=True,
             tensor_parallel_size=1,
             gpu=False,
