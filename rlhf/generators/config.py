@@ -136,7 +136,8 @@ def threads(cfg: Config) -> tuple[int | None, int | None]:
     trainer, generator = cfg.backend.threads, cfg.generator
     if not isinstance(generator, WorkerConfig) or not generator.has_worker(cfg):
         return trainer, None
-    own, cores = generator.threads, int(os.environ.get("OMP_NUM_THREADS") or cpu_cores())
+    own, chosen = generator.threads, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    cores = int(chosen) if chosen.isdigit() else cpu_cores()
     if cfg.schedule.max_lag == 0:
         return trainer, own or cores
     if own is None:
