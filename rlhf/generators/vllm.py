@@ -99,13 +99,14 @@ class VLLMSampler:
 
     Attributes:
         llm: vLLM. It starts with random weights; nothing is sampled before the first `load`.
+        tensors: what every version must hold.
     """
 
     def __init__(self, settings: VLLMFactory) -> None:
         self.settings = settings
         folder = config_folder(settings.model)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-        shapes, required = tensors(config, settings.trust_remote_code)  # before vLLM changes its class
+        self.tensors = tensors(config, settings.trust_remote_code)  # before vLLM changes the model's class
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
@@ -136,7 +137,7 @@ class VLLMSampler:
             worker_extension_cls="rlhf.generators.vllm_worker.WorkerExtension",
             **special,
         )
-        self.llm.init_weight_transfer_engine({"init_info": {"shapes": shapes, "required": required}})
+        self.llm.init_weight_transfer_engine({"init_info": {}})
         self.sleep()
 
     @property
@@ -154,6 +155,7 @@ class VLLMSampler:
             TransferError: they are not what the trainer sent; nothing was changed then.
             RunError: vLLM reports another version than that, or keeps prefixes.
         """
+        compare(manifest, *self.tensors)
         self.wake()
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"manifest": manifest}})
@@ -310,7 +312,7 @@ def pad(completions: list[Any], length: int, pad_id: int) -> tuple[Tensor, Tenso
 
 
 def compare(manifest: Manifest, shapes: dict[str, tuple[int, ...]], required: set[str]) -> None:
-    """Raise TransferError where a manifest does not hold exactly the tensors of `tensors`."""
+    """Raise TransferError where a manifest does not hold exactly these tensors (`tensors`)."""
     sent = {entry.name: entry.shape for entry in manifest.entries}
     wrong = [
         *(f"{name}: missing" for name in sorted(required - sent.keys())),
