@@ -22,6 +22,7 @@ KEYS = {  # the keys that --help shows
     "schedule.max_lag": "0 synchronous; n: up to n later batches in flight",
     "schedule.eval_every": "updates; below 1: fraction of the run; likewise save_every, log_every",
     "generator.response_length": "tokens; likewise generator.temperature",
+    "generator.threads": "CPU threads of the generator's process; likewise backend.threads of the trainer",
     "optim.lr": "likewise optim.schedule, warmup, max_grad_norm, weight_decay",
     "backend.micro_batch": "sequences a forward",
     "model.policy": "hub name or folder; likewise model.base, reference, reward, tokenizer",

@@ -8,6 +8,7 @@ from typing import Any
 from rlhf.batch import Rollouts
 from rlhf.engines.engine import Engine
 from rlhf.evaluate import Evaluation
+from rlhf.generators.generator import Generator
 from rlhf.invariants import EXPECTED, broken_invariants
 from rlhf.loggers.logger import Logger, Row
 from rlhf.metrics import How, Metrics, Stat, Timer, merge
@@ -27,6 +28,7 @@ class Recorder:
 
     def __init__(self, log_every: float, metric: str, tolerance: float) -> None:
         self.loggers: list[Logger] = []
+        self.generator: Generator | None = None
         self.log_every = log_every
         self.metric = metric
         self.tolerance = tolerance
@@ -36,9 +38,10 @@ class Recorder:
         self.first: Row = {}  # figures of the evaluation before training
         self.evaluated: Row = {}  # figures of the last evaluation
 
-    def open(self, loggers: list[Logger]) -> None:
-        """Send rows to `loggers` from now on."""
+    def open(self, loggers: list[Logger], generator: Generator | None = None) -> None:
+        """Send rows to `loggers` from now on, with what `generator` says of itself."""
         self.loggers = loggers
+        self.generator = generator
 
     def add(self, figures: Metrics) -> None:
         """Add figures to the row in the making; the very first of the invariants' figures are checked."""
@@ -59,6 +62,8 @@ class Recorder:
         tokens = float(rollouts.response_mask.sum())
         state.wall_s += seconds
         self.add(times)
+        if self.generator is not None:
+            self.add(self.generator.figures())
         self.add(
             {
                 "time/generate_s": Stat(rollouts.generate_s, 1.0, How.sum),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from rlhf.errors import RunError, UserError
 from rlhf.evaluate import Evaluator, PolicyEvaluator, RewardEvaluator
 from rlhf.folder import RunFolder, digest, load_config, setup_logging
 from rlhf.generations import Saved
+from rlhf.generators.config import threads
 from rlhf.generators.generator import Generator, Sampling
 from rlhf.generators.hf import HFGenerator
 from rlhf.loggers.display import Display
@@ -57,6 +58,7 @@ from rlhf.tasks.config import EmbeddedTaskConfig
 from rlhf.tasks.task import Task
 from rlhf.validate import describe
 
+THREADS = torch.get_num_threads()  # a run before this one, in a sweep, may have set others
 TOLERANCE = {Dtype.float32: 1e-4, Dtype.bfloat16: 5e-2}  # of the first update's invariants
 
 
@@ -77,8 +79,7 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
     folder.write_environment([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
     cfg = prepare(cfg)
     setup_logging(folder)  # again: a stage that was made on the way had its own
-    if cfg.backend.threads:
-        torch.set_num_threads(cfg.backend.threads)
+    torch.set_num_threads(threads(cfg)[0] or THREADS)
     torch.manual_seed(derive(cfg.seed, "torch"))
 
     device = build_device(cfg)
@@ -89,55 +90,57 @@ def run(cfg: Config, folder: RunFolder) -> float | None:
     for name, value in describe(cfg, len(task)):
         say(f"  {name + ':':24}{value}")
     engine = build_engine(cfg, tokenizer, device, state)
-    generator = cfg.generator.build(cfg, engine, tokenizer)
-    scorer = cfg.scorer.build(cfg, tokenizer, device)
-    assert scorer is not None, "validated: training needs a scorer"
-    sampling = Sampling(
-        samples=cfg.algo.samples_per_prompt,
-        temperature=cfg.generator.temperature,
-        response_length=cfg.generator.response_length,
-        purpose="train",
-    )
-    evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, device)
-    objective = cfg.algo.build()
-    recorder = Recorder(cfg.schedule.log_every, cfg.metric, TOLERANCE[cfg.model.dtype])
-    checkpoints = Checkpoints(folder.path, cfg.save_total_limit, objective)
-
-    in_flight = []
-    if last := folder.last_checkpoint():
-        in_flight = checkpoints.load(last, state, engine, recorder)
-        say(f"going on at update {state.update} of {state.num_updates}, from {last}")
-    recorder.open(build_loggers(cfg, folder, state))
-    generator.load(engine.weights(), state.version)
-
-    first = state.update + len(in_flight)
-    stream = Stream(
-        generator,
-        itertools.islice(task.prompts(first), state.num_updates - first),
-        replace(sampling, request=first),
-        cfg.schedule.max_lag,
-        recorder.timer,
-        in_flight,
-    )
-    try:
-        train(
-            stream,
-            generator,
-            Saved(scorer, folder.generations, tokenizer, sampling, state) if cfg.save_generations else scorer,
-            engine,
-            objective,
-            state,
-            cfg.schedule,
-            recorder,
-            evaluator,
-            checkpoints,
-            cfg.seed,
+    with ExitStack() as ends:
+        generator = cfg.generator.build(cfg, engine, tokenizer, folder.path)
+        ends.callback(generator.close)
+        scorer = cfg.scorer.build(cfg, tokenizer, device)
+        assert scorer is not None, "validated: training needs a scorer"
+        sampling = Sampling(
+            samples=cfg.algo.samples_per_prompt,
+            temperature=cfg.generator.temperature,
+            response_length=cfg.generator.response_length,
+            purpose="train",
         )
-    except NonFinite as error:
-        raise not_finite(error, state, folder) from error
-    finally:
-        generator.close()
-        recorder.close()
+        evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, device)
+        objective = cfg.algo.build()
+        recorder = Recorder(cfg.schedule.log_every, cfg.metric, TOLERANCE[cfg.model.dtype])
+        checkpoints = Checkpoints(folder.path, cfg.save_total_limit, objective)
+        if cfg.save_generations:
+            scorer = Saved(scorer, folder.generations, tokenizer, sampling, state)
+
+        in_flight = []
+        if last := folder.last_checkpoint():
+            in_flight = checkpoints.load(last, state, engine, recorder)
+            say(f"going on at update {state.update} of {state.num_updates}, from {last}")
+        recorder.open(build_loggers(cfg, folder, state), generator)
+        ends.callback(recorder.close)
+        generator.load(engine.weights(), state.version)
+
+        first = state.update + len(in_flight)
+        stream = Stream(
+            generator,
+            itertools.islice(task.prompts(first), state.num_updates - first),
+            replace(sampling, request=first),
+            cfg.schedule.max_lag,
+            recorder.timer,
+            in_flight,
+        )
+        try:
+            train(
+                stream,
+                generator,
+                scorer,
+                engine,
+                objective,
+                state,
+                cfg.schedule,
+                recorder,
+                evaluator,
+                checkpoints,
+                cfg.seed,
+            )
+        except NonFinite as error:
+            raise not_finite(error, state, folder) from error
     if cfg.algo.trains is Trains.reward:
         centre(cfg, engine, tokenizer)
     write_model(engine, folder)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from rlhf.config import Config
     from rlhf.engines.engine import Engine
     from rlhf.generators.generator import Generator
+    from rlhf.generators.vllm import VLLMFactory
+    from rlhf.generators.worker import Limits
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,9 +42,15 @@ class GeneratorConfig(Section):
         """Whether what it returns was sampled, with the sampler's log-probs."""
         return self.samples
 
-    def build(self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> Generator:
-        """Make the generator of the run whose policy `engine` trains."""
+    def build(
+        self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: Path
+    ) -> Generator:
+        """Make the generator of the run in `folder` whose policy `engine` trains."""
         raise NotImplementedError
+
+    def has_worker(self, cfg: Config) -> bool:
+        """Whether it samples in a process of its own."""
+        return False
 
     def problems(self, cfg: Config) -> Iterator[str]:
         """Settings of the sampler that training cannot use."""
@@ -62,27 +73,253 @@ class GeneratorConfig(Section):
                 )
 
 
+@dataclass(kw_only=True, slots=True)
+class WorkerConfig(GeneratorConfig):
+    """What a generator has that samples in a process of its own."""
+
+    threads: int | None = None  # CPU threads of that process; null: half of the cores, all where max_lag is 0
+    start_limit_s: float = 300.0  # seconds until it must be ready
+    request_limit_s: float = 1800.0  # seconds that a request may take; then the process counts as hung
+    restarts: int = 3  # times in a session that a process which died or hung is replaced
+
+    def has_worker(self, cfg: Config) -> bool:
+        """Always, but where an option says otherwise."""
+        return True
+
+    def limits(self) -> Limits:
+        """What the process may take."""
+        from rlhf.generators.worker import Limits
+
+        return Limits(self.start_limit_s, self.request_limit_s, self.restarts)
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """The same, limits out of bounds, and more threads than there are cores."""
+        yield from GeneratorConfig.problems(self, cfg)
+        for key, least, meaning, remedy in (
+            ("threads", 1, "CPU threads of the generator's process; null: its share of the cores", "null"),
+            ("start_limit_s", 1, "seconds until the generator's process must be ready", 300),
+            ("request_limit_s", 1, "seconds that a request may take", 1800),
+            ("restarts", 0, "times that a lost process is replaced", 3),
+        ):
+            value = getattr(self, key)
+            if value is not None and not value >= least:
+                yield (
+                    f"generator.{key} must be >= {least} ({meaning}), got {value}; "
+                    f"set generator.{key}={remedy}"
+                )
+        trainer, own = (count or 0 for count in threads(cfg))
+        cores = cpu_cores()
+        typed = [key for key in ("generator", "backend") if getattr(cfg, key).threads]
+        if self.has_worker(cfg) and cfg.schedule.max_lag > 0 and typed and trainer + own > max(cores, 2):
+            yield (
+                "backend.threads + generator.threads must be <= the cores of this machine (trainer and "
+                f"generator work at the same time), got {trainer} + {own} on {cores} cores; "
+                f"set {typed[0]}.threads=null"
+            )
+
+    def warnings(self, cfg: Config) -> Iterator[str]:
+        """Threads of a process that there is not."""
+        yield from GeneratorConfig.warnings(self, cfg)
+        if self.threads is not None and not self.has_worker(cfg):
+            yield (
+                f"generator.threads={self.threads} has no effect without a process of its own "
+                "(generator.worker=true, or schedule.max_lag above 0)"
+            )
+
+
+def cpu_cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads(cfg: Config) -> tuple[int | None, int | None]:
+    """CPU threads of the trainer and of the generator's process; None: as torch has it.
+
+    They share the cores (OMP_NUM_THREADS where that is set), half each where the config does not say, if they
+    work at the same time; with `max_lag` 0 they take turns, and each has all.
+    """
+    trainer, generator = cfg.backend.threads, cfg.generator
+    if not isinstance(generator, WorkerConfig) or not generator.has_worker(cfg):
+        return trainer, None
+    own, chosen = generator.threads, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    cores = int(chosen) if chosen.isdigit() else cpu_cores()
+    if cfg.schedule.max_lag == 0:
+        return trainer, own or cores
+    if own is None:
+        own = max(1, cores - trainer if trainer else cores // 2)
+    return trainer or max(1, cores - own), own
+
+
 @option("generator", "hf")
 @dataclass(kw_only=True, slots=True)
-class HFConfig(GeneratorConfig):
-    """Sampling with the trainer's own Hugging Face model, in its process."""
+class HFConfig(WorkerConfig):
+    """Sampling with the Hugging Face model that is trained, or with a copy of it in a process of its own."""
 
     name: str = "hf"
     batch_size: int = 256  # sequences decoded at once
+    worker: bool | None = None  # a process of its own; null: where schedule.max_lag is above 0
 
-    def build(self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> Generator:
-        """Sample with the engine's policy."""
-        from rlhf.generators.hf import HFGenerator
+    def has_worker(self, cfg: Config) -> bool:
+        """As `generator.worker` says."""
+        return cfg.schedule.max_lag > 0 if self.worker is None else self.worker
 
-        return HFGenerator(engine.borrow_policy, tokenizer, self.batch_size, cfg.seed)
+    def build(
+        self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: Path
+    ) -> Generator:
+        """Sample with the engine's policy, or with a copy of it."""
+        from rlhf.generators.hf import HFGenerator, HFSamplerFactory
+
+        if not self.has_worker(cfg):
+            return HFGenerator(engine.borrow_policy, tokenizer, self.batch_size, cfg.seed)
+        from rlhf.generators.worker import WorkerGenerator, environment
+
+        model = engine.policy.model
+        factory = HFSamplerFactory(
+            config=model.config.to_json_string(use_diff=False),
+            attention=cfg.model.attention,
+            remote=model.config.name_or_path if cfg.model.trust_remote_code else None,
+            device=model.device.type,
+            dtype=cfg.model.dtype,
+            stop_ids=[tokenizer.eos_token_id],
+            pad_id=tokenizer.pad_token_id,
+            batch_size=self.batch_size,
+            seed=cfg.seed,
+        )
+        log = folder / "generator.log"
+        return WorkerGenerator(factory, log, environment(threads(cfg)[1], model.device), self.limits())
 
     def problems(self, cfg: Config) -> Iterator[str]:
         """The same, and the size of a decoding batch."""
-        yield from GeneratorConfig.problems(self, cfg)
+        yield from WorkerConfig.problems(self, cfg)
         if self.batch_size < 1:
             yield (
                 f"generator.batch_size must be >= 1 (sequences decoded at once), got {self.batch_size}; "
                 "set generator.batch_size=256"
+            )
+
+
+class Precision(Enum):
+    """What a generator computes in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@option("generator", "vllm")
+@dataclass(kw_only=True, slots=True)
+class VLLMConfig(WorkerConfig):
+    """Sampling with vLLM, in a process of its own; with GPUs, on GPUs of its own."""
+
+    on_gpu: ClassVar[float] = 0.9  # `memory` there, where it is null
+    shares_gpu: ClassVar[bool] = False  # with the trainer
+
+    name: str = "vllm"
+    memory: float | None = None  # share of the GPU's; without GPUs of RAM, for keys and values; null is 0.1
+    max_num_seqs: int = 256  # sequences decoded at once
+    dtype: Precision | None = None  # null: model.dtype
+    enforce_eager: bool | None = None  # do not compile; null: only on GPUs
+    tensor_parallel_size: int = 1  # GPUs that share the model
+    devices: list[int] | None = None  # GPUs, by number; null: those after the trainer's
+
+    def build(
+        self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: Path
+    ) -> Generator:
+        """Sample with vLLM, which starts from the config of the policy and gets its weights with `load`."""
+        import torch
+
+        from rlhf.console import say
+        from rlhf.generators.vllm import place, visible
+        from rlhf.generators.worker import WorkerGenerator, environment
+
+        devices = place(self, torch.cuda.device_count())
+        variables = environment(threads(cfg)[1], torch.device("cpu"))
+        if devices:
+            variables["CUDA_VISIBLE_DEVICES"] = visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        elif self.shares_gpu:
+            say(f"generator={self.name} gives no memory back while it waits: on a CPU vLLM cannot sleep")
+        factory = self.factory(cfg, tokenizer, bool(devices))
+        return WorkerGenerator(factory, folder / "generator.log", variables, self.limits())
+
+    def factory(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, gpu: bool) -> VLLMFactory:
+        """What the process of vLLM is started with, for the policy of the run `cfg`."""
+        from rlhf.generators.vllm import VLLMFactory
+
+        assert cfg.model.policy is not None, "validated: a policy is named or made"
+        return VLLMFactory(
+            model=cfg.model.policy,
+            trust_remote_code=cfg.model.trust_remote_code,
+            dtype=(self.dtype or cfg.model.dtype).value,
+            max_model_len=cfg.task.max_prompt_tokens + self.response_length,
+            max_num_seqs=self.max_num_seqs,
+            memory=self.memory or (self.on_gpu if gpu else 0.1),
+            enforce_eager=not gpu if self.enforce_eager is None else self.enforce_eager,
+            tensor_parallel_size=self.tensor_parallel_size,
+            gpu=gpu,
+            sleeps=self.shares_gpu and gpu,
+            stop_ids=(tokenizer.eos_token_id,),
+            pad_id=tokenizer.pad_token_id,
+            seed=cfg.seed,
+        )
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """The same, vLLM itself, and what it cannot be set to."""
+        yield from WorkerConfig.problems(self, cfg)
+        if importlib.util.find_spec("vllm") is None:
+            yield (
+                f"generator={self.name} needs vLLM (it samples), which is not installed here; "
+                "pip install 'rlhf[vllm]', or set generator=hf"
+            )
+        for key, value, remedy in (
+            ("generator.temperature", self.temperature, 0.7),
+            ("eval.temperature", cfg.eval.temperature, 0.01),
+        ):
+            if 0 < value < 0.01:
+                yield (
+                    f"{key} must be >= 0.01 with generator={self.name} (vLLM raises lower ones to that), "
+                    f"got {value}; set {key}={remedy}"
+                )
+        if self.memory is not None and not 0 < self.memory <= 1:
+            yield (
+                "generator.memory must be > 0 and <= 1 (a share of the device's memory), "
+                f"got {self.memory}; set generator.memory=null"
+            )
+        if self.max_num_seqs < 1:
+            yield (
+                f"generator.max_num_seqs must be >= 1 (sequences decoded at once), got {self.max_num_seqs}; "
+                "set generator.max_num_seqs=256"
+            )
+        if self.tensor_parallel_size < 1:
+            yield (
+                "generator.tensor_parallel_size must be >= 1 (GPUs that share the model), "
+                f"got {self.tensor_parallel_size}; set generator.tensor_parallel_size=1"
+            )
+        elif self.devices is not None and (
+            len(set(self.devices)) != self.tensor_parallel_size or min(self.devices) < 0
+        ):
+            yield (
+                "generator.devices must name as many GPUs as generator.tensor_parallel_size says "
+                f"({self.tensor_parallel_size}, each by its number), got {self.devices}; "
+                "set generator.devices=null"
+            )
+
+
+@option("generator", "vllm_colocated")
+@dataclass(kw_only=True, slots=True)
+class VLLMColocatedConfig(VLLMConfig):
+    """Sampling with vLLM on the trainer's GPU, in a process that gives the memory back while it trains."""
+
+    on_gpu: ClassVar[float] = 0.45
+    shares_gpu: ClassVar[bool] = True
+
+    name: str = "vllm_colocated"
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """The same, and requests while training."""
+        yield from VLLMConfig.problems(self, cfg)
+        if cfg.schedule.max_lag > 0:
+            yield (
+                "schedule.max_lag must be 0 with generator=vllm_colocated (it sleeps while the trainer has "
+                f"the device), got {cfg.schedule.max_lag}; set generator=vllm"
             )
 
 
@@ -95,11 +332,11 @@ class DatasetConfig(GeneratorConfig):
 
     name: str = "dataset"
     temperature: float = 1.0  # of the log-probs
-    path: str | None = (
-        None  # rollouts of another run (its folder generations/); null: completions of the task
-    )
+    path: str | None = None  # saved rollouts (generations/ of a run); null: completions of the task
 
-    def build(self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> Generator:
+    def build(
+        self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: Path
+    ) -> Generator:
         """Return what the task stores, or what a run saved."""
         from rlhf.generators.dataset import DatasetGenerator, ReplayGenerator
 

@@ -13,10 +13,25 @@ from rlhf.batch import Prompts, Rollouts
 from rlhf.errors import UserError
 from rlhf.generations import files, read, shared_settings
 from rlhf.generators.generator import Sampling, finished
+from rlhf.metrics import Metrics
 from rlhf.tasks.completions import encode_completions
 
 
-class DatasetGenerator:
+class Stored:
+    """What does not depend on weights."""
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """What is stored stays what it is."""
+
+    def figures(self) -> Metrics:
+        """Nothing can go wrong."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class DatasetGenerator(Stored):
     """Returns the completions that came with the prompts, EOS added."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -29,14 +44,8 @@ class DatasetGenerator:
             encode_completions(prompts, prompts.completions, self.tokenizer, sampling.response_length)
         )
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Stored completions do not depend on weights."""
 
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class ReplayGenerator:
+class ReplayGenerator(Stored):
     """Returns the rollouts that another run saved, in their order, with the versions and log-probs they had.
 
     Args:
@@ -75,9 +84,3 @@ class ReplayGenerator:
                 f"set schedule.prompts_per_update={found[0]} algo.samples_per_prompt={found[1]}"
             )
         return finished(rollouts)
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """What is stored does not depend on weights."""
-
-    def close(self) -> None:
-        """Nothing is held."""

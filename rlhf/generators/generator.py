@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rlhf.batch import Prompts, Rollouts
+from rlhf.metrics import Metrics
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class Sampling:
 class Generator(Protocol):
     """Answers prompts with rollouts. Requests and loads are first in, first out: a request is sampled by the
     weights of the last load before it, and its rollouts carry that version.
+
+    Raises RunError, from any method or future, where it cannot go on.
     """
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
@@ -33,6 +36,9 @@ class Generator(Protocol):
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Sample later requests with these weights."""
+
+    def figures(self) -> Metrics:
+        """Figures of the generator itself since the last call, for a row of metrics."""
 
     def close(self) -> None:
         """Release what the generator holds."""

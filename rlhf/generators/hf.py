@@ -1,19 +1,26 @@
-"""Sampling with the trainer's own model, in its process, at the moment of the request."""
+"""Sampling with a Hugging Face model: the trainer's own, at the moment of the request, or a copy of it in the
+process of a `WorkerGenerator`."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.batch import Prompts, Rollouts
+from rlhf.config import Dtype
 from rlhf.generators.generator import Sampling, finished
 from rlhf.generators.sampling import sample, uniforms
+from rlhf.generators.transfer import Manifest, TransferError, checksum, read
+from rlhf.infer import autocast
+from rlhf.metrics import Metrics
 from rlhf.seeding import derive
 
 
@@ -46,51 +53,148 @@ class HFGenerator:
         self.version = 0
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Sample now, in chunks of `batch_size` sequences."""
+        """Sample now."""
         start = time.perf_counter()
-        seed = derive(self.seed, "sample", sampling.purpose)
-        chunk = max(1, self.batch_size // sampling.samples)
-        numbers = uniforms(seed, sampling.request, prompts.index, sampling.samples, sampling.response_length)
-        parts = []
         with self.borrow() as model:
-            for first in range(0, len(prompts), chunk):
-                rows = slice(first, first + chunk)
-                parts.append(
-                    sample(
-                        model,
-                        prompts.prompt_ids[rows].to(model.device),
-                        prompts.prompt_mask[rows].to(model.device),
-                        samples_per_prompt=sampling.samples,
-                        response_length=sampling.response_length,
-                        temperature=sampling.temperature,
-                        uniforms=numbers[rows],
-                        stop_ids=self.stop_ids,
-                        pad_id=self.pad_id,
-                    )
-                )
-        home, length = prompts.prompt_ids.device, sampling.response_length
-        fill = (self.pad_id, False, 0.0)
-        ids, mask, logprobs = (
-            torch.cat([pad_to(part[i], length, fill[i]) for part in parts]).to(home) for i in range(3)
-        )
-        return finished(
-            prompts.extend(
-                Rollouts,
-                response_ids=ids,
-                response_mask=mask,
-                behaviour_logprobs=logprobs,
-                ended=torch.cat([part[3] for part in parts]).to(home),
-                version=self.version,
-                generate_s=time.perf_counter() - start,
+            rollouts = respond(
+                model, prompts, sampling, self.stop_ids, self.pad_id, self.batch_size, self.seed
             )
-        )
+        seconds = time.perf_counter() - start
+        return finished(replace(rollouts, version=self.version, generate_s=seconds))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take note of the version that the borrowed weights now have."""
         self.version = version
 
+    def figures(self) -> Metrics:
+        """Nothing can go wrong."""
+        return {}
+
     def close(self) -> None:
         """Nothing is held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFSamplerFactory:
+    """Makes a sampler with a model of its own; that gets its weights with the first load.
+
+    Args:
+        config: of the model, as json.
+        attention: implementation, as `model.attention`.
+        remote: where the code of a model is that transformers does not have; None: it has it.
+        device: where the model goes.
+        dtype: what forwards compute in; bfloat16 is autocast over the weights as they are sent.
+        stop_ids, pad_id, batch_size, seed: as of `HFGenerator`.
+    """
+
+    config: str
+    attention: str
+    remote: str | None
+    device: str
+    dtype: Dtype
+    stop_ids: list[int]
+    pad_id: int
+    batch_size: int
+    seed: int
+
+    def build(self) -> HFSampler:
+        """Make it."""
+        if self.remote is not None:
+            config = AutoConfig.from_pretrained(self.remote, trust_remote_code=True)
+        else:
+            settings = json.loads(self.config)
+            config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        model = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=self.attention,
+            dtype=torch.float32,
+            trust_remote_code=self.remote is not None,
+        )
+        return HFSampler(model.to(self.device).eval().requires_grad_(False), self)
+
+
+class HFSampler:
+    """Samples as `HFGenerator` does, same tokens for the same weights, with a copy of the model."""
+
+    def __init__(self, model: PreTrainedModel, made_by: HFSamplerFactory) -> None:
+        self.model = model
+        self.made_by = made_by
+
+    def sample(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        """K responses to each prompt."""
+        made_by = self.made_by
+        with autocast(self.model.device, made_by.dtype):
+            return respond(
+                self.model,
+                prompts,
+                sampling,
+                made_by.stop_ids,
+                made_by.pad_id,
+                made_by.batch_size,
+                made_by.seed,
+            )
+
+    def load(self, manifest: Manifest) -> dict[str, int]:
+        """Copy the weights into the model; returns the checksums of what it then holds.
+
+        Raises:
+            TransferError: they did not arrive as they were sent, or are those of another model.
+        """
+        own = self.model.state_dict()
+        if unlike := own.keys() ^ manifest.checksums().keys():
+            raise TransferError(
+                f"version {manifest.version} must have the tensors of the generator's model, and only one of "
+                f"the two has {min(unlike)}"
+            )
+        for name, tensor in read(manifest):
+            own[name].copy_(tensor)
+        return {name: checksum(tensor) for name, tensor in own.items()}
+
+    def close(self) -> None:
+        """The model goes with the process."""
+
+
+def respond(
+    model: PreTrainedModel,
+    prompts: Prompts,
+    sampling: Sampling,
+    stop_ids: list[int],
+    pad_id: int,
+    batch_size: int,
+    seed: int,
+) -> Rollouts:
+    """Sample K responses to each prompt, in chunks of `batch_size` sequences."""
+    chunk = max(1, batch_size // sampling.samples)
+    length = sampling.response_length
+    purpose = derive(seed, "sample", sampling.purpose)
+    numbers = uniforms(purpose, sampling.request, prompts.index, sampling.samples, length)
+    parts = []
+    for first in range(0, len(prompts), chunk):
+        rows = slice(first, first + chunk)
+        parts.append(
+            sample(
+                model,
+                prompts.prompt_ids[rows].to(model.device),
+                prompts.prompt_mask[rows].to(model.device),
+                samples_per_prompt=sampling.samples,
+                response_length=length,
+                temperature=sampling.temperature,
+                uniforms=numbers[rows],
+                stop_ids=stop_ids,
+                pad_id=pad_id,
+            )
+        )
+    home, fill = prompts.prompt_ids.device, (pad_id, False, 0.0)
+    ids, mask, logprobs = (
+        torch.cat([pad_to(part[i], length, fill[i]) for part in parts]).to(home) for i in range(3)
+    )
+    return prompts.extend(
+        Rollouts,
+        response_ids=ids,
+        response_mask=mask,
+        behaviour_logprobs=logprobs,
+        ended=torch.cat([part[3] for part in parts]).to(home),
+    )
 
 
 def pad_to(x: Tensor, length: int, value: float) -> Tensor:

@@ -1,0 +1,216 @@
+"""Weights from the trainer to another process of the same host, through shared memory.
+
+The trainer writes a version into a file in memory, tensor by tensor, and sends its `Manifest`: names, types,
+shapes, places and checksums. The other side maps the file, and takes no tensor whose checksum differs:
+
+    shared = SharedWeights()                        # trainer
+    manifest = shared.write(engine.weights(), 3)
+    for name, tensor in read(manifest): ...         # generator: views of the file, to be copied
+    shared.release(manifest)                        # trainer: the file may be written again
+
+On Linux the file has no name (memfd), so that nothing is left behind however the processes end, and its size
+is not bounded by /dev/shm; the other process opens it as /proc/<trainer's pid>/fd/<number>. Elsewhere it is a
+file in a temporary folder, whose name has the trainer's pid.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rlhf.errors import RunError
+
+HEADER = struct.Struct("<q")  # the version that the file holds
+NOTHING = -1  # in its place while the file is written
+ALIGNMENT = 64  # bytes; a view of the file needs that of its type
+
+
+class TransferError(RunError):
+    """Weights that did not arrive as they were sent; says which tensor and which versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes
+    bytes: int
+    checksum: int  # `checksum(tensor)`
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What the file at `path` holds: the weights of `version`. Small, and goes through pickle."""
+
+    version: int
+    path: str
+    entries: tuple[Entry, ...]
+
+    def checksums(self) -> dict[str, int]:
+        """Checksums by tensor name: what who takes the weights over has to confirm."""
+        return {entry.name: entry.checksum for entry in self.entries}
+
+
+class SharedWeights:
+    """The trainer's side: files in shared memory, each with the weights of one version.
+
+    A file is written again once its version has been released, so there are as many as versions in use.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, BinaryIO] = {}  # by path
+        self.free: deque[str] = deque()  # paths; `release` may be called from another thread
+        self.folder: str | None = None  # of files that have names
+
+    def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
+        """Copy `weights`, one tensor at a time, into a file that is free.
+
+        Raises:
+            RunError: there is not enough shared memory.
+        """
+        path = self.free.pop() if self.free else self.create()
+        file = self.files[path]
+        entries = []
+        try:
+            file.seek(0)
+            file.write(HEADER.pack(NOTHING))
+            file.flush()
+            for name, tensor in weights:
+                data = raw(tensor)
+                offset = file.seek(-(-file.tell() // ALIGNMENT) * ALIGNMENT)
+                file.write(data)
+                entries.append(
+                    Entry(name, tensor.dtype, tuple(tensor.shape), offset, data.nbytes, digest(data))
+                )
+            file.truncate()
+            file.seek(0)
+            file.write(HEADER.pack(version))
+            file.flush()
+        except OSError as problem:
+            raise RunError(
+                f"the weights of version {version} must fit into shared memory (the generator's process takes"
+                f" them from there), got: {problem}; free memory, or set generator.worker=false"
+            ) from problem
+        return Manifest(version, path, tuple(entries))
+
+    def create(self) -> str:
+        """One more file; returns the path at which any process of this user opens it."""
+        if hasattr(os, "memfd_create"):  # Linux
+            number = os.memfd_create("rlhf-weights")
+            file: BinaryIO = os.fdopen(number, "w+b")
+            path = f"/proc/{os.getpid()}/fd/{number}"
+        else:
+            if self.folder is None:
+                self.folder = tempfile.mkdtemp(prefix=f"rlhf-weights-{os.getpid()}-")
+            path = os.path.join(self.folder, str(len(self.files)))
+            file = open(path, "w+b")  # noqa: SIM115
+        self.files[path] = file
+        return path
+
+    def release(self, manifest: Manifest) -> None:
+        """Nobody needs this version any more."""
+        self.free.append(manifest.path)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for file in self.files.values():
+            file.close()
+        for path in self.files:
+            remove(path)
+        self.files, self.free = {}, deque()
+
+
+def remove(path: str) -> None:
+    """Remove the shared files of the trainer that `path` is of; those without names go with their trainer."""
+    if not path.startswith("/proc/"):
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+
+
+def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors as they were written: views of the file, on the CPU, to be copied at once.
+
+    Raises:
+        TransferError: the file is cut short, holds another version, or a tensor differs from what was sent.
+    """
+    version = manifest.version
+    try:
+        with open(manifest.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(HEADER.size)
+    except OSError as problem:
+        raise TransferError(f"the weights of version {version} cannot be read: {problem}") from problem
+    held = HEADER.unpack(head)[0] if len(head) == HEADER.size else NOTHING
+    for entry in manifest.entries:
+        if entry.offset + entry.bytes > size:
+            raise TransferError(
+                f"{entry.name} of version {version} must reach to byte {entry.offset + entry.bytes} of the "
+                f"shared file, got a file of {size} bytes: the transfer was cut short"
+            )
+    if held != version:
+        raise TransferError(
+            f"the shared file must hold version {version}, got "
+            + ("a version that is not written to its end" if held == NOTHING else f"version {held}")
+        )
+    memory = torch.from_file(manifest.path, shared=False, size=size, dtype=torch.uint8)
+    for entry in manifest.entries:
+        data = memory[entry.offset : entry.offset + entry.bytes]
+        if (found := digest(data.numpy().data)) != entry.checksum:
+            raise TransferError(
+                f"{entry.name} of version {version} must have the checksum {entry.checksum:016x} in the "
+                f"shared file, got {found:016x}: it is not what the trainer wrote"
+            )
+        yield entry.name, data.view(entry.dtype).view(entry.shape)
+
+
+def confirm(manifest: Manifest, version: int, taken: dict[str, int]) -> None:
+    """Compare what a generator says that it holds, checksums `taken` by name, with what was sent.
+
+    Raises:
+        TransferError: another version, or tensors that are missing, unknown or different.
+    """
+    sent = manifest.checksums()
+    if version != manifest.version:
+        raise TransferError(
+            f"the generator must confirm version {manifest.version}, the weights that it was sent, "
+            f"got version {version}"
+        )
+    for name in sent.keys() | taken.keys():
+        if sent.get(name) != taken.get(name):
+            raise TransferError(
+                f"the generator must hold {name} of version {version} with the checksum "
+                f"{shown(sent.get(name))}, as the trainer sent it, got {shown(taken.get(name))}"
+            )
+
+
+def shown(value: int | None) -> str:
+    """A checksum in words."""
+    return "none: there is no such tensor" if value is None else f"{value:016x}"
+
+
+def checksum(tensor: Tensor) -> int:
+    """64 bits of a tensor's bytes, the same wherever they lie. Against accidents, not against intent."""
+    return digest(raw(tensor))
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, row by row; of one on a GPU, a copy."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def digest(data: memoryview) -> int:
+    """The checksum of bytes: XXH3, at half the cost of copying them."""
+    return xxhash.xxh3_64_intdigest(data)

@@ -1,0 +1,248 @@
+"""Real vLLM, in a process of its own as in a run: tokens and log-probs are those of the trainer's model."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rlhf.batch import Prompts, Rollouts
+from rlhf.folder import RunFolder
+from rlhf.generators.generator import Sampling
+from rlhf.generators.sampling import sample
+from rlhf.generators.transfer import SharedWeights, TransferError
+from rlhf.generators.vllm import VLLMFactory, VLLMSampler
+from rlhf.models import Policy
+from rlhf.run import run
+from tests.integration.conftest import rows
+from tests.unit.tiny_models import VOCABULARY, tiny_lm
+
+pytest.importorskip("vllm")
+
+HEADS = {"hidden_size": 64, "num_attention_heads": 2}  # of size 32, the smallest that vLLM has on a CPU
+PAD, STOPS = 0, (1, 5, 9, 13)  # several stop tokens, so that responses end
+OTHER_END = 7  # what the model's config calls its end; the tokenizer's counts
+LENGTH = 12
+SAMPLER: list[VLLMSampler] = []  # in the process
+
+
+def build(factory: VLLMFactory) -> None:
+    SAMPLER.append(factory.build())
+
+
+def ask(name: str, *arguments: Any) -> Any:
+    found = getattr(SAMPLER[0], name)
+    return found(*arguments) if callable(found) else found
+
+
+class Process:
+    """A sampler in a process of its own, and the model whose weights it is given."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)  # no weights: they come with `load`
+        self.model = model
+        self.start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.shared = SharedWeights()
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        factory = VLLMFactory(
+            model=str(folder),
+            trust_remote_code=False,
+            dtype="float32",
+            max_model_len=100 + LENGTH,
+            max_num_seqs=64,
+            memory=0.02,
+            enforce_eager=True,
+            tensor_parallel_size=1,
+            gpu=False,
+            sleeps=False,
+            stop_ids=STOPS,
+            pad_id=PAD,
+            seed=7,
+        )
+        self.pool.submit(build, factory).result()
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        return self.pool.submit(ask, name, *arguments).result()
+
+    def load(self, version: int, change: Any = None) -> None:
+        """Give it the model's weights, as they are at the start plus noise that `version` decides."""
+        draw = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=draw)
+                parameter.copy_(self.start[name] + 0.1 * min(version, 1) * noise)
+        manifest = self.shared.write(self.model.state_dict().items(), version)
+        try:
+            assert self.ask("load", change(manifest) if change else manifest) == manifest.checksums()
+        finally:
+            self.shared.release(manifest)
+
+    def sample(self, given: Prompts, **settings: Any) -> Rollouts:
+        defaults = {"samples": 3, "temperature": 0.7, "response_length": LENGTH, "purpose": "train"}
+        return self.ask("sample", given, Sampling(**{**defaults, **settings}))
+
+
+def prompts(count: int = 8, length: int = 100) -> Prompts:
+    draw = torch.Generator().manual_seed(3)
+    starts = torch.randint(0, length - 1, (count, 1), generator=draw)
+    mask = torch.arange(length) >= starts
+    return Prompts(
+        index=torch.arange(count) + 40,
+        texts=[""] * count,
+        references=[""] * count,
+        prompt_ids=torch.randint(2, VOCABULARY, (count, length), generator=draw).masked_fill(~mask, PAD),
+        prompt_mask=mask,
+    )
+
+
+def difference(model: PreTrainedModel, rollouts: Rollouts, temperature: float) -> float:
+    """Of the sampler's log-probs from the model's, the largest."""
+    with torch.no_grad():
+        expected = Policy(model, temperature, shared_prefix=False)(rollouts).logprobs
+    return float((expected - rollouts.behaviour_logprobs).abs().max())
+
+
+def greedy(model: PreTrainedModel, given: Prompts) -> torch.Tensor:
+    """What the model says is most likely, [N, 1, LENGTH]."""
+    numbers = torch.full((len(given), 1, LENGTH), 0.5, dtype=torch.float64)
+    ids, *_ = sample(model, given.prompt_ids, given.prompt_mask, 1, LENGTH, 1e-6, numbers, STOPS, PAD)
+    return torch.nn.functional.pad(ids, (0, LENGTH - ids.shape[-1]), value=PAD)
+
+
+@pytest.fixture(scope="module", params=["gpt_neox", "llama"])
+def process(request, tmp_path_factory):
+    """One start for all facts of a kind; Llama with tied embeddings. GPT-NeoX is served by transformers' own
+    code, Llama by vLLM's."""
+    tied = request.param == "llama"
+    model = tiny_lm(request.param, **HEADS, tie_word_embeddings=tied, eos_token_id=OTHER_END)
+    process = Process(model, tmp_path_factory.mktemp(request.param))
+    yield process
+    process.ask("close")
+    process.pool.shutdown()
+    process.shared.close()
+
+
+def test_after_each_load_tokens_and_logprobs_are_those_of_the_new_weights(process):
+    given, seen = prompts(), []
+    for version in (
+        0,
+        1,
+        2,
+    ):  # the same prompts: their prefixes are in the cache, computed with other weights
+        process.load(version)
+        assert process.ask("version") == version
+        likely = process.sample(given, samples=1, temperature=0.0)
+        assert torch.equal(likely.response_ids, greedy(process.model, given))
+        assert difference(process.model, likely, 1.0) < 1e-4
+        sampled = process.sample(given)
+        assert difference(process.model, sampled, 0.7) < 1e-4
+        assert sampled.version == version and sampled.generate_s > 0
+        seen.append(sampled.behaviour_logprobs)
+    assert (seen[0] - seen[1]).abs().max() > 0.1 and (seen[1] - seen[2]).abs().max() > 0.1
+
+
+def test_more_prompts_than_are_encoded_at_once(process):
+    process.load(1)
+    given = prompts(count=150)
+    assert given.prompt_mask.sum() < 8192 < 2 * given.prompt_mask.sum()
+    rollouts = process.sample(given, samples=4, response_length=4)
+    assert difference(process.model, rollouts, 0.7) < 1e-4
+    rows = torch.tensor([149, 0, 77])
+    again = process.sample(given.select(rows), samples=4, response_length=4)
+    assert torch.equal(again.response_ids, rollouts.response_ids[rows])
+
+
+def test_near_greedy_as_in_evaluation(process):
+    process.load(1)
+    likely = process.sample(prompts(), samples=1, temperature=0.0, purpose="eval")
+    nearly = process.sample(prompts(), samples=1, temperature=0.01, purpose="eval")
+    assert (likely.response_ids == nearly.response_ids).all(-1).float().mean() > 0.7
+    assert difference(process.model, nearly, 0.01) < 1e-2  # float rounding, times 100
+
+
+def test_a_response_holds_its_stop_token_and_nothing_after_it(process):
+    process.load(1)
+    rollouts = process.sample(prompts(), samples=4)
+    ids, mask = rollouts.response_ids, rollouts.response_mask
+    assert ids.shape == mask.shape == rollouts.behaviour_logprobs.shape == (8, 4, LENGTH)
+    stops = mask & torch.isin(ids, torch.tensor(STOPS))
+    assert torch.equal(rollouts.ended, stops.any(-1)) and 0 < rollouts.ended.sum() < rollouts.ended.numel()
+    assert (ids[..., :-1][mask[..., 1:]] == OTHER_END).any()  # responses go on after it
+    assert (ids[~mask] == PAD).all() and (rollouts.behaviour_logprobs[~mask] == 0).all()
+    lengths = mask.sum(-1)
+    assert torch.equal(mask, torch.arange(LENGTH) < lengths[..., None])
+    assert (lengths[~rollouts.ended] == LENGTH).all()
+    last = stops.gather(-1, lengths[..., None] - 1)[..., 0]
+    assert torch.equal(last, rollouts.ended) and (stops.sum(-1) <= 1).all()
+
+
+def test_a_sample_is_named_by_purpose_request_and_example(process):
+    process.load(1)
+    given = prompts()
+    ids = process.sample(given, request=3).response_ids
+    rows = torch.tensor([6, 1, 4])
+    assert torch.equal(process.sample(given, request=3).response_ids, ids)
+    assert torch.equal(process.sample(given.select(rows), request=3).response_ids, ids[rows])
+    assert torch.equal(process.sample(given, request=3, samples=2).response_ids, ids[:, :2])
+    for other in ({"request": 4}, {"request": 3, "purpose": "eval"}):
+        assert not torch.equal(process.sample(given, **other).response_ids, ids)
+    moved = process.sample(replace(given, index=given.index + 1), request=3).response_ids
+    assert not torch.equal(moved, ids)
+    same = [torch.equal(row[i], row[j]) for row in ids for i, j in ((0, 1), (0, 2), (1, 2))]
+    assert sum(same) < len(same) / 4  # K samples differ
+
+
+def test_refused_weights_leave_those_before_in_place(process):
+    process.load(1)
+    before = process.sample(prompts())
+    first = "checksum", "shape", "missing", "unknown"
+    for fault in first:
+
+        def spoil(manifest, fault=fault):
+            entries = list(manifest.entries)
+            if fault == "checksum":
+                entries[-1] = replace(entries[-1], checksum=entries[-1].checksum ^ 1)
+            elif fault == "shape":
+                entries[-1] = replace(entries[-1], shape=entries[-1].shape[::-1])
+            elif fault == "missing":
+                entries.pop(0)
+            else:
+                entries.append(replace(entries[0], name="adapter"))
+            return replace(manifest, entries=tuple(entries))
+
+        with pytest.raises(TransferError, match="version 2"):
+            process.load(2, spoil)
+        assert process.ask("version") == 1
+    after = process.sample(prompts())
+    assert torch.equal(after.response_ids, before.response_ids)
+    assert torch.equal(after.behaviour_logprobs, before.behaviour_logprobs)
+    process.load(2)
+    assert difference(process.model, process.sample(prompts()), 0.7) < 1e-4
+
+
+def test_what_was_loaded_does_not_hang_on_the_shared_memory(process):
+    """The trainer writes the next version there while this one samples."""
+    process.load(1)
+    before = process.sample(prompts())
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in process.model.state_dict().items()}
+    process.shared.release(process.shared.write(zeros.items(), 9))
+    after = process.sample(prompts())
+    assert torch.equal(after.behaviour_logprobs, before.behaviour_logprobs)
+
+
+def test_in_a_run_sampler_and_trainer_agree(tiny, tmp_path):
+    """On the trainer's device, where the process gives no memory back while it waits, as it says: a CPU."""
+    folder = RunFolder(tmp_path)
+    run(tiny("algo=rloo", "scorer=facts", "generator=vllm_colocated", "schedule.total_episodes=96"), folder)
+    updates = [row for row in rows(folder) if "objective/kl" in row]
+    assert [row["lag"] for row in updates] == [0] * 3
+    assert all(row["mismatch/kl"] < 1e-6 and row["generator/restarts"] == 0 for row in updates)
+    assert updates[0]["policy/ratio"] == pytest.approx(1, abs=1e-4)
+    assert "on a CPU vLLM cannot sleep" in (tmp_path / "train.log").read_text()
