@@ -66,7 +66,7 @@ def test_a_sampler_that_computes_otherwise_is_warned_of_with_figures(tiny, tmp_p
 
 @pytest.mark.parametrize("settings", [[], ["algo.kl_target=0.5"]], ids=["fixed", "adaptive"])
 def test_ppo_goes_on_where_it_was_interrupted(tiny, tmp_path, settings, monkeypatch):
-    words = ["algo=ppo", *settings, *SCORED, "schedule.save_every=1", "schedule.total_episodes=24"]
+    words = ["algo=ppo", *settings, *SCORED, "schedule.save_every=1", "schedule.total_episodes=48"]
     whole = RunFolder(tmp_path / "whole")
     run(tiny(*words), whole)
 
