@@ -29,7 +29,7 @@ class Lent:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """Processes by generator, each started by the first run that needs it; all runs have models of one shape."""
+    """Processes by generator, each started by the first run that needs it; all models have one shape."""
     kept: dict[str, WorkerGenerator] = {}
     patch = pytest.MonkeyPatch()
 
