@@ -22,7 +22,8 @@ def main(folders: list[str]) -> None:
     """Print the table."""
     runs: dict[tuple[str, int], list[dict[str, float]]] = {}
     for folder in map(Path, folders):
-        state = json.loads((folder / "trainer_state.json").read_text())
+        file = folder / "trainer_state.json"
+        state = json.loads(file.read_text()) if file.exists() else {"finished": False}
         if state["finished"]:
             config = yaml.safe_load((folder / "config.yaml").read_text())
             key = config["generator"]["name"], config["schedule"]["max_lag"]
