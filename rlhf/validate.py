@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.config import Config, NanoConfig
+from rlhf.generators.config import threads
 from rlhf.local_models import context_length, context_problem, folder_problem, is_local
 from rlhf.schema import sections
 from rlhf.scorers.config import RewardModelScorerConfig, choice, scorers
@@ -345,9 +346,17 @@ def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         *rows,
         ("optimizer steps", f"{steps:,} = {parts}"),
         ("sequences per forward", forward),
+        *cores(cfg),
         ("evaluations", at_updates([0, *evaluated] if evaluated else [])),
         ("checkpoints", at_updates([u for u in due_updates(schedule.save_every, updates) if u < updates])),
     ]
+
+
+def cores(cfg: Config) -> Iterator[tuple[str, str]]:
+    """How trainer and generator share the cores, where both work at the same time."""
+    trainer, generator = threads(cfg)
+    if generator is not None and cfg.schedule.max_lag > 0:
+        yield "CPU threads", f"{trainer} of the trainer, {generator} of the generator's process"
 
 
 def due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:

@@ -136,7 +136,8 @@ def threads(cfg: Config) -> tuple[int | None, int | None]:
     trainer, generator = cfg.backend.threads, cfg.generator
     if not isinstance(generator, WorkerConfig) or not generator.has_worker(cfg):
         return trainer, None
-    own, cores = generator.threads, int(os.environ.get("OMP_NUM_THREADS") or cpu_cores())
+    own, chosen = generator.threads, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    cores = int(chosen) if chosen.isdigit() else cpu_cores()
     if cfg.schedule.max_lag == 0:
         return trainer, own or cores
     if own is None:
@@ -209,7 +210,7 @@ class VLLMConfig(WorkerConfig):
     shares_gpu: ClassVar[bool] = False  # with the trainer
 
     name: str = "vllm"
-    memory: float | None = None  # share of the GPU's memory; without GPUs of RAM, and null is 0.2
+    memory: float | None = None  # share of the GPU's; without GPUs of RAM, for keys and values; null is 0.1
     max_num_seqs: int = 256  # sequences decoded at once
     dtype: Precision | None = None  # null: model.dtype
     enforce_eager: bool | None = None  # do not compile; null: only on GPUs
@@ -247,7 +248,7 @@ class VLLMConfig(WorkerConfig):
             dtype=(self.dtype or cfg.model.dtype).value,
             max_model_len=cfg.task.max_prompt_tokens + self.response_length,
             max_num_seqs=self.max_num_seqs,
-            memory=self.memory or (self.on_gpu if gpu else 0.2),
+            memory=self.memory or (self.on_gpu if gpu else 0.1),
             enforce_eager=not gpu if self.enforce_eager is None else self.enforce_eager,
             tensor_parallel_size=self.tensor_parallel_size,
             gpu=gpu,

@@ -10,12 +10,13 @@ shapes, places and checksums. The other side maps the file, and takes no tensor 
 
 On Linux the file has no name (memfd), so that nothing is left behind however the processes end, and its size
 is not bounded by /dev/shm; the other process opens it as /proc/<trainer's pid>/fd/<number>. Elsewhere it is a
-temporary file, whose name has the trainer's pid.
+file in a temporary folder, whose name has the trainer's pid.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 import tempfile
 from collections import deque
@@ -72,6 +73,7 @@ class SharedWeights:
     def __init__(self) -> None:
         self.files: dict[str, BinaryIO] = {}  # by path
         self.free: deque[str] = deque()  # paths; `release` may be called from another thread
+        self.folder: str | None = None  # of files that have names
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
         """Copy `weights`, one tensor at a time, into a file that is free.
@@ -111,8 +113,10 @@ class SharedWeights:
             file: BinaryIO = os.fdopen(number, "w+b")
             path = f"/proc/{os.getpid()}/fd/{number}"
         else:
-            number, path = tempfile.mkstemp(prefix=f"rlhf-weights-{os.getpid()}-")
-            file = os.fdopen(number, "w+b")
+            if self.folder is None:
+                self.folder = tempfile.mkdtemp(prefix=f"rlhf-weights-{os.getpid()}-")
+            path = os.path.join(self.folder, str(len(self.files)))
+            file = open(path, "w+b")  # noqa: SIM115
         self.files[path] = file
         return path
 
@@ -122,16 +126,17 @@ class SharedWeights:
 
     def close(self) -> None:
         """Give the memory back."""
-        for path, file in self.files.items():
+        for file in self.files.values():
             file.close()
+        for path in self.files:
             remove(path)
         self.files, self.free = {}, deque()
 
 
 def remove(path: str) -> None:
-    """Remove a shared file that has a name; one without goes with the process that made it."""
-    if not path.startswith("/proc/") and os.path.exists(path):
-        os.unlink(path)
+    """Remove the shared files of the trainer that `path` is of; those without names go with their trainer."""
+    if not path.startswith("/proc/"):
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
 
 def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:

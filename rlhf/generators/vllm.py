@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -37,7 +38,7 @@ class VLLMFactory:
     dtype: str
     max_model_len: int  # tokens of a prompt and its response
     max_num_seqs: int  # sequences decoded at once
-    memory: float  # share of the device's memory; of RAM on a CPU
+    memory: float  # share of the GPU's memory; on a CPU of RAM, for keys and values alone
     enforce_eager: bool  # do not compile
     tensor_parallel_size: int
     gpu: bool  # else on the CPU
@@ -253,9 +254,10 @@ def on_cpu(settings: VLLMFactory) -> dict[str, Any]:
 
     A prompt is never encoded in parts: between parts vLLM winds the request's random numbers back, which a
     generator on a CPU cannot do. Blocks of the prefix cache are of 32 tokens: of vLLM's 128, prompts that are
-    shorter share nothing.
+    shorter share nothing. Keys and values have a size, not what a share of RAM leaves beside the weights.
     """
     return {
+        "kv_cache_memory_bytes": int(settings.memory * psutil.virtual_memory().total),
         "block_size": 32,
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(TOKENS_ON_CPU, settings.max_model_len, settings.max_num_seqs),

@@ -9,6 +9,7 @@ import pytest
 
 from rlhf import validate
 from rlhf.compose import compose
+from rlhf.generators import config as generators
 
 STORED = "generator=dataset"
 
@@ -59,12 +60,20 @@ PROBLEMS = {  # overrides: what one of the problems must hold
     "model.heads=0": "model.hidden_size must be divisible by model.heads",
     "task=tldr": "model.policy must name a model for task=tldr (only embedded tasks make their own)",
     "generator.top_p=0.9": "generator.top_p must be off for training",
+    "generator.threads=0": "generator.threads must be >= 1",
+    "generator.start_limit_s=0": "generator.start_limit_s must be >= 1",
+    "generator.request_limit_s=0": "generator.request_limit_s must be >= 1",
+    "generator.restarts=-1": "generator.restarts must be >= 0",
+    "schedule.max_lag=1 generator.threads=9999": "backend.threads + generator.threads must be <= the cores",
+    "schedule.max_lag=1 backend.threads=9999": "set backend.threads=null",
     "generator.temperature=0": "generator.temperature must be > 0",
     "objective_metric=eval/kl schedule.eval_every=0": "schedule.eval_every must be > 0 with objective_metric",
 }
 
 WARNINGS = {
     "scorer=facts": "scorer and scorer@gold are the same (facts)",
+    "generator.threads=1": "generator.threads=1 has no effect without a process of its own",
+    "schedule.max_lag=1 generator.worker=false generator.threads=1": "generator.threads=1 has no effect",
     "algo=sft schedule.epochs=2": "schedule.epochs=2 repeats each batch",
     "algo=sft model.reference=x/y": "model.reference has no effect with algo=sft",
     "schedule.total_episodes=256 schedule.max_lag=2": "schedule.max_lag=2 is never reached in a run of 2",
@@ -92,6 +101,8 @@ def test_warning_is_given_and_is_no_problem(overrides):
         "optim.max_grad_norm=null",
         "schedule.eval_every=0 schedule.save_every=0",
         "schedule.minibatches=64",
+        "schedule.max_lag=1 generator.threads=1 backend.threads=1",
+        "generator.worker=true generator.threads=9999 backend.threads=9999",
         "algo=sft schedule.total_episodes=6400",
         "scorer=answer task=tldr_mini scorer=reward_model",
         f"{STORED} schedule.total_episodes=null schedule.total_epochs=0.5",
@@ -148,6 +159,13 @@ def test_sizes_are_derived_before_anything_is_loaded():
     }
 
 
+def test_the_share_of_the_cores_is_told_where_two_processes_work():
+    rows = dict(
+        validate.describe(compose(["schedule.max_lag=1", "backend.threads=1", "generator.threads=1"]))
+    )
+    assert rows["CPU threads"] == "1 of the trainer, 1 of the generator's process"
+
+
 def test_sizes_of_a_run_in_epochs_follow_from_the_size_of_the_data():
     sft = [
         "algo=sft",
@@ -160,3 +178,26 @@ def test_sizes_of_a_run_in_epochs_follow_from_the_size_of_the_data():
     assert "known when the data are read" in dict(validate.describe(compose(["algo=reward"])))["updates"]
     pairs = dict(validate.describe(compose(["algo=reward"]), examples=128))
     assert pairs["updates"] == "32 = 2 epochs of 128 examples / 8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment", "trainer", "generator"),
+    [
+        ("", "", None, None),
+        ("backend.threads=3", "", 3, None),
+        ("schedule.max_lag=1", "", 4, 4),
+        ("schedule.max_lag=1 generator.threads=1", "", 7, 1),
+        ("schedule.max_lag=1 backend.threads=6", "", 6, 2),
+        ("schedule.max_lag=1 backend.threads=1 generator.threads=2", "", 1, 2),
+        ("schedule.max_lag=1", "1", 1, 1),
+        ("schedule.max_lag=1", "6,2", 3, 3),
+        ("generator.worker=true", "", None, 8),
+        ("schedule.max_lag=1 generator.worker=false", "", None, None),
+    ],
+)
+def test_trainer_and_generator_share_the_cores(monkeypatch, overrides, environment, trainer, generator):
+    monkeypatch.setattr(generators, "cpu_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    cfg = compose(overrides.split())
+    assert generators.threads(cfg) == (trainer, generator)
+    assert not validate.problems(cfg)

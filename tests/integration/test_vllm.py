@@ -13,11 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf.batch import Prompts, Rollouts
+from rlhf.folder import RunFolder
 from rlhf.generators.generator import Sampling
 from rlhf.generators.sampling import sample
 from rlhf.generators.transfer import SharedWeights, TransferError
 from rlhf.generators.vllm import VLLMFactory, VLLMSampler
 from rlhf.models import Policy
+from rlhf.run import run
+from tests.integration.conftest import rows
 from tests.unit.tiny_models import VOCABULARY, tiny_lm
 
 pytest.importorskip("vllm")
@@ -54,7 +57,7 @@ class Process:
             dtype="float32",
             max_model_len=100 + LENGTH,
             max_num_seqs=64,
-            memory=0.2,
+            memory=0.02,
             enforce_eager=True,
             tensor_parallel_size=1,
             gpu=False,
@@ -232,3 +235,14 @@ def test_what_was_loaded_does_not_hang_on_the_shared_memory(process):
     process.shared.release(process.shared.write(zeros.items(), 9))
     after = process.sample(prompts())
     assert torch.equal(after.behaviour_logprobs, before.behaviour_logprobs)
+
+
+def test_in_a_run_sampler_and_trainer_agree(tiny, tmp_path):
+    """On the trainer's device, where the process gives no memory back while it waits, as it says: a CPU."""
+    folder = RunFolder(tmp_path)
+    run(tiny("algo=rloo", "scorer=facts", "generator=vllm_colocated", "schedule.total_episodes=96"), folder)
+    updates = [row for row in rows(folder) if "objective/kl" in row]
+    assert [row["lag"] for row in updates] == [0] * 3
+    assert all(row["mismatch/kl"] < 1e-6 and row["generator/restarts"] == 0 for row in updates)
+    assert updates[0]["policy/ratio"] == pytest.approx(1, abs=1e-4)
+    assert "on a CPU vLLM cannot sleep" in (tmp_path / "train.log").read_text()

@@ -71,7 +71,7 @@ def test_the_factory_takes_its_sizes_from_the_run():
     made = cfg.generator.factory(cfg, tokenizer, gpu=False)
     assert made.max_model_len == cfg.task.max_prompt_tokens + 20
     assert (made.stop_ids, made.pad_id, made.seed) == ((tokenizer.eos_token_id,), tokenizer.pad_token_id, 5)
-    assert (made.memory, made.enforce_eager, made.dtype, made.sleeps) == (0.2, True, "float32", False)
+    assert (made.memory, made.enforce_eager, made.dtype, made.sleeps) == (0.1, True, "float32", False)
     made = cfg.generator.factory(cfg, tokenizer, gpu=True)
     assert (made.memory, made.enforce_eager, made.sleeps) == (0.9, False, False)
     shared = compose(["generator=vllm_colocated"]).generator

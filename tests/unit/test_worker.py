@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import wait
@@ -349,6 +351,38 @@ def test_close_does_not_wait_for_a_process_that_starts(start):
     begun = time.monotonic()
     generator.close()
     assert time.monotonic() - begun < 5 and not generator.carrier.is_alive()
+
+
+TRAINER = """
+import os, sys, time
+from pathlib import Path
+if sys.argv[1] == "named":
+    del os.memfd_create
+from tests.unit.test_worker import LIMITS, Fake, ask, load, pid
+from rlhf.generators.worker import WorkerGenerator
+generator = WorkerGenerator(Fake("hangs", at=1), Path(sys.argv[2]), {"OMP_NUM_THREADS": "1"}, LIMITS)
+load(generator, 0)
+worker = pid(generator)
+ask(generator, 1)
+load(generator, 1)
+time.sleep(0.5)
+print(worker, *generator.shared.files, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("memory", ["nameless", "named"])
+def test_a_process_in_the_middle_of_a_request_ends_with_its_trainer(tmp_path, memory):
+    words = [sys.executable, "-c", TRAINER, memory, str(tmp_path / "log")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as trainer:
+        lines = iter(trainer.stdout.readline, "")
+        worker, *files = next(line for line in lines if line[0].isdigit()).split()
+        assert not gone(int(worker)) and len(files) == 2
+        trainer.kill()
+    end = time.monotonic() + 10
+    while not gone(int(worker)) or any(map(os.path.exists, files)):
+        assert time.monotonic() < end, "something is left behind"
+        time.sleep(0.05)
 
 
 def test_requests_may_come_from_several_threads(start):
