@@ -151,7 +151,7 @@ class ScheduleConfig(Section):
             return
         if self.max_lag < 1:
             yield (
-                "schedule.max_lag must be >= 1 with schedule.update=in_flight (else no request is running when "
+                "schedule.max_lag must be >= 1 with schedule.update=in_flight (else none is running when "
                 f"weights change), got {self.max_lag}; set schedule.max_lag=1"
             )
         elif not cfg.generator.has_worker(cfg):

@@ -253,6 +253,7 @@ class VLLMConfig(WorkerConfig):
             tensor_parallel_size=self.tensor_parallel_size,
             gpu=gpu,
             sleeps=self.shares_gpu and gpu,
+            in_flight=cfg.schedule.in_flight,
             stop_ids=(tokenizer.eos_token_id,),
             pad_id=tokenizer.pad_token_id,
             seed=cfg.seed,

@@ -3,8 +3,8 @@
     python -m rlhf.generators.serve <number of a socket that was inherited> <pid of the trainer>
 
 A question is a method of `Server` and its arguments, an answer what it returned or the error that it raised.
-Only a `load` may come before the answer to a `sample` (`schedule.update=in_flight`): where it comes in time it
-is answered with it, else after it. Pickle travels only over that socket, which no other process has. The
+Only a `load` may come before the answer to a `sample` (`schedule.update=in_flight`): where it comes in time
+it is answered with it, else after it. Pickle travels only over that socket, which no other process has. The
 process ends with the trainer: at once where it waits for a question, within a second where it works on one.
 """
 

@@ -13,9 +13,9 @@ the process is lost, the weights of the job in its hands are there: those confir
 loaded behind it in the queue. A new process is given these, then the job; the queue behind it has not moved.
 With `max_lag` n at most n + 1 versions are held: one confirmed, and those of the loads not yet taken.
 
-In flight (`schedule.update=in_flight`) loads overtake requests, those that wait and the one being sampled: the
-carrier sends them after it, and its answer confirms those that came in time. Requests keep their order. A new
-process is given the weights confirmed last, then those that overtook, then the lost request from its start.
+In flight (`schedule.update=in_flight`) loads overtake requests, those that wait and the one in the process:
+the carrier sends them after it, and its answer confirms those that came in time. Requests keep their order. A
+new process is given the weights confirmed last, then those that overtook, then the lost request anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -259,6 +259,7 @@ class WorkerGenerator:
             TransferError: by another version than the one confirmed before, and those that overtook.
         """
         assert self.confirmed is not None
+        rollouts: Rollouts
         known = [self.confirmed.version]
         with self.lost("sample", self.limits.request_s) as channel:
             end = time.monotonic() + self.limits.request_s
@@ -276,10 +277,10 @@ class WorkerGenerator:
         known += [version for version, _ in in_time]
         if not rollouts.versions() <= set(known):
             raise TransferError(
-                f"a request must be sampled by version {' or '.join(map(str, known))}, the last loaded before "
-                f"each token, got version {', '.join(map(str, sorted(rollouts.versions())))}"
+                f"a request must be sampled by version {' or '.join(map(str, known))}, the last loaded "
+                f"before each token, got version {', '.join(map(str, sorted(rollouts.versions())))}"
             )
-        return cast(Rollouts, rollouts)
+        return rollouts
 
     def fail(self, error: RunError | UserError, job: Job | None) -> None:
         """Give up: the job in hand, all that are queued and all that come end with `error`."""

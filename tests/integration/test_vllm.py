@@ -62,6 +62,7 @@ class Process:
             tensor_parallel_size=1,
             gpu=False,
             sleeps=False,
+            in_flight=True,
             stop_ids=STOPS,
             pad_id=PAD,
             seed=7,
