@@ -185,6 +185,11 @@ def stored_completions(cfg: Config) -> Iterator[str]:
                 "got labels; set scorer=reward_model"
             )
         return
+    if algo.supervised and cfg.scorer.name != "labels":
+        yield (
+            f"scorer must be labels for algo={algo.name} (it maximises no score), got {cfg.scorer.name}; "
+            "set scorer=labels"
+        )
     wanted = 2 if cfg.data.name == "preferences" else 1
     if algo.samples_per_prompt != wanted:
         what = "a chosen and a rejected response" if wanted == 2 else "one reference response"

@@ -101,13 +101,14 @@ class VLLMSampler:
 
     Attributes:
         llm: vLLM. It starts with random weights; nothing is sampled before the first `load`.
+        tensors: what every version must hold.
     """
 
     def __init__(self, settings: VLLMFactory) -> None:
         self.settings = settings
         folder = config_folder(settings.model)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-        shapes, required = tensors(config, settings.trust_remote_code)  # before vLLM changes its class
+        self.tensors = tensors(config, settings.trust_remote_code)  # before vLLM changes the model's class
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
@@ -139,7 +140,7 @@ class VLLMSampler:
             async_scheduling=False if settings.in_flight else None,  # no step under way when weights change
             **special,
         )
-        self.llm.init_weight_transfer_engine({"init_info": {"shapes": shapes, "required": required}})
+        self.llm.init_weight_transfer_engine({"init_info": {}})
         self.sleep()
 
     @property
@@ -158,6 +159,7 @@ class VLLMSampler:
             TransferError: they are not what the trainer sent; nothing was changed then.
             RunError: vLLM reports another version than that, or keeps prefixes.
         """
+        compare(manifest, *self.tensors)
         self.wake()
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"manifest": manifest}})
@@ -339,7 +341,7 @@ def versions(completions: list[Any], mask: Tensor) -> Tensor:
 
 
 def compare(manifest: Manifest, shapes: dict[str, tuple[int, ...]], required: set[str]) -> None:
-    """Raise TransferError where a manifest does not hold exactly the tensors of `tensors`."""
+    """Raise TransferError where a manifest does not hold exactly these tensors (`tensors`)."""
     sent = {entry.name: entry.shape for entry in manifest.entries}
     wrong = [
         *(f"{name}: missing" for name in sorted(required - sent.keys())),

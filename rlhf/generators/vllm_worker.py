@@ -17,17 +17,13 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rlhf.generators.transfer import Manifest, TransferError, read
-from rlhf.generators.vllm import compare
 
 NAME = "rlhf_shared_memory"
 
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """What the trainer's model is made of, to compare every manifest with."""
-
-    shapes: dict[str, tuple[int, ...]]  # of all tensors, by name
-    required: set[str]  # the others are these once more (tied embeddings)
+    """Nothing: a manifest says all."""
 
 
 @dataclass
@@ -44,8 +40,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
     update_info_cls = SharedMemoryUpdateInfo
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Take note of the trainer's model."""
-        self.trained = init_info
+        """Nothing is loaded yet."""
         self.taken: dict[str, int] = {}
 
     def start_weight_update(self) -> None:
@@ -56,11 +51,10 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
         """Verify all tensors, then load them.
 
         Raises:
-            TransferError: a tensor is missing, unknown, of another shape or not what the trainer wrote (then
-                nothing is changed), or vLLM has a parameter that none of them went to.
+            TransferError: a tensor is not what the trainer wrote (then nothing is changed), or vLLM has a
+                parameter that none of them went to.
         """
         manifest = update_info.manifest
-        compare(manifest, self.trained.shapes, self.trained.required)
         weights = list(read(manifest))  # views of the shared memory: nothing is copied here
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(weights))

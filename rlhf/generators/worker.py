@@ -11,7 +11,7 @@ requests and loads are first in, first out, and when the process is lost, exactl
 Which weights are kept. A version stays in shared memory until the process has confirmed the next one. So when
 the process is lost, the weights of the job in its hands are there: those confirmed last, whatever has been
 loaded behind it in the queue. A new process is given these, then the job; the queue behind it has not moved.
-With `max_lag` n at most n + 1 versions are held: one confirmed, and those of the loads not yet taken.
+With `max_lag` n at most n + 2 versions are held: one confirmed, and those of the loads not yet taken.
 
 In flight (`schedule.update=in_flight`) loads overtake requests, those that wait and the one in the process:
 the carrier sends them after it, and its answer confirms those that came in time. Requests keep their order. A
@@ -58,7 +58,7 @@ class Lost(Exception):
 
 
 class Closed(Exception):
-    """The generator was closed while the carrier was at work."""
+    """The generator was closed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -173,16 +173,18 @@ class WorkerGenerator:
         job: Job | None = Job()  # asks for nothing but that the process is there
         try:
             while job is not None:
-                if (rollouts := self.work_off(job)) is not None:
-                    job.future.set_result(rollouts)
+                rollouts = self.work_off(job)
                 with self.lock:
                     self.unanswered -= 1
+                if rollouts is not None:
+                    job.future.set_result(rollouts)
                 job = self.overtaken.popleft() if self.overtaken else self.jobs.get()
             self.ask("close", limit=CLOSE_S)
+            raise Closed
         except (RunError, UserError) as error:
             self.fail(error, job)
         except (Closed, Lost):
-            self.fail(RunError("the generator was closed before it had answered"), job)
+            self.fail(RunError("the generator was closed"), job)
         except BaseException as error:  # a defect; nobody may wait for the thread that it ends
             self.fail(RunError(f"the generator's thread failed: {type(error).__name__}: {error}"), job)
             raise

@@ -29,18 +29,19 @@ from rlhf.objectives.objective import MAX_LOG_WEIGHT
 def importance_weights(
     old: Tensor, behaviour: Tensor, mask: Tensor, config: CorrectionConfig
 ) -> tuple[Tensor, Metrics]:
-    """Weights [N, K, T], or [N, K, 1] of sequences, from log-probs [N, K, T]; and how many were changed."""
-    with torch.no_grad():
-        log_weight = (old - behaviour) * mask
-        if config.level is Level.sequence:
-            log_weight = log_weight.sum(-1, keepdim=True)
-            mask = torch.ones_like(log_weight, dtype=torch.bool)
-        raw = log_weight.clamp(max=MAX_LOG_WEIGHT).exp()
-        if config.kind is CorrectionKind.truncate:
-            return raw.clamp(max=config.cap), {"correction/truncated": mean(raw > config.cap, mask)}
-        if config.kind is CorrectionKind.mask:
-            kept = (raw >= config.low) & (raw <= config.high)
-            return raw * kept, {"correction/masked": mean(~kept, mask)}
-        if config.kind is CorrectionKind.decoupled:
-            return raw, {"correction/weight": mean(raw, mask)}
-        return torch.ones_like(raw), {}
+    """Weights [N, K, T], or [N, K, 1] of sequences, from log-probs [N, K, T] that carry no gradient; and how
+    many were changed.
+    """
+    log_weight = (old - behaviour) * mask
+    if config.level is Level.sequence:
+        log_weight = log_weight.sum(-1, keepdim=True)
+        mask = torch.ones_like(log_weight, dtype=torch.bool)
+    raw = log_weight.clamp(max=MAX_LOG_WEIGHT).exp()
+    if config.kind is CorrectionKind.truncate:
+        return raw.clamp(max=config.cap), {"correction/truncated": mean(raw > config.cap, mask)}
+    if config.kind is CorrectionKind.mask:
+        kept = (raw >= config.low) & (raw <= config.high)
+        return raw * kept, {"correction/masked": mean(~kept, mask)}
+    if config.kind is CorrectionKind.decoupled:
+        return raw, {"correction/weight": mean(raw, mask)}
+    return torch.ones_like(raw), {}

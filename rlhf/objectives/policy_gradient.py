@@ -121,7 +121,7 @@ class PolicyGradient(Objective):
         if self.kl_in_loss:
             assert batch.ref_logprobs is not None
             kl = kl_estimate(logprobs, batch.ref_logprobs, config.kl_estimator)
-            losses = losses + config.kl_coef * (kl * log_ratio.exp() if config.kl_unbiased else kl)
+            losses = losses + self.kl_coef * (kl * log_ratio.exp() if config.kl_unbiased else kl)
         # With one step a batch `old` is what was just computed: what can be compared with is the sampler.
         since = batch.behaviour_logprobs if batch.old_logprobs is None else batch.old_logprobs
         ratio = self.log_ratio(logprobs.detach() - since, mask).exp()

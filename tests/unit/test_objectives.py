@@ -7,7 +7,8 @@ import torch
 
 from rlhf.batch import Batch
 from rlhf.models import Outputs
-from rlhf.objectives.config import DPOConfig, DPOLoss, RewardConfig, SFTConfig, Ties
+from rlhf.objectives.bok import BestOfK
+from rlhf.objectives.config import BestOfKConfig, DPOConfig, DPOLoss, RewardConfig, SFTConfig, Ties
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import drift
 from rlhf.objectives.reward import RewardModelling
@@ -77,6 +78,44 @@ def test_a_tied_prompt_has_no_signal_unless_ties_are_kept():
     assert dropped.count(dropped.credit(batch)) == {"policy": 1}
     assert kept.count(kept.credit(batch)) == {"policy": 2}
     assert kept.credit(batch).response_ids[0, :, 0].tolist() == [0, 2], "a kept tie compares two responses"
+
+
+def test_best_of_k_imitates_the_best_and_skips_ties():
+    batch = batch_of([[1, 5, -2], [3, 3, 3]])
+    objective = BestOfK(BestOfKConfig())
+    best = objective.credit(batch)
+    assert best.scores.tolist() == [[5], [3]] and best.response_ids[:, 0, 0].tolist() == [1, 3]
+    assert best.signal.tolist() == [True, False] and objective.count(best) == {"policy": 1}
+    kept = BestOfK(BestOfKConfig(ties=Ties.keep))
+    assert kept.count(kept.credit(batch)) == {"policy": 2}
+    loss, figures = objective.loss(forward_of(torch.tensor([[[-1.0, -2.0]]])), best.select(torch.tensor([0])))
+    assert loss["policy"].item() == 3 and figures["logps/chosen"].value() == -3
+
+
+@pytest.mark.parametrize(
+    "loss_type, smoothing, expected",
+    [
+        (DPOLoss.sigmoid, 0.0, math.log(1 + math.exp(-0.5))),
+        (DPOLoss.sigmoid, 0.1, 0.9 * math.log(1 + math.exp(-0.5)) + 0.1 * math.log(1 + math.exp(0.5))),
+        (DPOLoss.robust, 0.1, (0.9 * math.log(1 + math.exp(-0.5)) - 0.1 * math.log(1 + math.exp(0.5))) / 0.8),
+        (DPOLoss.hinge, 0.0, 0.5),
+        (DPOLoss.ipo, 0.0, 0.0),
+    ],
+)
+def test_losses_of_a_pair_with_margin_5(loss_type, smoothing, expected):
+    logprobs = torch.tensor([[[-1.0, -1.0], [-3.0, -4.0]]])
+    objective = OnlineDPO(DPOConfig(beta=0.1, loss_type=loss_type, label_smoothing=smoothing))
+    loss, _ = objective.loss(forward_of(logprobs), batch_of([[1, 0]]))
+    assert loss["policy"].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_length_normalised_margin_is_a_difference_of_means():
+    logprobs = torch.tensor([[[-1.0, -1.0], [-3.0, 0.0]]])
+    objective = OnlineDPO(DPOConfig(beta=0.1, length_normalised=True))
+    loss, figures = objective.loss(forward_of(logprobs), batch_of([[1, 0]], lengths=[[2, 1]]))
+    assert figures["rewards/margins"].value() == pytest.approx(0.1 * (-1 + 3))
+    assert loss["policy"].item() == pytest.approx(math.log(1 + math.exp(-0.2)))
+    assert figures["logps/chosen"].value() == -2, "the log-probs stay sums"
 
 
 def test_the_kl_in_the_metrics_is_of_the_sampler_against_the_reference():

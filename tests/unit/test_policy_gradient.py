@@ -229,8 +229,8 @@ def test_dropped_ties_leave_the_mean_and_kept_ones_count(name):
     assert kept.count(kept.credit(batch))["policy"] > kept.count(alone)["policy"]
 
 
-@pytest.mark.parametrize("estimator, gradient", [(KLEstimator.k1, 1 + 0.5), (KLEstimator.k3, None)])
-def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_on_average(estimator, gradient):
+@pytest.mark.parametrize("estimator", KLEstimator)
+def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_on_average(estimator):
     """Over all actions of a small policy, weighted by it: sum of p * d(u k) = dKL, whatever the estimator."""
     logits = draw(5).requires_grad_()
     reference = draw(5, seed=1).log_softmax(-1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.models import Outputs
-from rlhf.objectives.config import KLEstimator, PPOConfig
+from rlhf.objectives.config import KLEstimator, KLIn, PPOConfig
 from rlhf.objectives.ppo import PPO
 from tests.unit.test_policy_gradient import batch_of, draw
 
@@ -112,6 +112,17 @@ def test_an_adaptive_coefficient_moves_towards_its_target_and_is_kept():
     before = objective.kl_coef
     objective.credit(near)
     assert objective.kl_coef == pytest.approx(before * (1 - 0.2 * 20 / 100))
+
+
+def test_an_adaptive_coefficient_acts_in_the_loss_too():
+    settings = {"kl_coef": 0.1, "kl_in": KLIn.loss, "kl_horizon": 10, "whiten_advantages": False}
+    losses = []
+    for target in (None, 1.0):
+        objective = PPO(PPOConfig(kl_target=target, **settings))
+        batch = objective.credit(batch_of([[0.0]], ref_logprobs=torch.full((1, 1, 3), -3.0)))
+        batch.advantages = torch.zeros(1, 1, 3)
+        losses.append(objective.policy_loss(batch.behaviour_logprobs, batch)[0].item())
+    assert losses[1] == pytest.approx(losses[0] * (1 + 0.2 / 10))
 
 
 def test_a_fixed_coefficient_stays():
