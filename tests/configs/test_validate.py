@@ -32,10 +32,8 @@ PROBLEMS = {  # overrides: what one of the problems must hold
     "backend.micro_batch=1": "set backend.micro_batch=2",
     "backend.micro_batch=0": "backend.micro_batch must be >= 1",
     "schedule.max_lag=-1": "schedule.max_lag must be >= 0",
-    "schedule.update=in_flight": "schedule.max_lag must be >= 1 with schedule.update=in_flight (else none is running "
-    "when weights change), got 0; set schedule.max_lag=1",
-    "schedule.update=in_flight schedule.max_lag=1 generator.worker=false": "schedule.update must be between without "
-    "a generator in a process of its own",
+    "schedule.update=in_flight": "schedule.max_lag must be >= 1 with schedule.update=in_flight",
+    "schedule.update=in_flight schedule.max_lag=1 generator.worker=false": "schedule.update must be between",
     f"schedule.max_lag=1 {STORED}": "schedule.max_lag must be 0 with generator=dataset",
     "schedule.eval_every=2.5": "schedule.eval_every must be whole from 1 on (it counts updates;",
     "schedule.save_every=-1": "schedule.save_every must be >= 0",

@@ -177,21 +177,22 @@ def ask_in_flight(manifest: Manifest, swap: int, given: Prompts, sampling: Sampl
 def test_weights_that_change_in_flight_find_the_cache_of_those_before(process):
     swap, given = 4, prompts()
     process.load(1)
-    new = process.shared.write(process.model.state_dict().items(), 1)
+    new = deepcopy(process.model)
     process.load(0)
-    old, plain = deepcopy(process.model), process.sample(given)
+    old, plain = process.model, process.sample(given)
     sampling = Sampling(samples=3, temperature=0.7, response_length=LENGTH, purpose="train")
-    mixed = process.pool.submit(ask_in_flight, new, swap, given, sampling).result()
-    process.load(1)  # the model too; prefixes of before are forgotten with it
-    process.shared.release(new)
+    manifest = process.shared.write(new.state_dict().items(), 1)
+    mixed = process.pool.submit(ask_in_flight, manifest, swap, given, sampling).result()
+    process.shared.release(manifest)
+    later = process.sample(given)
 
     mask = mixed.response_mask
     assert torch.equal(mixed.token_versions, torch.where(torch.arange(LENGTH) < swap, 0, 1) * mask)
     assert torch.equal(mixed.response_ids[..., :swap], plain.response_ids[..., :swap])
     assert not torch.equal(mixed.response_ids, plain.response_ids)
-    expected = logprobs_in_flight(old, process.model, mixed, swap, 0.7)
+    expected = logprobs_in_flight(old, new, mixed, swap, 0.7)
     torch.testing.assert_close(mixed.behaviour_logprobs, expected, rtol=0, atol=1e-4)
-    assert difference(process.model, mixed, 0.7) > 0.01, "it is the kept cache that matters"
+    assert later.version == 1 and difference(new, later, 0.7) < 1e-4, "the cache was not kept for others"
 
 
 def test_near_greedy_as_in_evaluation(process):
