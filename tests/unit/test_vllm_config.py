@@ -12,7 +12,7 @@ from rlhf import validate
 from rlhf.compose import compose
 from rlhf.errors import UserError
 from rlhf.generators.transfer import SharedWeights, TransferError
-from rlhf.generators.vllm import compare, pad, place, tensors, visible
+from rlhf.generators.vllm import VLLMSampler, compare, pad, place, tensors, visible
 from tests.unit.tiny_models import tiny_config, tiny_lm, tiny_tokenizer
 
 MISTAKES = {
@@ -166,3 +166,39 @@ def test_ragged_completions_are_padded_on_the_right():
     assert ids.tolist() == [[5, 1, 0], [4, 6, 8]] and ids.dtype == torch.int64
     assert mask.tolist() == [[True, True, False], [True, True, True]]
     assert logprobs.tolist() == [[-2.5, -0.5, 0.0], [-2.0, -3.0, -4.0]] and logprobs.dtype == torch.float32
+
+
+class Recorded:
+    """In place of vLLM: takes note of what it is asked."""
+
+    def __init__(self, manifest):
+        self.asked = []
+        self.manifest = manifest
+
+    def __getattr__(self, name):
+        answers = {
+            "get_weight_version": str(self.manifest.version),
+            "reset_prefix_cache": True,
+            "collective_rpc": [self.manifest.checksums()],
+        }
+
+        def answer(*_, **__):
+            self.asked.append(name)
+            return answers.get(name)
+
+        return answer
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_sampler_that_shares_the_gpu_is_awake_for_a_load_alone(sleeps):
+    model, shared = tiny_lm(), SharedWeights()
+    manifest = shared.write(model.state_dict().items(), 3)
+    sampler = object.__new__(VLLMSampler)
+    sampler.settings, sampler.sleeping = SimpleNamespace(sleeps=sleeps), False
+    sampler.tensors, sampler.llm = tensors(model.config, False), Recorded(manifest)
+    sampler.sleep()
+    assert sampler.load(manifest) == manifest.checksums()
+    load = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
+    asked = [name for name in sampler.llm.asked if name not in ("get_weight_version", "collective_rpc")]
+    assert asked == (["sleep", "wake_up", *load, "sleep"] if sleeps else load)
+    shared.close()
