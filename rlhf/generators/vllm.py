@@ -190,7 +190,7 @@ class VLLMSampler:
         temperatures below 0.01 to it.
 
         Raises:
-            RunError: a token was sampled by other weights than those of `version`.
+            RunError: a token was sampled by other weights than those of `version`, without `update`.
         """
         from vllm import TokensPrompt
 
