@@ -348,5 +348,5 @@ def test_close_does_not_wait_for_a_request_that_is_overtaken(start, tmp_path):
     generator.close()
     assert time.monotonic() - begun < 5
     for future in futures:
-        with pytest.raises(RunError, match="closed before it had answered"):
+        with pytest.raises(RunError, match="the generator was closed"):
             future.result(SECONDS)
