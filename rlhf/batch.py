@@ -75,8 +75,15 @@ class Rollouts(Prompts):
     response_mask: Tensor  # [N, K, T] bool; the stop token belongs to the response
     ended: Tensor  # [N, K] bool: a stop token was reached
     behaviour_logprobs: Tensor | None = None  # [N, K, T], by the sampler; None for stored completions
-    version: int = 0  # of the weights that sampled
+    version: int = 0  # of the weights that sampled; where `token_versions` differ, the oldest
+    token_versions: Tensor | None = None  # [N, K, T] int64, 0 at padding; None: all tokens are of `version`
     generate_s: float = 0.0  # seconds the generator worked on it
+
+    def versions(self) -> set[int]:
+        """Of the weights that sampled its tokens."""
+        if self.token_versions is None:
+            return {self.version}
+        return set(self.token_versions[self.response_mask].unique().tolist())
 
     @property
     def episodes(self) -> int:
@@ -127,6 +134,7 @@ PER_SAMPLE = frozenset(
         "response_mask",
         "ended",
         "behaviour_logprobs",
+        "token_versions",
         "scores",
         "ref_logprobs",
         "old_logprobs",

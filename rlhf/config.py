@@ -42,6 +42,13 @@ class Progress(Enum):
     off = "off"
 
 
+class Update(Enum):
+    """When a generator takes new weights over."""
+
+    between = "between"  # between requests, in the order in which they were made
+    in_flight = "in_flight"  # at once, in the middle of a request too
+
+
 class LRSchedule(Enum):
     """The course of the learning rate after warm-up."""
 
@@ -128,9 +135,39 @@ class ScheduleConfig(Section):
     minibatches: int = 1  # optimizer steps in one pass over a rollout batch (the paper's N)
     epochs: int = 1  # passes over a rollout batch (the paper's T)
     max_lag: int = 0  # later requests in flight
+    update: Update = Update.between  # when the generator takes new weights over
     eval_every: float = 0.2
     save_every: float = 0.25
     log_every: float = 1
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether weights change while requests are running."""
+        return self.update is Update.in_flight
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """Weights that cannot change while a request is running."""
+        if not self.in_flight:
+            return
+        if self.max_lag < 1:
+            yield (
+                "schedule.max_lag must be >= 1 with schedule.update=in_flight (else none is running when "
+                f"weights change), got {self.max_lag}; set schedule.max_lag=1"
+            )
+        elif not cfg.generator.has_worker(cfg):
+            yield (
+                "schedule.update must be between without a generator in a process of its own (no other can "
+                f"take weights over while it samples), got in_flight with generator={cfg.generator.name}; "
+                "set schedule.update=between"
+            )
+
+    def warnings(self, cfg: Config) -> Iterator[str]:
+        """A run that cannot be repeated."""
+        if self.in_flight:
+            yield (
+                "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two "
+                "equal runs will differ, and so will one that goes on from a checkpoint"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -26,6 +26,7 @@ from rlhf.state import TrainState
 
 KEY = b"rlhf"  # of our metadata in a schema
 SCRATCH = ".tmp"
+TOKEN_COLUMNS = {"behaviour_logprobs": torch.float32, "token_versions": torch.int64}
 
 
 class Saved(Scorer):
@@ -95,8 +96,9 @@ def write(
         "prompt_ids": each(cut(batch.prompt_ids, batch.prompt_mask)),
         "response_ids": cut(batch.response_ids.flatten(0, 1), mask),
     }
-    if batch.behaviour_logprobs is not None:
-        columns["behaviour_logprobs"] = cut(batch.behaviour_logprobs.flatten(0, 1), mask)
+    for name in TOKEN_COLUMNS:
+        if (found := getattr(batch, name)) is not None:
+            columns[name] = cut(found.flatten(0, 1), mask)
     shared = {
         "samples": K,
         "temperature": sampling.temperature,
@@ -151,7 +153,11 @@ def read(file: Path, pad_id: int) -> Rollouts:
     widest = max(map(len, prompts))
     starts = torch.tensor([widest - len(ids) for ids in prompts])
     lengths = torch.tensor([len(ids) for ids in rows["response_ids"]])
-    sampled = rows.get("behaviour_logprobs")
+    by_token: dict[str, Any] = {
+        name: grouped(padded(rows[name], T, 0, dtype, left=False))
+        for name, dtype in TOKEN_COLUMNS.items()
+        if name in rows
+    }
     return Rollouts(
         index=torch.tensor(rows["example"][::K]),
         texts=rows["prompt"][::K],
@@ -162,8 +168,6 @@ def read(file: Path, pad_id: int) -> Rollouts:
         response_ids=grouped(padded(rows["response_ids"], T, pad_id, torch.int64, left=False)),
         response_mask=grouped(torch.arange(T) < lengths[:, None]),
         ended=grouped(torch.tensor(rows["ended"])),
-        behaviour_logprobs=None
-        if sampled is None
-        else grouped(padded(sampled, T, 0.0, torch.float32, left=False)),
         version=rows["version"][0],
+        **by_token,
     )

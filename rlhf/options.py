@@ -20,6 +20,7 @@ KEYS = {  # the keys that --help shows
     "schedule.minibatches": "optimizer steps in a pass over a rollout batch",
     "schedule.epochs": "passes over a rollout batch",
     "schedule.max_lag": "0 synchronous; n: up to n later batches in flight",
+    "schedule.update": "between requests, or in_flight: weights change while they run",
     "schedule.eval_every": "updates; below 1: fraction of the run; likewise save_every, log_every",
     "generator.response_length": "tokens; likewise generator.temperature",
     "generator.threads": "CPU threads of the generator's process; likewise backend.threads of the trainer",

@@ -11,7 +11,7 @@ from rlhf.evaluate import Evaluation
 from rlhf.generators.generator import Generator
 from rlhf.invariants import EXPECTED, broken_invariants
 from rlhf.loggers.logger import Logger, Row
-from rlhf.metrics import How, Metrics, Stat, Timer, merge
+from rlhf.metrics import How, Metrics, Stat, Timer, mean, merge
 from rlhf.state import TrainState
 
 PHASES = ("wait", "score", "annotate", "train", "sync")  # together, an update
@@ -64,6 +64,9 @@ class Recorder:
         self.add(times)
         if self.generator is not None:
             self.add(self.generator.figures())
+        if rollouts.token_versions is not None:
+            lag = state.lag + rollouts.version - rollouts.token_versions
+            self.add({"mismatch/token_lag": mean(lag, rollouts.response_mask)})
         self.add(
             {
                 "time/generate_s": Stat(rollouts.generate_s, 1.0, How.sum),

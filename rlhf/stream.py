@@ -17,7 +17,7 @@ class Stream:
 
     The generator works first in, first out and is given new weights after each batch, so the request of
     batch t (from 0) is sampled by version max(0, t - max_lag): 0 is synchronous, 1 is the paper's
-    asynchronous RLHF.
+    asynchronous RLHF. With `schedule.update=in_flight` none of its tokens is of an older version than that.
 
     Args:
         generator: answers the requests.

@@ -186,7 +186,8 @@ class HFConfig(WorkerConfig):
             seed=cfg.seed,
         )
         log = folder / "generator.log"
-        return WorkerGenerator(factory, log, environment(threads(cfg)[1], model.device), self.limits())
+        variables = environment(threads(cfg)[1], model.device)
+        return WorkerGenerator(factory, log, variables, self.limits(), cfg.schedule.in_flight)
 
     def problems(self, cfg: Config) -> Iterator[str]:
         """The same, and the size of a decoding batch."""
@@ -238,7 +239,8 @@ class VLLMConfig(WorkerConfig):
         elif self.shares_gpu:
             say(f"generator={self.name} gives no memory back while it waits: on a CPU vLLM cannot sleep")
         factory = self.factory(cfg, tokenizer, bool(devices))
-        return WorkerGenerator(factory, folder / "generator.log", variables, self.limits())
+        log = folder / "generator.log"
+        return WorkerGenerator(factory, log, variables, self.limits(), cfg.schedule.in_flight)
 
     def factory(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, gpu: bool) -> VLLMFactory:
         """What the process of vLLM is started with, for the policy of the run `cfg`."""
@@ -256,6 +258,7 @@ class VLLMConfig(WorkerConfig):
             tensor_parallel_size=self.tensor_parallel_size,
             gpu=gpu,
             sleeps=self.shares_gpu and gpu,
+            in_flight=cfg.schedule.in_flight,
             stop_ids=(tokenizer.eos_token_id,),
             pad_id=tokenizer.pad_token_id,
             seed=cfg.seed,

@@ -26,7 +26,8 @@ class Sampling:
 
 class Generator(Protocol):
     """Answers prompts with rollouts. Requests and loads are first in, first out: a request is sampled by the
-    weights of the last load before it, and its rollouts carry that version.
+    weights of the last load before it, and its rollouts carry that version. With `schedule.update=in_flight`
+    loads overtake requests, and tokens carry their versions.
 
     Raises RunError, from any method or future, where it cannot go on.
     """

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -120,7 +121,9 @@ class HFSampler:
         self.model = model
         self.made_by = made_by
 
-    def sample(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+    def sample(
+        self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None = None
+    ) -> Rollouts:
         """K responses to each prompt."""
         made_by = self.made_by
         with autocast(self.model.device, made_by.dtype):
@@ -132,6 +135,7 @@ class HFSampler:
                 made_by.pad_id,
                 made_by.batch_size,
                 made_by.seed,
+                update,
             )
 
     def load(self, manifest: Manifest) -> dict[str, int]:
@@ -162,28 +166,35 @@ def respond(
     pad_id: int,
     batch_size: int,
     seed: int,
+    update: Callable[[], int] | None = None,
 ) -> Rollouts:
-    """Sample K responses to each prompt, in chunks of `batch_size` sequences."""
+    """Sample K responses to each prompt, in chunks of `batch_size` sequences.
+
+    `update` may change the model's weights before a forward, and returns their version.
+    """
     chunk = max(1, batch_size // sampling.samples)
     length = sampling.response_length
     purpose = derive(seed, "sample", sampling.purpose)
     numbers = uniforms(purpose, sampling.request, prompts.index, sampling.samples, length)
-    parts = []
+    parts, versions = [], []
     for first in range(0, len(prompts), chunk):
         rows = slice(first, first + chunk)
-        parts.append(
-            sample(
-                model,
-                prompts.prompt_ids[rows].to(model.device),
-                prompts.prompt_mask[rows].to(model.device),
-                samples_per_prompt=sampling.samples,
-                response_length=length,
-                temperature=sampling.temperature,
-                uniforms=numbers[rows],
-                stop_ids=stop_ids,
-                pad_id=pad_id,
-            )
+        held: list[int] = []  # the version at each token
+        part = sample(
+            model,
+            prompts.prompt_ids[rows].to(model.device),
+            prompts.prompt_mask[rows].to(model.device),
+            samples_per_prompt=sampling.samples,
+            response_length=length,
+            temperature=sampling.temperature,
+            uniforms=numbers[rows],
+            stop_ids=stop_ids,
+            pad_id=pad_id,
+            before_forward=None if update is None else partial(note, update, held),
         )
+        parts.append(part)
+        if update is not None:
+            versions.append(pad_to(torch.tensor(held) * part[1].cpu(), length, 0))
     home, fill = prompts.prompt_ids.device, (pad_id, False, 0.0)
     ids, mask, logprobs = (
         torch.cat([pad_to(part[i], length, fill[i]) for part in parts]).to(home) for i in range(3)
@@ -194,7 +205,13 @@ def respond(
         response_mask=mask,
         behaviour_logprobs=logprobs,
         ended=torch.cat([part[3] for part in parts]).to(home),
+        token_versions=torch.cat(versions).to(home) if versions else None,
     )
+
+
+def note(update: Callable[[], int], held: list[int]) -> None:
+    """Have weights updated, and take note of the version."""
+    held.append(update())
 
 
 def pad_to(x: Tensor, length: int, value: float) -> Tensor:

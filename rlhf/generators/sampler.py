@@ -4,11 +4,13 @@ The process is made by `rlhf.generators.worker.WorkerGenerator`, which asks one 
 
     factory.build() -> load(manifest) -> sample(...) -> sample(...) -> load(manifest) -> ... -> close()
 
-There is always a `load` before the first `sample`.
+There is always a `load` before the first `sample`. With `schedule.update=in_flight` a `sample` calls for
+further `load`s in its course.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from rlhf.batch import Prompts, Rollouts
@@ -19,13 +21,21 @@ from rlhf.generators.transfer import Manifest
 class Sampler(Protocol):
     """Answers prompts with the weights that it was given last."""
 
-    def sample(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+    def sample(
+        self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None = None
+    ) -> Rollouts:
         """K responses to each prompt, with the log-probs of their tokens at `sampling.temperature`: token ids
         in and out, tensors on the CPU, T = `sampling.response_length`. The caller adds version and seconds.
+
+        With `update` weights change in flight: it is called before every forward, calls `load` where there
+        are newer weights, and returns the version that samples from here on. What was computed of the tokens
+        before, the key-value cache, is kept (PipelineRL, Piche et al., arXiv 2509.19128), log-probs are those
+        at which each token was sampled, and the answer has `token_versions`.
         """
 
     def load(self, manifest: Manifest) -> dict[str, int]:
-        """Take the weights over (`transfer.read`); what was computed with those before is forgotten.
+        """Take the weights over (`transfer.read`); what was computed with those before is forgotten, but for
+        what a request that is running needs.
 
         Returns the checksums (`transfer.checksum`) by tensor name of what was taken, which the trainer
         compares with what it sent.

@@ -8,7 +8,7 @@ logits).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ def sample(
     uniforms: Tensor,
     stop_ids: Iterable[int] | Tensor,
     pad_id: int,
+    before_forward: Callable[[], object] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample K responses for each prompt.
 
@@ -60,6 +61,9 @@ def sample(
     Each prompt is encoded once. Where attention takes any mask (sdpa), the K samples of a prompt stay one row
     of the batch, K tokens a step, and read one copy of the prompt's keys; else the cache is repeated. Rows
     that have ended leave the batch.
+
+    `before_forward` is called before every forward, the t-th time before that which gives token t; it may
+    change the model's weights. Keys and values of the tokens before stay those of the weights before.
     """
     n, k, device = len(prompt_ids), samples_per_prompt, prompt_ids.device
     stops = torch.as_tensor(list(stop_ids) if not isinstance(stop_ids, Tensor) else stop_ids, device=device)
@@ -74,6 +78,8 @@ def sample(
     else:
         ids, seen = ids.repeat_interleave(k, 0), seen.repeat_interleave(k, 0)
     place = positions(seen)
+    if before_forward is not None:
+        before_forward()
     logits = model(
         input_ids=ids,
         attention_mask=seen,
@@ -110,6 +116,8 @@ def sample(
             cache.batch_select_indices(going.nonzero()[:, 0])
             rows, token, running, place, mask = (x[going] for x in (rows, token, running, place, mask))
         place = place + 1
+        if before_forward is not None:
+            before_forward()
         logits = model(
             input_ids=token,
             attention_mask=mask[..., : cache.get_seq_length() + group],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ class VLLMFactory:
     tensor_parallel_size: int
     gpu: bool  # else on the CPU
     sleeps: bool  # give GPU memory back between requests
+    in_flight: bool  # weights are loaded while requests run
     stop_ids: tuple[int, ...]
     pad_id: int
     seed: int  # of the run
@@ -135,6 +137,7 @@ class VLLMSampler:
             enable_prefix_caching=True,  # the K samples of a prompt share it
             weight_transfer_config=WeightTransferConfig(backend=NAME),
             worker_extension_cls="rlhf.generators.vllm_worker.WorkerExtension",
+            async_scheduling=False if settings.in_flight else None,  # no step under way when weights change
             **special,
         )
         self.llm.init_weight_transfer_engine({"init_info": {}})
@@ -147,7 +150,8 @@ class VLLMSampler:
         return int(reported) if reported.isdigit() else None
 
     def load(self, manifest: Manifest) -> dict[str, int]:
-        """Take the weights over through vLLM's weight transfer, and forget all prefixes.
+        """Take the weights over through vLLM's weight transfer, and forget all prefixes; where requests are
+        running, when these have ended.
 
         Returns checksums by name.
 
@@ -160,10 +164,8 @@ class VLLMSampler:
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"manifest": manifest}})
         self.llm.finish_weight_update(weight_version=str(manifest.version))
-        if not self.llm.reset_prefix_cache():
-            raise RunError(
-                f"vLLM must forget the prefixes of the weights before version {manifest.version}, and did not"
-            )
+        if not self.llm.llm_engine.has_unfinished_requests():
+            self.forget()
         if self.version != manifest.version:
             raise RunError(f"vLLM must report version {manifest.version}, just loaded, got {self.version}")
         taken: list[dict[str, int]] = self.llm.collective_rpc("taken_checksums")
@@ -172,14 +174,23 @@ class VLLMSampler:
         self.sleep()
         return taken[0]
 
-    def sample(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+    def forget(self) -> None:
+        """Clear the cache of prefixes."""
+        if not self.llm.reset_prefix_cache():
+            raise RunError(
+                f"vLLM must forget the prefixes of the weights before version {self.version}, and did not"
+            )
+
+    def sample(
+        self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None = None
+    ) -> Rollouts:
         """K responses to each prompt, [N, K, T] on the CPU, T = `sampling.response_length`.
 
         At temperature 0 the most likely tokens, K = 1, their log-probs at temperature 1; vLLM raises
         temperatures below 0.01 to it.
 
         Raises:
-            RunError: a token was sampled by other weights than those of `version`.
+            RunError: a token was sampled by other weights than those of `version`, without `update`.
         """
         from vllm import TokensPrompt
 
@@ -189,15 +200,23 @@ class VLLMSampler:
         unpadded = [
             ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         ]
-        outputs = self.llm.generate(
+        self.llm.enqueue(
             [TokensPrompt(prompt_token_ids=ids) for ids in unpadded],
             [self.parameters(sampling, example) for example in prompts.index.tolist()],
             use_tqdm=False,
         )
+        before, engine, outputs = self.version, self.llm.llm_engine, []
+        while engine.has_unfinished_requests():
+            if update is not None:
+                update()
+            outputs += engine.step()
+        if self.version != before:
+            self.forget()
+        outputs.sort(key=lambda output: int(output.request_id))
         completions = [completion for output in outputs for completion in output.outputs]
         for completion in completions:
             for span in completion.weight_versions or []:
-                if span.version != str(self.version):
+                if update is None and span.version != str(self.version):
                     raise RunError(
                         f"tokens must be sampled by version {self.version}, which was loaded last, "
                         f"got some by {span.version}"
@@ -214,6 +233,7 @@ class VLLMSampler:
             response_mask=mask,
             behaviour_logprobs=logprobs,
             ended=(mask & torch.isin(ids, stops)).any(-1),
+            token_versions=None if update is None else versions(completions, mask),
             version=self.version,
             generate_s=time.perf_counter() - start,
         )
@@ -309,6 +329,15 @@ def pad(completions: list[Any], length: int, pad_id: int) -> tuple[Tensor, Tenso
     ids[mask] = torch.tensor([token for completion in completions for token in completion.token_ids])
     logprobs[mask] = torch.tensor([x for completion in completions for x in completion.logprobs.logprobs])
     return ids, mask, logprobs
+
+
+def versions(completions: list[Any], mask: Tensor) -> Tensor:
+    """Of the weights that sampled each token of vLLM's completions, as it says: [N, K, T] like `mask`."""
+    found = torch.zeros(mask.shape, dtype=torch.int64)
+    for row, completion in zip(found.flatten(0, 1), completions, strict=True):
+        for span in completion.weight_versions:
+            row[span.start : span.end] = int(span.version)
+    return found
 
 
 def compare(manifest: Manifest, shapes: dict[str, tuple[int, ...]], required: set[str]) -> None:

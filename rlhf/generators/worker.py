@@ -12,6 +12,10 @@ Which weights are kept. A version stays in shared memory until the process has c
 the process is lost, the weights of the job in its hands are there: those confirmed last, whatever has been
 loaded behind it in the queue. A new process is given these, then the job; the queue behind it has not moved.
 With `max_lag` n at most n + 2 versions are held: one confirmed, and those of the loads not yet taken.
+
+In flight (`schedule.update=in_flight`) loads overtake requests, those that wait and the one in the process:
+the carrier sends them after it, and its answer confirms those that came in time. Requests keep their order. A
+new process is given the weights confirmed last, then those that overtook, then the lost request anew.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -44,6 +50,7 @@ from rlhf.generators.transfer import Manifest, SharedWeights, TransferError, con
 from rlhf.metrics import How, Metrics, Stat
 
 CLOSE_S = 10.0  # seconds that a sampler has to release what it holds
+POLL_S = 0.01  # seconds between looks for loads that overtake a request
 
 
 class Lost(Exception):
@@ -83,15 +90,22 @@ class WorkerGenerator:
         log: the file that takes the process's output.
         environment: its environment variables, beside the trainer's own.
         limits: of time, and of restarts.
+        in_flight: loads overtake requests.
     """
 
     def __init__(
-        self, factory: SamplerFactory, log: Path, environment: Mapping[str, str], limits: Limits
+        self,
+        factory: SamplerFactory,
+        log: Path,
+        environment: Mapping[str, str],
+        limits: Limits,
+        in_flight: bool = False,
     ) -> None:
         self.factory = factory
         self.log = log
         self.environment = environment
         self.limits = limits
+        self.in_flight = in_flight
         self.shared = SharedWeights()
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()  # None: the end
         self.lock = threading.Lock()  # of what both threads read: the next four, and the end of the queue
@@ -103,6 +117,8 @@ class WorkerGenerator:
         self.process: subprocess.Popen[bytes] | None = None
         self.channel: Channel | None = None
         self.confirmed: Manifest | None = None  # the weights that the process holds
+        self.loads: deque[Manifest] = deque()  # that have overtaken requests, and are not confirmed yet
+        self.overtaken: deque[Job | None] = deque()  # what they have overtaken
         self.carrier = threading.Thread(target=self.carry, name="generator", daemon=True)
         say(f"starting the generator's process (its log: {log})")
         self.carrier.start()
@@ -162,7 +178,7 @@ class WorkerGenerator:
                     self.unanswered -= 1
                 if rollouts is not None:
                     job.future.set_result(rollouts)
-                job = self.jobs.get()
+                job = self.overtaken.popleft() if self.overtaken else self.jobs.get()
             self.ask("close", limit=CLOSE_S)
             raise Closed
         except (RunError, UserError) as error:
@@ -192,7 +208,11 @@ class WorkerGenerator:
                     return None
                 if job.request is None:
                     return None
-                return self.answered(self.ask("sample", *job.request))
+                self.overtake()
+                while self.loads:
+                    self.hand_over(self.loads[0])
+                    self.loads.popleft()
+                return self.sample(*job.request)
             except Lost as lost:
                 self.stop()
                 with self.lock:
@@ -211,19 +231,56 @@ class WorkerGenerator:
 
     def hand_over(self, manifest: Manifest) -> None:
         """Have the process take weights over, and compare what it holds with what was sent."""
-        version, taken = self.ask("load", manifest)
+        self.took(manifest, *self.ask("load", manifest))
+
+    def took(self, manifest: Manifest, version: int, taken: dict[str, int]) -> None:
+        """Compare what the process holds with what was sent; what it held before is needed no more."""
         confirm(manifest, version, taken)
         if self.confirmed is not None and self.confirmed is not manifest:
             self.shared.release(self.confirmed)
         self.confirmed = manifest
 
-    def answered(self, rollouts: Rollouts) -> Rollouts:
-        """An answer whose version is the one that was confirmed."""
+    def overtake(self) -> list[Manifest]:
+        """Move loads to the front of the queue, in flight; returns them. The others keep their order."""
+        found: list[Manifest] = []
+        while self.in_flight and not self.jobs.empty():
+            job = self.jobs.get()
+            if job is None or job.manifest is None:
+                self.overtaken.append(job)
+            else:
+                found.append(job.manifest)
+        self.loads += found
+        with self.lock:
+            self.unanswered -= len(found)  # the request in hand stands for them
+        return found
+
+    def sample(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
+        """Have the process answer a request; in flight, with the loads that come meanwhile.
+
+        Raises:
+            TransferError: by another version than the one confirmed before, and those that overtook.
+        """
         assert self.confirmed is not None
-        if rollouts.version != self.confirmed.version:
+        rollouts: Rollouts
+        known = [self.confirmed.version]
+        with self.lost("sample", self.limits.request_s) as channel:
+            end = time.monotonic() + self.limits.request_s
+            channel.send(("sample", (prompts, sampling, self.in_flight)))
+            while self.in_flight and not channel.answers(POLL_S):
+                if time.monotonic() > end:
+                    raise TimeoutError
+                for manifest in self.overtake():
+                    channel.send(("load", (manifest,)))
+            rollouts, in_time = received(channel)
+            late = [received(channel) for _ in range(len(self.loads) - len(in_time))]
+        for answer in (*in_time, *late):
+            self.took(self.loads[0], *answer)
+            self.loads.popleft()
+        known += [version for version, _ in in_time]
+        if not rollouts.versions() <= set(known):
             raise TransferError(
-                f"a request must be sampled by version {self.confirmed.version}, the last that was loaded "
-                f"before it, got version {rollouts.version}"
+                f"a request must be sampled by version {' or '.join(map(str, known))}, the last loaded "
+                f"before each token, got version {', '.join(map(str, sorted(rollouts.versions())))}"
             )
         return rollouts
 
@@ -231,7 +288,7 @@ class WorkerGenerator:
         """Give up: the job in hand, all that are queued and all that come end with `error`."""
         with self.lock:
             self.failure = error
-            lost = [job]
+            lost = [job, *self.overtaken]
             while not self.jobs.empty():
                 lost.append(self.jobs.get())
             for each in lost:
@@ -282,19 +339,21 @@ class WorkerGenerator:
             Lost: it died, or did not answer within `limit` seconds (by default, those of a request).
             RunError, UserError: what it raised.
         """
+        with self.lost(method, limit or self.limits.request_s) as channel:
+            channel.send((method, arguments))
+            return received(channel)
+
+    @contextmanager
+    def lost(self, method: str, limit: float) -> Iterator[Channel]:
+        """Raise Lost where the process dies, or lets `limit` seconds pass, while it is to do `method`."""
         assert self.channel is not None and self.process is not None
-        limit = limit or self.limits.request_s
         self.channel.socket.settimeout(limit)
         try:
-            self.channel.send((method, arguments))
-            answer = self.channel.receive()
+            yield self.channel
         except TimeoutError:
             raise Lost(f"did not {method} within {limit:g} seconds") from None
         except (OSError, EOFError, pickle.UnpicklingError):
             raise Lost(f"died ({ending(self.process)})") from None
-        if isinstance(answer, (RunError, UserError)):
-            raise answer
-        return answer
 
     def stop(self) -> None:
         """End the process, if it is there, and what is between."""
@@ -303,6 +362,14 @@ class WorkerGenerator:
         if self.channel is not None:
             self.channel.close()
         self.process = self.channel = None
+
+
+def received(channel: Channel) -> Any:
+    """The next answer; raises it where it is an error."""
+    answer = channel.receive()
+    if isinstance(answer, (RunError, UserError)):
+        raise answer
+    return answer
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

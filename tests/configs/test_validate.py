@@ -32,6 +32,8 @@ PROBLEMS = {  # overrides: what one of the problems must hold
     "backend.micro_batch=1": "set backend.micro_batch=2",
     "backend.micro_batch=0": "backend.micro_batch must be >= 1",
     "schedule.max_lag=-1": "schedule.max_lag must be >= 0",
+    "schedule.update=in_flight": "schedule.max_lag must be >= 1 with schedule.update=in_flight",
+    "schedule.update=in_flight schedule.max_lag=1 generator.worker=false": "schedule.update must be between",
     f"schedule.max_lag=1 {STORED}": "schedule.max_lag must be 0 with generator=dataset",
     "schedule.eval_every=2.5": "schedule.eval_every must be whole from 1 on (it counts updates;",
     "schedule.save_every=-1": "schedule.save_every must be >= 0",
@@ -99,6 +101,7 @@ WARNINGS = {
     "algo=grpo algo.kl_estimator=k1 algo.kl_unbiased=false": "has a gradient of 0 on average",
     "algo=gspo algo.correction.kind=mask": "set algo.correction.level=sequence",
     "algo=grpo algo.correction.cap=3": "algo.correction.cap has no effect with algo.correction.kind=none",
+    "schedule.max_lag=1 schedule.update=in_flight": "two equal runs will differ",
     "schedule.total_episodes=256 optim.warmup=2": "lasts the whole run of 2 optimizer steps",
 }
 

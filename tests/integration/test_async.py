@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import psutil
@@ -214,8 +214,13 @@ def test_a_worker_that_cannot_be_replaced_ends_the_run(tiny, tmp_path, monkeypat
 
 
 def workers(pid):
-    """Processes that a trainer has started."""
-    return [p for p in psutil.Process(pid).children(recursive=True) if "rlhf.generators.serve" in p.cmdline()]
+    """Processes that a trainer has started, and that have not ended."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if "rlhf.generators.serve" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def wait_for(condition, seconds=120):

@@ -1,11 +1,17 @@
 """Rollouts that a run saves, and a run that is trained on them without a generator."""
 
+from dataclasses import replace
+
 import datasets
 import pytest
+import torch
+from transformers import AutoTokenizer
 
+from rlhf.batch import Batch
 from rlhf.errors import UserError
 from rlhf.folder import RunFolder
-from rlhf.generations import files, read
+from rlhf.generations import files, read, write
+from rlhf.generators.generator import Sampling
 from rlhf.run import run
 from rlhf.validate import problems
 from tests.integration.conftest import rows
@@ -21,7 +27,7 @@ def saved(tiny, tmp_path) -> RunFolder:
     return folder
 
 
-def replay(tiny, saved, *words):
+def replayed(tiny, saved, *words):
     stored = [f"generator.path={saved.generations}", "generator.temperature=0.7"]
     return tiny(*WORDS, "generator=dataset", "generator.response_length=16", "scorer=labels", *stored, *words)
 
@@ -46,7 +52,7 @@ def test_saving_changes_no_figure_and_the_folder_loads_as_a_data_set(tiny, tmp_p
 
 def test_a_replayed_run_has_the_figures_of_the_run_that_sampled(tiny, tmp_path, saved):
     folder = RunFolder(tmp_path / "replayed")
-    run(replay(tiny, saved), folder)
+    run(replayed(tiny, saved), folder)
     same = [row.keys() for row in updates(saved)]
     assert [row.keys() for row in updates(folder)] == same
     for again, first in zip(updates(folder), updates(saved), strict=True):
@@ -56,7 +62,7 @@ def test_a_replayed_run_has_the_figures_of_the_run_that_sampled(tiny, tmp_path, 
 def test_another_algorithm_can_be_trained_on_the_same_rollouts(tiny, tmp_path, saved):
     for algo in ("dpo", "rloo", "bok"):
         folder = RunFolder(tmp_path / algo)
-        run(replay(tiny, saved, f"algo={algo}", "generator=dataset", "scorer=facts"), folder)
+        run(replayed(tiny, saved, f"algo={algo}", "generator=dataset", "scorer=facts"), folder)
         first, *_, last = updates(folder)
         assert first["objective/scores"] == pytest.approx(updates(saved)[0]["objective/scores"])
         assert last["mismatch/max_ratio"] > 1, "the sampler was another policy"
@@ -71,18 +77,30 @@ def test_a_file_reads_back_as_the_rollouts_that_were_written(tiny, saved):
     assert rollouts.prompt_mask[:, -1].all(), "prompts are padded on the left"
 
 
+def test_tokens_of_several_versions_are_kept(tiny, saved, tmp_path):
+    first = read(files(saved.generations)[0], pad_id=0)
+    mixed = torch.arange(16).expand(8, 2, 16) % 3 * first.response_mask
+    batch = first.extend(Batch, scores=first.labels)
+    tokenizer = AutoTokenizer.from_pretrained(saved.model)
+    sampling = Sampling(samples=2, temperature=0.7, response_length=16, purpose="train")
+    write(replace(batch, token_versions=mixed), 1, tmp_path, tokenizer, sampling)
+    again = read(tmp_path / "000001.parquet", pad_id=0)
+    assert torch.equal(again.token_versions, mixed)
+    assert first.token_versions is None
+
+
 def test_a_temperature_or_a_shape_that_is_not_the_rollouts_own_is_refused(tiny, tmp_path, saved):
     with pytest.raises(UserError, match=r"set generator\.temperature=0\.7"):
-        run(replay(tiny, saved, "generator.temperature=1"), RunFolder(tmp_path / "a"))
+        run(replayed(tiny, saved, "generator.temperature=1"), RunFolder(tmp_path / "a"))
     with pytest.raises(UserError, match=r"set schedule\.prompts_per_update=8 algo\.samples_per_prompt=2"):
-        run(replay(tiny, saved, "schedule.prompts_per_update=4"), RunFolder(tmp_path / "b"))
+        run(replayed(tiny, saved, "schedule.prompts_per_update=4"), RunFolder(tmp_path / "b"))
 
 
 def test_missing_and_too_few_rollouts_are_problems(tiny, tmp_path, saved):
     assert any("schedule.total_episodes must be <= 48" in text for text in problems(
-        replay(tiny, saved, "schedule.total_episodes=64")
+        replayed(tiny, saved, "schedule.total_episodes=64")
     ))  # fmt: skip
-    nowhere = replay(tiny, saved, f"generator.path={tmp_path / 'nowhere'}")
+    nowhere = replayed(tiny, saved, f"generator.path={tmp_path / 'nowhere'}")
     assert any("generator.path must be a folder of saved rollouts" in text for text in problems(nowhere))
 
 

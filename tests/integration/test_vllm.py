@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from rlhf.batch import Prompts, Rollouts
 from rlhf.folder import RunFolder
 from rlhf.generators.generator import Sampling
 from rlhf.generators.sampling import sample
-from rlhf.generators.transfer import SharedWeights, TransferError
+from rlhf.generators.transfer import Manifest, SharedWeights, TransferError
 from rlhf.generators.vllm import VLLMFactory, VLLMSampler
 from rlhf.models import Policy
 from rlhf.run import run
 from tests.integration.conftest import rows
-from tests.unit.tiny_models import VOCABULARY, tiny_lm
+from tests.unit.tiny_models import VOCABULARY, logprobs_in_flight, tiny_lm
 
 pytest.importorskip("vllm")
 
@@ -62,6 +63,7 @@ class Process:
             tensor_parallel_size=1,
             gpu=False,
             sleeps=False,
+            in_flight=True,
             stop_ids=STOPS,
             pad_id=PAD,
             seed=7,
@@ -157,6 +159,40 @@ def test_more_prompts_than_are_encoded_at_once(process):
     rows = torch.tensor([149, 0, 77])
     again = process.sample(given.select(rows), samples=4, response_length=4)
     assert torch.equal(again.response_ids, rollouts.response_ids[rows])
+
+
+def ask_in_flight(manifest: Manifest, swap: int, given: Prompts, sampling: Sampling) -> Rollouts:
+    """Rollouts whose first `swap` tokens are of the weights held, and all others of those that come then."""
+    steps: list[int] = []
+
+    def update() -> int:
+        if len(steps) == swap:
+            SAMPLER[0].load(manifest)
+        steps.append(1)
+        return int(SAMPLER[0].version or 0)
+
+    return SAMPLER[0].sample(given, sampling, update)
+
+
+def test_weights_that_change_in_flight_find_the_cache_of_those_before(process):
+    swap, given = 4, prompts()
+    process.load(1)
+    new = deepcopy(process.model)
+    process.load(0)
+    old, plain = process.model, process.sample(given)
+    sampling = Sampling(samples=3, temperature=0.7, response_length=LENGTH, purpose="train")
+    manifest = process.shared.write(new.state_dict().items(), 1)
+    mixed = process.pool.submit(ask_in_flight, manifest, swap, given, sampling).result()
+    process.shared.release(manifest)
+    later = process.sample(given)
+
+    mask = mixed.response_mask
+    assert torch.equal(mixed.token_versions, torch.where(torch.arange(LENGTH) < swap, 0, 1) * mask)
+    assert torch.equal(mixed.response_ids[..., :swap], plain.response_ids[..., :swap])
+    assert not torch.equal(mixed.response_ids, plain.response_ids)
+    expected = logprobs_in_flight(old, new, mixed, swap, 0.7)
+    torch.testing.assert_close(mixed.behaviour_logprobs, expected, rtol=0, atol=1e-4)
+    assert later.version == 1 and difference(new, later, 0.7) < 1e-4, "the cache was not kept for others"
 
 
 def test_near_greedy_as_in_evaluation(process):

@@ -1,5 +1,7 @@
 """Rows of metrics: one an update, means over all of it, checked at the first."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -173,3 +175,15 @@ def test_a_figure_that_is_not_finite_is_left_out_of_the_row_with_a_warning():
     end_update(recorder, TrainState(num_updates=2))
     assert "mismatch/max_ratio" not in kept.rows[0] and kept.rows[0]["x"] == 1.0
     assert any("mismatch/max_ratio" in text for text in kept.warnings)
+
+
+def test_the_lag_of_tokens_is_that_of_each_and_the_row_has_that_of_the_oldest():
+    recorder, kept = recorder_of()
+    state, rollouts = TrainState(num_updates=9, version=6), tiny_rollouts()
+    versions = torch.where(torch.arange(7) < 1, 4, 5) * rollouts.response_mask
+    rollouts = replace(rollouts, version=4, token_versions=versions)
+    state.advance(rollouts)
+    recorder.flush(state, rollouts, NoEngine())
+    responses, tokens = rollouts.episodes, int(rollouts.response_mask.sum())
+    assert kept.rows[0]["lag"] == 2
+    assert kept.rows[0]["mismatch/token_lag"] == pytest.approx(1 + responses / tokens)

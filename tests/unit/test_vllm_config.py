@@ -171,6 +171,8 @@ def test_ragged_completions_are_padded_on_the_right():
 class Recorded:
     """In place of vLLM: takes note of what it is asked."""
 
+    llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
+
     def __init__(self, manifest):
         self.asked = []
         self.manifest = manifest

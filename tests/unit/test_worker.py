@@ -59,7 +59,7 @@ class FakeSampler:
     def __init__(self, made_by):
         self.made_by, self.weight = made_by, None
 
-    def sample(self, prompts, sampling):
+    def sample(self, prompts, sampling, update=None):
         request = sampling.request
         if self.made_by.strikes("dies", request):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -85,3 +85,24 @@ def tiny_tokenizer(words: int = VOCABULARY - 3, **special: str) -> PreTrainedTok
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     special = special or {"pad_token": "<pad>", "eos_token": "<eos>"}
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **special)
+
+
+@torch.no_grad()
+def logprobs_in_flight(
+    before: PreTrainedModel, after: PreTrainedModel, batch: Rollouts, swap: int, temperature: float
+) -> torch.Tensor:
+    """Log-probs [N, K, T] where `after` takes over before token `swap`, with the cache that `before` made."""
+    found = torch.zeros(batch.response_ids.shape)
+    for i, group in enumerate(sequences(batch)):
+        for j, (prompt, response) in enumerate(group):
+            whole = torch.cat([prompt, response])[None]
+            seen = len(prompt) + swap - 1  # the token before `swap` is the first that `after` reads
+            out = before(whole[:, :seen], use_cache=True)
+            logits = out.logits
+            if len(response) >= swap:
+                logits = torch.cat(
+                    [logits, after(whole[:, seen:], past_key_values=out.past_key_values).logits], 1
+                )
+            logp = torch.log_softmax(logits[0, len(prompt) - 1 : -1] / temperature, -1)
+            found[i, j, : len(response)] = logp.gather(-1, response[:, None])[:, 0]
+    return found
