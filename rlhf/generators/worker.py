@@ -312,7 +312,7 @@ class WorkerGenerator:
                 [sys.executable, "-P", "-m", "rlhf.generators.serve", str(theirs.fileno()), str(os.getpid())],
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                     "OMP_WAIT_POLICY": "PASSIVE",
                     **self.environment,
                 },
