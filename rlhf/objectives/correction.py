@@ -32,6 +32,8 @@ def importance_weights(
     """Weights [N, K, T], or [N, K, 1] of sequences, from log-probs [N, K, T] that carry no gradient; and how
     many were changed.
     """
+    if config.kind is CorrectionKind.none:
+        return torch.ones_like(old[..., :1]), {}
     log_weight = (old - behaviour) * mask
     if config.level is Level.sequence:
         log_weight = log_weight.sum(-1, keepdim=True)
@@ -42,6 +44,4 @@ def importance_weights(
     if config.kind is CorrectionKind.mask:
         kept = (raw >= config.low) & (raw <= config.high)
         return raw * kept, {"correction/masked": mean(~kept, mask)}
-    if config.kind is CorrectionKind.decoupled:
-        return raw, {"correction/weight": mean(raw, mask)}
-    return torch.ones_like(raw), {}
+    return raw, {"correction/weight": mean(raw, mask)}

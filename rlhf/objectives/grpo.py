@@ -11,8 +11,6 @@ score the same has advantage 0; `algo.ties` says whether it still counts in the 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from rlhf.batch import Batch
@@ -27,13 +25,10 @@ class GRPO(PolicyGradient):
 
     config: GRPOConfig
 
-    def credit(self, batch: Batch) -> Batch:
-        """The same; where ties are dropped, a prompt without advantage also has no KL."""
-        batch = super().credit(batch)
-        if self.config.ties is Ties.keep:
-            return batch
-        assert batch.advantages is not None
-        return replace(batch, signal=(batch.advantages != 0).flatten(1).any(1))
+    @property
+    def spares_ties(self) -> bool:
+        """Where ties are dropped, the KL of those prompts is, too."""
+        return super().spares_ties or self.config.ties is Ties.drop
 
     def counted(self, batch: Batch) -> Tensor:
         """The response mask [M, K, T] of the prompts that the mean is over."""

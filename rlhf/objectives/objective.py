@@ -101,23 +101,39 @@ def prompts_with_signal(batch: Batch) -> float:
 
 
 def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
-    """How far the policy being trained ([N, K, T] log-probs) is from the one that sampled, per token.
-
-    `policy/*` compares with the trainer just before this update where that was asked for, else with the
-    sampler, so at the first step of an on-policy run the ratio is 1 only if sampler and trainer agree.
-    `mismatch/*` compares the trainer (before the update where known) with the sampler: k3 estimate of
-    KL(sampler || trainer), largest ratio, and effective sample size of the importance weights
-    trainer / sampler as a part of the tokens (1: on-policy).
+    """How far the policy being trained ([N, K, T] log-probs) is from the one that sampled, per token, for an
+    objective that takes no ratio of its own: `mismatch`, the ratio, and how often it is beyond `clip`.
     """
     if batch.behaviour_logprobs is None:
         return {}
+    ratio = (logprobs.detach() - before(batch)).exp()
+    return {
+        **mismatch(logprobs, batch),
+        "policy/ratio": mean(ratio, batch.response_mask),
+        "policy/clipfrac": mean((ratio - 1).abs() > clip, batch.response_mask),
+    }
+
+
+def before(batch: Batch) -> Tensor:
+    """The log-probs [N, K, T] that the policy is compared with: of the trainer just before this update where
+    that was asked for, else of the sampler, so at the first step of an on-policy run the ratio is 1 only if
+    sampler and trainer agree.
+    """
+    found = batch.behaviour_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    assert found is not None
+    return found
+
+
+def mismatch(logprobs: Tensor, batch: Batch) -> Metrics:
+    """`policy/approxkl` since `before`; and the trainer (before the update where known) against the sampler:
+    k3 estimate of KL(sampler || trainer), largest ratio, and effective sample size of the importance weights
+    trainer / sampler as a part of the tokens (1: on-policy).
+    """
+    assert batch.behaviour_logprobs is not None
     mask, now = batch.response_mask, logprobs.detach()
-    since = now - (batch.behaviour_logprobs if batch.old_logprobs is None else batch.old_logprobs)
     lag = (now if batch.old_logprobs is None else batch.old_logprobs) - batch.behaviour_logprobs
     return {
-        "policy/ratio": mean(since.exp(), mask),
-        "policy/approxkl": mean(0.5 * since.square(), mask),
-        "policy/clipfrac": mean((since.exp() - 1).abs() > clip, mask),
+        "policy/approxkl": mean(0.5 * (now - before(batch)).square(), mask),
         "mismatch/kl": mean(torch.expm1(lag) - lag, mask),
         "mismatch/max_ratio": largest(lag.abs().exp(), mask),
         "mismatch/ess": sample_size(lag.clamp(max=MAX_LOG_WEIGHT).exp(), mask),

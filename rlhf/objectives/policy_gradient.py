@@ -26,7 +26,7 @@ from rlhf.metrics import Metrics, Stat, mean
 from rlhf.objectives.advantages import kl_estimate
 from rlhf.objectives.config import KLIn, PolicyGradientConfig
 from rlhf.objectives.correction import importance_weights
-from rlhf.objectives.objective import Counts, Forward, Losses, Objective, drift
+from rlhf.objectives.objective import Counts, Forward, Losses, Objective, before, mismatch
 
 
 class PolicyGradient(Objective):
@@ -49,10 +49,13 @@ class PolicyGradient(Objective):
         """Whether the loss adds the KL."""
         return self.config.kl_in is KLIn.loss and self.config.kl_coef > 0
 
+    @property
+    def spares_ties(self) -> bool:
+        """Whether prompts without advantage are spared the forward; they have no gradient but the KL's."""
+        return not self.kl_in_loss
+
     def credit(self, batch: Batch) -> Batch:
-        """Advantages [N, K, T], one for all tokens of a response. Prompts that have none, and so no gradient,
-        are spared the forward.
-        """
+        """Advantages [N, K, T], one for all tokens of a response."""
         rewards = self.scores(batch)
         if self.kl_in_reward:
             rewards = rewards - self.kl_coef * self.kl(batch).sum(-1)
@@ -60,7 +63,7 @@ class PolicyGradient(Objective):
         return replace(
             batch,
             advantages=advantages[:, :, None] * batch.response_mask,
-            signal=None if self.kl_in_loss else (advantages != 0).any(1),
+            signal=(advantages != 0).any(1) if self.spares_ties else None,
         )
 
     def scores(self, batch: Batch) -> Tensor:
@@ -74,9 +77,8 @@ class PolicyGradient(Objective):
 
     def kl(self, batch: Batch) -> Tensor:
         """The estimated KL [N, K, T] of the trainer before this update to the reference, 0 at padding."""
-        now = batch.behaviour_logprobs if batch.old_logprobs is None else batch.old_logprobs
-        assert now is not None and batch.ref_logprobs is not None
-        return kl_estimate(now, batch.ref_logprobs, self.config.kl_estimator) * batch.response_mask
+        assert batch.ref_logprobs is not None
+        return kl_estimate(before(batch), batch.ref_logprobs, self.config.kl_estimator) * batch.response_mask
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
@@ -122,11 +124,9 @@ class PolicyGradient(Objective):
             assert batch.ref_logprobs is not None
             kl = kl_estimate(logprobs, batch.ref_logprobs, config.kl_estimator)
             losses = losses + self.kl_coef * (kl * log_ratio.exp() if config.kl_unbiased else kl)
-        # With one step a batch `old` is what was just computed: what can be compared with is the sampler.
-        since = batch.behaviour_logprobs if batch.old_logprobs is None else batch.old_logprobs
-        ratio = self.log_ratio(logprobs.detach() - since, mask).exp()
+        ratio = self.log_ratio(logprobs.detach() - before(batch), mask).exp()
         return self.reduce(losses, mask), {
-            **drift(logprobs, batch),
+            **mismatch(logprobs, batch),
             **corrected,
             "policy/ratio": mean_of(ratio, mask),
             "policy/clipfrac": mean_of(clipped.float(), mask),

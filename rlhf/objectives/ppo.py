@@ -10,8 +10,8 @@ details after Huang et al., arXiv 2403.17031.
 
 The state after the last token is a step of its own, which gets the score, in a response shorter than allowed
 (`algo.end_state`, as in the original); else the last token gets it. The coefficient of the KL is fixed, or
-moves towards `algo.kl_target` (Ziegler et al., section 2.2). Needs: a value
-model, reference log-probs; any K. No signal: never quite; the value model learns from every score.
+moves towards `algo.kl_target` (Ziegler et al., section 2.2). Needs: a value model, reference log-probs; any
+K. No signal: never quite; the value model learns from every score.
 """
 
 from __future__ import annotations
