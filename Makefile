@@ -11,7 +11,7 @@ LOCK ?= cpu
 # PIP_ARGS="--extra-index-url <index>", or a folder of wheels by PIP_ARGS="--find-links <folder>".
 PIP_ARGS ?=
 
-# More arguments for pytest, for example ARGS="-k dpo".
+# More arguments for pytest, for example ARGS="-k dpo", or of make bench: ARGS="--part tldr-14m --threads 2".
 ARGS ?=
 
 # uv, which makes the locks (pip install uv); it finds CPU wheels of torch by UV_FIND_LINKS or UV_INDEX.
@@ -21,11 +21,15 @@ EXTRAS := deepspeed lora wandb tensorboard slurm sweep report dev
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(LOCK)
-COMPILE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-header \
-	--custom-compile-command "make lock" $(foreach extra,$(EXTRAS),--extra $(extra)) pyproject.toml
+# Environments of TRL for make bench; that of its PPO unless --algo leaves PPO out.
+RIVALS := bench $(if $(filter --algo,$(ARGS)),$(if $(filter ppo,$(ARGS)),bench-ppo),bench-ppo)
+CPU_LOCKS := $(foreach lock,cpu bench bench-ppo,requirements/$(lock).txt)
+# torch anew: that of the lock, which is written without its +cpu, would be taken for the CUDA build.
+RESOLVE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-header --upgrade-package torch
+COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTRAS),--extra $(extra)) pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format lock lock-check clean
+.PHONY: help setup train test test-slurm check format snapshots bench lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -42,8 +46,12 @@ $(STAMP): requirements/$(LOCK).txt pyproject.toml
 train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
 	$(BIN)/python -m rlhf.train algo=dpo model=pythia
 
-test: setup check  ## all checks and all tests
+test: setup check  ## all checks and all tests; SLURM's where it is installed (make test-slurm does that)
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile $(ARGS)
+
+test-slurm: setup  ## the tests on a real SLURM of two nodes, installed by apt (root); it ends with them
+	launchers/local_slurm.sh install
+	$(BIN)/python -m pytest tests/integration/test_slurm.py $(ARGS)
 
 check: setup  ## lint, format, types
 	$(BIN)/ruff check
@@ -54,20 +62,33 @@ format: setup  ## rewrite the code as the formatter has it
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+snapshots: setup  ## write down what recipes and sweeps resolve to, after a change that is meant
+	$(BIN)/python -m tests.configs.snapshots
+
+bench: setup $(RIVALS:%=.venv-%/.installed)  ## this project and TRL on the same work; ARGS=--help for what to choose
+	$(BIN)/python -m benchmarks.against_trl.bench $(ARGS)
+
+.venv-%/.installed: requirements/%.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r $<
+	@touch $@
+
 lock:  ## resolve requirements/*.in anew
 	$(COMPILE) requirements/cpu.in --excludes requirements/excludes.txt --output-file requirements/cpu.txt
-	sed -i 's/^torch==\([0-9.]*\)+cpu$$/torch==\1/' requirements/cpu.txt
-	@! grep -n '^nvidia-' requirements/cpu.txt || \
+	for name in bench bench-ppo; do $(RESOLVE) requirements/$$name.in --excludes requirements/excludes.txt \
+		--output-file requirements/$$name.txt || exit 1; done
+	sed -i 's/^torch==\([0-9.]*\)+cpu$$/torch==\1/' $(CPU_LOCKS)
+	@! grep -n '^nvidia-' $(CPU_LOCKS) || \
 		{ echo "error: torch was resolved as a CUDA build; name CPU wheels by UV_FIND_LINKS or UV_INDEX" >&2; exit 2; }
 	env -u UV_FIND_LINKS -u UV_INDEX $(COMPILE) requirements/gpu.in --python-platform x86_64-manylinux_2_28 \
 		--output-file requirements/gpu.txt
 
 lock-check:  ## whether the locks still resolve, into an empty folder, without installing anything
-	$(UV) pip install --dry-run --quiet --python $(PYTHON) --target build/lock-check \
-		--excludes requirements/excludes.txt -r requirements/cpu.txt
+	for lock in $(CPU_LOCKS); do $(UV) pip install --dry-run --quiet --python $(PYTHON) \
+		--target build/lock-check --excludes requirements/excludes.txt -r $$lock || exit 1; done
 	env -u UV_FIND_LINKS -u UV_INDEX $(UV) pip install --dry-run --quiet --python $(PYTHON) \
 		--target build/lock-check --python-platform x86_64-manylinux_2_28 -r requirements/gpu.txt
-	@echo "both locks resolve"
+	@echo "all locks resolve"
 
 clean:  ## remove caches and build products; runs and .venv stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,11 +1,16 @@
-"""What asynchrony saves: a Markdown table of finished runs that differ in generator, lag and seed only.
+"""What asynchrony saves: a Markdown table of finished runs that differ in generator, lag, threads and seed.
 
-    python -m rlhf.train -m algo=dpo generator=hf,vllm schedule.max_lag=0,1 seed=1,2,3
-    python benchmarks/asynchrony.py outputs/tldr_mini-pythia-dpo-*
+    python -m rlhf.train -m generator=hf,vllm schedule.max_lag=0,1 seed=1
+    python -m rlhf.train generator=hf backend.threads=1 output_dir=outputs/one-core
+    python -m rlhf.train generator=vllm backend.threads=1 generator.threads=1 output_dir=outputs/one-core
+    python benchmarks/asynchrony.py outputs/tldr_mini-pythia-dpo-* outputs/one-core/*
 
-Seconds are sums over the updates of a run, means over seeds. `measured` is the time of the run over that of
-the synchronous one with the same generator. `ideal` is max(generate, rest) / (generate + rest) by the
-timings of the synchronous run: what is left of its time where the shorter part is hidden altogether.
+Seconds are sums over the updates of a run, means over seeds. With lag 0 the sides take turns on the cores
+named; with a lag each has half of the machine's. `against all cores` is the time over that of the
+synchronous run on the whole machine: what asynchrony wins. `against equal cores` is that over the run with
+one core, so on a machine with two: how well the sides overlap. `ideal` is what the latter would be at best,
+max(g, t) / (g + t) by the timings of that run with one core: g is generating and, where rollouts are
+annotated ahead, scoring and annotating too; t is the rest.
 """
 
 from __future__ import annotations
@@ -17,41 +22,60 @@ from statistics import mean, stdev
 
 import yaml
 
+COLUMNS = (
+    *("generator", "max_lag", "cores", "seeds", "win-rate", "KL", "updates, s", "of it waiting"),
+    *("generating", "annotating ahead", "rest", "against all cores", "against equal cores", "ideal"),
+)
+
 
 def main(folders: list[str]) -> None:
     """Print the table."""
-    runs: dict[tuple[str, int], list[dict[str, float]]] = {}
+    runs: dict[tuple[str, int, int | None], list[dict[str, float]]] = {}  # by generator, lag, threads
     for folder in map(Path, folders):
         file = folder / "trainer_state.json"
         state = json.loads(file.read_text()) if file.exists() else {"finished": False}
         if state["finished"]:
             config = yaml.safe_load((folder / "config.yaml").read_text())
-            key = config["generator"]["name"], config["schedule"]["max_lag"]
+            key = config["generator"]["name"], config["schedule"]["max_lag"], config["backend"]["threads"]
             runs.setdefault(key, []).append({**seconds(folder), **state["result"]})
-    columns = ("generator", "max_lag", "seeds", "win-rate", "KL", "updates, s", "of it waiting", "generating")
-    print("|", " | ".join((*columns, "rest", "measured", "ideal")), "|")
-    print("|---" * (len(columns) + 3) + "|")
-    for (generator, lag), found in sorted(runs.items()):
-        took = {name: mean(run[name] for run in found) for name in found[0]}
+    print("|", " | ".join(COLUMNS), "|")
+    print("|---" * len(COLUMNS) + "|")
+    order = sorted(runs.items(), key=lambda item: tuple(map(str, item[0])))
+    for (generator, lag, threads), found in order:
+        took = means(found)
         wins = [run["eval/win_rate"] for run in found]
         spread = f" ± {stdev(wins):.3f}" if len(wins) > 1 else ""
-        cells = [f"`{generator}`", str(lag), str(len(found)), f"{took['eval/win_rate']:.3f}{spread}"]
+        cores = "half each" if lag else f"{threads or 'all'} in turn"
+        cells = [f"`{generator}`", str(lag), cores, str(len(found)), f"{took['eval/win_rate']:.3f}{spread}"]
         cells.append(f"{took['eval/kl']:.2f}")
-        cells += [f"{took[name]:.1f}" for name in ("update", "wait", "generate", "rest")]
-        if lag and (generator, 0) in runs:
-            sync = {name: mean(run[name] for run in runs[generator, 0]) for name in took}
-            parts = sync["wait"], sync["rest"]
-            cells += [f"{took['update'] / sync['update']:.2f}", f"{max(parts) / sum(parts):.2f}"]
-        else:
-            cells += ["", ""]
+        cells += [f"{took[name]:.1f}" for name in ("update", "wait", "generate", "annotate_ahead", "rest")]
+        every, equal = (
+            (means(runs.get((generator, 0, cores), [])) for cores in (None, 1)) if lag else ({}, {})
+        )
+        cells.append(f"{took['update'] / every['update']:.2f}" if every else "")
+        cells.append(f"{took['update'] / equal['update']:.2f}" if equal else "")
+        cells.append(f"{ideal(equal, took['annotate_ahead'] > 0):.2f}" if equal else "")
         print("|", " | ".join(cells), "|")
 
 
+def means(runs: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each figure over runs; nothing of none."""
+    return {name: mean(run[name] for run in runs) for name in runs[0]} if runs else {}
+
+
+def ideal(synchronous: dict[str, float], ahead: bool) -> float:
+    """What is left of a synchronous run's time where the shorter side is hidden altogether."""
+    moved = synchronous["score"] + synchronous["annotate"] if ahead else 0.0
+    parts = synchronous["wait"] + moved, synchronous["rest"] - moved
+    return max(parts) / sum(parts)
+
+
 def seconds(folder: Path) -> dict[str, float]:
-    """Seconds of all updates of a run: whole, waiting for rollouts, generating them, and the rest."""
+    """Seconds of all updates of a run by what they went into; `rest` is what the trainer did not wait."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "lr" in row]
-    total = {name: sum(row[f"time/{name}_s"] for row in rows) for name in ("update", "wait", "generate")}
+    names = ("update", "wait", "generate", "score", "annotate", "annotate_ahead")
+    total = {name: sum(row.get(f"time/{name}_s", 0.0) for row in rows) for name in names}
     return {**total, "rest": total["update"] - total["wait"]}
 
 

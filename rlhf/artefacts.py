@@ -15,74 +15,126 @@ from pathlib import Path
 from filelock import FileLock
 
 from rlhf.compose import compose
-from rlhf.config import Config, StagesConfig
+from rlhf.config import Config, LoRAConfig, StagesConfig
 from rlhf.console import say
+from rlhf.engines.config import ZeroConfig
 from rlhf.errors import UserError
+from rlhf.explain import CONFIG_ERRORS, explain
 from rlhf.folder import COMPLETE, RunFolder, digest
 from rlhf.objectives.config import Trains
 from rlhf.validate import problems
 
 
-def prepare(cfg: Config) -> Config:
-    """`cfg` with every missing model and data set of an embedded task made and named."""
+def prepare(cfg: Config, reward: bool = True) -> Config:
+    """`cfg` with every missing model and data set of an embedded task made, by this process, and named.
+
+    A task of the hub has stand-ins made where it wants them, else nothing. `reward`: the reward model that
+    the scorer reads too.
+    """
+    if cfg.stand_ins:
+        from rlhf.stand_ins import prepare as prepare_stand_ins
+
+        return prepare_stand_ins(cfg)
     if not cfg.task.embedded or cfg.algo.trains is Trains.base:
         return cfg
-    wants_reward = cfg.algo.trains is Trains.policy and cfg.scorer.reads_reward and cfg.model.reward is None
+    reads_reward = cfg.algo.trains is Trains.policy and cfg.scorer.reads_reward and cfg.model.reward is None
     policy = cfg.model.policy or str(make_policy(cfg))
     cfg = replace(cfg, model=replace(cfg.model, policy=policy))
     if cfg.data.name == "preferences" and cfg.task.preferences_path is None:
         cfg = replace(cfg, task=replace(cfg.task, preferences_path=str(make_pairs(cfg))))
-    if wants_reward:
+    if reward and reads_reward:
         cfg = replace(cfg, model=replace(cfg.model, reward=str(make_reward(cfg))))
     return cfg
 
 
 def make_policy(cfg: Config) -> Path:
     """The folder of the SFT model, trained if it is not there."""
-    return make_model(stage(cfg, "sft", cfg.stages.sft), "the SFT model")
+    return make_model(checked(stage(cfg, "sft")), "the SFT model")
 
 
 def make_reward(cfg: Config) -> Path:
     """The folder of the reward model, trained on pairs sampled from the SFT model if it is not there."""
-    return make_model(stage(cfg, "reward", cfg.stages.reward), "the reward model")
+    return make_model(checked(stage(cfg, "reward")), "the reward model")
 
 
 def make_model(cfg: Config, what: str) -> Path:
     """Run the stage `cfg` unless its folder is finished; returns the folder of its model."""
-    from rlhf.run import run
+    from rlhf.ranks import Ranks
+    from rlhf.run import build_device, run
 
-    folder = RunFolder(Path(cfg.cache_dir) / f"{cfg.algo.name}-{cfg.task.name}-{key(cfg)}")
+    folder = model_folder(cfg)
     folder.path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder.path}.lock"):
         if not folder.finished():
             say(f"making {what} (once; kept in {folder.path})", style="bold")
-            run(cfg, folder)
+            run(cfg, folder, Ranks(build_device(cfg)))
     return folder.model
 
 
-def stage(cfg: Config, algo: str, overrides: list[str]) -> Config:
-    """The config of a stage before `cfg`: its own defaults, and the task, model and backend of `cfg`."""
-    choices = [
+def model_folder(cfg: Config) -> RunFolder:
+    """Where the stage `cfg` of an embedded task is kept."""
+    return RunFolder(Path(cfg.cache_dir) / f"{cfg.algo.name}-{cfg.task.name}-{key(cfg)}")
+
+
+def stage(cfg: Config, algo: str) -> Config:
+    """The config of a stage before `cfg`: the defaults of `algo`, with the task and model of `cfg`, then its
+    own overrides (`stages.sft`, `stages.reward`).
+
+    An embedded task's is on plain torch, trains all weights and has the task's judge, so that many runs share
+    it; another's is on the backend of `cfg`, with its adapters and its judge.
+
+    Raises:
+        UserError: the overrides do not compose.
+    """
+    own, embedded = cfg.backend, cfg.task.embedded
+    words = [
         f"algo={algo}",
         f"task={cfg.task.name}",
         f"model={cfg.model.name}",
-        f"backend={cfg.backend.name}",
+        f"backend={'torch' if embedded else own.name}",
+        f"generator.response_length={cfg.generator.response_length}",
     ]
-    made = compose([*choices, f"generator.response_length={cfg.generator.response_length}", *overrides])
-    made = replace(
+    if not embedded:
+        words.append(f"backend.micro_batch={own.micro_batch}")
+    words += getattr(cfg.stages, algo)
+    try:
+        made = compose(words)
+    except CONFIG_ERRORS as error:
+        raise in_stage(algo, [explain(error, words)]) from error
+    model = replace(cfg.model, reference=None, reward=None)  # a stage needs none of these
+    backend = replace(made.backend, device=own.device, threads=own.threads, timeout_s=own.timeout_s)
+    if embedded:
+        model = replace(model, lora=LoRAConfig())
+    elif isinstance(backend, ZeroConfig) and isinstance(own, ZeroConfig):
+        backend = replace(backend, deepspeed=own.deepspeed)
+    return replace(
         made,
+        gold=made.gold if embedded else cfg.gold,
         task=cfg.task,
-        model=replace(cfg.model, reference=None, reward=None),  # a stage needs neither, nor depends on them
-        backend=replace(cfg.backend, micro_batch=made.backend.micro_batch),
+        model=model,
+        backend=backend,
         stages=cfg.stages,
         seed=cfg.stages.seed,
+        output_dir=cfg.output_dir,
         cache_dir=cfg.cache_dir,
         progress=cfg.progress,
     )
-    found = problems(made)
-    if found:
-        raise UserError(*(f"in the stage algo={algo} that this run needs: {text}" for text in found))
-    return made
+
+
+def checked(cfg: Config) -> Config:
+    """The stage `cfg`, which has no problems.
+
+    Raises:
+        UserError: it has.
+    """
+    if found := problems(cfg):
+        raise in_stage(cfg.algo.name, found)
+    return cfg
+
+
+def in_stage(algo: str, found: list[str]) -> UserError:
+    """What to tell of problems of the stage `algo`."""
+    return UserError(*(f"in the stage algo={algo} that this run needs: {text}" for text in found))
 
 
 def key(cfg: Config) -> str:
@@ -102,10 +154,8 @@ def parent(model: str) -> str:
     return path.parent.name if path.name == "model" else model
 
 
-def make_pairs(cfg: Config) -> Path:
-    """The folder of preference pairs: two samples of the policy a prompt, ordered by gold, without ties."""
-    from rlhf.pairs import sample_pairs
-
+def pairs_folder(cfg: Config) -> Path:
+    """Where the preference pairs are kept that are sampled from the policy of `cfg`."""
     depends = (
         parent(cfg.model.policy or ""),
         asdict(cfg.task),
@@ -114,7 +164,14 @@ def make_pairs(cfg: Config) -> Path:
         (cfg.generator.response_length, cfg.eval.prompts),
     )
     digits = hashlib.sha256(repr(depends).encode()).hexdigest()[:8]
-    folder = Path(cfg.cache_dir) / f"pairs-{cfg.task.name}-{digits}"
+    return Path(cfg.cache_dir) / f"pairs-{cfg.task.name}-{digits}"
+
+
+def make_pairs(cfg: Config) -> Path:
+    """The folder of preference pairs: two samples of the policy a prompt, ordered by gold, without ties."""
+    from rlhf.pairs import sample_pairs
+
+    folder = pairs_folder(cfg)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / COMPLETE).exists():

@@ -9,6 +9,7 @@ the sampling temperature, and 0 where the mask is False.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar
@@ -104,6 +105,7 @@ class Batch(Rollouts):
     advantages: Tensor | None = None  # [N, K, T]
     returns: Tensor | None = None  # [N, K, T+1]
     signal: Tensor | None = None  # [N] bool: False rows are not trained on; None: all are
+    annotate_ahead_s: float = 0.0  # seconds that another process worked on scores and reference
 
     def minibatches(self, count: int, epochs: int, seed: int, update: int) -> Iterator[Batch]:
         """Cut the prompts into `count` equal parts, `epochs` times, shuffled by (seed, update, epoch)."""
@@ -147,14 +149,20 @@ PER_SAMPLE = frozenset(
 
 
 def trim(batch: B) -> B:
-    """Drop prompt columns and response positions that no row uses; of T+1 states one more is kept."""
-    longest = int(batch.prompt_mask.sum(1).max())
+    """Drop prompt columns and response positions that no row uses; two columns stay. Of T+1 states one more
+    is kept.
+    """
+    # Two at least: prompts of one token would spare the first pass over shared prefixes, which ranks of a
+    # sharded model make together.
+    longest = max(2, int(batch.prompt_mask.sum(1).max()))
     cut: dict[str, Any] = {
         "prompt_ids": batch.prompt_ids[:, -longest:],
         "prompt_mask": batch.prompt_mask[:, -longest:],
     }
     if isinstance(batch, Rollouts):
-        unused = batch.response_mask.shape[-1] - max(1, int(batch.response_mask.sum(-1).max()))
+        length = batch.response_mask.shape[-1]
+        used = int(batch.response_mask.sum(-1).max())
+        unused = length - min(length, max(1, used))
         for f in fields(batch):
             value = getattr(batch, f.name)
             if isinstance(value, Tensor) and value.dim() == 3:
@@ -162,15 +170,25 @@ def trim(batch: B) -> B:
     return replace(batch, **cut)
 
 
-def microbatches(batch: R, sequences: int) -> Iterator[tuple[Tensor, R]]:
+def microbatches(batch: R, sequences: int, rank: int = 0, size: int = 1) -> Iterator[tuple[Tensor, R, bool]]:
     """Cut a batch into micro-batches of at most `sequences` sequences (but one prompt's at least), formed by
-    length and trimmed to it. Yields (rows of the batch [M], micro-batch); rows without signal are left out.
+    length and trimmed to it, and deal them to `size` ranks. Rows without signal are left out. The longest
+    come first: what they needed has room for those that follow, and where memory is too small, it shows.
+
+    Yields those of `rank`: (rows of the batch [M], micro-batch, whether it counts). Ranks get equally many,
+    as forwards and backwards of a sharded model are made by all together; where they do not come out even,
+    one that another rank has stands in, and does not count.
     """
     lengths = batch.prompt_mask.sum(1) + batch.response_mask.sum(-1).amax(1)
-    order = torch.argsort(lengths, stable=True)
+    order = torch.argsort(lengths, descending=True, stable=True)
     if isinstance(batch, Batch) and batch.signal is not None:
         order = order[batch.signal[order]]
-    prompts = max(1, sequences // batch.response_ids.shape[1])
-    for start in range(0, len(order), prompts):
-        rows = order[start : start + prompts]
-        yield rows, trim(batch.select(rows))
+    if not len(order):
+        return
+    most = max(1, sequences // batch.response_ids.shape[1])
+    rounds = math.ceil(len(order) / (most * size))
+    parts = order.split(math.ceil(len(order) / (rounds * size)))
+    for first in range(0, rounds * size, size):
+        mine = first + rank
+        rows = parts[min(mine, len(parts) - 1)]
+        yield rows, trim(batch.select(rows)), mine < len(parts)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
-from rlhf.engines.config import BackendConfig
+from rlhf.engines.config import BackendConfig, Device
 from rlhf.generators.config import GeneratorConfig
 from rlhf.loggers.config import LoggersConfig
 from rlhf.objectives.config import AlgoConfig, Data, Trains
@@ -17,12 +19,17 @@ from rlhf.schema import Section, option
 from rlhf.scorers.config import ScorerConfig
 from rlhf.tasks.config import TaskConfig
 
+# Sizes that follow from others, in conf/: ${product:128,${schedule.minibatches}}
+OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
+OmegaConf.register_new_resolver("largest", lambda *sizes: max(sizes), replace=True)
+
 
 class Dtype(Enum):
     """What forwards compute in. Weights that are trained stay float32."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"  # with the loss scaled, so that small gradients are not 0; GPUs only
 
 
 class Resume(Enum):
@@ -57,6 +64,53 @@ class LRSchedule(Enum):
     cosine = "cosine"
 
 
+@dataclass(kw_only=True, slots=True)
+class LoRAConfig(Section):
+    """Low-rank adapters, trained in place of the weights (Hu et al., arXiv 2106.09685)."""
+
+    rank: int = 0  # of the update of a layer; 0: all weights are trained
+    alpha: int = 32  # the update is multiplied by alpha / rank
+    targets: list[str] | None = None  # linear layers, by the ends of their names; null: all below the head
+    modules_to_save: list[str] = field(default_factory=list)  # modules trained whole, by the ends of names
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """Numbers out of bounds, a missing library, and a base that nothing keeps."""
+        if self.rank < 0:
+            yield (
+                "model.lora.rank must be >= 0 (the rank of a layer's update; 0: no adapters), "
+                f"got {self.rank}; set model.lora.rank=16"
+            )
+        if self.rank < 1:
+            return
+        if importlib.util.find_spec("peft") is None:
+            yield (
+                f"model.lora.rank needs PEFT (it makes the adapters), not installed here, got {self.rank}; "
+                "pip install 'rlhf[lora]', or set model.lora.rank=0"
+            )
+        if self.alpha < 1:
+            yield (
+                "model.lora.alpha must be >= 1 (the update is multiplied by alpha / rank), "
+                f"got {self.alpha}; set model.lora.alpha=32"
+            )
+        if self.targets == []:
+            yield (
+                "model.lora.targets must name a layer (nothing would be trained), got []; "
+                "set model.lora.targets=null"
+            )
+        if cfg.algo.trains.name == "base" and cfg.model.base is None:
+            yield (
+                f"model.lora.rank must be 0 for algo={cfg.algo.name} without model.base (adapters need a "
+                f"model that is there already), got {self.rank}; set model.lora.rank=0"
+            )
+
+    def warnings(self, cfg: Config) -> Iterator[str]:
+        """Settings of adapters that there are not."""
+        if self.rank == 0:
+            for key, off in (("alpha", 32), ("targets", None), ("modules_to_save", [])):
+                if getattr(self, key) != off:
+                    yield f"model.lora.{key} has no effect with model.lora.rank=0 (no adapters)"
+
+
 @option("model", "hub")
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Section):
@@ -70,13 +124,22 @@ class ModelConfig(Section):
     tokenizer: str | None = None  # null: the one beside the policy (the base, for sft)
     pad_token: str | None = None  # for tokenizers without one of their own
     dtype: Dtype = Dtype.float32
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    gradient_checkpointing: bool = False  # keep the inputs of blocks alone, and compute the rest again
     shared_prefix: bool = True  # encode a prompt once for its K responses
     attention: str = "sdpa"  # attention implementation of transformers
     trust_remote_code: bool = False
 
     def problems(self, cfg: Config) -> Iterator[str]:
-        """A model that is neither named nor makeable."""
-        if cfg.task.embedded:
+        """A type that the device or backend does not train in; a model that is neither named nor makeable."""
+        if self.dtype is Dtype.float16 and cfg.backend.device is Device.cpu:
+            yield float16_needs_gpu("backend.device=cpu")
+        if self.dtype is Dtype.float16 and not cfg.backend.scales_loss:
+            yield (
+                f"model.dtype must be float32 or bfloat16 with backend={cfg.backend.name} (it does not scale "
+                "the loss, without which small gradients are 0), got float16; set model.dtype=bfloat16"
+            )
+        if cfg.makes_models:
             return
         wanted = {"base": self.base} if cfg.algo.trains.name == "base" else {"policy": self.policy}
         if cfg.scorer.reads_reward and not cfg.algo.supervised:
@@ -87,6 +150,14 @@ class ModelConfig(Section):
                     f"model.{key} must name a model for task={cfg.task.name} (only embedded tasks make their "
                     f"own), got null; set model.{key}=<hub name or folder>"
                 )
+
+
+def float16_needs_gpu(found: str) -> str:
+    """The error for float16 on a CPU."""
+    return (
+        f"model.dtype must be float32 or bfloat16 without a GPU ({found}; CPUs do not train in float16), got "
+        "float16; set model.dtype=bfloat16"
+    )
 
 
 @option("model", "nano")
@@ -175,15 +246,17 @@ class EvalConfig(Section):
     """Evaluation during training."""
 
     prompts: int = 256  # held-out examples
+    batch_size: int = 256  # sequences decoded at once where the generator does not sample
     temperature: float = 0.01  # near-greedy, as the paper's
     samples: int = 3  # rows of the table shown in the terminal
 
 
 @dataclass(kw_only=True, slots=True)
 class StagesConfig(Section):
-    """How embedded tasks make what a run does not name: SFT model, preference pairs, reward model.
+    """How what a run does not name is made: SFT model, preference pairs, reward model.
 
-    `sft` and `reward` are overrides of those stages, as on a command line.
+    Embedded tasks train them; `sft` and `reward` are overrides of those stages, as on a command line. Other
+    tasks have theirs from the hub, or, to try a recipe offline, stand-ins.
     """
 
     seed: int = 0  # of every stage; the run's own seed leaves them alone
@@ -191,6 +264,7 @@ class StagesConfig(Section):
     reward: list[str] = field(default_factory=list)
     pairs: int = 4096  # prompts that two responses are sampled for
     pairs_temperature: float = 0.7
+    stand_ins: bool = False  # tiny random models, and data made up, where a task of the hub names no folder
 
 
 @dataclass(kw_only=True, slots=True)
@@ -226,6 +300,16 @@ class Config(Section):
         if self.generator.rollouts or self.algo.supervised:
             return self.algo.data
         return Data.preferences
+
+    @property
+    def stand_ins(self) -> bool:
+        """Whether what it does not name is replaced by stand-ins."""
+        return self.stages.stand_ins and not self.task.embedded
+
+    @property
+    def makes_models(self) -> bool:
+        """Whether models that it does not name are made on the way."""
+        return self.task.embedded or self.stand_ins
 
     @property
     def metric(self) -> str:

@@ -79,6 +79,9 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         got = next((word for word in overrides if at in word), at)
         remedy = f"choose it by {chosen_by(at)}=<scorer>, with + in front where it is new"
         return f"{at} must be chosen before it is set ({why}), got {got}; {remedy}"
+    if found := re.match(r"Could not override '([^']+)'\.\s+To append to your config use (\+.+)", text):
+        key, remedy = found.groups()
+        return f"{key} must be added (it is not there yet), got {remedy[1:]}; write '{remedy}'"
     for key, value in map(split, overrides):
         section, _, rest = key.lstrip("+").partition(".")
         if section == "logger" and "." in rest:

@@ -2,9 +2,11 @@
 
     <output_dir>/<run name>/
         config.yaml  environment.json  metrics.jsonl  completions.jsonl  train.log
+        evaluations.jsonl       with completions in evaluations/, by rlhf.evaluate
         trainer_state.json      counters, and when finished: {"finished": true, "result": {metric: value}}
         checkpoint-<update>/    complete only with the file COMPLETE
         model/                  the final model, Hugging Face format
+        adapter/                with model.lora: its adapter alone, PEFT format
 
 Imports no torch, so that a finished run answers at once.
 """
@@ -19,6 +21,8 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
 
 COMPLETE = "COMPLETE"  # the marker file of a complete checkpoint
 
+# How a generator's process works, not what it gives.
+WORKER_KEYS = ("worker", "replicas", "per_rank", "annotate", "threads", "restarts")
+WORKER_LIMITS = ("start_limit_s", "request_limit_s")
+
 # What changes neither the weights nor the figures of a run, and so not its name.
 NOT_IN_NAME = (
     "hydra",
@@ -45,13 +53,19 @@ NOT_IN_NAME = (
     "save_total_limit",
     "save_generations",
     "objective_metric",
+    "backend.ranks",
     "backend.threads",
-    *(f"generator.{key}" for key in ("worker", "threads", "start_limit_s", "request_limit_s", "restarts")),
+    "backend.timeout_s",
+    *(f"generator.{key}" for key in (*WORKER_KEYS, *WORKER_LIMITS)),
+    "model.gradient_checkpointing",
     "generator.devices",
     "generator.memory",
+    "generator.transfer",
     "schedule.log_every",
     "schedule.save_every",
+    "eval.batch_size",
     "eval.samples",
+    "stages.stand_ins",
     *(
         f"{scorer}.{key}"
         for scorer in ("scorer", "gold", "scorer.parts.*", "gold.parts.*")
@@ -122,6 +136,11 @@ class RunFolder:
         return self.path / "completions.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """One row a checkpoint or model that `rlhf.evaluate` measured."""
+        return self.path / "evaluations.jsonl"
+
+    @property
     def log(self) -> Path:
         """What the terminal showed."""
         return self.path / "train.log"
@@ -140,6 +159,11 @@ class RunFolder:
     def model(self) -> Path:
         """The final model."""
         return self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
+        """The adapter of the final model, with `model.lora`."""
+        return self.path / "adapter"
 
     def write_config(self, cfg: Config) -> None:
         """Write the resolved config, for people and for `load_config`."""
@@ -195,6 +219,19 @@ def load_config(file: Path) -> Config:
     """Read back what `RunFolder.write_config` wrote, with the types that it had."""
     from rlhf.config import Config
 
+    loaded = OmegaConf.to_object(load_node(file))
+    assert isinstance(loaded, Config)
+    return loaded
+
+
+def load_node(file: Path) -> DictConfig:
+    """The same before it is turned into objects, so that keys can be changed.
+
+    Raises:
+        UserError: it has an option of a package that is not installed.
+    """
+    from rlhf.config import Config
+
     saved = OmegaConf.load(file)
     assert isinstance(saved, DictConfig)
     defaults = saved.pop("defaults")
@@ -203,10 +240,15 @@ def load_config(file: Path) -> Config:
         if isinstance(entry, DictConfig):
             ((key, option),) = entry.items()
             group, _, section = str(key).partition("@")
-            OmegaConf.update(typed, section, SCHEMAS[f"{group}/{option}"])
-    loaded = OmegaConf.to_object(OmegaConf.merge(typed, saved))
-    assert isinstance(loaded, Config)
-    return loaded
+            if (stored := f"{group}/{option}") not in SCHEMAS:
+                raise UserError(
+                    f"{section} must be an option that is installed here ({file} was written with one of "
+                    f"another package), got {option}; install that package"
+                )
+            OmegaConf.update(typed, section, SCHEMAS[stored])
+    merged = OmegaConf.merge(typed, saved)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 # -- before a run ----------------------------------------------------------------------------------
@@ -251,6 +293,11 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
 
 
+def rank_count() -> int:
+    """How many processes train together, as torchrun numbers them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -262,11 +309,25 @@ def write_json(file: Path, value: Any) -> None:
 def write_atomically(file: Path, text: str) -> None:
     """Write under another name, then rename: a reader sees the old file or the new one."""
     scratch = file.with_name(f".{file.name}.tmp-{os.getpid()}")
-    with scratch.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    scratch.replace(file)
+    try:
+        with named(file), scratch.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        scratch.replace(file)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def named(file: Path) -> Iterator[None]:
+    """Have an OSError name the file that was to be written; one of a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = str(file)
+        raise
 
 
 # -- environment -----------------------------------------------------------------------------------
@@ -373,6 +434,7 @@ def setup_logging(folder: RunFolder | Path) -> logging.Logger:
         log.addHandler(to_terminal)
         to_file = logging.FileHandler(folder.log, encoding="utf-8")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        to_file.handleError = lambda record: None  # type: ignore[method-assign]  # no traceback: a full disk
         log.addHandler(to_file)
     logging.captureWarnings(True)
     warnings_log = logging.getLogger("py.warnings")

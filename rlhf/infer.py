@@ -10,35 +10,37 @@ from torch import Tensor, nn
 
 from rlhf.batch import Rollouts, microbatches
 from rlhf.config import Dtype
+from rlhf.ranks import Ranks
 
 
 def autocast(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:
-    """Compute in `dtype` on `device`: bfloat16 is autocast over weights that stay as they are."""
+    """Compute in `dtype` on `device`: 16 bits are autocast over weights that stay as they are."""
     if dtype is Dtype.float32:
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
+    return torch.autocast(device.type, getattr(torch, dtype.value))
 
 
 def infer(
-    module: nn.Module, rollouts: Rollouts, field: str, micro_batch: int, device: torch.device, dtype: Dtype
+    module: nn.Module, rollouts: Rollouts, field: str, micro_batch: int, ranks: Ranks, dtype: Dtype
 ) -> Tensor:
     """The output `field` of `module`, float32, where `rollouts` are: [N, K, T], [N, K, T+1] or [N, K].
 
-    Positions beyond a micro-batch's longest response are 0.
+    Positions beyond a micro-batch's longest response are 0. Ranks divide the rollouts, and each gets all.
     """
     home = rollouts.response_ids.device
     whole: Tensor | None = None
-    with torch.inference_mode(), autocast(device, dtype):
-        for rows, micro in microbatches(rollouts, micro_batch):
-            out = getattr(module(micro.to(device)), field).float().to(home)
+    # Not inference_mode: the weights that ZeRO-3 gathers under it could not be trained afterwards.
+    with torch.no_grad(), autocast(ranks.device, dtype):
+        for rows, micro, counts in microbatches(rollouts, micro_batch, ranks.rank, ranks.size):
+            out = getattr(module(micro.to(ranks.device)), field).float().to(home)
             if whole is None:
                 shape = list(rollouts.response_ids.shape[: out.dim()])
                 if out.dim() == 3:  # T positions, or T+1 states
                     shape[2] += out.shape[2] - micro.response_ids.shape[2]
                 whole = torch.zeros(shape, dtype=torch.float32, device=home)
-            if out.dim() == 3:
+            if counts and out.dim() == 3:
                 whole[rows, :, : out.shape[2]] = out
-            else:
+            elif counts:
                 whole[rows] = out
     assert whole is not None, "there were no rollouts"
-    return whole.clone()  # out of inference mode: a loss may read it
+    return ranks.sum(whole)

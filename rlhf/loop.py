@@ -17,11 +17,12 @@ from __future__ import annotations
 from rlhf.checkpoint import Checkpoints
 from rlhf.config import ScheduleConfig
 from rlhf.engines.engine import Engine
-from rlhf.evaluate import Evaluator
+from rlhf.evaluators import Evaluator
 from rlhf.generators.generator import Generator
 from rlhf.objectives.objective import Objective
 from rlhf.recorder import Recorder
 from rlhf.scorers.scorer import Scorer
+from rlhf.signals import Interruption
 from rlhf.state import TrainState
 from rlhf.stream import Stream
 
@@ -37,9 +38,10 @@ def train(
     recorder: Recorder,
     evaluator: Evaluator,
     checkpoints: Checkpoints,
+    interruption: Interruption,
     seed: int,
 ) -> None:
-    """Train until the stream ends."""
+    """Train until the stream ends, or a signal asks to stop: then a checkpoint says where to go on."""
     timer = recorder.timer
     if state.update == 0 and schedule.eval_every:
         recorder.evaluation(state, evaluator(state))
@@ -59,5 +61,8 @@ def train(
         recorder.flush(state, rollouts, engine)
         if state.due(schedule.eval_every, at_end=True):
             recorder.evaluation(state, evaluator(state))
-        if state.due(schedule.save_every) and not state.done:
+        stop = interruption.asked()
+        if (stop or state.due(schedule.save_every)) and not state.done:
             checkpoints.save(state, engine, stream, recorder)
+        if stop:
+            return

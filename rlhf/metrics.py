@@ -5,6 +5,7 @@ Sums stay tensors on their device until then, so that measuring does not wait fo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,20 @@ class Stat:
     def plain(self) -> Stat:
         """The same with plain numbers."""
         return Stat(float(self.total), float(self.count), self.how, float(self.squares))
+
+    def numbers(self) -> Tensor:
+        """Total, count and squares as a tensor [3], float64, on the device of the first that is a tensor."""
+        parts = (self.total, self.count, self.squares)
+        device = next((part.device for part in parts if isinstance(part, Tensor)), None)
+        return torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts])
+
+    def with_numbers(self, total: float, count: float, squares: float) -> Stat:
+        """The same kind of figure, of other `numbers()`."""
+        return Stat(total, count, self.how, squares)
+
+    def emptied(self) -> Stat:
+        """The same kind of figure, of nothing."""
+        return Stat(-math.inf if self.how is How.max else 0.0, 0.0, self.how)
 
     def value(self) -> float | None:
         """The figure; None where there was nothing to average."""

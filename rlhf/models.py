@@ -7,10 +7,11 @@ that stays what it was (attribute `model`), so it is saved, sharded and generate
 
 from __future__ import annotations
 
+import copy
 import os
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from rlhf.errors import UserError
 from rlhf.forward import encode, shared_prefix_problem
 from rlhf.local_models import context_of, context_problem, folder_problem, is_local
 from rlhf.logprobs import token_logprobs
+from rlhf.lora import is_adapted, whole_weights, without_adapters
 
 if TYPE_CHECKING:
     from rlhf.config import NanoConfig
@@ -38,8 +40,7 @@ if TYPE_CHECKING:
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
-@dataclass(kw_only=True)  # without slots: ZeRO-3 looks for the tensors of an output in its __dict__
-class Outputs:
+class Outputs(NamedTuple):  # DeepSpeed hooks into the tensors of a tuple
     """What a forward gives for rollouts; None: this model has no such head."""
 
     logprobs: Tensor | None = None  # [N, K, T] float32, 0 where the response mask is False
@@ -81,6 +82,7 @@ class OverRollouts(nn.Module):
             raise UserError(problem)
         self.model = model
         self.shared_prefix = shared_prefix
+        self.whole = False  # whether each forward runs to its end, as hooks of ZeRO-3 need it
 
     def states(self, batch: Rollouts, last: bool) -> Tensor:
         """Hidden states around the responses, as `rlhf.forward.encode` gives them."""
@@ -92,6 +94,7 @@ class OverRollouts(nn.Module):
             batch.response_mask,
             self.shared_prefix,
             last,
+            self.whole,
         )
 
 
@@ -114,15 +117,31 @@ class Policy(OverRollouts):
             model.set_output_embeddings(LogprobHead.of(head))
         self.temperature = temperature
         self.logit_scale = logit_scale(model)
+        self.adapters = True  # where the model has some
+
+    def before_adapters(self) -> Policy:
+        """The same model, not a copy of it, run without its adapters."""
+        other = copy.copy(self)
+        other.adapters = False
+        return other
+
+    def at(self, temperature: float) -> Policy:
+        """The same policy, the same modules where they are, at another temperature."""
+        other = copy.copy(self)
+        other.temperature = temperature
+        return other
 
     def forward(self, batch: Rollouts) -> Outputs:
         """Log-probs [N, K, T] of the responses, 0 at padding; the head sees real response positions only."""
-        hidden = self.states(batch, last=False)
         mask = batch.response_mask
-        head = self.model.get_output_embeddings()
-        found = head(
-            hidden[mask], targets=batch.response_ids[mask], temperature=self.temperature / self.logit_scale
-        )
+        with nullcontext() if self.adapters else without_adapters(self.model):
+            hidden = self.states(batch, last=False)
+            head = self.model.get_output_embeddings()
+            found = head(
+                hidden[mask],
+                targets=batch.response_ids[mask],
+                temperature=self.temperature / self.logit_scale,
+            )
         zeros = torch.zeros(mask.shape, dtype=found.dtype, device=found.device)
         return Outputs(logprobs=zeros.masked_scatter(mask, found))
 
@@ -135,10 +154,8 @@ def backbone(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def score_head(model: PreTrainedModel) -> nn.Linear:
-    """The head of a sequence classifier."""
-    head = model.get_submodule("score")
-    assert isinstance(head, nn.Linear)
-    return head
+    """The head of a sequence classifier; with adapters, what stands in its place."""
+    return cast(nn.Linear, model.get_submodule("score"))
 
 
 def read(model: PreTrainedModel, states: Tensor) -> Tensor:
@@ -253,6 +270,11 @@ def load_tokenizer(
             "set model.pad_token to a token of its vocabulary that is never used, such as a reserved one"
         )
     return tokenizer
+
+
+def same_tokens(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
+    """Whether token ids of the one mean the same to the other."""
+    return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
 
 
 def load_causal_lm(
@@ -431,8 +453,17 @@ def save(
     folder: Path,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write safetensors, config and tokenizer for `from_pretrained`; `state_dict`: gathered weights."""
+    """Write safetensors, config and tokenizer for `from_pretrained`; `state_dict`: gathered weights.
+
+    Adapters are merged, and the weights then float32.
+    """
+    adapted = is_adapted(model)
+    if state_dict is None and adapted:
+        state_dict = dict(whole_weights(model))
     model.save_pretrained(folder, state_dict=state_dict)
+    if adapted:  # where frozen weights are held in 16 bits, that is what it calls itself
+        model.config.dtype = torch.float32
+        model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

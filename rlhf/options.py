@@ -9,7 +9,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
-ORDER = ("algo", "model", "task", "generator", "backend", "scorer", "logger", "experiment", "debug")
+ORDER = (
+    *("algo", "model", "task", "generator", "backend", "scorer", "logger"),
+    *("hardware", "experiment", "sweep", "debug"),
+)
 NOT_FOR_PEOPLE = ("tuned", "hydra")
 
 KEYS = {  # the keys that --help shows
@@ -23,6 +26,7 @@ KEYS = {  # the keys that --help shows
     "schedule.update": "between requests, or in_flight: weights change while they run",
     "schedule.eval_every": "updates; below 1: fraction of the run; likewise save_every, log_every",
     "generator.response_length": "tokens; likewise generator.temperature",
+    "generator.replicas": "processes that take requests in turn, useful up to schedule.max_lag + 1",
     "generator.threads": "CPU threads of the generator's process; likewise backend.threads of the trainer",
     "optim.lr": "likewise optim.schedule, warmup, max_grad_norm, weight_decay",
     "backend.micro_batch": "sequences a forward",

@@ -9,10 +9,12 @@ from datasets import Dataset, DatasetDict
 from rich.progress import track
 
 from rlhf.batch import Prompts, Rollouts
+from rlhf.build import build_device, build_tokenizer
 from rlhf.config import Config
 from rlhf.console import console
 from rlhf.generators.generator import Sampling
 from rlhf.objectives.config import Data
+from rlhf.ranks import Ranks
 from rlhf.scorers.scorer import response_texts
 from rlhf.tasks.config import EmbeddedTaskConfig
 
@@ -25,12 +27,12 @@ def sample_pairs(cfg: Config) -> DatasetDict:
 
     Pairs whose gold scores are equal say nothing and are left out.
     """
-    from rlhf.run import build_device, build_sampler, build_task, build_tokenizer
+    from rlhf.run import build_sampler, build_task
 
     device = build_device(cfg)
     tokenizer = build_tokenizer(cfg)
     generator = build_sampler(cfg, tokenizer, device, seed=cfg.stages.seed)
-    gold = cfg.gold.build(cfg, tokenizer, device)
+    gold = cfg.gold.build(cfg, tokenizer, Ranks(device))
     assert gold is not None, "an embedded task has a judge"
     task = build_task(cfg, tokenizer, data=Data.prompts, prompts_per_update=min(CHUNK, cfg.stages.pairs))
 

@@ -18,11 +18,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf import validate
-from rlhf.config import Config
+from rlhf import hardware, validate
+from rlhf.config import Config, Resume
 from rlhf.errors import UserError, report
 from rlhf.explain import CONFIG_ERRORS, explain, undefined, unknown_key
 from rlhf.folder import RunFolder, is_first_rank, prepare
+from rlhf.memory import plan as memory
 from rlhf.options import options
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -36,6 +37,8 @@ class Preflight(Callback):
         cfg = checked(config, words(config.hydra.overrides))
         try:
             folder = RunFolder(Path(config.hydra.run.dir))
+            if cfg.resume is Resume.never or folder.finished() is None:
+                check_machine(cfg)
             finished = prepare(folder, cfg.resume)
         except UserError as error:
             refuse(error.problems)
@@ -73,6 +76,28 @@ def checked(config: DictConfig, overrides: Sequence[str]) -> Config:
         refuse(error.problems)
     warn(validate.warnings(cfg))
     return cfg
+
+
+def check_machine(cfg: Config) -> None:
+    """Look whether this machine has the processes, the GPUs and the memory for the run.
+
+    Raises:
+        UserError: it has not.
+    """
+    if found := list(hardware.problems(cfg)):
+        raise UserError(*found)
+    check_memory(cfg)
+
+
+def check_memory(cfg: Config) -> None:
+    """Look whether this machine has the memory for the run; a sweep's jobs may run on another than we do.
+
+    Raises:
+        UserError: a device has clearly too little.
+    """
+    if found := memory.problems(cfg):
+        raise UserError(*found)
+    warn(memory.warnings(cfg))
 
 
 def typed(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
@@ -138,11 +163,15 @@ def announce(folder: RunFolder, state: dict[str, Any], metric: str) -> None:
     """Say that a run is finished, with its result and where its model is."""
     if not is_first_rank():
         return
-    value = state["result"].get(metric)
-    print(f"finished already: {folder.path}" + ("" if value is None else f" ({metric} {value:.4g})"))
+    print(found_finished(folder, state["result"].get(metric), metric))
     if folder.model.is_dir():
         print(f"model: {folder.model}")
     print("to run it again: resume=never")
+
+
+def found_finished(folder: RunFolder, value: float | None, metric: str) -> str:
+    """What to say of a run that is finished."""
+    return f"finished already: {folder.path}" + ("" if value is None else f" ({metric} {value:.4g})")
 
 
 def warn(doubts: Sequence[str]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlhf.batch import Rollouts
+from rlhf.batch import Batch, Rollouts
 from rlhf.engines.engine import Engine
-from rlhf.evaluate import Evaluation
+from rlhf.evaluators import Evaluation
 from rlhf.generators.generator import Generator
 from rlhf.invariants import EXPECTED, broken_invariants
 from rlhf.loggers.logger import Logger, Row
@@ -64,6 +64,8 @@ class Recorder:
         self.add(times)
         if self.generator is not None:
             self.add(self.generator.figures())
+        if isinstance(rollouts, Batch):
+            self.add({"time/annotate_ahead_s": Stat(rollouts.annotate_ahead_s, 1.0, How.sum)})
         if rollouts.token_versions is not None:
             lag = state.lag + rollouts.version - rollouts.token_versions
             self.add({"mismatch/token_lag": mean(lag, rollouts.response_mask)})

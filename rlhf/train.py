@@ -2,16 +2,18 @@
 
     compose (Hydra) -> check (rlhf.preflight, before a folder is made) -> run (rlhf.run, where torch comes in)
 
-Exit codes: 0 done, or done already; 1 a defect, with its traceback; 2 the user's to mend, as `error: ...`;
-130 interrupted.
+Exit codes: 0 done, or done already; 1 a defect, with its traceback, or a run that had to stop, as
+`error: ...`; 2 the user's to mend, as `error: ...`; 75 (EX_TEMPFAIL) interrupted by SIGTERM, SIGUSR1 or
+SIGUSR2, and the same command goes on; 130 interrupted by Ctrl-C; 143 ended at once by a second SIGTERM. A
+sweep goes on when a job fails, and ends with 1 or 2.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
 from hydra._internal.hydra import Hydra
@@ -19,11 +21,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf import options
-from rlhf.errors import RunError, UserError, report
+from rlhf import options, plugins, signals, slurm
+from rlhf.command import exit_codes, stop
+from rlhf.errors import Interrupted, RunError, UserError
 from rlhf.explain import CONFIG_ERRORS, explain
-from rlhf.folder import RunFolder, is_first_rank, prepare, run_name
-from rlhf.preflight import announce, refuse, typed, words
+from rlhf.folder import RunFolder, prepare, run_name
+from rlhf.preflight import announce, check_machine, refuse, typed, words
+from rlhf.sweep import Sweep
 
 OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_), replace=True)
 OmegaConf.register_new_resolver("rlhf_options", options.options_help, replace=True)
@@ -34,11 +38,11 @@ CONF = options.conf_dir()
 composed = False  # whether a job has started: from then on an exception is no longer about the config
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def train(config: DictConfig) -> float | None:
-    """Run one job; returns what a sweeper optimises."""
+def run_job(config: DictConfig) -> float | None:
+    """Run one job, in this process or in one that a launcher started; returns what a sweeper optimises."""
     global composed
     composed = True
+    slurm.name_rank()
     job = HydraConfig.get()
     overrides = words(job.overrides)
     sweep = job.mode == RunMode.MULTIRUN
@@ -50,46 +54,61 @@ def train(config: DictConfig) -> float | None:
             if (finished := prepare(folder, cfg.resume)) is not None:
                 announce(folder, finished, cfg.metric)
                 return finished["result"].get(cfg.metric)
+            check_machine(cfg)
         from rlhf.run import run
 
         return run(cfg, folder)
-    except (UserError, RunError) as error:
-        if sweep:  # the other jobs go on; Hydra raises this one at the end
+    except Interrupted as reason:
+        if signals.active is not None:  # of the command
             raise
-        if isinstance(error, RunError):
-            stop(error)
-        refuse(error.problems)
+        slurm.requeue(reason)
+        raise RunError(str(reason)) from None
+    except (UserError, RunError) as error:
+        if sweep:  # the other jobs go on; the sweep tells it at its end
+            raise
+        stop(error)
+    except Exception:
+        if sweep:  # it may come back from another process, without its traceback
+            traceback.print_exc()
+        raise
+
+
+train = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_job)
 
 
 def main() -> None:
     """Run the command line."""
     global composed
     composed = False
+    slurm.name_rank()
+    # What the launcher of DeepSpeed adds; the environment says it too.
+    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print in the words of its makers
     # Hydra lists its groups for every --help, a second's work, though our template has its own list.
     if "--hydra-help" not in sys.argv:
         Hydra.format_config_groups = lambda *_, **__: ""  # type: ignore[method-assign]
+    sweep = Sweep()
     try:
-        train()
-    except UserError as error:
-        refuse(error.problems)
-    except RunError as error:
-        stop(error)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        with exit_codes():
+            plugins.load()
+            with sweep.watching():
+                try:
+                    train()
+                except (Interrupted, KeyboardInterrupt):
+                    sweep.tell()
+                    raise
+                except Exception as error:  # a sweeper may stop where jobs fail
+                    if not sweep.knows(error):
+                        raise
+            sweep.end()
     except CONFIG_ERRORS as error:
         if composed:
             raise
         refuse([explain(error, [word for word in sys.argv[1:] if not word.startswith("-")])])
 
 
-def stop(error: RunError) -> NoReturn:
-    """End the command where a run had to stop."""
-    if is_first_rank():
-        print(report([str(error)]), file=sys.stderr)
-    raise SystemExit(1)
-
-
 if __name__ == "__main__":
+    # Under its own name, so that a job that is sent to another process finds there what it is made of.
+    from rlhf.train import main
+
     main()

@@ -11,20 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.config import Config, NanoConfig
-from rlhf.generators.config import threads
+from rlhf.folder import rank_count
+from rlhf.generators.config import WorkerConfig, threads
 from rlhf.local_models import context_length, context_problem, folder_problem, is_local
+from rlhf.memory import plan as memory
 from rlhf.schema import sections
 from rlhf.scorers.config import RewardModelScorerConfig, choice, scorers
 from rlhf.state import TrainState
 from rlhf.tasks.config import EmbeddedTaskConfig
 
 
-def problems(cfg: Config) -> list[str]:
-    """Everything that is wrong with the run `cfg`, each thing once."""
+def problems(cfg: Config, rules: tuple[Rule, ...] | None = None) -> list[str]:
+    """Everything that is wrong with the run `cfg`, each thing once.
+
+    `rules` are those that cross sections; None: all.
+    """
     found: list[str] = []
     for _, section in sections(cfg):
         found += section.problems(cfg)
-    for rule in RULES:
+    for rule in RULES if rules is None else rules:
         found += rule(cfg)
     return list(dict.fromkeys(found))
 
@@ -69,6 +74,7 @@ BOUNDS = (
     Bound("optim.weight_decay", 0, "the pull of weights towards zero", 0),
     Bound("optim.warmup", 0, "optimizer steps, or a fraction of the run", 0),
     Bound("eval.prompts", 1, "held-out examples", 256),
+    Bound("eval.batch_size", 1, "sequences decoded at once", 256),
     Bound("eval.samples", 0, "rows of a table", 3),
     Bound("eval.temperature", 0, "logits are divided by it", 0.01, above=True),
     Bound("save_total_limit", 1, "checkpoints kept; the newest is what a run goes on from", 2),
@@ -161,6 +167,16 @@ def division(cfg: Config) -> Iterator[str]:
             f"parts of the prompts), got {prompts} and {parts}; "
             f"set schedule.prompts_per_update={nearest_multiple(prompts, parts)}"
         )
+    ranks = rank_count()
+    for key, count, meaning in (
+        ("schedule.prompts_per_update", prompts // max(parts, 1), "each minibatch is divided among them"),
+        ("eval.prompts", cfg.eval.prompts, "the held-out prompts are divided among them"),
+    ):
+        if 1 <= count < ranks:
+            yield (
+                f"{key} must give each of the {ranks} ranks a prompt ({meaning}), got {count}; start fewer "
+                f"ranks, or set {key}={ranks * (parts if key.startswith('schedule') else 1)}"
+            )
     sequences, group = cfg.backend.micro_batch, cfg.algo.samples_per_prompt
     if sequences >= 1 and group >= 1 and sequences % group:
         yield (
@@ -244,7 +260,8 @@ def models(cfg: Config) -> Iterator[str]:
             "model.tokenizer must name a tokenizer on the hub or a folder that holds one (no folder "
             f"{tokenizer!r} here), got {tokenizer!r}; set model.tokenizer=<hub name or folder>"
         )
-    if isinstance(cfg.model, NanoConfig) and not contexts:
+    made = cfg.model.policy is None and cfg.model.base is None
+    if isinstance(cfg.model, NanoConfig) and made and not contexts:
         contexts.append(cfg.model.context)
     context = min((c for c in contexts if c is not None), default=None)
     if problem := context_problem(context, cfg.task.max_prompt_tokens, cfg.generator.response_length):
@@ -279,6 +296,7 @@ def nearest_multiple(value: int, of: int) -> int:
 
 Rule = Callable[[Config], Iterator[str]]
 RULES: tuple[Rule, ...] = (numbers, length, division, stored_completions, judges, models, objective_metric)
+MEASURED: tuple[Rule, ...] = (numbers, judges, models)  # of what is measured, and not trained
 
 
 # -- doubts ----------------------------------------------------------------------------------------
@@ -327,15 +345,27 @@ DOUBTS: tuple[Rule, ...] = (training_sees_its_judge, no_effect)
 
 
 def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
-    """Name and value of the sizes that follow from the config; `examples`: size of the training data."""
+    """Name and value of the sizes that follow from the config, and of the memory that they need.
+
+    `examples` is the size of the training data, where that is known.
+    """
+    return [*counts(cfg, examples), *memory.rows(cfg)]
+
+
+def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
+    """Name and value of what is counted in a run."""
     schedule, per_update = cfg.schedule, cfg.episodes_per_update
     prompts, group = schedule.prompts_per_update, cfg.algo.samples_per_prompt
     rows = [("episodes per update", f"{per_update:,} = {prompts:,} prompts x {group} samples")]
     if examples is None and isinstance(cfg.task, EmbeddedTaskConfig) and cfg.data.name != "preferences":
         examples = cfg.task.train_size
     in_minibatch = prompts // schedule.minibatches * group
-    forwards = math.ceil(in_minibatch / cfg.backend.micro_batch)
-    forward = f"{min(cfg.backend.micro_batch, in_minibatch)}, {forwards} to an optimizer step"
+    ranks = rank_count()
+    share = math.ceil(in_minibatch / group / ranks) * group
+    forwards = math.ceil(share / cfg.backend.micro_batch)
+    forward = f"{min(cfg.backend.micro_batch, share)}, {forwards} to an optimizer step"
+    if ranks > 1:
+        forward += f" on each of {ranks} ranks"
     if schedule.total_episodes is None and examples is None:
         rows.append(("updates", f"{plain(schedule.total_epochs or 0)} epochs; known when the data are read"))
         rows.append(("sequences per forward", forward))
@@ -363,7 +393,10 @@ def cores(cfg: Config) -> Iterator[tuple[str, str]]:
     """How trainer and generator share the cores, where both work at the same time."""
     trainer, generator = threads(cfg)
     if generator is not None and cfg.schedule.max_lag > 0:
-        yield "CPU threads", f"{trainer} of the trainer, {generator} of the generator's process"
+        assert isinstance(cfg.generator, WorkerConfig), "others have no threads"
+        n = cfg.generator.replicas
+        whose = "the generator's process" if n == 1 else f"each of {n} generator processes"
+        yield "CPU threads", f"{trainer} of the trainer, {generator} of {whose}"
 
 
 def due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from omegaconf import MISSING
 
+from rlhf.folder import rank_count
+from rlhf.generations import files, shared
 from rlhf.schema import Section, option
 
 if TYPE_CHECKING:
@@ -20,8 +22,9 @@ if TYPE_CHECKING:
     from rlhf.config import Config
     from rlhf.engines.engine import Engine
     from rlhf.generators.generator import Generator
+    from rlhf.generators.sampler import SamplerFactory
+    from rlhf.generators.transfer import WeightStore
     from rlhf.generators.vllm import VLLMFactory
-    from rlhf.generators.worker import Limits
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,6 +55,10 @@ class GeneratorConfig(Section):
         """Whether it samples in a process of its own."""
         return False
 
+    def on_each_rank(self, cfg: Config) -> bool:
+        """Whether every rank has one, for its part of the prompts; else the first rank's serves all."""
+        return not self.has_worker(cfg)
+
     def problems(self, cfg: Config) -> Iterator[str]:
         """Settings of the sampler that training cannot use."""
         if self.response_length < 1:
@@ -77,26 +84,80 @@ class GeneratorConfig(Section):
 class WorkerConfig(GeneratorConfig):
     """What a generator has that samples in a process of its own."""
 
-    threads: int | None = None  # CPU threads of that process; null: half of the cores, all where max_lag is 0
+    replicas: int = 1  # processes that take requests in turn; useful up to schedule.max_lag + 1
+    threads: int | None = None  # CPU threads of a process; null: its share of the cores, all with max_lag 0
     start_limit_s: float = 300.0  # seconds until it must be ready
     request_limit_s: float = 1800.0  # seconds that a request may take; then the process counts as hung
+    per_rank: bool = False  # a process for each rank; false: that of the first rank serves all
     restarts: int = 3  # times in a session that a process which died or hung is replaced
+    annotate: bool | None = (
+        None  # score ahead, in one more process; null: with max_lag above 0 on a CPU, one rank
+    )
 
     def has_worker(self, cfg: Config) -> bool:
         """Always, but where an option says otherwise."""
         return True
 
-    def limits(self) -> Limits:
-        """What the process may take."""
-        from rlhf.generators.worker import Limits
+    def on_each_rank(self, cfg: Config) -> bool:
+        """Where it has no process of its own, or is to have one for each."""
+        return self.per_rank or not self.has_worker(cfg)
 
-        return Limits(self.start_limit_s, self.request_limit_s, self.restarts)
+    def start(
+        self,
+        cfg: Config,
+        engine: Engine,
+        factory: SamplerFactory,
+        folder: Path,
+        variables: Sequence[dict[str, str]],
+        store: WeightStore | None = None,
+    ) -> Generator:
+        """Start the sampler's process, or those of its replicas, each with one of `variables` in its
+        environment, and one that annotates where that is wanted. `store`: how weights go to it; None: through
+        shared memory.
+
+        The annotator has the generator's share of the cores. With `max_lag` 1 the two are at work together
+        only while the trainer waits, whose share is free then; with more, OMP_WAIT_POLICY=PASSIVE lets
+        threads that wait give way.
+        """
+        from rlhf.annotator import AnnotatorFactory
+        from rlhf.generators.annotated import AnnotatedGenerator
+        from rlhf.generators.replicas import Replica, Replicas
+        from rlhf.generators.transfer import SharedWeights
+        from rlhf.generators.worker import WorkerGenerator
+        from rlhf.worker import Limits, Worker
+
+        limits = Limits(self.start_limit_s, self.request_limit_s, self.restarts)
+        which = f"-{engine.ranks.rank}" if engine.ranks.rank else ""
+        log, in_flight = folder / f"generator{which}.log", cfg.schedule.in_flight
+        generator: Generator
+        if self.replicas == 1:
+            generator = WorkerGenerator(factory, log, variables[0], limits, in_flight, store)
+        else:
+
+            def replica(i: int, shared: SharedWeights) -> Replica:
+                own = log.with_stem(f"generator-replica{i}") if i else log
+                return Replica(factory, own, variables[i], limits, in_flight, shared)
+
+            generator = Replicas(replica, self.replicas, in_flight)
+        wanted = self.annotate
+        if (
+            wanted is None
+        ):  # on GPUs two more models take memory; one process would have the work of all ranks
+            ranks = engine.ranks
+            wanted = cfg.schedule.max_lag > 0 and ranks.size == 1 and ranks.device.type == "cpu"
+        if not wanted:
+            return generator
+        log = folder / f"annotator{which}.log"
+        return AnnotatedGenerator(
+            generator, Worker("annotator", AnnotatorFactory(cfg), log, variables[0], limits)
+        )
 
     def problems(self, cfg: Config) -> Iterator[str]:
         """The same, limits out of bounds, and more threads than there are cores."""
         yield from GeneratorConfig.problems(self, cfg)
         for key, least, meaning, remedy in (
-            ("threads", 1, "CPU threads of the generator's process; null: its share of the cores", "null"),
+            ("replicas", 1, "processes that take requests in turn", 1),
+            ("threads", 1, "CPU threads of a generator's process; null: its share of the cores", "null"),
             ("start_limit_s", 1, "seconds until the generator's process must be ready", 300),
             ("request_limit_s", 1, "seconds that a request may take", 1800),
             ("restarts", 0, "times that a lost process is replaced", 3),
@@ -107,23 +168,72 @@ class WorkerConfig(GeneratorConfig):
                     f"generator.{key} must be >= {least} ({meaning}), got {value}; "
                     f"set generator.{key}={remedy}"
                 )
-        trainer, own = (count or 0 for count in threads(cfg))
-        cores = cpu_cores()
-        typed = [key for key in ("generator", "backend") if getattr(cfg, key).threads]
-        if self.has_worker(cfg) and cfg.schedule.max_lag > 0 and typed and trainer + own > max(cores, 2):
+        if self.annotate and not self.has_worker(cfg):
             yield (
-                "backend.threads + generator.threads must be <= the cores of this machine (trainer and "
-                f"generator work at the same time), got {trainer} + {own} on {cores} cores; "
-                f"set {typed[0]}.threads=null"
+                "generator.annotate must be null or false without a generator in a process of its own (its "
+                "rollouts are scored while the trainer trains), got true; set generator.annotate=null, or "
+                "schedule.max_lag=1"
+            )
+        yield from self.replica_problems(cfg)
+        trainer, own = (count or 0 for count in threads(cfg))
+        cores, here, n = cpu_cores(), local_ranks(), max(1, self.replicas)
+        used = trainer * here + own * n * (here if self.per_rank else 1)
+        typed = [key for key in ("generator", "backend") if getattr(cfg, key).threads]
+        if self.has_worker(cfg) and cfg.schedule.max_lag > 0 and typed and used > max(cores, (1 + n) * here):
+            many = (" x generator.replicas", f" x {n}") if n > 1 else ("", "")
+            yield (
+                f"backend.threads + generator.threads{many[0]} must be <= the cores of this machine (trainer "
+                f"and generator work at the same time), got {trainer} + {own}{many[1]} on {cores} cores"
+                + (f" of {here} ranks; " if here > 1 else "; ")
+                + f"set {typed[0]}.threads=null"
+            )
+
+    def replica_problems(self, cfg: Config) -> Iterator[str]:
+        """Replicas that are no processes, that could never all be at work, or of several ranks."""
+        if self.replicas <= 1:
+            return
+        lag = cfg.schedule.max_lag
+        if not self.has_worker(cfg) and lag > 0:
+            yield (
+                "generator.replicas must be 1 without a generator in a process of its own (replicas are "
+                f"processes), got {self.replicas}; set generator.worker=null"
+            )
+        elif self.replicas > lag + 1:
+            yield (
+                "generator.replicas must be <= schedule.max_lag + 1 (so many requests are under way at most, "
+                f"and a replica samples one at a time), got {self.replicas} with schedule.max_lag={lag}; "
+                f"set schedule.max_lag={self.replicas} or generator.replicas={lag + 1}"
+            )
+        if self.per_rank:
+            yield (
+                "generator.per_rank must be false with generator.replicas above 1 (the first rank's replicas "
+                f"serve all ranks), got true with {self.replicas}; set generator.per_rank=false, and "
+                "generator.replicas to the number of processes"
             )
 
     def warnings(self, cfg: Config) -> Iterator[str]:
-        """Threads of a process that there is not."""
+        """Threads of a process that there is not, and a process with nothing to do meanwhile."""
         yield from GeneratorConfig.warnings(self, cfg)
+        if self.annotate and cfg.schedule.max_lag == 0:
+            yield (
+                "generator.annotate=true saves no time with schedule.max_lag=0 (until rollouts have their "
+                "scores the trainer waits)"
+            )
         if self.threads is not None and not self.has_worker(cfg):
             yield (
                 f"generator.threads={self.threads} has no effect without a process of its own "
                 "(generator.worker=true, or schedule.max_lag above 0)"
+            )
+        if self.replicas > 1 and cfg.schedule.max_lag < self.replicas:
+            yield (
+                f"generator.replicas={self.replicas} are not all at work while the trainer is, with "
+                f"schedule.max_lag={cfg.schedule.max_lag} (so many requests are under way then); "
+                f"schedule.max_lag={self.replicas} keeps all busy"
+            )
+        if self.replicas > 1 and self.replicas + local_ranks() > cpu_cores():
+            yield (
+                f"generator.replicas={self.replicas} and the trainer share {cpu_cores()} CPU cores: as many "
+                "processes are at work at the same time, so more save no time unless they sample on GPUs"
             )
 
 
@@ -132,22 +242,28 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def local_ranks() -> int:
+    """How many ranks there are on this host, as torchrun or the launcher of DeepSpeed say it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+
+
 def threads(cfg: Config) -> tuple[int | None, int | None]:
     """CPU threads of the trainer and of the generator's process; None: as torch has it.
 
-    They share the cores (OMP_NUM_THREADS where that is set), half each where the config does not say, if they
-    work at the same time; with `max_lag` 0 they take turns, and each has all.
+    They share the rank's cores (OMP_NUM_THREADS where that is set), equally where the config does not say, if
+    they work at the same time; with `max_lag` 0 they take turns, and each has all.
     """
     trainer, generator = cfg.backend.threads, cfg.generator
     if not isinstance(generator, WorkerConfig) or not generator.has_worker(cfg):
         return trainer, None
     own, chosen = generator.threads, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    cores = int(chosen) if chosen.isdigit() else cpu_cores()
+    cores = int(chosen) if chosen.isdigit() else max(1, cpu_cores() // local_ranks())
     if cfg.schedule.max_lag == 0:
         return trainer, own or cores
+    n = max(1, generator.replicas)
     if own is None:
-        own = max(1, cores - trainer if trainer else cores // 2)
-    return trainer or max(1, cores - own), own
+        own = max(1, (cores - trainer) // n if trainer else cores // (n + 1))
+    return trainer or max(1, cores - n * own), own
 
 
 @option("generator", "hf")
@@ -171,7 +287,7 @@ class HFConfig(WorkerConfig):
 
         if not self.has_worker(cfg):
             return HFGenerator(engine.borrow_policy, tokenizer, self.batch_size, cfg.seed)
-        from rlhf.generators.worker import WorkerGenerator, environment
+        from rlhf.worker import environment
 
         model = engine.policy.model
         factory = HFSamplerFactory(
@@ -185,9 +301,9 @@ class HFConfig(WorkerConfig):
             batch_size=self.batch_size,
             seed=cfg.seed,
         )
-        log = folder / "generator.log"
-        variables = environment(threads(cfg)[1], model.device)
-        return WorkerGenerator(factory, log, variables, self.limits(), cfg.schedule.in_flight)
+        count = threads(cfg)[1]
+        variables = [environment(count, model.device, i) for i in range(self.replicas)]
+        return self.start(cfg, engine, factory, folder, variables)
 
     def problems(self, cfg: Config) -> Iterator[str]:
         """The same, and the size of a decoding batch."""
@@ -204,6 +320,16 @@ class Precision(Enum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Transfer(Enum):
+    """How weights go from the trainer to vLLM."""
+
+    auto = "auto"  # ipc on the trainer's GPU, nccl to other GPUs, shared_memory without GPUs
+    shared_memory = "shared_memory"  # works everywhere
+    ipc = "ipc"  # CUDA IPC
+    nccl = "nccl"
 
 
 @option("generator", "vllm")
@@ -220,7 +346,13 @@ class VLLMConfig(WorkerConfig):
     dtype: Precision | None = None  # null: model.dtype
     enforce_eager: bool | None = None  # do not compile; null: only on GPUs
     tensor_parallel_size: int = 1  # GPUs that share the model
-    devices: list[int] | None = None  # GPUs, by number; null: those after the trainer's
+    devices: list[int] | None = None  # GPUs of all replicas, by number; null: those after the trainer's
+    transfer: Transfer = Transfer.auto  # of the weights
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs all replicas have, where there are GPUs."""
+        return self.tensor_parallel_size * max(1, self.replicas)
 
     def build(
         self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: Path
@@ -229,20 +361,31 @@ class VLLMConfig(WorkerConfig):
         import torch
 
         from rlhf.console import say
-        from rlhf.generators.vllm import place, visible
-        from rlhf.generators.worker import WorkerGenerator, environment
+        from rlhf.generators.vllm import build_store, place, route, visible
+        from rlhf.worker import environment
 
         devices = place(self, torch.cuda.device_count())
-        variables = environment(threads(cfg)[1], torch.device("cpu"))
+        variables = [environment(threads(cfg)[1], torch.device("cpu")) for _ in range(self.replicas)]
         if devices:
-            variables["CUDA_VISIBLE_DEVICES"] = visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            each, now = self.tensor_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES")
+            for i, own in enumerate(variables):
+                own["CUDA_VISIBLE_DEVICES"] = visible(devices[i * each : (i + 1) * each], now)
+                own["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")  # all on this host
         elif self.shares_gpu:
             say(f"generator={self.name} gives no memory back while it waits: on a CPU vLLM cannot sleep")
-        factory = self.factory(cfg, tokenizer, bool(devices))
-        log = folder / "generator.log"
-        return WorkerGenerator(factory, log, variables, self.limits(), cfg.schedule.in_flight)
+        trainer = engine.policy.model.device
+        transfer = route(self, devices, trainer, torch.distributed.is_nccl_available())
+        factory = self.factory(cfg, tokenizer, bool(devices), transfer)
+        store = build_store(transfer, trainer, getattr(torch, factory.dtype), len(devices))
+        return self.start(cfg, engine, factory, folder, variables, store)
 
-    def factory(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, gpu: bool) -> VLLMFactory:
+    def factory(
+        self,
+        cfg: Config,
+        tokenizer: PreTrainedTokenizerFast,
+        gpu: bool,
+        transfer: Transfer = Transfer.shared_memory,
+    ) -> VLLMFactory:
         """What the process of vLLM is started with, for the policy of the run `cfg`."""
         from rlhf.generators.vllm import VLLMFactory
 
@@ -259,6 +402,7 @@ class VLLMConfig(WorkerConfig):
             gpu=gpu,
             sleeps=self.shares_gpu and gpu,
             in_flight=cfg.schedule.in_flight,
+            transfer=transfer.value,
             stop_ids=(tokenizer.eos_token_id,),
             pad_id=tokenizer.pad_token_id,
             seed=cfg.seed,
@@ -281,6 +425,7 @@ class VLLMConfig(WorkerConfig):
                     f"{key} must be >= 0.01 with generator={self.name} (vLLM raises lower ones to that), "
                     f"got {value}; set {key}={remedy}"
                 )
+        yield from self.transfer_problems(cfg)
         if self.memory is not None and not 0 < self.memory <= 1:
             yield (
                 "generator.memory must be > 0 and <= 1 (a share of the device's memory), "
@@ -296,13 +441,32 @@ class VLLMConfig(WorkerConfig):
                 "generator.tensor_parallel_size must be >= 1 (GPUs that share the model), "
                 f"got {self.tensor_parallel_size}; set generator.tensor_parallel_size=1"
             )
-        elif self.devices is not None and (
-            len(set(self.devices)) != self.tensor_parallel_size or min(self.devices) < 0
-        ):
+        elif self.devices is not None and (len(set(self.devices)) != self.gpus or min(self.devices) < 0):
+            many = " x generator.replicas" if self.replicas > 1 else ""
             yield (
-                "generator.devices must name as many GPUs as generator.tensor_parallel_size says "
-                f"({self.tensor_parallel_size}, each by its number), got {self.devices}; "
-                "set generator.devices=null"
+                f"generator.devices must name as many GPUs as generator.tensor_parallel_size{many} says "
+                f"({self.gpus}, each by its number), got {self.devices}; set generator.devices=null"
+            )
+
+    def transfer_problems(self, cfg: Config) -> Iterator[str]:
+        """Ways for the weights that there cannot be; `rlhf.generators.vllm.route` asks what torch knows."""
+        if self.transfer not in (Transfer.ipc, Transfer.nccl):
+            return
+        why = None
+        if cfg.backend.device.name == "cpu":
+            why = "backend.device=cpu (the weights must lie on a GPU)"
+        elif self.transfer is Transfer.ipc and not self.shares_gpu:
+            why = f"generator={self.name} (CUDA IPC shares memory of one GPU, and vLLM has another)"
+        elif self.transfer is Transfer.ipc and self.tensor_parallel_size > 1:
+            why = "generator.tensor_parallel_size above 1 (CUDA IPC shares memory of one GPU)"
+        elif self.transfer is Transfer.nccl and self.shares_gpu:
+            why = f"generator={self.name} (NCCL has no two processes on one GPU)"
+        elif self.replicas > 1:
+            why = "generator.replicas above 1 (all take one snapshot of the weights over, in shared memory)"
+        if why is not None:
+            yield (
+                f"generator.transfer must not be {self.transfer.value} with {why}, got "
+                f"{self.transfer.value}; set generator.transfer=auto"
             )
 
 
@@ -324,6 +488,19 @@ class VLLMColocatedConfig(VLLMConfig):
                 "schedule.max_lag must be 0 with generator=vllm_colocated (it sleeps while the trainer has "
                 f"the device), got {cfg.schedule.max_lag}; set generator=vllm"
             )
+        if rank_count() > 1 and not self.per_rank and cfg.backend.device.name != "cpu":
+            yield (
+                "generator.per_rank must be true with generator=vllm_colocated and several ranks (each "
+                "shares its GPU with a generator), got false; set generator.per_rank=true"
+            )
+
+    def replica_problems(self, cfg: Config) -> Iterator[str]:
+        """Any replicas."""
+        if self.replicas > 1:
+            yield (
+                "generator.replicas must be 1 with generator=vllm_colocated (it sleeps while the trainer has "
+                f"the device, so one request at a time is under way), got {self.replicas}; set generator=vllm"
+            )
 
 
 @option("generator", "dataset")
@@ -341,11 +518,12 @@ class DatasetConfig(GeneratorConfig):
         self, cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: Path
     ) -> Generator:
         """Return what the task stores, or what a run saved."""
-        from rlhf.generators.dataset import DatasetGenerator, ReplayGenerator
+        from rlhf.generators.dataset import DatasetGenerator
+        from rlhf.generators.replay import ReplayGenerator
 
         if self.path is None:
             return DatasetGenerator(tokenizer)
-        return ReplayGenerator(Path(self.path).expanduser(), tokenizer, self.temperature)
+        return ReplayGenerator(Path(self.path).expanduser(), tokenizer)
 
     @property
     def rollouts(self) -> bool:
@@ -353,25 +531,40 @@ class DatasetConfig(GeneratorConfig):
         return self.path is not None
 
     def problems(self, cfg: Config) -> Iterator[str]:
-        """The same, and saved rollouts that are not there or too few."""
+        """The same, and saved rollouts that are not there, too few, or not as the run would have them."""
         yield from GeneratorConfig.problems(self, cfg)
         if self.path is None:
             return
-        folder = Path(self.path).expanduser()
-        count = len(list(folder.glob("[0-9]*.parquet"))) if folder.is_dir() else 0
-        if not count:
-            yield (
-                "generator.path must be a folder of saved rollouts (save_generations=true writes one to the "
-                f"run folder), got {self.path}; set generator.path=<run folder>/generations"
-            )
-        elif cfg.schedule.total_episodes is not None and cfg.num_updates() > count:
-            most = count * cfg.episodes_per_update
-            yield (
-                f"schedule.total_episodes must be <= {most} (generator.path has rollouts of {count} "
-                f"updates), got {cfg.schedule.total_episodes}; set schedule.total_episodes={most}"
-            )
         if cfg.algo.supervised:
             yield (
                 f"generator.path must be null for algo={cfg.algo.name} (it trains on completions of the "
                 f"task), got {self.path}; set generator.path=null"
+            )
+        found = files(Path(self.path).expanduser())
+        try:
+            common = shared(found[0]) if found else None
+            state = "none there"
+        except (OSError, ValueError) as error:
+            common, state = None, str(error)
+        if common is None:
+            yield (
+                "generator.path must be a folder of saved rollouts (save_generations=true writes one to the "
+                f"run folder), got {self.path} ({state}); set generator.path=<run folder>/generations"
+            )
+            return
+        for key, value, theirs in (
+            ("generator.temperature", self.temperature, common.temperature),
+            ("schedule.prompts_per_update", cfg.schedule.prompts_per_update, common.prompts),
+            ("algo.samples_per_prompt", cfg.algo.samples_per_prompt, common.samples),
+        ):
+            if value != theirs:
+                yield (
+                    f"{key} must be that of the rollouts in generator.path (they are taken as they are), "
+                    f"got {value}; set {key}={theirs}"
+                )
+        if cfg.schedule.total_episodes is not None and cfg.num_updates() > len(found):
+            most = len(found) * cfg.episodes_per_update
+            yield (
+                f"schedule.total_episodes must be <= {most} (generator.path has rollouts of {len(found)} "
+                f"updates), got {cfg.schedule.total_episodes}; set schedule.total_episodes={most}"
             )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ class Sampling:
     request: int = 0
 
 
-class Generator(Protocol):
+class Generator(ABC):
     """Answers prompts with rollouts. Requests and loads are first in, first out: a request is sampled by the
     weights of the last load before it, and its rollouts carry that version. With `schedule.update=in_flight`
     loads overtake requests, and tokens carry their versions.
@@ -32,17 +32,20 @@ class Generator(Protocol):
     Raises RunError, from any method or future, where it cannot go on.
     """
 
+    @abstractmethod
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Ask for K responses to each prompt."""
 
+    @abstractmethod
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Sample later requests with these weights."""
 
     def figures(self) -> Metrics:
-        """Figures of the generator itself since the last call, for a row of metrics."""
+        """Figures of the generator itself since the last call, for a row of metrics; here none."""
+        return {}
 
-    def close(self) -> None:
-        """Release what the generator holds."""
+    def close(self) -> None:  # noqa: B027
+        """Release what the generator holds; here nothing."""
 
 
 def finished(rollouts: Rollouts) -> Future[Rollouts]:

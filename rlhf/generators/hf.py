@@ -17,15 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from rlhf.batch import Prompts, Rollouts
 from rlhf.config import Dtype
-from rlhf.generators.generator import Sampling, finished
+from rlhf.generators.generator import Generator, Sampling, finished
 from rlhf.generators.sampling import sample, uniforms
 from rlhf.generators.transfer import Manifest, TransferError, checksum, read
 from rlhf.infer import autocast
-from rlhf.metrics import Metrics
 from rlhf.seeding import derive
 
 
-class HFGenerator:
+class HFGenerator(Generator):
     """The policy itself as generator.
 
     A request is sampled when it is submitted, by the weights as they are then; that is the
@@ -66,13 +65,6 @@ class HFGenerator:
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take note of the version that the borrowed weights now have."""
         self.version = version
-
-    def figures(self) -> Metrics:
-        """Nothing can go wrong."""
-        return {}
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +160,7 @@ def respond(
     seed: int,
     update: Callable[[], int] | None = None,
 ) -> Rollouts:
-    """Sample K responses to each prompt, in chunks of `batch_size` sequences.
+    """Sample K responses to each prompt, in chunks of `batch_size` sequences, the longest prompts first.
 
     `update` may change the model's weights before a forward, and returns their version.
     """
@@ -177,8 +169,8 @@ def respond(
     purpose = derive(seed, "sample", sampling.purpose)
     numbers = uniforms(purpose, sampling.request, prompts.index, sampling.samples, length)
     parts, versions = [], []
-    for first in range(0, len(prompts), chunk):
-        rows = slice(first, first + chunk)
+    order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
+    for rows in order.split(chunk):
         held: list[int] = []  # the version at each token
         part = sample(
             model,
@@ -187,7 +179,7 @@ def respond(
             samples_per_prompt=sampling.samples,
             response_length=length,
             temperature=sampling.temperature,
-            uniforms=numbers[rows],
+            uniforms=numbers[rows.cpu()],
             stop_ids=stop_ids,
             pad_id=pad_id,
             before_forward=None if update is None else partial(note, update, held),
@@ -195,17 +187,17 @@ def respond(
         parts.append(part)
         if update is not None:
             versions.append(pad_to(torch.tensor(held) * part[1].cpu(), length, 0))
-    home, fill = prompts.prompt_ids.device, (pad_id, False, 0.0)
+    home, fill, back = prompts.prompt_ids.device, (pad_id, False, 0.0), order.argsort()
     ids, mask, logprobs = (
-        torch.cat([pad_to(part[i], length, fill[i]) for part in parts]).to(home) for i in range(3)
+        torch.cat([pad_to(part[i], length, fill[i]) for part in parts]).to(home)[back] for i in range(3)
     )
     return prompts.extend(
         Rollouts,
         response_ids=ids,
         response_mask=mask,
         behaviour_logprobs=logprobs,
-        ended=torch.cat([part[3] for part in parts]).to(home),
-        token_versions=torch.cat(versions).to(home) if versions else None,
+        ended=torch.cat([part[3] for part in parts]).to(home)[back],
+        token_versions=torch.cat(versions).to(home)[back] if versions else None,
     )
 
 

@@ -37,8 +37,8 @@ class Sampler(Protocol):
         """Take the weights over (`transfer.read`); what was computed with those before is forgotten, but for
         what a request that is running needs.
 
-        Returns the checksums (`transfer.checksum`) by tensor name of what was taken, which the trainer
-        compares with what it sent.
+        Returns the checksums (`transfer.checksum`; of what came from a GPU `gpu_transfer.fingerprint`) by
+        tensor name of what was taken, which the trainer compares with what it sent.
 
         Raises:
             TransferError: they did not arrive as they were sent.

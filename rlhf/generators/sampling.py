@@ -9,18 +9,18 @@ logits).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from rlhf.forward import plain, positions
+from rlhf.generators.decoding import RoomyLayer, attention, encode, grouped, takes_any_mask
 from rlhf.seeding import derive
 
-KEEP = 7 / 8  # dropping rows copies the cache: worth it, measured, where an eighth of the rows has ended
+CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities at once: on a CPU as many as its cache holds
+BLOCK = 128  # words that are summed up before the running sum
 
 
 def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) -> Tensor:
@@ -62,36 +62,35 @@ def sample(
     of the batch, K tokens a step, and read one copy of the prompt's keys; else the cache is repeated. Rows
     that have ended leave the batch.
 
-    `before_forward` is called before every forward, the t-th time before that which gives token t; it may
-    change the model's weights. Keys and values of the tokens before stay those of the weights before.
+    `before_forward` is called before the forwards of every step, the t-th time before those which give token
+    t; it may change the model's weights. Keys and values of the tokens before stay those of the weights
+    before.
     """
     n, k, device = len(prompt_ids), samples_per_prompt, prompt_ids.device
     stops = torch.as_tensor(list(stop_ids) if not isinstance(stop_ids, Tensor) else stop_ids, device=device)
-    ids, seen = prompt_ids.masked_fill(~prompt_mask, 0), prompt_mask
+    longest = int(prompt_mask.sum(1).max())
+    seen = prompt_mask[:, -longest:]
+    ids = prompt_ids[:, -longest:].masked_fill(~seen, 0)
     cache: Cache = (kinds := DynamicCache(config=model.config))
     movable = plain(kinds)  # its rows can be repeated and dropped
-    shared = movable and takes_any_mask(model)
-    group = k if shared else 1  # samples in a row of the batch
-    if movable:
-        room = prompt_ids.shape[1] + group * response_length
-        cache = Cache(layers=[RoomyLayer(room) for _ in kinds.layers])
-    else:
-        ids, seen = ids.repeat_interleave(k, 0), seen.repeat_interleave(k, 0)
-    place = positions(seen)
+    group = k if movable and takes_any_mask(model) else 1  # samples in a row of the batch
     if before_forward is not None:
         before_forward()
-    logits = model(
-        input_ids=ids,
-        attention_mask=seen,
-        position_ids=place,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits
-    if movable and not shared:
-        cache.batch_repeat_interleave(k)
-        logits, seen, place = (x.repeat_interleave(k, 0) for x in (logits, seen, place))
-    logits, place = logits.expand(-1, group, -1), place[:, -1:].expand(-1, group)
+    if movable:
+        layers = [RoomyLayer(n * k // group, longest, group * response_length) for _ in kinds.layers]
+        logits = encode(model, ids, seen, layers, k // group)
+        cache, seen = Cache(layers=list(layers)), seen.repeat_interleave(k // group, 0)
+    else:
+        seen = seen.repeat_interleave(k, 0)
+        logits = model(
+            input_ids=ids.repeat_interleave(k, 0),
+            attention_mask=seen,
+            position_ids=positions(seen),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+    place = positions(seen)[:, -1:].expand(-1, group)
     mask = attention(seen, group, response_length)
 
     shape = (len(seen), group, response_length)  # = [N*K/G, G, T], G samples in a row
@@ -101,30 +100,36 @@ def sample(
     real = torch.zeros(shape, dtype=torch.bool, device=device)
     rows = torch.arange(len(seen), device=device)  # rows of the outputs that are still decoded
     running = torch.ones(shape[:2], dtype=torch.bool, device=device)
-    for t in range(response_length):
-        token, logprob = choose(logits.flatten(0, 1), temperature, numbers[rows, :, t].flatten())
-        token = token.view(running.shape)
-        tokens[rows, :, t] = torch.where(running, token, pad_id)
-        logprobs[rows, :, t] = torch.where(running, logprob.view(running.shape), 0.0)
-        real[rows, :, t] = running
-        running = running & ~torch.isin(token, stops)
-        going = running.any(1)
-        left = int(going.sum())
-        if not left or t + 1 == response_length:
-            break
-        if movable and left < len(rows) * KEEP:
-            cache.batch_select_indices(going.nonzero()[:, 0])
-            rows, token, running, place, mask = (x[going] for x in (rows, token, running, place, mask))
-        place = place + 1
-        if before_forward is not None:
-            before_forward()
-        logits = model(
-            input_ids=token,
-            attention_mask=mask[..., : cache.get_seq_length() + group],
-            position_ids=place,
-            past_key_values=cache,
-            use_cache=True,
-        ).logits
+    token, logprob = choose(logits.expand(-1, group, -1), temperature, numbers[..., 0])
+    del logits
+    with grouped(model):
+        for t in range(response_length):
+            tokens[rows, :, t] = torch.where(running, token, pad_id)
+            logprobs[rows, :, t] = torch.where(running, logprob, 0.0)
+            real[rows, :, t] = running
+            running = running & ~torch.isin(token, stops)
+            going = running.any(1)
+            left = int(going.sum())
+            if not left or t + 1 == response_length:
+                break
+            if movable and left < len(rows):
+                kept = front(going)
+                cache.batch_select_indices(kept)
+                rows, token, running, place, mask = (x[kept] for x in (rows, token, running, place, mask))
+            place = place + 1
+            if before_forward is not None:
+                before_forward()
+            token, logprob = choose(
+                model(
+                    input_ids=token,
+                    attention_mask=mask[..., : cache.get_seq_length() + group],
+                    position_ids=place,
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits,  # without a name: they go before the next are made
+                temperature,
+                numbers[rows, :, t + 1],
+            )
     length = t + 1
     ended = (real & torch.isin(tokens, stops)).any(-1)
     return (
@@ -135,73 +140,49 @@ def sample(
     )
 
 
-def takes_any_mask(model: PreTrainedModel) -> bool:
-    """Whether the model hands a mask [B, 1, Q, S] to attention as it is."""
-    return model.is_backend_compatible() and model.config._attn_implementation == "sdpa"
-
-
-def attention(seen: Tensor, group: int, length: int) -> Tensor:
-    """What the tokens of one decoding step attend to, for prompts `seen` [B, P] and all steps to come.
-
-    [B, P + length] for one sample a row. For G samples a row, which take turns in the cache,
-    [B, 1, G, P + G * length]: the prompt, and every G-th token after it.
-    """
-    if group == 1:
-        return torch.cat([seen, seen.new_ones(len(seen), length)], 1)
-    own = torch.eye(group, dtype=torch.bool, device=seen.device).repeat(1, length)
-    return torch.cat([seen[:, None].expand(-1, group, -1), own.expand(len(seen), -1, -1)], 2)[:, None]
-
-
-class RoomyLayer(DynamicLayer):
-    """A cache layer with room for `room` tokens: a step writes one token instead of copying all before it."""
-
-    def __init__(self, room: int) -> None:
-        super().__init__()
-        self.room = room
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, heads, S, head size]; returns all so far, as views."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.fill(key_states, value_states)
-        else:
-            start = self.get_seq_length()
-            end = start + key_states.shape[2]
-            self.all_keys[:, :, start:end] = key_states
-            self.all_values[:, :, start:end] = value_states
-            self.keys, self.values = self.all_keys[:, :, :end], self.all_values[:, :, :end]
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
-
-    def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Copy keys and values to the start of buffers with room."""
-        length = keys.shape[2]
-        self.all_keys, self.all_values = (
-            x.new_empty(*x.shape[:2], self.room, x.shape[3]) for x in (keys, values)
-        )
-        self.keys, self.values = self.all_keys[:, :, :length], self.all_values[:, :, :length]
-        self.keys.copy_(keys)
-        self.values.copy_(values)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
-        assert self.keys is not None and self.values is not None
-        self.fill(self.keys.repeat_interleave(repeats, 0), self.values.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`."""
-        assert self.keys is not None and self.values is not None
-        self.fill(self.keys[indices], self.values[indices])
+def front(going: Tensor) -> Tensor:
+    """The rows of `going` [B] that are true, those at the end moved to where others have gone."""
+    left = int(going.sum())
+    kept = torch.arange(left, device=going.device)
+    kept[~going[:left]] = left + going[left:].nonzero()[:, 0]
+    return kept
 
 
 def choose(logits: Tensor, temperature: float, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B] at the quantiles `numbers` [B] of `softmax(logits / temperature)`, logits [B, V], and their
-    log-probs [B] float32."""
-    logp = torch.log_softmax(logits.float() / temperature, -1)
-    cdf = logp.exp().cumsum(-1, dtype=torch.float64)  # a float32 sum would starve the last of 50k words
-    token = torch.searchsorted(cdf, (numbers * cdf[:, -1])[:, None], right=True).clamp_(
-        max=logits.shape[-1] - 1
-    )
-    return token[:, 0], logp.gather(-1, token)[:, 0]
+    """Tokens at the quantiles `numbers` [...] of `softmax(logits / temperature)`, logits [..., V], and their
+    log-probs [...] float32."""
+    chunk = max(1, (CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1])
+    tokens, chosen = [], []
+    for some, own in zip(logits.flatten(0, -2).split(chunk), numbers.flatten().split(chunk), strict=True):
+        probs = torch.softmax(some.float() / temperature, -1)
+        tokens.append(pick(probs, own))
+        chosen.append(probs.gather(-1, tokens[-1][:, None])[:, 0])
+    return torch.cat(tokens).view_as(numbers), torch.cat(chosen).log().view_as(numbers)
+
+
+def pick(probs: Tensor, numbers: Tensor) -> Tensor:
+    """Tokens [B] at the quantiles `numbers` [B] of `probs` [B, V].
+
+    Of a large vocabulary first a block of words and then a word of it, so that only the sums of blocks are
+    added up in float64; a running sum in float32 would starve the last of 50k words.
+    """
+    words = probs.shape[-1]
+    if words <= 8 * BLOCK:
+        return quantile(probs, numbers)[0]
+    whole = words - words % BLOCK
+    sums = probs[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
+    block, within = quantile(torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], -1), numbers)
+    places = block[:, None] * BLOCK + torch.arange(BLOCK, device=block.device)
+    inside = probs.gather(-1, places.clamp(max=words - 1)).masked_fill(places >= words, 0.0)
+    return (block * BLOCK + quantile(inside, within)[0]).clamp_(max=words - 1)
+
+
+def quantile(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the running sum of `weights` [B, S] passes the parts `numbers` [B] of the whole: the indices [B],
+    never one without weight, and which part of its own weight is passed there, [B] float64 in [0, 1)."""
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    target = numbers[:, None] * sums[:, -1:]
+    index = torch.searchsorted(sums, target, right=True).clamp_(max=weights.shape[1] - 1)  # beyond it: NaN
+    own = weights.gather(-1, index)
+    part = (target - sums.gather(-1, index) + own) / own
+    return index[:, 0], part[:, 0].clamp(0, 1 - 2**-53)

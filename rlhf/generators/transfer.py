@@ -1,12 +1,17 @@
-"""Weights from the trainer to another process of the same host, through shared memory.
+"""Weights from the trainer to another process of the same host: what all ways have, and shared memory.
 
-The trainer writes a version into a file in memory, tensor by tensor, and sends its `Manifest`: names, types,
-shapes, places and checksums. The other side maps the file, and takes no tensor whose checksum differs:
+A `WeightStore` keeps versions, each written tensor by tensor; a `Manifest` says which tensors and checksums
+they are, and the process confirms it. `rlhf/generators/gpu_transfer.py` has the stores that keep them on a
+GPU. Here is the one that works everywhere, where a version is a file in memory. The other side maps the file,
+and takes no tensor whose checksum differs:
 
     shared = SharedWeights()                        # trainer
     manifest = shared.write(engine.weights(), 3)
     for name, tensor in read(manifest): ...         # generator: views of the file, to be copied
     shared.release(manifest)                        # trainer: the file may be written again
+
+Several processes may take the same file over: `hold` says that one more needs it, and it is written again
+when all have released it.
 
 On Linux the file has no name (memfd), so that nothing is left behind however the processes end, and its size
 is not bounded by /dev/shm; the other process opens it as /proc/<trainer's pid>/fd/<number>. Elsewhere it is a
@@ -19,10 +24,12 @@ import os
 import shutil
 import struct
 import tempfile
+import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -41,42 +48,91 @@ class TransferError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in the file."""
+    """One tensor."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int  # bytes
+    offset: int  # bytes, in the file
     bytes: int
-    checksum: int  # `checksum(tensor)`
+    checksum: int  # `checksum(tensor)`; on a GPU `fingerprint(tensor)`
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the file at `path` holds: the weights of `version`. Small, and goes through pickle."""
+    """Which tensors the weights of `version` are. Small, and goes through pickle."""
 
     version: int
-    path: str
+    path: str  # of the file that holds them; empty: they are on a GPU
     entries: tuple[Entry, ...]
+    update: dict[str, Any] | None = None  # on a GPU: how vLLM's engine gets them, beside names, types, shapes
+    group: dict[str, Any] | None = None  # NCCL: a group that has to be joined first
 
     def checksums(self) -> dict[str, int]:
         """Checksums by tensor name: what who takes the weights over has to confirm."""
         return {entry.name: entry.checksum for entry in self.entries}
 
 
-class SharedWeights:
-    """The trainer's side: files in shared memory, each with the weights of one version.
+class WeightStore(ABC):
+    """The trainer's side: keeps versions of the weights until the generator's process has taken them over.
 
-    A file is written again once its version has been released, so there are as many as versions in use.
+        manifest = store.write(engine.weights(), 3)   a copy; the trainer goes on
+        told = store.offer(manifest, fail)            when its turn comes: what the process is told
+        store.finish(manifest)                        the process says that it has taken them over
+        store.release(manifest)                       nobody needs them any more
+
+    `write` and `close` are called by the trainer's thread, the others by the thread that carries jobs.
+    """
+
+    @abstractmethod
+    def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
+        """Copy `weights`. A tensor is whole only until the next is asked for (an engine that gathers it from
+        shards uses the memory again), so each is copied before that.
+
+        Raises:
+            RunError: there is not enough memory.
+        """
+
+    def offer(self, manifest: Manifest, fail: Callable[[], None]) -> Manifest:
+        """What the process is to be told about a version now. Where the trainer has to send, it begins to,
+        and calls `fail` from another thread where it cannot; `check` then says why.
+        """
+        return manifest
+
+    def finish(self, manifest: Manifest) -> None:  # noqa: B027
+        """The process has taken over what was offered."""
+
+    def check(self) -> None:  # noqa: B027
+        """Raise RunError where what was offered could not be sent."""
+
+    def forget(self) -> None:  # noqa: B027
+        """The process is gone, and whatever was being sent to it is given up."""
+
+    @abstractmethod
+    def release(self, manifest: Manifest) -> None:
+        """Nobody needs this version any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class SharedWeights(WeightStore):
+    """Files in shared memory, each with the weights of one version.
+
+    A file is written again once its version has been released by all that hold it, so there are as many as
+    versions in use.
     """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()  # of the next
+        self.holders: dict[str, int] = {}  # how many hold a file, by path
         self.files: dict[str, BinaryIO] = {}  # by path
         self.free: deque[str] = deque()  # paths; `release` may be called from another thread
         self.folder: str | None = None  # of files that have names
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
-        """Copy `weights`, one tensor at a time, into a file that is free.
+        """Copy `weights`, one tensor at a time, into a file that is free; each before the next is asked for.
 
         Raises:
             RunError: there is not enough shared memory.
@@ -104,7 +160,13 @@ class SharedWeights:
                 f"the weights of version {version} must fit into shared memory (the generator's process takes"
                 f" them from there), got: {problem}; free memory, or set generator.worker=false"
             ) from problem
+        self.holders[path] = 1
         return Manifest(version, path, tuple(entries))
+
+    def hold(self, manifest: Manifest) -> None:
+        """One more needs this version, and will release it."""
+        with self.lock:
+            self.holders[manifest.path] += 1
 
     def create(self) -> str:
         """One more file; returns the path at which any process of this user opens it."""
@@ -121,8 +183,11 @@ class SharedWeights:
         return path
 
     def release(self, manifest: Manifest) -> None:
-        """Nobody needs this version any more."""
-        self.free.append(manifest.path)
+        """One that held this version needs it no more."""
+        with self.lock:
+            self.holders[manifest.path] -= 1
+            if not self.holders[manifest.path]:
+                self.free.append(manifest.path)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -20,8 +20,10 @@ from transformers.utils import cached_file
 
 from rlhf.batch import Prompts, Rollouts
 from rlhf.errors import RunError, UserError
+from rlhf.generators.config import Transfer, local_ranks
 from rlhf.generators.generator import Sampling
-from rlhf.generators.transfer import Manifest, TransferError
+from rlhf.generators.gpu_transfer import CudaIpc, Nccl
+from rlhf.generators.transfer import Manifest, SharedWeights, TransferError, WeightStore
 from rlhf.seeding import derive
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class VLLMFactory:
     gpu: bool  # else on the CPU
     sleeps: bool  # give GPU memory back between requests
     in_flight: bool  # weights are loaded while requests run
+    transfer: str  # how weights come: shared_memory, ipc, nccl
     stop_ids: tuple[int, ...]
     pad_id: int
     seed: int  # of the run
@@ -60,22 +63,26 @@ class VLLMFactory:
 
 
 def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
-    """The GPUs of the generator, on a host with `gpus`, whose first ones the trainer has; none: the CPU.
+    """The GPUs of the generator, on a host with `gpus`, whose first ones the ranks have; none: the CPU.
+
+    With `per_rank` each rank's generator has GPUs of its own behind these, or shares the rank's; those of
+    replicas follow one another.
 
     Raises:
         UserError: there are not as many as that, or the trainer has one of them.
     """
-    size, name = config.tensor_parallel_size, config.name
+    size, name = config.gpus, config.name
     if gpus == 0:
-        if config.devices or size > 1:
+        if config.devices or (size := config.tensor_parallel_size) > 1:
             raise UserError(
                 "generator.devices must be null and generator.tensor_parallel_size 1 without GPUs (torch "
                 f"finds none), got {config.devices or 'null'} and {size}; set generator.devices=null "
                 "generator.tensor_parallel_size=1"
             )
         return ()
-    trainer = 0 if config.shares_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    devices = tuple(config.devices or range(trainer, trainer + size))
+    trainer = 0 if config.shares_gpu else local_ranks()
+    first = trainer + (int(os.environ.get("LOCAL_RANK", "0")) * size if config.per_rank else 0)
+    devices = tuple(config.devices or range(first, first + size))
     if max(devices) >= gpus or (trainer and min(devices) < trainer):
         own = f"; set generator={name}_colocated to share the trainer's" if trainer else ""
         raise UserError(
@@ -84,6 +91,45 @@ def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
             + f", got {list(devices)}{own}"
         )
     return devices
+
+
+def route(config: VLLMConfig, devices: tuple[int, ...], trainer: torch.device, nccl: bool) -> Transfer:
+    """How weights go from the trainer's device to vLLM's GPUs `devices` (none: the CPU).
+
+    Args:
+        config: of the generator.
+        devices: as `place` gives them.
+        trainer: the device of the policy that is trained.
+        nccl: whether torch has NCCL.
+
+    Raises:
+        UserError: they cannot go as generator.transfer says.
+    """
+    asked, gpus = config.transfer, bool(devices) and trainer.type == "cuda"
+    if asked is Transfer.auto:
+        if gpus and config.shares_gpu and len(devices) == 1:
+            return Transfer.ipc
+        alone = config.replicas == 1  # else all take one snapshot over
+        return Transfer.nccl if gpus and alone and not config.shares_gpu and nccl else Transfer.shared_memory
+    if asked is not Transfer.shared_memory and not gpus:
+        raise UserError(
+            "generator.transfer must be auto or shared_memory where trainer and vLLM are not both on GPUs "
+            f"(the trainer is on {trainer.type}, vLLM on {'cuda' if devices else 'cpu'}), got {asked.value}; "
+            "set generator.transfer=auto"
+        )
+    if asked is Transfer.nccl and not nccl:
+        raise UserError(
+            "generator.transfer must not be nccl where torch is built without NCCL, got nccl; "
+            "set generator.transfer=auto"
+        )
+    return asked
+
+
+def build_store(transfer: Transfer, trainer: torch.device, dtype: torch.dtype, workers: int) -> WeightStore:
+    """The trainer's side of a transfer to vLLM, which computes in `dtype` on so many GPUs."""
+    if transfer is Transfer.ipc:
+        return CudaIpc(trainer, dtype)
+    return Nccl(trainer, dtype, workers) if transfer is Transfer.nccl else SharedWeights()
 
 
 def visible(devices: tuple[int, ...], visible_now: str | None) -> str:
@@ -117,7 +163,7 @@ class VLLMSampler:
         if not settings.gpu:
             check_head_size(config)
         special: dict[str, Any] = {} if settings.gpu else on_cpu(settings)
-        self.sleeping = False
+        self.asleep: set[str] = set()  # parts of the GPU's memory that are given back
         self.llm = LLM(
             model=folder,
             runner="generate",
@@ -135,12 +181,13 @@ class VLLMSampler:
             generation_config="vllm",  # not the model's own
             logprobs_mode="processed_logprobs",  # at the sampling temperature
             enable_prefix_caching=True,  # the K samples of a prompt share it
-            weight_transfer_config=WeightTransferConfig(backend=NAME),
+            weight_transfer_config=WeightTransferConfig(backend=NAME.format(settings.transfer)),
             worker_extension_cls="rlhf.generators.vllm_worker.WorkerExtension",
             async_scheduling=False if settings.in_flight else None,  # no step under way when weights change
             **special,
         )
-        self.llm.init_weight_transfer_engine({"init_info": {}})
+        if settings.transfer != "nccl":  # whose group the first manifest names
+            self.llm.init_weight_transfer_engine({"init_info": {}})
         self.sleep()
 
     @property
@@ -153,6 +200,8 @@ class VLLMSampler:
         """Take the weights over through vLLM's weight transfer, and forget all prefixes; where requests are
         running, when these have ended.
 
+        The weights alone are awake then, which the next request needs, and not yet the cache.
+
         Returns checksums by name.
 
         Raises:
@@ -160,9 +209,11 @@ class VLLMSampler:
             RunError: vLLM reports another version than that, or keeps prefixes.
         """
         compare(manifest, *self.tensors)
-        self.wake()
+        self.wake("weights")
+        if manifest.group is not None:
+            self.llm.init_weight_transfer_engine({"init_info": manifest.group})
         self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {"manifest": manifest}})
+        self.llm.update_weights({"update_info": update_info(manifest)})
         self.llm.finish_weight_update(weight_version=str(manifest.version))
         if not self.llm.llm_engine.has_unfinished_requests():
             self.forget()
@@ -171,7 +222,6 @@ class VLLMSampler:
         taken: list[dict[str, int]] = self.llm.collective_rpc("taken_checksums")
         if any(other != taken[0] for other in taken):
             raise RunError(f"the workers of vLLM must hold the same tensors of version {manifest.version}")
-        self.sleep()
         return taken[0]
 
     def forget(self) -> None:
@@ -196,7 +246,7 @@ class VLLMSampler:
 
         assert self.version is not None, "nothing was loaded yet"
         start = time.perf_counter()
-        self.wake()
+        self.wake("weights", "kv_cache")
         unpadded = [
             ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         ]
@@ -256,19 +306,31 @@ class VLLMSampler:
 
     def sleep(self) -> None:
         """Give the GPU's memory back until `wake`: weights to RAM, prefixes forgotten."""
-        if self.settings.sleeps and not self.sleeping:
+        if self.settings.sleeps:
             self.llm.sleep(level=1)
-            self.sleeping = True
+            self.asleep = {"weights", "kv_cache"}
 
-    def wake(self) -> None:
-        """Take the GPU's memory again."""
-        if self.sleeping:
-            self.llm.wake_up()
-            self.sleeping = False
+    def wake(self, *parts: str) -> None:
+        """Take the GPU's memory for these parts again."""
+        if wanted := [part for part in parts if part in self.asleep]:
+            self.llm.wake_up(wanted)
+            self.asleep -= set(wanted)
 
     def close(self) -> None:
         """Stop vLLM; its memory goes with the process."""
         del self.llm
+
+
+def update_info(manifest: Manifest) -> dict[str, Any]:
+    """What the engine of vLLM is told that receives the weights."""
+    if manifest.update is None:
+        return {"manifest": manifest}
+    return {
+        "names": [entry.name for entry in manifest.entries],
+        "dtype_names": [str(entry.dtype).removeprefix("torch.") for entry in manifest.entries],
+        "shapes": [list(entry.shape) for entry in manifest.entries],
+        **manifest.update,
+    }
 
 
 def on_cpu(settings: VLLMFactory) -> dict[str, Any]:

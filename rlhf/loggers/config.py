@@ -28,7 +28,9 @@ class WandbConfig(Section):
 
     project: str = "rlhf"
     entity: str | None = None
-    mode: WandbMode = WandbMode.online
+    group: str | None = None
+    tags: list[str] | None = None
+    mode: WandbMode | None = None  # null: as the variable WANDB_MODE says, online where it says nothing
 
     def problems(self, cfg: Config) -> Iterator[str]:
         """The package is missing."""

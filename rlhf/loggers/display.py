@@ -15,7 +15,7 @@ from rlhf.loggers.logger import Logger, Row
 from rlhf.state import TrainState
 
 if TYPE_CHECKING:
-    from rlhf.evaluate import Evaluation
+    from rlhf.evaluators import Evaluation
 
 FIGURES = {  # what is shown of a row, under which short name
     "loss/policy": "loss",

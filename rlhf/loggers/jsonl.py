@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.folder import RunFolder, write_atomically
+from rlhf.folder import RunFolder, named, write_atomically
 from rlhf.loggers.logger import Logger, Row
 from rlhf.state import TrainState
 
 if TYPE_CHECKING:
-    from rlhf.evaluate import Evaluation
+    from rlhf.evaluators import Evaluation
 
 
 class JsonlLogger(Logger):
@@ -43,7 +43,7 @@ class JsonlLogger(Logger):
 
 def append(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write one JSON object a line at the end of `file`."""
-    with file.open("a", encoding="utf-8") as out:
+    with named(file), file.open("a", encoding="utf-8") as out:
         out.writelines(map(as_line, rows))
 
 

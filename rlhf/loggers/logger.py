@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rlhf.state import TrainState
 
 if TYPE_CHECKING:
-    from rlhf.evaluate import Evaluation
+    from rlhf.evaluators import Evaluation
 
 Row = dict[str, float]
 

@@ -10,11 +10,11 @@ from rlhf.loggers.logger import Logger, Row
 from rlhf.state import TrainState
 
 if TYPE_CHECKING:
-    from rlhf.evaluate import Evaluation
+    from rlhf.evaluators import Evaluation
 
 
 class TensorboardLogger(Logger):
-    """Scalars by update; after a resume, what was written beyond the checkpoint is hidden."""
+    """Scalars by update; what an earlier session wrote beyond the checkpoint is hidden."""
 
     def __init__(self, config: TensorboardConfig, folder: Path, state: TrainState) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -22,7 +22,7 @@ class TensorboardLogger(Logger):
         self.writer = SummaryWriter(
             folder / "tensorboard",
             flush_secs=config.flush_secs,
-            purge_step=state.update + 1 if state.update else None,
+            purge_step=state.update + 1 if state.update else 0,
         )
 
     def log(self, row: Row, state: TrainState) -> None:

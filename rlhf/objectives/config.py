@@ -110,6 +110,7 @@ class AlgoConfig(Section):
     supervised: ClassVar[bool] = False  # counts epochs and examples; needs generator=dataset
     min_samples: ClassVar[int] = 1
     critic: ClassVar[bool] = False  # a value model is trained beside the policy
+    keeps: ClassVar[int | None] = None  # samples of a prompt that are trained on; None: all K
 
     name: str = MISSING
     samples_per_prompt: int = 1
@@ -140,6 +141,7 @@ class DPOConfig(AlgoConfig):
     """Online DPO: best against worst of K samples. With `generator=dataset`: offline DPO on stored pairs."""
 
     min_samples: ClassVar[int] = 2
+    keeps: ClassVar[int | None] = 2
 
     name: str = "dpo"
     samples_per_prompt: int = 2
@@ -177,6 +179,7 @@ class BestOfKConfig(AlgoConfig):
     """Best-of-K fine-tuning: maximum likelihood of the best of K samples."""
 
     min_samples: ClassVar[int] = 2
+    keeps: ClassVar[int | None] = 1
 
     name: str = "bok"
     samples_per_prompt: int = 2
@@ -340,7 +343,7 @@ class PPOConfig(PolicyGradientConfig):
                 "algo.kl_coef must be > 0 with algo.kl_target (the coefficient moves by factors), got 0; "
                 "set algo.kl_coef=0.05"
             )
-        made = cfg.task.embedded and cfg.scorer.reads_reward
+        made = cfg.makes_models and cfg.scorer.reads_reward
         if self.value_from is ValueFrom.reward and not made and self.reward_model(cfg) is None:
             yield (
                 "model.reward must name a reward model for algo.value_from=reward (the value model starts as "

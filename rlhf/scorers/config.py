@@ -15,10 +15,10 @@ from rlhf.schema import Section, option, sections
 from rlhf.scorers.lookup import function_problem
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config import Config
+    from rlhf.ranks import Ranks
     from rlhf.scorers.scorer import Scorer
 
 
@@ -39,6 +39,11 @@ class ScorerConfig(Section):
     def source(self, cfg: Config) -> Hashable:
         """What scores, whatever its settings: two scorers of one source are one judge."""
         return self.name
+
+    @property
+    def described(self) -> str:
+        """What scores, in a word: the option, or the model or function that it names."""
+        return str(getattr(self, "path", None) or getattr(self, "url", None) or self.name)
 
     def key(self, cfg: Config) -> str:
         """Where this is in `cfg`: `scorer`, `gold`, `scorer.parts.<name>`."""
@@ -82,7 +87,7 @@ class ScorerConfig(Section):
             if at.startswith("gold") and (value := getattr(self, key)) is not None:
                 yield f"{at}.{key}={value:g} has no effect (a judge's scores are taken as they are)"
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer | None:
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
         """Make the scorer for rollouts in the policy's tokens; None: there is nothing to judge with."""
         raise NotImplementedError
 
@@ -127,11 +132,11 @@ class RewardModelScorerConfig(ScorerConfig):
                 f"null; set {at}.path=<hub name or folder>"
             )
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
         """Load the reward model, and its own tokenizer where that differs from the policy's."""
         from rlhf.scorers.reward_model import load_scorer
 
-        return load_scorer(self, cfg, tokenizer, device)
+        return load_scorer(self, cfg, tokenizer, ranks)
 
 
 @option("scorer", "facts")
@@ -141,7 +146,7 @@ class FactsScorerConfig(ScorerConfig):
 
     name: str = "facts"
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
         """Wrap the program."""
         from rlhf.scorers.scorer import TextScorer
         from rlhf.tasks.tldr_mini import gold_score
@@ -157,7 +162,7 @@ class AnswerScorerConfig(ScorerConfig):
     name: str = "answer"
     pattern: str = r"#### (\-?[0-9\.\,]+)"
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
         """Wrap the comparison of answers."""
         from rlhf.scorers.answers import answer_matches
         from rlhf.scorers.scorer import TextScorer
@@ -175,7 +180,7 @@ class LabelsScorerConfig(ScorerConfig):
 
     name: str = "labels"
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
         """Pass the labels on."""
         from rlhf.scorers.scorer import LabelsScorer
 
@@ -195,7 +200,7 @@ class NoScorerConfig(ScorerConfig):
         if self is cfg.scorer:
             yield "scorer must be one that scores (training needs scores), got none; set scorer=reward_model"
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> None:
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> None:
         """Nothing to judge with."""
 
 
@@ -237,13 +242,13 @@ class WeightedScorerConfig(ScorerConfig):
                     f"got {part.name}; set {key}=function"
                 )
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
         """Make every part."""
         from rlhf.scorers.weighted import WeightedScorer
 
         parts: dict[str, Scorer] = {}
         for name, part in self.parts.items():
-            scorer = part.build(cfg, tokenizer, device)
+            scorer = part.build(cfg, tokenizer, ranks)
             assert scorer is not None, "validated: every part scores"
             parts[name] = scorer
         return WeightedScorer(self, parts)
@@ -270,11 +275,11 @@ class FunctionScorerConfig(ScorerConfig):
         if problem := function_problem(f"{self.key(cfg)}.path", self.path):
             yield problem
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
         """Import the function."""
         from rlhf.scorers.function import FunctionScorer
 
-        return FunctionScorer(self, self.key(cfg), tokenizer)
+        return FunctionScorer(self, self.key(cfg), tokenizer, ranks)
 
 
 @option("scorer", "http")
@@ -320,11 +325,11 @@ class HttpScorerConfig(ScorerConfig):
                 f"got {self.timeout_s:g}; set {at}.timeout_s=60"
             )
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device) -> Scorer:
+    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
         """Get ready to ask; nothing is sent yet."""
         from rlhf.scorers.http import HttpScorer
 
-        return HttpScorer(self, self.key(cfg), tokenizer)
+        return HttpScorer(self, self.key(cfg), tokenizer, ranks)
 
 
 def url_problems(key: str, url: str | None, token_key: str) -> Iterator[str]:

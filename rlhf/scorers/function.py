@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.batch import Rollouts
 from rlhf.errors import RunError
+from rlhf.ranks import ALONE, Ranks
 from rlhf.scorers.config import FunctionScorerConfig
 from rlhf.scorers.lookup import load_function
 from rlhf.scorers.scorer import Scorer, as_score, flat_texts
@@ -27,12 +28,19 @@ class FunctionScorer(Scorer):
         config: its settings.
         key: where they are in the config.
         tokenizer: the policy's.
+        ranks: of which the first calls the function for all.
 
     Raises:
         UserError: the function is not there, or takes other arguments.
     """
 
-    def __init__(self, config: FunctionScorerConfig, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: FunctionScorerConfig,
+        key: str,
+        tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks = ALONE,
+    ) -> None:
         super().__init__(config)
         assert config.path is not None, "validated: a function is named"
         self.function = load_function(f"{key}.path", config.path, MANY if config.batched else ONE)
@@ -40,6 +48,7 @@ class FunctionScorer(Scorer):
         self.key = key
         self.name = f"{key}.path={config.path}"
         self.tokenizer = tokenizer
+        self.ranks = ranks
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """What the function gives [N, K].
@@ -47,6 +56,10 @@ class FunctionScorer(Scorer):
         Raises:
             RunError: it raised an exception, or gave what is no score.
         """
+        return self.ranks.from_first(lambda: self.given(rollouts))
+
+    def given(self, rollouts: Rollouts) -> Tensor:
+        """The same, asked for here."""
         texts = flat_texts(rollouts, self.tokenizer)
         N, K, _ = rollouts.response_ids.shape
         examples = [

@@ -17,6 +17,7 @@ from urllib3.util import Retry
 
 from rlhf.batch import Rollouts
 from rlhf.errors import RunError, UserError
+from rlhf.ranks import ALONE, Ranks
 from rlhf.scorers.config import HttpScorerConfig
 from rlhf.scorers.scorer import Scorer, as_score, flat_texts
 
@@ -31,9 +32,16 @@ class HttpScorer(Scorer):
         config: its settings.
         key: where they are in the config.
         tokenizer: the policy's.
+        ranks: of which the first asks for all.
     """
 
-    def __init__(self, config: HttpScorerConfig, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: HttpScorerConfig,
+        key: str,
+        tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks = ALONE,
+    ) -> None:
         super().__init__(config)
         assert config.url is not None, "validated: a service is named"
         self.url = config.url
@@ -43,6 +51,7 @@ class HttpScorer(Scorer):
         self.timeout_s = config.timeout_s
         self.retries = config.retries
         self.tokenizer = tokenizer
+        self.ranks = ranks
         self.session = new_session(config, key)
 
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -51,6 +60,10 @@ class HttpScorer(Scorer):
         Raises:
             RunError: it cannot be reached, refuses, or answers something else than scores.
         """
+        return self.ranks.from_first(lambda: self.answers(rollouts))
+
+    def answers(self, rollouts: Rollouts) -> Tensor:
+        """The same, asked for here."""
         prompts, responses, references = flat_texts(rollouts, self.tokenizer)
 
         def ask(start: int) -> list[float]:

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf.batch import Rollouts
 from rlhf.config import Config, Dtype
 from rlhf.infer import infer
-from rlhf.models import RewardModel, load_reward_model, load_tokenizer
+from rlhf.models import RewardModel, load_reward_model, load_tokenizer, same_tokens
+from rlhf.ranks import Ranks
 from rlhf.scorers.config import RewardModelScorerConfig
 from rlhf.scorers.scorer import Scorer, response_texts
 from rlhf.tasks.completions import encode_completions, encode_prompts
@@ -22,10 +23,11 @@ class RewardModelScorer(Scorer):
 
     Args:
         config: its settings.
-        model: the reward model.
+        model: the reward model, where the backend has placed it.
         tokenizer: the policy's.
         own_tokenizer: the reward model's, where it is another: prompts and responses are then tokenized
             anew for it alone; None where token ids can be passed on as they are.
+        ranks: which divide the work.
     """
 
     def __init__(
@@ -34,22 +36,22 @@ class RewardModelScorer(Scorer):
         model: RewardModel,
         tokenizer: PreTrainedTokenizerBase,
         own_tokenizer: PreTrainedTokenizerBase | None,
-        device: torch.device,
+        ranks: Ranks,
         dtype: Dtype,
     ) -> None:
         super().__init__(config)
-        self.model = model.to(device).requires_grad_(False)
+        self.model = model
         self.tokenizer = tokenizer
         self.own_tokenizer = own_tokenizer
         self.batch_size = config.batch_size
-        self.device = device
+        self.ranks = ranks
         self.dtype = dtype
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """The rewards [N, K]."""
         if self.own_tokenizer is not None:
             rollouts = self.retokenize(rollouts, self.own_tokenizer)
-        return infer(self.model, rollouts, "rewards", self.batch_size, self.device, self.dtype)
+        return infer(self.model, rollouts, "rewards", self.batch_size, self.ranks, self.dtype)
 
     def retokenize(self, rollouts: Rollouts, own: PreTrainedTokenizerBase) -> Rollouts:
         """The same texts in the reward model's tokens; only a response that had ended gets an EOS."""
@@ -59,7 +61,7 @@ class RewardModelScorer(Scorer):
 
 
 def load_scorer(
-    config: RewardModelScorerConfig, cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device
+    config: RewardModelScorerConfig, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks
 ) -> RewardModelScorer:
     """The reward model at `config.path`, or at `model.reward`."""
     path, key = (
@@ -73,12 +75,11 @@ def load_scorer(
     }
     model = load_reward_model(path, getattr(torch, cfg.model.dtype.value), **options)
     own = load_tokenizer(path, cfg.model.pad_token, cfg.model.trust_remote_code, key)
-    same = own.get_vocab() == tokenizer.get_vocab() and own.eos_token_id == tokenizer.eos_token_id
     return RewardModelScorer(
         config,
-        RewardModel(model, cfg.model.shared_prefix),
+        cfg.backend.place(RewardModel(model, cfg.model.shared_prefix), ranks),
         tokenizer,
-        None if same else own,
-        device,
+        None if same_tokens(own, tokenizer) else own,
+        ranks,
         cfg.model.dtype,
     )

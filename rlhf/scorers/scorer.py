@@ -24,8 +24,18 @@ class Scorer(ABC):
         """The scores [N, K], float32, as the judge gives them."""
 
     def __call__(self, rollouts: Rollouts) -> Batch:
-        """The rollouts with scores, as training sees them."""
-        return rollouts.extend(Batch, scores=self.at_end(self.score(rollouts), rollouts.ended))
+        """The rollouts with scores, as training sees them.
+
+        Those that were scored ahead (`rlhf/generators/annotated.py`) have them, and are passed on.
+        """
+        if isinstance(rollouts, Batch):
+            return rollouts
+        scores, parts = self.training_scores(rollouts)
+        return rollouts.extend(Batch, scores=scores, parts=parts)
+
+    def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """The scores [N, K], a missing end accounted for; and those of their parts, where they have any."""
+        return self.at_end(self.score(rollouts), rollouts.ended), None
 
     def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
         """The scores [N, K], those of responses that have not `ended` ([N, K] bool) replaced or lowered."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch, Rollouts
+from rlhf.batch import Rollouts
 from rlhf.scorers.config import WeightedScorerConfig
 from rlhf.scorers.scorer import Scorer
 
@@ -26,10 +26,10 @@ class WeightedScorer(Scorer):
         """The weighted sum [N, K] of the scores as the parts give them."""
         return self.total({name: part.score(rollouts) for name, part in self.parts.items()})
 
-    def __call__(self, rollouts: Rollouts) -> Batch:
-        """The rollouts with the scores of the parts and their sum, a missing end accounted for in both."""
-        parts = {name: part(rollouts).scores for name, part in self.parts.items()}
-        return rollouts.extend(Batch, scores=self.at_end(self.total(parts), rollouts.ended), parts=parts)
+    def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of the parts and their scores, [N, K] each, a missing end accounted for in both."""
+        parts = {name: part.training_scores(rollouts)[0] for name, part in self.parts.items()}
+        return self.at_end(self.total(parts), rollouts.ended), parts
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         """The weighted sum [N, K] of scores by part."""

@@ -99,6 +99,10 @@ class EmbeddedTaskConfig(TaskConfig):
         """Make the tokenizer of this task's vocabulary."""
         raise NotImplementedError
 
+    def vocabulary_size(self) -> int:
+        """How many tokens that tokenizer knows, told without making it."""
+        raise NotImplementedError
+
     def problems(self, cfg: Config) -> Iterator[str]:
         """Sizes that leave a split empty."""
         yield from TaskConfig.problems(self, cfg)
@@ -137,6 +141,13 @@ class TLDRMiniConfig(EmbeddedTaskConfig):
         from rlhf.tasks.tldr_mini import build_tokenizer
 
         return build_tokenizer()
+
+    def vocabulary_size(self) -> int:
+        """The words of the generator, and the special tokens."""
+        from rlhf.tasks.tldr_mini import vocabulary
+        from rlhf.tasks.words import SPECIAL
+
+        return len(SPECIAL) + len(vocabulary())
 
 
 @option("task", "tldr")
@@ -225,6 +236,75 @@ class ArithmeticConfig(EmbeddedTaskConfig):
         from rlhf.tasks.arithmetic import build_tokenizer
 
         return build_tokenizer()
+
+    def vocabulary_size(self) -> int:
+        """The words of the generator, and the special tokens."""
+        from rlhf.tasks.arithmetic import vocabulary
+        from rlhf.tasks.words import SPECIAL
+
+        return len(SPECIAL) + len(vocabulary())
+
+
+@option("task", "chat")
+@dataclass(kw_only=True, slots=True)
+class ChatConfig(TaskConfig):
+    """Dialogues whose last turn is the reference, as in No Robots (Rajani et al., 2023)."""
+
+    prompt_columns: ClassVar[tuple[str, ...]] = ("messages",)
+
+    name: str = "chat"
+    prompts_name: str = "HuggingFaceH4/no_robots"
+    preferences_name: str | None = (
+        None  # hub name of pairs: prompt, chosen, rejected, prompts as written here
+    )
+    validation_split: str = "test"  # what the dialogues call it
+    turn: str = "<|{role}|>\n{content}\n"  # how a turn of a dialogue is written
+    reply: str = "<|assistant|>\n"  # what a prompt ends with
+
+    def needs(self, cfg: Config) -> Iterator[Need]:
+        """The same, with the dialogues' own name of the split, and pairs that are never beside them."""
+        for key, folder, columns, splits, reason in TaskConfig.needs(self, cfg):
+            if columns == self.prompt_columns:
+                yield key, folder, columns, ("train", self.validation_split), reason
+            elif key != "task.path":
+                yield key, folder, columns, splits, reason
+
+    def problems(self, cfg: Config) -> Iterator[str]:
+        """A turn without its content, and pairs that are not named."""
+        yield from TaskConfig.problems(self, cfg)
+        for field in ("{role}", "{content}"):
+            if field not in self.turn:
+                yield (
+                    f"task.turn must contain {field} (each turn of a dialogue is written by it), "
+                    f"got {self.turn!r}; set 'task.turn=\"<|{{role}}|>\\n{{content}}\\n\"'"
+                )
+        named = self.preferences_path or self.preferences_name
+        if cfg.data.name == "preferences" and named is None and not cfg.stand_ins:
+            yield (
+                "task.preferences_path must name a folder of preference pairs for task=chat (No Robots has "
+                "none), got null; set task.preferences_path=<folder> or task.preferences_name=<hub name>"
+            )
+
+    def source(self) -> Source:
+        """The dialogues of the hub, or of a local folder, and pairs where they are named."""
+        from rlhf.tasks.chat import ChatSource
+        from rlhf.tasks.source import Stored
+
+        dialogues = Stored(key="task.prompts_name", place=self.prompts_name)
+        if self.path is not None:
+            dialogues = Stored(key="task.path", place=self.path)
+        pairs = None
+        if self.preferences_path is not None:
+            pairs = Stored(key="task.preferences_path", place=self.preferences_path)
+        elif self.preferences_name is not None:
+            pairs = Stored(key="task.preferences_name", place=self.preferences_name)
+        return ChatSource(
+            dialogues=dialogues,
+            pairs=pairs,
+            validation_split=self.validation_split,
+            turn=self.turn,
+            reply=self.reply,
+        )
 
 
 @option("task", "preferences")

@@ -43,8 +43,8 @@ class Stored:
         """The splits that a local folder holds."""
         return list(split_columns(Path(self.place).expanduser()))
 
-    def load(self, split: str, columns: Sequence[str]) -> Dataset:
-        """The columns `columns` (all of text) of one split.
+    def load(self, split: str, columns: Sequence[str], texts: bool = True) -> Dataset:
+        """The columns `columns` of one split, all of text unless `texts` is False.
 
         Raises UserError where the folder, the split or a column is missing, or a column does not hold texts.
         """
@@ -56,7 +56,7 @@ class Stored:
                 f"{self.place} "
                 f"with {', '.join(dataset.column_names)}; rename or add {', '.join(missing)}"
             )
-        for column in columns:
+        for column in columns if texts else ():
             kind = getattr(dataset.features[column], "dtype", "a nested type")
             if kind not in ("string", "large_string"):
                 raise UserError(

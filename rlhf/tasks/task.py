@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Collection, Iterator
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.batch import Prompts
 from rlhf.errors import UserError
+from rlhf.generations import vocabulary
 from rlhf.objectives.config import Data
 from rlhf.seeding import derive
 from rlhf.tasks.completions import pad_prompts
@@ -27,9 +30,9 @@ END_TEXTS = ("<|endoftext|>",)  # ends that published data sets spell out, whate
 class Task:
     """Training batches and held-out examples of one source.
 
-    Prompts are tokenized once, at construction; those longer than `max_prompt_tokens` are left out, with a
-    logged count. Batches depend on (seed, number of the batch) alone, so a run goes on at any batch without
-    replaying the ones before.
+    Training prompts are tokenized once, when they are first asked for; those longer than `max_prompt_tokens`
+    are left out, with a logged count. Batches depend on (seed, number of the batch) alone, so a run goes on
+    at any batch without replaying the ones before.
     """
 
     def __init__(
@@ -54,12 +57,22 @@ class Task:
         self.prompts_per_update = prompts_per_update  # N, over all ranks
         self.max_prompt_tokens = max_prompt_tokens
         self.seed = seed
-        self._train = self._examples("train", data)
         self._order = lru_cache(maxsize=2)(self._permutation)  # a batch spans two epochs at most, mostly
+
+    @cached_property
+    def _train(self) -> Dataset:
+        return self._examples("train", self.data)
 
     def __len__(self) -> int:
         """Training examples that are not too long."""
         return len(self._train)
+
+    def fingerprint(self) -> str:
+        """16 hex digits of the training examples: their rows, texts and completions, and the vocabulary."""
+        digest = xxhash.xxh3_64(vocabulary(self.tokenizer.get_vocab()).encode())
+        for rows in self._train.remove_columns("ids").iter(1000):  # the ids follow from the texts
+            digest.update(json.dumps(rows, sort_keys=True).encode())
+        return digest.hexdigest()
 
     def prompts(self, start: int = 0) -> Iterator[Prompts]:
         """Training batches of N examples without end, beginning with batch number `start`.
@@ -87,6 +100,18 @@ class Task:
                 "the split %s has %d examples, fewer than the %d asked for", split, len(examples), count
             )
         return self._batch(examples[: min(count, len(examples))])
+
+    def by_length(self, split: str, size: int, done: Collection[int] = ()) -> tuple[int, Iterator[Prompts]]:
+        """How many examples a split has but the rows `done`, and these in batches of at most `size`, the
+        longest first.
+        """
+        examples = self._examples(split, self.data)
+        texts = zip(examples["text"], examples["completions"], strict=True)
+        lengths = [len(text) + max(map(len, completions)) for text, completions in texts]
+        rows = [i for i, row in enumerate(examples["index"]) if row not in done]
+        rows.sort(key=lambda i: -lengths[i])  # so that one too long for the memory is met at once
+        parts = (rows[first : first + size] for first in range(0, len(rows), size))
+        return len(rows), (self._batch(examples[part]) for part in parts)
 
     def _permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng(derive(self.seed, "order of examples", epoch)).permutation(len(self))

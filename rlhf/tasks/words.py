@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-EOS, PAD, UNK = "<|endoftext|>", "<|padding|>", "<|unknown|>"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SPECIAL = EOS, PAD, UNK = "<|endoftext|>", "<|padding|>", "<|unknown|>"
 
 
 def word_tokenizer(vocabulary: Sequence[str], pattern: str) -> PreTrainedTokenizerFast:
@@ -16,7 +19,9 @@ def word_tokenizer(vocabulary: Sequence[str], pattern: str) -> PreTrainedTokeniz
 
     Words are to carry the space before them, so that decoding gives back the very text that was encoded.
     """
-    tokens = [EOS, PAD, UNK, *vocabulary]
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [*SPECIAL, *vocabulary]
     words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNK))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     words.decoder = decoders.Fuse()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from rlhf.errors import RunError, UserError
 from rlhf.folder import COMPLETE
+from rlhf.signals import interruptible
 
 
 def run_folders(tmp_path: Path) -> list[str]:
@@ -142,12 +145,6 @@ def test_an_error_that_a_run_explains_has_no_traceback(command, error, code):
     assert answer.code == code and answer.err in ("error: model.policy must fit\n", "error: stopped\n")
 
 
-def test_in_a_sweep_the_other_jobs_go_on(command):
-    answer = command("-m", "seed=1,2", during=fail(UserError("model.policy must fit")))
-    assert answer.code == 2 and [cfg.seed for cfg, _ in answer.runs] == [1, 2]
-    assert "seed=1" in answer.err and answer.err.endswith("error: model.policy must fit\n")
-
-
 def test_a_defect_keeps_its_traceback(command):
     with pytest.raises(ZeroDivisionError):
         command(during=lambda cfg, folder: 1 / 0)
@@ -157,6 +154,30 @@ def test_a_defect_keeps_its_traceback(command):
 
 def test_interruption_exits_with_130(command):
     assert command(during=fail(KeyboardInterrupt())).code == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_command_with_75(command, number):
+    answer = command(during=lambda cfg, folder: signal.raise_signal(number))
+    assert answer.code == os.EX_TEMPFAIL == 75 and "Traceback" not in answer.err
+    assert answer.err.startswith(f"interrupted by {number.name}") and "the same command goes on" in answer.err
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_ends_a_sweep_and_the_jobs_that_are_left_are_not_started(command):
+    answer = command("-m", "seed=1,2", during=lambda cfg, folder: signal.raise_signal(signal.SIGTERM))
+    assert answer.code == os.EX_TEMPFAIL and [cfg.seed for cfg, _ in answer.runs] == [1]
+
+    def finishes_nevertheless(cfg, folder):
+        with interruptible() as interruption:
+            interruption.defer()
+            signal.raise_signal(signal.SIGTERM)
+        return finish(cfg, folder)
+
+    answer = command("-m", "seed=1,2", during=finishes_nevertheless)
+    assert answer.code == os.EX_TEMPFAIL
+    assert [folder.finished() is not None for _, folder in answer.runs] == [True, False]
+    assert command("seed=3", during=finishes_nevertheless).code == 0, "nothing is left to go on with"
 
 
 def test_exit_codes_of_the_run_pass_through(command):

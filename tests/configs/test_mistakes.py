@@ -52,7 +52,7 @@ MISTAKES = {  # what is typed: what the message must hold
     "scorer@gold=fact": ["scorer@gold must be one of", "did you mean scorer@gold=facts?"],
     "logger=[wandb,foo]": ["logger must be one of jsonl, tensorboard, wandb, got 'foo'"],
     "logger.wandb.project=x": ["logger.wandb.project needs the logger wandb", "add logger=wandb"],
-    "logger=wandb logger.wandb.mode=of": ["must be one of online, offline, got 'of'"],
+    "logger=wandb logger.wandb.mode=of": ["must be one of online, offline or null, got 'of'"],
     "tuned=x": ["tuned must be one of", "got 'x'; write ~tuned"],
     "debug=null": ["debug must be an option, got null; write ~debug"],
     "experiment=nope": ["experiment must be one of", "got 'nope'"],

@@ -46,17 +46,6 @@ def test_every_scorer_serves_as_judge(option):
 
 
 @pytest.mark.parametrize(
-    "file", sorted((conf_dir() / "experiment").glob("*.yaml")), ids=lambda file: file.stem
-)
-def test_experiment_is_a_sound_run_and_says_what_it_takes(file):
-    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        typed(hydra.compose("config", [f"experiment={file.stem}"]))
-    opening = file.read_text().split("defaults:")[0]
-    for word in ("Paper:", "Hardware:", "Time:", "Metric:", f"python -m rlhf.train experiment={file.stem}"):
-        assert word in opening
-
-
-@pytest.mark.parametrize(
     "overrides", [[], ["algo=sft"], ["algo=reward"], ["generator=dataset"], ["debug=tiny"]]
 )
 def test_the_runs_of_the_readme_are_sound(overrides):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 
 from rlhf import validate
 from rlhf.compose import compose
+from rlhf.engines.config import TorchConfig
+from rlhf.folder import run_name
 from rlhf.generators import config as generators
 
 STORED = "generator=dataset"
@@ -60,12 +63,31 @@ PROBLEMS = {  # overrides: what one of the problems must hold
     "model.context=100": "must be <= 100",
     "model.heads=3": "model.hidden_size must be divisible by model.heads",
     "model.heads=0": "model.hidden_size must be divisible by model.heads",
+    "model.lora.rank=-1": "model.lora.rank must be >= 0",
+    "model.lora.rank=4 model.lora.alpha=0": "model.lora.alpha must be >= 1",
+    "model.lora.rank=4 model.lora.targets=[]": "model.lora.targets must name a layer",
+    "algo=sft model.lora.rank=4": "model.lora.rank must be 0 for algo=sft without model.base",
+    "model.dtype=float16 backend.device=cpu": "model.dtype must be float32 or bfloat16 without a GPU",
     "task=tldr": "model.policy must name a model for task=tldr (only embedded tasks make their own)",
     "generator.top_p=0.9": "generator.top_p must be off for training",
     "generator.threads=0": "generator.threads must be >= 1",
+    "generator.replicas=0": "generator.replicas must be >= 1",
+    "generator.replicas=2": "set schedule.max_lag=2 or generator.replicas=1",
+    "schedule.max_lag=2 generator.replicas=4": "generator.replicas must be <= schedule.max_lag + 1",
+    "generator.worker=true generator.replicas=2": "generator.replicas must be <= schedule.max_lag + 1",
+    "schedule.max_lag=2 generator.worker=false generator.replicas=2": "generator.replicas must be 1 without",
+    "schedule.max_lag=2 generator.replicas=2 generator.per_rank=true": "generator.per_rank must be false",
+    "schedule.max_lag=2 generator.replicas=2 generator.threads=9999": "+ 9999 x 2 on",
+    "generator=vllm_colocated generator.replicas=2": "generator.replicas must be 1 with generator=vllm_coloc",
+    "generator=vllm schedule.max_lag=2 generator.replicas=2 generator.transfer=nccl": "with "
+    "generator.replicas above 1 (all take one snapshot",
+    "generator=vllm schedule.max_lag=2 generator.replicas=2 generator.devices=[1]": "as "
+    "generator.tensor_parallel_size x generator.replicas says (2,",
     "generator.start_limit_s=0": "generator.start_limit_s must be >= 1",
     "generator.request_limit_s=0": "generator.request_limit_s must be >= 1",
     "generator.restarts=-1": "generator.restarts must be >= 0",
+    "generator.annotate=true": "generator.annotate must be null or false without a generator in a process",
+    "generator.annotate=true schedule.max_lag=1 generator.worker=false": "generator.annotate must be null or",
     "schedule.max_lag=1 generator.threads=9999": "backend.threads + generator.threads must be <= the cores",
     "schedule.max_lag=1 backend.threads=9999": "set backend.threads=null",
     "generator.temperature=0": "generator.temperature must be > 0",
@@ -92,8 +114,14 @@ PROBLEMS = {  # overrides: what one of the problems must hold
 
 WARNINGS = {
     "scorer=facts": "scorer and scorer@gold are the same (facts)",
+    "model.lora.targets=[dense]": "model.lora.targets has no effect with model.lora.rank=0",
+    "model.lora.alpha=8": "model.lora.alpha has no effect with model.lora.rank=0",
+    "model.lora.modules_to_save=[lm_head]": "model.lora.modules_to_save has no effect",
     "generator.threads=1": "generator.threads=1 has no effect without a process of its own",
     "schedule.max_lag=1 generator.worker=false generator.threads=1": "generator.threads=1 has no effect",
+    "generator.annotate=true generator.worker=true": "generator.annotate=true saves no time",
+    "schedule.max_lag=1 generator.replicas=2": "schedule.max_lag=2 keeps all busy",
+    "schedule.max_lag=999 generator.replicas=1000": "as many processes are at work at the same time",
     "algo=sft schedule.epochs=2": "schedule.epochs=2 repeats each batch",
     "algo=sft model.reference=x/y": "model.reference has no effect with algo=sft",
     "schedule.total_episodes=256 schedule.max_lag=2": "schedule.max_lag=2 is never reached in a run of 2",
@@ -128,6 +156,8 @@ def test_warning_is_given_and_is_no_problem(overrides):
         "schedule.minibatches=64",
         "schedule.max_lag=1 generator.threads=1 backend.threads=1",
         "generator.worker=true generator.threads=9999 backend.threads=9999",
+        "schedule.max_lag=1 generator.annotate=true",
+        "generator.annotate=false",
         "algo=ppo algo.value_from=policy scorer=facts scorer@gold=none",
         "algo=ppo algo.correction.kind=decoupled schedule.max_lag=1 schedule.epochs=2",
         "algo=sft schedule.total_episodes=6400",
@@ -138,6 +168,30 @@ def test_warning_is_given_and_is_no_problem(overrides):
 def test_sound_runs_have_neither_problems_nor_warnings(overrides):
     cfg = compose(overrides.split())
     assert not validate.problems(cfg) and not validate.warnings(cfg)
+
+
+def test_adapters_need_peft(monkeypatch):
+    cfg = compose(["model.lora.rank=4"])
+    assert not validate.problems(cfg)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (problem,) = validate.problems(cfg)
+    assert "model.lora.rank needs PEFT" in problem and "pip install 'rlhf[lora]'" in problem
+
+
+def test_float16_needs_a_backend_that_scales_the_loss(monkeypatch):
+    cfg = compose(["model.dtype=float16"])
+    assert not validate.problems(cfg)
+    monkeypatch.setattr(TorchConfig, "scales_loss", False)
+    assert "model.dtype must be float32 or bfloat16 with backend=torch" in validate.problems(cfg)[0]
+
+
+def test_recomputing_changes_no_figure_and_so_not_the_name_of_a_run():
+    names = {
+        run_name(compose([f"model.gradient_checkpointing={on}", f"model.lora.rank={rank}"]))
+        for on in ("false", "true")
+        for rank in (0, 4)
+    }
+    assert len(names) == 2
 
 
 @pytest.mark.parametrize("key", ["lr=-1", "lr=0"])
@@ -175,7 +229,7 @@ def test_sizes_are_derived_before_anything_is_loaded():
         "backend.micro_batch=16",
         "schedule.total_episodes=1280",
     ]
-    rows = dict(validate.describe(compose([*words, "schedule.eval_every=0.5", "schedule.save_every=4"])))
+    rows = dict(validate.counts(compose([*words, "schedule.eval_every=0.5", "schedule.save_every=4"])))
     assert rows == {
         "episodes per update": "128 = 64 prompts x 2 samples",
         "updates": "10 = 1,280 episodes / 128",
@@ -191,6 +245,10 @@ def test_the_share_of_the_cores_is_told_where_two_processes_work():
         validate.describe(compose(["schedule.max_lag=1", "backend.threads=1", "generator.threads=1"]))
     )
     assert rows["CPU threads"] == "1 of the trainer, 1 of the generator's process"
+    rows = dict(
+        validate.describe(compose(["schedule.max_lag=2", "generator.replicas=2", "generator.threads=1"]))
+    )
+    assert rows["CPU threads"].endswith(" of the trainer, 1 of each of 2 generator processes")
 
 
 def test_sizes_of_a_run_in_epochs_follow_from_the_size_of_the_data():
@@ -218,6 +276,11 @@ def test_sizes_of_a_run_in_epochs_follow_from_the_size_of_the_data():
         ("schedule.max_lag=1 backend.threads=1 generator.threads=2", "", 1, 2),
         ("schedule.max_lag=1", "1", 1, 1),
         ("schedule.max_lag=1", "6,2", 3, 3),
+        ("schedule.max_lag=3 generator.replicas=3", "", 2, 2),
+        ("schedule.max_lag=4 generator.replicas=4", "", 4, 1),
+        ("schedule.max_lag=3 generator.replicas=3 backend.threads=4", "", 4, 1),
+        ("schedule.max_lag=3 generator.replicas=3 generator.threads=2", "", 2, 2),
+        ("schedule.max_lag=20 generator.replicas=20", "", 1, 1),
         ("generator.worker=true", "", None, 8),
         ("schedule.max_lag=1 generator.worker=false", "", None, None),
     ],

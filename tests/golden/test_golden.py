@@ -16,6 +16,7 @@ from rlhf.models import ActorCritic, Policy, ValueModel, load_causal_lm, load_re
 from rlhf.objectives.config import DPOConfig, Scale, Ties
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import Objective
+from rlhf.ranks import ALONE
 from rlhf.schema import SCHEMAS
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
@@ -82,7 +83,7 @@ def golden_engine(optim: OptimConfig, micro_batch: int = 16, critic: bool = Fals
         total_steps=100,
         steps_per_batch=1,
         micro_batch=micro_batch,
-        device=torch.device("cpu"),
+        ranks=ALONE,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from rlhf.compose import compose
 from rlhf.config import Config
@@ -31,6 +32,16 @@ def tiny(cache_dir) -> Callable[..., Config]:
 def command(cache_dir, tmp_path) -> list[str]:
     """The words of the same run on a command line."""
     return [*TINY, f"cache_dir={cache_dir}", f"output_dir={tmp_path}"]
+
+
+def assert_same_end(a: RunFolder, b: RunFolder) -> None:
+    """Two runs have the same rows, the same completions and the same final weights, bit for bit."""
+    assert a.finished() and b.finished()
+    assert rows(a) == rows(b)
+    assert a.completions.read_text() == b.completions.read_text()
+    one, other = (safe_open(each.model / "model.safetensors", "pt") for each in (a, b))
+    assert one.keys() == other.keys()
+    assert all(one.get_tensor(name).equal(other.get_tensor(name)) for name in one.keys())  # noqa: SIM118
 
 
 def rows(folder: RunFolder | Path) -> list[dict]:

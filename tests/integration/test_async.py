@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,16 +21,28 @@ from rlhf.errors import RunError
 from rlhf.folder import RunFolder, run_name
 from rlhf.generators.generator import Sampling
 from rlhf.generators.hf import HFGenerator, HFSampler, HFSamplerFactory
+from rlhf.generators.replicas import Replica
 from rlhf.generators.transfer import TransferError, checksum
-from rlhf.generators.worker import Limits, WorkerGenerator
+from rlhf.generators.worker import WorkerGenerator
 from rlhf.metrics import Timer
 from rlhf.run import run
+from rlhf.scorers.reward_model import RewardModelScorer
+from rlhf.signals import SIGNALS
 from rlhf.stream import Stream
+from rlhf.worker import Limits, Worker
 from tests.integration.conftest import rows
 from tests.unit.tiny_models import KINDS, tiny_lm, tiny_rollouts
 
 SEED, STOP, PAD, BATCH = 7, 3, 0, 8
 RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "schedule.max_lag=1"]
+
+
+REPLICAS = [
+    "schedule.total_episodes=96",
+    "schedule.save_every=3",
+    "schedule.eval_every=3",
+    "schedule.max_lag=2",
+]
 
 
 class Tokens:
@@ -142,17 +155,19 @@ def undisturbed(cache_dir, tmp_path_factory):
 
 
 def figures(folder):
-    """Rows, without the count of restarts."""
-    return [{k: v for k, v in row.items() if not k.startswith("generator/")} for row in rows(folder)]
+    """Rows, without the counts of restarts."""
+    return [{k: v for k, v in row.items() if not k.endswith("/restarts")} for row in rows(folder)]
 
 
-def test_a_run_samples_in_a_process_of_its_own_and_says_so(undisturbed):
+def test_a_run_samples_and_annotates_in_processes_of_their_own_and_says_so(undisturbed):
     updates = [json.loads(line) for line in undisturbed.metrics.read_text().splitlines()]
     updates = [row for row in updates if "lr" in row]
     assert [row["lag"] for row in updates] == [0, 1, 1, 1, 1]
-    assert all(row["generator/restarts"] == 0 and row["time/generate_s"] > 0 for row in updates)
-    assert (undisturbed.path / "generator.log").exists()
-    assert "starting the generator's process" in undisturbed.log.read_text()
+    assert all(row["generator/restarts"] == row["annotator/restarts"] == 0 for row in updates)
+    assert all(row["time/generate_s"] > 0 and row["time/annotate_ahead_s"] > 0 for row in updates)
+    for name in PROCESSES:
+        assert (undisturbed.path / f"{name}.log").exists()
+        assert f"starting the {name}'s process" in undisturbed.log.read_text()
 
 
 def test_two_equal_runs_give_equal_rows(undisturbed, tiny, tmp_path):
@@ -165,7 +180,7 @@ def test_two_equal_runs_give_equal_rows(undisturbed, tiny, tmp_path):
 def test_the_same_schedule_in_line_gives_the_same_completions_and_figures(undisturbed, tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
     run(tiny(*RUN, "generator.worker=false"), folder)
-    assert not (folder.path / "generator.log").exists()
+    assert not any((folder.path / f"{name}.log").exists() for name in PROCESSES)
     for a, b in zip(figures(folder), figures(undisturbed), strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
     told = [
@@ -173,6 +188,58 @@ def test_the_same_schedule_in_line_gives_the_same_completions_and_figures(undist
         for file in (folder.completions, undisturbed.completions)
     ]
     assert told[0] == told[1]
+
+
+@pytest.fixture(scope="module")
+def of_one(cache_dir, tmp_path_factory):
+    """A run with a lag of 2 and one generator."""
+    from rlhf.compose import compose
+    from tests.integration.conftest import TINY
+
+    folder = RunFolder(tmp_path_factory.mktemp("of_one"))
+    run(compose([*TINY, f"cache_dir={cache_dir}", *REPLICAS]), folder)
+    return folder
+
+
+def test_two_replicas_give_the_tokens_and_figures_of_one(of_one, tiny, tmp_path, monkeypatch):
+    submit, asked = Replica.submit, []
+
+    def noted(self, prompts, sampling):
+        asked.append((sampling.purpose, sampling.request, self.log.name))
+        return submit(self, prompts, sampling)
+
+    monkeypatch.setattr(Replica, "submit", noted)
+    folder, before = RunFolder(tmp_path / "run"), workers(os.getpid())
+    run(tiny(*REPLICAS, "generator.replicas=2"), folder)
+    logs = ["generator.log", "generator-replica1.log"]
+    assert [each for each in asked if each[0] == "train"] == [("train", t, logs[t % 2]) for t in range(6)]
+    assert all((folder.path / name).exists() for name in logs) and workers(os.getpid()) == before
+    assert [row["lag"] for row in rows(folder) if "lr" in row] == [0, 1, 2, 2, 2, 2]
+    assert figures(folder) == figures(of_one)
+    assert folder.completions.read_text() == of_one.completions.read_text()
+
+
+def test_replicas_may_be_killed_and_their_number_changed_between_sessions(
+    of_one, tiny, tmp_path, monkeypatch
+):
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(of_one.path, folder.path)
+    folder.state.unlink()  # as if it had been lost after its last checkpoint, that of update 3
+    submit, killed = Replica.submit, []
+
+    def submit_and_kill(self, prompts, sampling):
+        future = submit(self, prompts, sampling)
+        if sampling.purpose == "train" and not killed:
+            wait_for(lambda: self.process is not None)
+            os.kill(self.process.pid, signal.SIGKILL)
+            killed.append(self.process.pid)
+        return future
+
+    monkeypatch.setattr(Replica, "submit", submit_and_kill)
+    run(tiny(*REPLICAS, "generator.replicas=3"), folder)
+    assert figures(folder) == figures(of_one)
+    assert folder.completions.read_text() == of_one.completions.read_text()
+    assert sum(row.get("generator/restarts", 0) for row in rows(folder)) == len(killed) == 1
 
 
 def test_a_worker_killed_in_the_middle_of_a_run_changes_no_row(undisturbed, tiny, tmp_path, monkeypatch):
@@ -199,6 +266,47 @@ def test_a_worker_killed_in_the_middle_of_a_run_changes_no_row(undisturbed, tiny
     assert sum(row.get("generator/restarts", 0) for row in rows(folder)) >= 2
 
 
+def test_an_annotator_killed_in_the_middle_of_a_run_changes_no_row(undisturbed, tiny, tmp_path, monkeypatch):
+    put, killed = Worker.put, []
+
+    def put_and_kill(self, job):
+        future = put(self, job)
+        if job.method == "annotate" and len(killed) < 2:
+            wait_for(lambda: (process := self.process) is not None and process.pid not in killed)
+            killed.append(self.process.pid)
+            os.kill(killed[-1], signal.SIGKILL)
+        return future
+
+    monkeypatch.setattr(Worker, "put", put_and_kill)
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*RUN), folder)
+    assert figures(folder) == figures(undisturbed)
+    assert folder.completions.read_text() == undisturbed.completions.read_text()
+    assert sum(row.get("annotator/restarts", 0) for row in rows(folder)) == len(killed) == 2
+    assert sum(row.get("generator/restarts", 0) for row in rows(folder)) == 0
+
+
+def test_a_checkpoint_keeps_rollouts_annotated_for_a_session_that_need_not_annotate(
+    undisturbed, tiny, tmp_path, monkeypatch
+):
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(undisturbed.path, folder.path)
+    folder.state.unlink()  # as if it had been lost after its last checkpoint
+    packed = torch.load(folder.last_checkpoint() / "in_flight.pt", weights_only=True)
+    assert [p["scores"].shape for p in packed] == [(8, 2)] and packed[0]["ref_logprobs"].shape == (8, 2, 16)
+    score, scored = RewardModelScorer.score, []
+
+    def noted(self, rollouts):
+        scored.append(rollouts.response_ids.shape[:2])
+        return score(self, rollouts)
+
+    monkeypatch.setattr(RewardModelScorer, "score", noted)
+    run(tiny(*RUN, "generator.worker=false"), folder)
+    assert scored == [(16, 1)], "only the completions of the evaluation"
+    for a, b in zip(figures(folder), figures(undisturbed), strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+
+
 def test_a_worker_that_cannot_be_replaced_ends_the_run(tiny, tmp_path, monkeypatch):
     load = WorkerGenerator.load
 
@@ -213,17 +321,20 @@ def test_a_worker_that_cannot_be_replaced_ends_the_run(tiny, tmp_path, monkeypat
     assert not workers(os.getpid())
 
 
+PROCESSES = ("generator", "annotator")
+
+
 def workers(pid):
     """Processes that a trainer has started, and that have not ended."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):
-            if "rlhf.generators.serve" in process.cmdline():
+            if "rlhf.serve" in process.cmdline():
                 found.append(process)
     return found
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
@@ -252,12 +363,13 @@ def test_a_killed_trainer_leaves_no_process_and_goes_on_to_the_same_rows(
 ):
     words, folder = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN)))
     process = start(words)
-    wait_for(lambda: folder.last_checkpoint() is not None or process.poll() is not None)
+    wait_for(lambda: len(workers(process.pid)) == len(PROCESSES) or process.poll() is not None)
     found = workers(process.pid)
-    os.kill(process.pid, signal.SIGKILL)
+    wait_for(lambda: folder.last_checkpoint() is not None or process.poll() is not None)
+    os.kill(process.pid, signal.SIGKILL)  # at once: a run of five updates is soon over
     process.wait()
-    assert len(found) == 1 and not folder.finished()
-    assert not psutil.wait_procs(found, timeout=10)[1], "the worker is still there"
+    assert len(found) == len(PROCESSES) and not folder.finished()
+    assert not psutil.wait_procs(found, timeout=10)[1], "a worker is still there"
     assert not shared_files(process.pid)
 
     again = start(words)
@@ -267,13 +379,29 @@ def test_a_killed_trainer_leaves_no_process_and_goes_on_to_the_same_rows(
     assert folder.completions.read_text() == undisturbed.completions.read_text()
 
 
+def test_signals_to_stop_are_the_trainers_to_obey(tiny, tmp_path, undisturbed, monkeypatch):
+    submit, asked = WorkerGenerator.submit, []
+
+    def submit_and_ask_to_stop(self, prompts, sampling):
+        if self.process is not None and self.confirmed is not None:  # it is past its imports
+            for number in SIGNALS:
+                os.killpg(self.process.pid, number)
+                asked.append(number)
+        return submit(self, prompts, sampling)
+
+    monkeypatch.setattr(WorkerGenerator, "submit", submit_and_ask_to_stop)
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*RUN, "generator.restarts=0"), folder)
+    assert asked and figures(folder) == figures(undisturbed)
+
+
 def test_ctrl_c_ends_trainer_and_worker(command):
     process = start([*command, *RUN, "schedule.total_episodes=8000"])
-    wait_for(lambda: process.poll() is not None or workers(process.pid))
+    wait_for(lambda: process.poll() is not None or len(workers(process.pid)) == len(PROCESSES))
     time.sleep(1)
     found = workers(process.pid)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     told, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and told.splitlines()[-1] == "interrupted", told
-    assert len(found) == 1 and not psutil.wait_procs(found, timeout=10)[1]
+    assert len(found) == len(PROCESSES) and not psutil.wait_procs(found, timeout=10)[1]
     assert not shared_files(process.pid)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from rlhf.batch import Rollouts
+from rlhf.checkpoint import unpack
 from rlhf.folder import RunFolder, run_name
 from rlhf.run import run
 
@@ -39,7 +39,7 @@ def test_a_run_mixes_versions_within_a_batch_and_keeps_them(tiny, tmp_path):
     assert all(0 < row["correction/truncated"] < 1 for row in rows[1:]), "tokens of several weights"
 
     packed = torch.load(folder.last_checkpoint() / "in_flight.pt", weights_only=True)
-    (kept,) = (Rollouts(**each) for each in packed)
+    (kept,) = map(unpack, packed)
     assert kept.version == min(kept.versions()) and kept.token_versions.shape == kept.response_ids.shape
 
     folder.state.unlink()  # as if it had been lost after its last checkpoint
@@ -48,3 +48,11 @@ def test_a_run_mixes_versions_within_a_batch_and_keeps_them(tiny, tmp_path):
     assert again[:-1] == rows[:-1] and again[-1]["update"] == len(rows)
     lag = kept.token_versions[kept.response_mask].double().mean()
     assert again[-1]["mismatch/token_lag"] == pytest.approx(len(rows) - 1 - float(lag))
+
+
+def test_replicas_take_weights_over_while_they_sample(tiny, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*RUN, IN_FLIGHT, "schedule.max_lag=2", "schedule.save_every=0", "generator.replicas=2"), folder)
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert all(0 <= row["mismatch/token_lag"] <= row["lag"] <= 2 for row in rows)
+    assert any(row["mismatch/token_lag"] % 1 > 0 for row in rows), "no batch was mixed"

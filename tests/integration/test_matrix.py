@@ -1,12 +1,13 @@
 """Every algorithm with every generator at every lag: a few updates each, one process a generator."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from rlhf.folder import RunFolder
+from rlhf.generators.annotated import AnnotatedGenerator
 from rlhf.generators.config import HFConfig, VLLMConfig
-from rlhf.generators.worker import WorkerGenerator
+from rlhf.generators.generator import Generator
 from rlhf.run import run
 from tests.integration.conftest import rows
 
@@ -18,7 +19,7 @@ SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
 class Lent:
     """A generator that outlives the run it is lent to."""
 
-    generator: WorkerGenerator
+    generator: Generator
 
     def __getattr__(self, name):
         return getattr(self.generator, name)
@@ -29,8 +30,10 @@ class Lent:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """Processes by generator, each started by the first run that needs it; all models have one shape."""
-    kept: dict[str, WorkerGenerator] = {}
+    """Processes by generator, started by the first run that needs them; all runs have the same models. Only
+    with a lag those that annotate are lent, too.
+    """
+    kept: dict[str, AnnotatedGenerator] = {}
     patch = pytest.MonkeyPatch()
 
     def lend(kind):
@@ -40,8 +43,10 @@ def processes(tmp_path_factory):
             if not config.has_worker(cfg):
                 return build(config, cfg, engine, tokenizer, folder)
             if config.name not in kept:
+                config = replace(config, annotate=True)
                 kept[config.name] = build(config, cfg, engine, tokenizer, tmp_path_factory.mktemp("log"))
-            return Lent(kept[config.name])
+            both = kept[config.name]
+            return Lent(both if cfg.schedule.max_lag else both.generator)
 
         patch.setattr(kind, "build", lent)
 
@@ -69,6 +74,7 @@ def test_every_algorithm_runs_with_every_generator_at_every_lag(
     found = [row for row in rows(folder) if "lr" in row]
     assert [row["lag"] for row in found] == [min(update, max_lag) for update in range(updates)]
     assert [row["episode"] for row in found] == [16 * (update + 1) for update in range(updates)]
+    assert all(("annotator/restarts" in row) == (max_lag > 0) for row in found)
     first = found[0]
     assert first["policy/ratio"] == pytest.approx(1, abs=1e-4)
     assert first["objective/kl"] == pytest.approx(0, abs=1e-3)

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rlhf import plan
 from rlhf.folder import RunFolder
+from rlhf.memory import plan as memory
+from rlhf.memory.machine import Machine
 from rlhf.objectives.config import AlgoConfig
 from rlhf.run import run
 from tests.integration.conftest import rows
@@ -56,6 +59,16 @@ def test_the_algorithm_of_the_readme_composes(tmp_path, reinforce):
             [*search, "algo=reinforce", "schedule.total_episodes=8", "schedule.prompts_per_update=8"],
         )
     assert OmegaConf.to_object(cfg).algo == reinforce()
+
+
+def test_the_plan_of_the_readme_is_what_the_command_prints(monkeypatch, capsys):
+    shown = README.partition("## What a run needs")[2].partition("```text\n$ python -m rlhf.plan ")[2]
+    words, _, table = shown.partition("```")[0].partition("\n")
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=16 * memory.GIB))
+    monkeypatch.setattr(sys, "argv", ["plan.py", *words.split()])
+    plan.main()
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in printed if line] == table.splitlines()
 
 
 def test_the_readme_names_only_options_that_exist():

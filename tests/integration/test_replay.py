@@ -10,11 +10,14 @@ from transformers import AutoTokenizer
 from rlhf.batch import Batch
 from rlhf.errors import UserError
 from rlhf.folder import RunFolder
-from rlhf.generations import files, read, write
+from rlhf.generations import files
 from rlhf.generators.generator import Sampling
+from rlhf.generators.replay import ReplayGenerator, read
 from rlhf.run import run
+from rlhf.scorers.saved import write
 from rlhf.validate import problems
 from tests.integration.conftest import rows
+from tests.unit.tiny_models import tiny_tokenizer
 
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
 WORDS = ("algo=grpo", "algo.samples_per_prompt=2", "schedule.total_episodes=48", *SCORED)
@@ -83,17 +86,38 @@ def test_tokens_of_several_versions_are_kept(tiny, saved, tmp_path):
     batch = first.extend(Batch, scores=first.labels)
     tokenizer = AutoTokenizer.from_pretrained(saved.model)
     sampling = Sampling(samples=2, temperature=0.7, response_length=16, purpose="train")
-    write(replace(batch, token_versions=mixed), 1, tmp_path, tokenizer, sampling)
+    write(replace(batch, token_versions=mixed), 1, tmp_path, tokenizer, sampling, "")
     again = read(tmp_path / "000001.parquet", pad_id=0)
     assert torch.equal(again.token_versions, mixed)
     assert first.token_versions is None
 
 
-def test_a_temperature_or_a_shape_that_is_not_the_rollouts_own_is_refused(tiny, tmp_path, saved):
-    with pytest.raises(UserError, match=r"set generator\.temperature=0\.7"):
-        run(replayed(tiny, saved, "generator.temperature=1"), RunFolder(tmp_path / "a"))
-    with pytest.raises(UserError, match=r"set schedule\.prompts_per_update=8 algo\.samples_per_prompt=2"):
-        run(replayed(tiny, saved, "schedule.prompts_per_update=4"), RunFolder(tmp_path / "b"))
+@pytest.mark.parametrize(
+    "word, remedy",
+    [
+        ("generator.temperature=1", "set generator.temperature=0.7"),
+        ("schedule.prompts_per_update=4", "set schedule.prompts_per_update=8"),
+        ("algo.samples_per_prompt=4", "set algo.samples_per_prompt=2"),
+    ],
+)
+def test_settings_that_are_not_those_of_the_rollouts_are_problems(tiny, saved, word, remedy):
+    (found,) = [text for text in problems(replayed(tiny, saved, word)) if "of the rollouts" in text]
+    assert found.endswith(remedy)
+
+
+def test_rollouts_in_the_tokens_of_another_tokenizer_are_refused(saved):
+    with pytest.raises(UserError, match=r"generator\.path must name rollouts in the tokens of"):
+        ReplayGenerator(saved.generations, tiny_tokenizer())
+
+
+def test_a_file_that_is_none_of_ours_is_a_problem(tiny, saved):
+    first = files(saved.generations)[0]
+    datasets.Dataset.from_dict({"a": [1]}).to_parquet(first)
+    foreign = problems(replayed(tiny, saved))
+    assert any("000001.parquet was not written by save_generations" in text for text in foreign)
+    first.write_text("no parquet")
+    broken = problems(replayed(tiny, saved))
+    assert any("generator.path must be a folder of saved rollouts" in text for text in broken)
 
 
 def test_missing_and_too_few_rollouts_are_problems(tiny, tmp_path, saved):

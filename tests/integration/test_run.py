@@ -14,6 +14,7 @@ from transformers import (
 
 from rlhf.errors import RunError, UserError
 from rlhf.folder import RunFolder, load_config
+from rlhf.generators.hf import HFGenerator
 from rlhf.loggers.jsonl import append, read_lines
 from rlhf.recorder import Recorder
 from rlhf.run import run
@@ -162,8 +163,9 @@ def interrupt(monkeypatch, update):
         (*LONGER, "schedule.max_lag=2"),
         (*LONGER, "schedule.minibatches=2", "schedule.epochs=2", "schedule.log_every=2"),
         ("algo=sft", "schedule.save_every=1", "schedule.total_episodes=32"),
+        (*LONGER, "model.lora.rank=4", "schedule.max_lag=1"),
     ],
-    ids=["dpo", "lag", "minibatches", "sft"],
+    ids=["dpo", "lag", "minibatches", "sft", "lora"],
 )
 def test_interrupted_and_resumed_equals_uninterrupted(tiny, tmp_path, monkeypatch, overrides):
     cfg = tiny(*overrides)
@@ -243,3 +245,19 @@ def test_a_checkpoint_without_its_marker_is_not_taken(tiny, tmp_path):
     last = folder.last_checkpoint()
     (last / "COMPLETE").unlink()
     assert folder.last_checkpoint() is None
+
+
+def test_supervised_runs_decode_as_many_at_once_for_evaluation_as_they_are_told(tiny, tmp_path, monkeypatch):
+    asked = []
+
+    def sampler(borrow, tokenizer, batch_size, seed):
+        asked.append(batch_size)
+        return HFGenerator(borrow, tokenizer, batch_size, seed)
+
+    monkeypatch.setattr("rlhf.run.HFGenerator", sampler)
+    ends = []
+    for size in (3, 256):
+        folder = RunFolder(tmp_path / str(size))
+        run(tiny("algo=sft", f"eval.batch_size={size}"), folder)
+        ends.append(folder.completions.read_text())
+    assert asked == [3, 256] and ends[0] == ends[1]

@@ -9,17 +9,19 @@ from tests.integration.conftest import rows
 MIX = ["scorer=weighted", "+scorer@scorer.parts.model=reward_model", "+scorer@scorer.parts.words=function"]
 
 
-def test_a_run_trains_on_a_weighted_score_and_shows_its_parts(tiny, tmp_path):
+@pytest.mark.parametrize("max_lag", [0, 1])  # scored by the trainer, and ahead in a process of its own
+def test_a_run_trains_on_a_weighted_score_and_shows_its_parts(tiny, tmp_path, max_lag):
     file = tmp_path / "own_rewards.py"
     file.write_text(
         "def words(prompts, responses, references):\n    return [len(r.split()) for r in responses]\n"
     )
     settings = [f"path={file}:words", "batched=true", "weight=-0.5"]
-    cfg = tiny(*MIX, *(f"scorer.parts.words.{word}" for word in settings), "scorer.missing_eos_score=null")
+    settings = [f"scorer.parts.words.{setting}" for setting in settings]
+    cfg = tiny(*MIX, *settings, "scorer.missing_eos_score=null", f"schedule.max_lag={max_lag}")
     folder = RunFolder(tmp_path / "run")
     run(cfg, folder)
     trained = [row for row in rows(folder) if "lr" in row]
-    assert len(trained) == 2
+    assert len(trained) == 2 and all(("annotator/restarts" in row) == bool(max_lag) for row in trained)
     for row in trained:
         model, words = row["objective/scores/model"], row["objective/scores/words"]
         assert 0 < words <= 16 and row["objective/scores"] == pytest.approx(model - 0.5 * words, abs=1e-5)

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import current_thread
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from rlhf.batch import Prompts, Rollouts
+from rlhf.config import LoRAConfig
 from rlhf.folder import RunFolder
+from rlhf.generators.config import Transfer
 from rlhf.generators.generator import Sampling
 from rlhf.generators.sampling import sample
-from rlhf.generators.transfer import Manifest, SharedWeights, TransferError
-from rlhf.generators.vllm import VLLMFactory, VLLMSampler
+from rlhf.generators.transfer import Manifest, SharedWeights, TransferError, read
+from rlhf.generators.vllm import VLLMFactory, VLLMSampler, build_store, visible
+from rlhf.generators.worker import WorkerGenerator
+from rlhf.lora import adapt, whole_weights
 from rlhf.models import Policy
 from rlhf.run import run
+from rlhf.worker import Limits
 from tests.integration.conftest import rows
+from tests.integration.test_async import wait_for, workers
 from tests.unit.tiny_models import VOCABULARY, logprobs_in_flight, tiny_lm
 
 pytest.importorskip("vllm")
@@ -45,14 +62,18 @@ def ask(name: str, *arguments: Any) -> Any:
 class Process:
     """A sampler in a process of its own, and the model whose weights it is given."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)  # no weights: they come with `load`
+    def __init__(self, model: PreTrainedModel, folder: Path, transfer: str = "shared_memory") -> None:
         self.model = model
         self.start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         self.shared = SharedWeights()
         self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        factory = VLLMFactory(
+        self.pool.submit(build, self.factory(model, folder, transfer)).result()
+
+    @staticmethod
+    def factory(model: PreTrainedModel, folder: Path, transfer: str) -> VLLMFactory:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)  # no weights: they come with `load`
+        return VLLMFactory(
             model=str(folder),
             trust_remote_code=False,
             dtype="float32",
@@ -64,27 +85,36 @@ class Process:
             gpu=False,
             sleeps=False,
             in_flight=True,
+            transfer=transfer,
             stop_ids=STOPS,
             pad_id=PAD,
             seed=7,
         )
-        self.pool.submit(build, factory).result()
 
     def ask(self, name: str, *arguments: Any) -> Any:
         return self.pool.submit(ask, name, *arguments).result()
 
-    def load(self, version: int, change: Any = None) -> None:
-        """Give it the model's weights, as they are at the start plus noise that `version` decides."""
+    def write(self, version: int) -> Manifest:
+        """Write the model's weights, as they are at the start plus noise that `version` decides."""
         draw = torch.Generator().manual_seed(version)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 noise = torch.randn(parameter.shape, generator=draw)
                 parameter.copy_(self.start[name] + 0.1 * min(version, 1) * noise)
-        manifest = self.shared.write(self.model.state_dict().items(), version)
+        return self.shared.write(self.model.state_dict().items(), version)
+
+    def load(self, version: int, change: Any = None) -> None:
+        """Give it these weights."""
+        manifest = self.write(version)
         try:
             assert self.ask("load", change(manifest) if change else manifest) == manifest.checksums()
         finally:
             self.shared.release(manifest)
+
+    def end(self) -> None:
+        self.ask("close")
+        self.pool.shutdown()
+        self.shared.close()
 
     def sample(self, given: Prompts, **settings: Any) -> Rollouts:
         defaults = {"samples": 3, "temperature": 0.7, "response_length": LENGTH, "purpose": "train"}
@@ -126,9 +156,7 @@ def process(request, tmp_path_factory):
     model = tiny_lm(request.param, **HEADS, tie_word_embeddings=tied, eos_token_id=OTHER_END)
     process = Process(model, tmp_path_factory.mktemp(request.param))
     yield process
-    process.ask("close")
-    process.pool.shutdown()
-    process.shared.close()
+    process.end()
 
 
 def test_after_each_load_tokens_and_logprobs_are_those_of_the_new_weights(process):
@@ -193,6 +221,27 @@ def test_weights_that_change_in_flight_find_the_cache_of_those_before(process):
     expected = logprobs_in_flight(old, new, mixed, swap, 0.7)
     torch.testing.assert_close(mixed.behaviour_logprobs, expected, rtol=0, atol=1e-4)
     assert later.version == 1 and difference(new, later, 0.7) < 1e-4, "the cache was not kept for others"
+
+
+def test_merged_adapters_arrive_as_the_trainer_has_them(process):
+    process.load(0)
+    policy = Policy(deepcopy(process.model), 0.7, shared_prefix=False)
+    whole = [] if policy.model.config.tie_word_embeddings else ["lm_head"]
+    adapt(policy.model, LoRAConfig(rank=4, modules_to_save=whole), seed=1)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
+    manifest = process.shared.write(whole_weights(policy.model), 5)
+    assert process.ask("load", manifest) == manifest.checksums()
+    process.shared.release(manifest)
+    found = process.sample(prompts())
+    with torch.no_grad():
+        trained, before = (p(found).logprobs for p in (policy, policy.before_adapters()))
+    assert found.version == 5
+    assert (found.behaviour_logprobs - trained).abs().max() < 1e-3
+    assert (found.behaviour_logprobs - before).abs().max() > 0.1
 
 
 def test_near_greedy_as_in_evaluation(process):
@@ -282,3 +331,129 @@ def test_in_a_run_sampler_and_trainer_agree(tiny, tmp_path):
     assert all(row["mismatch/kl"] < 1e-6 and row["generator/restarts"] == 0 for row in updates)
     assert updates[0]["policy/ratio"] == pytest.approx(1, abs=1e-4)
     assert "on a CPU vLLM cannot sleep" in (tmp_path / "train.log").read_text()
+
+
+def test_a_killed_trainer_leaves_no_file_of_vllm(command):
+    words = [*command, "algo=rloo", "scorer=facts", "generator=vllm", "schedule.max_lag=1"]
+    words += ["generator.annotate=false"]
+    program = [sys.executable, "-m", "rlhf.train", *words, "schedule.total_episodes=8000"]
+    with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as trainer:
+        wait_for(lambda: trainer.poll() is not None or workers(trainer.pid))
+        (worker,) = workers(trainer.pid)
+        scratch = Path(worker.environ()["TMPDIR"])
+        wait_for(lambda: list(scratch.glob("vllm_dist_*")) or not worker.is_running())
+        os.kill(trainer.pid, signal.SIGKILL)
+    assert not psutil.wait_procs([worker], timeout=10)[1], "the worker is still there"
+    assert not scratch.exists()
+
+
+# -- vLLM's engines for GPUs -----------------------------------------------------------------------
+
+
+def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dict[str, int]]:
+    """Have vLLM take over what `sent` names as from a GPU, trainer and vLLM in this very process; returns the
+    checksums of what was written, and of what was taken.
+
+    All is as on a GPU, but for what needs one: streams, handles of memory, and NCCL's communicator.
+    """
+    from rlhf.generators import gpu_transfer
+
+    cpu, memory = torch.device("cpu"), {}
+
+    def reduced(tensor: torch.Tensor) -> Any:
+        memory[len(memory)] = tensor
+        return None, (None,) * 6 + (0, len(memory) - 1)
+
+    class Queued(gpu_transfer.Nccl):
+        def new_group(self) -> dict[str, Any]:
+            with patch("vllm.distributed.device_communicators.pynccl_wrapper.NCCLLibrary", Library):
+                return super().new_group() | {"packed_buffer_size_bytes": gpu_transfer.BUFFER}
+
+        def join(self, group: dict[str, Any]) -> Any:
+            return Communicator()
+
+    class Library:
+        def ncclGetUniqueId(self) -> bytes:  # noqa: N802
+            return bytes(128)
+
+    class Communicator:
+        pieces: SimpleQueue[torch.Tensor] = SimpleQueue()
+
+        def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+            if current_thread().name == "weights":
+                self.pieces.put(tensor.clone())
+            else:
+                tensor.copy_(self.pieces.get(timeout=60))
+
+        def destroy(self) -> None:
+            pass
+
+    engines = "vllm.distributed.weight_transfer"
+    gpu, stream = SimpleNamespace(uuid="GPU-0"), SimpleNamespace(synchronize=lambda: None)
+    with ExitStack() as patches:
+        for target, instead in (
+            (f"{engines}.nccl_engine.worker_init_process_group", lambda group, parallel: Communicator()),
+            (f"{engines}.packed_tensor._get_streams", lambda device, count: (stream,) * count),
+            (f"{engines}.ipc_engine.rebuild_cuda_tensor", lambda *words: memory[words[7]]),
+            ("rlhf.generators.gpu_transfer.reduce_tensor", reduced),
+            ("rlhf.generators.gpu_transfer.BUFFER", 10_000),  # so that there are several pieces
+            ("torch.accelerator.current_device_index", lambda: 0),
+            ("torch.cuda.ipc_collect", lambda: None),
+            ("torch.cuda.get_device_properties", lambda device: gpu),
+        ):
+            patches.enter_context(patch(target, instead))
+        store = {"ipc": gpu_transfer.CudaIpc, "nccl": partial(Queued, workers=1)}[transfer](
+            cpu, torch.float32
+        )
+        written = store.write(read(sent), sent.version)
+        taken = SAMPLER[0].load(store.offer(written, fail=lambda: os.abort()))
+        store.finish(written)
+        store.close()
+    return written.checksums(), taken
+
+
+@pytest.mark.parametrize("transfer", ["ipc", "nccl"])
+def test_vllm_takes_weights_over_as_its_engines_for_gpus_receive_them(transfer, tmp_path):
+    model = tiny_lm("llama", **HEADS, eos_token_id=OTHER_END)
+    process, given = Process(model, tmp_path, transfer), prompts()
+    for version in (1, 2):
+        manifest = process.write(version)
+        written, taken = process.pool.submit(load_without_gpu, transfer, manifest).result()
+        assert written == taken and set(taken) == set(model.state_dict())
+        assert process.ask("version") == version
+        assert torch.equal(
+            process.sample(given, samples=1, temperature=0.0).response_ids, greedy(model, given)
+        )
+        assert difference(model, process.sample(given), 0.7) < 1e-4
+    process.end()
+
+
+GPUS = {"ipc": 1, "nccl": 2}
+
+
+@pytest.mark.parametrize("transfer", GPUS)
+def test_on_gpus_tokens_are_those_of_the_trainer_after_each_load(transfer, tmp_path):
+    if torch.cuda.device_count() < GPUS[transfer]:
+        pytest.skip(f"needs {GPUS[transfer]} GPUs, there are {torch.cuda.device_count()}")
+    gpu, model = torch.device("cuda", 0), tiny_lm("llama", **HEADS, eos_token_id=OTHER_END)
+    factory = replace(
+        Process.factory(model, tmp_path, transfer), gpu=True, sleeps=transfer == "ipc", memory=0.2
+    )
+    store = build_store(Transfer[transfer], gpu, torch.float32, workers=1)
+    variables = {
+        "CUDA_VISIBLE_DEVICES": visible((GPUS[transfer] - 1,), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    }
+    generator = WorkerGenerator(factory, tmp_path / "log", variables, Limits(600, 300, 0), store=store)
+    sampling = Sampling(samples=1, temperature=0.0, response_length=LENGTH, purpose="eval")
+    given = prompts()
+    try:
+        for version in range(3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.1 * torch.randn(parameter.shape)
+            generator.load(((name, tensor.to(gpu)) for name, tensor in model.state_dict().items()), version)
+            rollouts = generator.submit(given, sampling).result()
+            assert rollouts.version == version
+            assert (rollouts.response_ids == greedy(model, given)).float().mean() > 0.85, "rounding alone"
+    finally:
+        generator.close()

@@ -8,13 +8,15 @@ import torch
 
 from rlhf.batch import Batch
 from rlhf.config import Dtype, LRSchedule, OptimConfig
-from rlhf.engines.engine import NonFinite
-from rlhf.engines.torch_engine import TorchEngine, learning_rate
+from rlhf.engines.engine import NonFinite, learning_rate
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.infer import autocast
 from rlhf.models import ActorCritic, Policy, ValueModel
 from rlhf.objectives.config import DPOConfig, PPOConfig, SFTConfig
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.ppo import PPO
 from rlhf.objectives.sft import SFT
+from rlhf.ranks import ALONE
 from rlhf.schema import SCHEMAS
 from tests.unit.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
 
@@ -37,13 +39,13 @@ def engine_of(
         module = ActorCritic(module, ValueModel(tiny_classifier(), shared_prefix=True))
     return TorchEngine(
         module,
-        Policy(reference, 0.7, shared_prefix=True),
+        Policy(reference, 0.7, shared_prefix=True).requires_grad_(False),
         None,  # nothing is saved
         OptimConfig(lr=lr, max_grad_norm=max_grad_norm),
         total_steps=10,
         steps_per_batch=steps_per_batch,
         micro_batch=micro_batch,
-        device=torch.device("cpu"),
+        ranks=ALONE,
         dtype=dtype,
         **settings,
     )
@@ -118,14 +120,15 @@ def test_a_batch_of_ties_changes_nothing_and_says_so():
     assert engine.step_index == 1, "the learning-rate schedule stays that of the plan"
 
 
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.float16])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(bad):
+def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(bad, dtype):
     class Broken(SFT):
         def loss(self, forward, batch):
             loss, figures = super().loss(forward, batch)
             return {"policy": loss["policy"] * bad}, figures
 
-    engine = engine_of()
+    engine = engine_of(dtype=dtype)
     before = weights(engine).clone()
     with pytest.raises(NonFinite) as stopped:
         engine.step(scored(), Broken(SFTConfig()))
@@ -219,6 +222,82 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_weights():
     assert rough["loss/policy"] == pytest.approx(exact["loss/policy"], rel=2e-2)
     assert rough["policy/grad_norm"] == pytest.approx(exact["policy/grad_norm"], rel=0.1)
     assert all(p.dtype == torch.float32 for p in engine.module.parameters())
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_products_are_computed_in_the_dtype(dtype):
+    x = torch.ones(2, 2)
+    with autocast(torch.device("cpu"), dtype):
+        assert (x @ x).dtype is getattr(torch, dtype.value)
+
+
+class Scaled(SFT):
+    """A loss whose gradient is too large for float16 at a scale of more than `fits`."""
+
+    def __init__(self, fits):
+        super().__init__(SFTConfig())
+        self.fits = fits
+
+    def loss(self, forward, batch):
+        loss, figures = super().loss(forward, batch)
+        loss["policy"].register_hook(lambda grad: grad if grad.abs().max() <= self.fits else grad * math.inf)
+        return loss, figures
+
+
+def test_float16_computes_near_float32_and_keeps_float32_weights():
+    exact, _ = step(OnlineDPO(DPOConfig()))
+    rough, engine = step(OnlineDPO(DPOConfig()), dtype=Dtype.float16)
+    assert rough["loss/policy"] == pytest.approx(exact["loss/policy"], rel=5e-3)
+    assert rough["policy/grad_norm"] == pytest.approx(exact["policy/grad_norm"], rel=2e-2)
+    assert rough["policy/overflows"] == 0 and "policy/overflows" not in exact
+    assert all(p.dtype == torch.float32 for p in engine.module.parameters())
+
+
+def test_in_float16_the_loss_is_scaled_so_that_small_gradients_are_not_lost():
+    class Small(SFT):
+        loss_weights = {"policy": 1e-6}
+
+    exact, _ = step(Small(SFTConfig()))
+    rough, engine = step(Small(SFTConfig()), dtype=Dtype.float16)
+    assert engine.scaler.get_scale() == 2**16
+    assert rough["policy/grad_norm"] == pytest.approx(exact["policy/grad_norm"], rel=5e-2)
+    clipped, engine = step(SFT(SFTConfig()), dtype=Dtype.float16, max_grad_norm=1e-3)
+    assert clipped["policy/grad_norm"] > 1e-2, "of gradients that are no longer scaled"
+    assert gradient(engine).norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_an_overflow_leaves_the_step_out_and_lowers_the_scale(tmp_path):
+    count = SFT(SFTConfig()).count(scored())["policy"]
+    objective = Scaled(fits=2**14 / count)
+    engine = engine_of(dtype=Dtype.float16)
+    before = weights(engine).clone()
+    figures = [engine.step(scored(), objective) for _ in range(3)]
+    assert [row["policy/overflows"].value() for row in figures] == [1, 1, 0]
+    assert all(math.isfinite(stat.value()) for row in figures for stat in row.values())
+    assert "policy/grad_norm" not in figures[0] and figures[2]["policy/grad_norm"].value() > 0
+    assert engine.scaler.get_scale() == 2**14 and engine.step_index == 3
+    assert not torch.equal(weights(engine), before)
+
+    engine.tokenizer = tiny_tokenizer()
+    engine.save(tmp_path)
+    again = engine_of(dtype=Dtype.float16)
+    again.load(tmp_path)
+    assert again.scaler.get_scale() == 2**14
+
+
+def test_overflows_that_a_lower_scale_does_not_end_stop_the_run():
+    engine = engine_of(dtype=Dtype.float16)
+    before = weights(engine).clone()
+    for _ in range(16):
+        assert engine.step(scored(), Scaled(fits=0))["policy/overflows"].value() == 1
+    with pytest.raises(NonFinite):
+        engine.step(scored(), Scaled(fits=0))
+    assert torch.equal(weights(engine), before)
+
+
+def test_in_float32_an_overflow_stops_at_once():
+    with pytest.raises(NonFinite):
+        engine_of().step(scored(), Scaled(fits=0))
 
 
 def test_the_learning_rate_warms_up_then_follows_its_schedule():

@@ -1,9 +1,18 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import MistralConfig, MistralForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlhf import forward
 from rlhf.batch import trim
-from rlhf.forward import encode, positions, shared_prefix_problem
+from rlhf.config import LoRAConfig
+from rlhf.errors import UserError
+from rlhf.forward import PromptLayer, checkpoint_blocks, encode, positions, shared_prefix_problem
+from rlhf.lora import adapt
+from rlhf.memory.activations import Tokens
 from rlhf.models import Policy
 from tests.unit.tiny_models import KINDS, sequences, tiny_lm, tiny_rollouts
 
@@ -23,7 +32,22 @@ def states(model, batch, shared_prefix, last=False):
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+def kept_bytes(model, forward):
+    """Bytes that `forward` keeps for the backward pass beside the model's parameters, each tensor once."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        out = forward()
+    assert out.requires_grad
+    return sum(x.untyped_storage().nbytes() for pointer, x in kept.items() if pointer not in own)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 4])
@@ -105,12 +129,76 @@ def test_fully_masked_rows_of_padding_give_no_nan(attention):
 def test_the_prompt_is_encoded_once_for_its_samples():
     model, batch = tiny_lm(), tiny_rollouts(prompts=4, samples=4)
     tokens = []
-    model.base_model.register_forward_hook(
-        lambda module, args, kwargs, output: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     states(model, batch, shared_prefix=True)
     n, p = batch.prompt_ids.shape
-    assert tokens == [n * p, n * 4 * (batch.response_ids.shape[-1] - 1)]
+    assert tokens == [n * (p - 1), n * 4 * batch.response_ids.shape[-1]]  # the last goes with the responses
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_block_makes_no_more_of_a_prompt_than_keys_and_values(kind, autocast):
+    batch, found, runs = tiny_rollouts(samples=4), {}, []
+    for whole in (False, True):
+        policy = Policy(tiny_lm(kind), 0.7, shared_prefix=True)
+        policy.whole = whole
+        ended = []
+        for block in blocks(policy.model):
+            block.register_forward_hook(lambda block, args, output, ended=ended: ended.append(block))
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            logprobs = policy(batch).logprobs
+        weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+        found[whole] = logprobs.detach(), gradients(policy, (weights * logprobs).sum())
+        runs.append(len(ended))
+    assert runs[0] == runs[1] - 1
+    assert torch.equal(found[False][0], found[True][0])
+    assert torch.equal(found[False][1], found[True][1])
+
+
+def blocks(model):
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_that_share_a_row_do_not_see_each_other(kind, monkeypatch):
+    batch, found = tiny_rollouts(samples=4), []
+    for group in (1, 2, 4):
+        monkeypatch.setattr(forward, "samples_a_row", lambda *_, group=group: group)
+        policy, rows = Policy(tiny_lm(kind), 0.7, shared_prefix=True), []
+        policy.model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs, rows=rows: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        logprobs = policy(batch).logprobs
+        assert rows[1] == len(batch) * 4 // group
+        weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+        found.append((logprobs.detach(), gradients(policy, (weights * logprobs).sum())))
+    for logprobs, slopes in found[1:]:
+        torch.testing.assert_close(logprobs, found[0][0], rtol=0, atol=1e-5)
+        assert (slopes - found[0][1]).norm() < 1e-5 * found[0][1].norm()
+
+
+@pytest.mark.parametrize(
+    ("samples", "prompt", "response", "group"),
+    [(4, 24, 48, 1), (2, 384, 53, 2), (4, 256, 53, 2), (4, 640, 53, 4), (6, 600, 50, 3), (1, 999, 1, 1)],
+)
+def test_samples_share_a_row_while_that_adds_a_quarter_of_the_keys_at_most(samples, prompt, response, group):
+    model = tiny_lm()
+    assert forward.samples_a_row(model.base_model, samples, prompt, response) == group
+    planned = Tokens(prompts=3, samples=samples, prompt=prompt + 1, response=response)
+    assert planned.a_row(eager=False) == group and planned.a_row(eager=True) == 1
+    model.set_attn_implementation("eager")
+    assert forward.samples_a_row(model.base_model, samples, prompt, response) == 1
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_prompts_of_one_token_have_nothing_to_share(samples):
+    batch = tiny_rollouts(samples=samples)
+    batch.prompt_ids, batch.prompt_mask = batch.prompt_ids[:, -1:], batch.prompt_mask[:, -1:]
+    with torch.no_grad():
+        one, other = (Policy(tiny_lm(), 0.7, shared)(batch).logprobs for shared in (False, True))
+    assert torch.equal(one, other)
 
 
 def test_positions_count_real_tokens_before():
@@ -136,3 +224,69 @@ def test_a_sliding_window_model_is_refused_with_the_remedy():
         states(model, tiny_rollouts(), shared_prefix=True)
     Policy(model, 0.7, shared_prefix=False)
     assert shared_prefix_problem(tiny_lm().config) is None
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
+@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_blocks_give_the_same_log_probs_and_gradients_bit_for_bit(
+    kind, shared_prefix, rank, autocast
+):
+    batch, found = tiny_rollouts(samples=4), []
+    for checkpointed in (False, True):
+        policy = Policy(tiny_lm(kind), 0.7, shared_prefix)
+        if rank:
+            adapt(policy.model, LoRAConfig(rank=rank), seed=1)
+        if checkpointed:
+            checkpoint_blocks(policy.model)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            logprobs = policy(batch).logprobs
+        weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+        found.append((logprobs.detach(), gradients(policy, (weights * logprobs).sum())))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1].norm() > 0 and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
+@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_blocks_keep_a_fraction_for_the_backward_pass(kind, shared_prefix, rank):
+    batch, layers = tiny_rollouts(samples=4), 6
+    model = tiny_lm(kind, num_hidden_layers=layers)
+    policy = Policy(model, 0.7, shared_prefix)
+    if rank:
+        adapt(model, LoRAConfig(rank=rank), seed=1)
+    before = kept_bytes(model, lambda: policy(batch).logprobs)
+    checkpoint_blocks(model)
+    after = kept_bytes(model, lambda: policy(batch).logprobs)
+    config = model.config  # the keys and values of prompts, which the cache keeps
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    cache = (
+        layers * 2 * batch.prompt_ids.numel() * heads * config.hidden_size // config.num_attention_heads * 4
+    )
+    assert after + cache * shared_prefix < before / 4
+
+
+def test_a_block_that_is_run_again_leaves_the_cache_of_the_prompt_as_it_is():
+    layer, first, again = PromptLayer(), torch.ones(2, 3, 4, 8), torch.zeros(2, 3, 4, 8)
+    layer.update(first, first)
+    assert layer.update(again, again)[0] is again
+    assert layer.keys is first and layer.values is first, "else the second graph lives on with the cache"
+
+
+def test_a_checkpointed_model_generates_and_infers_as_before():
+    model, batch = tiny_lm(), tiny_rollouts()
+    ids = batch.prompt_ids[:1]
+    with torch.no_grad():
+        before, responses = Policy(model, 0.7, True)(batch).logprobs, model.generate(ids, max_new_tokens=5)
+        checkpoint_blocks(model)
+        assert torch.equal(Policy(model, 0.7, True)(batch).logprobs, before)
+        assert torch.equal(model.generate(ids, max_new_tokens=5), responses)
+
+
+def test_a_model_whose_blocks_nobody_knows_is_refused_with_the_remedy():
+    model = tiny_lm()
+    del model.base_model.layers[:]
+    with pytest.raises(UserError, match="set model.gradient_checkpointing=false"):
+        checkpoint_blocks(model)

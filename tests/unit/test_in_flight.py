@@ -17,10 +17,11 @@ from rlhf.generators.generator import Sampling
 from rlhf.generators.hf import HFSamplerFactory
 from rlhf.generators.sampling import sample, uniforms
 from rlhf.generators.transfer import SharedWeights, TransferError, checksum, read
-from rlhf.generators.worker import Limits, WorkerGenerator
+from rlhf.generators.worker import WorkerGenerator
 from rlhf.models import Policy
 from rlhf.objectives.config import CorrectionConfig, CorrectionKind
 from rlhf.objectives.correction import importance_weights
+from rlhf.worker import Limits
 from tests.unit.tiny_models import KINDS, logprobs_in_flight, tiny_lm, tiny_rollouts
 
 SWAP, LENGTH, TEMPERATURE = 4, 10, 0.7
@@ -219,7 +220,7 @@ class FakeSampler:
                 wait_for(folder / "go")
                 break
             time.sleep(0.01)
-        ids = torch.tensor(tokens).expand(len(prompts), 1, -1)
+        ids = torch.tensor(tokens).expand(len(prompts), 1, 100_000 if purpose == "deaf" else -1).contiguous()
         return prompts.extend(
             Rollouts,
             response_ids=ids,
@@ -291,7 +292,7 @@ def test_a_load_overtakes_requests_and_is_confirmed(start, tmp_path):
     for version in (4, 5, 6):
         load(generator, version)
         assert ask(generator, f"until {version}").result(SECONDS).versions() == {version}
-    assert len(generator.shared.files) <= 4, "what was confirmed is released"
+    assert len(generator.store.files) <= 4, "what was confirmed is released"
 
 
 def test_nothing_overtakes_between_requests(start, tmp_path):
@@ -317,6 +318,19 @@ def test_a_load_that_comes_too_late_is_confirmed_after_the_request(start, tmp_pa
     assert running.result(SECONDS).versions() == {0}
     assert generator.confirmed.version == 1
     assert ask(generator, "until 0").result(SECONDS).versions() == {1}
+
+
+def test_weights_and_an_answer_that_are_both_more_than_the_socket_holds_pass_each_other(start, tmp_path):
+    generator = start()
+    running = ask(generator, "deaf")
+    wait_for(tmp_path / "begun")
+    many = [(f"{'a long name ' * 100} {i}", torch.tensor(1.0)) for i in range(1000)]  # over 1 MB of names
+    generator.load(many, 1)
+    time.sleep(0.2)  # the trainer sends, and nobody reads it before the answer is sent
+    (tmp_path / "go").touch()
+    answer = running.result(SECONDS)
+    assert answer.versions() == {0} and answer.response_ids.nbytes > 1e6
+    assert generator.confirmed.version == 1 and generator.restarts == 0
 
 
 def test_a_process_lost_with_weights_that_overtook_has_them_again(start, tmp_path):

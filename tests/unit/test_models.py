@@ -104,8 +104,9 @@ def test_autocast_gives_float32_logprobs_and_rewards_near_those_of_float32(kind)
     assert all(p.grad.dtype == torch.float32 for p in policy.parameters())
 
 
-def test_outputs_show_their_tensors_to_zero3():
-    assert vars(Policy(tiny_lm(), 0.7, True)(tiny_rollouts())).keys() == {"logprobs", "values", "rewards"}
+def test_outputs_are_a_tuple_whose_tensors_zero3_finds():
+    found = Policy(tiny_lm(), 0.7, True)(tiny_rollouts())
+    assert isinstance(found, tuple) and any(tensor is found.logprobs for tensor in found)
 
 
 def test_the_head_sees_real_response_positions_only():

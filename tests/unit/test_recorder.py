@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.evaluate import Evaluation
+from rlhf.evaluators import Evaluation
 from rlhf.invariants import broken_invariants
 from rlhf.loggers.logger import Logger
 from rlhf.metrics import How, Metrics, Stat, largest, mean, merge, sample_size

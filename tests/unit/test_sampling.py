@@ -1,9 +1,15 @@
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rlhf.batch import Prompts
+from rlhf.generators import decoding, sampling
+from rlhf.generators.decoding import GROUPED, grouped_attention
+from rlhf.generators.generator import Sampling
+from rlhf.generators.hf import respond
 from rlhf.generators.sampling import choose, sample, uniforms
 from rlhf.models import Policy
 from tests.unit.tiny_models import KINDS, VOCABULARY, tiny_lm, tiny_rollouts
@@ -48,12 +54,67 @@ def test_tokens_do_not_depend_on_the_order_or_company_of_rows():
         torch.testing.assert_close(some_logprobs, logprobs[rows][..., :width], rtol=0, atol=1e-5)
 
 
-def test_tokens_do_not_depend_on_how_samples_are_laid_out():
-    model = tiny_lm()
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_do_not_depend_on_how_samples_are_laid_out(kind):
+    model = tiny_lm(kind)
     expected = run(model, samples=3, stops=range(2, 25))
     model.set_attn_implementation("eager")
     for found, wanted in zip(run(model, samples=3, stops=range(2, 25)), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_tokens_do_not_depend_on_how_many_prompts_are_encoded_at_once(monkeypatch, attention):
+    encoded, model = [], tiny_lm()
+    model.set_attn_implementation(attention)
+    expected = run(model, samples=3)
+    order = tiny_rollouts(prompts=6).prompt_mask.sum(1).argsort(descending=True)
+    monkeypatch.setattr(decoding, "TOKENS", 18)  # two prompts of the longest
+    model.base_model.register_forward_hook(lambda *call: encoded.append(call[2].last_hidden_state.shape[:2]))
+    for found, wanted in zip(run(model, rows=order, samples=3), expected, strict=True):
+        torch.testing.assert_close(found, wanted[order], rtol=0, atol=1e-5)
+    lengths = tiny_rollouts(prompts=6).prompt_mask.sum(1)[order].tolist()
+    assert encoded[:3] == [(2, lengths[0]), (2, lengths[2]), (2, lengths[4])] and lengths[4] < lengths[0]
+
+
+def test_an_answer_has_the_order_of_its_prompts_whatever_their_lengths_and_the_batch_size():
+    batch, model, versions = tiny_rollouts(prompts=6, seed=1), tiny_lm(), iter(range(99))
+    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
+    asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
+    whole, parts = (respond(model, prompts, asked, STOPS, 0, size, 1) for size in (256, 4))
+    assert len({tuple(row) for row in whole.response_ids.flatten(1).tolist()}) == 6
+    for name in ("response_ids", "response_mask", "ended"):
+        assert torch.equal(getattr(parts, name), getattr(whole, name))
+    torch.testing.assert_close(parts.behaviour_logprobs, whole.behaviour_logprobs, rtol=0, atol=1e-5)
+    for i in range(6):
+        alone = respond(model, prompts.select(torch.tensor([i])), asked, STOPS, 0, 256, 1)
+        assert torch.equal(alone.response_ids[0], whole.response_ids[i])
+    followed = respond(model, prompts, asked, STOPS, 0, 4, 1, update=lambda: next(versions))
+    order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
+    begun = followed.token_versions[order, :, 0]  # two prompts are decoded at once
+    assert torch.equal(begun[::2], begun[1::2]) and (begun[::2].diff(dim=0) > 0).all()
+
+
+def test_heads_that_share_keys_are_attended_without_repeating_the_cache(monkeypatch):
+    keys, model = [], tiny_lm("llama")
+
+    def attend(module, query, key, value, mask, **settings):
+        keys.append(key.shape[1])
+        return grouped_attention(module, query, key, value, mask, **settings)
+
+    decoding.AttentionInterface.register(GROUPED, attend)
+    try:
+        *_, ended = run(model, stops=[])
+    finally:
+        decoding.AttentionInterface.register(GROUPED, grouped_attention)
+    assert not ended.any() and keys == [2] * 2 * (LENGTH - 1)  # 2 of 4 heads, 2 layers
+    assert model.config._attn_implementation == "sdpa"
+    module = model.base_model.layers[0].self_attn
+    query, key, value = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 11, 8), torch.randn(3, 2, 11, 8)
+    mask = torch.rand(3, 1, 5, 11) > 0.3
+    expected = sdpa_attention_forward(module, query, key, value, mask, scaling=0.2)[0]
+    found = grouped_attention(module, query, key, value, mask, scaling=0.2)[0]
+    torch.testing.assert_close(found, expected)
 
 
 def test_what_is_sampled_can_be_trained_on():
@@ -102,7 +163,7 @@ def test_rows_that_have_ended_leave_the_batch():
     _, mask, _, _ = run(model, stops=range(2, 25))
     needed = mask.any(1).sum(0).tolist()  # prompts with a response that goes on
     assert needed[0] == sizes[0] == 6 and sizes[-1] < 6
-    assert all(n <= size <= n * 8 / 7 for n, size in zip(needed, sizes, strict=True))
+    assert sizes == [6, *needed[1:]]
 
 
 def test_tokens_follow_the_distribution():
@@ -122,6 +183,32 @@ def test_a_token_is_the_quantile_of_its_number():
     numbers = torch.tensor([0.0, 0.2, 0.26, 0.74, 0.76, 0.99, 1 - 2**-53], dtype=torch.float64)
     tokens, _ = choose(probabilities.log(), 1.0, numbers)
     assert tokens.tolist() == [1, 1, 2, 2, 4, 4, 4]
+
+
+@pytest.mark.parametrize("words", [300, 1024, 5000, 50_304])
+def test_a_token_of_a_large_vocabulary_is_the_quantile_of_its_number(words, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(40, words, generator=draw)
+    logits[:, words // 3 : words // 2] = -torch.inf
+    logits[::2, : words - 2] -= 30  # the last words have all the weight
+    numbers = uniforms(1, 0, torch.arange(40), 1, 1)[:, 0, 0]
+    numbers[:4] = torch.tensor([0.0, 0.0, 1 - 2**-53, 1 - 2**-53], dtype=torch.float64)
+    expected = logits.double().div(0.7).log_softmax(-1)
+    after = expected.exp().cumsum(-1)
+    for chunk in (sampling.CPU_CHUNK, 7 * words):
+        monkeypatch.setattr(sampling, "CPU_CHUNK", chunk)
+        tokens, logprobs = choose(logits, 0.7, numbers)
+        own = expected.gather(-1, tokens[:, None])[:, 0]
+        until = after.gather(-1, tokens[:, None])[:, 0]
+        assert own.isfinite().all() and (numbers < until + 1e-6).all()
+        assert (numbers > until - own.exp() - 1e-6).all()
+        torch.testing.assert_close(logprobs, own.float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("words", [20, 5000])
+def test_logits_that_are_no_numbers_give_a_word_and_no_log_prob(words):
+    tokens, logprobs = choose(torch.full((3, words), torch.nan), 1.0, torch.rand(3, dtype=torch.float64))
+    assert ((tokens >= 0) & (tokens < words)).all() and logprobs.isnan().all()
 
 
 def test_near_greedy_sampling_takes_the_most_likely_token_without_nan():

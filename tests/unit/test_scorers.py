@@ -92,7 +92,7 @@ def test_parts_go_with_their_rows_and_samples():
     assert batch.samples(torch.tensor([[1], [0], [0]])).parts["same"].tolist() == [[0], [0], [0]]
     assert batch.samples(torch.tensor([[0], [0], [1]])).parts["same"].tolist() == [[1], [0], [0]]
     assert batch.to(torch.device("meta")).parts["words"].device.type == "meta"
-    for rows, micro in microbatches(batch, 2):
+    for rows, micro, _ in microbatches(batch, 2):
         assert micro.parts["words"].tolist() == batch.parts["words"][rows].tolist()
 
 

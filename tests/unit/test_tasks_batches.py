@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets, load_from_disk
 
 from rlhf.objectives.config import Data
 from rlhf.tasks.completions import encode_completions
@@ -49,6 +49,30 @@ def test_batches_from_the_middle_equal_those_of_an_unbroken_run():
         assert torch.equal(a.prompt_ids, b.prompt_ids)
 
 
+def test_a_fingerprint_is_of_what_the_examples_hold(tmp_path):
+    made = {
+        "as it is": make_task(),
+        "of another text": make_task(ListSource(queries=[" w1", *ListSource().queries[1:]])),
+        "of other rows": make_task(ListSource(queries=ListSource().queries[:9])),
+        "in another order": make_task(ListSource(queries=ListSource().queries[::-1])),
+        "of another reference": make_task(ListSource(extra={"reference_response": [" w5"] * 10})),
+        "of pairs": make_task(data=Data.preferences),
+        "of fewer prompts": make_task(max_prompt_tokens=4),
+    }
+    found = {name: task.fingerprint() for name, task in made.items()}
+    assert len(set(found.values())) == len(made)
+    assert all(len(each) == 16 for each in found.values())
+    assert make_task(seed=9, prompts_per_update=2).fingerprint() == found["as it is"]
+
+    class FromDisk(ListSource):
+        def prompts(self, split):
+            parts = [ListSource.prompts(self, split).select(rows) for rows in (range(3), range(3, 10))]
+            concatenate_datasets(parts).save_to_disk(tmp_path / "data")
+            return load_from_disk(tmp_path / "data")
+
+    assert make_task(FromDisk()).fingerprint() == found["as it is"], "wherever it lies, however it is cut"
+
+
 def test_every_epoch_holds_every_example_once_in_another_order():
     index = torch.cat([batch.index for batch in islice(make_task().prompts(), 10)]).view(4, 10)
     assert torch.equal(index.sort(dim=1).values, torch.arange(10).repeat(4, 1))
@@ -75,7 +99,7 @@ def test_prompts_are_padded_on_the_left():
 def test_too_long_prompts_are_left_out_and_counted(caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO"):
         task = make_task(max_prompt_tokens=3)
-    assert len(task) == 6
+        assert len(task) == 6
     assert "left out 4 of 10" in caplog.text
     assert next(task.prompts()).prompt_mask.sum(1).max() <= 3
 
@@ -89,7 +113,7 @@ def test_index_names_the_row_before_long_prompts_were_left_out():
 
 def test_nothing_left_is_an_error_that_names_the_key():
     with pytest.raises(ValueError, match=r"task\.max_prompt_tokens must leave some of the 10 prompts"):
-        make_task(max_prompt_tokens=0)
+        len(make_task(max_prompt_tokens=0))
 
 
 def test_a_tokenizer_without_pad_token_is_refused():

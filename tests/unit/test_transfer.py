@@ -87,6 +87,19 @@ def test_weights_are_asked_for_one_at_a_time(shared):
     assert max(alive) == 2  # the one just written and the one to come
 
 
+def overwritten(tensors):
+    """`tensors`, each in the same memory, which the next one takes: as an engine gathers them from shards."""
+    memory = torch.empty(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    for name, tensor in tensors.items():
+        view = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        yield name, view.copy_(tensor)
+    memory.zero_()
+
+
+def test_a_tensor_that_is_overwritten_when_the_next_is_asked_for_was_copied_before(shared):
+    equal(taken(shared.write(overwritten(WEIGHTS), 1)), WEIGHTS)
+
+
 def test_a_version_stays_until_it_is_released(shared):
     first = shared.write([("w", torch.ones(3))], 1)
     second = shared.write([("w", torch.zeros(3))], 2)

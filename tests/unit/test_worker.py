@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import wait
@@ -18,10 +19,11 @@ from rlhf.batch import Prompts, Rollouts
 from rlhf.errors import RunError, UserError
 from rlhf.generators.generator import Sampling
 from rlhf.generators.transfer import SharedWeights, TransferError, checksum, read
-from rlhf.generators.worker import Limits, WorkerGenerator
+from rlhf.generators.worker import WorkerGenerator
+from rlhf.worker import Limits
 
 LIMITS = Limits(start_s=120, request_s=60, restarts=2)
-SECONDS = 30  # until a test gives up
+SECONDS = 120  # until a test gives up
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Fake:
     once: Path | None = None
 
     def build(self):
+        if self.fault == "writes":
+            Path(tempfile.gettempdir(), "rest").touch()
         if self.fault == "build":
             raise RuntimeError("no such model")
         if self.fault == "user":
@@ -160,12 +164,30 @@ def test_prompts_come_back_with_the_seconds_that_sampling_took(start):
     assert 0.3 <= rollouts.generate_s < 5 and rollouts.version == 5
 
 
-def test_as_many_versions_are_kept_as_are_in_use(start):
+def test_one_version_is_kept_where_all_is_answered_before_each_load(start):
     generator = start(Fake())
-    for version in range(8):
+    for version in range(4):
         load(generator, version)
         ask(generator, version).result(SECONDS)
-    assert len(generator.shared.files) == 2
+        assert len(generator.store.files) == 1 and not generator.store.free
+
+
+def test_as_many_versions_are_kept_as_are_in_use(start):
+    generator = start(Fake())
+    load(generator, 0)
+    for version in range(1, 8):
+        running = ask(generator, version, "slow")
+        load(generator, version)
+        assert running.result(SECONDS).version == version - 1
+    assert 2 <= len(generator.store.files) <= 3
+
+
+def test_a_process_that_died_while_it_waited_takes_the_weights_that_are_loaded_next(start):
+    generator = start(Fake())
+    load(generator, 0)
+    os.kill(pid(generator), signal.SIGKILL)
+    load(generator, 1)  # where version 0 was
+    assert answers([ask(generator, 1)]) == [(1, 1, 1)] and len(generator.store.files) == 1
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
@@ -198,6 +220,18 @@ def test_a_process_killed_while_it_waits_is_replaced(start):
     os.kill(first := pid(generator), signal.SIGKILL)
     assert answers([ask(generator, 1)]) == [(4, 4, 1)]
     assert generator.process.pid != first
+
+
+def test_temporary_files_go_with_the_process_that_made_them(start):
+    generator = start(Fake("writes"))
+    load(generator, 0)
+    os.kill(pid(generator), signal.SIGKILL)
+    first = Path(generator.scratch)
+    ask(generator, 1).result(SECONDS)
+    second = Path(generator.scratch)
+    assert first != second and not first.exists() and (second / "rest").exists()
+    generator.close()
+    assert not second.exists()
 
 
 def test_a_process_lost_too_often_stops_the_run(start):
@@ -363,21 +397,24 @@ from rlhf.generators.worker import WorkerGenerator
 generator = WorkerGenerator(Fake("hangs", at=1), Path(sys.argv[2]), {"OMP_NUM_THREADS": "1"}, LIMITS)
 load(generator, 0)
 worker = pid(generator)
-ask(generator, 1)
-load(generator, 1)
-time.sleep(0.5)
-print(worker, *generator.shared.files, flush=True)
+if sys.argv[3] == "working":
+    ask(generator, 1)
+    load(generator, 1)
+    time.sleep(0.5)
+print(worker, generator.scratch, *generator.store.files, flush=True)
 time.sleep(1000)
 """
 
 
 @pytest.mark.parametrize("memory", ["nameless", "named"])
-def test_a_process_in_the_middle_of_a_request_ends_with_its_trainer(tmp_path, memory):
-    words = [sys.executable, "-c", TRAINER, memory, str(tmp_path / "log")]
+@pytest.mark.parametrize("state", ["working", "waiting"])
+def test_a_process_ends_with_its_trainer_and_leaves_nothing(tmp_path, memory, state):
+    words = [sys.executable, "-c", TRAINER, memory, str(tmp_path / "log"), state]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as trainer:
         lines = iter(trainer.stdout.readline, "")
         worker, *files = next(line for line in lines if line[0].isdigit()).split()
-        assert not gone(int(worker)) and len(files) == 2
+        assert not gone(int(worker)) and len(files) == (3 if state == "working" else 2)
+        assert all(map(os.path.exists, files))
         trainer.kill()
     end = time.monotonic() + 10
     while not gone(int(worker)) or any(map(os.path.exists, files)):

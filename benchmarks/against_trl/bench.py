@@ -1,0 +1,193 @@
+"""Measure this project and TRL in turn on the same work, and print ratios: above 1 this project does better.
+
+    make bench                                        the default parts
+    make bench ARGS="--minutes 60"                    the same, as far as an hour goes
+    make bench ARGS="--part tldr-14m --threads 2"     a piece; what else the file of runs holds stays
+    make bench ARGS="--part tldr-14m --side ours"     our side again, against TRL's figures of before
+    make bench ARGS=--smoke                           whether it works: a minute or two
+
+Every run is a process of its own. All cases are run once, then all once more; sides take turns, and who
+begins changes with every repeat. A case and side that is measured again replaces its runs of before. All
+sides must be seen to do the same: episodes, tokens, micro-batches and optimizer steps are counted on each,
+and a difference ends the benchmark. Runs go to a file of lines, the results of all to a .json beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.against_trl.table import RUNS, read, results, show
+from benchmarks.against_trl.work import LENGTHS, PARTS, SAMPLES, SIDES, TUNED, Case, cases
+from rlhf.folder import environment, write_json
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 900  # of one run
+THEIRS = {"bench": "theirs", "bench-ppo": "theirs_ppo"}  # the module of TRL's side, by environment
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    words = parse()
+    materials = words.out.parent / "materials"
+    make_materials(words.cases, materials)
+    if os.getloadavg()[0] > 0.7:
+        print(f"the machine is busy (load {os.getloadavg()[0]:.1f}): seconds will be off, and ratios of them")
+    runs, where = read(words.out), origin()
+    began, again = time.monotonic(), set()
+    for repeat in range(words.repeats):
+        for case in words.cases:
+            chosen = sides(case, words.side)
+            left_s = 60 * words.minutes - (time.monotonic() - began)
+            if expected_s(case, chosen, runs) >= left_s:
+                print(f"{case.name}: repeat {repeat + 1} left out, {max(left_s, 0):.0f} s remain")
+                continue
+            print(f"{case.name}: {case.measured} updates of", told(replace(case, measured=1).counts()))
+            for side in chosen[:: 1 if repeat % 2 == 0 else -1]:
+                load, start = os.getloadavg()[0], time.monotonic()
+                found = measure(case, side, words.environments, materials)
+                took_s = time.monotonic() - start
+                print(
+                    f"  {side:12}  {found['cpu_s']:.2f} CPU-s  {found['wall_s']:.2f} s  "
+                    f"{found['memory']['above_mib']:.0f} MiB",
+                    flush=True,
+                )
+                if (case.name, side) not in again:
+                    runs = [run for run in runs if not of(run, case, side)]
+                    again.add((case.name, side))
+                run = {"case": asdict(case), "side": side, "repeat": repeat, "figures": found}
+                runs.append({**run, "took_s": took_s, "load": load, **where})
+                words.out.write_text("".join(json.dumps(each) + "\n" for each in runs))
+                write_json(words.out.with_suffix(".json"), results(runs))
+    show(runs, markdown=False)
+    print(f"for the docs: python -m benchmarks.against_trl.table --markdown {words.out}")
+
+
+def parse() -> argparse.Namespace:
+    """The command line, and the cases that it asks for."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--part", nargs="+", choices=LENGTHS, default=PARTS, help="work and model")
+    parser.add_argument("--algo", nargs="+", choices=SAMPLES, default=list(SAMPLES))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES[:2]))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="leave out what would end later, by its runs so far"
+    )
+    parser.add_argument("--smoke", action="store_true", help="one short run for each environment of TRL")
+    parser.add_argument("--out", type=Path, help=f"file of runs; {RUNS}, or smoke.jsonl beside it")
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT, help="folder of TRL's, as make bench made them"
+    )
+    words = parser.parse_args()
+    words.out = (words.out or ROOT / (RUNS.with_name("smoke.jsonl") if words.smoke else RUNS)).absolute()
+    if words.minutes <= 0:
+        parser.error(
+            f"--minutes must be > 0 (it is the time for all runs), got {words.minutes:g}; leave it out"
+        )
+    words.cases = cases(words.part, words.algo, words.threads)
+    if words.smoke:
+        words.repeats = 1
+        first = {case.environment: case for case in reversed(words.cases)}
+        words.cases = [replace(first[name], warmup=1, measured=1) for name in THEIRS if name in first]
+    for case in words.cases if set(words.side) != {"ours"} else ():
+        if not python(words.environments, case).exists():
+            parser.error(
+                f"--environments must be a folder with .venv-{case.environment} (there TRL runs, from "
+                f"requirements/{case.environment}.txt), got {words.environments}; run make bench, or set "
+                "--side ours"
+            )
+    return words
+
+
+def origin() -> dict[str, Any]:
+    """The machine, the code and the command, for every run."""
+    here = environment(["cpu"])
+    command = ["python", "-m", "benchmarks.against_trl.bench", *here["command"][1:]]
+    return {
+        "machine": {name: here[name] for name in ("processor", "cores", "memory_gib", "platform", "python")},
+        "git": here["git"],
+        "command": shlex.join(command),
+    }
+
+
+def of(run: dict[str, Any], case: Case, side: str) -> bool:
+    """Whether `run` is one of this case and side."""
+    return Case(**run["case"]).name == case.name and run["side"] == side
+
+
+def expected_s(case: Case, chosen: list[str], runs: list[dict[str, Any]]) -> float:
+    """How long the case will take, by the longest of its runs so far; 0 where there are none."""
+    return sum(max((run["took_s"] for run in runs if of(run, case, side)), default=0.0) for side in chosen)
+
+
+def python(environments: Path, case: Case) -> Path:
+    """The Python of TRL's side."""
+    return environments / f".venv-{case.environment}/bin/python"
+
+
+def make_materials(chosen: list[Case], folder: Path) -> None:
+    """Models and prompts, made once."""
+    from benchmarks.against_trl.materials import make
+
+    for case in chosen:
+        make(case, folder)
+
+
+def sides(case: Case, chosen: list[str]) -> list[str]:
+    """Those of `chosen` that the case has."""
+    return [side for side in chosen if side != "trl-released" or case.algo in TUNED]
+
+
+def measure(case: Case, side: str, environments: Path, materials: Path) -> dict[str, Any]:
+    """One run in a process of its own; returns its figures, or ends the benchmark."""
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": str(case.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "figures.json"
+        ours = side == "ours"
+        module = "ours" if ours else THEIRS[case.environment]
+        command = [
+            sys.executable if ours else str(python(environments, case)),
+            "-m",
+            f"{__package__}.{module}",
+        ]
+        command += [case.dump(), str(materials), str(out)]
+        command += ["--released"] if side == "trl-released" else []
+        done = subprocess.run(
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        if done.returncode:
+            said = done.stdout[-2000:] + done.stderr[-4000:]
+            sys.exit(f"{said}\nerror: {case.name} failed ({side}; what it said is above)")
+        found: dict[str, Any] = json.loads(out.read_text())
+    if found["counts"] != case.counts():
+        sys.exit(f"error: {case.name} must be {told(case.counts())}; {side} did {told(found['counts'])}")
+    return found
+
+
+def told(counts: dict[str, int]) -> str:
+    """Counts in words."""
+    return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
+
+
+if __name__ == "__main__":
+    main()

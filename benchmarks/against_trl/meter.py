@@ -1,0 +1,128 @@
+"""What a side uses: CPU-seconds, seconds, memory, by phase. Standard library alone, for both environments."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PHASES = ("generate", "score", "reference", "train")  # train: all that is none of the others
+
+
+class Meter:
+    """Counts from the end of the warm-up updates on.
+
+    A side says when training begins (`begin`) and when an update ends (`update_ended`), wraps what belongs to
+    a phase, and counts what it does.
+    """
+
+    def __init__(self, warmup: int) -> None:
+        self.warmup = warmup
+        self.updates = 0  # ended so far
+        self.phase = "train"
+        self.spent: dict[str, list[float]] = {}  # phase -> CPU-seconds, seconds
+        self.counts: Counter[str] = Counter()
+        self.each: list[dict[str, float]] = []  # what each measured update took
+        self.start_mib = 0.0
+
+    def begin(self) -> None:
+        """Models are loaded, nothing is trained yet."""
+        self.start_mib = memory("VmRSS")
+        forget_peak()
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from here."""
+        self.spent = {phase: [0.0, 0.0] for phase in PHASES}
+        self.counts.clear()
+        self.each = []
+        self.last = self.update_began = used()
+
+    def settle(self) -> None:
+        """Charge the running phase with what was used since the last time."""
+        now = used()
+        for i in range(2):
+            self.spent[self.phase][i] += now[i] - self.last[i]
+        self.last = now
+
+    @contextmanager
+    def charge(self, phase: str) -> Iterator[None]:
+        """Charge what happens inside to `phase`, and to nothing else."""
+        outer = self.phase
+        self.settle()
+        self.phase = phase
+        try:
+            yield
+        finally:
+            self.settle()
+            self.phase = outer
+
+    def wrap(
+        self,
+        owner: Any,
+        name: str,
+        phase: str | None = None,
+        seen: Callable[..., dict[str, int]] | None = None,
+        when: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Charge `owner.name(...)` to `phase` when `when()` says so, and count what `seen(result)` gives."""
+        inner = getattr(owner, name)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            if phase is None or not when():
+                result = inner(*args, **kwargs)
+            else:
+                with self.charge(phase):
+                    result = inner(*args, **kwargs)
+            if seen is not None:
+                self.counts.update(seen(result))
+            return result
+
+        setattr(owner, name, outer)
+
+    def update_ended(self) -> None:
+        """An optimizer step and what belongs to it is over."""
+        self.settle()
+        self.updates += 1
+        if self.updates == self.warmup:
+            self.restart()
+            return
+        began, self.update_began = self.update_began, self.last
+        self.each.append({"cpu_s": self.last[0] - began[0], "wall_s": self.last[1] - began[1]})
+
+    def figures(self) -> dict[str, Any]:
+        """What was measured; seconds are means over updates."""
+        n = len(self.each)
+        peak = memory("VmHWM")
+        return {
+            "updates": n,
+            "counts": dict(self.counts),
+            "cpu_s": sum(update["cpu_s"] for update in self.each) / n,
+            "wall_s": sum(update["wall_s"] for update in self.each) / n,
+            "phases": {
+                phase: {"cpu_s": cpu / n, "wall_s": wall / n} for phase, (cpu, wall) in self.spent.items()
+            },
+            "each": self.each,
+            "memory": {"start_mib": self.start_mib, "peak_mib": peak, "above_mib": peak - self.start_mib},
+        }
+
+
+def used() -> tuple[float, float]:
+    """CPU-seconds, user and system, of this process and the children it has waited for; and the clock."""
+    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in both), time.perf_counter()
+
+
+def memory(field: str) -> float:
+    """`VmRSS`, resident memory, or `VmHWM`, its peak, in MiB (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+
+def forget_peak() -> None:
+    """Let `VmHWM` start again from what is resident now (man 5 proc_pid_clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")

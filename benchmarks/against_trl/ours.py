@@ -1,0 +1,116 @@
+"""This project's side: the run that `python -m rlhf.train` makes of the same settings, measured from outside.
+
+python -m benchmarks.against_trl.ours <case as json> <folder of materials> <file for the figures>
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.against_trl.meter import Meter
+from benchmarks.against_trl.work import EPISODES, WORKS, Case
+
+
+def overrides(case: Case, materials: Path) -> list[str]:
+    """The command line of the run."""
+    work = WORKS[case.work]
+    return [
+        f"algo={case.algo}",
+        f"algo.samples_per_prompt={case.samples}",
+        "model=pythia",
+        f"model.policy={case.policy(materials)}",
+        f"model.reward={case.reward(materials)}",
+        "task=tldr",
+        f"task.path={case.data(materials)}",
+        f"task.max_prompt_tokens={work.longest_prompt}",
+        "scorer=reward_model",
+        "scorer.missing_eos_score=null",
+        "scorer@gold=none",
+        "generator=hf",
+        f"generator.response_length={work.response}",
+        f"generator.temperature={case.temperature}",
+        "backend=torch",
+        "backend.device=cpu",
+        f"backend.micro_batch={work.micro_batch}",
+        f"backend.threads={case.threads}",
+        f"optim.lr={case.lr}",
+        "optim.schedule=constant",
+        f"schedule.total_episodes={EPISODES * case.updates}",
+        f"schedule.prompts_per_update={case.prompts}",
+        "schedule.eval_every=0",
+        "schedule.save_every=0",
+        "progress=off",
+    ]
+
+
+def measure(case: Case, materials: Path) -> dict[str, Any]:
+    """Carry the run out; returns its figures."""
+    meter = Meter(case.warmup)
+    carry_out(overrides(case, materials), case.samples, meter)
+    return meter.figures()
+
+
+def carry_out(words: list[str], samples: int, meter: Meter) -> None:
+    """The run with the command line `words`, K = `samples`, measured by `meter`; once in a process."""
+    from rlhf import run as runs
+    from rlhf.compose import compose
+    from rlhf.folder import RunFolder
+    from rlhf.loggers.logger import Logger
+    from rlhf.scorers.reward_model import RewardModelScorer
+
+    class EndOfUpdate(Logger):
+        """A row of metrics is the last thing that an update does."""
+
+        def log(self, *_: Any) -> None:
+            meter.update_ended()
+
+    def sampled(future: Any) -> dict[str, int]:
+        rollouts = future.result()
+        return {
+            "episodes": rollouts.episodes,
+            "prompt_tokens": samples * int(rollouts.prompt_mask.sum()),
+            "response_tokens": int(rollouts.response_mask.sum()),
+        }
+
+    build_engine, build_generator, build_loggers, train = (
+        runs.build_engine, runs.build_generator, runs.build_loggers, runs.train
+    )  # fmt: skip
+
+    def engine(*args: Any) -> Any:
+        made = build_engine(*args)
+        meter.wrap(made, "annotate", "reference")
+        meter.wrap(made, "forward", seen=lambda _: {"micro_batches": 1})
+        meter.wrap(made, "update", seen=lambda _: {"optimizer_steps": 1})
+        return made
+
+    def generator(*args: Any) -> Any:
+        made = build_generator(*args)
+        meter.wrap(made, "submit", "generate", seen=sampled)
+        return made
+
+    def loop(*args: Any) -> None:
+        meter.begin()
+        train(*args)
+
+    runs.build_engine, runs.build_generator, runs.train = engine, generator, loop
+    runs.build_loggers = lambda *args: [*build_loggers(*args), EndOfUpdate()]
+    meter.wrap(RewardModelScorer, "score", "score")
+    with tempfile.TemporaryDirectory() as folder:
+        runs.run(compose(words), RunFolder(Path(folder) / "run"))
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the figures."""
+    import torch
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+if __name__ == "__main__":
+    case, materials, out = Case.load(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    out.write_text(json.dumps({**measure(case, materials), "versions": versions()}))

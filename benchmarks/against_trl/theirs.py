@@ -1,0 +1,195 @@
+"""TRL's side, in its own environment (requirements/bench.txt), measured from outside; PPO: see theirs_ppo.py.
+
+python -m benchmarks.against_trl.theirs <case as json> <folder of materials> <file> [--released]
+
+What makes it faster on a CPU than its defaults: no gradient checkpointing (on by default), float32 (bfloat16
+by default), no logging, no saving. The optimizer is its default, the fused AdamW. `tune` also mends what
+would be unfair; `--released` leaves TRL as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
+
+from benchmarks.against_trl.meter import Meter
+from benchmarks.against_trl.work import EPISODES, WORKS, Case
+
+
+def tune() -> None:
+    """Spare RLOO and GRPO what TRL's fused head does only where there is no Triton kernel for the device.
+
+    There it scores the positions of the prompt too, and throws them away. And its tiles are of a GPU's size:
+    here they get the size that this project's have.
+    """
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    assert utils._use_triton is chunked_logprob._use_triton and chunked_logprob.TOKEN_CHUNK_SIZE
+    utils._use_triton = lambda device: True  # the kernels ask their own
+    chunked_logprob.TOKEN_CHUNK_SIZE = 2**26 // (4 * utils._CHUNKED_LOGPROB_CHUNK_SIZE)
+
+
+def settings(case: Case, folder: str) -> dict[str, Any]:
+    """What all trainers are given."""
+    return {
+        "output_dir": folder,
+        "max_steps": case.updates,
+        "gradient_accumulation_steps": EPISODES // WORKS[case.work].micro_batch,
+        "learning_rate": case.lr,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "temperature": case.temperature,
+        "disable_dropout": True,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def new_policy(case: Case, materials: Path) -> tuple[Any, Any]:
+    """The policy and its tokenizer."""
+    policy = case.policy(materials)
+    tokenizer = AutoTokenizer.from_pretrained(policy, padding_side="left")
+    return AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), tokenizer
+
+
+def new_reward(case: Case, materials: Path) -> Any:
+    """The reward model."""
+    return AutoModelForSequenceClassification.from_pretrained(case.reward(materials), dtype=torch.float32)
+
+
+def texts(case: Case, materials: Path) -> list[str]:
+    """The prompts of an update."""
+    return [json.loads(line)["query"] for line in (case.data(materials) / "train.jsonl").open()]
+
+
+def build(case: Case, materials: Path, folder: str) -> Any:
+    """The trainer."""
+    work = WORKS[case.work]
+    model, tokenizer = new_policy(case, materials)
+    parts: dict[str, Any] = {
+        "model": model,
+        "reward_funcs": new_reward(case, materials),
+        "train_dataset": Dataset.from_dict({"prompt": texts(case, materials) * case.updates}),
+        "processing_class": tokenizer,
+        "reward_processing_classes": AutoTokenizer.from_pretrained(case.reward(materials)),
+    }
+    common = settings(case, folder)
+    if case.algo == "dpo":
+        from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+        config = OnlineDPOConfig(
+            **common,
+            per_device_train_batch_size=work.micro_batch // case.samples,  # prompts here
+            train_sampling_strategy="sequential",
+            max_new_tokens=work.response,
+            max_length=work.longest_prompt + work.response,
+            beta=0.1,
+        )
+        return OnlineDPOTrainer(**parts, args=config)
+    common |= {
+        "per_device_train_batch_size": work.micro_batch,
+        "num_generations": case.samples,
+        "max_completion_length": work.response,
+        "shuffle_dataset": False,
+    }
+    if case.algo == "rloo":
+        return trl.RLOOTrainer(**parts, args=trl.RLOOConfig(**common, beta=0.05))
+    config = trl.GRPOConfig(**common, beta=0.04, loss_type="grpo", scale_rewards="group")
+    return trl.GRPOTrainer(**parts, args=config)
+
+
+def watch(trainer: Any, meter: Meter) -> None:
+    """Charge phases, count samples and micro-batches."""
+    dpo = not isinstance(trainer, (trl.RLOOTrainer, trl.GRPOTrainer))
+    count_samples(trainer.model, trainer.processing_class, meter)
+    meter.wrap(trainer, "_generate", "generate")
+    meter.wrap(trainer, "_calculate_rewards_from_functions" if dpo else "_calculate_rewards", "score")
+    # without gradient: reference, and the policy before the update where the trainer asks for it
+    forward = "_forward" if dpo else "_get_per_token_logps_and_entropies"
+    meter.wrap(trainer, forward, "reference", when=lambda: not torch.is_grad_enabled())
+    meter.wrap(trainer, "training_step", seen=lambda _: {"micro_batches": 1})
+
+
+def count_samples(policy: Any, tokenizer: Any, meter: Meter) -> None:
+    """Count what `policy.generate` is given and gives."""
+    generate = policy.generate
+    ends = torch.tensor([tokenizer.pad_token_id, tokenizer.eos_token_id])
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made = generate(*args, **kwargs)
+        ids = made if isinstance(made, torch.Tensor) else made.sequences
+        responses = ids[:, kwargs["input_ids"].shape[1] :]
+        meter.counts["episodes"] += len(responses)
+        meter.counts["prompt_tokens"] += int(kwargs["attention_mask"].sum())
+        meter.counts["response_tokens"] += int((~torch.isin(responses, ends)).sum())
+        return made
+
+    policy.generate = counted
+
+
+class Moments(TrainerCallback):
+    """When training begins, when the optimizer makes a step, when an update ends."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        """Models are loaded, the optimizer is made."""
+        inner = getattr(optimizer, "optimizer", optimizer)  # torch's, in that of accelerate
+        inner.register_step_post_hook(lambda *_: self.meter.counts.update({"optimizer_steps": 1}))
+        self.meter.begin()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """The last thing that an update does."""
+        self.meter.update_ended()
+
+
+def measure(case: Case, materials: Path, build: Callable[..., Any], watch: Callable[..., None]) -> Any:
+    """Train what `build` makes, as `watch` sees it; returns the figures."""
+    torch.set_num_threads(case.threads)
+    meter = Meter(case.warmup)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(case, materials, folder)
+        watch(trainer, meter)
+        trainer.add_callback(Moments(meter))
+        trainer.train()
+    return meter.figures()
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the figures."""
+    return {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def main(build: Callable[..., Any], watch: Callable[..., None]) -> None:
+    """Read the command line, measure, write."""
+    case, materials, out = Case.load(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    out.write_text(json.dumps({**measure(case, materials, build, watch), "versions": versions()}))
+
+
+if __name__ == "__main__":
+    if "--released" not in sys.argv:
+        tune()
+    main(build, watch)

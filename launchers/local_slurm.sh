@@ -1,0 +1,145 @@
+#!/usr/bin/env bash
+# A SLURM of two nodes on this machine, for trials and tests. It needs root, and Debian's or Ubuntu's packages.
+#
+#   launchers/local_slurm.sh install              what it needs, by apt; nothing where it is there
+#   launchers/local_slurm.sh run <command> ...    start it, run the command in it, stop it
+#
+# Everything that it writes is in a temporary folder, it listens on the loopback interface alone, and it ends with the
+# command. Both nodes are this machine; they are called 127.0.0.1 and 127.0.0.2, so that their names can be reached.
+# A job in the partition `urgent` takes the place of those in `debug`, which are requeued.
+set -euo pipefail
+
+PACKAGES=(slurmctld slurmd slurm-client munge)
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+install_packages() {
+  command -v slurmctld slurmd sbatch munged >/dev/null && return
+  [ "$(id -u)" -eq 0 ] || fail "SLURM must be installed by root, got user $(id -un); run it as root"
+  command -v apt-get >/dev/null || fail "SLURM must be installed by hand where there is no apt-get (slurmctld, slurmd, munge)"
+  # Services that packages start at their installation are not wanted.
+  local policy=/usr/sbin/policy-rc.d
+  if [ ! -e "$policy" ]; then
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod +x "$policy"
+    trap "rm -f '$policy'" EXIT
+  fi
+  apt-get update -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=30 >&2
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${PACKAGES[@]}" >/dev/null
+}
+
+free_ports() {
+  python3 - "$1" <<'PY'
+import socket, sys
+taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(int(sys.argv[1]))]
+print(*(each.getsockname()[1] for each in taken))
+PY
+}
+
+configure() {
+  local host ctld first second
+  host=$(uname -n) host=${host%%.*}
+  read -r ctld first second <<<"$(free_ports 3)"
+  cat >"$FOLDER/slurm.conf" <<CONF
+ClusterName=local
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=$ctld
+# bind to the addresses that are named here, and not to all that there are
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+# a requeued job waits until its old credential has expired: by default two minutes
+AuthInfo=socket=$FOLDER/munge.socket,cred_expire=5
+StateSaveLocation=$FOLDER/state
+SlurmdSpoolDir=$FOLDER/spool-%n
+SlurmctldPidFile=$FOLDER/slurmctld.pid
+SlurmdPidFile=$FOLDER/slurmd-%n.pid
+SlurmctldLogFile=$FOLDER/slurmctld.log
+SlurmdLogFile=$FOLDER/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+KillWait=20
+SlurmdParameters=config_overrides
+ReturnToService=2
+NodeName=127.0.0.1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$first CPUs=2 RealMemory=4000
+NodeName=127.0.0.2 NodeHostname=$host NodeAddr=127.0.0.1 Port=$second CPUs=2 RealMemory=4000
+PartitionName=debug Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
+CONF
+}
+
+start() {
+  (umask 077 && head -c 1024 /dev/urandom >"$FOLDER/munge.key")
+  mkdir -p "$FOLDER/state" "$FOLDER/spool-127.0.0.1" "$FOLDER/spool-127.0.0.2"
+  # --force: the folder is a temporary one
+  munged --force --socket="$FOLDER/munge.socket" --key-file="$FOLDER/munge.key" --seed-file="$FOLDER/munge.seed" \
+    --pid-file="$FOLDER/munged.pid" --log-file="$FOLDER/munged.log" 2>"$FOLDER/munged.err"
+  slurmctld
+  slurmd -N 127.0.0.1
+  slurmd -N 127.0.0.2
+  local try
+  for try in $(seq 200); do
+    [ "$(sinfo --noheader --Node --partition=debug --states=idle --format=%N 2>/dev/null | wc -l)" -eq 2 ] && return
+    sleep 0.1
+  done
+  tail -n 20 "$FOLDER"/*.log >&2
+  fail "SLURM did not start; its logs are above"
+}
+
+stop() {
+  local pid try
+  timeout 10 scancel --full --user="$(id -u)" 2>/dev/null || true
+  for try in $(seq 50); do
+    [ -z "$(timeout 10 squeue --noheader 2>/dev/null)" ] && break
+    sleep 0.1
+  done
+  for pid in "$FOLDER"/slurmd-*.pid "$FOLDER"/slurmctld.pid "$FOLDER"/munged.pid; do
+    if [ -s "$pid" ]; then end "$(cat "$pid")"; fi
+  done
+  # What jobs have left: it was started with the address of this SLURM in its environment.
+  for pid in $(grep -lzs "^SLURM_CONF=$FOLDER/" /proc/[0-9]*/environ | cut -d/ -f3); do
+    kill -9 "$pid" 2>/dev/null || true
+  done
+  rm -rf "$FOLDER"
+}
+
+end() {
+  local try
+  kill "$1" 2>/dev/null || return 0
+  for try in $(seq 50); do
+    case "$(ps -o stat= -p "$1")" in "" | Z*) return 0 ;; esac
+    sleep 0.1
+  done
+  kill -9 "$1" 2>/dev/null || true
+}
+
+run() {
+  [ "$(id -u)" -eq 0 ] || fail "a SLURM on this machine must be started by root, got user $(id -un); run it as root"
+  command -v slurmctld slurmd sbatch munged >/dev/null || fail "SLURM must be installed; run $0 install"
+  FOLDER=$(mktemp -d "${TMPDIR:-/tmp}/slurm.XXXXXX")
+  chmod 755 "$FOLDER"
+  trap stop EXIT
+  configure
+  export SLURM_CONF="$FOLDER/slurm.conf"
+  start
+  "$@"
+}
+
+case "${1:-}" in
+  install) install_packages ;;
+  run) shift; run "$@" ;;
+  *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 2 ;;
+esac

@@ -1,0 +1,1 @@
+"""What a run needs of each device's memory, estimated before anything is loaded, without torch."""

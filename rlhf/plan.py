@@ -1,0 +1,73 @@
+"""The memory plan as a command: `python -m rlhf.plan [group=option ...] [key=value ...]`, the words of
+`rlhf.train`.
+
+Composes and checks the config as that does, prints what each device will need, part by part, and runs
+nothing. Exit codes: 0 the run fits, or what it needs is not known; 2 it does not fit, or the config is wrong.
+"""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+
+from rlhf.command import Command
+from rlhf.compose import composed
+from rlhf.console import console
+from rlhf.memory import plan as memory
+from rlhf.memory.plan import Use, gib
+from rlhf.preflight import check_memory, typed
+
+COMMAND = Command(
+    name="rlhf.plan",
+    usage="[--config-dir <folder>] [group=option ...] [key=value ...]",
+    does="Prints the memory that the run needs, part by part, and runs nothing.",
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    COMMAND.run(lambda _, words: show(words))
+
+
+def show(words: list[str]) -> None:
+    """Print the plan of the run that `words` describe.
+
+    Raises:
+        UserError: the config is wrong, or a device has too little memory.
+    """
+    cfg = typed(composed(words), words)
+    plan = memory.plan(cfg)
+    if plan.unknown:
+        console.print(f"memory: {memory.not_known(plan.unknown)}")
+    for use in plan.uses:
+        console.print(table(use))
+    check_memory(cfg)
+
+
+def table(use: Use) -> Table:
+    """What a device needs: what is there all the time, then what is there in turn."""
+    total = "" if use.total is None else f" of {gib(use.total)}"
+    made = Table(
+        title=f"{use.device}: about {gib(use.bytes)}{total}",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE,
+    )
+    made.add_column("part", no_wrap=True)
+    made.add_column("size", justify="right", no_wrap=True)
+    made.add_column("made of")
+    for part in use.parts:
+        made.add_row(part.name, gib(part.bytes), part.made_of)
+    for phase in use.phases:
+        made.add_section()
+        needed = "the most" if phase is use.largest else "less"
+        made.add_row(
+            f"while {phase.name}", gib(phase.bytes), needed, style="bold" if needed == "the most" else None
+        )
+        for part in phase.parts:
+            made.add_row(f"  {part.name}", gib(part.bytes), part.made_of)
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A page, pictures and a table of run folders: `python -m rlhf.report <folders...>`. Imports no torch."""

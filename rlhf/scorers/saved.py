@@ -1,0 +1,109 @@
+"""Rollouts kept on disk as they are scored (`save_generations`); `rlhf/generations.py` has the format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.batch import Batch, Rollouts
+from rlhf.generations import Shared, name, vocabulary
+from rlhf.generators.generator import Sampling
+from rlhf.scorers.scorer import Scorer, response_texts
+from rlhf.state import TrainState
+
+SCRATCH = ".tmp"
+
+
+class Saved(Scorer):
+    """A scorer that writes down what it scored.
+
+    Args:
+        scorer: gives the scores.
+        folder: of the files.
+        tokenizer: the policy's, for the texts.
+        sampling: how the rollouts were sampled.
+        state: where the run stands.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        state: TrainState,
+    ) -> None:
+        super().__init__(scorer.config)
+        self.scorer = scorer
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.sampling = sampling
+        self.state = state
+        self.vocabulary = vocabulary(tokenizer.get_vocab())
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in folder.glob(f"*{SCRATCH}"):
+            file.unlink()
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        """The scores [N, K]."""
+        return self.scorer.score(rollouts)
+
+    def __call__(self, rollouts: Rollouts) -> Batch:
+        """The rollouts with scores, which are on disk then."""
+        batch = self.scorer(rollouts)
+        write(batch, self.state.update + 1, self.folder, self.tokenizer, self.sampling, self.vocabulary)
+        return batch
+
+
+def write(
+    batch: Batch,
+    update: int,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    vocabulary: str,
+) -> None:
+    """Write the file of one update."""
+    N, K, T = batch.response_ids.shape
+
+    def each(values: list[Any]) -> list[Any]:
+        return [value for value in values for _ in range(K)]
+
+    def cut(x: Tensor, mask: Tensor) -> list[list[Any]]:
+        return [row[kept].tolist() for row, kept in zip(x, mask, strict=True)]
+
+    mask = batch.response_mask.flatten(0, 1)
+    columns: dict[str, Any] = {
+        "update": [update] * (N * K),
+        "version": [batch.version] * (N * K),
+        "example": each(batch.index.tolist()),
+        "sample": list(range(K)) * N,
+        "prompt": each(batch.texts),
+        "response": [text for group in response_texts(batch, tokenizer) for text in group],
+        "reference": each(batch.references),
+        "score": batch.scores.flatten().tolist(),
+        **{f"score/{part}": scores.flatten().tolist() for part, scores in (batch.parts or {}).items()},
+        "ended": batch.ended.flatten().tolist(),
+        "prompt_ids": each(cut(batch.prompt_ids, batch.prompt_mask)),
+        "response_ids": cut(batch.response_ids.flatten(0, 1), mask),
+    }
+    for column in ("behaviour_logprobs", "token_versions"):
+        if (found := getattr(batch, column)) is not None:
+            columns[column] = cut(found.flatten(0, 1), mask)
+    shared = Shared(
+        prompts=N,
+        samples=K,
+        response_length=T,
+        temperature=sampling.temperature,
+        vocabulary=vocabulary,
+    )
+    table = pyarrow.table(columns).replace_schema_metadata(shared.metadata())
+    file = folder / name(update)
+    scratch = file.with_name(f"{file.name}{SCRATCH}")
+    pyarrow.parquet.write_table(table, scratch)
+    scratch.replace(file)
