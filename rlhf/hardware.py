@@ -42,4 +42,4 @@ def gpus_of_generator(cfg: Config) -> int:
     generator = cfg.generator
     if not isinstance(generator, VLLMConfig) or generator.shares_gpu:
         return 0
-    return generator.tensor_parallel_size * (local_ranks() if generator.per_rank else 1)
+    return generator.gpus * (local_ranks() if generator.per_rank else 1)

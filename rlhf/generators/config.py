@@ -90,9 +90,7 @@ class WorkerConfig(GeneratorConfig):
     request_limit_s: float = 1800.0  # seconds that a request may take; then the process counts as hung
     per_rank: bool = False  # a process for each rank; false: that of the first rank serves all
     restarts: int = 3  # times in a session that a process which died or hung is replaced
-    annotate: bool | None = (
-        None  # score ahead, in one more process; null: with max_lag above 0 on a CPU, one rank
-    )
+    annotate: bool | None = None  # score ahead, in one more process; null: with a lag on a CPU, one rank
 
     def has_worker(self, cfg: Config) -> bool:
         """Always, but where an option says otherwise."""
@@ -101,6 +99,14 @@ class WorkerConfig(GeneratorConfig):
     def on_each_rank(self, cfg: Config) -> bool:
         """Where it has no process of its own, or is to have one for each."""
         return self.per_rank or not self.has_worker(cfg)
+
+    def annotates(self, cfg: Config, ranks: int, on_gpu: bool) -> bool:
+        """Whether one more process scores ahead. On GPUs two more models would take memory, and of several
+        ranks one process would have all the work.
+        """
+        if self.annotate is None:
+            return cfg.schedule.max_lag > 0 and ranks == 1 and not on_gpu and cfg.generator.has_worker(cfg)
+        return self.annotate
 
     def start(
         self,
@@ -139,13 +145,7 @@ class WorkerConfig(GeneratorConfig):
                 return Replica(factory, own, variables[i], limits, in_flight, shared)
 
             generator = Replicas(replica, self.replicas, in_flight)
-        wanted = self.annotate
-        if (
-            wanted is None
-        ):  # on GPUs two more models take memory; one process would have the work of all ranks
-            ranks = engine.ranks
-            wanted = cfg.schedule.max_lag > 0 and ranks.size == 1 and ranks.device.type == "cpu"
-        if not wanted:
+        if not self.annotates(cfg, engine.ranks.size, engine.ranks.device.type == "cuda"):
             return generator
         log = folder / f"annotator{which}.log"
         return AnnotatedGenerator(
@@ -302,7 +302,8 @@ class HFConfig(WorkerConfig):
             seed=cfg.seed,
         )
         count = threads(cfg)[1]
-        variables = [environment(count, model.device, i) for i in range(self.replicas)]
+        first = int(os.environ.get("LOCAL_RANK", "0")) if self.per_rank else 0
+        variables = [environment(count, model.device, first + i) for i in range(self.replicas)]
         return self.start(cfg, engine, factory, folder, variables)
 
     def problems(self, cfg: Config) -> Iterator[str]:
@@ -338,6 +339,7 @@ class VLLMConfig(WorkerConfig):
     """Sampling with vLLM, in a process of its own; with GPUs, on GPUs of its own."""
 
     on_gpu: ClassVar[float] = 0.9  # `memory` there, where it is null
+    in_ram: ClassVar[float] = 0.1  # the same without GPUs
     shares_gpu: ClassVar[bool] = False  # with the trainer
 
     name: str = "vllm"
@@ -396,7 +398,7 @@ class VLLMConfig(WorkerConfig):
             dtype=(self.dtype or cfg.model.dtype).value,
             max_model_len=cfg.task.max_prompt_tokens + self.response_length,
             max_num_seqs=self.max_num_seqs,
-            memory=self.memory or (self.on_gpu if gpu else 0.1),
+            memory=self.memory or (self.on_gpu if gpu else self.in_ram),
             enforce_eager=not gpu if self.enforce_eager is None else self.enforce_eager,
             tensor_parallel_size=self.tensor_parallel_size,
             gpu=gpu,

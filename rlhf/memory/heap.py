@@ -16,9 +16,12 @@ def keep_freed() -> None:
 
     By default it hands the end of the heap to the kernel as soon as some tens of MiB are free, which is where
     the temporaries of every step lie, and the kernel clears each page anew when they come again: 1.2 of 9.5
-    CPU-seconds of an update with 50,304 words. What the environment says (`MALLOC_...`) goes first.
+    CPU-seconds of an update with 50,304 words. What the environment says (`MALLOC_...`,
+    `GLIBC_TUNABLES`) goes first.
     """
-    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
+    said = any(name.startswith("MALLOC_") for name in os.environ)
+    said = said or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if said or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
     libc.mallopt(MMAP_THRESHOLD, MAPPED)

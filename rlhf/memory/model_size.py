@@ -154,7 +154,7 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
     nested = config.get("text_config")
     config = {**config, **(nested if isinstance(nested, dict) else {})}
     found = {key: first_number(config, names) for key, names in NAMES.items()}
-    hidden, layers, heads, vocabulary = (*(found[key] for key in ("hidden", "layers", "heads")), None)
+    hidden, layers, heads = (found[key] for key in ("hidden", "layers", "heads"))
     vocabulary = first_number(config, ("vocab_size",))
     if hidden is None or layers is None or heads is None or vocabulary is None:
         return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from rlhf.config import Config, Dtype, NanoConfig
 from rlhf.engines.config import Device
-from rlhf.generators.config import HFConfig, VLLMConfig, WorkerConfig
+from rlhf.generators.config import GeneratorConfig, HFConfig, Transfer, VLLMConfig, WorkerConfig
 from rlhf.memory import activations
 from rlhf.memory.activations import AUTOCAST, BFLOAT16, FLOAT32, Precision, Tokens
 from rlhf.memory.footprint import Footprint
@@ -31,7 +31,6 @@ HEAP = 1.5  # memory of a process for each byte of tensors that come and go: mea
 NEARLY = 0.9  # part of a device's memory from which on there is a warning
 PROCESS = 0.6 * GIB  # a process with torch and transformers: measured on a CPU
 CONTEXT = 0.6 * GIB  # what CUDA takes on a GPU for a process: as is usually seen, not measured here
-VLLM_IN_RAM = 0.1  # share of RAM for keys and values where vLLM has no GPU (rlhf.generators.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ class Model:
 def models(cfg: Config) -> Iterator[Model]:
     """The models that the trainer's process of `cfg` loads, those that are trained first."""
     model, algo, batch = cfg.model, cfg.algo, cfg.backend.micro_batch
-    start = model.base if algo.trains is Trains.base else model.policy
+    start = cfg.start
     policy = size_of(cfg, start)
     key = "model.base" if algo.trains is Trains.base else "model.policy"
     if algo.trains is Trains.reward:
@@ -141,7 +140,7 @@ def models(cfg: Config) -> Iterator[Model]:
             key, value = "model.reward", algo.reward_model(cfg)
         size = size_of(cfg, value)
         yield adapted(cfg, Model("value model", key, value, size and size.scoring(), True, batch))
-    if algo.trains is Trains.policy and not (model.lora.rank and model.reference in (None, model.policy)):
+    if algo.trains is Trains.policy and not (model.lora.rank and model.starts_as_reference):
         name = model.reference or model.policy
         key = "model.reference" if model.reference else "model.policy"
         yield Model("reference", key, name, size_of(cfg, name), False, batch)
@@ -199,7 +198,8 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
     if on_gpu:
         return Plan(tuple(on_gpus(cfg, trainer, machine, local)), {})
     parts = [times(part, local) for part in (*trainer.parts(), *trainer.in_ram())]
-    parts += [on_heap(part) for part in generator_parts(cfg, trainer, machine.ram)]
+    many = generators(cfg, local)
+    parts += [times(on_heap(part), many) for part in generator_parts(cfg, trainer, machine.ram)]
     phases = [
         Phase(phase.name, tuple(times(on_heap(part), local) for part in phase.parts))
         for phase in trainer.phases()
@@ -209,12 +209,12 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
 
 def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iterator[Use]:
     """GPUs of the trainer's ranks, GPUs of a generator that has its own, and RAM."""
-    gpus, generator = machine.gpus, cfg.generator
+    gpus, generator, many = machine.gpus, cfg.generator, generators(cfg, local)
     total = min(gpus[:local], default=None)
     parts, phases = [Part("CUDA", CONTEXT, "a process"), *trainer.parts()], list(trainer.phases())
     if isinstance(generator, VLLMConfig):
         share = generator.memory or generator.on_gpu
-        theirs = tuple(generator.devices or range(local, local + generator.gpus))
+        theirs = tuple(generator.devices or range(local, local + generator.gpus * many))
         if generator.shares_gpu:
             theirs = tuple(range(local))
             held = f"{share:g} of the GPU (generator.memory), given back in between"
@@ -227,19 +227,35 @@ def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iter
         )
     elif generator.has_worker(cfg):
         process = [Part("CUDA", CONTEXT, "the generator's process"), *hf_process(cfg, trainer)]
-        together = -(-replicas(cfg) // max(1, len(gpus) - 1))  # on one GPU; rlhf.worker.environment
+        together = -(-replicas(cfg) * many // max(1, len(gpus) - 1))  # on one GPU; rlhf.worker.environment
         parts += [times(part, together) for part in process]
+    if on_gpu_store(generator):
+        parts.append(shared_weights(cfg, trainer))
     names = " ".join(map(str, range(local)))
     yield Use(f"GPU {names}", total, kept(parts), tuple(phases))
-    ram = [Part("processes", PROCESS * (local + replicas(cfg)), "Python, torch, libraries")]
+    ram = [Part("processes", PROCESS * (local + replicas(cfg) * many), "Python, torch, libraries")]
     ram += [times(part, local) for part in trainer.in_ram()]
-    if generator.has_worker(cfg):
-        ram.append(shared_weights(cfg, trainer))
+    if generator.has_worker(cfg) and not on_gpu_store(generator):
+        ram.append(times(shared_weights(cfg, trainer), many))
     if isinstance(generator, VLLMConfig) and generator.shares_gpu:
-        ram.append(
-            Part("vLLM asleep", vllm_weights(generator, trainer), "its weights while the trainer trains")
-        )
+        asleep = Part("vLLM asleep", vllm_weights(generator, trainer), "its weights while the trainer trains")
+        ram.append(times(asleep, many))
+    if isinstance(generator, WorkerConfig) and generator.annotates(cfg, trainer.ranks, on_gpu=True):
+        ram.append(Part("annotator's process", PROCESS, "Python, torch, libraries"))
     yield Use("RAM", machine.ram, kept(ram), (Phase("loading", (times(trainer.loading(), local),)),))
+
+
+def generators(cfg: Config, local: int) -> int:
+    """How many times a host with `local` ranks has the generator, all its replicas."""
+    return local if isinstance(cfg.generator, WorkerConfig) and cfg.generator.per_rank else 1
+
+
+def on_gpu_store(generator: GeneratorConfig) -> bool:
+    """Whether versions in transfer lie on the trainer's GPU: as `rlhf.generators.vllm.route` has it there."""
+    if not isinstance(generator, VLLMConfig) or generator.transfer is Transfer.shared_memory:
+        return False
+    shares = generator.shares_gpu and generator.tensor_parallel_size > 1
+    return generator.transfer is not Transfer.auto or (generator.replicas == 1 and not shares)
 
 
 def on_heap(part: Part) -> Part:
@@ -441,13 +457,30 @@ def generator_parts(cfg: Config, trainer: Trainer, ram: int) -> Iterator[Part]:
     yield shared_weights(cfg, trainer)
     held = [Part("generator's process", PROCESS, "Python, torch, libraries")]
     if isinstance(generator, VLLMConfig):
-        share = generator.memory or VLLM_IN_RAM
+        share = generator.memory or generator.in_ram
         held.append(Part("vLLM: weights", vllm_weights(generator, trainer), precision_of(generator, cfg)))
         held.append(Part("vLLM: keys and values", share * ram, f"{share:g} of RAM (generator.memory)"))
     else:
         held += hf_process(cfg, trainer)
     for part in held:
         yield times(part, replicas(cfg))
+    if isinstance(generator, WorkerConfig) and generator.annotates(cfg, trainer.ranks, on_gpu=False):
+        yield from annotator_parts(trainer)
+
+
+def annotator_parts(trainer: Trainer) -> Iterator[Part]:
+    """A process that scores ahead, with models of its own: a whole reference also where the trainer's is
+    the policy without its adapters.
+    """
+    yield Part("annotator's process", PROCESS, "Python, torch, libraries")
+    loaded = {model.role: model for model in trainer.models}
+    if trainer.cfg.algo.trains is Trains.policy:
+        loaded.setdefault("reference", replace(trainer.models[0], trained=False, adapters=None))
+    for role, model in loaded.items():
+        if role in ("reference", "reward model"):
+            count, held_as = trainer.weights(model)
+            held = count * held_as.weights
+            yield Part(f"annotator: {role}", held, parameters(count, held))
 
 
 def replicas(cfg: Config) -> int:
@@ -468,8 +501,13 @@ def hf_process(cfg: Config, trainer: Trainer) -> Iterator[Part]:
 
 
 def shared_weights(cfg: Config, trainer: Trainer) -> Part:
-    """Versions of the weights in shared memory: the one confirmed last, and those that wait."""
+    """Versions of the weights: the one confirmed last, and those that wait."""
+    generator = cfg.generator
     versions = max(2, replicas(cfg) + cfg.schedule.max_lag)
+    if isinstance(generator, VLLMConfig) and on_gpu_store(generator):
+        held = versions * vllm_weights(generator, trainer)
+        said = f"{versions} versions in {precision_of(generator, cfg)}, on the trainer's GPU"
+        return Part("weights in transfer", held, said)
     held = versions * 4 * trainer.policy.parameters
     return Part("weights in transfer", held, f"{versions} versions in float32, in shared memory")
 

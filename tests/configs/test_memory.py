@@ -169,7 +169,12 @@ def test_vllm_takes_its_share_of_ram_or_of_a_gpu(pythia):
     assert vllm.device == "vLLM's share of GPU 1" and vllm.total == int(0.9 * 40 * GIB)
     assert parts(vllm)["vLLM: weights"] == 2 * COUNT_2_8B
     assert trainer.device == "GPU 0" and ram.device == "RAM"
+    assert parts(trainer)["weights in transfer"] == 2 * 2 * COUNT_2_8B, "as vLLM has them, by NCCL"
+    assert "weights in transfer" not in parts(ram)
+    shared = [*pythia, "generator=vllm", "generator.transfer=shared_memory"]
+    _, trainer, ram = memory.plan(compose(shared), TWO_GPUS).uses
     assert parts(ram)["weights in transfer"] == 2 * 4 * COUNT_2_8B
+    assert "weights in transfer" not in parts(trainer)
 
 
 def test_vllm_that_shares_the_gpu_needs_its_share_while_the_trainer_waits(pythia):
@@ -180,6 +185,33 @@ def test_vllm_that_shares_the_gpu_needs_its_share_while_the_trainer_waits(pythia
     assert parts(ram)["vLLM asleep"] == 2 * COUNT_2_8B
     small = memory.plan(compose([*words, "generator.memory=0.05"]), TWO_GPUS).uses[0]
     assert not small.fits, "the weights alone are more than 4 GiB"
+
+
+def test_a_process_that_scores_ahead_has_models_of_its_own(pythia):
+    def annotator(*words: str) -> dict[str, float]:
+        (use,) = memory.plan(compose([*words])).uses
+        return {name: held for name, held in parts(use).items() if name.startswith("annotator")}
+
+    (alone,) = memory.plan(compose([])).uses
+    assert annotator("schedule.max_lag=1") == {
+        "annotator's process": memory.PROCESS,
+        "annotator: reference": parts(alone)["reference: weights"],
+        "annotator: reward model": parts(alone)["reward model: weights"],
+    }
+    assert annotator("schedule.max_lag=1", "model.lora.rank=4").keys() >= {"annotator: reference"}
+    assert not annotator() and not annotator("schedule.max_lag=1", "generator.annotate=false")
+
+
+def test_each_rank_may_have_a_generator(monkeypatch, pythia):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    lag, own = ["schedule.max_lag=1"], "generator.per_rank=true"
+    one, two = (parts(memory.plan(compose([*lag, *more])).uses[0]) for more in ([], [own]))
+    for name in ("weights in transfer", "generator's process", "generator: weights"):
+        assert two[name] == 2 * one[name]
+    four = Machine(ram=256 * GIB, gpus=(80 * GIB,) * 4)
+    plan = memory.plan(compose([*pythia, "generator=vllm", own]), four)
+    assert [use.device for use in plan.uses] == ["vLLM's share of GPU 2 3", "GPU 0 1", "RAM"]
 
 
 def test_ranks_on_one_machine_share_its_ram_and_have_a_gpu_each(monkeypatch, pythia):

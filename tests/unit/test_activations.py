@@ -11,10 +11,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
+from rlhf import logprobs
 from rlhf.batch import Batch
 from rlhf.config import Dtype, OptimConfig
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.forward import checkpoint_blocks
+from rlhf.generators import decoding, sampling
 from rlhf.generators.sampling import sample, uniforms
 from rlhf.memory import activations
 from rlhf.memory.activations import AUTOCAST, FLOAT32, Tokens
@@ -196,3 +198,9 @@ def test_a_process_that_trains_grows_by_the_estimate():
     tokens = Tokens(prompts=64, samples=2, prompt=192, response=40)
     needed = states + HEAP * activations.training(size, tokens, FLOAT32)
     assert after - before == pytest.approx(needed, rel=0.3)
+
+
+def test_sizes_of_pieces_are_those_of_the_code_that_is_planned():
+    assert activations.TILE_BYTES == {"cpu": logprobs.CPU_TILE_BYTES, "cuda": logprobs.GPU_TILE_BYTES}
+    assert activations.CHOICE_CHUNK == {"cpu": sampling.CPU_CHUNK, "cuda": sampling.GPU_CHUNK}
+    assert activations.PROMPT_TOKENS == decoding.TOKENS
