@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -139,25 +140,25 @@ def in_stage(algo: str, found: list[str]) -> UserError:
 
 def key(cfg: Config) -> str:
     """A hash of the settings that a stage's result depends on; earlier results by name, which has a hash."""
-    policy = cfg.model.policy and parent(cfg.model.policy)
-    pairs = cfg.task.preferences_path
-    task = replace(cfg.task, preferences_path=pairs and Path(pairs).name)
+    policy, pairs = cfg.model.policy, cfg.task.preferences_path
+    task = replace(cfg.task, preferences_path=pairs and made_name(pairs, cfg))
     stages = StagesConfig()  # what concerns other stages only is left out
     if cfg.algo.trains is Trains.reward:
         stages = replace(cfg.stages, sft=[], reward=[])
-    return digest(replace(cfg, model=replace(cfg.model, policy=policy), task=task, stages=stages))
+    model = replace(cfg.model, policy=policy and made_name(policy, cfg))
+    return digest(replace(cfg, model=model, task=task, stages=stages))
 
 
-def parent(model: str) -> str:
-    """The name of a cached artefact from the path of its model; any other name as it is."""
-    path = Path(model)
-    return path.parent.name if path.name == "model" else model
+def made_name(path: str, cfg: Config) -> str:
+    """The name of an artefact in `cache_dir` from its path, or that of its model; any other path as it is."""
+    made = Path(path).parent if Path(path).name == "model" else Path(path)
+    return made.name if made.parent == Path(cfg.cache_dir) else path
 
 
 def pairs_folder(cfg: Config) -> Path:
     """Where the preference pairs are kept that are sampled from the policy of `cfg`."""
     depends = (
-        parent(cfg.model.policy or ""),
+        made_name(cfg.model.policy or "", cfg),
         asdict(cfg.task),
         asdict(cfg.gold),
         (cfg.stages.pairs, cfg.stages.pairs_temperature, cfg.stages.seed),
@@ -171,14 +172,20 @@ def make_pairs(cfg: Config) -> Path:
     """The folder of preference pairs: two samples of the policy a prompt, ordered by gold, without ties."""
     from rlhf.pairs import sample_pairs
 
-    folder = pairs_folder(cfg)
+    return made_once(
+        pairs_folder(cfg), "preference pairs", lambda folder: sample_pairs(cfg).save_to_disk(str(folder))
+    )
+
+
+def made_once(folder: Path, what: str, write: Callable[[Path], object]) -> Path:
+    """`folder`, which `write` writes under another name first unless it is there whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / COMPLETE).exists():
-            say(f"making preference pairs (once; kept in {folder})", style="bold")
+            say(f"making {what} (once; kept in {folder})", style="bold")
             scratch = folder.with_name(f".tmp-{folder.name}")
             shutil.rmtree(scratch, ignore_errors=True)
-            sample_pairs(cfg).save_to_disk(str(scratch))
+            write(scratch)
             (scratch / COMPLETE).touch()
             shutil.rmtree(folder, ignore_errors=True)
             scratch.rename(folder)

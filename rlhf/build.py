@@ -9,7 +9,6 @@ from rlhf.config import Config, Dtype, float16_needs_gpu
 from rlhf.engines.config import Device
 from rlhf.errors import UserError
 from rlhf.models import Policy, load_causal_lm, load_tokenizer
-from rlhf.objectives.config import Trains
 from rlhf.ranks import Ranks
 from rlhf.tasks.config import EmbeddedTaskConfig
 
@@ -30,8 +29,7 @@ def build_device(cfg: Config) -> torch.device:
 
 def build_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
     """The policy's tokenizer; that of the task's vocabulary where a model is made from nothing."""
-    start = cfg.model.base if cfg.algo.trains is Trains.base else cfg.model.policy
-    name = cfg.model.tokenizer or start
+    name = cfg.model.tokenizer or cfg.start
     if name is None:
         assert isinstance(cfg.task, EmbeddedTaskConfig), "validated: only embedded tasks start from nothing"
         return cfg.task.tokenizer()

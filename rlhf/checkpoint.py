@@ -90,9 +90,7 @@ class Checkpoints:
         try:
             why = (
                 first(lambda: no_room_to(lambda: scratch.mkdir(parents=True), scratch))
-                or next(
-                    filter(None, self.ranks.gather(no_room_to(lambda: engine.save(scratch), scratch))), None
-                )
+                or self.ranks.first_of(no_room_to(lambda: engine.save(scratch), scratch))
                 or first(lambda: no_room_to(write_rest, scratch))
             )
         except Exception:

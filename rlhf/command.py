@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf import plugins
+from rlhf import plugins, slurm
 from rlhf.errors import Interrupted, RunError, UserError, report
 from rlhf.folder import is_first_rank
 from rlhf.signals import interruptible
@@ -40,6 +40,7 @@ class Command:
             return
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as conf/config.yaml has it
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        slurm.name_rank()
         with exit_codes():
             plugins.load()
             carry_out(*self.sorted(words))

@@ -130,6 +130,11 @@ class ModelConfig(Section):
     attention: str = "sdpa"  # attention implementation of transformers
     trust_remote_code: bool = False
 
+    @property
+    def starts_as_reference(self) -> bool:
+        """Whether the reference is the policy as it starts."""
+        return self.reference in (None, self.policy)
+
     def problems(self, cfg: Config) -> Iterator[str]:
         """A type that the device or backend does not train in; a model that is neither named nor makeable."""
         if self.dtype is Dtype.float16 and cfg.backend.device is Device.cpu:
@@ -300,6 +305,11 @@ class Config(Section):
         if self.generator.rollouts or self.algo.supervised:
             return self.algo.data
         return Data.preferences
+
+    @property
+    def start(self) -> str | None:
+        """The model that training starts from; None: one made from nothing, or on the way."""
+        return self.model.base if self.algo.trains is Trains.base else self.model.policy
 
     @property
     def stand_ins(self) -> bool:

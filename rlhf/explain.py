@@ -30,7 +30,7 @@ from omegaconf.errors import (
 )
 
 from rlhf.options import all_keys, groups, options
-from rlhf.schema import SCHEMAS
+from rlhf.schema import SCHEMAS, schema_of
 
 # What composing raises where the config is wrong; the last two are how OmegaConf and Hydra meet a null.
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, AssertionError, ValueError)
@@ -264,7 +264,8 @@ def maybe(word: str, choices: Iterable[str], form: str, *first: str) -> str:
 
 def option_name(section: type) -> str | None:
     """The option that a section's class is registered for."""
-    return next((name.rpartition("/")[2] for name, cls in SCHEMAS.items() if cls is section), None)
+    stored = schema_of(section)
+    return stored and stored.rpartition("/")[2]
 
 
 def group_of(section: str) -> str:

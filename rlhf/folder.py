@@ -34,18 +34,17 @@ from rlhf.errors import UserError
 from rlhf.schema import SCHEMAS, schema_of, sections
 
 if TYPE_CHECKING:
-    from rlhf.config import Config, Resume
+    from rlhf.config import Config
 
 COMPLETE = "COMPLETE"  # the marker file of a complete checkpoint
+ASIDE = ".old-"  # in the name of a folder that `resume=never` moved aside
 
 # How a generator's process works, not what it gives.
 WORKER_KEYS = ("worker", "replicas", "per_rank", "annotate", "threads", "restarts")
 WORKER_LIMITS = ("start_limit_s", "request_limit_s")
 
-# What changes neither the weights nor the figures of a run, and so not its name.
-NOT_IN_NAME = (
-    "hydra",
-    "logger",
+# Where a run writes, what it shows and what it keeps.
+BOOKKEEPING = (
     "resume",
     "progress",
     "output_dir",
@@ -53,6 +52,16 @@ NOT_IN_NAME = (
     "save_total_limit",
     "save_generations",
     "objective_metric",
+    "eval.samples",
+    "schedule.log_every",
+    "schedule.save_every",
+)
+
+# What changes neither the weights nor the figures of a run, and so not its name.
+NOT_IN_NAME = (
+    "hydra",
+    "logger",
+    *BOOKKEEPING,
     "backend.ranks",
     "backend.threads",
     "backend.timeout_s",
@@ -61,11 +70,7 @@ NOT_IN_NAME = (
     "generator.devices",
     "generator.memory",
     "generator.transfer",
-    "schedule.log_every",
-    "schedule.save_every",
     "eval.batch_size",
-    "eval.samples",
-    "stages.stand_ins",
     *(
         f"{scorer}.{key}"
         for scorer in ("scorer", "gold", "scorer.parts.*", "gold.parts.*")
@@ -81,7 +86,12 @@ CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def digest(cfg: Config | DictConfig) -> str:
-    """Eight hex digits of the resolved config, less what changes no result."""
+    """Eight hex digits of what counts in the resolved config."""
+    return hashlib.sha256(json.dumps(what_counts(cfg), sort_keys=True).encode()).hexdigest()[:8]
+
+
+def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
+    """The resolved config as nested dictionaries, less what changes no result."""
     node = cfg if isinstance(cfg, DictConfig) else OmegaConf.structured(cfg)
     kept: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
         OmegaConf.masked_copy(node, [str(key) for key in node if key not in NOT_IN_NAME]),
@@ -90,7 +100,9 @@ def digest(cfg: Config | DictConfig) -> str:
     )
     for dotted in NOT_IN_NAME:
         leave_out(kept, dotted)
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
+    if not kept["stages"]["stand_ins"]:  # as it is without models and data of that kind
+        leave_out(kept, "stages.stand_ins")
+    return kept
 
 
 def leave_out(tree: dict[str, Any], dotted: str) -> None:
@@ -254,14 +266,15 @@ def load_node(file: Path) -> DictConfig:
 # -- before a run ----------------------------------------------------------------------------------
 
 
-def prepare(folder: RunFolder, resume: Resume) -> dict[str, Any] | None:
+def prepare(folder: RunFolder, cfg: Config) -> dict[str, Any] | None:
     """Make the folder agree with `resume`: move a run aside, insist on a checkpoint, or find it finished.
 
     Returns the state of a run that is finished and is to be left alone, else None.
 
     Raises:
-        UserError: `resume=must` where there is nothing to go on from.
+        UserError: `resume=must` where there is nothing to go on from, or the folder is another run's.
     """
+    resume = cfg.resume
     there = folder.path.is_dir() and any(folder.path.iterdir())
     if resume.name == "never":
         # A job that its cluster requeued goes on with its own work, which is no old run.
@@ -277,13 +290,28 @@ def prepare(folder: RunFolder, resume: Resume) -> dict[str, Any] | None:
             f"resume=must needs a complete checkpoint to go on from ({what}), got {folder.path}; "
             "set resume=auto to start where there is none"
         )
+    if finished is not None:
+        refuse_another_run(cfg, folder)
     return finished
+
+
+def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
+    """Raise UserError where the folder has a checkpoint or the result of a run with other settings."""
+    if folder.path.name == run_name(cfg) or not folder.config.exists():  # such a name says all settings
+        return
+    begun = folder.finished() or folder.last_checkpoint()
+    if begun and digest(load_config(folder.config)) != digest(cfg):
+        raise UserError(
+            "hydra.run.dir must be a folder of this run (a checkpoint would go on with other settings, or a "
+            f"result be taken for theirs), got {folder.path}, whose config.yaml differs; set resume=never to "
+            "move it aside"
+        )
 
 
 def free_name(path: Path) -> Path:
     """`path` with the first `.old-<n>` that is not taken."""
     count = 1
-    while (aside := path.with_name(f"{path.name}.old-{count}")).exists():
+    while (aside := path.with_name(f"{path.name}{ASIDE}{count}")).exists():
         count += 1
     return aside
 

@@ -1,7 +1,7 @@
 """Pushing results to the hub of Hugging Face: only where a command is told to (`push_to=<repository>`).
 
-What is pushed is private until its owner makes it public. The token comes from the environment variable
-HF_TOKEN alone, so that it is in no config, no command line and no log.
+A repository that is made is private; one that is there stays as it is. The token comes from the environment
+variable HF_TOKEN alone, so that it is in no config, no command line and no log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 VARIABLE = "HF_TOKEN"
 MEANS = (
-    "<owner>/<name> on the hub to push to, private, with the token in HF_TOKEN (default: nothing is pushed)"
+    "<owner>/<name> on the hub to push to, made private where it is new, with the token in HF_TOKEN "
+    "(default: nothing is pushed)"
 )
 
 

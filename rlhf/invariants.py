@@ -6,12 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rlhf.config import Config
+
 EXPECTED = {
     "objective/kl": 0.0,  # the policy starts as the reference
     "policy/ratio": 1.0,  # sampler and trainer give the same log-probs
     "policy/clipfrac": 0.0,
     "mismatch/kl": 0.0,
 }
+
+
+def expected(cfg: Config) -> set[str]:
+    """The figures that must be so in the run `cfg`."""
+    return set(EXPECTED) - (set() if cfg.model.starts_as_reference else {"objective/kl"})
 
 
 def broken_invariants(row: Mapping[str, float], tolerance: float) -> list[str]:

@@ -17,8 +17,9 @@ def is_local(path: str) -> bool:
 
 
 def folder_problem(key: str, path: str) -> str | None:
-    """What is wrong with the local model folder `path` that `key` names, or None. Hub names have no "
-    "problem here."""
+    """What is wrong with the local model folder `path` that `key` names, or None. Hub names have none
+    here.
+    """
     if not is_local(path):
         return None
     folder = Path(path).expanduser()
@@ -51,8 +52,9 @@ def read_config(path: str) -> dict[str, Any] | None:
 
 
 def context_length(path: str) -> int | None:
-    """Positions of the model in the folder `path`; None where its config does not say, or `path` is no "
-    "folder."""
+    """Positions of the model in the folder `path`; None where its config does not say, or `path` is not a
+    folder.
+    """
     return context_of(read_config(path) or {})
 
 

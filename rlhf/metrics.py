@@ -38,7 +38,8 @@ class Stat:
     def merge(self, later: Stat) -> Stat:
         """This and a later part of the same figure as one."""
         if self.how is How.max:
-            return Stat(max(float(self.total), float(later.total)), 1.0, How.max)
+            both = (torch.as_tensor(part.total, dtype=torch.float64) for part in (self, later))
+            return Stat(torch.maximum(*both), 1.0, How.max)  # nan where one is
         if self.how is How.last:
             return later
         return Stat(

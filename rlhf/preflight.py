@@ -29,6 +29,12 @@ from rlhf.options import options
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
+def own_words(batch: Sequence[Sequence[str]]) -> list[str]:
+    """What each job of a sweep has of its own among its words; empty where that is nothing."""
+    shared = set(batch[0]).intersection(*batch[1:]) if len(batch) > 1 else set()
+    return [" ".join(word for word in words if word not in shared) for words in batch]
+
+
 class Preflight(Callback):
     """Refuses a run, or a sweep with one bad job, before anything is made; ends a run that is finished."""
 
@@ -39,7 +45,7 @@ class Preflight(Callback):
             folder = RunFolder(Path(config.hydra.run.dir))
             if cfg.resume is Resume.never or folder.finished() is None:
                 check_machine(cfg)
-            finished = prepare(folder, cfg.resume)
+            finished = prepare(folder, cfg)
         except UserError as error:
             refuse(error.problems)
         if finished is not None:
@@ -51,9 +57,8 @@ class Preflight(Callback):
         found: list[str] = []
         doubts: list[str] = []
         batch = jobs(config)
-        shared = set(batch[0]).intersection(*batch[1:]) if len(batch) > 1 else set()
-        for overrides in batch:
-            label = " ".join(word for word in overrides if word not in shared) or "every job"
+        for overrides, own in zip(batch, own_words(batch), strict=True):
+            label = own or "every job"
             try:
                 job = GlobalHydra.instance().config_loader().load_sweep_config(config, overrides)
                 cfg = typed(job, overrides)

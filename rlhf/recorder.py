@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from rlhf.batch import Batch, Rollouts
@@ -24,16 +25,19 @@ class Recorder:
         log_every: updates (a fraction of the run below 1) between rows.
         metric: the evaluation figure whose best value the state keeps.
         tolerance: of the invariants that hold at the first update, by dtype.
+        expected: names of those that are to hold.
     """
 
-    def __init__(self, log_every: float, metric: str, tolerance: float) -> None:
+    def __init__(
+        self, log_every: float, metric: str, tolerance: float, expected: Iterable[str] = EXPECTED
+    ) -> None:
         self.loggers: list[Logger] = []
         self.generator: Generator | None = None
         self.log_every = log_every
         self.metric = metric
         self.tolerance = tolerance
         self.timer = Timer()
-        self.unchecked = set(EXPECTED)  # invariants of the first step, not seen yet
+        self.unchecked = set(expected)  # invariants of the first step, not seen yet
         self.figures: Metrics = {}
         self.first: Row = {}  # figures of the evaluation before training
         self.evaluated: Row = {}  # figures of the last evaluation

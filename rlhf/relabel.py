@@ -33,7 +33,7 @@ from rlhf.compose import composed
 from rlhf.config import Config, Progress
 from rlhf.console import console, say
 from rlhf.errors import UserError
-from rlhf.folder import NOT_IN_NAME, is_first_rank, leave_out, write_atomically, write_json
+from rlhf.folder import is_first_rank, what_counts, write_atomically, write_json
 from rlhf.intervals import wilson
 from rlhf.loggers.display import PLAIN_EVERY_S
 from rlhf.loggers.jsonl import append, as_line, read_lines
@@ -188,13 +188,7 @@ def told_of(output: Path) -> str:
 
 def settings(cfg: Config) -> dict[str, Any]:
     """What scores depend on, apart from the rows: two calls with the same give the same data set."""
-    from omegaconf import OmegaConf
-
-    node: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
-        OmegaConf.structured(cfg), enum_to_str=True
-    )
-    for dotted in NOT_IN_NAME:
-        leave_out(node, dotted)
+    node = what_counts(cfg)
     model = {key: node["model"][key] for key in ("dtype", "tokenizer", "pad_token")}
     return {"task": node["task"], "gold": node["gold"], "model": model}
 

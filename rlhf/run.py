@@ -30,12 +30,13 @@ from rlhf.engines.engine import Engine, NonFinite, trained
 from rlhf.engines.frozen import FrozenEngine
 from rlhf.errors import Interrupted, RunError, UserError
 from rlhf.evaluators import Evaluator, PolicyEvaluator, RewardEvaluator
-from rlhf.folder import RunFolder, digest, load_config, setup_logging
+from rlhf.folder import RunFolder, refuse_another_run, setup_logging
 from rlhf.forward import checkpoint_blocks
 from rlhf.generators.config import threads
 from rlhf.generators.generator import Generator, Sampling
 from rlhf.generators.hf import HFGenerator
 from rlhf.generators.over_ranks import OneForAll, OneForEach
+from rlhf.invariants import expected
 from rlhf.loggers.display import Display
 from rlhf.loggers.jsonl import JsonlLogger
 from rlhf.loggers.logger import Logger, Row
@@ -135,7 +136,7 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
         )
         evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks)
         objective = cfg.algo.build()
-        recorder = Recorder(cfg.schedule.log_every, cfg.metric, TOLERANCE[cfg.model.dtype])
+        recorder = Recorder(cfg.schedule.log_every, cfg.metric, TOLERANCE[cfg.model.dtype], expected(cfg))
         checkpoints = Checkpoints(folder.path, cfg.save_total_limit, objective, data, ranks)
         if cfg.save_generations and ranks.first:
             scorer = Saved(scorer, folder.generations, tokenizer, sampling, state)
@@ -197,19 +198,6 @@ def open_folder(cfg: Config, folder: RunFolder) -> Path | None:
     if last is None and cfg.resume is Resume.must:
         raise nothing_to_go_on_from(folder)
     return last
-
-
-def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
-    """Raise UserError where the folder has a checkpoint of a run with other settings."""
-    if (
-        folder.last_checkpoint()
-        and folder.config.exists()
-        and digest(load_config(folder.config)) != digest(cfg)
-    ):
-        raise UserError(
-            "hydra.run.dir must be a folder of this run (its checkpoint would go on with other settings), "
-            f"got {folder.path}, whose config.yaml differs; set resume=never to move it aside"
-        )
 
 
 def nothing_to_go_on_from(folder: RunFolder) -> UserError:
@@ -306,8 +294,7 @@ def with_reference(engine: E, cfg: Config) -> E:
 
 def reference_within(cfg: Config) -> bool:
     """Whether the reference is the policy without its adapters: the policy as it starts."""
-    same = cfg.model.reference in (None, cfg.model.policy)
-    return cfg.algo.trains is Trains.policy and bool(cfg.model.lora.rank) and same
+    return cfg.algo.trains is Trains.policy and bool(cfg.model.lora.rank) and cfg.model.starts_as_reference
 
 
 def build_module(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel | ActorCritic:
@@ -342,10 +329,11 @@ def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rew
         assert isinstance(model, NanoConfig), "validated: only the embedded model starts from nothing"
         nano = Policy(new_nano(model, tokenizer), cfg.generator.temperature, model.shared_prefix)
         return for_training(nano, cfg, "policy")
-    start = model.base if cfg.algo.trains is Trains.base else model.policy
-    assert start is not None
+    assert cfg.start is not None
     key = f"model.{cfg.algo.trains.value}"
-    policy = Policy(load_causal_lm(start, key=key, **options), cfg.generator.temperature, model.shared_prefix)
+    policy = Policy(
+        load_causal_lm(cfg.start, key=key, **options), cfg.generator.temperature, model.shared_prefix
+    )
     return for_training(policy, cfg, "policy")
 
 
@@ -506,7 +494,7 @@ def gains(first: Row, last: Row, cfg: Config) -> str:
     changes = [
         f"{text} {first[name]:.3f} -> {last[name]:.3f}"
         for name, text in told.items()
-        if {name} <= first.keys() & last.keys()
+        if name in first and name in last
     ]
     return ", ".join(changes) or "(not evaluated: schedule.eval_every=0)"
 

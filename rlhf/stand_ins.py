@@ -12,16 +12,13 @@ import hashlib
 import json
 import random
 import re
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
+from rlhf.artefacts import made_once
 from rlhf.config import Config
-from rlhf.console import say
-from rlhf.folder import COMPLETE
 from rlhf.local_models import is_local
 from rlhf.scorers.config import RewardModelScorerConfig, scorers
 from rlhf.tasks.config import ChatConfig, TaskConfig
@@ -60,17 +57,7 @@ def stand_ins(cfg: Config) -> Path:
     """The folder of the stand-ins for the task and the model of `cfg`, made if it is not there."""
     digits = hashlib.sha256(repr((cfg.task, cfg.model.name in LLAMAS)).encode()).hexdigest()[:8]
     folder = Path(cfg.cache_dir) / f"stand-ins-{cfg.task.name}-{digits}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not (folder / COMPLETE).exists():
-            say(f"making stand-ins for models and data of the hub (once; kept in {folder})", style="bold")
-            scratch = folder.with_name(f".tmp-{folder.name}")
-            shutil.rmtree(scratch, ignore_errors=True)
-            make(cfg, scratch)
-            (scratch / COMPLETE).touch()
-            shutil.rmtree(folder, ignore_errors=True)
-            scratch.rename(folder)
-    return folder
+    return made_once(folder, "stand-ins for models and data of the hub", partial(make, cfg))
 
 
 def make(cfg: Config, folder: Path) -> None:

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 ASK_SLURM_S = 10.0  # its controller serves everybody
+SBATCH_NAMES = {
+    "timeout_min": "TIMELIMIT",
+    "signal_delay_s": "SIGNAL",
+    "mem_gb": "MEM_PER_NODE",
+    "name": "JOB_NAME",
+}
 LINGER_S = 15.0  # until what a job wrote at its end has to be seen here
 
 
@@ -216,7 +222,7 @@ def own_environment(params: dict[str, Any]) -> Iterator[None]:
     hidden = {
         name: os.environ.pop(name)
         for key, value in params.items()
-        if value is not None and (name := f"SBATCH_{key.upper()}") in os.environ
+        if value is not None and (name := f"SBATCH_{SBATCH_NAMES.get(key, key.upper())}") in os.environ
     }
     try:
         yield

@@ -24,8 +24,8 @@ from omegaconf import DictConfig, open_dict
 from rlhf.config import Resume
 from rlhf.errors import RunError, UserError
 from rlhf.explain import CONFIG_ERRORS, explain
-from rlhf.folder import RunFolder
-from rlhf.preflight import BASIC_SWEEPER, found_finished, typed
+from rlhf.folder import RunFolder, refuse_another_run
+from rlhf.preflight import BASIC_SWEEPER, found_finished, own_words, typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +125,13 @@ class WatchedLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs that are not done; those that share a folder are one."""
-        shared = set(job_overrides[0]).intersection(*job_overrides[1:]) if len(job_overrides) > 1 else set()
         asked: list[Job | JobReturn] = []
         answers: dict[Path, JobReturn] = {}
         due: dict[Path, Job] = {}
-        for number, overrides in enumerate(job_overrides, initial_job_idx):
-            label = " ".join(word for word in overrides if word not in shared) or f"job {number}"
+        for number, (overrides, own) in enumerate(
+            zip(job_overrides, own_words(job_overrides), strict=True), initial_job_idx
+        ):
+            label = own or f"job {number}"
             try:
                 job, resume = self.compose(number, list(overrides), label)
                 done = None if resume is Resume.never else job.done
@@ -181,6 +182,8 @@ class WatchedLauncher(Launcher):
                 config.hydra.job.id = config.hydra.job.num = number
             folder = RunFolder(Path(config.hydra.sweep.dir) / config.hydra.sweep.subdir)
             cfg = typed(config, overrides)
+            if cfg.resume is not Resume.never:
+                refuse_another_run(cfg, folder)
         except UserError:
             raise
         except CONFIG_ERRORS as error:

@@ -51,7 +51,7 @@ def run_job(config: DictConfig) -> float | None:
         cfg = typed(config, overrides)
         if sweep:
             print(f"job {job.job.num}: {' '.join(overrides)}")
-            if (finished := prepare(folder, cfg.resume)) is not None:
+            if (finished := prepare(folder, cfg)) is not None:
                 announce(folder, finished, cfg.metric)
                 return finished["result"].get(cfg.metric)
             check_machine(cfg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -214,7 +215,8 @@ class Engine(ABC):
             return torch.cuda.max_memory_allocated(self.ranks.device) / 2**30
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        unit = 1 if sys.platform == "darwin" else 2**10  # bytes: man getrusage
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -109,7 +109,6 @@ class AlgoConfig(Section):
     data: ClassVar[Data] = Data.prompts
     supervised: ClassVar[bool] = False  # counts epochs and examples; needs generator=dataset
     min_samples: ClassVar[int] = 1
-    critic: ClassVar[bool] = False  # a value model is trained beside the policy
     keeps: ClassVar[int | None] = None  # samples of a prompt that are trained on; None: all K
 
     name: str = MISSING
@@ -285,8 +284,6 @@ class PolicyGradientConfig(AlgoConfig):
 @dataclass(kw_only=True, slots=True)
 class PPOConfig(PolicyGradientConfig):
     """PPO: a value model, generalised advantage estimation."""
-
-    critic: ClassVar[bool] = True
 
     name: str = "ppo"
     kl_coef: float = 0.05

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.folder import NOT_IN_NAME
+from rlhf.folder import BOOKKEEPING, NOT_IN_NAME
 from rlhf.report.runs import Run, Status
 
 # What a label says first, where runs differ in it; then other keys, in the order of the config.
@@ -22,21 +22,9 @@ FIRST = (
     "backend.name",
 )
 
-# Where a run writes, what it shows and keeps: nothing that a figure of a report depends on. Other keys that
-# leave a run's name alone (threads, a worker, transfer, ...) change its times, so they do tell groups apart.
-SHOWN_NOWHERE = (
-    "seed",
-    "resume",
-    "progress",
-    "output_dir",
-    "cache_dir",
-    "save_total_limit",
-    "save_generations",
-    "objective_metric",
-    "eval.samples",
-    "schedule.log_every",
-    "schedule.save_every",
-)
+# Nothing that a figure of a report depends on. Other keys that leave a run's name alone (threads, a worker,
+# transfer, ...) change its times, so they do tell groups apart.
+SHOWN_NOWHERE = ("seed", *BOOKKEEPING)
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlhf.errors import UserError
-from rlhf.folder import RunFolder
+from rlhf.folder import ASIDE, RunFolder
 from rlhf.loggers.jsonl import read_lines
 from rlhf.loggers.logger import Row
-
-ASIDE = ".old-"  # in the name of a folder that `resume=never` moved aside
 
 
 class Status(StrEnum):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.batch import Batch, Rollouts
 from rlhf.generations import Shared, name, vocabulary
 from rlhf.generators.generator import Sampling
-from rlhf.scorers.scorer import Scorer, response_texts
+from rlhf.scorers.scorer import Scorer, flat_texts
 from rlhf.state import TrainState
 
 SCRATCH = ".tmp"
@@ -78,14 +78,15 @@ def write(
         return [row[kept].tolist() for row, kept in zip(x, mask, strict=True)]
 
     mask = batch.response_mask.flatten(0, 1)
+    prompts, responses, references = flat_texts(batch, tokenizer)
     columns: dict[str, Any] = {
         "update": [update] * (N * K),
         "version": [batch.version] * (N * K),
         "example": each(batch.index.tolist()),
         "sample": list(range(K)) * N,
-        "prompt": each(batch.texts),
-        "response": [text for group in response_texts(batch, tokenizer) for text in group],
-        "reference": each(batch.references),
+        "prompt": prompts,
+        "response": responses,
+        "reference": references,
         "score": batch.scores.flatten().tolist(),
         **{f"score/{part}": scores.flatten().tolist() for part, scores in (batch.parts or {}).items()},
         "ended": batch.ended.flatten().tolist(),

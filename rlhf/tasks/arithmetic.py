@@ -15,8 +15,7 @@ from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from rlhf.errors import UserError
-from rlhf.tasks.config import PREFERENCE_COLUMNS, PROMPT_COLUMNS, Difficulty
+from rlhf.tasks.config import PROMPT_COLUMNS, Difficulty
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -78,16 +77,9 @@ class ArithmeticSource:
 
     def preferences(self, split: str) -> Dataset:
         """The split of `task.preferences_path` as texts `prompt`, `chosen` and `rejected`."""
-        from rlhf.tasks.source import Stored
+        from rlhf.tasks.source import sampled_pairs
 
-        if self.config.preferences_path is None:
-            raise UserError(
-                "task.preferences_path must name a folder of preference pairs for task=arithmetic (pairs are "
-                "sampled from its sft model and labelled by gold), got null; set "
-                "task.preferences_path=<folder>"
-            )
-        pairs = Stored(key="task.preferences_path", place=self.config.preferences_path)
-        return pairs.load(split, PREFERENCE_COLUMNS)
+        return sampled_pairs(self.config, split)
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Protocol
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from rlhf.errors import UserError
-from rlhf.tasks.config import PREFERENCE_COLUMNS, PROMPT_COLUMNS
+from rlhf.tasks.config import PREFERENCE_COLUMNS, PROMPT_COLUMNS, EmbeddedTaskConfig
 from rlhf.tasks.folders import FORMATS, folder_problems, is_saved, split_columns, split_files
 
 
@@ -106,3 +106,14 @@ class StoredSource:
     def preferences(self, split: str) -> Dataset:
         """The split as texts `prompt`, `chosen` and `rejected`."""
         return self.stored_preferences.load(split, PREFERENCE_COLUMNS)
+
+
+def sampled_pairs(config: EmbeddedTaskConfig, split: str) -> Dataset:
+    """The split of an embedded task's `preferences_path` as texts `prompt`, `chosen` and `rejected`."""
+    if config.preferences_path is None:
+        raise UserError(
+            f"task.preferences_path must name a folder of preference pairs for task={config.name} (pairs are "
+            "sampled from its sft model and labelled by gold), got null; set task.preferences_path=<folder>"
+        )
+    stored = Stored(key="task.preferences_path", place=config.preferences_path)
+    return stored.load(split, PREFERENCE_COLUMNS)

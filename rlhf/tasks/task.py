@@ -122,6 +122,8 @@ class Task:
         stored = self.source.preferences(split) if pairs else self.source.prompts(split)
         ends = (self.tokenizer.eos_token, *END_TEXTS)
 
+        tokenizer, limit = self.tokenizer, self.max_prompt_tokens  # map hashes all that encode holds
+
         def clean(texts: list[str]) -> list[str]:
             return [_without_end(text, ends) for text in texts]
 
@@ -132,7 +134,7 @@ class Task:
                 "index": rows,
                 "text": texts,
                 "reference": chosen,
-                "ids": self.tokenizer(texts)["input_ids"],
+                "ids": tokenizer(texts)["input_ids"],
             }
             if pairs:  # some published pairs repeat the prompt in both responses
                 both = zip(texts, chosen, clean(columns["rejected"]), strict=True)
@@ -141,7 +143,7 @@ class Task:
                 made["labels"] = [[1.0, 0.0] for _ in texts]
             elif data is Data.references:
                 made["completions"] = [[text] for text in clean(columns.get("demonstration", chosen))]
-            kept = [i for i, ids in enumerate(made["ids"]) if len(ids) <= self.max_prompt_tokens]
+            kept = [i for i, ids in enumerate(made["ids"]) if len(ids) <= limit]
             return {name: [values[i] for i in kept] for name, values in made.items()}
 
         examples = stored.map(

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from rlhf.errors import UserError
 from rlhf.tasks.config import Difficulty
 
 if TYPE_CHECKING:
@@ -528,15 +527,6 @@ class TLDRMiniSource:
 
     def preferences(self, split: str) -> Dataset:
         """The split of the pairs that were sampled and labelled: texts `prompt`, `chosen` and `rejected`."""
-        from rlhf.tasks.config import PREFERENCE_COLUMNS
-        from rlhf.tasks.source import Stored
+        from rlhf.tasks.source import sampled_pairs
 
-        if self.config.preferences_path is None:
-            raise UserError(
-                "task.preferences_path must name a folder of preference pairs for task=tldr_mini (pairs "
-                "are sampled "
-                "from its sft model and labelled by gold), got null; set task.preferences_path=<folder>"
-            )
-        return Stored(key="task.preferences_path", place=self.config.preferences_path).load(
-            split, PREFERENCE_COLUMNS
-        )
+        return sampled_pairs(self.config, split)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.compose import compose
+from rlhf.config import Resume
 from rlhf.errors import UserError
 from rlhf.folder import (
     COMPLETE,
@@ -138,12 +139,16 @@ def test_state_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_a_finished_run_is_given_back_only_where_it_may_be_left_alone(tmp_path, cfg):
     folder = RunFolder(tmp_path / "run")
-    assert prepare(folder, cfg.resume) is None and not folder.path.exists()
+    never, must = (replace(cfg, resume=resume) for resume in (Resume.never, Resume.must))
+    assert prepare(folder, cfg) is None and not folder.path.exists()
+    folder.write_config(cfg)
     folder.write_state({"finished": True, "result": {}})
-    assert prepare(folder, cfg.resume) == {"finished": True, "result": {}}
-    assert prepare(folder, type(cfg.resume).never) is None and not folder.path.exists()
+    assert prepare(folder, cfg) == {"finished": True, "result": {}}
+    with pytest.raises(UserError, match=r"result be taken for theirs.*config\.yaml differs"):
+        prepare(folder, replace(cfg, seed=7))
+    assert prepare(folder, never) is None and not folder.path.exists()
     with pytest.raises(UserError, match="no such folder"):
-        prepare(folder, type(cfg.resume).must)
+        prepare(folder, must)
 
 
 def test_log_goes_to_the_folder_of_the_job_at_hand(tmp_path):

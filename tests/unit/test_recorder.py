@@ -1,5 +1,6 @@
 """Rows of metrics: one an update, means over all of it, checked at the first."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,14 @@ def test_a_mean_over_micro_batches_is_the_mean_over_all_items():
     merge(figures, {"x": mean(torch.tensor([1.0, 2.0, 3.0]))})
     merge(figures, {"x": mean(torch.tensor([10.0, 99.0]), torch.tensor([True, False]))})
     assert figures["x"].value() == 4.0
+
+
+def test_nan_in_any_part_is_the_largest():
+    for values in ((1.0, float("nan")), (float("nan"), 1.0)):
+        figures: Metrics = {}
+        for value in values:
+            merge(figures, {"max": largest(torch.tensor([value]))})
+        assert math.isnan(figures["max"].value())
 
 
 def test_largest_last_and_sum_merge_as_they_say():
