@@ -22,7 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(LOCK)
 # Environments of TRL for make bench; that of its PPO unless --algo leaves PPO out.
-RIVALS := bench $(if $(filter --algo,$(ARGS)),$(if $(filter ppo,$(ARGS)),bench-ppo),bench-ppo)
+RIVALS := $(if $(filter --help,$(ARGS)),,bench $(if $(filter --algo,$(ARGS)),$(if $(filter ppo,$(ARGS)),bench-ppo),bench-ppo))
 CPU_LOCKS := $(foreach lock,cpu bench bench-ppo,requirements/$(lock).txt)
 # torch anew: that of the lock, which is written without its +cpu, would be taken for the CUDA build.
 RESOLVE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-header --upgrade-package torch

@@ -15,13 +15,14 @@ annotated ahead, scoring and annotating too; t is the rest.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from statistics import mean, stdev
 
-import yaml
+from rlhf.folder import RunFolder
+from rlhf.report.runs import Run, read_run
 
+KEYS = "generator.name", "schedule.max_lag", "backend.threads"
 COLUMNS = (
     *("generator", "max_lag", "cores", "seeds", "win-rate", "KL", "updates, s", "of it waiting"),
     *("generating", "annotating ahead", "rest", "against all cores", "against equal cores", "ideal"),
@@ -30,14 +31,14 @@ COLUMNS = (
 
 def main(folders: list[str]) -> None:
     """Print the table."""
-    runs: dict[tuple[str, int, int | None], list[dict[str, float]]] = {}  # by generator, lag, threads
+    runs: dict[tuple[str, int, int | None], list[dict[str, float]]] = {}  # by KEYS
     for folder in map(Path, folders):
-        file = folder / "trainer_state.json"
-        state = json.loads(file.read_text()) if file.exists() else {"finished": False}
-        if state["finished"]:
-            config = yaml.safe_load((folder / "config.yaml").read_text())
-            key = config["generator"]["name"], config["schedule"]["max_lag"], config["backend"]["threads"]
-            runs.setdefault(key, []).append({**seconds(folder), **state["result"]})
+        if RunFolder(folder).finished():
+            run = read_run(folder)
+            key = tuple(
+                run.config[name] for name in ("generator.name", "schedule.max_lag", "backend.threads")
+            )
+            runs.setdefault(key, []).append({**seconds(run), **run.state["result"]})
     print("|", " | ".join(COLUMNS), "|")
     print("|---" * len(COLUMNS) + "|")
     order = sorted(runs.items(), key=lambda item: tuple(map(str, item[0])))
@@ -70,12 +71,10 @@ def ideal(synchronous: dict[str, float], ahead: bool) -> float:
     return max(parts) / sum(parts)
 
 
-def seconds(folder: Path) -> dict[str, float]:
+def seconds(run: Run) -> dict[str, float]:
     """Seconds of all updates of a run by what they went into; `rest` is what the trainer did not wait."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "lr" in row]
     names = ("update", "wait", "generate", "score", "annotate", "annotate_ahead")
-    total = {name: sum(row.get(f"time/{name}_s", 0.0) for row in rows) for name in names}
+    total = {name: run.seconds(name) for name in names}
     return {**total, "rest": total["update"] - total["wait"]}
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.schedule outputs/<run>              what the run took, and what is predicted
     python -m benchmarks.schedule outputs/<run> --sweep      its phases with other generators and lags
     python -m benchmarks.schedule --generate 16 --train 1    the same for phases of your own, in seconds
-    python -m benchmarks.schedule --figure docs/figures/schedule.png    from 1 to 1000 generators; two minutes
+    python -m benchmarks.schedule --figure docs/figures/schedule.png    from 1 to 1000 generators
 
 `simulate` does what the loop does, in events: the trainer keeps `max_lag` later requests under way and waits
 for the oldest; request t goes to generator t mod n, which takes newer weights over first; an annotator works
@@ -14,7 +14,6 @@ all batches take the same.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections import deque
@@ -25,6 +24,8 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import mean
+
+from rlhf.report.runs import Run, read_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +186,11 @@ def least_lag(batch: Batch, generators: int) -> int:
 # -- batches -----------------------------------------------------------------------------------------
 
 
-def of_run(folder: Path) -> tuple[list[Batch], list[dict[str, float]]]:
-    """The phases of the updates of a run, and its rows of metrics."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "lr" in row]
+def of_run(run: Run) -> list[Batch]:
+    """The phases of the updates of a run."""
+    rows = run.trained
     if [row["update"] for row in rows] != list(range(1, len(rows) + 1)):
-        sys.exit(f"error: {folder} must have a row for each update; run it with schedule.log_every=1")
+        sys.exit(f"error: {run.folder} must have a row for each update; run it with schedule.log_every=1")
     load = mean(row.get("time/load_s", 0.0) for row in rows)  # which request it was for is not known
     own = ("score", "annotate", "train", "sync")
     return [
@@ -201,7 +201,7 @@ def of_run(folder: Path) -> tuple[list[Batch], list[dict[str, float]]]:
             load=load,
         )
         for row in rows
-    ], rows
+    ]
 
 
 def varied(batch: Batch, spread: float, number: int = 4000, seed: int = 0) -> list[Batch]:
@@ -225,13 +225,10 @@ def compared(folders: Sequence[Path]) -> str:
 
     Both are counted from the end of the first update on, which waits for processes that start.
     """
-    import yaml
-
     found = []
-    for folder in folders:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        n, lag = config["generator"].get("replicas", 1), config["schedule"]["max_lag"]
-        batches, rows = of_run(folder)
+    for run in map(read_run, folders):
+        n, lag = run.config.get("generator.replicas", 1), run.config["schedule.max_lag"]
+        batches, rows = of_run(run), run.trained
         made = simulate(batches, n, lag)
         took = sum(row["time/update_s"] for row in rows[1:])
         waited = sum(row["time/wait_s"] for row in rows[1:])
@@ -394,7 +391,7 @@ def main() -> None:
         batch = Batch(words.generate, words.train, words.annotate, words.load)
         print(sweep([batch], words.generators, words.lag))
     elif words.folder and words.sweep:
-        print(sweep(of_run(words.folder[0])[0], words.generators, words.lag))
+        print(sweep(of_run(read_run(words.folder[0])), words.generators, words.lag))
     elif words.folder:
         print(compared(words.folder))
     else:

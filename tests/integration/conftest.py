@@ -1,6 +1,8 @@
 """Runs of a few updates on the embedded task, with its artefacts made once for all tests."""
 
 import json
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,3 +51,12 @@ def rows(folder: RunFolder | Path) -> list[dict]:
     path = folder.path if isinstance(folder, RunFolder) else folder
     lines = (path / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(VARIES)} for line in lines]
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait until something is so: minutes at most, and not beyond the end of a process that is to do it."""
+    end = time.monotonic() + 500
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        assert process is None or process.poll() is None, process.stdout and process.stdout.read()
+        time.sleep(0.05)

@@ -1,6 +1,5 @@
 """A generator in its own process: same tokens as in line, and whoever is killed, nothing is lost or left."""
 
-import json
 import os
 import shutil
 import signal
@@ -24,13 +23,14 @@ from rlhf.generators.hf import HFGenerator, HFSampler, HFSamplerFactory
 from rlhf.generators.replicas import Replica
 from rlhf.generators.transfer import TransferError, checksum
 from rlhf.generators.worker import WorkerGenerator
+from rlhf.loggers.jsonl import read_lines
 from rlhf.metrics import Timer
 from rlhf.run import run
 from rlhf.scorers.reward_model import RewardModelScorer
 from rlhf.signals import SIGNALS
 from rlhf.stream import Stream
 from rlhf.worker import Limits, Worker
-from tests.integration.conftest import rows
+from tests.integration.conftest import rows, wait_for
 from tests.unit.tiny_models import KINDS, tiny_lm, tiny_rollouts
 
 SEED, STOP, PAD, BATCH = 7, 3, 0, 8
@@ -160,7 +160,7 @@ def figures(folder):
 
 
 def test_a_run_samples_and_annotates_in_processes_of_their_own_and_says_so(undisturbed):
-    updates = [json.loads(line) for line in undisturbed.metrics.read_text().splitlines()]
+    updates = read_lines(undisturbed.metrics)
     updates = [row for row in updates if "lr" in row]
     assert [row["lag"] for row in updates] == [0, 1, 1, 1, 1]
     assert all(row["generator/restarts"] == row["annotator/restarts"] == 0 for row in updates)
@@ -184,7 +184,7 @@ def test_the_same_schedule_in_line_gives_the_same_completions_and_figures(undist
     for a, b in zip(figures(folder), figures(undisturbed), strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
     told = [
-        [json.loads(line)["response"] for line in file.read_text().splitlines()]
+        [line["response"] for line in read_lines(file)]
         for file in (folder.completions, undisturbed.completions)
     ]
     assert told[0] == told[1]
@@ -332,13 +332,6 @@ def workers(pid):
             if "rlhf.serve" in process.cmdline():
                 found.append(process)
     return found
-
-
-def wait_for(condition, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.02)
 
 
 def shared_files(pid):

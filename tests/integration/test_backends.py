@@ -169,9 +169,8 @@ def test_weights_that_inference_has_gathered_can_be_trained(size, name, steps):
 @pytest.mark.parametrize(("size", "name"), EVERY)
 def test_bfloat16_is_autocast_over_float32_weights(size, name, steps):
     found, expected = steps[size, name]["bfloat16"], steps[1, "torch"]["bfloat16"]
-    for row, wanted, exact in zip(
-        found["rows"], expected["rows"], steps[1, "torch"]["dpo"]["rows"], strict=False
-    ):
+    exact_rows = steps[1, "torch"]["dpo"]["rows"][:2]
+    for row, wanted, exact in zip(found["rows"], expected["rows"], exact_rows, strict=True):
         assert row["policy/grad_norm"] == pytest.approx(wanted["policy/grad_norm"], rel=0.05)
         assert row["policy/grad_norm"] != exact["policy/grad_norm"]
     assert {weight.dtype for weight in found["weights"].values()} == {torch.float32}

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.loggers.jsonl import read_lines
+
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"^`([\w./]+)`\n\n```\w+\n(.*?)^```$", DOCS, re.M | re.S))
@@ -83,7 +85,7 @@ def test_algorithm_task_and_scorer_of_another_package_train_and_are_evaluated(la
 
     call(lab, "-m", "rlhf.evaluate", f"run={folder}", "--config-dir", "my_lab/conf", "progress=off")
 
-    rows = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    rows = read_lines(folder / "evaluations.jsonl")
     assert rows[-1]["model"] == "model" and rows[-1]["settings"]["gold"] == "in_place"
     assert rows[-1]["eval/gold_score"] == last["eval/gold_score"]
     assert "finished already" in call(lab, "site/bin/rlhf", *words)

@@ -1,12 +1,11 @@
 """A run whose weights change while requests are running."""
 
-import json
-
 import pytest
 import torch
 
 from rlhf.checkpoint import unpack
 from rlhf.folder import RunFolder, run_name
+from rlhf.loggers.jsonl import read_lines
 from rlhf.run import run
 
 RUN = [
@@ -31,7 +30,7 @@ def test_a_run_mixes_versions_within_a_batch_and_keeps_them(tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
     run(cfg, folder)
 
-    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    rows = read_lines(folder.metrics)
     assert [row["update"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 4
     assert all(0 <= row["mismatch/token_lag"] <= row["lag"] <= 1 for row in rows)
     assert any(0 < row["mismatch/token_lag"] < 1 for row in rows), "no batch was mixed"
@@ -44,7 +43,7 @@ def test_a_run_mixes_versions_within_a_batch_and_keeps_them(tiny, tmp_path):
 
     folder.state.unlink()  # as if it had been lost after its last checkpoint
     run(cfg, folder)
-    again = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    again = read_lines(folder.metrics)
     assert again[:-1] == rows[:-1] and again[-1]["update"] == len(rows)
     lag = kept.token_versions[kept.response_mask].double().mean()
     assert again[-1]["mismatch/token_lag"] == pytest.approx(len(rows) - 1 - float(lag))
@@ -53,6 +52,6 @@ def test_a_run_mixes_versions_within_a_batch_and_keeps_them(tiny, tmp_path):
 def test_replicas_take_weights_over_while_they_sample(tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
     run(tiny(*RUN, IN_FLIGHT, "schedule.max_lag=2", "schedule.save_every=0", "generator.replicas=2"), folder)
-    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    rows = read_lines(folder.metrics)
     assert all(0 <= row["mismatch/token_lag"] <= row["lag"] <= 2 for row in rows)
     assert any(row["mismatch/token_lag"] % 1 > 0 for row in rows), "no batch was mixed"

@@ -13,6 +13,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from rlhf.errors import UserError
 from rlhf.folder import RunFolder
+from rlhf.loggers.jsonl import read_lines
 from rlhf.loggers.wandb import run_id
 from rlhf.run import run
 from tests.integration.conftest import rows
@@ -105,7 +106,7 @@ def test_wandb_gets_the_completions_of_each_evaluation_as_a_table(tiny, tmp_path
     monkeypatch.setenv("WANDB_MODE", "offline")  # counts, as logger.wandb.mode is null
     folder = RunFolder(tmp_path / "run")
     run(tiny("logger=wandb", "schedule.eval_every=2"), folder)
-    kept = [json.loads(line) for line in folder.completions.read_text().splitlines()]
+    kept = read_lines(folder.completions)
     (session,) = sessions(folder)
     tables = {row["_step"]: row["completions.path"] for row in history(session) if "completions.path" in row}
     assert sorted(tables) == [0, 2]

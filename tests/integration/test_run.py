@@ -56,7 +56,7 @@ def test_the_final_model_loads_with_transformers(finished):
 
 def test_rows_carry_the_figures_of_the_contract(finished):
     _, folder, _ = finished
-    found = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    found = read_lines(folder.metrics)
     updates = [row for row in found if "lr" in row]
     evaluations = [row for row in found if "eval/win_rate" in row]
     assert [row["update"] for row in updates] == [1, 2]
@@ -100,7 +100,7 @@ def test_rows_carry_the_figures_of_the_contract(finished):
 
 def test_completions_are_kept_with_both_scores(finished):
     cfg, folder, _ = finished
-    kept = [json.loads(line) for line in folder.completions.read_text().splitlines()]
+    kept = read_lines(folder.completions)
     assert len(kept) == 3 * cfg.eval.prompts
     assert kept[0].keys() >= {"update", "prompt", "response", "reference", "score", "gold_score"}
     last = [row for row in kept if row["update"] == 2]

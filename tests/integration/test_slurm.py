@@ -10,15 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from rlhf.compose import compose
 from rlhf.folder import RunFolder, run_name
-from rlhf.run import run
-from tests.integration.conftest import TINY, assert_same_end, rows
+from tests.integration.conftest import TINY, assert_same_end, rows, wait_for
 
 ROOT = Path(__file__).parents[2]
 LOCAL_SLURM = ROOT / "launchers" / "local_slurm.sh"
@@ -90,14 +88,6 @@ def folder_of(words: list[str], output_dir: Path) -> RunFolder:
     return RunFolder(output_dir / run_name(compose(words)))
 
 
-def wait_for(condition, process=None):
-    end = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        assert process is None or process.poll() is None, process.communicate()[0]
-        time.sleep(0.2)
-
-
 def ask(slurm: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=slurm, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -115,19 +105,21 @@ def in_update_2(folder: RunFolder):
 
 @pytest.fixture(scope="module")
 def undisturbed(words, tmp_path_factory):
-    """The run of these tests that nobody stops."""
-    folder = RunFolder(tmp_path_factory.mktemp("undisturbed") / "run")
-    run(compose([*words, *PATIENT]), folder)
-    return folder
+    """The run of these tests that nobody stops, in a process of its own as those of jobs are."""
+    return alone(["-m", "rlhf.train"], words, tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(words, tmp_path_factory):
     """The same of two ranks, started by torchrun. One rank rounds otherwise, and may sample another token."""
-    output_dir = tmp_path_factory.mktemp("two_ranks")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlhf.train"]
+    return alone(torchrun, words, tmp_path_factory.mktemp("two_ranks"))
+
+
+def alone(program: list[str], words: list[str], output_dir: Path) -> RunFolder:
+    """A run of these tests without SLURM."""
     subprocess.run(
-        [sys.executable, *torchrun, *words, *PATIENT, f"output_dir={output_dir}"],
+        [sys.executable, *program, *words, *PATIENT, f"output_dir={output_dir}"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
     )

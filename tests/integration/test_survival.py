@@ -26,7 +26,7 @@ from rlhf.loggers.jsonl import JsonlLogger
 from rlhf.recorder import Recorder
 from rlhf.run import run
 from rlhf.tasks.tldr_mini import TLDRMiniSource
-from tests.integration.conftest import TINY, assert_same_end
+from tests.integration.conftest import TINY, assert_same_end, wait_for
 
 RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep"]
 LAG = [*RUN, "schedule.max_lag=1"]
@@ -115,14 +115,6 @@ def undisturbed(cache_dir, tmp_path_factory):
 def artefacts(undisturbed):
     """What runs need is there, so that what a test does happens to the run and not to a stage of it."""
     undisturbed(*RUN)
-
-
-def wait_for(condition, process, seconds=500):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < end, "the run came to no checkpoint"
-        time.sleep(0.02)
 
 
 def at(patch, kind, name, due, strike):

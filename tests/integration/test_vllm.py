@@ -37,8 +37,8 @@ from rlhf.lora import adapt, whole_weights
 from rlhf.models import Policy
 from rlhf.run import run
 from rlhf.worker import Limits
-from tests.integration.conftest import rows
-from tests.integration.test_async import wait_for, workers
+from tests.integration.conftest import rows, wait_for
+from tests.integration.test_async import workers
 from tests.unit.tiny_models import VOCABULARY, logprobs_in_flight, tiny_lm
 
 pytest.importorskip("vllm")

@@ -22,7 +22,7 @@ from rlhf.generators.worker import Limits, WorkerGenerator
 from tests.unit import test_in_flight, test_worker
 from tests.unit.test_in_flight import wait_for
 from tests.unit.test_transfer import WEIGHTS, overwritten
-from tests.unit.test_worker import SECONDS, answers, ask
+from tests.unit.test_worker import IN_TURN, SECONDS, answers, ask, between_loads
 
 CPU = torch.device("cpu")
 
@@ -304,15 +304,9 @@ def load(generator, version):
 
 def test_each_request_is_sampled_by_the_last_weights_that_were_sent_before_it(start):
     generator = start(Fake())
-    load(generator, 0)
-    futures = [ask(generator, 0, "slow"), ask(generator, 1)]
-    load(generator, 1)
-    load(generator, 2)
-    futures += [ask(generator, 2, "slow")]
-    load(generator, 3)
-    futures += [ask(generator, 3)]
+    futures = between_loads(generator, load)
     assert generator.store.sent != [0, 1, 2, 3], "nothing is sent before its turn"
-    assert answers(futures) == [(0, 0, 0), (0, 0, 1), (2, 2, 2), (3, 3, 3)]
+    assert answers(futures) == IN_TURN
     assert generator.store.sent == [0, 1, 2, 3] and generator.store.groups == 1
     assert list(generator.store.snapshots) == [3], "what was confirmed before is released"
 

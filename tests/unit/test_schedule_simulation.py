@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import yaml
 
 from benchmarks.schedule import (
     Batch,
@@ -17,6 +16,9 @@ from benchmarks.schedule import (
     simulate,
     varied,
 )
+from rlhf.compose import compose
+from rlhf.folder import RunFolder
+from rlhf.report.runs import read_run
 from tests.unit.test_replicas import noted, train
 
 
@@ -117,15 +119,15 @@ def test_a_run_is_compared_with_what_its_own_phases_predict(tmp_path):
         rows.append({"update": t + 1, "lr": 1.0, **{f"time/{name}_s": x for name, x in phases.items()}})
         free = end
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {"generator": {"replicas": 2}, "schedule": {"max_lag": 2}}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    found, _ = of_run(tmp_path)
+    RunFolder(tmp_path).write_config(compose(["generator.replicas=2", "schedule.max_lag=2"]))
+    found = of_run(read_run(tmp_path))
     assert found[3].train == pytest.approx(1) and found[3].load == pytest.approx(0.1)
     cells = compared([tmp_path]).splitlines()[-1].strip("| ").split(" | ")
     assert cells[:3] == ["2", "2", "29"] and cells[8] == "1.000" and cells[9] == cells[10]
 
 
 def test_a_run_without_a_row_for_each_update_is_refused(tmp_path):
+    RunFolder(tmp_path).write_config(compose([]))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"update": 2, "lr": 1.0}) + "\n")
     with pytest.raises(SystemExit, match=r"run it with schedule\.log_every=1"):
-        of_run(tmp_path)
+        of_run(read_run(tmp_path))

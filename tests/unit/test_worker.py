@@ -143,17 +143,24 @@ def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_request_is_answered_by_the_last_load_before_it(start):
-    generator = start(Fake())
+def between_loads(generator, load):
+    """Four requests before and after loads; they are answered as `IN_TURN` says."""
     load(generator, 0)
     futures = [ask(generator, 0, "slow"), ask(generator, 1)]
     load(generator, 1)
     load(generator, 2)
     futures += [ask(generator, 2, "slow")]
     load(generator, 3)
-    futures += [ask(generator, 3)]
+    return [*futures, ask(generator, 3)]
+
+
+IN_TURN = [(0, 0, 0), (0, 0, 1), (2, 2, 2), (3, 3, 3)]
+
+
+def test_a_request_is_answered_by_the_last_load_before_it(start):
+    futures = between_loads(start(Fake()), load)
     assert not futures[-1].done(), "submit and load do not wait"
-    assert answers(futures) == [(0, 0, 0), (0, 0, 1), (2, 2, 2), (3, 3, 3)]
+    assert answers(futures) == IN_TURN
 
 
 def test_prompts_come_back_with_the_seconds_that_sampling_took(start):
