@@ -100,6 +100,14 @@ def test_a_mistake_is_told_with_exit_code_2(call, tmp_path, name, words, said):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_a_task_of_a_slurm_job_is_a_rank_in_every_command(call, monkeypatch, name):
+    named = []
+    monkeypatch.setattr("rlhf.slurm.name_rank", lambda: named.append(name))
+    call(name, "-m")
+    assert named == [name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_tells_every_word_of_the_command(call, name):
     code, out, _ = call(name, "--help")
     assert code == 0 and out.startswith(f"usage: python -m rlhf.{name} ")

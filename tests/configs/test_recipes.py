@@ -414,6 +414,10 @@ def test_a_recipe_for_gpus_is_refused_where_there_are_none(
         (["experiment=tldr_410m_dpo_async", "backend.ranks=null"], 2, 3, None),
         (["experiment=tldr_410m_dpo_async", "hardware=gpus_1_and_1"], 1, 2, None),
         (["experiment=tldr_410m_dpo_async", "hardware=gpus_1_and_1"], 1, 1, "2 GPUs here (1 to train, 1"),
+        (
+            ["experiment=tldr_410m_dpo_async", "hardware=gpus_1_and_1", "generator.replicas=2"],
+            *(1, 2, "3 GPUs here (1 to train, 2"),
+        ),
         (["experiment=tldr_410m_dpo_vllm"], 1, 1, None),
         (["experiment=tldr_410m_dpo_4gpu"], 4, 2, "4 GPUs here (4 to train, 0 to sample), got 2"),
         (["experiment=chat_8b_dpo_async"], 7, 8, None),

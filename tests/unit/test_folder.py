@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.artefacts import key
 from rlhf.compose import compose
 from rlhf.config import Resume
 from rlhf.errors import UserError
@@ -135,6 +136,24 @@ def test_state_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_atomically(folder.state, "{")
     assert folder.read_state() == {"update": 1} and folder.finished() is None
+
+
+def test_a_run_with_stand_ins_has_a_name_of_its_own(cfg):
+    named = digest(replace(cfg, stages=replace(cfg.stages, stand_ins=True)))
+    assert named != digest(cfg)
+
+
+def test_what_was_made_here_counts_by_name_and_what_a_user_has_by_path(cfg):
+    def keys(*folders: str) -> set[str]:
+        return {key(replace(cfg, model=replace(cfg.model, policy=f"{folder}/model"))) for folder in folders}
+
+    assert len(keys("a/sft", "b/sft")) == 2
+    moved = replace(cfg, cache_dir="elsewhere")
+    made = f"{cfg.cache_dir}/sft-1"
+    there = replace(moved, model=replace(moved.model, policy="elsewhere/sft-1/model"))
+    assert keys(made) == {key(there)}
+    pairs = [replace(cfg, task=replace(cfg.task, preferences_path=f"{x}/pairs")) for x in "ab"]
+    assert key(pairs[0]) != key(pairs[1])
 
 
 def test_a_finished_run_is_given_back_only_where_it_may_be_left_alone(tmp_path, cfg):

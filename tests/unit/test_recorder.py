@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlhf.compose import compose
 from rlhf.evaluators import Evaluation
-from rlhf.invariants import broken_invariants
+from rlhf.invariants import EXPECTED, broken_invariants, expected
 from rlhf.loggers.logger import Logger
 from rlhf.metrics import How, Metrics, Stat, largest, mean, merge, sample_size
 from rlhf.recorder import Recorder
@@ -57,7 +58,7 @@ def test_nan_in_any_part_is_the_largest():
     for values in ((1.0, float("nan")), (float("nan"), 1.0)):
         figures: Metrics = {}
         for value in values:
-            merge(figures, {"max": largest(torch.tensor([value]))})
+            merge(figures, {"max": largest(torch.tensor([value]), torch.tensor([True]))})
         assert math.isnan(figures["max"].value())
 
 
@@ -169,6 +170,16 @@ def test_a_resumed_run_has_its_first_step_behind_it():
     second, kept = recorder_of()
     second.load_state_dict(first.state_dict())
     second.add({"policy/ratio": Stat(1.5)})
+    assert kept.warnings == []
+
+
+def test_a_reference_of_another_kind_may_differ_from_the_policy():
+    assert "objective/kl" in expected(compose([]))
+    assert expected(compose(["model.reference=another"])) == set(EXPECTED) - {"objective/kl"}
+    recorder = Recorder(1, "eval/win_rate", 1e-4, {"policy/ratio"})
+    kept = Kept()
+    recorder.open([kept])
+    recorder.add({"policy/ratio": Stat(1.0), "objective/kl": Stat(0.5)})
     assert kept.warnings == []
 
 

@@ -101,6 +101,11 @@ def test_uneven_sampling_needs_more_lag():
     assert least_lag_found(uneven, 10, best=1, within=0.05) > least_lag(batch, 10)
 
 
+def begin(folder: RunFolder, *words: str) -> None:
+    folder.write_config(compose([*words]))
+    folder.write_environment()
+
+
 def test_a_run_is_compared_with_what_its_own_phases_predict(tmp_path):
     """Rows that a loop with these phases leaves, where processes take 5 seconds to start."""
     batches = varied(Batch(generate=3, train=1, annotate=0.5, load=0.1), spread=0.4, number=30)
@@ -119,7 +124,7 @@ def test_a_run_is_compared_with_what_its_own_phases_predict(tmp_path):
         rows.append({"update": t + 1, "lr": 1.0, **{f"time/{name}_s": x for name, x in phases.items()}})
         free = end
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    RunFolder(tmp_path).write_config(compose(["generator.replicas=2", "schedule.max_lag=2"]))
+    begin(RunFolder(tmp_path), "generator.replicas=2", "schedule.max_lag=2")
     found = of_run(read_run(tmp_path))
     assert found[3].train == pytest.approx(1) and found[3].load == pytest.approx(0.1)
     cells = compared([tmp_path]).splitlines()[-1].strip("| ").split(" | ")
@@ -127,7 +132,7 @@ def test_a_run_is_compared_with_what_its_own_phases_predict(tmp_path):
 
 
 def test_a_run_without_a_row_for_each_update_is_refused(tmp_path):
-    RunFolder(tmp_path).write_config(compose([]))
+    begin(RunFolder(tmp_path))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"update": 2, "lr": 1.0}) + "\n")
     with pytest.raises(SystemExit, match=r"run it with schedule\.log_every=1"):
         of_run(read_run(tmp_path))
