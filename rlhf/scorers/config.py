@@ -260,9 +260,7 @@ class FunctionScorerConfig(ScorerConfig):
     """A Python function of the user's: (prompt, response, reference), three texts, to a number."""
 
     name: str = "function"
-    path: str | None = (
-        None  # <module>:<function> or <file>.py:<function>; the working directory is importable
-    )
+    path: str | None = None  # <module>:<function> or <file>.py:<function>; also from the working directory
     batched: bool = False  # the function takes three lists, all of a rollout batch, and gives a list
 
     def source(self, cfg: Config) -> Hashable:
@@ -293,9 +291,7 @@ class HttpScorerConfig(ScorerConfig):
     concurrency: int = 4  # requests at once
     timeout_s: float = 60.0  # seconds without a word from the service after which a try has failed
     retries: int = 5  # more tries of a request: at once, then after 1, 2, 4, ... seconds
-    token_variable: str | None = (
-        None  # the environment variable that holds the bearer token; null: none is sent
-    )
+    token_variable: str | None = None  # environment variable with the bearer token; null: none is sent
 
     def source(self, cfg: Config) -> Hashable:
         """The service."""

@@ -30,15 +30,11 @@ class TaskConfig(Section):
     """What every task has. `path` replaces the hub data set by local files of the same columns."""
 
     embedded: ClassVar[bool] = False  # its data and models are made here, from a seed
-    prompt_columns: ClassVar[tuple[str, ...]] = (
-        PROMPT_COLUMNS  # what `path` has where prompts are read from it
-    )
+    prompt_columns: ClassVar[tuple[str, ...]] = PROMPT_COLUMNS  # of `path`, where prompts are read from it
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS
 
     name: str = MISSING
-    path: str | None = (
-        None  # a folder of prompts data: <split>.jsonl / .parquet files, or datasets.save_to_disk
-    )
+    path: str | None = None  # a folder of prompts: <split>.jsonl or .parquet, or datasets.save_to_disk
     preferences_path: str | None = None  # the same for prompt/chosen/rejected; null: path, else the hub
     max_prompt_tokens: int = 512  # longer prompts are left out, and counted
 
