@@ -292,9 +292,7 @@ class Config(Section):
     resume: Resume = Resume.auto
     save_total_limit: int = 2  # checkpoints kept
     save_generations: bool = False  # every rollout with its scores, in generations/ of the run folder
-    objective_metric: str | None = (
-        None  # what a sweeper optimises; null: eval/win_rate (reward: eval/accuracy)
-    )
+    objective_metric: str | None = None  # what a sweeper optimises; null: win-rate (algo=reward: accuracy)
     output_dir: str = "outputs"
     cache_dir: str = "outputs/artefacts"  # models and pairs that embedded tasks make on the way
     progress: Progress = Progress.auto

@@ -250,9 +250,7 @@ class ChatConfig(TaskConfig):
 
     name: str = "chat"
     prompts_name: str = "HuggingFaceH4/no_robots"
-    preferences_name: str | None = (
-        None  # hub name of pairs: prompt, chosen, rejected, prompts as written here
-    )
+    preferences_name: str | None = None  # hub name of pairs: prompt, chosen, rejected, as written here
     validation_split: str = "test"  # what the dialogues call it
     turn: str = "<|{role}|>\n{content}\n"  # how a turn of a dialogue is written
     reply: str = "<|assistant|>\n"  # what a prompt ends with
