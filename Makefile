@@ -49,7 +49,7 @@ train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
 test: setup check system  ## all checks and all tests
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile $(ARGS)
 
-system:  ## a browser for the tests, which root gets by apt; where there is none, they are skipped
+system:  ## SLURM and a browser for the tests, which root gets by apt; tests of what is missing are skipped
 	@tests/system.sh
 
 test-slurm: setup  ## the tests on a real SLURM of two nodes, installed by apt (root); it ends with them

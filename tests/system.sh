@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What some tests need that pip does not have: a browser. Root gets it by apt, once. Whatever is in the way, this says
-# so and ends well: the tests are then skipped.
+# What some tests need that pip does not have: a SLURM and a browser. Root gets them by apt, once. Whatever is in the
+# way, this says so and ends well, within minutes: the tests are then skipped.
 set -u
 cd "$(dirname "$0")/.." || exit 0
 
@@ -31,5 +31,6 @@ browser() { # any that tests/integration/browser.py knows will do
   want "browser" chromium-headless-shell -- launchers/apt_install.sh chromium-headless-shell fonts-dejavu-core
 }
 
+want SLURM slurmctld slurmd sbatch munged -- launchers/local_slurm.sh install
 browser
 exit 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "system.sh"
-WANTED = ("browser",)
+WANTED = ("SLURM", "browser")
 TOOLS = ("bash", "env", "dirname", "timeout", "sleep")
 
 
