@@ -16,7 +16,7 @@ ARGS ?=
 
 # uv, which makes the locks (pip install uv); it finds CPU wheels of torch by UV_FIND_LINKS or UV_INDEX.
 UV ?= uv
-EXTRAS := deepspeed lora wandb tensorboard slurm sweep report dev
+EXTRAS := deepspeed lora wandb tensorboard slurm sweep optuna report dev
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,7 +29,7 @@ RESOLVE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-hea
 COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTRAS),--extra $(extra)) pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slurm check format snapshots bench lock lock-check clean
+.PHONY: help setup train test test-slurm system check format snapshots bench lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -46,8 +46,11 @@ $(STAMP): requirements/$(LOCK).txt pyproject.toml
 train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
 	$(BIN)/python -m rlhf.train algo=dpo model=pythia
 
-test: setup check  ## all checks and all tests; SLURM's where it is installed (make test-slurm does that)
+test: setup check system  ## all checks and all tests
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile $(ARGS)
+
+system:  ## SLURM and a browser for the tests, which root gets by apt; tests of what is missing are skipped
+	@tests/system.sh
 
 test-slurm: setup  ## the tests on a real SLURM of two nodes, installed by apt (root); it ends with them
 	launchers/local_slurm.sh install

@@ -16,19 +16,18 @@ fail() {
   exit 2
 }
 
+installed() {
+  local name
+  for name in slurmctld slurmd sbatch munged; do
+    command -v "$name" >/dev/null || return 1
+  done
+}
+
 install_packages() {
-  command -v slurmctld slurmd sbatch munged >/dev/null && return
+  if installed; then return; fi
   [ "$(id -u)" -eq 0 ] || fail "SLURM must be installed by root, got user $(id -un); run it as root"
   command -v apt-get >/dev/null || fail "SLURM must be installed by hand where there is no apt-get (slurmctld, slurmd, munge)"
-  # Services that packages start at their installation are not wanted.
-  local policy=/usr/sbin/policy-rc.d
-  if [ ! -e "$policy" ]; then
-    printf '#!/bin/sh\nexit 101\n' >"$policy"
-    chmod +x "$policy"
-    trap "rm -f '$policy'" EXIT
-  fi
-  apt-get update -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=30 >&2
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${PACKAGES[@]}" >/dev/null
+  "$(dirname "$0")/apt_install.sh" "${PACKAGES[@]}"
 }
 
 free_ports() {
@@ -128,7 +127,7 @@ end() {
 
 run() {
   [ "$(id -u)" -eq 0 ] || fail "a SLURM on this machine must be started by root, got user $(id -un); run it as root"
-  command -v slurmctld slurmd sbatch munged >/dev/null || fail "SLURM must be installed; run $0 install"
+  installed || fail "SLURM must be installed; run $0 install"
   FOLDER=$(mktemp -d "${TMPDIR:-/tmp}/slurm.XXXXXX")
   chmod 755 "$FOLDER"
   trap stop EXIT

@@ -258,6 +258,7 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     """Score what is not scored yet, and write the data set."""
     from datasets import DatasetDict
 
+    from rlhf.artefacts import prepare
     from rlhf.build import build_device
     from rlhf.ranks import Ranks
     from rlhf.run import build_task, quieten
@@ -265,6 +266,8 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
     quieten(ranks)
     told = settings(cfg)
+    if cfg.stand_ins:
+        cfg = ranks.from_first(partial(prepare, cfg))
     work = output.with_name(f".tmp-{output.name}")
     tokenizer = tokenizer_of(cfg)
     gold = cfg.gold.build(cfg, tokenizer, ranks)

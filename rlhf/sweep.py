@@ -99,8 +99,8 @@ class Sweep:
             raise SystemExit(2 if all(isinstance(error, UserError) for *_, error in self.failures) else 1)
 
     def knows(self, error: BaseException) -> bool:
-        """Whether it is the error of a job, which a sweeper raised again."""
-        return any(error is failed for *_, failed in self.failures)
+        """Whether it is the error of a job, which a sweeper raised again, or about there being no other."""
+        return any(error is failed for *_, failed in self.failures) or 0 < self.jobs == len(self.failures)
 
 
 def in_words(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from rlhf.report.groups import Group, by_task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which colour-blind people tell apart, less black and yellow; markers tell more.
@@ -183,6 +184,7 @@ def learning_curves(groups: Sequence[Group]) -> Chart | str:
     for axis, (name, title) in zip(axes, present, strict=True):
         draw_all(axis, groups, figure(x), figure(name))
         axis.set(xlabel=unit, title=title)
+        whole_numbers(axis.xaxis)
         widen(axis, name)
     legend(drawing, groups)
     return Chart(
@@ -212,6 +214,7 @@ def against_time(groups: Sequence[Group]) -> Chart | str:
 
     draw_all(axes[0], groups, clock, figure(name))
     axes[0].set(xlabel=f"wall-clock time of training ({unit})", ylabel=dict(LEARNING)[name], xlim=(0, None))
+    widen(axes[0], name)
     legend(drawing, groups)
     return Chart(
         "win_rate_against_time",
@@ -236,7 +239,10 @@ def off_policyness(groups: Sequence[Group]) -> Chart | str:
     for axis, (name, title) in zip(axes, present, strict=True):
         draw_all(axis, groups, figure("update"), figure(name), only="lr")
         axis.set(xlabel="updates", title=title)
-        axis.ticklabel_format(axis="y", useOffset=False)
+        whole_numbers(axis.xaxis)
+        if name == "lag":
+            whole_numbers(axis.yaxis)
+        whole_labels(axis)
     legend(drawing, groups)
     return Chart(
         "lag_and_mismatch",
@@ -382,6 +388,25 @@ def widen(axis: Axes, name: str) -> None:
     low, high = axis.dataLim.intervaly
     if name in ("eval/win_rate", "eval/accuracy") and high - low < 0.001:
         axis.set_ylim(-0.03, 1.03)
+
+
+def whole_numbers(axis: Axis) -> None:
+    """Have no ticks between two updates or episodes."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
+
+
+def whole_labels(axis: Axes) -> None:
+    """Label a tick with all of its value, which may be very small, instead of a factor beside the title."""
+    from matplotlib.ticker import FuncFormatter
+
+    def label(value: float, _: int | None) -> str:
+        low, high = axis.get_ylim()
+        none = abs(value) < 1e-9 * (high - low)  # but for the rounding of the ticks
+        return f"{0 if none else value:.8g}".replace("-", "\N{MINUS SIGN}")
+
+    axis.yaxis.set_major_formatter(FuncFormatter(label))
 
 
 def mark(group: Group) -> str:

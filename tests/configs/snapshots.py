@@ -61,6 +61,9 @@ def header(group: str, name: str) -> dict[str, str]:
     return dict(re.findall(r"^# (\w+): +(.+)$", text, re.M))
 
 
+RELABELS = [name for name in RECIPES if " -m rlhf.relabel " in header("experiment", name)["Command"]]
+
+
 def jobs(sweep: str) -> list[list[str]]:
     """The overrides of each run of a sweep with the recipe that its command names."""
     words = header("sweep", sweep)["Command"].partition(" -m rlhf.train -m ")[2].split()

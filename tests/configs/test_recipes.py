@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf import hardware, validate
+from rlhf import hardware, relabel, validate
 from rlhf.config import Config
-from rlhf.memory import model_size
+from rlhf.memory import activations, model_size
 from rlhf.memory import plan as memory
 from rlhf.memory.machine import Machine
 from rlhf.preflight import typed
 from tests.configs import snapshots
-from tests.configs.snapshots import FOLDER, RECIPES, SWEEPS, header, objects, resolved
+from tests.configs.snapshots import FOLDER, RECIPES, RELABELS, SWEEPS, header, objects, resolved
 
 DOCS = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 
@@ -138,6 +138,13 @@ FACTS: dict[str, dict[str, Any]] = {
         **FP16,
         **batch(2, 2, 8),
         "schedule.save_every": 0.2,
+    },
+    "tldr_relabel": {
+        **TLDR,
+        **FP16,
+        "task.preferences_name": "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144",
+        "gold.batch_size": 64,
+        "backend.ranks": 1,
     },
     "tldr_410m_dpo_offline": {
         **TLDR,
@@ -294,8 +301,8 @@ def pairs(tmp_path: Path) -> Path:
 
 
 def words(name: str, pairs: Path) -> list[str]:
-    """The words of a recipe's command, with names in place of what its user is to name."""
-    said = header("experiment", name)["Command"].partition(" -m rlhf.train ")[2]
+    """The words of a recipe's command, with names in place of what its user is to name, but for `output=`."""
+    said = re.split(r" -m rlhf\.(?:train|relabel output=\S+) ", header("experiment", name)["Command"])[1]
     said = said.replace("<SFT>", "some/sft").replace("<reward model>", "some/reward")
     return said.replace("<pairs>", str(pairs)).split()
 
@@ -313,6 +320,8 @@ def test_the_command_of_a_recipe_is_a_sound_run(name, pairs, everything_installe
     chosen = words(name, pairs)
     assert chosen[0] == f"experiment={name}"
     doubts = validate.warnings(typed(snapshots.compose(*chosen), chosen))
+    if name in RELABELS:
+        assert relabel.pairs_of(chosen).gold.described == TLDR["gold.path"]
     if name.startswith("gsm8k"):  # answers are checked, there as here
         assert len(doubts) == 1 and doubts[0].startswith("scorer and scorer@gold are the same (answer)")
     else:
@@ -325,7 +334,8 @@ def test_a_recipe_opens_with_what_it_takes(name):
     assert list(said)[:5] == ["Paper", "Hardware", "Time", "Metric", "Command"]
     ranks = objects(f"experiment={name}").backend.ranks
     start = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
-    assert said["Command"].startswith(f"{start} -m rlhf.train experiment={name}")
+    command = "relabel output=outputs/tldr-relabelled" if name in RELABELS else "train"
+    assert said["Command"].startswith(f"{start} -m rlhf.{command} experiment={name}")
 
 
 GPT_NEOX = {"model_type": "gpt_neox", "tie_word_embeddings": False, "vocab_size": 50304}
@@ -368,14 +378,26 @@ def published_size(name: str) -> model_size.ModelSize | None:
     )
 
 
+def judging(cfg: Config) -> float:
+    """The bytes on a GPU that scores pairs: the judge's weights, and a forward of sequences that are full."""
+    size = published_size(cfg.gold.path).scoring()
+    batch = cfg.gold.batch_size
+    tokens = activations.Tokens(prompts=batch, samples=1, prompt=512, response=128, shared=False)
+    forward = activations.inference(size, tokens, activations.BFLOAT16, eager=False, device="cuda")
+    return memory.CONTEXT + 2 * size.parameters + forward
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_memory_in_the_opening_is_that_of_the_plan(name, pairs, monkeypatch):
     cfg = objects(*words(name, pairs))
     for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(variable, str(cfg.backend.ranks))
     monkeypatch.setattr(memory, "named_size", published_size)
-    plan = memory.plan(cfg, Machine(2**42, (80 * memory.GIB,) * 8))
-    needed = next(use.bytes for use in plan.uses if use.device.startswith("GPU")) / memory.GIB
+    if name in RELABELS:
+        needed = judging(cfg) / memory.GIB
+    else:
+        plan = memory.plan(cfg, Machine(2**42, (80 * memory.GIB,) * 8))
+        needed = next(use.bytes for use in plan.uses if use.device.startswith("GPU")) / memory.GIB
     (said,) = re.findall(r"about (\d+) GiB", header("experiment", name)["Hardware"])
     assert math.isclose(int(said), needed, rel_tol=0.1, abs_tol=1), f"it is {needed:.0f} GiB now"
 

@@ -99,7 +99,6 @@ def test_a_time_limit_that_leaves_no_time_is_refused(command):
 
 
 def test_optuna_maximises_and_goes_on_when_a_trial_fails(command, tmp_path):
-    pytest.importorskip("optuna", reason="Optuna is not installed: pip install 'rlhf[optuna]'")
     tried = []
 
     def during(cfg, folder):
@@ -120,3 +119,13 @@ def test_optuna_maximises_and_goes_on_when_a_trial_fails(command, tmp_path):
     assert again.out.count("finished already") >= 1, (
         "the same seed proposes the same runs, until results differ"
     )
+
+
+@pytest.mark.parametrize(
+    ("interval", "code", "text"), [("1e-4,1e-2", 1, "it stopped"), ("-2,-1", 2, "optim.lr must be > 0")]
+)
+def test_a_search_in_which_every_trial_fails_lists_them(command, interval, code, text):
+    words = ["-m", "hydra/sweeper=search", "hydra.sweeper.n_trials=2", f"optim.lr=interval({interval})"]
+    answer = command(*words, during=fail(RunError("it stopped")))
+    assert answer.code == code and len(answer.runs) == (2 if code == 1 else 0)
+    assert answer.err.partition("error: 2 of 2 jobs failed")[2].count(text) == 2, answer.err

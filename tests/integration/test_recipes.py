@@ -4,15 +4,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf import validate
+from rlhf import relabel, validate
 from rlhf.compose import compose
 from rlhf.config import Config
 from rlhf.folder import RunFolder
 from rlhf.options import options
 from rlhf.run import run
+from tests.configs.snapshots import RELABELS
 from tests.integration.conftest import rows
 
 
@@ -23,7 +25,8 @@ def tiny_recipe(name: str, cache_dir: Path, *more: str) -> Config:
 def distinct() -> list[str]:
     """The recipes, but of those that differ in the size of Pythia alone, which is tiny here, the first."""
     found: dict[str, str] = {}
-    for name in sorted(options("experiment"), key=lambda name: ("410m" not in name, name)):
+    trained = set(options("experiment")) - set(RELABELS)
+    for name in sorted(trained, key=lambda name: ("410m" not in name, name)):
         cfg = tiny_recipe(name, Path("cache"))
         family = cfg.model.name.partition("_")[0]
         same = OmegaConf.to_yaml(OmegaConf.structured(replace(cfg, model=replace(cfg.model, name=family))))
@@ -62,6 +65,21 @@ def test_a_recipe_runs_offline_and_tiny(cache_dir, tmp_path, monkeypatch, name):
         assert updates[0]["objective/eos_rate"] > 0.5
     stored = json.loads((folder.path / "environment.json").read_text())
     assert "mnoukhov" not in json.dumps(stored)
+
+
+@pytest.mark.parametrize("name", RELABELS)
+def test_a_relabelling_recipe_makes_pairs_that_a_reward_recipe_is_trained_on(cache_dir, tmp_path, name):
+    words = [f"experiment={name}", "debug=tiny", f"cache_dir={cache_dir}", "progress=off"]
+    cfg, output = relabel.pairs_of(words), tmp_path / "pairs"
+    relabel.relabel(cfg, output)
+    relabel.relabel(cfg, output)  # is there already
+    told = json.loads((output / relabel.REPORT).read_text())
+    assert all(one["swapped"] > 0 < one["agreed"] for one in told["splits"].values()), "a judge at random"
+    assert told["gold"].endswith("/judge"), "the stand-in is not passed off as the gold model"
+    made = datasets.load_from_disk(str(output))
+    assert all(row["chosen_score"] >= row["rejected_score"] for rows in made.values() for row in rows)
+    reward = tiny_recipe("tldr_410m_reward", cache_dir, f"task.preferences_path={output}")
+    check(reward, RunFolder(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

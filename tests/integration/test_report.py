@@ -1,6 +1,5 @@
 """Reports of real runs, as docs/reports.md has them: two algorithms, two seeds, and one run asynchronous."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -14,11 +13,11 @@ from PIL import Image
 from rlhf.folder import RunFolder
 from rlhf.report.runs import find_runs
 from rlhf.run import run
+from tests.integration import browser
 from tests.integration.conftest import TINY
 from tests.integration.test_run import interrupt
 
 DOCS = (Path(__file__).parents[2] / "docs" / "reports.md").read_text()
-BROWSER = Path(__file__).with_name("browser.py")
 LONGER = ["schedule.total_episodes=64", "schedule.eval_every=1"]
 LABELS = ["dpo max_lag=0", "dpo max_lag=1", "rloo max_lag=0"]
 FIGURES = [
@@ -98,22 +97,18 @@ def test_an_interrupted_run_is_reported_as_far_as_it_came(tiny, tmp_path, monkey
     assert found.last("eval/gold_score") is not None and found.seconds() > 0
 
 
-def look(page: Path, folder: Path, scheme: str, expression: str) -> dict:
-    """What tests/integration/browser.py says of a page."""
-    done = subprocess.run(
-        [sys.executable, BROWSER, page, folder, scheme, "1200", expression],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-# Sizes of the figures; whether pointing at the first group dims the others; what a click on a heading sorts.
+# Sizes of the figures; which of their texts lie on one another; whether pointing at the first group dims the
+# others; what a click on a heading sorts.
 EXPRESSION = """(() => {
   const boxes = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect());
+  const over = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4;
+  const overlaps = [...document.querySelectorAll("figure svg")].flatMap((svg) => {
+    const texts = [...svg.querySelectorAll("text")]
+      .map((text) => [text.textContent, text.getBoundingClientRect()]);
+    return texts.flatMap(([one, box], i) => texts.slice(i + 1)
+      .filter(([, other]) => over(box, other)).map(([other]) => one + " | " + other));
+  });
   const line = document.querySelector("#learning_curves .series-0");
   line.dispatchEvent(new PointerEvent("pointerenter"));
   const faint = [...document.querySelectorAll("#learning_curves .series:not(.focus)")];
@@ -126,7 +121,7 @@ EXPRESSION = """(() => {
   const sorted = [...document.querySelectorAll("#results tbody tr")]
     .map((row) => parseFloat(row.cells[heading.cellIndex].dataset.value));
   const sizes = boxes.map((box) => [box.width, box.height]);
-  return {sizes, alone, dims, faint: faint.length, after, sorted};
+  return {sizes, overlaps, alone, dims, faint: faint.length, after, sorted};
 })()"""
 
 SERIES = {"light": (0x00, 0x72, 0xB2), "dark": (0x4A, 0xA8, 0xE0)}  # --series-0 of rlhf/report/page.css
@@ -134,19 +129,19 @@ PAPER = {"light": (0xFF, 0xFF, 0xFF), "dark": (0x14, 0x17, 0x1B)}
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("PySide6") is None
-    or importlib.util.find_spec("PySide6.QtWebEngineCore") is None,
-    reason="no browser here: PySide6-WebEngine, which has one, is not installed",
+    browser.find() is None,
+    reason=f"no browser here ({', '.join(browser.NAMES)}); make test installs one by apt where it is root",
 )
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_the_page_in_light_and_dark_and_complains_of_nothing(made, tmp_path, scheme):
     page = made[0] / "outputs" / "report" / "index.html"
-    seen = look(page, tmp_path, scheme, EXPRESSION)
-    assert seen["console"] == []
-    assert seen["asked"] == [page.as_uri()]
-    value = seen["value"]
+    seen = browser.look(str(browser.find()), page, tmp_path, scheme, 1200, EXPRESSION)
+    assert seen.console == []
+    assert seen.asked == [page.as_uri()]
+    value = seen.value
     assert len(value["sizes"]) == len(FIGURES)
     assert all(width > 800 and height > 150 for width, height in value["sizes"])
+    assert value["overlaps"] == []
     assert value["alone"] > 3 and value["dims"] and value["faint"] > 3 and value["after"] == 0
     assert value["sorted"] == sorted(value["sorted"], reverse=True) and len(value["sorted"]) == len(LABELS)
     for name in ("top", "win_rate_against_kl", "learning_curves"):

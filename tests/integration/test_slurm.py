@@ -37,9 +37,7 @@ PATIENT = [
 def slurm():
     """The environment of commands that find the SLURM of these tests."""
     if not shutil.which("slurmctld"):
-        pytest.skip(
-            f"SLURM is not installed here; {LOCAL_SLURM.name} install does it, as root (make test-slurm)"
-        )
+        pytest.skip("SLURM is not installed here; make test installs it by apt where it is root")
     if os.getuid() != 0:
         pytest.skip("a SLURM on this machine has to be started by root")
     # It ends when its command does, and that when it reads no more: so it does not outlive these tests.

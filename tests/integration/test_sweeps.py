@@ -9,9 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from rlhf.compose import compose
-from rlhf.folder import RunFolder, run_name
+from rlhf.folder import RunFolder, load_config, run_name
 
 ROOT = Path(__file__).parents[2]
 SCORER = ["algo=rloo", "scorer=function", "scorer.batched=true"]
@@ -44,6 +45,23 @@ def test_what_fails_is_listed_and_the_others_are_kept(launcher, command, tmp_pat
     listed = out.partition("error: 1 of 2 jobs failed; the others are kept")[2]
     assert "no score for these" in listed and listed.count(f"{tmp_path}/tldr_mini-pythia-rloo") == 1
     assert sum(RunFolder(path).finished() is not None for path in tmp_path.glob("tldr_mini-*")) == 1
+
+
+def test_optuna_searches_for_the_least_loss_and_goes_on_in_its_study(command, tmp_path):
+    study = [f"hydra.sweeper.storage=sqlite:///{tmp_path}/search.db", "hydra.sweeper.study_name=lr"]
+    search = ["hydra/sweeper=search", "hydra.sweeper.n_trials=2", "hydra.sweeper.direction=minimize"]
+    words = [*command, "algo=sft", "objective_metric=eval/loss", "optim.lr=interval(1e-5,1e-2)"]
+    words += [*search, *study]
+    for seed, trials in ((1, 2), (2, 4)):
+        process = train([*words, f"hydra.sweeper.sampler.seed={seed}"])
+        out, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, out
+        folders = [RunFolder(path) for path in tmp_path.glob("tldr_mini-*")]
+        lrs = [load_config(folder.config).optim.lr for folder in folders]
+        losses = dict(zip(lrs, (f.finished()["result"]["eval/loss"] for f in folders), strict=True))
+        assert len(losses) == len(set(losses.values())) == trials, "other proposals, other results"
+        best = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
+        assert best["best_value"] == min(losses.values()) == losses[best["best_params"]["optim.lr"]]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Install packages of Debian or Ubuntu, as root, without starting their services: launchers/apt_install.sh <package> ...
+# A network that does not answer ends it: the list of packages may take two minutes, downloads five.
+set -euo pipefail
+
+export DEBIAN_FRONTEND=noninteractive
+options=(-qq -o Acquire::Retries=1 -o Acquire::http::Timeout=30 -o DPkg::Lock::Timeout=60)
+install=(apt-get install -y --no-install-recommends "${options[@]}" "$@")
+timeout 120 apt-get update "${options[@]}" </dev/null >&2
+timeout 300 "${install[@]}" --download-only </dev/null >&2
+
+# Services that packages start at their installation are not wanted.
+policy=/usr/sbin/policy-rc.d
+if [ ! -e "$policy" ]; then
+  printf '#!/bin/sh\nexit 101\n' >"$policy"
+  chmod +x "$policy"
+  trap 'rm -f "$policy"' EXIT
+fi
+"${install[@]}" </dev/null >/dev/null # of what was downloaded: nothing to wait for, and not to be cut off

@@ -1,0 +1,61 @@
+"""tests/system.sh, which `make test` calls: whatever is in its way, it says so and ends well."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "system.sh"
+WANTED = ("SLURM", "browser")
+TOOLS = ("bash", "env", "dirname", "timeout", "sleep")
+
+
+def system(folder: Path, **commands: str) -> subprocess.CompletedProcess:
+    """The script on a machine that has a few tools and these `commands`, scripts, and nothing else."""
+    for tool in TOOLS:
+        (folder / tool).symlink_to(str(shutil.which(tool)))
+    for name, lines in commands.items():
+        file = folder / name.replace("_", "-")
+        file.write_text(f"#!{folder}/bash\n{lines}\n")
+        file.chmod(0o755)
+    return subprocess.run(
+        [SCRIPT],
+        env={"PATH": str(folder)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("commands", "said"),
+    [
+        (
+            {"id": "echo 1000", "apt_get": "echo called"},
+            "only root can install it: its tests are skipped",
+        ),
+        ({"id": "echo 0"}, "and no apt-get to install it: its tests are skipped"),
+        (
+            {"id": "echo 0", "apt_get": "echo no network; exit 100"},
+            "it could not be installed (above)",
+        ),
+    ],
+    ids=["no root", "no apt", "no network"],
+)
+def test_what_cannot_be_installed_is_told_and_stops_nothing(tmp_path, commands, said):
+    done = system(tmp_path, **commands)
+    assert done.returncode == 0, done.stderr
+    for what in WANTED:
+        assert any(f"no {what} here" in line and said in line for line in done.stdout.splitlines()), (
+            done.stdout
+        )
+    assert "called" not in done.stdout
+
+
+def test_what_is_there_is_not_installed_again(tmp_path):
+    there = dict.fromkeys(("slurmctld", "slurmd", "sbatch", "munged", "chromium"), "exit 1")
+    done = system(tmp_path, id="echo 0", apt_get="echo called", **there)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
