@@ -102,22 +102,21 @@ def in_update_2(folder: RunFolder):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(words, tmp_path_factory):
-    """The run of these tests that nobody stops, in a process of its own as those of jobs are."""
-    return alone(["-m", "rlhf.train"], words, tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(slurm, words, tmp_path_factory):
+    """The run of these tests that nobody stops, and that does not wait to be: a job as they are."""
+    output_dir = tmp_path_factory.mktemp("undisturbed")
+    calm = {name: value for name, value in slurm.items() if name != "PATIENT"}
+    told(train(["-m", *words, *PATIENT, f"output_dir={output_dir}", *SLURM], calm))
+    return folder_of([*words, *PATIENT], output_dir)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(words, tmp_path_factory):
     """The same of two ranks, started by torchrun. One rank rounds otherwise, and may sample another token."""
+    output_dir = tmp_path_factory.mktemp("two_ranks")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlhf.train"]
-    return alone(torchrun, words, tmp_path_factory.mktemp("two_ranks"))
-
-
-def alone(program: list[str], words: list[str], output_dir: Path) -> RunFolder:
-    """A run of these tests without SLURM."""
     subprocess.run(
-        [sys.executable, *program, *words, *PATIENT, f"output_dir={output_dir}"],
+        [sys.executable, *torchrun, *words, *PATIENT, f"output_dir={output_dir}"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
     )
