@@ -14,6 +14,7 @@ import argparse
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -145,24 +146,31 @@ def fill(document: str, text: str) -> str:
 
 def written(cells: Cells) -> str:
     """What the runs say, in Markdown: how they were made, the figure, the tables."""
-    commands = "\n".join(f"    python -m rlhf.train -m {shlex.join(sweep)}" for sweep in SWEEPS)
+    commands = "\n".join(command("rlhf.train", "-m", *sweep) for sweep in SWEEPS)
+    commands += "\n" + command("benchmarks.off_policy", "--draw")
     figure = f"![Gold win-rate over minibatches of a rollout batch, and over KL](../figures/{FIGURE.name})"
     return "\n".join(["", commands, "", about(cells), "", figure, "", tables(cells), ""])
 
 
+def command(*words: str) -> str:
+    """A command as a block of code, in lines of readable length."""
+    parts = textwrap.wrap(
+        f"python -m {shlex.join(words)}", 100, break_long_words=False, break_on_hyphens=False
+    )
+    return "    " + " \\\n        ".join(parts)
+
+
 def about(cells: Cells) -> str:
-    """How many runs there are, of when, on what machine, of which code."""
+    """How many runs there are, of when, on what machine, with which libraries."""
     runs = [run for found in cells.values() for run in found]
     expected = len(ALGORITHMS) * len(COLUMNS) * len(SEEDS)
     day = datetime.fromtimestamp(max(RunFolder(run.folder).state.stat().st_mtime for run in runs)).date()
-    torch = {run.environment.get("packages", {}).get("torch", "unknown") for run in runs}
-    facts = {
-        "machine": {run.hardware for run in runs},
-        "torch": torch,
-        "commit": {run.commit for run in runs},
-    }
-    told = "; ".join(f"{name} {', '.join(sorted(values))}" for name, values in facts.items())
-    return f"{len(runs)} of {expected} runs, the last of {day}; {told}."
+    machines = ", ".join(sorted({run.hardware for run in runs}))
+    versions = [
+        f"{name} {', '.join(sorted({run.environment.get('packages', {}).get(name, '?') for run in runs}))}"
+        for name in ("torch", "transformers")
+    ]
+    return f"{len(runs)} of {expected} runs, the last of {day}; {machines}; {', '.join(versions)}."
 
 
 def tables(cells: Cells) -> str:
@@ -183,12 +191,12 @@ def tables(cells: Cells) -> str:
 
 
 def cell(runs: Sequence[Run], name: str, decimals: int) -> str:
-    """The mean over seeds, and their range; empty where there is no run."""
+    """The mean over seeds, and their range where there are several; empty where there is no run."""
     found = [value for run in runs if (value := run.last(name)) is not None]
     if not found:
         return ""
     average, low, high = (f"{value:.{decimals}f}" for value in (mean(found), min(found), max(found)))
-    return f"{average} ({low}, {high})"
+    return f"{average} ({low}, {high})" if len(found) > 1 else average
 
 
 # -- the figure ------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def test_a_cell_is_the_mean_over_seeds_with_their_range(tmp_path):
     assert heading == "| Gold win-rate | 1 | 2 | 4 | 8 | 16 | 32 | 1, lag 1 |"
     assert dpo == "| `dpo` | 0.850 (0.830, 0.870) |  |  |  |  | 0.540 (0.520, 0.560) | 0.850 (0.830, 0.870) |"
     assert bok == "| `bok` |  |  |  |  |  |  |  |"
+    assert off_policy.cell(cells[Setting("dpo", 32)][:1], "eval/win_rate", 3) == "0.520"
 
 
 def test_a_run_that_is_not_finished_is_not_read_and_one_too_many_is_refused(tmp_path):
