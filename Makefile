@@ -29,7 +29,7 @@ RESOLVE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-hea
 COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTRAS),--extra $(extra)) pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slurm system check format snapshots bench lock lock-check clean
+.PHONY: help setup train test test-slurm system check format snapshots bench reproduce lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -70,6 +70,9 @@ snapshots: setup  ## write down what recipes and sweeps resolve to, after a chan
 
 bench: setup $(RIVALS:%=.venv-%/.installed)  ## this project and TRL on the same work; ARGS=--help for what to choose
 	$(BIN)/python -m benchmarks.against_trl.bench $(ARGS)
+
+reproduce: setup  ## the paper's off-policy study in miniature: missing runs, docs/results/off_policy.md
+	$(BIN)/python -m benchmarks.off_policy $(ARGS)
 
 .venv-%/.installed: requirements/%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
