@@ -69,12 +69,11 @@ def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> l
         for job, sent in zip(new, submitted, strict=True):
             queue.note(job, sent)
             running[job.folder.path] = sent
-    for job in jobs:
-        sent = running[job.folder.path]
-        state = "submitted" if job in new else "still in the queue"
-        print(f"{job.label}: {state} as job {sent.job_id}; output: {output(sent)}")
     waited = [running[job.folder.path] for job in jobs]
     try:
+        for job, sent in zip(jobs, waited, strict=True):
+            state = "submitted" if job in new else "still in the queue"
+            print(f"{job.label}: {state} as job {sent.job_id}; output: {output(sent)}", flush=True)
         return wait(jobs, waited, queue)
     except KeyboardInterrupt:
         queue.cancel(waited)

@@ -133,7 +133,7 @@ def limited(slurm, words, tmp_path_factory, undisturbed):
     sweep.kill()
 
 
-def test_each_task_of_a_step_is_a_rank_and_finds_the_others(slurm, limited):
+def test_each_task_of_a_step_is_a_rank_and_finds_the_others(slurm):
     program = (
         "from rlhf.slurm import name_rank; name_rank()\n"
         "import json, os, torch; from rlhf.ranks import Ranks\n"
@@ -153,7 +153,7 @@ def test_each_task_of_a_step_is_a_rank_and_finds_the_others(slurm, limited):
     ]
 
 
-def test_a_batch_script_is_no_rank_however_many_tasks_its_job_has(slurm, limited, tmp_path):
+def test_a_batch_script_is_no_rank_however_many_tasks_its_job_has(slurm, tmp_path):
     program = (
         "import os; from rlhf.slurm import name_rank; name_rank(); print(os.environ.get('RANK', 'alone'))"
     )
