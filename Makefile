@@ -47,7 +47,7 @@ train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
 	$(BIN)/python -m rlhf.train algo=dpo model=pythia
 
 test: setup check system  ## all checks and all tests
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile $(ARGS)
 
 system:  ## SLURM and a browser for the tests, which root gets by apt; tests of what is missing are skipped
 	@tests/system.sh
