@@ -20,17 +20,9 @@ from rlhf.memory.model_size import (
     nano_size,
 )
 from rlhf.models import new_nano, new_reward_model, save
+from tests.configs.test_memory import PYTHIA_2_8B
 from tests.unit.tiny_models import tiny_config, tiny_lm, tiny_tokenizer
 
-PYTHIA_2_8B = {
-    "model_type": "gpt_neox",
-    "vocab_size": 50304,
-    "hidden_size": 2560,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "intermediate_size": 10240,
-    "tie_word_embeddings": False,
-}
 LLAMA_8B = {
     "model_type": "llama",
     "vocab_size": 128256,
