@@ -188,6 +188,17 @@ class RunFolder:
         text = OmegaConf.to_yaml(OmegaConf.structured(cfg), resolve=True)
         write_atomically(self.config, OmegaConf.to_yaml({"defaults": [*defaults, "_self_"]}) + "\n" + text)
 
+    def read_config(self) -> dict[str, Any]:
+        """The resolved config as it is written, nested, also with options of packages that are not here.
+
+        Raises:
+            ValueError: it is no mapping.
+        """
+        saved = OmegaConf.to_container(OmegaConf.load(self.config))
+        if not isinstance(saved, dict):
+            raise ValueError(f"{self.config.name} is no mapping of keys")
+        return {str(key): value for key, value in saved.items() if key != "defaults"}
+
     def write_environment(self, devices: list[str] | None = None) -> None:
         """Write what the run ran with; `devices` are the names of its accelerators."""
         self.path.mkdir(parents=True, exist_ok=True)

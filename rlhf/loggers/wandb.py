@@ -7,8 +7,6 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
 from rlhf.errors import UserError
 from rlhf.folder import RunFolder, write_atomically
 from rlhf.loggers.config import WandbConfig
@@ -87,10 +85,7 @@ def run_id(folder: RunFolder) -> str:
 
 def described(folder: RunFolder) -> dict[str, Any]:
     """The resolved config, and what the run ran with."""
-    config = OmegaConf.to_container(OmegaConf.load(folder.config))
-    assert isinstance(config, dict)
-    config.pop("defaults", None)
     return {
-        **{str(key): value for key, value in config.items()},
+        **folder.read_config(),
         "environment": json.loads(folder.environment.read_text(encoding="utf-8")),
     }

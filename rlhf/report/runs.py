@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from rlhf.errors import UserError
 from rlhf.folder import ASIDE, RunFolder
@@ -218,10 +217,7 @@ def read_run(folder: Path) -> Run:
     """
     files = RunFolder(folder)
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(files.config))
-        assert isinstance(saved, dict)
-        saved.pop("defaults", None)
-        config = flat(saved)
+        config = flat(files.read_config())
         run = Run(
             folder=folder,
             config=config,
@@ -233,7 +229,7 @@ def read_run(folder: Path) -> Run:
         if missing:
             raise ValueError(f"config.yaml has no {missing[0]}")
         return run
-    except (ValueError, KeyError, AssertionError, yaml.YAMLError) as error:
+    except (ValueError, KeyError, yaml.YAMLError) as error:
         problem = str(error).removeprefix("error: ")
         raise UserError(
             f"{folder} must hold the files of a run as it wrote them (the report is made of them), got: "
