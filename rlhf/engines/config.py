@@ -60,7 +60,9 @@ class BackendConfig(Section):
 
     def place(self, frozen: M, ranks: Ranks) -> M:
         """Put a model that is not trained where it is to be."""
-        return frozen.to(ranks.device).requires_grad_(False)
+        from rlhf.layout import place
+
+        return place(frozen, ranks.device).requires_grad_(False)
 
     def footprint(self, cfg: Config) -> Footprint:
         """Bytes that training takes a parameter, for the memory plan of the run `cfg`.

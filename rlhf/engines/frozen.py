@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.config import Dtype, OptimConfig
 from rlhf.engines.engine import Engine
 from rlhf.engines.torch_engine import TorchEngine, restore
+from rlhf.layout import place
 from rlhf.models import Policy, RewardModel
 from rlhf.ranks import Ranks
 
@@ -42,7 +43,7 @@ class FrozenEngine(TorchEngine):
             ranks=ranks,
             dtype=dtype,
         )
-        self.module.to(ranks.device).requires_grad_(False)
+        place(self.module, ranks.device).requires_grad_(False)
 
     def load(self, folder: Path) -> None:
         """Have the weights of a model's folder, or of an adapter's where the model has one."""

@@ -15,6 +15,7 @@ from rlhf.batch import Batch
 from rlhf.config import Dtype
 from rlhf.engines.engine import Engine, adam, groups
 from rlhf.infer import autocast
+from rlhf.layout import place
 from rlhf.lora import is_adapted, load_adapter, save_adapter, whole_weights
 from rlhf.models import ActorCritic, Outputs, Policy, RewardModel, save
 
@@ -26,9 +27,9 @@ class TorchEngine(Engine):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.module.to(self.ranks.device)
+        place(self.module, self.ranks.device)
         self.optimizer = torch.optim.AdamW(
-            groups(self.module, self.optim.lr, self.value_lr), **adam(self.optim)
+            groups(self.module, self.optim.lr, self.value_lr), fused=True, **adam(self.optim)
         )
         scaled = self.dtype is Dtype.float16
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=scaled)
@@ -53,6 +54,7 @@ class TorchEngine(Engine):
         """One step of AdamW."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
+        lay_out(self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.discard()
@@ -107,6 +109,18 @@ class TorchEngine(Engine):
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.step_index = state["step_index"]
+
+
+def lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Have gradients and moments lie in memory as their parameters do: the fused AdamW goes through all of
+    them in one order, and does not look. Sums over ranks and checkpoints can bring another."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+        state = optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            if value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter).copy_(value)
 
 
 def models(module: Policy | RewardModel | ActorCritic) -> dict[str, PreTrainedModel]:

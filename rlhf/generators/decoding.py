@@ -47,13 +47,10 @@ def encode(
 
 
 def attention(seen: Tensor, group: int, length: int) -> Tensor:
-    """What the tokens of one decoding step attend to, for prompts `seen` [B, P] and all steps to come.
-
-    [B, P + length] for one sample a row. For G samples a row, which take turns in the cache,
-    [B, 1, G, P + G * length]: the prompt, and every G-th token after it.
+    """What the tokens of one decoding step attend to, for prompts `seen` [B, P] and all steps to come, G
+    samples a row, which take turns in the cache: [B, 1, G, P + G * length], the prompt and every G-th token
+    after it.
     """
-    if group == 1:
-        return torch.cat([seen, seen.new_ones(len(seen), length)], 1)
     own = torch.eye(group, dtype=torch.bool, device=seen.device).repeat(1, length)
     return torch.cat([seen[:, None].expand(-1, group, -1), own.expand(len(seen), -1, -1)], 2)[:, None]
 

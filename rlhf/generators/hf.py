@@ -21,6 +21,7 @@ from rlhf.generators.generator import Generator, Sampling, finished
 from rlhf.generators.sampling import sample, uniforms
 from rlhf.generators.transfer import Manifest, TransferError, checksum, read
 from rlhf.infer import autocast
+from rlhf.layout import place
 from rlhf.seeding import derive
 
 
@@ -103,7 +104,7 @@ class HFSamplerFactory:
             dtype=torch.float32,
             trust_remote_code=self.remote is not None,
         )
-        return HFSampler(model.to(self.device).eval().requires_grad_(False), self)
+        return HFSampler(place(model, torch.device(self.device)).eval().requires_grad_(False), self)
 
 
 class HFSampler:

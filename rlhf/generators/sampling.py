@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from rlhf.forward import plain, positions
-from rlhf.generators.decoding import RoomyLayer, attention, encode, grouped, takes_any_mask
+from rlhf.forward import additive, plain, positions, takes_any_mask
+from rlhf.generators.decoding import RoomyLayer, attention, encode, grouped
 from rlhf.seeding import derive
 
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities at once: on a CPU as many as its cache holds
@@ -38,7 +38,6 @@ def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) 
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, samples, length, dtype=torch.float64)
 
 
-@torch.no_grad()  # not inference_mode: what it makes could never be saved for a backward pass
 def sample(
     model: PreTrainedModel,
     prompt_ids: Tensor,
@@ -66,6 +65,38 @@ def sample(
     t; it may change the model's weights. Keys and values of the tokens before stay those of the weights
     before.
     """
+    with torch.inference_mode():
+        found = decode(
+            model,
+            prompt_ids,
+            prompt_mask,
+            samples_per_prompt,
+            response_length,
+            temperature,
+            uniforms,
+            stop_ids,
+            pad_id,
+            before_forward,
+        )
+    ids, mask, logprobs, ended = (
+        x.clone() for x in found
+    )  # else they could not be saved for a backward pass
+    return ids, mask, logprobs, ended
+
+
+def decode(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    samples_per_prompt: int,
+    response_length: int,
+    temperature: float,
+    uniforms: Tensor,
+    stop_ids: Iterable[int] | Tensor,
+    pad_id: int,
+    before_forward: Callable[[], object] | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `sample` returns, made in inference mode, which spares small operations some time."""
     n, k, device = len(prompt_ids), samples_per_prompt, prompt_ids.device
     stops = torch.as_tensor(list(stop_ids) if not isinstance(stop_ids, Tensor) else stop_ids, device=device)
     longest = int(prompt_mask.sum(1).max())
@@ -73,7 +104,8 @@ def sample(
     ids = prompt_ids[:, -longest:].masked_fill(~seen, 0)
     cache: Cache = (kinds := DynamicCache(config=model.config))
     movable = plain(kinds)  # its rows can be repeated and dropped
-    group = k if movable and takes_any_mask(model) else 1  # samples in a row of the batch
+    masked = movable and takes_any_mask(model)
+    group = k if masked else 1  # samples in a row of the batch
     if before_forward is not None:
         before_forward()
     if movable:
@@ -91,7 +123,10 @@ def sample(
             logits_to_keep=1,
         ).logits
     place = positions(seen)[:, -1:].expand(-1, group)
-    mask = attention(seen, group, response_length)
+    if masked:
+        mask = additive(model, attention(seen, group, response_length))
+    else:
+        mask = torch.cat([seen, seen.new_ones(len(seen), response_length)], 1)
 
     shape = (len(seen), group, response_length)  # = [N*K/G, G, T], G samples in a row
     numbers = uniforms.reshape(shape).to(device)
@@ -100,19 +135,23 @@ def sample(
     real = torch.zeros(shape, dtype=torch.bool, device=device)
     rows = torch.arange(len(seen), device=device)  # rows of the outputs that are still decoded
     running = torch.ones(shape[:2], dtype=torch.bool, device=device)
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []  # of `rows`, not written to the outputs yet
     token, logprob = choose(logits.expand(-1, group, -1), temperature, numbers[..., 0])
     del logits
     with grouped(model):
         for t in range(response_length):
-            tokens[rows, :, t] = torch.where(running, token, pad_id)
-            logprobs[rows, :, t] = torch.where(running, logprob, 0.0)
-            real[rows, :, t] = running
+            steps.append((token, logprob, running))
             running = running & ~torch.isin(token, stops)
             going = running.any(1)
             left = int(going.sum())
-            if not left or t + 1 == response_length:
+            over, fewer = not left or t + 1 == response_length, movable and left < len(rows)
+            if over or fewer:
+                for whole, parts in zip((tokens, logprobs, real), zip(*steps, strict=True), strict=True):
+                    whole[rows, :, t + 1 - len(steps) : t + 1] = torch.stack(parts, -1)
+                steps.clear()
+            if over:
                 break
-            if movable and left < len(rows):
+            if fewer:
                 kept = front(going)
                 cache.batch_select_indices(kept)
                 rows, token, running, place, mask = (x[kept] for x in (rows, token, running, place, mask))
@@ -131,6 +170,8 @@ def sample(
                 numbers[rows, :, t + 1],
             )
     length = t + 1
+    tokens.masked_fill_(~real, pad_id)
+    logprobs.masked_fill_(~real, 0.0)
     ended = (real & torch.isin(tokens, stops)).any(-1)
     return (
         tokens[..., :length].reshape(n, k, length),
@@ -154,14 +195,15 @@ def choose(logits: Tensor, temperature: float, numbers: Tensor) -> tuple[Tensor,
     chunk = max(1, (CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1])
     tokens, chosen = [], []
     for some, own in zip(logits.flatten(0, -2).split(chunk), numbers.flatten().split(chunk), strict=True):
-        probs = torch.softmax(some.float() / temperature, -1)
+        some = some.float()
+        probs = torch.softmax(some if temperature == 1 else some / temperature, -1)
         tokens.append(pick(probs, own))
-        chosen.append(probs.gather(-1, tokens[-1][:, None])[:, 0])
-    return torch.cat(tokens).view_as(numbers), torch.cat(chosen).log().view_as(numbers)
+        chosen.append(probs.gather(-1, tokens[-1]))
+    return torch.cat(tokens).view_as(numbers), torch.cat(chosen).log_().view_as(numbers)
 
 
 def pick(probs: Tensor, numbers: Tensor) -> Tensor:
-    """Tokens [B] at the quantiles `numbers` [B] of `probs` [B, V].
+    """Tokens [B, 1] at the quantiles `numbers` [B] of `probs` [B, V].
 
     Of a large vocabulary first a block of words and then a word of it, so that only the sums of blocks are
     added up in float64; a running sum in float32 would starve the last of 50k words.
@@ -171,18 +213,20 @@ def pick(probs: Tensor, numbers: Tensor) -> Tensor:
         return quantile(probs, numbers)[0]
     whole = words - words % BLOCK
     sums = probs[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
-    block, within = quantile(torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], -1), numbers)
-    places = block[:, None] * BLOCK + torch.arange(BLOCK, device=block.device)
-    inside = probs.gather(-1, places.clamp(max=words - 1)).masked_fill(places >= words, 0.0)
-    return (block * BLOCK + quantile(inside, within)[0]).clamp_(max=words - 1)
+    weights = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], -1)
+    block, target, until = quantile(weights, numbers)
+    own = weights.gather(-1, block)
+    part = (target - until.gather(-1, block) + own) / own  # of the block's weight, which the number passes
+    places = block * BLOCK + torch.arange(BLOCK, device=block.device)
+    inside = probs.gather(-1, places.clamp(max=words - 1)).masked_fill_(places >= words, 0.0)
+    within = quantile(inside, part[:, 0].clamp(0, 1 - 2**-53))[0]
+    return (block * BLOCK + within).clamp_(max=words - 1)
 
 
-def quantile(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the running sum of `weights` [B, S] passes the parts `numbers` [B] of the whole: the indices [B],
-    never one without weight, and which part of its own weight is passed there, [B] float64 in [0, 1)."""
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    target = numbers[:, None] * sums[:, -1:]
-    index = torch.searchsorted(sums, target, right=True).clamp_(max=weights.shape[1] - 1)  # beyond it: NaN
-    own = weights.gather(-1, index)
-    part = (target - sums.gather(-1, index) + own) / own
-    return index[:, 0], part[:, 0].clamp(0, 1 - 2**-53)
+def quantile(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the running sum of `weights` [B, S] passes the parts `numbers` [B] of the whole: the indices
+    [B, 1], never one without weight, those parts [B, 1] and the running sum [B, S], both float64."""
+    until = weights.cumsum(-1, dtype=torch.float64)
+    target = numbers[:, None] * until[:, -1:]
+    index = torch.searchsorted(until, target, right=True)
+    return index.clamp_(max=weights.shape[1] - 1), target, until  # beyond it: NaN

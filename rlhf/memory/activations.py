@@ -8,7 +8,8 @@ bfloat16 autocast.
     two RMS norms       2 (2 r h + a h): they are written out, so what they normalised is kept too
     attention           a 2q, queries and what attention gives
     keys and values     a 2q for each token that is attended to: repeated for every head, in every sequence
-    mask                a for each pair of tokens, if any; eager attention keeps a probability a head
+    mask                a for each pair of tokens, if any, and once for all layers with a shared prefix; eager
+                        attention keeps a probability a head
     MLP                 a 2m (before and after the activation), a 4m with a gate
 
 With a shared prefix the prompt's tokens count once, without mask, and in the last layer only for their keys
@@ -72,7 +73,7 @@ class Tokens:
     @property
     def cached(self) -> bool:
         """Whether responses run against the key-value cache of their prompt."""
-        return self.shared and self.samples > 1
+        return self.shared
 
     def a_row(self, eager: bool) -> int:
         """Responses in a row of the batch, as in rlhf.forward."""
@@ -109,6 +110,7 @@ def training(
     else:
         kept = size.layers * sum(layer) - (layer[0] if tokens.cached else 0)
     normed = encoded - (tokens.prompts * tokens.prompt if tokens.cached else 0)  # after the last layer
+    kept += mask_bytes(tokens, precision, eager)
     ends = (encoded + normed + 3 * tokens.sequences * tokens.response) * size.hidden * precision.residual
     repeated = size.kv_heads < size.heads or precision.product < precision.cache
     on_top = max(
@@ -132,8 +134,15 @@ def kept_pass(
     kept = rows * queries * token + rows * keys * 2 * a * size.query_width
     if eager:
         return kept + rows * queries * keys * size.heads * (4 + (a if a < 4 else 0))
-    masked = not tokens.cached or keys > queries
-    return kept + (rows * queries * keys * a if masked else 0)
+    return kept + (0 if tokens.cached else rows * queries * keys * a)
+
+
+def mask_bytes(tokens: Tokens, precision: Precision, eager: bool) -> float:
+    """The mask of responses that run against their prompts' keys, which all layers share."""
+    if not tokens.cached or eager:
+        return 0
+    rows, queries, keys = list(tokens.passes(eager))[-1]
+    return rows * queries * keys * precision.product
 
 
 def inference(
