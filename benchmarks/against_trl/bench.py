@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.against_trl.table import RUNS, read, results, show
-from benchmarks.against_trl.work import LENGTHS, PARTS, SAMPLES, SIDES, TUNED, Case, cases
+from benchmarks.against_trl.work import LENGTHS, SAMPLES, SIDES, TUNED, Case, cases
 from rlhf.folder import environment, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def parse() -> argparse.Namespace:
     """The command line, and the cases that it asks for."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--part", nargs="+", choices=LENGTHS, default=PARTS, help="work and model")
+    parser.add_argument("--part", nargs="+", choices=LENGTHS, default=list(LENGTHS), help="work and model")
     parser.add_argument("--algo", nargs="+", choices=SAMPLES, default=list(SAMPLES))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES[:2]))

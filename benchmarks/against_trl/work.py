@@ -54,7 +54,6 @@ LENGTHS = {
     "tldr-nano": Length(warmup=1, measured=4),
     "tldr-14m": Length(warmup=1, measured=1),
 }  # by part
-PARTS = ["short-nano", "short-14m", "tldr-14m"]  # where no others are asked for
 SIDES = ("ours", "trl", "trl-released")  # the last: without what `tune` in theirs.py does for it
 TUNED = ("rloo", "grpo")  # what that is for
 
