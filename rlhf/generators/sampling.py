@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rlhf.forward import additive, plain, positions, takes_any_mask
-from rlhf.generators.decoding import RoomyLayer, attention, encode, grouped
+from rlhf.generators.decoding import RoomyLayer, attention, encode, grouped, samples_a_row
 from rlhf.seeding import derive
 
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities at once: on a CPU as many as its cache holds
@@ -57,9 +57,9 @@ def sample(
     [N, K, T] float32 at `temperature` (0 at padding) and ended [N, K]: a token of `stop_ids` was sampled; it
     belongs to the response. T is the longest response.
 
-    Each prompt is encoded once. Where attention takes any mask (sdpa), the K samples of a prompt stay one row
-    of the batch, K tokens a step, and read one copy of the prompt's keys; else the cache is repeated. Rows
-    that have ended leave the batch.
+    Each prompt is encoded once. Where attention takes any mask (sdpa), samples of a prompt share a row of the
+    batch (`samples_a_row`), a token of each a step, and read one copy of the prompt's keys; else the cache is
+    repeated. Rows that have ended leave the batch.
 
     `before_forward` is called before the forwards of every step, the t-th time before those which give token
     t; it may change the model's weights. Keys and values of the tokens before stay those of the weights
@@ -105,7 +105,7 @@ def decode(
     cache: Cache = (kinds := DynamicCache(config=model.config))
     movable = plain(kinds)  # its rows can be repeated and dropped
     masked = movable and takes_any_mask(model)
-    group = k if masked else 1  # samples in a row of the batch
+    group = samples_a_row(k, longest, response_length) if masked else 1
     if before_forward is not None:
         before_forward()
     if movable:

@@ -79,7 +79,14 @@ class Tokens:
         """Responses in a row of the batch, as in rlhf.forward."""
         if eager:
             return 1
-        most = 1 + (self.prompt + self.response - 1) // (4 * self.response)
+        return self.divisor(1 + (self.prompt + self.response - 1) // (4 * self.response))
+
+    def decoded_a_row(self, eager: bool) -> int:
+        """Responses in a row of the batch while they are sampled, as in rlhf.generators.decoding."""
+        return 1 if eager else self.divisor(max(8, 4 * self.prompt // self.response))
+
+    def divisor(self, most: int) -> int:
+        """The largest number up to `most` that divides the samples."""
         return max(g for g in range(1, self.samples + 1) if self.samples % g == 0 and g <= most)
 
     def passes(self, eager: bool) -> Iterator[tuple[int, int, int]]:
@@ -173,7 +180,7 @@ def sampling(
     device: str = "cpu",
 ) -> float:
     """What sampling all of `tokens` at once holds beside the weights (`rlhf.generators.sampling`)."""
-    rows = tokens.sequences if eager else tokens.prompts  # sdpa keeps the samples of a prompt in one row
+    rows = tokens.sequences // tokens.decoded_a_row(eager)
     held = cache_bytes(size, rows * tokens.prompt + tokens.sequences * tokens.response, precision)
     at_once = min(tokens.prompts, max(1, PROMPT_TOKENS // tokens.prompt))
     prefill = one_layer(size, at_once, tokens.prompt, tokens.prompt, precision, eager)

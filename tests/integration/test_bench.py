@@ -14,7 +14,7 @@ from benchmarks.against_trl.materials import make, new_tokenizer, texts
 from benchmarks.against_trl.meter import PHASES, Meter
 from benchmarks.against_trl.ours import overrides
 from benchmarks.against_trl.table import described, figures, origin, pairs, results, sheets
-from benchmarks.against_trl.work import PARTS, SAMPLES, SHAPES, Case, cases
+from benchmarks.against_trl.work import LENGTHS, SAMPLES, SHAPES, Case, cases
 from rlhf.compose import compose
 from rlhf.objectives.config import ValueFrom
 from rlhf.validate import problems
@@ -75,7 +75,7 @@ def test_our_side_does_the_work_and_measures_it(algo, tmp_path):
 
 @pytest.mark.parametrize("algo", ["dpo", "ppo"])
 def test_the_other_side_does_the_same_work(algo, tmp_path):
-    (case, *_) = cases(PARTS, [algo], [1])
+    (case, *_) = cases(list(LENGTHS), [algo], [1])
     if not bench.python(ROOT, case).exists():
         pytest.skip("TRL has environments of its own, which make bench makes")
     found = smoke(tmp_path, "--algo", algo)

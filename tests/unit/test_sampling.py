@@ -11,6 +11,7 @@ from rlhf.generators.decoding import GROUPED, grouped_attention
 from rlhf.generators.generator import Sampling
 from rlhf.generators.hf import respond
 from rlhf.generators.sampling import choose, sample, uniforms
+from rlhf.memory.activations import Tokens
 from rlhf.models import Policy
 from tests.unit.tiny_models import KINDS, VOCABULARY, tiny_lm, tiny_rollouts
 
@@ -61,6 +62,27 @@ def test_tokens_do_not_depend_on_how_samples_are_laid_out(kind):
     model.set_attn_implementation("eager")
     for found, wanted in zip(run(model, samples=3, stops=range(2, 25)), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("samples", "prompt", "response", "group"),
+    [(4, 24, 48, 4), (128, 64, 32, 8), (128, 512, 32, 64), (12, 24, 480, 6), (11, 24, 48, 1), (1, 9, 1, 1)],
+)
+def test_so_many_samples_share_a_row_as_responses_are_short_beside_prompts(samples, prompt, response, group):
+    assert decoding.samples_a_row(samples, prompt, response) == group
+    planned = Tokens(prompts=3, samples=samples, prompt=prompt, response=response)
+    assert planned.decoded_a_row(eager=False) == group and planned.decoded_a_row(eager=True) == 1
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_tokens_do_not_depend_on_how_many_samples_share_a_row(monkeypatch, group):
+    model, sizes = tiny_lm(), []
+    expected = run(model, samples=6)
+    monkeypatch.setattr(sampling, "samples_a_row", lambda *_: group)
+    model.base_model.register_forward_hook(lambda *call: sizes.append(call[2].last_hidden_state.shape[:2]))
+    for found, wanted in zip(run(model, samples=6), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert sizes[1][1] == group
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
