@@ -128,7 +128,9 @@ def sheet(case: Case, kinds: dict[str, Counter[str]]) -> Sheet:
 
 def main() -> None:
     """Read the command line, profile, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=LENGTHS, help="work and model")
     parser.add_argument("algo", choices=SAMPLES)
     parser.add_argument("--operations", type=int, default=0, help="as many of the most costly operations")
