@@ -7,8 +7,8 @@
 Responses of a prompt share a row of the batch, and so one copy of the prompt's keys, as long as they are
 short beside it; beyond that its keys are repeated, block by block. Autograd adds up the K gradients that
 arrive at them. Log-probs agree with the plain forward over concatenated rows to 2e-6 and gradients to 5e-7
-relative; the work on prompt tokens falls by K. With K = 1 nothing is shared, but the last block still
-leaves out most of its work on the prompt.
+relative; the work on prompt tokens falls by K. With K = 1 nothing is shared, but the last block still leaves
+out most of its work on the prompt, which two passes are worth in a model of few blocks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.errors import UserError
+
+SHALLOW = 8  # blocks
 
 
 def encode(
@@ -51,7 +53,8 @@ def encode(
     prompts = prompt_ids.masked_fill(~prompt_mask, 0)
     responses = response_ids.masked_fill(~response_mask, 0)[..., :inputs]
     real = response_mask[..., :inputs]
-    if shared_prefix and prompts.shape[1] > 1:
+    worth = k > 1 or (not whole and shallow(backbone))
+    if shared_prefix and worth and prompts.shape[1] > 1:
         return encode_shared(backbone, prompts, prompt_mask, responses, real, whole)
     rows = torch.cat([prompts.repeat_interleave(k, 0), responses.flatten(0, 1)], 1)
     mask = torch.cat([prompt_mask.repeat_interleave(k, 0), real.flatten(0, 1)], 1)
@@ -99,6 +102,14 @@ def encode_shared(
         use_cache=True,
     ).last_hidden_state
     return states.view(*tokens.shape, -1)
+
+
+def shallow(backbone: PreTrainedModel) -> bool:
+    """Whether the last block is so much of the model that one sample a prompt is worth two passes.
+
+    With 2 blocks these took 0.70 of the time of one pass behind prompts of 384 tokens, with 6 blocks 0.89.
+    """
+    return getattr(backbone.config, "num_hidden_layers", SHALLOW + 1) <= SHALLOW
 
 
 def padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

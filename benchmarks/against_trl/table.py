@@ -17,9 +17,16 @@ from statistics import median
 from typing import Any
 
 from benchmarks.against_trl.meter import PHASES
-from benchmarks.against_trl.work import EPISODES, SIDES, WORKS, Case
+from benchmarks.against_trl.work import EPISODES, LENGTHS, SAMPLES, SIDES, WORKS, Case
 
 RUNS = Path("outputs/bench/runs.jsonl")
+RATIOS = {
+    "episodes/CPU-s": "episodes_per_cpu_s",
+    "episodes/s": "episodes_per_s",
+    "tokens/s": "tokens_per_s",
+    "memory": "memory_mib",
+    **{phase: f"{phase}_cpu_s" for phase in PHASES},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +142,9 @@ class Pair:
 
 
 def pairs(runs: list[dict[str, Any]]) -> list[Pair]:
-    """Every case against TRL, and against TRL as released where that was measured; as first met in `runs`."""
+    """Every case against TRL, and against TRL as released where that was measured; by part and algorithm."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: place(Case(**run["case"]))):
         found.setdefault(Case(**run["case"]).name, {}).setdefault(run["side"], []).append(run)
     return [
         Pair(case, rival, sides, spreads(sides.get("ours", [])), spreads(sides.get(rival, [])))
@@ -147,9 +154,23 @@ def pairs(runs: list[dict[str, Any]]) -> list[Pair]:
     ]
 
 
+def place(case: Case) -> tuple[int, int, int]:
+    """Where a case stands in a table."""
+    return list(LENGTHS).index(case.part), list(SAMPLES).index(case.algo), case.threads
+
+
 def sheets(runs: list[dict[str, Any]]) -> Iterator[Sheet]:
-    """How much is done in a second, what an update costs, and which part costs what."""
+    """All ratios; how much is done in a second, what an update costs, and which part costs what."""
     found = pairs(runs)
+    times = [[pair.ratio(figure) for figure in RATIOS.values()] for pair in found]
+    yield Sheet(
+        "How many times better than TRL; phases by CPU-seconds",
+        ["case", "runs", *RATIOS],
+        [
+            [pair.name, pair.repeats, *(f"{it.median:.2f}" if it else "" for it in own)]
+            for pair, own in zip(found, times, strict=True)
+        ],
+    )
 
     def sheet(title: str, kinds: dict[str, tuple[str, str]], bounds: bool = True) -> Sheet:
         heads = [f"{head}, {side}" for head in kinds for side in ("ours", "TRL", "ratio")]

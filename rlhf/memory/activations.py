@@ -12,11 +12,11 @@ bfloat16 autocast.
                         attention keeps a probability a head
     MLP                 a 2m (before and after the activation), a 4m with a gate
 
-With a shared prefix the prompt's tokens count once, without mask, and in the last layer only for their keys
-and values; these count once for the responses that share a row, else once a response; without gradient only
-one layer at a time repeats them (`rlhf.forward`). The head holds tiles of logits (`rlhf.logprobs`), and its
-weight's gradient. With gradient checkpointing a layer keeps its input, and the prompt's keys and values, and
-one layer at a time is whole.
+With a shared prefix and several samples, or in a model of few layers, the prompt's tokens count once, without
+mask, and in the last layer only for their keys and values; these count once for the responses that share a
+row, else once a response; without gradient only one layer at a time repeats them (`rlhf.forward`). The head
+holds tiles of logits (`rlhf.logprobs`), and its weight's gradient. With gradient checkpointing a layer keeps
+its input, and the prompt's keys and values, and one layer at a time is whole.
 
 `tests/unit/test_activations.py` compares with what the engine allocates.
 """
@@ -30,6 +30,7 @@ from rlhf.memory.model_size import ModelSize
 
 TILE_BYTES = {"cpu": 2**21, "cuda": 2**29}  # of logits at once, as in rlhf.logprobs
 PROMPT_TOKENS = 4096  # that a generator encodes at once, as in rlhf.generators.decoding
+SHALLOW = 8  # layers, as in rlhf.forward
 CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities at once, as in rlhf.generators.sampling
 
 
@@ -51,7 +52,8 @@ BFLOAT16 = Precision(residual=2, product=2, cache=2)  # a model in bfloat16
 class Tokens:
     """The tokens of one forward, all sequences as long as the longest may be.
 
-    `shared`: a prompt is encoded once for its samples (`model.shared_prefix`).
+    `shared`: a prompt is encoded once for its samples (`model.shared_prefix`); `shallow`: the model has so
+    few layers that a single sample's is encoded apart too.
     """
 
     prompts: int
@@ -59,6 +61,7 @@ class Tokens:
     prompt: int  # tokens
     response: int  # tokens
     shared: bool = True
+    shallow: bool = False
 
     @property
     def sequences(self) -> int:
@@ -73,7 +76,7 @@ class Tokens:
     @property
     def cached(self) -> bool:
         """Whether responses run against the key-value cache of their prompt."""
-        return self.shared
+        return self.shared and (self.samples > 1 or self.shallow)
 
     def a_row(self, eager: bool) -> int:
         """Responses in a row of the batch, as in rlhf.forward."""

@@ -311,6 +311,7 @@ class Trainer:
             prompt=cfg.task.max_prompt_tokens,
             response=cfg.generator.response_length,
             shared=cfg.model.shared_prefix,
+            shallow=self.policy.layers <= activations.SHALLOW,
         )
 
     def weights(self, model: Model) -> tuple[int, Footprint]:

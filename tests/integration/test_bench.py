@@ -183,7 +183,7 @@ def test_a_ratio_is_of_medians_and_its_bounds_are_of_the_extremes():
     (pair,) = pairs(runs)
     found = pair.ratio("cpu_s")
     assert (found.median, found.low, found.high) == (3.0, 5 / 4, 8.0)
-    costs = list(sheets(runs))[1].markdown()
+    costs = list(sheets(runs))[2].markdown()
     assert "| 3 | 2.00 (1.00–4.00) | 6.00 (5.00–8.00) | **3.00** (1.25–8.00) |" in costs
 
 
@@ -197,12 +197,23 @@ def test_a_ratio_is_above_one_where_we_do_better_also_of_what_is_done_in_a_secon
 
 
 def test_tables_hold_every_figure_of_both_sides_with_their_ratio():
-    heads = [head for sheet in sheets([run("ours", 1.0), run("trl", 2.0)]) for head in sheet.columns]
+    ratios, *rest = sheets([run("ours", 1.0), run("trl", 2.0)])
+    heads = [head for sheet in rest for head in sheet.columns]
     kinds = ["episodes/CPU-s", "episodes/s", "tokens/s", "CPU-s", "seconds", "MiB", *PHASES, *PHASES]
     assert [head for head in heads if head not in ("case", "runs")] == [
         f"{kind}, {side}" for kind in kinds for side in ("ours", "TRL", "ratio")
     ]
     assert len(kinds) == len(figures(run("ours", 1.0)))
+    own = ["episodes/CPU-s", "episodes/s", "tokens/s", "memory", *PHASES]
+    assert ratios.columns == ["case", "runs", *own]
+    assert ratios.rows == [["`tldr-14m-rloo-1`", "1", *["2.00"] * len(own)]]
+
+
+def test_cases_stand_by_work_and_algorithm_whenever_they_were_measured():
+    runs = [
+        {**run("ours", 1.0), "case": asdict(case)} for case in cases(list(LENGTHS), list(SAMPLES), [1, 2])
+    ]
+    assert [pair.case for pair in pairs(runs[5:] + runs[:5])] == [Case(**run["case"]).name for run in runs]
 
 
 def test_a_side_that_was_not_measured_leaves_its_cells_empty():
