@@ -46,16 +46,6 @@ def encode(
     return torch.cat(found)
 
 
-def samples_a_row(samples: int, prompt: int, response: int) -> int:
-    """How many of a prompt's `samples` share a row of the batch, and so read one copy of its keys.
-
-    Each also computes, and masks away, attention to the tokens of the others. So no more than eight do, or
-    as many as there are quarters of a response in a prompt.
-    """
-    most = max(8, 4 * prompt // response)
-    return max(g for g in range(1, samples + 1) if samples % g == 0 and g <= most)
-
-
 def attention(seen: Tensor, group: int, length: int) -> Tensor:
     """What the tokens of one decoding step attend to, for prompts `seen` [B, P] and all steps to come, G
     samples a row, which take turns in the cache: [B, 1, G, P + G * length], the prompt and every G-th token

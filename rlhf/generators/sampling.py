@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from rlhf import sharing
 from rlhf.forward import additive, plain, positions, takes_any_mask
-from rlhf.generators.decoding import RoomyLayer, attention, encode, grouped, samples_a_row
+from rlhf.generators.decoding import RoomyLayer, attention, encode, grouped
 from rlhf.seeding import derive
 
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities at once: on a CPU as many as its cache holds
@@ -38,6 +39,7 @@ def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) 
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, samples, length, dtype=torch.float64)
 
 
+@torch.inference_mode()  # spares small operations some time
 def sample(
     model: PreTrainedModel,
     prompt_ids: Tensor,
@@ -58,45 +60,15 @@ def sample(
     belongs to the response. T is the longest response.
 
     Each prompt is encoded once. Where attention takes any mask (sdpa), samples of a prompt share a row of the
-    batch (`samples_a_row`), a token of each a step, and read one copy of the prompt's keys; else the cache is
+    batch (`rlhf.sharing`), a token of each a step, and read one copy of the prompt's keys; else the cache is
     repeated. Rows that have ended leave the batch.
 
     `before_forward` is called before the forwards of every step, the t-th time before those which give token
     t; it may change the model's weights. Keys and values of the tokens before stay those of the weights
     before.
+
+    What is returned are inference tensors: no backward pass can save them, but what is made of them.
     """
-    with torch.inference_mode():
-        found = decode(
-            model,
-            prompt_ids,
-            prompt_mask,
-            samples_per_prompt,
-            response_length,
-            temperature,
-            uniforms,
-            stop_ids,
-            pad_id,
-            before_forward,
-        )
-    ids, mask, logprobs, ended = (
-        x.clone() for x in found
-    )  # else they could not be saved for a backward pass
-    return ids, mask, logprobs, ended
-
-
-def decode(
-    model: PreTrainedModel,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    samples_per_prompt: int,
-    response_length: int,
-    temperature: float,
-    uniforms: Tensor,
-    stop_ids: Iterable[int] | Tensor,
-    pad_id: int,
-    before_forward: Callable[[], object] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `sample` returns, made in inference mode, which spares small operations some time."""
     n, k, device = len(prompt_ids), samples_per_prompt, prompt_ids.device
     stops = torch.as_tensor(list(stop_ids) if not isinstance(stop_ids, Tensor) else stop_ids, device=device)
     longest = int(prompt_mask.sum(1).max())
@@ -105,7 +77,7 @@ def decode(
     cache: Cache = (kinds := DynamicCache(config=model.config))
     movable = plain(kinds)  # its rows can be repeated and dropped
     masked = movable and takes_any_mask(model)
-    group = samples_a_row(k, longest, response_length) if masked else 1
+    group = sharing.in_decoding(k, longest, response_length) if masked else 1
     if before_forward is not None:
         before_forward()
     if movable:

@@ -26,11 +26,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlhf import sharing
 from rlhf.memory.model_size import ModelSize
 
 TILE_BYTES = {"cpu": 2**21, "cuda": 2**29}  # of logits at once, as in rlhf.logprobs
 PROMPT_TOKENS = 4096  # that a generator encodes at once, as in rlhf.generators.decoding
-SHALLOW = 8  # layers, as in rlhf.forward
 CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities at once, as in rlhf.generators.sampling
 
 
@@ -52,16 +52,15 @@ BFLOAT16 = Precision(residual=2, product=2, cache=2)  # a model in bfloat16
 class Tokens:
     """The tokens of one forward, all sequences as long as the longest may be.
 
-    `shared`: a prompt is encoded once for its samples (`model.shared_prefix`); `shallow`: the model has so
-    few layers that a single sample's is encoded apart too.
+    `apart`: a prompt is encoded in a pass of its own (`model.shared_prefix`), and responses run against its
+    keys and values.
     """
 
     prompts: int
     samples: int
     prompt: int  # tokens
     response: int  # tokens
-    shared: bool = True
-    shallow: bool = False
+    apart: bool = True
 
     @property
     def sequences(self) -> int:
@@ -73,28 +72,17 @@ class Tokens:
         """Tokens of a sequence."""
         return self.prompt + self.response
 
-    @property
-    def cached(self) -> bool:
-        """Whether responses run against the key-value cache of their prompt."""
-        return self.shared and (self.samples > 1 or self.shallow)
-
     def a_row(self, eager: bool) -> int:
-        """Responses in a row of the batch, as in rlhf.forward."""
-        if eager:
-            return 1
-        return self.divisor(1 + (self.prompt + self.response - 1) // (4 * self.response))
+        """Responses in a row of a forward."""
+        return 1 if eager else sharing.in_forward(self.samples, self.prompt - 1, self.response)
 
     def decoded_a_row(self, eager: bool) -> int:
-        """Responses in a row of the batch while they are sampled, as in rlhf.generators.decoding."""
-        return 1 if eager else self.divisor(max(8, 4 * self.prompt // self.response))
-
-    def divisor(self, most: int) -> int:
-        """The largest number up to `most` that divides the samples."""
-        return max(g for g in range(1, self.samples + 1) if self.samples % g == 0 and g <= most)
+        """Responses in a row of the batch while they are sampled."""
+        return 1 if eager else sharing.in_decoding(self.samples, self.prompt, self.response)
 
     def passes(self, eager: bool) -> Iterator[tuple[int, int, int]]:
         """Rows, tokens that are encoded in a row, tokens that they attend to: one or two passes."""
-        if self.cached:
+        if self.apart:
             group = self.a_row(eager)
             yield self.prompts, self.prompt, self.prompt
             yield self.sequences // group, group * self.response, self.prompt + group * self.response
@@ -114,12 +102,12 @@ def training(
     """What a forward with its backward holds beside weights and gradients."""
     encoded = sum(rows * queries for rows, queries, _ in tokens.passes(eager))
     layer = [kept_pass(size, tokens, precision, eager, *each) for each in tokens.passes(eager)]
-    prompts = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.cached else 0
+    prompts = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.apart else 0
     if checkpointing:
         kept = size.layers * encoded * size.hidden * precision.residual + prompts + sum(layer)
     else:
-        kept = size.layers * sum(layer) - (layer[0] if tokens.cached else 0)
-    normed = encoded - (tokens.prompts * tokens.prompt if tokens.cached else 0)  # after the last layer
+        kept = size.layers * sum(layer) - (layer[0] if tokens.apart else 0)
+    normed = encoded - (tokens.prompts * tokens.prompt if tokens.apart else 0)  # after the last layer
     kept += mask_bytes(tokens, precision, eager)
     ends = (encoded + normed + 3 * tokens.sequences * tokens.response) * size.hidden * precision.residual
     repeated = size.kv_heads < size.heads or precision.product < precision.cache
@@ -139,17 +127,17 @@ def kept_pass(
     norms = 2 * (2 * r + a) * h if size.rms else ((1 if size.parallel else 2) * r + 2 * a) * h
     mlp = (4 if size.gated else 2) * a * size.intermediate
     token = norms + mlp + 2 * a * size.query_width
-    if size.fused and not tokens.cached:
+    if size.fused and not tokens.apart:
         token += 2 * a * size.query_width  # the values are a view of the product that made all three
     kept = rows * queries * token + rows * keys * 2 * a * size.query_width
     if eager:
         return kept + rows * queries * keys * size.heads * (4 + (a if a < 4 else 0))
-    return kept + (0 if tokens.cached else rows * queries * keys * a)
+    return kept + (0 if tokens.apart else rows * queries * keys * a)
 
 
 def mask_bytes(tokens: Tokens, precision: Precision, eager: bool) -> float:
     """The mask of responses that run against their prompts' keys, which all layers share."""
-    if not tokens.cached or eager:
+    if not tokens.apart or eager:
         return 0
     rows, queries, keys = list(tokens.passes(eager))[-1]
     return rows * queries * keys * precision.product
@@ -164,7 +152,7 @@ def inference(
     device: str = "cpu",
 ) -> float:
     """What a forward without gradient holds beside the weights."""
-    held = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.cached else 0
+    held = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.apart else 0
     largest = 0.0
     for rows, queries, keys in tokens.passes(eager):
         again = 2 * size.kv_width * rows * keys * precision.cache if keys > queries else 0

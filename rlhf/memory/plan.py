@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from rlhf import sharing
 from rlhf.config import Config, Dtype, NanoConfig
 from rlhf.engines.config import Device
 from rlhf.generators.config import GeneratorConfig, HFConfig, Transfer, VLLMConfig, WorkerConfig
@@ -310,8 +311,7 @@ class Trainer:
             samples=samples,
             prompt=cfg.task.max_prompt_tokens,
             response=cfg.generator.response_length,
-            shared=cfg.model.shared_prefix,
-            shallow=self.policy.layers <= activations.SHALLOW,
+            apart=cfg.model.shared_prefix and sharing.prompt_apart(samples, self.policy.layers),
         )
 
     def weights(self, model: Model) -> tuple[int, Footprint]:

@@ -382,7 +382,7 @@ def judging(cfg: Config) -> float:
     """The bytes on a GPU that scores pairs: the judge's weights, and a forward of sequences that are full."""
     size = published_size(cfg.gold.path).scoring()
     batch = cfg.gold.batch_size
-    tokens = activations.Tokens(prompts=batch, samples=1, prompt=512, response=128, shared=False)
+    tokens = activations.Tokens(prompts=batch, samples=1, prompt=512, response=128, apart=False)
     forward = activations.inference(size, tokens, activations.BFLOAT16, eager=False, device="cuda")
     return memory.CONTEXT + 2 * size.parameters + forward
 

@@ -130,7 +130,7 @@ def test_the_estimate_is_near_what_torch_allocates(case):
     objective = GRPOConfig(samples_per_prompt=samples).build()
     rows = batch(2 * prompts, samples, prompt, response, config.vocab_size)  # two micro-batches
     precision = FLOAT32 if dtype is Dtype.float32 else AUTOCAST
-    tokens = Tokens(prompts=prompts, samples=samples, prompt=prompt, response=response, shallow=True)
+    tokens = Tokens(prompts=prompts, samples=samples, prompt=prompt, response=response)
 
     engine.step(rows, objective)  # makes the optimizer's states
     gradients = 4 * size.parameters

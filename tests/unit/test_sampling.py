@@ -5,6 +5,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rlhf import sharing
 from rlhf.batch import Prompts
 from rlhf.generators import decoding, sampling
 from rlhf.generators.decoding import GROUPED, grouped_attention
@@ -66,10 +67,10 @@ def test_tokens_do_not_depend_on_how_samples_are_laid_out(kind):
 
 @pytest.mark.parametrize(
     ("samples", "prompt", "response", "group"),
-    [(4, 24, 48, 4), (128, 64, 32, 8), (128, 512, 32, 64), (12, 24, 480, 6), (11, 24, 48, 1), (1, 9, 1, 1)],
+    [(4, 24, 48, 4), (128, 64, 32, 8), (128, 512, 32, 64), (12, 24, 480, 6), (11, 24, 48, 11), (1, 9, 1, 1)],
 )
 def test_so_many_samples_share_a_row_as_responses_are_short_beside_prompts(samples, prompt, response, group):
-    assert decoding.samples_a_row(samples, prompt, response) == group
+    assert sharing.in_decoding(samples, prompt, response) == group
     planned = Tokens(prompts=3, samples=samples, prompt=prompt, response=response)
     assert planned.decoded_a_row(eager=False) == group and planned.decoded_a_row(eager=True) == 1
 
@@ -78,7 +79,7 @@ def test_so_many_samples_share_a_row_as_responses_are_short_beside_prompts(sampl
 def test_tokens_do_not_depend_on_how_many_samples_share_a_row(monkeypatch, group):
     model, sizes = tiny_lm(), []
     expected = run(model, samples=6)
-    monkeypatch.setattr(sampling, "samples_a_row", lambda *_: group)
+    monkeypatch.setattr(sharing, "in_decoding", lambda *_: group)
     model.base_model.register_forward_hook(lambda *call: sizes.append(call[2].last_hidden_state.shape[:2]))
     for found, wanted in zip(run(model, samples=6), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
@@ -139,11 +140,16 @@ def test_heads_that_share_keys_are_attended_without_repeating_the_cache(monkeypa
     torch.testing.assert_close(found, expected)
 
 
-def test_what_is_sampled_can_be_trained_on():
-    model = tiny_lm()
-    ids, mask, logprobs, ended = run(model)
-    assert not any(x.is_inference() for x in (ids, mask, logprobs, ended))
-    Policy(model, 0.7, True)(rollouts(ids, mask, ended)).logprobs.sum().backward()
+@pytest.mark.parametrize("batch_size", [256, 4])
+def test_what_is_sampled_can_be_trained_on(batch_size):
+    batch, model, versions = tiny_rollouts(prompts=6), tiny_lm(), iter(range(99))
+    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
+    asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
+    sampled = respond(model, prompts, asked, STOPS, 0, batch_size, 1, update=lambda: next(versions))
+    tensors = [value for f in fields(sampled) if isinstance(value := getattr(sampled, f.name), torch.Tensor)]
+    assert len(tensors) == 8 and not any(x.is_inference() for x in tensors)
+    Policy(model, 0.7, True)(sampled).logprobs.sum().backward()
+    assert all(p.grad is not None for p in model.base_model.parameters())
 
 
 def test_samples_of_a_prompt_differ_and_do_not_depend_on_their_number():
