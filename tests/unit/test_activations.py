@@ -161,7 +161,7 @@ def test_memory_grows_with_the_tokens_and_checkpointing_takes_less():
         return activations.training(size, replace(tokens, **changes), FLOAT32)
 
     assert needed() > 1.4 * needed(prompts=4)
-    assert needed(shared=False) > needed() > needed(prompt=256) > needed(prompt=256, response=64)
+    assert needed(apart=False) > needed() > needed(prompt=256) > needed(prompt=256, response=64)
     small = activations.training(size, tokens, FLOAT32, checkpointing=True)
     assert small < 0.6 * needed()
 
