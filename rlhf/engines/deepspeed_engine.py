@@ -48,6 +48,7 @@ from rlhf.ranks import Ranks
 M = TypeVar("M", bound=OverRollouts)
 
 FOLDER, TAG = "deepspeed", "state"  # in a checkpoint, and in that: DeepSpeed's own files
+LINEAR = nn.functional.linear
 
 
 class DeepSpeedEngine(Engine):
@@ -182,8 +183,23 @@ def settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
         if isinstance(part, OverRollouts):
             part.whole = True  # a module's weights are given back when its forward has ended
     deepspeed(ranks).zero.Init(module=module, config_dict_or_path=native, dtype=torch.float32)
+    nn.functional.linear = linear  # type: ignore[assignment]
     for buffer in module.buffers():
         buffer.data = buffer.data.to(ranks.device)
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, by DeepSpeed's function where the weight is divided.
+
+    That function holds no whole weight until the backward pass. DeepSpeed puts it in the place of torch's for
+    all weights and for good: models that are not divided, and later runs of the process, would compute other
+    last digits.
+    """
+    if not hasattr(weight, "ds_id"):
+        return LINEAR(rows, weight, bias)
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    return cast(Tensor, zero3_linear_wrap(rows, weight, bias))
 
 
 def shard(frozen: M, config: ZeroConfig, ranks: Ranks) -> M:

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.compose import compose
-from rlhf.folder import RunFolder
+from rlhf.folder import RunFolder, run_name
 from rlhf.run import run
-from tests.integration.conftest import TINY, rows
+from tests.integration.conftest import TINY, assert_same_end, rows
 
 BACKENDS = ("torch", "zero0", "zero1", "zero2", "zero3")
 OFFLOADS = ("zero2_offload", "zero3_offload")
@@ -262,6 +262,18 @@ def test_a_run_that_was_interrupted_ends_the_same(name, runs):
     assert rows(resumed) == rows(folder)
     one, other = (load_file(path / "model" / "model.safetensors") for path in (folder, resumed))
     assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
+
+
+def test_a_run_after_one_with_divided_weights_in_the_same_process_is_what_it_is_alone(cache_dir, tmp_path):
+    words = [*TINY, f"cache_dir={cache_dir}", "algo=sft"]
+    alone, output_dir = RunFolder(tmp_path / "alone"), tmp_path / "sweep"
+    sweep = ["-m", *words, "backend=zero3,torch", f"output_dir={output_dir}"]
+    for given in ([*words, f"hydra.run.dir={alone.path}"], sweep):
+        done = subprocess.run(
+            [sys.executable, "-m", "rlhf.train", *given], capture_output=True, text=True, timeout=LIMIT_S
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_end(RunFolder(output_dir / run_name(compose(words))), alone)
 
 
 def test_a_divided_checkpoint_is_refused_to_other_ranks_before_anything_is_loaded(runs, tmp_path):

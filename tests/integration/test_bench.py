@@ -1,6 +1,7 @@
 """The benchmark against TRL: what both sides are given, what is measured, what is made of it."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -82,6 +83,25 @@ def test_the_other_side_does_the_same_work(algo, tmp_path):
     ours, theirs = (run["figures"]["counts"] for run in found)
     assert [run["side"] for run in found] == ["ours", "trl"]
     assert ours == theirs
+
+
+def test_a_profile_accounts_for_all_that_an_update_takes():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.against_trl.profile", "short-nano", "dpo", "--markdown"]
+        + ["--operations", "3"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
+    assert rows[0] == ["short-nano-dpo", *PHASES, "all", "share"]
+    table = {row[0]: [float(cell.rstrip("%")) for cell in row[1:]] for row in rows[2:]}
+    *kinds, whole = table.values()
+    for column, total in zip(zip(*kinds, strict=True), whole, strict=True):
+        assert sum(column) == pytest.approx(total, abs=len(kinds) / 2 + 0.5), "but for rounding"
+    assert all(ms > 0 for kind in ("matrix products", "attention") for ms in table[kind])
+    assert all(ms >= 0 for row in kinds for ms in row)
+    assert (
+        len(re.findall(r"^ *[0-9.]+ ms  (?:generate|score|reference|train): aten::", done.stdout, re.M)) == 3
+    )
 
 
 def test_the_environments_of_trl_differ_in_trl_alone_and_compute_with_our_libraries():
