@@ -1,4 +1,4 @@
-"""Where the CPU-seconds of an update of this project go: phases by kinds of operations, one thread.
+"""Where the time of an update of this project goes: phases by kinds of operations, one thread.
 
     python -m benchmarks.against_trl.profile short-nano dpo
     python -m benchmarks.against_trl.profile tldr-14m rloo --operations 20   # and which ones, with shapes
@@ -104,7 +104,7 @@ def measure(case: Case, materials: Path) -> tuple[dict[str, Counter[str]], Count
         kinds[kind(event.name)][phase] += ms
         operations[f"{phase}: {event.name} {shapes(event)}"] += ms
     for phase, spent in profile.figures()["phases"].items():
-        kinds[PYTHON][phase] = 1000 * spent["cpu_s"] - sum(counts[phase] for counts in kinds.values())
+        kinds[PYTHON][phase] = 1000 * spent["wall_s"] - sum(counts[phase] for counts in kinds.values())
     return kinds, operations
 
 
@@ -124,7 +124,7 @@ def sheet(case: Case, kinds: dict[str, Counter[str]]) -> Sheet:
     sums = [sum(counts[phase] for counts in kinds.values()) for phase in PHASES]
     rows.append(["all", *(f"{ms:.0f}" for ms in sums), f"{whole:.0f}", "100%"])
     columns = [f"{case.part}-{case.algo}", *PHASES, "all", "share"]
-    return Sheet("CPU-milliseconds of an update", columns, rows)
+    return Sheet("Milliseconds of an update", columns, rows)
 
 
 def main() -> None:
