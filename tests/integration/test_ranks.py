@@ -137,8 +137,8 @@ def wait_for_a_checkpoint(folder: RunFolder, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-# In ten updates of sampling a draw between two tokens may fall otherwise on one rank than on two, and all after
-# it differs; without sampling nothing does.
+# In ten updates of sampling a draw between two tokens may fall otherwise on one rank than on two, and all
+# after it differs; without sampling nothing does.
 @pytest.mark.parametrize(("generator", "alike"), [("hf", 3), ("dataset", 10)])
 def test_a_rank_that_is_killed_ends_the_run_and_fewer_ranks_can_go_on(
     generator, alike, tiny, command, tmp_path
