@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf import sharing
 from rlhf.errors import UserError
+from rlhf.infer import product_dtype
 
 
 def encode(
@@ -53,16 +54,27 @@ def encode(
     prompts = prompt_ids.masked_fill(~prompt_mask, 0)
     responses = response_ids.masked_fill(~response_mask, 0)[..., :inputs]
     real = response_mask[..., :inputs]
-    layers = getattr(backbone.config, "num_hidden_layers", math.inf)
-    apart = k > 1 if whole else sharing.prompt_apart(k, layers)
-    if shared_prefix and apart and prompts.shape[1] > 1:
+    if shared_prefix and prompts.shape[1] > 1 and prompt_apart(backbone, prompts, k, whole):
         return encode_shared(backbone, prompts, prompt_mask, responses, real, whole)
     rows = torch.cat([prompts.repeat_interleave(k, 0), responses.flatten(0, 1)], 1)
     mask = torch.cat([prompt_mask.repeat_interleave(k, 0), real.flatten(0, 1)], 1)
-    states = backbone(
-        input_ids=rows, attention_mask=mask, position_ids=positions(mask), use_cache=False
-    ).last_hidden_state
-    return states[:, prompts.shape[1] - 1 :].unflatten(0, (n, k))
+    ids, _ = padded_right(rows, mask)
+    states = backbone(input_ids=ids, use_cache=False).last_hidden_state  # no token comes after padding
+    place = (
+        prompt_mask.sum(1).repeat_interleave(k, 0)[:, None] - 1 + torch.arange(inputs + 1, device=ids.device)
+    )
+    found = states.gather(1, place[..., None].expand(-1, -1, states.shape[2]))
+    return found.unflatten(0, (n, k))
+
+
+def prompt_apart(backbone: PreTrainedModel, prompts: Tensor, samples: int, whole: bool) -> bool:
+    """Whether prompts [N, P] are encoded in a pass of their own; of `whole` forwards, on all ranks alike."""
+    if whole:
+        return samples > 1
+    hidden = getattr(backbone.config, "hidden_size", None)
+    if prompts.device.type == "cuda" and hidden is not None:
+        return prompts.numel() >= sharing.spared_from(samples, hidden)
+    return sharing.prompt_apart(samples, getattr(backbone.config, "num_hidden_layers", math.inf))
 
 
 def encode_shared(
@@ -138,11 +150,14 @@ def mask_of_rows(model: PreTrainedModel, known: Tensor, real: Tensor, group: int
 def additive(model: PreTrainedModel, seen: Tensor) -> Tensor:
     """A mask `seen` as attention adds it, 0 or -inf in the dtype of its products.
 
-    From a bool mask sdpa makes it in every layer, where autograd then keeps it.
+    From a bool mask sdpa makes it in every layer, where autograd then keeps it. On a GPU its rows lie a
+    multiple of 16 apart, else fused attention copies it in every layer.
     """
-    kind = seen.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    dtype = product_dtype(seen.device, model.dtype)
+    *others, width = seen.shape
+    room = -(-width // 16) * 16 if seen.device.type == "cuda" else width
+    mask = torch.zeros(*others, room, dtype=dtype, device=seen.device)[..., :width]
+    return mask.masked_fill_(~seen, -torch.inf)
 
 
 class Filled(Exception):

@@ -20,6 +20,11 @@ def autocast(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, getattr(torch, dtype.value))
 
 
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """In which type matrix products of numbers in `dtype` are computed: that of autocast, where it is on."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
+
 def infer(
     module: nn.Module, rollouts: Rollouts, field: str, micro_batch: int, ranks: Ranks, dtype: Dtype
 ) -> Tensor:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf.infer import product_dtype
+
 Tile = tuple[int, int]  # rows, words
 
 CPU_TILE_BYTES = 2**21  # of logits: they stay in the cache of a core
@@ -45,8 +47,7 @@ def token_logprobs(
     in float32. `tile` is how many rows and words are computed at once; None: 2 MiB of logits (512 MiB on a
     GPU).
     """
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    dtype = product_dtype(hidden.device, hidden.dtype)
     result: Tensor = TokenLogprobs.apply(
         hidden, weight, bias, targets, temperature, tile or tile_for(hidden, weight, dtype), dtype
     )

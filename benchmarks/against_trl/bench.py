@@ -4,6 +4,7 @@
     make bench ARGS="--minutes 60"                    the same, as far as an hour goes
     make bench ARGS="--part tldr-14m --threads 2"     a piece; what else the file of runs holds stays
     make bench ARGS="--part tldr-14m --side ours"     our side again, against TRL's figures of before
+    make bench LOCK=gpu ARGS=--gpu                    on a GPU: CUDA, bfloat16, models of 410M parameters
     make bench ARGS=--smoke                           whether it works: a minute or two
 
 Every run is a process of its own. All cases are run once, then all once more; sides take turns, and who
@@ -27,8 +28,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.against_trl.table import RUNS, read, results, show
-from benchmarks.against_trl.work import LENGTHS, SAMPLES, SIDES, TUNED, Case, cases
+import torch
+
+from benchmarks.against_trl.table import GPU_RUNS, RUNS, read, results, show
+from benchmarks.against_trl.work import (
+    CPU_PARTS,
+    GPU_PARTS,
+    GPU_THREADS,
+    LENGTHS,
+    SAMPLES,
+    SIDES,
+    TUNED,
+    Case,
+    cases,
+)
 from rlhf.folder import environment, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +56,7 @@ def main() -> None:
     make_materials(words.cases, materials)
     if os.getloadavg()[0] > 0.7:
         print(f"the machine is busy (load {os.getloadavg()[0]:.1f}): seconds will be off, and ratios of them")
-    runs, where = read(words.out), origin()
+    runs, where = read(words.out), origin(words.gpu)
     began, again = time.monotonic(), set()
     for repeat in range(words.repeats):
         for case in words.cases:
@@ -77,26 +90,41 @@ def parse() -> argparse.Namespace:
     """The command line, and the cases that it asks for."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--part", nargs="+", choices=LENGTHS, default=list(LENGTHS), help="work and model")
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        choices=LENGTHS,
+        help=f"work and model; default: {' '.join(CPU_PARTS)}, with --gpu {' '.join(GPU_PARTS)}",
+    )
     parser.add_argument("--algo", nargs="+", choices=SAMPLES, default=list(SAMPLES))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument(
+        "--threads", nargs="+", type=int, help=f"of the CPU; default: 1 2, with --gpu {GPU_THREADS}"
+    )
+    parser.add_argument("--gpu", action="store_true", help="CUDA, bfloat16 over float32 weights")
     parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES[:2]))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="leave out what would end later, by its runs so far"
     )
     parser.add_argument("--smoke", action="store_true", help="one short run for each environment of TRL")
-    parser.add_argument("--out", type=Path, help=f"file of runs; {RUNS}, or smoke.jsonl beside it")
+    parser.add_argument(
+        "--out", type=Path, help=f"file of runs; {RUNS}, with --gpu {GPU_RUNS.name}, with --smoke smoke.jsonl"
+    )
     parser.add_argument(
         "--environments", type=Path, default=ROOT, help="folder of TRL's, as make bench made them"
     )
     words = parser.parse_args()
-    words.out = (words.out or ROOT / (RUNS.with_name("smoke.jsonl") if words.smoke else RUNS)).absolute()
+    usual = RUNS.with_name("smoke.jsonl") if words.smoke else GPU_RUNS if words.gpu else RUNS
+    words.out = (words.out or ROOT / usual).absolute()
     if words.minutes <= 0:
         parser.error(
             f"--minutes must be > 0 (it is the time for all runs), got {words.minutes:g}; leave it out"
         )
-    words.cases = cases(words.part, words.algo, words.threads)
+    if words.gpu and not torch.cuda.is_available():
+        parser.error("--gpu needs a GPU that torch can use, and there is none; leave it out")
+    parts = words.part or (GPU_PARTS if words.gpu else CPU_PARTS)
+    threads = words.threads or ([GPU_THREADS] if words.gpu else [1, 2])
+    words.cases = cases(parts, words.algo, threads, words.gpu)
     if words.smoke:
         words.repeats = 1
         first = {case.environment: case for case in reversed(words.cases)}
@@ -111,12 +139,15 @@ def parse() -> argparse.Namespace:
     return words
 
 
-def origin() -> dict[str, Any]:
+def origin(gpu: bool) -> dict[str, Any]:
     """The machine, the code and the command, for every run."""
-    here = environment(["cpu"])
+    here = environment([torch.cuda.get_device_name()] if gpu else ["cpu"])
     command = ["python", "-m", "benchmarks.against_trl.bench", *here["command"][1:]]
     return {
-        "machine": {name: here[name] for name in ("processor", "cores", "memory_gib", "platform", "python")},
+        "machine": {
+            **{name: here[name] for name in ("processor", "cores", "memory_gib", "platform", "python")},
+            **({"gpu": here["devices"][0]} if gpu else {}),
+        },
         "git": here["git"],
         "command": shlex.join(command),
     }

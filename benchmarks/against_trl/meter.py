@@ -1,4 +1,4 @@
-"""What a side uses: CPU-seconds, seconds, memory, by phase. Standard library alone, for both environments."""
+"""What a side uses: CPU-seconds, seconds, memory, by phase. Standard library alone, and torch for a GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ class Meter:
     """Counts from the end of the warm-up updates on.
 
     A side says when training begins (`begin`) and when an update ends (`update_ended`), wraps what belongs to
-    a phase, and counts what it does.
+    a phase, and counts what it does. On a GPU, phases end when what they have launched is over.
     """
 
-    def __init__(self, warmup: int) -> None:
+    phases: tuple[str, ...] = PHASES
+
+    def __init__(self, warmup: int, gpu: bool = False) -> None:
         self.warmup = warmup
+        self.device = Gpu() if gpu else Host()
         self.updates = 0  # ended so far
         self.phase = "train"
         self.spent: dict[str, list[float]] = {}  # phase -> CPU-seconds, seconds
@@ -31,19 +34,21 @@ class Meter:
 
     def begin(self) -> None:
         """Models are loaded, nothing is trained yet."""
-        self.start_mib = memory("VmRSS")
-        forget_peak()
+        self.start_mib = self.device.used_mib()
+        self.device.forget_peak()
         self.restart()
 
     def restart(self) -> None:
         """Count from here."""
-        self.spent = {phase: [0.0, 0.0] for phase in PHASES}
+        self.device.wait()
+        self.spent = {phase: [0.0, 0.0] for phase in self.phases}
         self.counts.clear()
         self.each = []
         self.last = self.update_began = used()
 
     def settle(self) -> None:
         """Charge the running phase with what was used since the last time."""
+        self.device.wait()
         now = used()
         for i in range(2):
             self.spent[self.phase][i] += now[i] - self.last[i]
@@ -97,7 +102,7 @@ class Meter:
     def figures(self) -> dict[str, Any]:
         """What was measured; seconds are means over updates."""
         n = len(self.each)
-        peak = memory("VmHWM")
+        peak = self.device.peak_mib()
         return {
             "updates": n,
             "counts": dict(self.counts),
@@ -117,12 +122,50 @@ def used() -> tuple[float, float]:
     return sum(usage.ru_utime + usage.ru_stime for usage in both), time.perf_counter()
 
 
-def memory(field: str) -> float:
-    """`VmRSS`, resident memory, or `VmHWM`, its peak, in MiB (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+class Host:
+    """The CPU; memory is what is resident of this process (Linux)."""
+
+    def wait(self) -> None:
+        """It is never behind."""
+
+    def used_mib(self) -> float:
+        """Resident now."""
+        return self.status("VmRSS")
+
+    def peak_mib(self) -> float:
+        """The most that was resident."""
+        return self.status("VmHWM")
+
+    def forget_peak(self) -> None:
+        """Let the peak start again from what is resident now (man 5 proc_pid_clear_refs)."""
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def status(self, field: str) -> float:
+        """A field of the process's status, in MiB."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
-def forget_peak() -> None:
-    """Let `VmHWM` start again from what is resident now (man 5 proc_pid_clear_refs)."""
-    Path("/proc/self/clear_refs").write_text("5")
+class Gpu:
+    """The first GPU; memory is what torch has handed out of it."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.cuda = torch.cuda
+
+    def wait(self) -> None:
+        """Until all that was launched is done."""
+        self.cuda.synchronize()
+
+    def used_mib(self) -> float:
+        """Handed out now."""
+        return self.cuda.memory_allocated() / 2**20
+
+    def peak_mib(self) -> float:
+        """The most that was handed out."""
+        return self.cuda.max_memory_allocated() / 2**20
+
+    def forget_peak(self) -> None:
+        """Let the peak start again from what is handed out now."""
+        self.cuda.reset_peak_memory_stats()

@@ -22,6 +22,7 @@ def overrides(case: Case, materials: Path) -> list[str]:
         f"algo={case.algo}",
         f"algo.samples_per_prompt={case.samples}",
         "model=pythia",
+        f"model.dtype={'bfloat16' if case.gpu else 'float32'}",
         f"model.policy={case.policy(materials)}",
         f"model.reward={case.reward(materials)}",
         "task=tldr",
@@ -34,7 +35,7 @@ def overrides(case: Case, materials: Path) -> list[str]:
         f"generator.response_length={work.response}",
         f"generator.temperature={case.temperature}",
         "backend=torch",
-        "backend.device=cpu",
+        f"backend.device={'cuda' if case.gpu else 'cpu'}",
         f"backend.micro_batch={work.micro_batch}",
         f"backend.threads={case.threads}",
         f"optim.lr={case.lr}",
@@ -49,7 +50,7 @@ def overrides(case: Case, materials: Path) -> list[str]:
 
 def measure(case: Case, materials: Path) -> dict[str, Any]:
     """Carry the run out; returns its figures."""
-    meter = Meter(case.warmup)
+    meter = Meter(case.warmup, case.gpu)
     carry_out(overrides(case, materials), case.samples, meter)
     return meter.figures()
 

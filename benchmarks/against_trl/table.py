@@ -20,13 +20,8 @@ from benchmarks.against_trl.meter import PHASES
 from benchmarks.against_trl.work import EPISODES, LENGTHS, SAMPLES, SIDES, WORKS, Case
 
 RUNS = Path("outputs/bench/runs.jsonl")
-RATIOS = {
-    "episodes/CPU-s": "episodes_per_cpu_s",
-    "episodes/s": "episodes_per_s",
-    "tokens/s": "tokens_per_s",
-    "memory": "memory_mib",
-    **{phase: f"{phase}_cpu_s" for phase in PHASES},
-}
+GPU_RUNS = RUNS.with_name("gpu.jsonl")
+UNITS = {"cpu_s": "CPU-seconds", "wall_s": "seconds"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +155,23 @@ def place(case: Case) -> tuple[int, int, int]:
 
 
 def sheets(runs: list[dict[str, Any]]) -> Iterator[Sheet]:
-    """All ratios; how much is done in a second, what an update costs, and which part costs what."""
+    """All ratios; how much is done in a second, what an update costs, and which part costs what.
+
+    Of runs on a GPU there is nothing in CPU-seconds.
+    """
     found = pairs(runs)
-    times = [[pair.ratio(figure) for figure in RATIOS.values()] for pair in found]
+    units = ["wall_s"] if any(run["case"].get("gpu") for run in runs) else list(UNITS)
+    ratios = {
+        **({"episodes/CPU-s": "episodes_per_cpu_s"} if "cpu_s" in units else {}),
+        "episodes/s": "episodes_per_s",
+        "tokens/s": "tokens_per_s",
+        "memory": "memory_mib",
+        **{phase: f"{phase}_{units[0]}" for phase in PHASES},
+    }
+    times = [[pair.ratio(figure) for figure in ratios.values()] for pair in found]
     yield Sheet(
-        "How many times better than TRL; phases by CPU-seconds",
-        ["case", "runs", *RATIOS],
+        f"How many times better than TRL; phases by {UNITS[units[0]]}",
+        ["case", "runs", *ratios],
         [
             [pair.name, pair.repeats, *(f"{it.median:.2f}" if it else "" for it in own)]
             for pair, own in zip(found, times, strict=True)
@@ -183,18 +189,22 @@ def sheets(runs: list[dict[str, Any]]) -> Iterator[Sheet]:
     yield sheet(
         "Throughput; tokens are those generated, while generating",
         {
-            "episodes/CPU-s": ("episodes_per_cpu_s", ".1f"),
+            **({"episodes/CPU-s": ("episodes_per_cpu_s", ".1f")} if "cpu_s" in units else {}),
             "episodes/s": ("episodes_per_s", ".1f"),
             "tokens/s": ("tokens_per_s", ".0f"),
         },
     )
     yield sheet(
-        f"An update of {EPISODES} episodes; MiB above what was resident at the start",
-        {"CPU-s": ("cpu_s", ".2f"), "seconds": ("wall_s", ".2f"), "MiB": ("memory_mib", ".0f")},
+        f"An update of {EPISODES} episodes; MiB above what was in use at the start",
+        {
+            **({"CPU-s": ("cpu_s", ".2f")} if "cpu_s" in units else {}),
+            "seconds": ("wall_s", ".2f"),
+            "MiB": ("memory_mib", ".0f"),
+        },
     )
-    for unit, word in (("cpu_s", "CPU-seconds"), ("wall_s", "Seconds")):
+    for unit in units:
         by_phase = {phase: (f"{phase}_{unit}", ".2f") for phase in PHASES}
-        yield sheet(f"{word} of an update, by phase", by_phase, bounds=False)
+        yield sheet(f"An update by phase, {UNITS[unit]}", by_phase, bounds=False)
 
 
 def origin(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -251,7 +261,8 @@ def show(runs: list[dict[str, Any]], markdown: bool) -> None:
 def described(origin: dict[str, Any]) -> str:
     """An origin in words."""
     machines = "; ".join(
-        f"{it['processor']}, {it['cores']} cores, {it['memory_gib']} GiB, Python {it['python']}"
+        f"{it['gpu'] + ', ' if 'gpu' in it else ''}{it['processor']}, {it['cores']} cores, "
+        f"{it['memory_gib']} GiB, Python {it['python']}"
         for it in origin["machines"]
     )
     versions = ", ".join(f"{name} {' and '.join(found)}" for name, found in origin["versions"].items())

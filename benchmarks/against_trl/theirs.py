@@ -2,9 +2,9 @@
 
 python -m benchmarks.against_trl.theirs <case as json> <folder of materials> <file> [--released]
 
-What makes it faster on a CPU than its defaults: no gradient checkpointing (on by default), float32 (bfloat16
-by default), no logging, no saving. The optimizer is its default, the fused AdamW. `tune` also mends what
-would be unfair; `--released` leaves TRL as it is.
+What makes it faster than its defaults: no gradient checkpointing (on by default), no logging, no saving; on a
+CPU float32 (bfloat16 by default). The optimizer is its default, the fused AdamW. `tune` also mends what would
+be unfair on a CPU; `--released` leaves TRL as it is.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def settings(case: Case, folder: str) -> dict[str, Any]:
         "temperature": case.temperature,
         "disable_dropout": True,
         "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
+        "bf16": case.gpu,
+        "use_cpu": not case.gpu,
+        "tf32": True if case.gpu else None,  # what is not autocast
         "logging_strategy": "no",
         "save_strategy": "no",
         "report_to": "none",
@@ -74,9 +75,10 @@ def new_policy(case: Case, materials: Path) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), tokenizer
 
 
-def new_reward(case: Case, materials: Path) -> Any:
-    """The reward model."""
-    return AutoModelForSequenceClassification.from_pretrained(case.reward(materials), dtype=torch.float32)
+def new_reward(case: Case, materials: Path, trained: bool = False) -> Any:
+    """The reward model, in 16 bits on a GPU unless it is trained on."""
+    dtype = torch.bfloat16 if case.gpu and not trained else torch.float32
+    return AutoModelForSequenceClassification.from_pretrained(case.reward(materials), dtype=dtype)
 
 
 def texts(case: Case, materials: Path) -> list[str]:
@@ -143,7 +145,7 @@ def count_samples(policy: Any, tokenizer: Any, meter: Meter) -> None:
         responses = ids[:, kwargs["input_ids"].shape[1] :]
         meter.counts["episodes"] += len(responses)
         meter.counts["prompt_tokens"] += int(kwargs["attention_mask"].sum())
-        meter.counts["response_tokens"] += int((~torch.isin(responses, ends)).sum())
+        meter.counts["response_tokens"] += int((~torch.isin(responses.cpu(), ends)).sum())
         return made
 
     policy.generate = counted
@@ -166,16 +168,16 @@ class Moments(TrainerCallback):
         self.meter.update_ended()
 
 
-def measure(case: Case, materials: Path, build: Callable[..., Any], watch: Callable[..., None]) -> Any:
-    """Train what `build` makes, as `watch` sees it; returns the figures."""
+def carry_out(
+    case: Case, materials: Path, build: Callable[..., Any], watch: Callable[..., None], meter: Meter
+) -> None:
+    """Train what `build` makes, as `watch` sees it, measured by `meter`."""
     torch.set_num_threads(case.threads)
-    meter = Meter(case.warmup)
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(case, materials, folder)
         watch(trainer, meter)
         trainer.add_callback(Moments(meter))
         trainer.train()
-    return meter.figures()
 
 
 def versions() -> dict[str, str]:
@@ -186,10 +188,12 @@ def versions() -> dict[str, str]:
 def main(build: Callable[..., Any], watch: Callable[..., None]) -> None:
     """Read the command line, measure, write."""
     case, materials, out = Case.load(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-    out.write_text(json.dumps({**measure(case, materials, build, watch), "versions": versions()}))
+    meter = Meter(case.warmup, case.gpu)
+    carry_out(case, materials, build, watch, meter)
+    out.write_text(json.dumps({**meter.figures(), "versions": versions()}))
 
 
 if __name__ == "__main__":
-    if "--released" not in sys.argv:
+    if not ("--released" in sys.argv or Case.load(sys.argv[1]).gpu):
         tune()
     main(build, watch)

@@ -45,7 +45,7 @@ def build(case: Case, materials: Path, folder: str) -> PPOTrainer:
         model=model,
         ref_model=None,  # a copy of the policy
         reward_model=new_reward(case, materials),
-        value_model=new_reward(case, materials),
+        value_model=new_reward(case, materials, trained=True),
         train_dataset=rows,
     )
     # Not its own loader, which shuffles, and at whose end accelerate makes a step of every micro-batch.

@@ -46,6 +46,7 @@ WORKS = {
 SHAPES = {
     "nano": Shape(layers=2, hidden_size=128, heads=4, vocabulary=372, context=512),  # that of model=pythia
     "14m": Shape(layers=6, hidden_size=128, heads=4, vocabulary=50304, context=2048),  # pythia-14m
+    "410m": Shape(layers=24, hidden_size=1024, heads=16, vocabulary=50304, context=2048),  # pythia-410m
 }
 SAMPLES = {"dpo": 2, "rloo": 4, "grpo": 4, "ppo": 1}  # of a prompt
 LENGTHS = {
@@ -53,7 +54,12 @@ LENGTHS = {
     "short-14m": Length(warmup=1, measured=2),
     "tldr-nano": Length(warmup=1, measured=4),
     "tldr-14m": Length(warmup=1, measured=1),
+    "short-410m": Length(warmup=2, measured=4),
+    "tldr-410m": Length(warmup=2, measured=4),
 }  # by part
+GPU_PARTS = ("short-410m", "tldr-410m")  # too large for a CPU
+CPU_PARTS = tuple(part for part in LENGTHS if part not in GPU_PARTS)
+GPU_THREADS = 8  # of the CPU, beside a GPU
 SIDES = ("ours", "trl", "trl-released")  # the last: without what `tune` in theirs.py does for it
 TUNED = ("rloo", "grpo")  # what that is for
 
@@ -65,7 +71,8 @@ class Case:
     work: str
     model: str
     algo: str
-    threads: int
+    threads: int  # of the CPU
+    gpu: bool = False  # CUDA and bfloat16 over float32 weights; else the CPU and float32
     warmup: int  # updates before the measured ones
     measured: int  # updates
     temperature: float = 1.0  # TRL's online DPO trains log-probs at 1, whatever it samples at
@@ -78,8 +85,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Work, model, algorithm and threads: `tldr-14m-dpo-2`."""
-        return f"{self.part}-{self.algo}-{self.threads}"
+        """Work, model, algorithm and threads or `gpu`: `tldr-14m-dpo-2`."""
+        return f"{self.part}-{self.algo}-{'gpu' if self.gpu else self.threads}"
 
     @property
     def environment(self) -> str:
@@ -141,7 +148,7 @@ class Case:
         return Case(**json.loads(text))
 
 
-def cases(parts: list[str], algos: list[str], threads: list[int]) -> list[Case]:
+def cases(parts: list[str], algos: list[str], threads: list[int], gpu: bool = False) -> list[Case]:
     """All combinations."""
     return [
         Case(
@@ -149,6 +156,7 @@ def cases(parts: list[str], algos: list[str], threads: list[int]) -> list[Case]:
             model=part.split("-")[1],
             algo=algo,
             threads=count,
+            gpu=gpu,
             warmup=LENGTHS[part].warmup,
             measured=LENGTHS[part].measured,
         )

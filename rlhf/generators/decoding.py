@@ -3,7 +3,7 @@ after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhf.forward import positions, takes_any_mask
+from rlhf.infer import product_dtype
 
-TOKENS = 4096  # of prompts that are encoded at once: enough to fill a device
+TOKENS = {"cpu": 2**12, "cuda": 2**14}  # of prompts that are encoded at once: enough to fill a device
 GROUPED = "sdpa_grouped"  # the name of `grouped_attention` in transformers
 
 
@@ -29,8 +30,8 @@ def encode(
 
     Some prompts a forward, trimmed to the longest of them: less is wasted where they come by length.
     """
-    found = []
-    for rows in torch.arange(len(ids), device=ids.device).split(max(1, TOKENS // ids.shape[1])):
+    found, tokens = [], TOKENS[ids.device.type]
+    for rows in torch.arange(len(ids), device=ids.device).split(max(1, tokens // ids.shape[1])):
         mask = seen[rows, -int(seen[rows].sum(1).max()) :]
         parts: list[Any] = [PartLayer(layer, int(rows[0]) * copies, copies) for layer in layers]
         logits = model(
@@ -46,17 +47,81 @@ def encode(
     return torch.cat(found)
 
 
-def attention(seen: Tensor, group: int, length: int) -> Tensor:
+def attention(seen: Tensor, group: int, room: int) -> Tensor:
     """What the tokens of one decoding step attend to, for prompts `seen` [B, P] and all steps to come, G
-    samples a row, which take turns in the cache: [B, 1, G, P + G * length], the prompt and every G-th token
-    after it.
+    samples a row, which take turns in the `room` of the cache: [B, 1, G, P + room], the prompt and every G-th
+    token after it.
     """
-    own = torch.eye(group, dtype=torch.bool, device=seen.device).repeat(1, length)
+    own = torch.eye(group, dtype=torch.bool, device=seen.device).repeat(1, -(-room // group))[:, :room]
     return torch.cat([seen[:, None].expand(-1, group, -1), own.expand(len(seen), -1, -1)], 2)[:, None]
+
+
+class Step:
+    """One token more for each sample: a forward, and a choice from the logits that it gives.
+
+    Args:
+        model, cache: what is decoded with; the cache has the tokens before.
+        mask: of all steps to come, of which each is given what it attends to: additive [B, 1, G, S], or
+            [B, S] with True for tokens.
+        group: samples a row, G.
+        choose: tokens and log-probs [B, G] of logits [B, G, V] and `numbers` [B, G].
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: Cache,
+        mask: Tensor,
+        group: int,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.mask = mask
+        self.group = group
+        self.choose = choose
+
+    def __call__(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs [B, G] after `token` at positions `place`, at the quantiles `numbers`."""
+        seen = self.mask[..., : self.cache.get_seq_length() + self.group]
+        return self.choose(
+            self.logits(token, place, seen), numbers=numbers
+        )  # they go before the next are made
+
+    def logits(self, token: Tensor, place: Tensor, seen: Tensor) -> Tensor:
+        """The forward: [B, G, V]."""
+        found: Tensor = self.model(
+            input_ids=token,
+            attention_mask=seen,
+            position_ids=place,
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits
+        return found
+
+    @property
+    def settled(self) -> bool:
+        """Whether rows may leave."""
+        return True
+
+    def looks(self, t: int) -> bool:
+        """Whether to look, before step `t`, which rows go on."""
+        return True
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with the rows `rows` [B'] alone."""
+        self.cache.batch_select_indices(rows)
+        self.mask = self.mask[rows]
+
+
+class LengthAsked(Exception):
+    """A model asks for the length of a cache that has a fixed one."""
 
 
 class RoomyLayer(DynamicLayer):
     """A cache layer with room for all tokens: a step writes its own in place, the others stay.
+
+    Under autocast it keeps what attention would make of keys and values: those in the dtype of its products.
 
     Args:
         rows: of the batch.
@@ -67,6 +132,7 @@ class RoomyLayer(DynamicLayer):
     def __init__(self, rows: int, prompt: int, room: int) -> None:
         super().__init__()
         self.rows, self.prompt, self.room = rows, prompt, room
+        self.slots: Tensor | None = None
 
     def put(self, keys: Tensor, values: Tensor, first: int, copies: int) -> None:
         """Keys and values [B, heads, P, head size] of prompts, for the B * copies rows from `first` on.
@@ -78,7 +144,8 @@ class RoomyLayer(DynamicLayer):
             self.lazy_initialization(keys, values)
             length = self.prompt + self.room
             self.all_keys, self.all_values = (
-                x.new_empty(self.rows, x.shape[1], length, x.shape[3]) for x in (keys, values)
+                x.new_empty(self.rows, x.shape[1], length, x.shape[3], dtype=product_dtype(x.device, x.dtype))
+                for x in (keys, values)
             )
             self.keys, self.values = (x[:, :, : self.prompt] for x in (self.all_keys, self.all_values))
         rows, start = slice(first, first + len(keys) * copies), self.prompt - keys.shape[2]
@@ -89,13 +156,42 @@ class RoomyLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, heads, S, head size]; returns all so far, as views."""
+        """Append keys and values [B, heads, S, head size]; returns all so far, or up to the length that is
+        fixed, as views."""
+        if self.slots is not None:
+            for whole, new in ((self.all_keys, key_states), (self.all_values, value_states)):
+                whole.index_copy_(2, self.slots, new.to(whole.dtype))
+            return self.all_keys[:, :, : self.until], self.all_values[:, :, : self.until]
         start = self.get_seq_length()
         end = start + key_states.shape[2]
         self.all_keys[:, :, start:end] = key_states
         self.all_values[:, :, start:end] = value_states
         self.keys, self.values = self.all_keys[:, :, :end], self.all_values[:, :, :end]
         return self.keys, self.values
+
+    def fix(self, slots: Tensor, until: int) -> None:
+        """Write to the places `slots` [S] from here on, whatever they are then, and give what is before
+        `until`: nothing depends on the number of tokens that are there. What no token has been written to is
+        0."""
+        start = DynamicLayer.get_seq_length(self)
+        for x in (self.all_keys, self.all_values):
+            x[:, :, start:until] = 0
+        self.slots, self.until = slots, until
+
+    def free(self, length: int) -> None:
+        """Grow again, behind `length` tokens."""
+        self.slots = None
+        self.keys, self.values = self.all_keys[:, :, :length], self.all_values[:, :, :length]
+
+    def get_seq_length(self) -> int:
+        """Tokens so far.
+
+        Raises:
+            LengthAsked: they are not known, for it is fixed.
+        """
+        if self.slots is not None:
+            raise LengthAsked("the model asks for the length of the cache")
+        return super().get_seq_length()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`; only those are copied whose place changes."""
@@ -162,7 +258,7 @@ def grouped_attention(
         attn_mask=attention_mask.repeat(1, 1, heads // shared, 1),
         scale=scaling,
     )
-    return found.view(len(query), heads, count, -1).transpose(1, 2).contiguous(), None
+    return found.reshape(len(query), heads, count, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

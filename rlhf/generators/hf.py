@@ -104,7 +104,7 @@ class HFSamplerFactory:
             dtype=torch.float32,
             trust_remote_code=self.remote is not None,
         )
-        return HFSampler(place(model, torch.device(self.device)).eval().requires_grad_(False), self)
+        return HFSampler(place(model, torch.device(self.device)).eval(), self)
 
 
 class HFSampler:
@@ -119,6 +119,8 @@ class HFSampler:
     ) -> Rollouts:
         """K responses to each prompt."""
         made_by = self.made_by
+        # Autocast keeps 16-bit weights of those that require a gradient: not where they change in flight.
+        self.model.requires_grad_(update is None)
         with autocast(self.model.device, made_by.dtype):
             return respond(
                 self.model,

@@ -9,6 +9,8 @@ logits).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,8 +19,11 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rlhf import sharing
 from rlhf.forward import additive, plain, positions, takes_any_mask
-from rlhf.generators.decoding import RoomyLayer, attention, encode, grouped
+from rlhf.generators.cuda_graph import WIDTH, GraphStep, can_record
+from rlhf.generators.decoding import RoomyLayer, Step, attention, encode, grouped
 from rlhf.seeding import derive
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities at once: on a CPU as many as its cache holds
 BLOCK = 128  # words that are summed up before the running sum
@@ -39,7 +44,20 @@ def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) 
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, samples, length, dtype=torch.float64)
 
 
-@torch.inference_mode()  # spares small operations some time
+def without_gradient(sample: F) -> F:
+    """Inference mode, which spares small operations some time. Under autocast no more than no gradient: in
+    inference mode it would make 16-bit weights anew in every forward, and here keeps them from the first."""
+
+    @wraps(sample)
+    def called(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        low = torch.is_autocast_enabled(model.device.type)
+        with torch.no_grad() if low else torch.inference_mode():
+            return sample(model, *args, **kwargs)
+
+    return cast(F, called)
+
+
+@without_gradient
 def sample(
     model: PreTrainedModel,
     prompt_ids: Tensor,
@@ -61,7 +79,7 @@ def sample(
 
     Each prompt is encoded once. Where attention takes any mask (sdpa), samples of a prompt share a row of the
     batch (`rlhf.sharing`), a token of each a step, and read one copy of the prompt's keys; else the cache is
-    repeated. Rows that have ended leave the batch.
+    repeated. Rows that have ended leave the batch. On a GPU a step is a graph (`rlhf.generators.cuda_graph`).
 
     `before_forward` is called before the forwards of every step, the t-th time before those which give token
     t; it may change the model's weights. Keys and values of the tokens before stay those of the weights
@@ -78,10 +96,14 @@ def sample(
     movable = plain(kinds)  # its rows can be repeated and dropped
     masked = movable and takes_any_mask(model)
     group = sharing.in_decoding(k, longest, response_length) if masked else 1
+    recorded = masked and can_record(device) and before_forward is None
+    room = group * response_length
+    if recorded:
+        room += -(longest + room) % WIDTH
     if before_forward is not None:
         before_forward()
     if movable:
-        layers = [RoomyLayer(n * k // group, longest, group * response_length) for _ in kinds.layers]
+        layers = [RoomyLayer(n * k // group, longest, room) for _ in kinds.layers]
         logits = encode(model, ids, seen, layers, k // group)
         cache, seen = Cache(layers=list(layers)), seen.repeat_interleave(k // group, 0)
     else:
@@ -96,9 +118,11 @@ def sample(
         ).logits
     place = positions(seen)[:, -1:].expand(-1, group)
     if masked:
-        mask = additive(model, attention(seen, group, response_length))
+        mask = additive(model, attention(seen, group, room))
     else:
         mask = torch.cat([seen, seen.new_ones(len(seen), response_length)], 1)
+    kind = GraphStep if recorded else Step
+    step = kind(model, cache, mask, group, partial(choose, temperature=temperature))
 
     shape = (len(seen), group, response_length)  # = [N*K/G, G, T], G samples in a row
     numbers = uniforms.reshape(shape).to(device)
@@ -114,34 +138,26 @@ def sample(
         for t in range(response_length):
             steps.append((token, logprob, running))
             running = running & ~torch.isin(token, stops)
-            going = running.any(1)
-            left = int(going.sum())
-            over, fewer = not left or t + 1 == response_length, movable and left < len(rows)
-            if over or fewer:
-                for whole, parts in zip((tokens, logprobs, real), zip(*steps, strict=True), strict=True):
-                    whole[rows, :, t + 1 - len(steps) : t + 1] = torch.stack(parts, -1)
-                steps.clear()
-            if over:
-                break
-            if fewer:
-                kept = front(going)
-                cache.batch_select_indices(kept)
-                rows, token, running, place, mask = (x[kept] for x in (rows, token, running, place, mask))
+            over = t + 1 == response_length
+            if over or step.looks(t):
+                going = running.any(1)
+                left = int(going.sum())
+                over, fewer = over or not left, movable and step.settled and left < len(rows)
+                if over or fewer:
+                    for whole, parts in zip((tokens, logprobs, real), zip(*steps, strict=True), strict=True):
+                        whole[rows, :, t + 1 - len(steps) : t + 1] = torch.stack(parts, -1)
+                    steps.clear()
+                if over:
+                    break
+                if fewer:
+                    kept = front(going)
+                    step.keep(kept)
+                    rows, token, running, place = (x[kept] for x in (rows, token, running, place))
             place = place + 1
             if before_forward is not None:
                 before_forward()
-            token, logprob = choose(
-                model(
-                    input_ids=token,
-                    attention_mask=mask[..., : cache.get_seq_length() + group],
-                    position_ids=place,
-                    past_key_values=cache,
-                    use_cache=True,
-                ).logits,  # without a name: they go before the next are made
-                temperature,
-                numbers[rows, :, t + 1],
-            )
-    length = t + 1
+            token, logprob = step(token, place, numbers[rows, :, t + 1])
+    length = int(real.any(0).any(0).sum())
     tokens.masked_fill_(~real, pad_id)
     logprobs.masked_fill_(~real, 0.0)
     ended = (real & torch.isin(tokens, stops)).any(-1)

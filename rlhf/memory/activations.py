@@ -24,13 +24,13 @@ its input, and the prompt's keys and values, and one layer at a time is whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf import sharing
 from rlhf.memory.model_size import ModelSize
 
 TILE_BYTES = {"cpu": 2**21, "cuda": 2**29}  # of logits at once, as in rlhf.logprobs
-PROMPT_TOKENS = 4096  # that a generator encodes at once, as in rlhf.generators.decoding
+PROMPT_TOKENS = {"cpu": 2**12, "cuda": 2**14}  # encoded at once, as in rlhf.generators.decoding
 CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities at once, as in rlhf.generators.sampling
 
 
@@ -172,13 +172,16 @@ def sampling(
 ) -> float:
     """What sampling all of `tokens` at once holds beside the weights (`rlhf.generators.sampling`)."""
     rows = tokens.sequences // tokens.decoded_a_row(eager)
-    held = cache_bytes(size, rows * tokens.prompt + tokens.sequences * tokens.response, precision)
-    at_once = min(tokens.prompts, max(1, PROMPT_TOKENS // tokens.prompt))
+    cached = replace(precision, cache=precision.product)
+    held = cache_bytes(size, rows * tokens.prompt + tokens.sequences * tokens.response, cached)
+    at_once = min(tokens.prompts, max(1, PROMPT_TOKENS[device] // tokens.prompt))
     prefill = one_layer(size, at_once, tokens.prompt, tokens.prompt, precision, eager)
     logits = tokens.sequences * size.vocabulary
     chunk = min(logits, max(CHOICE_CHUNK[device], size.vocabulary))
     choice = 4 * (logits + tokens.prompts * size.vocabulary + 2 * chunk)
-    return held + max(prefill, choice) + autocast_copies(size, precision)
+    # A CUDA graph has memory of its own, which does not take over what is free of the rest.
+    most = prefill + choice if device == "cuda" else max(prefill, choice)
+    return held + most + autocast_copies(size, precision)
 
 
 def one_layer(

@@ -311,8 +311,29 @@ class Trainer:
             samples=samples,
             prompt=cfg.task.max_prompt_tokens,
             response=cfg.generator.response_length,
-            apart=cfg.model.shared_prefix and sharing.prompt_apart(samples, self.policy.layers),
+            apart=cfg.model.shared_prefix and self.prompt_apart(prompts, samples),
         )
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are divided over ranks, which then go through forwards together."""
+        return self.cfg.backend.footprint(self.cfg).gathered
+
+    def prompt_apart(self, prompts: int, samples: int) -> bool:
+        """Whether prompts of full length are encoded in a pass of their own, as `rlhf.forward` decides."""
+        if self.gathers:
+            return samples > 1
+        if self.device == "cpu":
+            return sharing.prompt_apart(samples, self.policy.layers)
+        tokens = prompts * self.cfg.task.max_prompt_tokens
+        return tokens >= sharing.spared_from(samples, self.policy.hidden)
+
+    def encoded(self, tokens: Tokens) -> Iterator[Tokens]:
+        """`tokens` and, where shorter prompts would not have a pass of their own, the longest of those."""
+        yield tokens
+        if tokens.apart and self.device == "cuda" and not self.gathers:
+            shorter = sharing.spared_from(tokens.samples, self.policy.hidden) / tokens.prompts
+            yield replace(tokens, prompt=max(1, int(shorter)), apart=False)
 
     def weights(self, model: Model) -> tuple[int, Footprint]:
         """How many weights are held as they are, and how: frozen ones in `model.dtype`."""
@@ -382,13 +403,16 @@ class Trainer:
                 *(
                     Part(
                         f"{model.role}: activations",
-                        activations.training(
-                            model.counted,
-                            tokens,
-                            self.precision(True),
-                            eager=self.eager,
-                            device=self.device,
-                            checkpointing=cfg.model.gradient_checkpointing,
+                        max(
+                            activations.training(
+                                model.counted,
+                                each,
+                                self.precision(True),
+                                eager=self.eager,
+                                device=self.device,
+                                checkpointing=cfg.model.gradient_checkpointing,
+                            )
+                            for each in self.encoded(tokens)
                         ),
                         in_words(tokens),
                         estimated=True,
@@ -406,12 +430,15 @@ class Trainer:
         reads = [
             Part(
                 model.role,
-                activations.inference(
-                    model.counted,
-                    asked,
-                    self.precision(model.trained),
-                    eager=self.eager,
-                    device=self.device,
+                max(
+                    activations.inference(
+                        model.counted,
+                        each,
+                        self.precision(model.trained),
+                        eager=self.eager,
+                        device=self.device,
+                    )
+                    for each in self.encoded(asked)
                 ),
                 in_words(asked),
                 estimated=True,

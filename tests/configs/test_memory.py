@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import plan, validate
+from rlhf import plan, sharing, validate
 from rlhf.compose import compose
 from rlhf.engines.config import TorchConfig
 from rlhf.memory import plan as memory
@@ -123,7 +123,8 @@ def test_less_is_kept_for_fewer_and_shorter_sequences(pythia):
     assert training("model.attention=eager") > training()
     assert training("model.shared_prefix=false") > training()
     eight = ["algo.samples_per_prompt=8", "backend.micro_batch=16", "schedule.prompts_per_update=64"]
-    assert training("algo=bok", *eight) > training("algo=dpo", *eight), "one of them is kept, or two"
+    bok, dpo = (memory.plan(compose([f"algo={algo}", *eight])).uses[0] for algo in ("bok", "dpo"))
+    assert phases(bok)["training"].bytes > phases(dpo)["training"].bytes, "one of them is kept, or two"
     assert training("schedule.prompts_per_update=4", "backend.micro_batch=64") < training(
         "schedule.prompts_per_update=64", "backend.micro_batch=64"
     ), "a micro-batch holds no more than there is"
@@ -133,6 +134,17 @@ def test_less_is_kept_for_fewer_and_shorter_sequences(pythia):
         return phases(memory.plan(compose(words)).uses[0])["sampling"].bytes
 
     assert sampling(4) < sampling(64) / 4, "no more is sampled at once than is asked for"
+
+
+def test_shorter_prompts_never_take_more_where_a_gpu_has_them_in_one_pass(pythia):
+    def bytes_of(prompt: int, phase: str) -> float:
+        words = ["backend.micro_batch=64", f"task.max_prompt_tokens={prompt}", "algo.samples_per_prompt=2"]
+        return phases(memory.plan(compose([*pythia, *words]), TWO_GPUS).uses[0])[phase].bytes
+
+    edge = int(sharing.spared_from(2, 2560) / 32)  # tokens of a prompt; 32 prompts a micro-batch
+    for phase in ("training", "log-probs and scores"):
+        needed = [bytes_of(prompt, phase) for prompt in (edge // 2, edge - 1, edge + 1, 2 * edge)]
+        assert needed == sorted(needed) and needed[0] < needed[3]
 
 
 def test_a_generator_in_its_own_process_has_its_own_weights_and_shares_versions_of_them():

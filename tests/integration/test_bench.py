@@ -1,10 +1,11 @@
 """The benchmark against TRL: what both sides are given, what is measured, what is made of it."""
 
 import json
+import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from benchmarks.against_trl import bench
 from benchmarks.against_trl.materials import make, new_tokenizer, texts
 from benchmarks.against_trl.meter import PHASES, Meter
 from benchmarks.against_trl.ours import overrides
+from benchmarks.against_trl.roofline import decoding_gb
 from benchmarks.against_trl.table import described, figures, origin, pairs, results, sheets
 from benchmarks.against_trl.work import LENGTHS, SAMPLES, SHAPES, Case, cases
 from rlhf.compose import compose
@@ -122,6 +124,34 @@ def test_an_environment_that_is_not_there_is_an_error_that_names_it(tmp_path):
     assert done.returncode == 2
     assert "--environments must be a folder with .venv-bench-ppo" in done.stderr
     assert "requirements/bench-ppo.txt" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["bench --gpu", "roofline tldr-410m dpo"])
+def test_without_a_gpu_there_is_an_error_for_what_needs_one(module):
+    command = [sys.executable, "-m", *f"benchmarks.against_trl.{module}".split()]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "a GPU that torch can use" in done.stderr and "there is none" in done.stderr
+
+
+def test_on_a_gpu_the_same_work_is_done_there_in_bfloat16_and_nothing_is_told_in_cpu_seconds():
+    parts = ["tldr-410m"]
+    (case,) = cases(parts, ["dpo"], [8], gpu=True)
+    assert case.name == "tldr-410m-dpo-gpu"
+    (on_cpu,) = (replace(each, measured=case.measured) for each in cases(["tldr-14m"], ["dpo"], [8]))
+    assert case.counts() == on_cpu.counts()
+    assert {"backend.device=cuda", "model.dtype=bfloat16"} <= set(overrides(case, Path("materials")))
+    assert decoding_gb(case) == pytest.approx(
+        2 * 52 * (24 * 12 * 1024**2 + 50304 * 1024) / 1e9  # weights
+        + 2 * (52 * 32 * 256 + 64 * 52 * 53 / 2) * 2 * 24 * 1024 / 1e9,  # keys and values
+    )
+    runs = [{**run(side, s), "case": asdict(case)} for side, s in (("ours", 1.0), ("trl", 3.0))]
+    found = list(sheets(runs))
+    assert not any("CPU" in word for sheet in found for word in (sheet.title, *sheet.columns))
+    own = ["episodes/s", "tokens/s", "memory", *PHASES]
+    assert found[0].columns == ["case", "runs", *own]
+    assert found[0].rows == [["`tldr-410m-dpo-gpu`", "1", *["3.00"] * len(own)]]
 
 
 @pytest.fixture

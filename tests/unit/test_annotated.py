@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import rlhf.generators.replicas  # noqa: F401 - it derives from what a test puts something in the place of
 from rlhf.annotator import Annotator, AnnotatorFactory
 from rlhf.batch import Batch, Prompts
 from rlhf.checkpoint import pack, unpack

@@ -1,4 +1,5 @@
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,6 +136,19 @@ def test_the_prompt_is_encoded_once_for_its_samples():
     states(model, batch, shared_prefix=True)
     n, p = batch.prompt_ids.shape
     assert tokens == [n * (p - 1), n * 4 * batch.response_ids.shape[-1]]  # the last goes with the responses
+
+
+@pytest.mark.parametrize(
+    ("hidden", "samples", "tokens", "apart"),
+    [(1024, 2, 12_000, True), (1024, 2, 11_000, False), (1024, 4, 4000, True), (4096, 2, 800, True)]
+    + [(4096, 1, 10**6, False)],
+)
+def test_on_a_gpu_a_prompt_has_a_pass_of_its_own_where_that_spares_enough(hidden, samples, tokens, apart):
+    backbone = SimpleNamespace(config=SimpleNamespace(hidden_size=hidden, num_hidden_layers=2))
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), numel=lambda: tokens)
+    assert forward.prompt_apart(backbone, on_gpu, samples, whole=False) == apart
+    assert forward.prompt_apart(backbone, on_gpu, samples, whole=True) == (samples > 1), "on all ranks alike"
+    assert forward.prompt_apart(backbone, torch.zeros(1, tokens), samples, whole=False)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])

@@ -7,7 +7,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rlhf import sharing
 from rlhf.batch import Prompts
-from rlhf.generators import decoding, sampling
+from rlhf.generators import cuda_graph, decoding, sampling
 from rlhf.generators.decoding import GROUPED, grouped_attention
 from rlhf.generators.generator import Sampling
 from rlhf.generators.hf import respond
@@ -92,7 +92,7 @@ def test_tokens_do_not_depend_on_how_many_prompts_are_encoded_at_once(monkeypatc
     model.set_attn_implementation(attention)
     expected = run(model, samples=3)
     order = tiny_rollouts(prompts=6).prompt_mask.sum(1).argsort(descending=True)
-    monkeypatch.setattr(decoding, "TOKENS", 18)  # two prompts of the longest
+    monkeypatch.setitem(decoding.TOKENS, "cpu", 18)  # two prompts of the longest
     model.base_model.register_forward_hook(lambda *call: encoded.append(call[2].last_hidden_state.shape[:2]))
     for found, wanted in zip(run(model, rows=order, samples=3), expected, strict=True):
         torch.testing.assert_close(found, wanted[order], rtol=0, atol=1e-5)
@@ -192,6 +192,85 @@ def test_rows_that_have_ended_leave_the_batch():
     needed = mask.any(1).sum(0).tolist()  # prompts with a response that goes on
     assert needed[0] == sizes[0] == 6 and sizes[-1] < 6
     assert sizes == [6, *needed[1:]]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Has steps made as if they were recorded, in short graphs; counts recordings."""
+    recorded = []
+    monkeypatch.setattr(sampling, "can_record", lambda device: True)
+    monkeypatch.setattr(cuda_graph, "record", lambda run: recorded.append(1) or run)
+    monkeypatch.setattr(cuda_graph, "STEPS", 4)
+    return recorded
+
+
+@pytest.mark.parametrize("stops", [[], STOPS, range(2, 25), range(2, 80)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_on_memory_that_stays_give_the_same(kind, stops, graphs, monkeypatch):
+    model = tiny_lm(kind)
+    found = run(model, samples=3, stops=stops)
+    assert graphs
+    monkeypatch.setattr(sampling, "can_record", lambda device: False)
+    for same, expected in zip(found, run(model, samples=3, stops=stops), strict=True):
+        torch.testing.assert_close(same, expected, rtol=0, atol=1e-5)
+
+
+def test_rows_and_lengths_stay_within_a_graph_and_change_between(graphs, monkeypatch):
+    sizes, model = [], tiny_lm("llama")
+    attend = decoding.grouped_attention
+
+    def seen(module, query, key, *rest, **settings):
+        sizes.append((len(key), key.shape[2]))
+        return attend(module, query, key, *rest, **settings)
+
+    decoding.AttentionInterface.register(GROUPED, seen)
+    try:
+        _, mask, *_ = run(model, stops=range(2, 25))
+    finally:
+        decoding.AttentionInterface.register(GROUPED, attend)
+    going, steps = mask.any(1).sum(0).tolist(), sizes[::2]  # of two layers
+    ends = [min(LENGTH - 1, t + 4) for t in range(0, LENGTH - 1, 4)]
+    assert [rows for rows, _ in steps] == [going[1 + t // 4 * 4] for t in range(len(steps))]
+    longest = int(tiny_rollouts(prompts=6).prompt_mask.sum(1).max())
+    assert len(set(steps)) == len(ends) > 2
+    assert [length % cuda_graph.WIDTH for _, length in steps] == [0] * len(steps)
+    assert all(length >= longest + 2 * ends[t // 4] for t, (_, length) in enumerate(steps))
+
+
+def test_a_model_that_asks_for_the_length_of_the_cache_is_sampled_from_without_graphs(graphs, caplog):
+    model, asked = tiny_lm(), []
+    expected = run(model)
+    assert graphs and not caplog.records
+    graphs.clear()
+
+    def ask(module, args, kwargs):
+        asked.append(kwargs["past_key_values"].get_seq_length())
+
+    model.base_model.register_forward_pre_hook(ask, with_kwargs=True)
+    for same, wanted in zip(run(model), expected, strict=True):
+        torch.testing.assert_close(same, wanted, rtol=0, atol=1e-5)
+    assert not graphs and asked[1:] == sorted(set(asked[1:]))
+    assert "not recorded as a CUDA graph" in caplog.text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_on_a_gpu_gives_what_its_steps_give_one_by_one(kind, dtype, monkeypatch, caplog):
+    recorded, record = [], cuda_graph.record
+    monkeypatch.setattr(cuda_graph, "record", lambda run: recorded.append(1) or record(run))
+    monkeypatch.setattr(cuda_graph, "STEPS", 4)
+    model, batch = tiny_lm(kind).cuda(), tiny_rollouts(prompts=6).to("cuda")
+    numbers = uniforms(1, 0, batch.index.cpu(), 3, LENGTH)
+    found = []
+    for graphs in (True, False):
+        monkeypatch.setattr(sampling, "can_record", lambda device, graphs=graphs: graphs)
+        with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
+            words = (model, batch.prompt_ids, batch.prompt_mask, 3, LENGTH, 0.7, numbers, range(2, 25))
+            found.append(sample(*words, pad_id=0))
+    assert len(recorded) > 1 and not caplog.records
+    for same, expected in zip(*found, strict=True):
+        torch.testing.assert_close(same, expected, rtol=0, atol=1e-4)
 
 
 def test_tokens_follow_the_distribution():

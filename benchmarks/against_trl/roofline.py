@@ -1,0 +1,214 @@
+"""How much of a GPU an update uses: arithmetic against its matrix rate, decoding against its bandwidth.
+
+    python -m benchmarks.against_trl.roofline tldr-410m dpo
+    .venv-bench/bin/python -m benchmarks.against_trl.roofline tldr-410m dpo --side trl --materials <folder>
+
+The work is that of `make bench`. After the measured updates one more is counted (the multiply-adds of matrix
+products and attention that were in fact carried out, two FLOP each) and one more is profiled (how long the
+GPU was at work). Matrix rate and bandwidth are measured before: a product of two bfloat16 matrices of 8192 by
+8192, a copy of 2 GiB within the GPU, bytes read and written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks.against_trl.meter import PHASES, Meter
+from benchmarks.against_trl.table import Sheet
+from benchmarks.against_trl.work import GPU_PARTS, GPU_THREADS, SAMPLES, SHAPES, WORKS, Case, cases
+
+PREFILL = "prompts"  # the part of `generate` that encodes them
+BEYOND = 2  # updates after the measured ones: counted, profiled
+
+
+class Flops(TorchDispatchMode):
+    """Adds up the FLOP of all operations, as torch's own counter has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Carry the operation out, and count it."""
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += count(*args, **kwargs, out_val=found)
+        return found
+
+
+class Counted(Meter):
+    """Also counts one update beyond the measured ones, and profiles another."""
+
+    phases = (*PHASES, PREFILL)
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case.warmup, gpu=True)
+        self.last_measured = case.updates - BEYOND
+        self.flops = Flops()
+        self.profiler: profile | None = None
+        self.measured: dict[str, Any] = {}
+        self.tflop: Counter[str] = Counter()
+        self.busy_s: Counter[str] = Counter()
+
+    def settle(self) -> None:
+        """As there; what the GPU did is charged too."""
+        super().settle()
+        self.tflop[self.phase] += self.flops.total / 1e12
+        self.flops.total = 0
+        if self.profiler is not None:
+            self.profiler.stop()
+            events = [e for e in self.profiler.events() or [] if e.device_type == DeviceType.CUDA]
+            self.busy_s[self.phase] += sum(e.time_range.elapsed_us() for e in events) / 1e6
+            self.start_profiler()
+
+    def start_profiler(self) -> None:
+        """Until the next phase."""
+        self.profiler = profile(activities=[ProfilerActivity.CUDA])
+        self.profiler.start()
+
+    def update_ended(self) -> None:
+        """As there; what follows the measured updates is counted and profiled."""
+        super().update_ended()
+        if self.updates == self.last_measured:
+            self.measured = self.figures()
+            self.flops.__enter__()
+        elif self.updates == self.last_measured + 1:
+            self.flops.__exit__(None, None, None)
+            self.start_profiler()
+        elif self.updates == self.last_measured + BEYOND and self.profiler is not None:
+            self.profiler.stop()
+            self.profiler = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of the GPU, measured."""
+
+    tflop_s: float  # matrix products, bfloat16
+    gb_s: float  # copies, read and written
+
+    @staticmethod
+    def measure() -> Rates:
+        """Medians of twenty."""
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        product = seconds(lambda: torch.mm(a, b))
+        source = torch.randn(2**29, device="cuda")
+        target = torch.empty_like(source)
+        copied = seconds(lambda: target.copy_(source))
+        return Rates(2 * 8192**3 / product / 1e12, 2 * 2**31 / copied / 1e9)
+
+
+def seconds(work: Callable[[], Any], repeats: int = 20) -> float:
+    """That `work` takes the GPU."""
+    found = []
+    for i in range(repeats + 5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        if i >= 5:
+            found.append(begin.elapsed_time(end) / 1000)
+    return median(found)
+
+
+def decoding_gb(case: Case) -> float:
+    """GB that decoding an update reads at least, with bfloat16 weights and keys.
+
+    In each step all weights but the input embeddings, the keys and values of each prompt once for its
+    samples, and those of the tokens that each sample has so far.
+    """
+    shape, work = SHAPES[case.model], WORKS[case.work]
+    weights = shape.layers * 12 * shape.hidden_size**2 + shape.vocabulary * shape.hidden_size
+    steps = work.response - 1  # the first token is chosen from what encoding the prompts gives
+    tokens = steps * sum(case.lengths) + case.prompts * case.samples * steps * (steps + 1) // 2
+    return 2 * (steps * weights + tokens * 2 * shape.layers * shape.hidden_size) / 1e9
+
+
+def measure(case: Case, side: str, materials: Path) -> Counted:
+    """Carry the case out by `side`; once in a process."""
+    longer = replace(case, measured=case.measured + BEYOND)
+    meter = Counted(longer)
+    if side == "ours":
+        from benchmarks.against_trl.ours import carry_out, overrides
+        from rlhf.generators import sampling
+
+        meter.wrap(sampling, "encode", PREFILL)
+        carry_out(overrides(longer, materials), longer.samples, meter)
+    else:
+        from benchmarks.against_trl import theirs
+
+        theirs.carry_out(longer, materials, theirs.build, theirs.watch, meter)
+    return meter
+
+
+def rows(case: Case, meter: Counted, rates: Rates) -> list[list[str]]:
+    """By phase: milliseconds, the GPU's share of them, TFLOP, and rates with their shares of the GPU's."""
+    found = []
+    for phase in meter.phases:
+        spent = meter.measured["phases"][phase]["wall_s"]
+        if not spent:
+            continue
+        work = meter.tflop[phase]
+        rate = work / spent
+        row = [phase, f"{1000 * spent:.0f}", f"{meter.busy_s[phase] / spent:.0%}"]
+        row += [f"{work:.2f}", f"{rate:.0f}"]
+        row += [f"{rate / rates.tflop_s:.0%}"]
+        if phase == "generate":
+            read = decoding_gb(case) / spent
+            row += [f"{decoding_gb(case):.1f}", f"{read:.0f}", f"{read / rates.gb_s:.0%}"]
+        found.append(row + [""] * (9 - len(row)))
+    return found
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=GPU_PARTS, help="work and model")
+    parser.add_argument("algo", choices=[algo for algo in SAMPLES if algo != "ppo"])
+    parser.add_argument("--side", choices=("ours", "trl"), default="ours")
+    parser.add_argument("--materials", type=Path, help="folder of models and prompts; default: made anew")
+    parser.add_argument("--markdown", action="store_true", help="for the docs")
+    parser.add_argument("--out", type=Path, help="file for the figures, as json")
+    words = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a GPU that torch can use is needed, and there is none")
+    from benchmarks.against_trl.materials import make
+
+    (case,) = cases([words.part], [words.algo], [GPU_THREADS], gpu=True)
+    rates = Rates.measure()
+    with tempfile.TemporaryDirectory() as folder:
+        materials = words.materials or Path(folder)
+        make(case, materials)
+        meter = measure(case, words.side, materials)
+    columns = ["", "ms", "GPU at work", "TFLOP", "TFLOP/s", "of the rate", "GB", "GB/s", "of the bandwidth"]
+    title = (
+        f"{case.name}, {words.side}, on {torch.cuda.get_device_name()}: {rates.tflop_s:.0f} TFLOP/s, "
+        f"{rates.gb_s:.0f} GB/s"
+    )
+    sheet = Sheet(title, columns, rows(case, meter, rates))
+    print(f"{title}\n\n{sheet.markdown()}") if words.markdown else sheet.show()
+    if words.out:
+        figures = {"figures": meter.measured, "tflop": meter.tflop, "busy_s": meter.busy_s}
+        words.out.write_text(json.dumps({"case": asdict(case), "rates": asdict(rates), **figures}))
+
+
+if __name__ == "__main__":
+    main()
