@@ -21,7 +21,8 @@ EXTRAS := deepspeed lora wandb tensorboard slurm sweep optuna report dev
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(LOCK)
-# Environments of TRL for make bench; that of its PPO unless --algo leaves PPO out.
+# Environments of TRL for make bench; that of its PPO unless --algo leaves PPO out. Their locks are for the CPU;
+# with LOCK=gpu torch's own needs, CUDA's libraries, come along.
 RIVALS := $(if $(filter --help,$(ARGS)),,bench $(if $(filter --algo,$(ARGS)),$(if $(filter ppo,$(ARGS)),bench-ppo),bench-ppo))
 CPU_LOCKS := $(foreach lock,cpu bench bench-ppo,requirements/$(lock).txt)
 # torch anew: that of the lock, which is written without its +cpu, would be taken for the CUDA build.
@@ -76,7 +77,7 @@ reproduce: setup  ## the paper's off-policy study in miniature: missing runs, do
 
 .venv-%/.installed: requirements/%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r $<
+	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) $(if $(filter gpu,$(LOCK)),,--no-deps) -r $<
 	@touch $@
 
 lock:  ## resolve requirements/*.in anew

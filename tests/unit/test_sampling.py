@@ -2,6 +2,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -271,6 +272,28 @@ def test_a_graph_on_a_gpu_gives_what_its_steps_give_one_by_one(kind, dtype, monk
     assert len(recorded) > 1 and not caplog.records
     for same, expected in zip(*found, strict=True):
         torch.testing.assert_close(same, expected, rtol=0, atol=1e-4)
+
+
+class Casts(TorchDispatchMode):
+    """Counts what is made in bfloat16 of float32: weights, and keys or values of a whole cache."""
+
+    weights = caches = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") is torch.bfloat16:
+            self.weights += isinstance(args[0], torch.nn.Parameter)
+            self.caches += args[0].dim() == 4 and args[0].shape[2] > LENGTH
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_autocast_weights_are_cast_once_and_what_is_cached_never(kind):
+    model = tiny_lm(kind)
+    with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        run(model, samples=3, stops=[])
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert casts.weights == sum(1 + (layer.bias is not None) for layer in layers)
+    assert casts.caches == 0
 
 
 def test_tokens_follow_the_distribution():
