@@ -30,6 +30,8 @@ from rlhf import sharing
 from rlhf.errors import UserError
 from rlhf.infer import product_dtype
 
+ALIGNED = 16  # rows of a mask that lie a multiple of this apart are not copied by attention on a GPU
+
 
 def encode(
     backbone: PreTrainedModel,
@@ -150,12 +152,11 @@ def mask_of_rows(model: PreTrainedModel, known: Tensor, real: Tensor, group: int
 def additive(model: PreTrainedModel, seen: Tensor) -> Tensor:
     """A mask `seen` as attention adds it, 0 or -inf in the dtype of its products.
 
-    From a bool mask sdpa makes it in every layer, where autograd then keeps it. On a GPU its rows lie a
-    multiple of 16 apart, else fused attention copies it in every layer.
+    From a bool mask sdpa makes it in every layer, where autograd then keeps it.
     """
     dtype = product_dtype(seen.device, model.dtype)
     *others, width = seen.shape
-    room = -(-width // 16) * 16 if seen.device.type == "cuda" else width
+    room = -(-width // ALIGNED) * ALIGNED if seen.device.type == "cuda" else width
     mask = torch.zeros(*others, room, dtype=dtype, device=seen.device)[..., :width]
     return mask.masked_fill_(~seen, -torch.inf)
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rlhf.forward import ALIGNED
 from rlhf.generators.decoding import LengthAsked, RoomyLayer, Step
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,6 @@ T = TypeVar("T")
 
 STEPS = 128  # that a graph serves; the next has fewer rows, where some have ended, and a longer cache
 LOOK = 16  # steps after which is looked whether any row goes on: the CPU waits for the GPU there
-WIDTH = 16  # a fused attention copies a mask whose rows are no multiple of it, in every layer
 
 
 class GraphStep(Step):
@@ -102,7 +102,7 @@ class GraphStep(Step):
         self.free()
         room = self.mask.shape[-1]
         self.left = min(STEPS, (room - self.length) // self.group)
-        until = min(room, -(-(self.length + self.left * self.group) // WIDTH) * WIDTH)
+        until = min(room, -(-(self.length + self.left * self.group) // ALIGNED) * ALIGNED)
         self.seen = self.mask[..., :until].clone(memory_format=torch.contiguous_format)
         self.seen[..., self.length :] = -torch.inf
         self.inputs = [x.clone(memory_format=torch.contiguous_format) for x in (token, place, numbers)]

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rlhf import sharing
-from rlhf.forward import additive, plain, positions, takes_any_mask
-from rlhf.generators.cuda_graph import WIDTH, GraphStep, can_record
+from rlhf.forward import ALIGNED, additive, plain, positions, takes_any_mask
+from rlhf.generators.cuda_graph import GraphStep, can_record
 from rlhf.generators.decoding import RoomyLayer, Step, attention, encode, grouped
 from rlhf.seeding import derive
 
@@ -85,7 +85,7 @@ def sample(
     t; it may change the model's weights. Keys and values of the tokens before stay those of the weights
     before.
 
-    What is returned are inference tensors: no backward pass can save them, but what is made of them.
+    What is returned can be inference tensors: no backward pass can save them, but what is made of them.
     """
     n, k, device = len(prompt_ids), samples_per_prompt, prompt_ids.device
     stops = torch.as_tensor(list(stop_ids) if not isinstance(stop_ids, Tensor) else stop_ids, device=device)
@@ -99,7 +99,7 @@ def sample(
     recorded = masked and can_record(device) and before_forward is None
     room = group * response_length
     if recorded:
-        room += -(longest + room) % WIDTH
+        room += -(longest + room) % ALIGNED
     if before_forward is not None:
         before_forward()
     if movable:

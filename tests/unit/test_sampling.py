@@ -234,7 +234,7 @@ def test_rows_and_lengths_stay_within_a_graph_and_change_between(graphs, monkeyp
     assert [rows for rows, _ in steps] == [going[1 + t // 4 * 4] for t in range(len(steps))]
     longest = int(tiny_rollouts(prompts=6).prompt_mask.sum(1).max())
     assert len(set(steps)) == len(ends) > 2
-    assert [length % cuda_graph.WIDTH for _, length in steps] == [0] * len(steps)
+    assert [length % cuda_graph.ALIGNED for _, length in steps] == [0] * len(steps)
     assert all(length >= longest + 2 * ends[t // 4] for t, (_, length) in enumerate(steps))
 
 
