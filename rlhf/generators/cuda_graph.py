@@ -12,9 +12,11 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rlhf.forward import ALIGNED
 from rlhf.generators.decoding import LengthAsked, RoomyLayer, Step
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STEPS = 128  # that a graph serves; the next has fewer rows, where some have ended, and a longer cache
+REFUSED: WeakSet[PreTrainedModel] = WeakSet()  # models of which that failed; it is tried once
 LOOK = 16  # steps after which is looked whether any row goes on: the CPU waits for the GPU there
 
 
@@ -40,7 +43,7 @@ class GraphStep(Step):
         self.left = 0  # steps of the graph
         self.carry_out: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.fresh = True  # nothing of these rows was carried out yet
-        self.recordable = True
+        self.recordable = self.model not in REFUSED
 
     @property
     def layers(self) -> list[RoomyLayer]:
@@ -74,6 +77,7 @@ class GraphStep(Step):
                 return self.fixed(token, place, numbers)
             except (RuntimeError, LengthAsked) as why:
                 log.warning("decoding is not recorded as a CUDA graph, and slower: %s", why)
+                REFUSED.add(self.model)
                 self.recordable = False
                 self.free()
         return super().__call__(token, place, numbers)

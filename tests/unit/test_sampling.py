@@ -248,10 +248,12 @@ def test_a_model_that_asks_for_the_length_of_the_cache_is_sampled_from_without_g
         asked.append(kwargs["past_key_values"].get_seq_length())
 
     model.base_model.register_forward_pre_hook(ask, with_kwargs=True)
-    for same, wanted in zip(run(model), expected, strict=True):
-        torch.testing.assert_close(same, wanted, rtol=0, atol=1e-5)
-    assert not graphs and asked[1:] == sorted(set(asked[1:]))
-    assert "not recorded as a CUDA graph" in caplog.text
+    for _ in range(2):
+        for same, wanted in zip(run(model), expected, strict=True):
+            torch.testing.assert_close(same, wanted, rtol=0, atol=1e-5)
+    steps = asked[1 : len(asked) // 2]
+    assert not graphs and steps == sorted(set(steps))
+    assert caplog.text.count("not recorded as a CUDA graph") == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
