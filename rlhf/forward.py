@@ -56,27 +56,24 @@ def encode(
     prompts = prompt_ids.masked_fill(~prompt_mask, 0)
     responses = response_ids.masked_fill(~response_mask, 0)[..., :inputs]
     real = response_mask[..., :inputs]
-    if shared_prefix and prompts.shape[1] > 1 and prompt_apart(backbone, prompts, k, whole):
+    apart = sharing.prompt_apart(
+        k,
+        prompts.numel(),
+        layers=getattr(backbone.config, "num_hidden_layers", math.inf),
+        hidden=getattr(backbone.config, "hidden_size", math.inf),
+        gpu=prompts.device.type == "cuda",
+        whole=whole,
+    )
+    if shared_prefix and apart and prompts.shape[1] > 1:
         return encode_shared(backbone, prompts, prompt_mask, responses, real, whole)
     rows = torch.cat([prompts.repeat_interleave(k, 0), responses.flatten(0, 1)], 1)
     mask = torch.cat([prompt_mask.repeat_interleave(k, 0), real.flatten(0, 1)], 1)
     ids, _ = padded_right(rows, mask)
     states = backbone(input_ids=ids, use_cache=False).last_hidden_state  # no token comes after padding
-    place = (
-        prompt_mask.sum(1).repeat_interleave(k, 0)[:, None] - 1 + torch.arange(inputs + 1, device=ids.device)
-    )
+    end = prompt_mask.sum(1).repeat_interleave(k, 0)[:, None] - 1
+    place = (end + torch.arange(inputs + 1, device=ids.device)).clamp_(min=0)  # no prompt: a row of padding
     found = states.gather(1, place[..., None].expand(-1, -1, states.shape[2]))
     return found.unflatten(0, (n, k))
-
-
-def prompt_apart(backbone: PreTrainedModel, prompts: Tensor, samples: int, whole: bool) -> bool:
-    """Whether prompts [N, P] are encoded in a pass of their own; of `whole` forwards, on all ranks alike."""
-    if whole:
-        return samples > 1
-    hidden = getattr(backbone.config, "hidden_size", None)
-    if prompts.device.type == "cuda" and hidden is not None:
-        return prompts.numel() >= sharing.spared_from(samples, hidden)
-    return sharing.prompt_apart(samples, getattr(backbone.config, "num_hidden_layers", math.inf))
 
 
 def encode_shared(

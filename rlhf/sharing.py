@@ -9,21 +9,24 @@ GPU_LAYER = 3e11  # FLOP that a GPU does while the operations of a layer are lau
 TOGETHER = 8  # samples that are decoded in one row, whatever the lengths
 
 
-def prompt_apart(samples: int, layers: float) -> bool:
-    """Whether a prompt is encoded in a pass of its own, on a CPU.
+def prompt_apart(samples: int, tokens: int, *, layers: float, hidden: float, gpu: bool, whole: bool) -> bool:
+    """Whether a micro-batch's prompts, `tokens` together, are encoded in a pass of their own.
 
-    It is where several samples share it. For one, the pass spares most of the last block's work on the
-    prompt, and costs a second copy of its keys. With 2 blocks two passes took 0.70 of the time of one behind
-    prompts of 384 tokens, with 6 blocks 0.89; a deep model has nothing to gain.
+    They are where several samples share them; of `whole` forwards on all ranks alike. For one sample, the
+    pass spares most of the last block's work on the prompt, and costs a second copy of its keys. With 2
+    blocks two passes took 0.70 of the time of one behind prompts of 384 tokens, with 6 blocks 0.89; a deep
+    model has nothing to gain. On a GPU a pass costs the launches of its operations: see `spared_from`.
     """
-    return samples > 1 or layers <= SHALLOW
+    if whole:
+        return samples > 1
+    return tokens >= spared_from(samples, hidden) if gpu else samples > 1 or layers <= SHALLOW
 
 
-def spared_from(samples: int, hidden: int) -> float:
-    """From how many tokens of prompts in a micro-batch on these are encoded in a pass of their own, on a GPU.
+def spared_from(samples: int, hidden: float) -> float:
+    """From how many tokens of prompts in a micro-batch on a pass of their own pays on a GPU.
 
-    There a pass costs the launches of its operations, whatever it computes; it has to spare a layer of
-    hidden size H (of 12 H^2 weights) as much work as the GPU does in that time.
+    It costs the launches of its operations, whatever it computes, and has to spare a layer of hidden size H
+    (of 12 H^2 weights) as much work as the GPU does in that time.
     """
     return GPU_LAYER / (2 * 12 * hidden**2 * (samples - 1)) if samples > 1 else math.inf
 

@@ -43,7 +43,11 @@ class GraphStep(Step):
         self.left = 0  # steps of the graph
         self.carry_out: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.fresh = True  # nothing of these rows was carried out yet
-        self.recordable = self.model not in REFUSED
+
+    @property
+    def recordable(self) -> bool:
+        """Whether it did not fail so far."""
+        return self.model not in REFUSED
 
     @property
     def layers(self) -> list[RoomyLayer]:
@@ -78,7 +82,6 @@ class GraphStep(Step):
             except (RuntimeError, LengthAsked) as why:
                 log.warning("decoding is not recorded as a CUDA graph, and slower: %s", why)
                 REFUSED.add(self.model)
-                self.recordable = False
                 self.free()
         return super().__call__(token, place, numbers)
 
@@ -128,15 +131,15 @@ def can_record(device: torch.device) -> bool:
 
 def record(run: Callable[[], T]) -> Callable[[], T]:
     """`run` as a graph; called, it carries out what `run` did, and gives what lies where its result lay."""
-    graph, side, main = torch.cuda.CUDAGraph(), side_stream(torch.cuda.current_device()), torch.cuda
-    side.wait_stream(main.current_stream())
+    graph, side = torch.cuda.CUDAGraph(), side_stream(torch.cuda.current_device())
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the GPU meanwhile
         try:
             found = run()
         finally:
             graph.capture_end()
-    main.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(side)
 
     def replay() -> T:
         graph.replay()

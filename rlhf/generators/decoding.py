@@ -173,7 +173,7 @@ class RoomyLayer(DynamicLayer):
         """Write to the places `slots` [S] from here on, whatever they are then, and give what is before
         `until`: nothing depends on the number of tokens that are there. What no token has been written to is
         0."""
-        start = DynamicLayer.get_seq_length(self)
+        start = self.get_seq_length()
         for x in (self.all_keys, self.all_values):
             x[:, :, start:until] = 0
         self.slots, self.until = slots, until

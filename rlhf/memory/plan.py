@@ -320,13 +320,15 @@ class Trainer:
         return self.cfg.backend.footprint(self.cfg).gathered
 
     def prompt_apart(self, prompts: int, samples: int) -> bool:
-        """Whether prompts of full length are encoded in a pass of their own, as `rlhf.forward` decides."""
-        if self.gathers:
-            return samples > 1
-        if self.device == "cpu":
-            return sharing.prompt_apart(samples, self.policy.layers)
-        tokens = prompts * self.cfg.task.max_prompt_tokens
-        return tokens >= sharing.spared_from(samples, self.policy.hidden)
+        """Whether prompts of full length are encoded in a pass of their own."""
+        return sharing.prompt_apart(
+            samples,
+            prompts * self.cfg.task.max_prompt_tokens,
+            layers=self.policy.layers,
+            hidden=self.policy.hidden,
+            gpu=self.device == "cuda",
+            whole=self.gathers,
+        )
 
     def encoded(self, tokens: Tokens) -> Iterator[Tokens]:
         """`tokens` and, where shorter prompts would not have a pass of their own, the longest of those."""

@@ -1,5 +1,5 @@
 from contextlib import nullcontext
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf import forward
+from rlhf import forward, sharing
 from rlhf.batch import trim
 from rlhf.config import LoRAConfig
 from rlhf.errors import UserError
@@ -144,11 +144,21 @@ def test_the_prompt_is_encoded_once_for_its_samples():
     + [(4096, 1, 10**6, False)],
 )
 def test_on_a_gpu_a_prompt_has_a_pass_of_its_own_where_that_spares_enough(hidden, samples, tokens, apart):
-    backbone = SimpleNamespace(config=SimpleNamespace(hidden_size=hidden, num_hidden_layers=2))
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), numel=lambda: tokens)
-    assert forward.prompt_apart(backbone, on_gpu, samples, whole=False) == apart
-    assert forward.prompt_apart(backbone, on_gpu, samples, whole=True) == (samples > 1), "on all ranks alike"
-    assert forward.prompt_apart(backbone, torch.zeros(1, tokens), samples, whole=False)
+    def decided(gpu: bool, whole: bool = False) -> bool:
+        return sharing.prompt_apart(samples, tokens, layers=2, hidden=hidden, gpu=gpu, whole=whole)
+
+    assert decided(gpu=True) == apart and decided(gpu=False)
+    assert decided(gpu=True, whole=True) == (samples > 1), "on all ranks alike"
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_row_without_a_prompt_is_no_error_and_changes_no_other(samples):
+    model, batch = tiny_lm(), tiny_rollouts(prompts=3, samples=samples)
+    expected = states(model, batch, shared_prefix=False)
+    empty = replace(batch, prompt_mask=batch.prompt_mask & torch.tensor([[True], [False], [True]]))
+    found = states(model, empty, shared_prefix=False)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
