@@ -8,7 +8,8 @@
     make bench ARGS=--smoke                           whether it works: a minute or two
 
 Every run is a process of its own. All cases are run once, then all once more; sides take turns, and who
-begins changes with every repeat. A case and side that is measured again replaces its runs of before. All
+begins changes with every repeat. A run is made again where the machine's host gave cores to others. A case
+and side that is measured again replaces its runs of before. All
 sides must be seen to do the same: episodes, tokens, micro-batches and optimizer steps are counted on each,
 and a difference ends the benchmark. Runs go to a file of lines, the results of all to a .json beside it.
 """
@@ -46,6 +47,8 @@ from rlhf.folder import environment, write_json
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900  # of one run
+STOLEN = 0.03  # of a run's CPU time; above it, the run is made again
+TRIES = 3
 THEIRS = {"bench": "theirs", "bench-ppo": "theirs_ppo"}  # the module of TRL's side, by environment
 
 
@@ -68,7 +71,7 @@ def main() -> None:
             print(f"{case.name}: {case.measured} updates of", told(replace(case, measured=1).counts()))
             for side in chosen[:: 1 if repeat % 2 == 0 else -1]:
                 load, start = os.getloadavg()[0], time.monotonic()
-                found = measure(case, side, words.environments, materials)
+                found = quietest(case, side, words.environments, materials)
                 took_s = time.monotonic() - start
                 print(
                     f"  {side:12}  {found['cpu_s']:.2f} CPU-s  {found['wall_s']:.2f} s  "
@@ -179,6 +182,20 @@ def make_materials(chosen: list[Case], folder: Path) -> None:
 def sides(case: Case, chosen: list[str]) -> list[str]:
     """Those of `chosen` that the case has."""
     return [side for side in chosen if side != "trl-released" or case.algo in TUNED]
+
+
+def quietest(case: Case, side: str, environments: Path, materials: Path) -> dict[str, Any]:
+    """The figures of the first run that the host left alone, or else of the one it disturbed least."""
+    tries: list[dict[str, Any]] = []
+    for _ in range(TRIES):
+        tries.append(measure(case, side, environments, materials))
+        stolen = tries[-1]["stolen"]
+        if stolen <= STOLEN:
+            return tries[-1]
+        print(
+            f"  {side:12}  {tries[-1]['cpu_s']:.2f} CPU-s, disturbed: the host took {stolen:.0%}", flush=True
+        )
+    return min(tries, key=lambda found: found["stolen"])
 
 
 def measure(case: Case, side: str, environments: Path, materials: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a side uses: CPU-seconds, seconds, memory, by phase. Standard library alone, and torch for a GPU."""
+"""What a side uses: CPU-seconds, seconds, memory, by phase; psutil, and torch for a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 PHASES = ("generate", "score", "reference", "train")  # train: all that is none of the others
 
@@ -31,6 +33,7 @@ class Meter:
         self.counts: Counter[str] = Counter()
         self.each: list[dict[str, float]] = []  # what each measured update took
         self.start_mib = 0.0
+        self.stolen_s = 0.0  # of this machine when counting began
 
     def begin(self) -> None:
         """Models are loaded, nothing is trained yet."""
@@ -45,6 +48,7 @@ class Meter:
         self.counts.clear()
         self.each = []
         self.last = self.update_began = used()
+        self.stolen_s = stolen_s()
 
     def settle(self) -> None:
         """Charge the running phase with what was used since the last time."""
@@ -100,18 +104,24 @@ class Meter:
         self.each.append({"cpu_s": self.last[0] - began[0], "wall_s": self.last[1] - began[1]})
 
     def figures(self) -> dict[str, Any]:
-        """What was measured; seconds are means over updates."""
+        """What was measured; seconds are means over updates.
+
+        `stolen` is the share of the time that cores had work, in which the host gave them to others.
+        """
         n = len(self.each)
         peak = self.device.peak_mib()
+        cpu_s = sum(update["cpu_s"] for update in self.each)
+        stolen = stolen_s() - self.stolen_s
         return {
             "updates": n,
             "counts": dict(self.counts),
-            "cpu_s": sum(update["cpu_s"] for update in self.each) / n,
+            "cpu_s": cpu_s / n,
             "wall_s": sum(update["wall_s"] for update in self.each) / n,
             "phases": {
                 phase: {"cpu_s": cpu / n, "wall_s": wall / n} for phase, (cpu, wall) in self.spent.items()
             },
             "each": self.each,
+            "stolen": stolen / (stolen + cpu_s),
             "memory": {"start_mib": self.start_mib, "peak_mib": peak, "above_mib": peak - self.start_mib},
         }
 
@@ -120,6 +130,11 @@ def used() -> tuple[float, float]:
     """CPU-seconds, user and system, of this process and the children it has waited for; and the clock."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in both), time.perf_counter()
+
+
+def stolen_s() -> float:
+    """Seconds that the host gave to others while cores of this machine had work, since it started."""
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 class Host:

@@ -208,7 +208,8 @@ def sheets(runs: list[dict[str, Any]]) -> Iterator[Sheet]:
 
 
 def origin(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where `runs` come from: machines, versions, commits, commands; the largest load before a run."""
+    """Where `runs` come from: machines, versions, commits, commands; the largest load before a run
+    and the largest share that the host took of one."""
     versions: dict[str, list[str]] = {}
     for run in runs:
         for name, version in run["figures"]["versions"].items():
@@ -220,6 +221,7 @@ def origin(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "commits": distinct([run["git"] for run in runs]),
         "commands": distinct([run["command"] for run in runs]),
         "load": max(run["load"] for run in runs),
+        "stolen": max(run["figures"].get("stolen", 0.0) for run in runs),
     }
 
 
@@ -270,8 +272,9 @@ def described(origin: dict[str, Any]) -> str:
         it["commit"][:7] + (" with changes" if it["changed"] else "") for it in origin["commits"] if it
     )
     load = f"load before a run at most {origin['load']:.1f}"
+    stolen = f"at most {origin['stolen']:.0%} of one taken by the host"
     commands = "".join(f"\n    {command}" for command in origin["commands"])
-    return f"{machines}; {versions}; commit {commits}; {load}; by\n{commands}\n"
+    return f"{machines}; {versions}; commit {commits}; {load}, {stolen}; by\n{commands}\n"
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.against_trl import bench
+from benchmarks.against_trl import bench, meter
 from benchmarks.against_trl.materials import make, new_tokenizer, texts
 from benchmarks.against_trl.meter import PHASES, Meter
 from benchmarks.against_trl.ours import overrides
@@ -58,6 +58,7 @@ def measured(case: Case, side: str, cpu_s: float) -> dict:
         "cpu_s": cpu_s,
         "wall_s": cpu_s / 2,
         "phases": phases,
+        "stolen": 0.01 * cpu_s,
         "memory": {"above_mib": 100 * cpu_s},
         "counts": case.counts(),
         "versions": versions,
@@ -204,6 +205,34 @@ def test_what_would_end_too_late_is_left_out_and_keeps_its_runs(benchmark, tmp_p
     assert "short-nano-dpo-1: repeat 1 left out" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("stolen", "kept"), [([0.01], 0.01), ([0.4, 0.02], 0.02), ([0.4, 0.2, 0.3], 0.2)], ids=str
+)
+def test_a_run_that_the_host_disturbed_is_made_again_and_the_quietest_is_kept(
+    stolen, kept, benchmark, monkeypatch, capsys
+):
+    left = list(stolen)
+    monkeypatch.setattr(
+        bench, "measure", lambda case, side, *_: {**measured(case, side, 1.0), "stolen": left.pop(0)}
+    )
+    runs, _ = benchmark("--algo", "dpo", "--threads", "1", "--side", "ours", "--repeats", "1")
+    assert left == [] and [each["figures"]["stolen"] for each in runs] == [kept]
+    assert capsys.readouterr().out.count("disturbed: the host took 40%") == (len(stolen) > 1)
+
+
+def test_what_the_host_took_is_a_share_of_the_time_that_cores_had_work(monkeypatch):
+    clock = iter([(0.0, 0.0), (1.0, 1.0), (1.0, 1.0), (5.0, 5.0)])  # CPU-seconds and seconds
+    taken = iter([10.0, 12.0, 13.0])  # two of them in the warm-up
+    monkeypatch.setattr(meter, "used", lambda: next(clock))
+    monkeypatch.setattr(meter, "stolen_s", lambda: next(taken))
+    side = Meter(warmup=1)
+    side.begin()
+    side.update_ended()
+    side.update_ended()
+    figures = side.figures()
+    assert figures["cpu_s"] == 4 and figures["stolen"] == 1 / 5
+
+
 def test_runs_and_their_results_say_where_they_come_from(benchmark, tmp_path):
     runs, _ = benchmark("--algo", "ppo", "--threads", "1", "--repeats", "2")
     assert {"machine", "git", "command", "load"} <= runs[0].keys()
@@ -213,16 +242,16 @@ def test_runs_and_their_results_say_where_they_come_from(benchmark, tmp_path):
 
 
 def test_a_phase_is_charged_with_its_own_work_alone():
-    meter = Meter(warmup=1)
-    meter.begin()
+    side = Meter(warmup=1)
+    side.begin()
     for _ in range(3):
-        with meter.charge("score"):
+        with side.charge("score"):
             sum(range(200_000))
-            with meter.charge("generate"):
+            with side.charge("generate"):
                 sum(range(2_000_000))
-        meter.counts["episodes"] += 64
-        meter.update_ended()
-    figures = meter.figures()
+        side.counts["episodes"] += 64
+        side.update_ended()
+    figures = side.figures()
     assert figures["updates"] == 2 and figures["counts"] == {"episodes": 128}
     assert figures["phases"]["generate"]["cpu_s"] > 3 * figures["phases"]["score"]["cpu_s"] > 0
 
@@ -287,7 +316,8 @@ def test_an_origin_names_machines_versions_commands_and_which_trl_ppo_is():
     runs = [run("ours", 1.0), run("trl", 3.0, 1), run("trl", 3.0, 2, algo="ppo")]
     assert described(origin(runs)) == (
         "Abacus, 2 cores, 1.0 GiB, Python 3.11.7; torch 2.13.0, trl 1.16.0, trl for ppo 1.12.0; "
-        "commit 0123456; load before a run at most 0.2; by\n\n    python -m benchmarks.against_trl.bench\n"
+        "commit 0123456; load before a run at most 0.2, at most 3% of one taken by the host; by\n"
+        "\n    python -m benchmarks.against_trl.bench\n"
     )
 
 
