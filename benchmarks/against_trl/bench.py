@@ -2,6 +2,7 @@
 
     make bench                                        the default parts
     make bench ARGS="--minutes 60"                    the same, as far as an hour goes
+    make bench ARGS="--resume"                        on from where it was interrupted
     make bench ARGS="--part tldr-14m --threads 2"     a piece; what else the file of runs holds stays
     make bench ARGS="--part tldr-14m --side ours"     our side again, against TRL's figures of before
     make bench LOCK=gpu ARGS=--gpu                    on a GPU: CUDA, bfloat16, models of 410M parameters
@@ -47,7 +48,7 @@ from rlhf.folder import environment, write_json
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900  # of one run
-STOLEN = 0.03  # of a run's CPU time; above it, the run is made again
+STOLEN = 0.05  # of a run's CPU time; above it, the run is made again
 TRIES = 3
 THEIRS = {"bench": "theirs", "bench-ppo": "theirs_ppo"}  # the module of TRL's side, by environment
 
@@ -60,16 +61,20 @@ def main() -> None:
     if os.getloadavg()[0] > 0.7:
         print(f"the machine is busy (load {os.getloadavg()[0]:.1f}): seconds will be off, and ratios of them")
     runs, where = read(words.out), origin(words.gpu)
-    began, again = time.monotonic(), set()
+    began, again = time.monotonic(), set()  # those whose runs of before are gone
     for repeat in range(words.repeats):
         for case in words.cases:
-            chosen = sides(case, words.side)
+            chosen = sides(case, words.side)[:: 1 if repeat % 2 == 0 else -1]
+            if words.resume:
+                chosen = [side for side in chosen if not measured(runs, case, side, repeat)]
+            if not chosen:
+                continue
             left_s = 60 * words.minutes - (time.monotonic() - began)
             if expected_s(case, chosen, runs) >= left_s:
                 print(f"{case.name}: repeat {repeat + 1} left out, {max(left_s, 0):.0f} s remain")
                 continue
             print(f"{case.name}: {case.measured} updates of", told(replace(case, measured=1).counts()))
-            for side in chosen[:: 1 if repeat % 2 == 0 else -1]:
+            for side in chosen:
                 load, start = os.getloadavg()[0], time.monotonic()
                 found = quietest(case, side, words.environments, materials)
                 took_s = time.monotonic() - start
@@ -78,7 +83,7 @@ def main() -> None:
                     f"{found['memory']['above_mib']:.0f} MiB",
                     flush=True,
                 )
-                if (case.name, side) not in again:
+                if not words.resume and (case.name, side) not in again:
                     runs = [run for run in runs if not of(run, case, side)]
                     again.add((case.name, side))
                 run = {"case": asdict(case), "side": side, "repeat": repeat, "figures": found}
@@ -106,6 +111,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpu", action="store_true", help="CUDA, bfloat16 over float32 weights")
     parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES[:2]))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--resume", action="store_true", help="keep all runs, and make those that are missing"
+    )
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="leave out what would end later, by its runs so far"
     )
@@ -159,6 +167,11 @@ def origin(gpu: bool) -> dict[str, Any]:
 def of(run: dict[str, Any], case: Case, side: str) -> bool:
     """Whether `run` is one of this case and side."""
     return Case(**run["case"]).name == case.name and run["side"] == side
+
+
+def measured(runs: list[dict[str, Any]], case: Case, side: str, repeat: int) -> bool:
+    """Whether `runs` have that repeat of this case and side."""
+    return any(of(run, case, side) and run["repeat"] == repeat for run in runs)
 
 
 def expected_s(case: Case, chosen: list[str], runs: list[dict[str, Any]]) -> float:

@@ -169,7 +169,7 @@ def benchmark(tmp_path, monkeypatch):
         out = tmp_path / "runs.jsonl"
         monkeypatch.setattr("sys.argv", ["bench", "--out", str(out), "--part", "short-nano", *words])
         bench.main()
-        return [json.loads(line) for line in out.read_text().splitlines()], order
+        return [json.loads(line) for line in out.read_text().splitlines()], list(order)
 
     monkeypatch.setattr(bench, "measure", measure)
     monkeypatch.setattr(bench, "make_materials", lambda *_: None)
@@ -192,6 +192,17 @@ def test_a_side_that_is_measured_again_replaces_its_runs_and_no_others(benchmark
         *[("dpo", side) for side in ("ours", "ours", "trl", "trl")],
         *[("ppo", side) for side in ("ours", "trl", "trl")],
     ]
+
+
+def test_an_interrupted_benchmark_goes_on_where_it_was(benchmark, tmp_path):
+    words = ("--algo", "dpo", "--threads", "1", "2", "--repeats", "2")
+    whole, order = benchmark(*words)
+    done = whole[:3]  # all of the first case, ours of the second
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in done))
+    runs, after = benchmark(*words, "--resume")
+    assert after == order[3:] and runs[:3] == done
+    assert [run["repeat"] for run in runs] == [run["repeat"] for run in whole]
+    assert benchmark(*words, "--resume") == (runs, [])
 
 
 def test_what_would_end_too_late_is_left_out_and_keeps_its_runs(benchmark, tmp_path, capsys):
