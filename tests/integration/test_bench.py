@@ -58,6 +58,7 @@ def measured(case: Case, side: str, cpu_s: float) -> dict:
         "cpu_s": cpu_s,
         "wall_s": cpu_s / 2,
         "phases": phases,
+        "each": [{"cpu_s": cpu_s * x, "wall_s": cpu_s * x / 2} for x in (0.9, 1.1)],
         "stolen": 0.01 * cpu_s,
         "memory": {"above_mib": 100 * cpu_s},
         "counts": case.counts(),
@@ -277,6 +278,13 @@ def test_a_ratio_is_of_medians_and_its_bounds_are_of_the_extremes():
     assert "| 3 | 2.00 (1.00–4.00) | 6.00 (5.00–8.00) | **3.00** (1.25–8.00) |" in costs
 
 
+def test_the_least_update_of_each_side_is_compared_over_all_runs():
+    runs = [run("ours", x) for x in (2.0, 4.0)] + [run("trl", x) for x in (8.0, 6.0)]
+    (least,) = (sheet for sheet in sheets(runs) if "least" in sheet.title)
+    assert least.rows == [["`tldr-14m-rloo-1`", "1.800", "5.400", "**3.00**"]]
+    assert next(sheet for sheet in sheets(runs[:2]) if "least" in sheet.title).rows == []
+
+
 def test_a_ratio_is_above_one_where_we_do_better_also_of_what_is_done_in_a_second():
     (pair,) = pairs([run("ours", 2.0), run("trl", 6.0)])
     assert {name: pair.ratio(name).median for name in pair.ours} == pytest.approx(
@@ -290,7 +298,7 @@ def test_tables_hold_every_figure_of_both_sides_with_their_ratio():
     ratios, *rest = sheets([run("ours", 1.0), run("trl", 2.0)])
     heads = [head for sheet in rest for head in sheet.columns]
     kinds = ["episodes/CPU-s", "episodes/s", "tokens/s", "CPU-s", "seconds", "MiB", *PHASES, *PHASES]
-    assert [head for head in heads if head not in ("case", "runs")] == [
+    assert [head for head in heads if head not in ("case", "runs") and "least" not in head] == [
         f"{kind}, {side}" for kind in kinds for side in ("ours", "TRL", "ratio")
     ]
     assert len(kinds) == len(figures(run("ours", 1.0)))
