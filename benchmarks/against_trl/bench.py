@@ -9,10 +9,10 @@
     make bench ARGS=--smoke                           whether it works: a minute or two
 
 Every run is a process of its own. All cases are run once, then all once more; sides take turns, and who
-begins changes with every repeat. A run is made again where the machine's host gave cores to others. A case
-and side that is measured again replaces its runs of before. All
-sides must be seen to do the same: episodes, tokens, micro-batches and optimizer steps are counted on each,
-and a difference ends the benchmark. Runs go to a file of lines, the results of all to a .json beside it.
+begins changes with every repeat. A run is made again where the machine's host gave cores to others, also by
+--resume. A case and side that is measured again replaces its runs of before. All sides must be seen to do the
+same: episodes, tokens, micro-batches and optimizer steps are counted on each, and a difference ends the
+benchmark. Runs go to a file of lines, the results of all to a .json beside it.
 """
 
 from __future__ import annotations
@@ -83,9 +83,11 @@ def main() -> None:
                     f"{found['memory']['above_mib']:.0f} MiB",
                     flush=True,
                 )
-                if not words.resume and (case.name, side) not in again:
-                    runs = [run for run in runs if not of(run, case, side)]
-                    again.add((case.name, side))
+                kept = [
+                    run["repeat"] != repeat if words.resume else (case.name, side) in again for run in runs
+                ]
+                runs = [run for run, keep in zip(runs, kept, strict=True) if keep or not of(run, case, side)]
+                again.add((case.name, side))
                 run = {"case": asdict(case), "side": side, "repeat": repeat, "figures": found}
                 runs.append({**run, "took_s": took_s, "load": load, **where})
                 words.out.write_text("".join(json.dumps(each) + "\n" for each in runs))
@@ -112,7 +114,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES[:2]))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--resume", action="store_true", help="keep all runs, and make those that are missing"
+        "--resume", action="store_true", help="make the runs that are missing or disturbed, keep all others"
     )
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="leave out what would end later, by its runs so far"
@@ -170,8 +172,9 @@ def of(run: dict[str, Any], case: Case, side: str) -> bool:
 
 
 def measured(runs: list[dict[str, Any]], case: Case, side: str, repeat: int) -> bool:
-    """Whether `runs` have that repeat of this case and side."""
-    return any(of(run, case, side) and run["repeat"] == repeat for run in runs)
+    """Whether `runs` have that repeat of this case and side, undisturbed."""
+    own = [run for run in runs if of(run, case, side) and run["repeat"] == repeat]
+    return any(run["figures"].get("stolen", 0.0) <= STOLEN for run in own)
 
 
 def expected_s(case: Case, chosen: list[str], runs: list[dict[str, Any]]) -> float:

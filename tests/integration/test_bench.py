@@ -206,6 +206,17 @@ def test_an_interrupted_benchmark_goes_on_where_it_was(benchmark, tmp_path):
     assert benchmark(*words, "--resume") == (runs, [])
 
 
+def test_a_disturbed_run_is_made_again_when_the_benchmark_goes_on_and_no_other(benchmark, tmp_path):
+    words = ("--algo", "dpo", "--threads", "1", "--repeats", "2")
+    whole, order = benchmark(*words)
+    whole[2]["figures"]["stolen"] = 0.4
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in whole))
+    runs, after = benchmark(*words, "--resume")
+    assert after == order[2:3]
+    assert runs[:3] == [whole[0], whole[1], whole[3]] and len(runs) == 4
+    assert (runs[3]["side"], runs[3]["repeat"], runs[3]["figures"]["stolen"]) == ("trl", 1, 0.01)
+
+
 def test_what_would_end_too_late_is_left_out_and_keeps_its_runs(benchmark, tmp_path, capsys):
     runs, _ = benchmark("--algo", "dpo", "--threads", "1", "2", "--repeats", "1")
     for each in runs:
@@ -281,6 +292,7 @@ def test_a_ratio_is_of_medians_and_its_bounds_are_of_the_extremes():
 def test_the_least_update_of_each_side_is_compared_over_all_runs():
     runs = [run("ours", x) for x in (2.0, 4.0)] + [run("trl", x) for x in (8.0, 6.0)]
     (least,) = (sheet for sheet in sheets(runs) if "least" in sheet.title)
+    assert least.columns == ["case", "least, ours", "least, TRL", "least, ratio"]
     assert least.rows == [["`tldr-14m-rloo-1`", "1.800", "5.400", "**3.00**"]]
     assert next(sheet for sheet in sheets(runs[:2]) if "least" in sheet.title).rows == []
 
