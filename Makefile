@@ -55,7 +55,7 @@ system:  ## SLURM and a browser for the tests, which root gets by apt; tests of 
 
 test-slurm: setup  ## the tests on a real SLURM of two nodes, installed by apt (root); it ends with them
 	launchers/local_slurm.sh install
-	$(BIN)/python -m pytest tests/integration/test_slurm.py $(ARGS)
+	$(BIN)/python -m pytest tests/end_to_end/test_slurm.py $(ARGS)
 
 check: setup  ## lint, format, types
 	$(BIN)/ruff check
@@ -67,7 +67,7 @@ format: setup  ## rewrite the code as the formatter has it
 	$(BIN)/ruff format
 
 snapshots: setup  ## write down what recipes and sweeps resolve to, after a change that is meant
-	$(BIN)/python -m tests.configs.snapshots
+	$(BIN)/python -m tests.docs.snapshots
 
 bench: setup $(RIVALS:%=.venv-%/.installed)  ## this project and TRL on the same work; ARGS=--help for what to choose
 	$(BIN)/python -m benchmarks.against_trl.bench $(ARGS)

@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from statistics import mean, stdev
 
-from rlhf.folder import RunFolder
 from rlhf.report.runs import Run, read_run
+from rlhf.runs.folder import RunFolder
 
 KEYS = "generator.name", "schedule.max_lag", "backend.threads"
 COLUMNS = (

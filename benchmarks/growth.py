@@ -173,7 +173,6 @@ def overrides(point: Point, folder: Path) -> list[str]:
 
 def measured(axes: list[str]) -> dict[str, list[dict[str, Any]]]:
     """The points of some axes, each in a process that is forked from one which has the imports."""
-    import rlhf.run  # noqa: F401
     from benchmarks.against_trl import materials, ours  # noqa: F401
 
     seen: dict[Point, dict[str, float]] = {}

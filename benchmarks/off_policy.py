@@ -21,12 +21,13 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from rlhf.errors import UserError
-from rlhf.folder import RunFolder, write_atomically
-from rlhf.preflight import refuse
+from rlhf.checks.check import refuse
+from rlhf.core.errors import UserError
+from rlhf.core.files import write_atomically
 from rlhf.report.curves import Point
 from rlhf.report.groups import Group
 from rlhf.report.runs import Run, Status, find_runs
+from rlhf.runs.folder import RunFolder
 
 ALGORITHMS = ("dpo", "ppo", "rloo", "bok")
 MINIBATCHES = (1, 2, 4, 8, 16, 32)

@@ -7,15 +7,23 @@ nothing. Exit codes: 0 the run fits, or what it needs is not known; 2 it does no
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich import box
 from rich.table import Table
 
-from rlhf.command import Command
-from rlhf.compose import composed
-from rlhf.console import console
-from rlhf.memory import plan as memory
-from rlhf.memory.plan import Use, gib
-from rlhf.preflight import check_memory, typed
+from rlhf.checks.check import typed
+from rlhf.checks.machine import check_memory
+from rlhf.config.compose import composed
+from rlhf.core.console import console
+from rlhf.launch.command_line import Command
+from rlhf.memory.advice import not_known as memory_not_known
+from rlhf.memory.plan import plan as memory_plan
+from rlhf.memory.uses import gib
+
+if TYPE_CHECKING:
+    from rlhf.memory.uses import Use
+
 
 COMMAND = Command(
     name="rlhf.plan",
@@ -36,9 +44,9 @@ def show(words: list[str]) -> None:
         UserError: the config is wrong, or a device has too little memory.
     """
     cfg = typed(composed(words), words)
-    plan = memory.plan(cfg)
+    plan = memory_plan(cfg)
     if plan.unknown:
-        console.print(f"memory: {memory.not_known(plan.unknown)}")
+        console.print(f"memory: {memory_not_known(plan.unknown)}")
     for use in plan.uses:
         console.print(table(use))
     check_memory(cfg)

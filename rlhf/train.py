@@ -21,19 +21,32 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf import options, plugins, signals, slurm
-from rlhf.command import exit_codes, stop
-from rlhf.errors import Interrupted, RunError, UserError
-from rlhf.explain import CONFIG_ERRORS, explain
-from rlhf.folder import RunFolder, prepare, run_name
-from rlhf.preflight import announce, check_machine, refuse, typed, words
-from rlhf.sweep import Sweep
+from rlhf.checks.check import refuse, typed, words
+from rlhf.checks.machine import check_machine
+from rlhf.config import catalogue as options
+from rlhf.config import plugins
+from rlhf.config.identity import run_name
+from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.core.errors import Interrupted, RunError, UserError
+from rlhf.launch import slurm
+from rlhf.launch.command_line import exit_codes, stop
+from rlhf.launch.jobs import announce
+from rlhf.launch.sweep import Sweep
+from rlhf.processes import signals
+from rlhf.runs.folder import RunFolder
+from rlhf.runs.resuming import prepare
 
 OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_), replace=True)
+
+
 OmegaConf.register_new_resolver("rlhf_options", options.options_help, replace=True)
+
+
 OmegaConf.register_new_resolver("rlhf_keys", options.keys_help, replace=True)
 
+
 CONF = options.conf_dir()
+
 
 composed = False  # whether a job has started: from then on an exception is no longer about the config
 
@@ -55,7 +68,7 @@ def run_job(config: DictConfig) -> float | None:
                 announce(folder, finished, cfg.metric)
                 return finished["result"].get(cfg.metric)
             check_machine(cfg)
-        from rlhf.run import run
+        from rlhf.stages.run import run
 
         return run(cfg, folder)
     except Interrupted as reason:
@@ -109,6 +122,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Under its own name, so that a job that is sent to another process finds there what it is made of.
-    from rlhf.train import main
+    pass
 
     main()

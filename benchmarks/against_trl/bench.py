@@ -44,7 +44,8 @@ from benchmarks.against_trl.work import (
     Case,
     cases,
 )
-from rlhf.folder import environment, write_json
+from rlhf.core.files import write_json
+from rlhf.runs.environment import environment
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900  # of one run

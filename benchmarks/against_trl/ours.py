@@ -57,11 +57,15 @@ def measure(case: Case, materials: Path) -> dict[str, Any]:
 
 def carry_out(words: list[str], samples: int, meter: Meter) -> None:
     """The run with the command line `words`, K = `samples`, measured by `meter`; once in a process."""
-    from rlhf import run as runs
-    from rlhf.compose import compose
-    from rlhf.folder import RunFolder
+    from rlhf.assembly import engine as runs__engine
+    from rlhf.assembly import generator as runs__generator
+    from rlhf.assembly import loggers as runs__loggers
+    from rlhf.config.compose import compose
     from rlhf.loggers.logger import Logger
+    from rlhf.runs.folder import RunFolder
     from rlhf.scorers.reward_model import RewardModelScorer
+    from rlhf.stages import run as runs
+    from rlhf.training import loop as runs__loop
 
     class EndOfUpdate(Logger):
         """A row of metrics is the last thing that an update does."""
@@ -78,7 +82,7 @@ def carry_out(words: list[str], samples: int, meter: Meter) -> None:
         }
 
     build_engine, build_generator, build_loggers, train = (
-        runs.build_engine, runs.build_generator, runs.build_loggers, runs.train
+        runs__engine.build_engine, runs__generator.build_generator, runs__loggers.build_loggers, runs__loop.train
     )  # fmt: skip
 
     def engine(*args: Any) -> Any:
@@ -97,8 +101,8 @@ def carry_out(words: list[str], samples: int, meter: Meter) -> None:
         meter.begin()
         train(*args)
 
-    runs.build_engine, runs.build_generator, runs.train = engine, generator, loop
-    runs.build_loggers = lambda *args: [*build_loggers(*args), EndOfUpdate()]
+    runs__engine.build_engine, runs__generator.build_generator, runs__loop.train = engine, generator, loop
+    runs__loggers.build_loggers = lambda *args: [*build_loggers(*args), EndOfUpdate()]
     meter.wrap(RewardModelScorer, "score", "score")
     with tempfile.TemporaryDirectory() as folder:
         runs.run(compose(words), RunFolder(Path(folder) / "run"))

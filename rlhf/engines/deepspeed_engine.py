@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psutil
 import torch
@@ -34,20 +34,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.batch import Batch
-from rlhf.config import Dtype
-from rlhf.console import say
-from rlhf.engines.config import RANKS_FILE, ZeroConfig
+from rlhf.config.backend import RANKS_FILE
+from rlhf.config.model import Dtype
+from rlhf.core.batch import Outputs
+from rlhf.core.console import say
+from rlhf.core.errors import UserError
 from rlhf.engines.engine import Engine, adam, groups, trained
-from rlhf.errors import UserError
-from rlhf.infer import autocast
-from rlhf.lora import whole_weights
-from rlhf.models import Outputs, OverRollouts, first_line, save
-from rlhf.ranks import Ranks
+from rlhf.models.loading import first_line, save
+from rlhf.models.lora import whole_weights
+from rlhf.models.modules import OverRollouts
+from rlhf.models.precision import autocast
+
+if TYPE_CHECKING:
+    from rlhf.config.backend import ZeroConfig
+    from rlhf.core.batch import Batch
+    from rlhf.processes.ranks import Ranks
+
 
 M = TypeVar("M", bound=OverRollouts)
 
+
 FOLDER, TAG = "deepspeed", "state"  # in a checkpoint, and in that: DeepSpeed's own files
+
+
 LINEAR = nn.functional.linear
 
 
@@ -208,9 +217,6 @@ def shard(frozen: M, config: ZeroConfig, ranks: Ranks) -> M:
     settle(frozen.requires_grad_(False), native, ranks)
     deepspeed(ranks).initialize(model=frozen, config=native)  # kept alive by its hooks in the model
     return frozen
-
-
-# -- DeepSpeed itself ------------------------------------------------------------------------------
 
 
 def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:

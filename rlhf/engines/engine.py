@@ -9,20 +9,27 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from rlhf.batch import Batch, Rollouts, microbatches
-from rlhf.config import Dtype, LRSchedule, OptimConfig
-from rlhf.infer import infer
-from rlhf.lora import is_adapted, save_adapter
-from rlhf.metrics import How, Metrics, Stat, merge
-from rlhf.models import ActorCritic, Outputs, OverRollouts, Policy, RewardModel
-from rlhf.objectives.objective import Objective
-from rlhf.ranks import Ranks
+from rlhf.config.model import Dtype
+from rlhf.config.schedule import LRSchedule
+from rlhf.core.batch import microbatches
+from rlhf.core.metrics import How, Stat, merge
+from rlhf.models.inference import infer
+from rlhf.models.lora import is_adapted, save_adapter
+from rlhf.models.modules import ActorCritic, Policy
+
+if TYPE_CHECKING:
+    from rlhf.config.schedule import OptimConfig
+    from rlhf.core.batch import Batch, Outputs, Rollouts
+    from rlhf.core.metrics import Metrics
+    from rlhf.models.modules import OverRollouts, RewardModel
+    from rlhf.objectives.objective import Objective
+    from rlhf.processes.ranks import Ranks
 
 
 class NonFinite(RuntimeError):

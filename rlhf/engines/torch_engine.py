@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.batch import Batch
-from rlhf.config import Dtype
+from rlhf.config.model import Dtype
+from rlhf.core.batch import Outputs
 from rlhf.engines.engine import Engine, adam, groups
-from rlhf.infer import autocast
-from rlhf.layout import place
-from rlhf.lora import is_adapted, load_adapter, save_adapter, whole_weights
-from rlhf.models import ActorCritic, Outputs, Policy, RewardModel, save
+from rlhf.models.loading import save
+from rlhf.models.lora import is_adapted, load_adapter, save_adapter, whole_weights
+from rlhf.models.modules import ActorCritic
+from rlhf.models.placement import place
+from rlhf.models.precision import autocast
+
+if TYPE_CHECKING:
+    from rlhf.core.batch import Batch
+    from rlhf.models.modules import Policy, RewardModel
+
 
 OPTIMIZER_FILE = "optimizer.pt"
 

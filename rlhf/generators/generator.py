@@ -5,23 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlhf.batch import Prompts, Rollouts
-from rlhf.metrics import Metrics
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Sampling:
-    """How a request is to be answered. `purpose` and `request` name its random numbers, for replay."""
-
-    samples: int  # K
-    temperature: float
-    response_length: int  # tokens
-    purpose: str  # train, eval, ...
-    request: int = 0
+if TYPE_CHECKING:
+    from rlhf.core.batch import Prompts, Rollouts, Sampling
+    from rlhf.core.metrics import Metrics
 
 
 class Generator(ABC):

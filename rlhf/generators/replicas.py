@@ -13,15 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlhf.batch import Prompts, Rollouts
-from rlhf.generators.generator import Generator, Sampling
-from rlhf.generators.transfer import Manifest, SharedWeights
+from rlhf.core.metrics import merge
+from rlhf.generators.generator import Generator
+from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.generators.worker import WorkerGenerator
-from rlhf.metrics import Metrics, merge
-from rlhf.worker import Job
+from rlhf.processes.worker import Job
+
+if TYPE_CHECKING:
+    from rlhf.core.batch import Prompts, Rollouts, Sampling
+    from rlhf.core.metrics import Metrics
+    from rlhf.generators.transfer.weights import Manifest
 
 
 class Replica(WorkerGenerator):

@@ -11,11 +11,11 @@ further `load`s in its course.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rlhf.batch import Prompts, Rollouts
-from rlhf.generators.generator import Sampling
-from rlhf.generators.transfer import Manifest
+if TYPE_CHECKING:
+    from rlhf.core.batch import Prompts, Rollouts, Sampling
+    from rlhf.generators.transfer.weights import Manifest
 
 
 class Sampler(Protocol):

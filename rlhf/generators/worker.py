@@ -26,17 +26,24 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rlhf.batch import Prompts, Rollouts
-from rlhf.generators.generator import Generator, Sampling
-from rlhf.generators.sampler import SamplerFactory
-from rlhf.generators.serve import SamplingFactory
-from rlhf.generators.transfer import Manifest, SharedWeights, TransferError, WeightStore, confirm
-from rlhf.metrics import How, Metrics, Stat
-from rlhf.worker import Job, Limits, Worker, received
+from rlhf.core.metrics import How, Stat
+from rlhf.generators.generator import Generator
+from rlhf.generators.service import SamplingFactory
+from rlhf.generators.transfer.shared_memory import SharedWeights
+from rlhf.generators.transfer.weights import TransferError, confirm
+from rlhf.processes.worker import Job, Worker, received
+
+if TYPE_CHECKING:
+    from rlhf.core.batch import Prompts, Rollouts, Sampling
+    from rlhf.core.metrics import Metrics
+    from rlhf.generators.sampler import SamplerFactory
+    from rlhf.generators.transfer.weights import Manifest, WeightStore
+    from rlhf.processes.worker import Limits
+
 
 POLL_S = 0.01  # seconds between looks for loads that overtake a request
 

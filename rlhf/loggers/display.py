@@ -9,13 +9,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from rlhf.config import Progress as Mode
-from rlhf.console import console, say, transcript
-from rlhf.loggers.logger import Logger, Row
-from rlhf.state import TrainState
+from rlhf.config.run import Progress as Mode
+from rlhf.core.console import console, say, transcript
+from rlhf.loggers.logger import Logger
 
 if TYPE_CHECKING:
-    from rlhf.evaluators import Evaluation
+    from rlhf.core.metrics import Evaluation, Row
+    from rlhf.core.state import TrainState
+
 
 FIGURES = {  # what is shown of a row, under which short name
     "loss/policy": "loss",
@@ -24,6 +25,8 @@ FIGURES = {  # what is shown of a row, under which short name
     "rewards/accuracies": "acc",
     "throughput/episodes_per_s": "ep/s",
 }
+
+
 JUDGED = {
     "eval/win_rate": "win-rate",
     "eval/gold_score": "gold",
@@ -34,6 +37,8 @@ JUDGED = {
     "eval/loss": "loss",
     "eval/response_tokens": "tokens",
 }
+
+
 PLAIN_EVERY_S = 5.0
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlhf.folder import RunFolder, named, write_atomically
-from rlhf.loggers.logger import Logger, Row
-from rlhf.state import TrainState
+from rlhf.core.files import append, as_line, read_lines, write_atomically
+from rlhf.loggers.logger import Logger
 
 if TYPE_CHECKING:
-    from rlhf.evaluators import Evaluation
+    from rlhf.core.metrics import Evaluation, Row
+    from rlhf.core.state import TrainState
+    from rlhf.runs.folder import RunFolder
 
 
 class JsonlLogger(Logger):
@@ -39,24 +37,3 @@ class JsonlLogger(Logger):
         """Append the row, and the completions."""
         append(self.metrics, [row])
         append(self.completions, [{"update": state.update, **sample} for sample in evaluation.samples])
-
-
-def append(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write one JSON object a line at the end of `file`."""
-    with named(file), file.open("a", encoding="utf-8") as out:
-        out.writelines(map(as_line, rows))
-
-
-def as_line(row: dict[str, Any]) -> str:
-    """A row as one line of JSON."""
-    return json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line that was cut off by a crash is left out, an absent file
-    is empty.
-    """
-    if not file.exists():
-        return []
-    *whole, _ = file.read_text(encoding="utf-8").split("\n")  # not splitlines: texts hold other line ends
-    return [json.loads(line) for line in whole]

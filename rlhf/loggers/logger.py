@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf.state import TrainState
-
 if TYPE_CHECKING:
-    from rlhf.evaluators import Evaluation
-
-Row = dict[str, float]
+    from rlhf.core.metrics import Evaluation, Row
+    from rlhf.core.state import TrainState
 
 
 class Logger:

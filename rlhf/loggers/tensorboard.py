@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.loggers.config import TensorboardConfig
-from rlhf.loggers.logger import Logger, Row
-from rlhf.state import TrainState
+from rlhf.loggers.logger import Logger
 
 if TYPE_CHECKING:
-    from rlhf.evaluators import Evaluation
+    from rlhf.config.logger import TensorboardConfig
+    from rlhf.core.metrics import Evaluation, Row
+    from rlhf.core.state import TrainState
 
 
 class TensorboardLogger(Logger):

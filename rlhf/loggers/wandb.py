@@ -7,14 +7,15 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from rlhf.errors import UserError
-from rlhf.folder import RunFolder, write_atomically
-from rlhf.loggers.config import WandbConfig
-from rlhf.loggers.logger import Logger, Row
-from rlhf.state import TrainState
+from rlhf.core.errors import UserError
+from rlhf.core.files import write_atomically
+from rlhf.loggers.logger import Logger
 
 if TYPE_CHECKING:
-    from rlhf.evaluators import Evaluation
+    from rlhf.config.logger import WandbConfig
+    from rlhf.core.metrics import Evaluation, Row
+    from rlhf.core.state import TrainState
+    from rlhf.runs.folder import RunFolder
 
 
 class WandbLogger(Logger):

@@ -1,1 +1,1 @@
-"""What a run needs of each device's memory, estimated before anything is loaded, without torch."""
+"""The memory plan: how much memory a run needs, from its config alone. Imports no torch."""

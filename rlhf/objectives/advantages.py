@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf.objectives.config import KLEstimator, Scale
+from rlhf.config.algo import KLEstimator, Scale
 
 STD_EPS = 1e-4  # of a group's standard deviation; that of TRL
 

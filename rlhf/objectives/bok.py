@@ -11,11 +11,17 @@ near it. No signal: a prompt whose samples all score the same (`algo.ties`).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from rlhf.batch import Batch
-from rlhf.metrics import Metrics, mean
-from rlhf.objectives.config import BestOfKConfig, Ties
-from rlhf.objectives.objective import Counts, Forward, Losses, Objective, drift, prompts_with_signal
+from rlhf.config.algo import Ties
+from rlhf.core.metrics import mean
+from rlhf.objectives.objective import Objective, drift, prompts_with_signal
+
+if TYPE_CHECKING:
+    from rlhf.config.algo import BestOfKConfig
+    from rlhf.core.batch import Batch
+    from rlhf.core.metrics import Metrics
+    from rlhf.objectives.objective import Counts, Forward, Losses
 
 
 class BestOfK(Objective):

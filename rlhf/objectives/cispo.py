@@ -10,10 +10,14 @@ The lower bound is off (`algo.clip_low=1`), as in the paper.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from rlhf.batch import Batch
 from rlhf.objectives.dapo import DAPO
+
+if TYPE_CHECKING:
+    from rlhf.core.batch import Batch
 
 
 class CISPO(DAPO):

@@ -18,12 +18,18 @@ decoupled PPO. Weights carry no gradient.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from rlhf.metrics import Metrics, mean
-from rlhf.objectives.config import CorrectionConfig, CorrectionKind, Level
+from rlhf.config.algo import CorrectionKind, Level
+from rlhf.core.metrics import mean
 from rlhf.objectives.objective import MAX_LOG_WEIGHT
+
+if TYPE_CHECKING:
+    from rlhf.config.algo import CorrectionConfig
+    from rlhf.core.metrics import Metrics
 
 
 def importance_weights(

@@ -10,11 +10,15 @@ penalty on overlong responses is `scorer.missing_eos_penalty`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from rlhf.batch import Batch
 from rlhf.objectives.grpo import GRPO
-from rlhf.objectives.objective import Counts
+
+if TYPE_CHECKING:
+    from rlhf.core.batch import Batch
+    from rlhf.objectives.objective import Counts
 
 
 class DAPO(GRPO):

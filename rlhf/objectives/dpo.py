@@ -23,15 +23,21 @@ set's pair. Needs: reference log-probs, K >= 2. No signal: a prompt whose best a
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhf.batch import Batch
-from rlhf.metrics import Metrics, mean
-from rlhf.objectives.config import DPOConfig, DPOLoss, Ties
-from rlhf.objectives.objective import Counts, Forward, Losses, Objective, drift, prompts_with_signal
+from rlhf.config.algo import DPOLoss, Ties
+from rlhf.core.metrics import mean
+from rlhf.objectives.objective import Objective, drift, prompts_with_signal
+
+if TYPE_CHECKING:
+    from rlhf.config.algo import DPOConfig
+    from rlhf.core.batch import Batch
+    from rlhf.core.metrics import Metrics
+    from rlhf.objectives.objective import Counts, Forward, Losses
 
 
 class OnlineDPO(Objective):

@@ -9,11 +9,15 @@ instead of each response's own.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from rlhf.batch import Batch
 from rlhf.objectives.grpo import GRPO
-from rlhf.objectives.objective import Counts
+
+if TYPE_CHECKING:
+    from rlhf.core.batch import Batch
+    from rlhf.objectives.objective import Counts
 
 
 class DrGRPO(GRPO):

@@ -11,13 +11,18 @@ score the same has advantage 0; `algo.ties` says whether it still counts in the 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from rlhf.batch import Batch
+from rlhf.config.algo import Ties
 from rlhf.objectives.advantages import group_centred
-from rlhf.objectives.config import GRPOConfig, Ties
-from rlhf.objectives.objective import Counts
 from rlhf.objectives.policy_gradient import PolicyGradient
+
+if TYPE_CHECKING:
+    from rlhf.config.algo import GRPOConfig
+    from rlhf.core.batch import Batch
+    from rlhf.objectives.objective import Counts
 
 
 class GRPO(PolicyGradient):

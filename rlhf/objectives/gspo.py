@@ -7,10 +7,14 @@ Zheng et al., arXiv 2507.18071. Specialises GRPO: the ratio, whose clip is so mu
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from rlhf.batch import Batch
 from rlhf.objectives.grpo import GRPO
+
+if TYPE_CHECKING:
+    from rlhf.core.batch import Batch
 
 
 class GSPO(GRPO):

@@ -5,17 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch
-from rlhf.metrics import Metrics, largest, mean, sample_size
-from rlhf.models import Outputs
+from rlhf.core.batch import Batch, Outputs
+from rlhf.core.metrics import largest, mean, sample_size
+
+if TYPE_CHECKING:
+    from rlhf.core.metrics import Metrics
+
 
 Forward = Callable[[Batch], Outputs]  # the module that is trained, on a micro-batch
+
+
 Losses = dict[str, Tensor]  # sums over a micro-batch (scalar, differentiable), by the name behind "loss/"
+
+
 Counts = dict[str, float]  # their denominators
+
 
 NEEDS = {
     "ref_logprobs": "log-probs of the frozen reference",

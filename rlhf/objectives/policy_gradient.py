@@ -17,16 +17,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch
-from rlhf.metrics import Metrics, Stat, mean
+from rlhf.config.algo import KLIn
+from rlhf.core.metrics import mean
 from rlhf.objectives.advantages import kl_estimate
-from rlhf.objectives.config import KLIn, PolicyGradientConfig
 from rlhf.objectives.correction import importance_weights
-from rlhf.objectives.objective import Counts, Forward, Losses, Objective, before, mismatch
+from rlhf.objectives.objective import Objective, before, mismatch
+
+if TYPE_CHECKING:
+    from rlhf.config.algo import PolicyGradientConfig
+    from rlhf.core.batch import Batch
+    from rlhf.core.metrics import Metrics, Stat
+    from rlhf.objectives.objective import Counts, Forward, Losses
 
 
 class PolicyGradient(Objective):

@@ -10,14 +10,19 @@ Needs: a reward model and pairs (`generator=dataset`). No signal: a pair whose l
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
-from rlhf.batch import Batch
-from rlhf.metrics import Metrics, mean
-from rlhf.objectives.config import RewardConfig
-from rlhf.objectives.objective import Counts, Forward, Losses, Supervised, prompts_with_signal
+from rlhf.core.metrics import mean
+from rlhf.objectives.objective import Supervised, prompts_with_signal
+
+if TYPE_CHECKING:
+    from rlhf.config.algo import RewardConfig
+    from rlhf.core.batch import Batch
+    from rlhf.core.metrics import Metrics
+    from rlhf.objectives.objective import Counts, Forward, Losses
 
 
 class RewardModelling(Supervised):

@@ -13,14 +13,19 @@ have the same reward.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from rlhf.batch import Batch
+from rlhf.config.algo import RLOOLoss
 from rlhf.objectives.advantages import leave_one_out
-from rlhf.objectives.config import RLOOConfig, RLOOLoss
-from rlhf.objectives.objective import Counts
 from rlhf.objectives.policy_gradient import PolicyGradient
+
+if TYPE_CHECKING:
+    from rlhf.config.algo import RLOOConfig
+    from rlhf.core.batch import Batch
+    from rlhf.objectives.objective import Counts
 
 
 class RLOO(PolicyGradient):

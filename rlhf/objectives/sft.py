@@ -7,10 +7,15 @@ Needs: prompts with reference responses (`generator=dataset`). The prompt is not
 
 from __future__ import annotations
 
-from rlhf.batch import Batch
-from rlhf.metrics import Metrics
-from rlhf.objectives.config import SFTConfig
-from rlhf.objectives.objective import Counts, Forward, Losses, Supervised
+from typing import TYPE_CHECKING
+
+from rlhf.objectives.objective import Supervised
+
+if TYPE_CHECKING:
+    from rlhf.config.algo import SFTConfig
+    from rlhf.core.batch import Batch
+    from rlhf.core.metrics import Metrics
+    from rlhf.objectives.objective import Counts, Forward, Losses
 
 
 class SFT(Supervised):

@@ -12,16 +12,20 @@ from collections.abc import Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf import __version__
-from rlhf.console import console
-from rlhf.errors import UserError
-from rlhf.folder import write_atomically
-from rlhf.preflight import refuse
-from rlhf.report.groups import Group, group_runs
+from rlhf.checks.check import refuse
+from rlhf.core.console import console
+from rlhf.core.errors import UserError
+from rlhf.core.files import write_atomically
+from rlhf.report.groups import group_runs
 from rlhf.report.runs import find_runs
 from rlhf.report.samples import samples
 from rlhf.report.table import for_markdown, for_terminal, results
+
+if TYPE_CHECKING:
+    from rlhf.report.groups import Group
 
 
 def main(words: Sequence[str] | None = None) -> None:

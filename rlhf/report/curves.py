@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from rlhf.loggers.logger import Row
+from rlhf.core.metrics import Row
 from rlhf.report.runs import Run
 
 POINTS = 250  # of a curve at most; above it, a point is the mean of a block of updates
+
 
 Read = Callable[[Run, Row], float | None]
 

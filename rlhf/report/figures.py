@@ -8,18 +8,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rlhf.report.curves import POINTS, Point, Read, curve, figure, seconds
-from rlhf.report.groups import Group, by_task
+from rlhf.report.curves import POINTS, curve, figure, seconds
+from rlhf.report.groups import by_task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
+    from rlhf.report.curves import Point, Read
+    from rlhf.report.groups import Group
+
+
 # Okabe and Ito's palette, which colour-blind people tell apart, less black and yellow; markers tell more.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5c5f66")
+
+
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
 LINES = ("-", (0, (6, 1.5)), (0, (1, 1)))  # where there are more groups than colours
+
+
 # Paul Tol's "bright", by what the trainer spends its time on; `rlhf.recorder.PHASES`, in order.
 PHASES = {
     "wait": ("waiting for samples", "#bbbbbb"),
@@ -28,11 +38,16 @@ PHASES = {
     "train": ("training", "#4477aa"),
     "sync": ("handing weights over", "#ee6677"),
 }
+
+
 ELSEWHERE = {
     "generate": ("sampling", "#aa3377"),
     "annotate_ahead": ("scores and log-probs ahead", "#228833"),
 }
+
+
 INK, FAINT, RULE, PAPER = "#1b1f24", "#636b76", "#dde1e6", "#fefefe"
+
 
 # Colours as the page's style sheet names them, for light and dark.
 VARIABLES = {
@@ -42,6 +57,7 @@ VARIABLES = {
     PAPER: "--paper",
     **{colour: f"--series-{i}" for i, colour in enumerate(SERIES)},
 }
+
 
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -66,6 +82,7 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a label is text, with a $ in it too
 }
 
+
 # What learning curves are drawn of: figure, title with unit.
 LEARNING = (
     ("eval/win_rate", "gold win-rate against the reference responses"),
@@ -77,6 +94,8 @@ LEARNING = (
     ("eval/response_tokens", "response length (tokens)"),
     ("objective/entropy", "entropy estimate (nats per response)"),
 )
+
+
 OFF_POLICY = (
     ("lag", "lag (updates)"),
     ("mismatch/token_lag", "lag of a token (updates)"),
@@ -84,6 +103,8 @@ OFF_POLICY = (
     ("mismatch/max_ratio", "largest ratio of trainer to sampler"),
     ("policy/clipfrac", "share of ratios that were clipped"),
 )
+
+
 EPISODES = (("episode", "episodes"), ("examples", "examples"), ("update", "updates"))
 
 
@@ -141,9 +162,6 @@ def charts(groups: Sequence[Group]) -> tuple[list[Chart], list[str]]:
                 else:
                     made.append(chart)
     return made, missing
-
-
-# -- the figures -----------------------------------------------------------------------------------------
 
 
 def against_kl(groups: Sequence[Group]) -> Chart | str:
@@ -293,9 +311,6 @@ def time_per_phase(groups: Sequence[Group]) -> Chart | str:
         "waiting; with one, both bars go on at the same time.",
         drawing,
     )
-
-
-# -- parts of figures ------------------------------------------------------------------------------------
 
 
 def has(groups: Sequence[Group], name: str, other_than: float | None = None) -> bool:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf.folder import BOOKKEEPING, NOT_IN_NAME
-from rlhf.report.runs import Run, Status
+from rlhf.config.identity import BOOKKEEPING, NOT_IN_NAME
+from rlhf.report.runs import Status
+
+if TYPE_CHECKING:
+    from rlhf.report.runs import Run
+
 
 # What a label says first, where runs differ in it; then other keys, in the order of the config.
 FIRST = (
@@ -21,6 +25,7 @@ FIRST = (
     "schedule.update",
     "backend.name",
 )
+
 
 # Nothing that a figure of a report depends on. Other keys that leave a run's name alone (threads, a worker,
 # transfer, ...) change its times, so they do tell groups apart.

@@ -6,13 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf.report.figures import SERIES, Chart
-from rlhf.report.groups import Group, common
-from rlhf.report.runs import Run
-from rlhf.report.samples import Sample
-from rlhf.report.table import Cell, Results
+from rlhf.report.figures import SERIES
+from rlhf.report.groups import common
+
+if TYPE_CHECKING:
+    from rlhf.report.figures import Chart
+    from rlhf.report.groups import Group
+    from rlhf.report.runs import Run
+    from rlhf.report.samples import Sample
+    from rlhf.report.table import Cell, Results
+
 
 # Nothing from outside, whatever a completion or a label may hold.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

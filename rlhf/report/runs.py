@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlhf.errors import UserError
-from rlhf.folder import ASIDE, RunFolder
-from rlhf.loggers.jsonl import read_lines
-from rlhf.loggers.logger import Row
+from rlhf.core.errors import UserError
+from rlhf.core.files import read_lines
+from rlhf.runs.folder import RunFolder
+from rlhf.runs.resuming import ASIDE
+
+if TYPE_CHECKING:
+    from rlhf.core.metrics import Row
 
 
 class Status(StrEnum):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf.report.groups import Group, by_task
-from rlhf.report.runs import Run
+from rlhf.report.groups import by_task
+
+if TYPE_CHECKING:
+    from rlhf.report.groups import Group
+    from rlhf.report.runs import Run
 
 
 @dataclass(frozen=True)

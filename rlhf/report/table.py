@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf.report.groups import Group
-from rlhf.report.runs import Run
+if TYPE_CHECKING:
+    from rlhf.report.groups import Group
+    from rlhf.report.runs import Run
+
 
 # Figures of an evaluation: heading, name, decimals. Those that no run has are left out.
 EVALUATED = (
@@ -23,6 +26,8 @@ EVALUATED = (
     ("perplexity", "eval/ppl", 2),
     ("tokens", "eval/response_tokens", 1),
 )
+
+
 COST = ("updates, s", "episodes/s")
 
 

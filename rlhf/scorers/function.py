@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.batch import Rollouts
-from rlhf.errors import RunError
-from rlhf.ranks import ALONE, Ranks
-from rlhf.scorers.config import FunctionScorerConfig
-from rlhf.scorers.lookup import load_function
+from rlhf.config.address import load_function
+from rlhf.core.errors import RunError
+from rlhf.processes.ranks import ALONE
 from rlhf.scorers.scorer import Scorer, as_score, flat_texts
 
+if TYPE_CHECKING:
+    from rlhf.config.scorer import FunctionScorerConfig
+    from rlhf.core.batch import Rollouts
+    from rlhf.processes.ranks import Ranks
+
+
 ONE = ("prompt", "response", "reference")
+
+
 MANY = ("prompts", "responses", "references")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import requests
@@ -15,13 +15,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from urllib3.util import Retry
 
-from rlhf.batch import Rollouts
-from rlhf.errors import RunError, UserError
-from rlhf.ranks import ALONE, Ranks
-from rlhf.scorers.config import HttpScorerConfig
+from rlhf.core.errors import RunError, UserError
+from rlhf.processes.ranks import ALONE
 from rlhf.scorers.scorer import Scorer, as_score, flat_texts
 
+if TYPE_CHECKING:
+    from rlhf.config.scorer import HttpScorerConfig
+    from rlhf.core.batch import Rollouts
+    from rlhf.processes.ranks import Ranks
+
+
 BACKOFF_S = 0.5  # doubled before each further try, from the third try on
+
+
 TRY_AGAIN = (429, *range(500, 600))
 
 

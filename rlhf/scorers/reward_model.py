@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.batch import Rollouts
-from rlhf.config import Config, Dtype
-from rlhf.infer import infer
-from rlhf.models import RewardModel, load_reward_model, load_tokenizer, same_tokens
-from rlhf.ranks import Ranks
-from rlhf.scorers.config import RewardModelScorerConfig
+from rlhf.core.encoding import encode_completions, encode_prompts
+from rlhf.models.inference import infer
+from rlhf.models.loading import load_reward_model, load_tokenizer, same_tokens
+from rlhf.models.modules import RewardModel
 from rlhf.scorers.scorer import Scorer, response_texts
-from rlhf.tasks.completions import encode_completions, encode_prompts
+
+if TYPE_CHECKING:
+    from rlhf.config.model import Dtype
+    from rlhf.config.root import Config
+    from rlhf.config.scorer import RewardModelScorerConfig
+    from rlhf.core.batch import Rollouts
+    from rlhf.processes.ranks import Ranks
 
 
 class RewardModelScorer(Scorer):

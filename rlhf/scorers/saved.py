@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow
 import pyarrow.parquet
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.batch import Batch, Rollouts
-from rlhf.generations import Shared, name, vocabulary
-from rlhf.generators.generator import Sampling
+from rlhf.core.rollout_format import Shared, name, vocabulary
 from rlhf.scorers.scorer import Scorer, flat_texts
-from rlhf.state import TrainState
+
+if TYPE_CHECKING:
+    from rlhf.core.batch import Batch, Rollouts, Sampling
+    from rlhf.core.state import TrainState
+
 
 SCRATCH = ".tmp"
 

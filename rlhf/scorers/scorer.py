@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.batch import Batch, Rollouts
-from rlhf.scorers.config import ScorerConfig
+from rlhf.core.batch import Batch
+
+if TYPE_CHECKING:
+    from rlhf.config.scorer import ScorerConfig
+    from rlhf.core.batch import Rollouts
 
 
 class Scorer(ABC):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from rlhf.batch import Rollouts
-from rlhf.scorers.config import WeightedScorerConfig
 from rlhf.scorers.scorer import Scorer
+
+if TYPE_CHECKING:
+    from rlhf.config.scorer import WeightedScorerConfig
+    from rlhf.core.batch import Rollouts
 
 
 class WeightedScorer(Scorer):

@@ -15,17 +15,23 @@ from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from rlhf.tasks.config import PROMPT_COLUMNS, Difficulty
+from rlhf.config.task import PROMPT_COLUMNS, Difficulty
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
 
-    from rlhf.tasks.config import ArithmeticConfig
+    from rlhf.config.task import ArithmeticConfig
+
 
 TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # numbers of 1 to 9 to add
+
+
 FORGETS_CARRY = 0.1  # times the term: the share of the sums across a ten that go wrong, + 9 nine times of ten
+
+
 LARGEST = 9 * max(TERMS.values())
+
 
 TOKEN_PATTERN = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
 
@@ -91,6 +97,6 @@ def vocabulary() -> tuple[str, ...]:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token a number; decoding gives back the very text that was encoded."""
-    from rlhf.tasks.words import word_tokenizer
+    from rlhf.tasks.word_tokenizer import word_tokenizer
 
     return word_tokenizer(vocabulary(), TOKEN_PATTERN)

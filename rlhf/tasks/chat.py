@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
-from rlhf.errors import UserError
-from rlhf.tasks.config import PREFERENCE_COLUMNS
-from rlhf.tasks.source import Stored
+from rlhf.config.task import PREFERENCE_COLUMNS
+from rlhf.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhf.tasks.source import Stored
+
 
 Turn = dict[str, str]  # role and content
 

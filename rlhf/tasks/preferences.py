@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
-from rlhf.tasks.config import PREFERENCE_COLUMNS
-from rlhf.tasks.source import Stored
+from rlhf.config.task import PREFERENCE_COLUMNS
+
+if TYPE_CHECKING:
+    from rlhf.tasks.source import Stored
 
 
 @dataclass(kw_only=True, slots=True)

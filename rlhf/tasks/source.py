@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-from rlhf.errors import UserError
-from rlhf.tasks.config import PREFERENCE_COLUMNS, PROMPT_COLUMNS, EmbeddedTaskConfig
+from rlhf.config.task import PREFERENCE_COLUMNS, PROMPT_COLUMNS
+from rlhf.core.errors import UserError
 from rlhf.tasks.folders import FORMATS, folder_problems, is_saved, split_columns, split_files
+
+if TYPE_CHECKING:
+    from rlhf.config.task import EmbeddedTaskConfig
 
 
 class Source(Protocol):

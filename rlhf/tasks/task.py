@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Iterator
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,15 +14,19 @@ import xxhash
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.batch import Prompts
-from rlhf.errors import UserError
-from rlhf.generations import vocabulary
-from rlhf.objectives.config import Data
-from rlhf.seeding import derive
-from rlhf.tasks.completions import pad_prompts
-from rlhf.tasks.source import Source
+from rlhf.config.algo import Data
+from rlhf.core.batch import Prompts
+from rlhf.core.encoding import pad_prompts
+from rlhf.core.errors import UserError
+from rlhf.core.rollout_format import vocabulary
+from rlhf.core.seeding import derive
+
+if TYPE_CHECKING:
+    from rlhf.tasks.source import Source
+
 
 log = logging.getLogger(__name__)
+
 
 END_TEXTS = ("<|endoftext|>",)  # ends that published data sets spell out, whatever the tokenizer's own is
 

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rlhf.batch import Batch
-from rlhf.config import LRSchedule, OptimConfig
+from rlhf.config.algo import DPOConfig, Scale, Ties
+from rlhf.config.schedule import LRSchedule, OptimConfig
+from rlhf.config.schema import SCHEMAS
+from rlhf.core.batch import Batch
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.models import ActorCritic, Policy, ValueModel, load_causal_lm, load_reward_model
-from rlhf.objectives.config import DPOConfig, Scale, Ties
+from rlhf.models.loading import load_causal_lm, load_reward_model
+from rlhf.models.modules import ActorCritic, Policy, ValueModel
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import Objective
-from rlhf.ranks import ALONE
-from rlhf.schema import SCHEMAS
+from rlhf.processes.ranks import ALONE
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 pytestmark = pytest.mark.skipif(

@@ -1,0 +1,1 @@
+"""The only folder that turns the whole config into parts."""

@@ -1,0 +1,34 @@
+"""Build the task's data and the counters of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerFast
+
+from rlhf.core.state import SupervisedState, TrainState
+from rlhf.tasks.task import Task
+
+if TYPE_CHECKING:
+    from rlhf.config.algo import Data
+    from rlhf.config.root import Config
+
+
+def build_task(cfg: Config, tokenizer: PreTrainedTokenizerFast, data: Data, prompts_per_update: int) -> Task:
+    """The data of the run, tokenized."""
+    return Task(
+        cfg.task.source(),
+        tokenizer,
+        data=data,
+        prompts_per_update=prompts_per_update,
+        max_prompt_tokens=cfg.task.max_prompt_tokens,
+        seed=cfg.seed,
+    )
+
+
+def build_state(cfg: Config, task: Task) -> TrainState:
+    """The counters that match the objective."""
+    num_updates = cfg.num_updates(len(task))
+    if cfg.algo.supervised:
+        return SupervisedState(num_updates=num_updates, data_size=len(task))
+    return TrainState(num_updates=num_updates)

@@ -1,0 +1,80 @@
+"""Build the engine of a run: module, frozen reference, optimizer settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from transformers import PreTrainedTokenizerFast
+
+from rlhf.assembly.models import build_model, build_module, build_reference, trained_parts
+from rlhf.config.algo import PPOConfig, Trains
+from rlhf.core.console import say
+from rlhf.core.errors import UserError
+from rlhf.engines.engine import Engine
+from rlhf.engines.frozen_engine import FrozenEngine
+from rlhf.models.loading import check_context, check_vocabulary
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+    from rlhf.core.state import TrainState
+    from rlhf.models.modules import Policy
+    from rlhf.processes.ranks import Ranks
+
+
+E = TypeVar("E", bound=Engine)
+
+
+def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, state: TrainState) -> Engine:
+    """Module, reference and optimizer on the backend."""
+    module = build_module(cfg, tokenizer)
+    check_vocabulary(module.model, tokenizer)
+    problem = check_context(module.model.config, cfg.task.max_prompt_tokens, cfg.generator.response_length)
+    if problem:
+        raise UserError(problem)
+    for name, value in trained_parts(module):
+        say(f"  {name + ':':24}{value}")
+    steps = cfg.schedule.minibatches * cfg.schedule.epochs
+    engine = cfg.backend.build(
+        module=module,
+        reference=build_second(cfg, ranks),
+        tokenizer=tokenizer,
+        optim=cfg.optim,
+        total_steps=state.num_updates * steps,
+        steps_per_batch=steps,
+        stale=cfg.schedule.max_lag > 0 or not cfg.generator.samples,
+        ranks=ranks,
+        dtype=cfg.model.dtype,
+        value_lr=cfg.algo.value_lr if isinstance(cfg.algo, PPOConfig) else None,
+    )
+    return with_reference(engine, cfg)
+
+
+def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> FrozenEngine:
+    """What the run trains, and its reference, to be measured: without optimizer or value model."""
+    engine = FrozenEngine(
+        build_model(cfg, tokenizer),
+        build_second(cfg, ranks),
+        tokenizer,
+        micro_batch=cfg.backend.micro_batch,
+        ranks=ranks,
+        dtype=cfg.model.dtype,
+    )
+    return with_reference(engine, cfg)
+
+
+def build_second(cfg: Config, ranks: Ranks) -> Policy | None:
+    """The reference where it is a second model; None: there is none, or it is within the policy."""
+    compares = cfg.algo.trains is Trains.policy
+    return build_reference(cfg, ranks) if compares and not reference_within(cfg) else None
+
+
+def with_reference(engine: E, cfg: Config) -> E:
+    """`engine` with its reference, also where that is another view of the policy that the backend placed."""
+    if reference_within(cfg):
+        engine.reference = engine.policy.before_adapters()
+    return engine
+
+
+def reference_within(cfg: Config) -> bool:
+    """Whether the reference is the policy without its adapters: the policy as it starts."""
+    return cfg.algo.trains is Trains.policy and bool(cfg.model.lora.rank) and cfg.model.starts_as_reference

@@ -1,0 +1,59 @@
+"""Build the evaluator of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerFast
+
+from rlhf.config.algo import Data, Trains
+from rlhf.core.batch import Sampling
+from rlhf.core.encoding import encode_completions
+from rlhf.generators.across_ranks import OneForEach
+from rlhf.generators.hf.generator import HFGenerator
+from rlhf.training.evaluators import PolicyEvaluator, RewardEvaluator
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+    from rlhf.engines.engine import Engine
+    from rlhf.generators.generator import Generator
+    from rlhf.processes.ranks import Ranks
+    from rlhf.scorers.scorer import Scorer
+    from rlhf.tasks.task import Task
+    from rlhf.training.evaluators import Evaluator
+
+
+def build_evaluator(
+    cfg: Config,
+    task: Task,
+    engine: Engine,
+    generator: Generator,
+    scorer: Scorer | None,
+    tokenizer: PreTrainedTokenizerFast,
+    ranks: Ranks,
+    split: str = "validation",
+) -> Evaluator:
+    """What measures the run on held-out examples; `scorer` is what training sees, where it samples."""
+    if cfg.algo.trains is Trains.reward:
+        pairs = task.held_out(cfg.eval.prompts, split)
+        assert pairs.completions is not None
+        length = cfg.generator.response_length
+        return RewardEvaluator(encode_completions(pairs, pairs.completions, tokenizer, length), engine)
+    if not cfg.generator.samples:  # stored completions are no answer to a held-out prompt
+        sampler = HFGenerator(engine.borrow_policy, tokenizer, cfg.eval.batch_size, cfg.seed)
+        generator = OneForEach(sampler, ranks) if ranks.size > 1 else sampler
+    return PolicyEvaluator(
+        task.held_out(cfg.eval.prompts, split, Data.prompts),
+        generator,
+        cfg.gold.build(cfg, tokenizer, ranks),
+        None if cfg.algo.supervised else scorer,
+        engine,
+        tokenizer,
+        Sampling(
+            samples=1,
+            temperature=cfg.eval.temperature,
+            response_length=cfg.generator.response_length,
+            purpose="eval",
+        ),
+        cfg.generator.temperature,
+    )

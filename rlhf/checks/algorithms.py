@@ -1,0 +1,69 @@
+"""Rules between the algorithm and the generator, scorer and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rlhf.checks.words import plain
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+
+
+def stored_completions(cfg: Config) -> Iterator[str]:
+    """A generator, scorer or lag that does not go with the algorithm."""
+    algo, generator = cfg.algo, cfg.generator
+    if generator.samples:
+        if algo.supervised:
+            yield (
+                f"generator must be dataset for algo={algo.name} (it trains on stored responses), "
+                f"got {generator.name}; set generator=dataset"
+            )
+        elif cfg.scorer.name == "labels":
+            yield (
+                f"scorer must not be labels with generator={generator.name} (fresh samples have no labels), "
+                "got labels; set scorer=reward_model"
+            )
+        return
+    if algo.supervised and cfg.scorer.name != "labels":
+        yield (
+            f"scorer must be labels for algo={algo.name} (it maximises no score), got {cfg.scorer.name}; "
+            "set scorer=labels"
+        )
+    if generator.rollouts:
+        return
+    wanted = 2 if cfg.data.name == "preferences" else 1
+    if algo.samples_per_prompt != wanted:
+        what = "a chosen and a rejected response" if wanted == 2 else "one reference response"
+        yield (
+            f"algo.samples_per_prompt must be {wanted} for algo={algo.name} generator=dataset (an example "
+            f"holds {what}), got {algo.samples_per_prompt}; set algo.samples_per_prompt={wanted}"
+        )
+    if cfg.schedule.max_lag > 0:
+        yield (
+            "schedule.max_lag must be 0 with generator=dataset (nothing is sampled, so nothing can be late), "
+            f"got {cfg.schedule.max_lag}; set schedule.max_lag=0"
+        )
+
+
+def no_effect(cfg: Config) -> Iterator[str]:
+    """Settings that change nothing in this combination."""
+    algo, schedule = cfg.algo, cfg.schedule
+    if algo.supervised and schedule.epochs > 1:
+        yield (
+            f"schedule.epochs={schedule.epochs} repeats each batch before the next; passes over the data are "
+            "schedule.total_epochs"
+        )
+    if algo.trains.name != "policy" and cfg.model.reference is not None:
+        yield f"model.reference has no effect with algo={algo.name} (it has no reference model)"
+    if schedule.total_episodes is not None and cfg.episodes_per_update >= 1:
+        updates = cfg.num_updates()
+        steps = updates * schedule.minibatches * schedule.epochs
+        if schedule.max_lag >= updates > 0:
+            yield f"schedule.max_lag={schedule.max_lag} is never reached in a run of {updates} updates"
+        if cfg.optim.warmup >= max(1, steps):
+            yield (
+                f"optim.warmup={plain(cfg.optim.warmup)} lasts the whole run of {steps} optimizer steps, so "
+                "the learning rate never falls"
+            )

@@ -1,0 +1,88 @@
+"""Sizes derived from a config, for the summary at the start of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rlhf.checks.words import plain
+from rlhf.config.generator import WorkerConfig, threads
+from rlhf.config.task import EmbeddedTaskConfig
+from rlhf.core.launched import rank_count
+from rlhf.core.state import TrainState
+from rlhf.memory.advice import rows as memory_rows
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+
+
+def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
+    """Name and value of the sizes that follow from the config, and of the memory that they need.
+
+    `examples` is the size of the training data, where that is known.
+    """
+    return [*counts(cfg, examples), *memory_rows(cfg)]
+
+
+def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
+    """Name and value of what is counted in a run."""
+    schedule, per_update = cfg.schedule, cfg.episodes_per_update
+    prompts, group = schedule.prompts_per_update, cfg.algo.samples_per_prompt
+    rows = [("episodes per update", f"{per_update:,} = {prompts:,} prompts x {group} samples")]
+    if examples is None and isinstance(cfg.task, EmbeddedTaskConfig) and cfg.data.name != "preferences":
+        examples = cfg.task.train_size
+    in_minibatch = prompts // schedule.minibatches * group
+    ranks = rank_count()
+    share = math.ceil(in_minibatch / group / ranks) * group
+    forwards = math.ceil(share / cfg.backend.micro_batch)
+    forward = f"{min(cfg.backend.micro_batch, share)}, {forwards} to an optimizer step"
+    if ranks > 1:
+        forward += f" on each of {ranks} ranks"
+    if schedule.total_episodes is None and examples is None:
+        rows.append(("updates", f"{plain(schedule.total_epochs or 0)} epochs; known when the data are read"))
+        rows.append(("sequences per forward", forward))
+        return rows
+    updates = cfg.num_updates(examples)
+    if schedule.total_episodes is not None:
+        rows.append(("updates", f"{updates:,} = {schedule.total_episodes:,} episodes / {per_update:,}"))
+    else:
+        epochs = plain(schedule.total_epochs or 0)
+        rows.append(("updates", f"{updates:,} = {epochs} epochs of {examples:,} examples / {prompts:,}"))
+    steps = updates * schedule.minibatches * schedule.epochs
+    parts = f"{updates:,} updates x {schedule.minibatches} minibatches x {schedule.epochs} epochs"
+    evaluated = due_updates(schedule.eval_every, updates, at_end=True)
+    return [
+        *rows,
+        ("optimizer steps", f"{steps:,} = {parts}"),
+        ("sequences per forward", forward),
+        *cores(cfg),
+        ("evaluations", at_updates([0, *evaluated] if evaluated else [])),
+        ("checkpoints", at_updates([u for u in due_updates(schedule.save_every, updates) if u < updates])),
+    ]
+
+
+def cores(cfg: Config) -> Iterator[tuple[str, str]]:
+    """How trainer and generator share the cores, where both work at the same time."""
+    trainer, generator = threads(cfg)
+    if generator is not None and cfg.schedule.max_lag > 0:
+        assert isinstance(cfg.generator, WorkerConfig), "others have no threads"
+        n = cfg.generator.replicas
+        whose = "the generator's process" if n == 1 else f"each of {n} generator processes"
+        yield "CPU threads", f"{trainer} of the trainer, {generator} of {whose}"
+
+
+def due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:
+    """Updates after which something that happens `every` so often happens."""
+    states = (TrainState(num_updates=updates, update=update) for update in range(1, updates + 1))
+    return [state.update for state in states if state.due(every, at_end)]
+
+
+def at_updates(updates: list[int]) -> str:
+    """A list of updates in words, its middle left out where it is long."""
+    if not updates:
+        return "none"
+    words = [f"{update:,}" for update in updates]
+    if len(words) > 8:
+        words = [*words[:4], "...", words[-1]]
+    return f"{len(updates)}, after updates {' '.join(words)}"

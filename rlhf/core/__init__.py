@@ -1,0 +1,1 @@
+"""Data that flows between parts, and small tools. Imports no other folder of rlhf."""

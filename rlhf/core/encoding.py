@@ -1,0 +1,70 @@
+"""Texts as tokens. For texts only: what a sampler returned is never decoded and encoded again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.core.batch import Prompts, Rollouts
+
+
+def pad_prompts(ids: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """N token lists as prompt_ids and prompt_mask [N, P], padded on the left."""
+    lengths = torch.tensor([len(row) for row in ids])
+    width = int(lengths.max())
+    prompt_ids = torch.full((len(ids), width), pad_id, dtype=torch.int64)
+    for row, tokens in enumerate(ids):
+        prompt_ids[row, width - len(tokens) :] = torch.tensor(tokens, dtype=torch.int64)
+    return prompt_ids, torch.arange(width)[None, :] >= width - lengths[:, None]
+
+
+def encode_prompts(
+    index: Tensor, texts: list[str], references: list[str], tokenizer: PreTrainedTokenizerBase
+) -> Prompts:
+    """Encode N prompt texts, none left out or cut."""
+    prompt_ids, prompt_mask = pad_prompts(tokenizer(texts)["input_ids"], tokenizer.pad_token_id)
+    return Prompts(
+        index=index, texts=texts, references=references, prompt_ids=prompt_ids, prompt_mask=prompt_mask
+    )
+
+
+def encode_completions(
+    prompts: Prompts,
+    completions: list[list[str]],
+    tokenizer: PreTrainedTokenizerBase,
+    response_length: int | None,
+    ended: Tensor | None = None,
+) -> Rollouts:
+    """Encode K texts for each of N prompts: response_ids and response_mask [N, K, T], ended [N, K].
+
+    Each text is followed by the EOS token, which belongs to the response; where `ended` ([N, K] bool) is
+    False it is not. A text that with it would be longer than `response_length` tokens (None: no limit) is
+    cut there, has no EOS and has not `ended`.
+    """
+    count, samples = len(completions), len(completions[0])
+    texts = [text for row in completions for text in row]
+    assert count == len(prompts) and len(texts) == count * samples, (
+        "every prompt must have the same number of texts"
+    )
+    ends = torch.ones(count, samples, dtype=torch.bool) if ended is None else ended.cpu()
+    encoded = [
+        ids + [tokenizer.eos_token_id] * end
+        for ids, end in zip(
+            tokenizer(texts, add_special_tokens=False)["input_ids"], ends.flatten().tolist(), strict=True
+        )
+    ]
+    limit = max(map(len, encoded)) if response_length is None else response_length
+    width = min(limit, max(map(len, encoded)))
+    response_ids = torch.full((len(texts), width), tokenizer.pad_token_id, dtype=torch.int64)
+    for row, ids in enumerate(encoded):
+        cut = ids[:limit]
+        response_ids[row, : len(cut)] = torch.tensor(cut, dtype=torch.int64)
+    lengths = torch.tensor([len(ids) for ids in encoded])
+    response_mask = torch.arange(width)[None, :] < lengths[:, None]
+    return prompts.extend(
+        Rollouts,
+        response_ids=response_ids.view(count, samples, width),
+        response_mask=response_mask.view(count, samples, width),
+        ended=(lengths <= limit).view(count, samples) & ends,
+    )

@@ -1,0 +1,100 @@
+"""Completions that a data set holds, answered as if they were sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.core.batch import Rollouts
+from rlhf.core.encoding import encode_completions, pad_prompts
+from rlhf.core.errors import UserError
+from rlhf.core.rollout_format import files, shared, vocabulary
+from rlhf.generators.generator import Generator, finished
+
+if TYPE_CHECKING:
+    from rlhf.core.batch import Prompts, Sampling
+
+
+class DatasetGenerator(Generator):
+    """Returns the completions that came with the prompts, EOS added."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
+        """Tokenize the stored completions."""
+        assert prompts.completions is not None, "the task was not asked for completions"
+        return finished(
+            encode_completions(prompts, prompts.completions, self.tokenizer, sampling.response_length)
+        )
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """What is stored does not depend on weights."""
+
+
+FILL = {"response_ids": torch.int64, "behaviour_logprobs": torch.float32, "token_versions": torch.int64}
+
+
+class ReplayGenerator(Generator):
+    """Returns the rollouts of a run in their order, with the versions and log-probs they had.
+
+    Args:
+        folder: what `save_generations` wrote.
+        tokenizer: the policy's.
+
+    Raises:
+        UserError: the rollouts are in the tokens of another tokenizer.
+    """
+
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.files = files(folder)
+        self.pad_id = tokenizer.pad_token_id
+        if shared(self.files[0]).vocabulary != vocabulary(tokenizer.get_vocab()):
+            raise UserError(
+                "generator.path must name rollouts in the tokens of the policy's tokenizer (their ids mean "
+                f"other tokens in any other), got {folder}; set model.policy or model.tokenizer to that of "
+                "their run"
+            )
+
+    def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
+        """The rollouts of the update that `sampling.request` (from 0) belongs to."""
+        return finished(read(self.files[sampling.request], self.pad_id))
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """What is stored does not depend on weights."""
+
+
+def read(file: Path, pad_id: int) -> Rollouts:
+    """The rollouts of a file, their scores as labels [N, K]."""
+    common = shared(file)
+    N, K, T = common.prompts, common.samples, common.response_length
+    rows = pyarrow.parquet.read_table(file).to_pydict()
+    lengths = torch.tensor([len(ids) for ids in rows["response_ids"]]).view(N, K, 1)
+
+    def grouped(column: str) -> Tensor:
+        x = torch.full((N * K, T), pad_id if column == "response_ids" else 0, dtype=FILL[column])
+        for row, values in zip(x, rows[column], strict=True):
+            row[: len(values)] = torch.tensor(values, dtype=x.dtype)
+        return x.view(N, K, T)
+
+    prompt_ids, prompt_mask = pad_prompts(rows["prompt_ids"][::K], pad_id)
+    by_token: dict[str, Any] = {column: grouped(column) for column in FILL if column in rows}
+    return Rollouts(
+        index=torch.tensor(rows["example"][::K]),
+        texts=rows["prompt"][::K],
+        references=rows["reference"][::K],
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        labels=torch.tensor(rows["score"], dtype=torch.float32).view(N, K),
+        response_mask=torch.arange(T) < lengths,
+        ended=torch.tensor(rows["ended"]).view(N, K),
+        version=rows["version"][0],
+        **by_token,
+    )

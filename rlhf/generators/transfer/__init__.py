@@ -1,0 +1,1 @@
+"""Transfer of policy weights from the trainer to a generator process."""

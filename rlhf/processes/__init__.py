@@ -1,0 +1,1 @@
+"""Processes: data-parallel ranks, worker processes, services in them, signals."""

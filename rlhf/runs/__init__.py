@@ -1,0 +1,1 @@
+"""A run's folder on disk: file layout, resuming, environment record, log files."""

@@ -1,0 +1,1 @@
+"""A training run, and the work around it: prerequisites, evaluation, relabelling, pipelines."""

@@ -1,0 +1,228 @@
+"""Tiny models and data in place of those of the hub: any recipe runs offline in seconds (`debug=tiny`).
+
+The data have the columns and splits of the data sets that they stand for, so a run takes the same way through
+its task. The policy is trained on them for a second, just enough to end its responses and to be right at
+times; reward models are random. Figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.config.scorer import RewardModelScorerConfig, scorers
+from rlhf.config.task import ChatConfig
+from rlhf.models.folders import is_local
+from rlhf.stages.once import made_once
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+    from rlhf.config.root import Config
+    from rlhf.config.task import TaskConfig
+
+
+Row = dict[str, Any]
+
+
+Pair = tuple[str, str]  # prompt and reference
+
+
+SIZES = {"train": 64, "validation": 32}  # rows
+
+
+KNOWN_ROWS = 512  # of data of the user's: those whose words the tokenizer knows
+
+
+WORDS = r" ?\w+|\s| ?#+| ?[^\w\s]"  # a token
+
+
+LLAMAS = ("rho_1b", "llama_8b")  # model options that are of its architecture; others are GPT-NeoX
+
+
+POSITIONS = 8192  # longer than the sequences of any recipe
+
+
+STEPS, LEARNING_RATE = 60, 1e-2  # of the policy
+
+
+def prepare(cfg: Config) -> Config:
+    """`cfg` with stand-ins made and named for the models and data that it does not name as folders."""
+    folder = stand_ins(cfg)
+    cfg = copy.deepcopy(cfg)
+    if (folder / "data").is_dir():  # the task names none of its own
+        cfg.task.path = str(folder / "data")
+        cfg.task.preferences_path = cfg.task.preferences_path or str(folder / "pairs")
+    model = cfg.model
+    model.base, model.policy = model.base or str(folder / "policy"), model.policy or str(folder / "policy")
+    model.reward = model.reward or str(folder / "reward")
+    for _, scorer in scorers(cfg):
+        if isinstance(scorer, RewardModelScorerConfig) and scorer.path and not is_local(scorer.path):
+            scorer.path = str(folder / "judge")
+    return cfg
+
+
+def stand_ins(cfg: Config) -> Path:
+    """The folder of the stand-ins for the task and the model of `cfg`, made if it is not there."""
+    digits = hashlib.sha256(repr((cfg.task, cfg.model.name in LLAMAS)).encode()).hexdigest()[:8]
+    folder = Path(cfg.cache_dir) / f"stand-ins-{cfg.task.name}-{digits}"
+    return made_once(folder, "stand-ins for models and data of the hub", partial(make, cfg))
+
+
+def make(cfg: Config, folder: Path) -> None:
+    """Write `data` and `pairs`, and the models `policy`, `reward` and `judge` with one tokenizer."""
+    task = copy.copy(cfg.task)
+    made = task.path is None and task.name in ROWS
+    if made:
+        task.path = str(folder / "data")
+        write_splits(folder / "data", ROWS[task.name], task)
+    pairs = read(task)
+    if made:
+        write_splits(folder / "pairs", lambda rng: preference(rng, pairs))
+    tokenizer = make_tokenizer([text for pair in pairs for text in pair])
+    config = architecture(cfg.model.name in LLAMAS, tokenizer)
+    make_policy(config, tokenizer, pairs, folder / "policy")
+    for seed, name in enumerate(("reward", "judge")):
+        make_reward_model(config, tokenizer, seed, folder / name)
+
+
+def tldr_row(rng: random.Random) -> Row:
+    """A post and its summary."""
+    who, where, how = (
+        rng.choice(("friend", "sister", "boss")),
+        rng.choice(("paris", "rome")),
+        rng.choice(MOODS),
+    )
+    post = f"My {who} moved to {where} last week. I am {how} about it."
+    return {
+        "query": f"SUBREDDIT: r/advice\n\nTITLE: My {who}\n\nPOST: {post}\n\nTL;DR:",
+        "reference_response": f" my {who} left for {where}, I am {how}.<|endoftext|>",
+    }
+
+
+def gsm8k_row(rng: random.Random) -> Row:
+    """A problem and its worked answer."""
+    a, b = rng.randint(1, 4), rng.randint(1, 4)
+    return {
+        "question": f"Anna has {a} apples and buys {b} more. How many has she now?",
+        "answer": f"{a} + {b} = {a + b}\n#### {a + b}",
+    }
+
+
+def chat_row(rng: random.Random) -> Row:
+    """A dialogue, with or without a system prompt."""
+    what, how = rng.choice(("tea", "bread", "soup")), rng.choice(MOODS)
+    turns = [
+        ("user", f"I am {how}. What do I need for {what}?"),
+        ("assistant", f"Water, and some time for {what}."),
+    ]
+    if rng.random() < 0.5:
+        turns.insert(0, ("system", "You are a cook."))
+    return {
+        "prompt": turns[-2][1],
+        "prompt_id": f"{rng.getrandbits(64):016x}",
+        "messages": [{"role": role, "content": content} for role, content in turns],
+        "category": "Open QA",
+    }
+
+
+MOODS = ("sad", "happy", "tired")
+
+
+ROWS: dict[str, Callable[[random.Random], Row]] = {"tldr": tldr_row, "gsm8k": gsm8k_row, "chat": chat_row}
+
+
+def preference(rng: random.Random, pairs: list[Pair]) -> Row:
+    """A prompt with its reference as the chosen, and another's as the rejected response."""
+    prompt, chosen = rng.choice(pairs)
+    rejected = rng.choice([answer for _, answer in pairs if answer != chosen])
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def write_splits(folder: Path, row: Callable[[random.Random], Row], task: TaskConfig | None = None) -> None:
+    """Write a file of rows for each split, under the name that `task` has for it."""
+    folder.mkdir(parents=True)
+    for split, size in SIZES.items():
+        rng = random.Random(split)
+        name = task.validation_split if split == "validation" and isinstance(task, ChatConfig) else split
+        lines = (json.dumps(row(rng)) for _ in range(size))
+        (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def read(task: TaskConfig) -> list[Pair]:
+    """The first training examples as the task gives them."""
+    rows = task.source().prompts("train")
+    rows = rows.select(range(min(KNOWN_ROWS, len(rows))))
+    return list(zip(rows["query"], rows["reference_response"], strict=True))
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """One token a word of `texts`."""
+    from rlhf.tasks.word_tokenizer import SPECIAL, word_tokenizer
+
+    words = {word for text in texts for word in re.findall(WORDS, text)}
+    return word_tokenizer(sorted(words - set(SPECIAL)), WORDS)
+
+
+def architecture(llama: bool, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    """The config of a model of some 100,000 parameters; heads are as wide as vLLM takes them."""
+    from transformers import GPTNeoXConfig, LlamaConfig
+
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "max_position_embeddings": POSITIONS,
+        "bos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return LlamaConfig(**sizes, num_key_value_heads=1) if llama else GPTNeoXConfig(**sizes)
+
+
+def make_policy(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair], folder: Path
+) -> None:
+    """Write a causal LM that has seen `pairs` for a few steps, and the tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    texts = [prompt + answer.removesuffix(tokenizer.eos_token) for prompt, answer in pairs[: SIZES["train"]]]
+    rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
+    batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_reward_model(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path
+) -> None:
+    """Write a sequence classifier with random weights, and the tokenizer."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

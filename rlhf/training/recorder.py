@@ -1,0 +1,142 @@
+"""Gathers the figures of an update, and writes them as one row to every logger when the update ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rlhf.core.batch import Batch
+from rlhf.core.metrics import How, Stat, Timer, mean, merge
+from rlhf.training.invariants import EXPECTED, broken_invariants
+
+if TYPE_CHECKING:
+    from rlhf.core.batch import Rollouts
+    from rlhf.core.metrics import Evaluation, Metrics, Row
+    from rlhf.core.state import TrainState
+    from rlhf.engines.engine import Engine
+    from rlhf.generators.generator import Generator
+    from rlhf.loggers.logger import Logger
+
+
+PHASES = ("wait", "score", "annotate", "train", "sync")  # together, an update
+
+
+class Recorder:
+    """One row an update, of means over everything since the row before.
+
+    Args:
+        log_every: updates (a fraction of the run below 1) between rows.
+        metric: the evaluation figure whose best value the state keeps.
+        tolerance: of the invariants that hold at the first update, by dtype.
+        expected: names of those that are to hold.
+    """
+
+    def __init__(
+        self, log_every: float, metric: str, tolerance: float, expected: Iterable[str] = EXPECTED
+    ) -> None:
+        self.loggers: list[Logger] = []
+        self.generator: Generator | None = None
+        self.log_every = log_every
+        self.metric = metric
+        self.tolerance = tolerance
+        self.timer = Timer()
+        self.unchecked = set(expected)  # invariants of the first step, not seen yet
+        self.figures: Metrics = {}
+        self.first: Row = {}  # figures of the evaluation before training
+        self.evaluated: Row = {}  # figures of the last evaluation
+
+    def open(self, loggers: list[Logger], generator: Generator | None = None) -> None:
+        """Send rows to `loggers` from now on, with what `generator` says of itself."""
+        self.loggers = loggers
+        self.generator = generator
+
+    def add(self, figures: Metrics) -> None:
+        """Add figures to the row in the making; the very first of the invariants' figures are checked."""
+        seen = {
+            name: value
+            for name in self.unchecked & figures.keys()
+            if (value := figures[name].value()) is not None
+        }
+        self.unchecked -= seen.keys()
+        for text in broken_invariants(seen, self.tolerance):
+            self.warn(text)
+        merge(self.figures, figures)
+
+    def flush(self, state: TrainState, rollouts: Rollouts, engine: Engine) -> None:
+        """End an update: add its times, and write the row if one is due."""
+        times = self.timer.drain()
+        seconds = sum(float(times[f"time/{phase}_s"].total) for phase in PHASES if f"time/{phase}_s" in times)
+        tokens = float(rollouts.response_mask.sum())
+        state.wall_s += seconds
+        self.add(times)
+        if self.generator is not None:
+            self.add(self.generator.figures())
+        if isinstance(rollouts, Batch):
+            self.add({"time/annotate_ahead_s": Stat(rollouts.annotate_ahead_s, 1.0, How.sum)})
+        if rollouts.token_versions is not None:
+            lag = state.lag + rollouts.version - rollouts.token_versions
+            self.add({"mismatch/token_lag": mean(lag, rollouts.response_mask)})
+        self.add(
+            {
+                "time/generate_s": Stat(rollouts.generate_s, 1.0, How.sum),
+                "time/update_s": Stat(seconds, 1.0, How.sum),
+                "throughput/episodes_per_s": Stat(float(rollouts.episodes), seconds),
+                "throughput/tokens_per_s": Stat(tokens, seconds),
+                "memory/peak_gib": Stat(engine.peak_gib(), 1.0, How.max),
+            }
+        )
+        # Numbers from here on: a row that spans a checkpoint then adds up the same after a resume.
+        self.figures = {name: stat.plain() for name, stat in self.figures.items()}
+        if state.due(self.log_every, at_end=True):
+            row = state.position()
+            for name, stat in self.figures.items():
+                value = stat.value()
+                if value is None:
+                    continue
+                if math.isfinite(value):
+                    row[name] = value
+                else:
+                    self.warn(f"{name} is {value} at update {state.update}; it is left out of the row")
+            self.figures = {}
+            for logger in self.loggers:
+                logger.log(row, state)
+
+    def evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
+        """Write a row of evaluation figures, and its completions."""
+        self.evaluated = evaluation.figures
+        if state.update == 0:
+            self.first = evaluation.figures
+        value = evaluation.figures.get(self.metric)
+        if value is not None and (state.best is None or value > state.best):
+            state.best = value
+        for logger in self.loggers:
+            logger.evaluation({**state.position(), **evaluation.figures}, evaluation, state)
+        self.timer.drain()  # an evaluation is no part of an update
+
+    def warn(self, text: str) -> None:
+        """Say something that the user must see, on every logger."""
+        for logger in self.loggers:
+            logger.warn(text)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The row in the making and the last evaluation, as plain numbers."""
+        figures = {
+            name: [stat.total, stat.count, stat.how.value, stat.squares]
+            for name, stat in self.figures.items()
+        }
+        return {"figures": figures, "first": self.first, "evaluated": self.evaluated}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on with the row that `saved` had begun."""
+        self.figures = {
+            name: Stat(total, count, How(how), squares)
+            for name, (total, count, how, squares) in saved["figures"].items()
+        }
+        self.first, self.evaluated = saved["first"], saved["evaluated"]
+        self.unchecked = set()  # the first step was in an earlier session
+
+    def close(self) -> None:
+        """Close every logger."""
+        for logger in self.loggers:
+            logger.close()

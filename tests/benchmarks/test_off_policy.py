@@ -1,0 +1,77 @@
+"""The off-policy study: fair runs, what it reads of them, what it leaves alone in its document."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import off_policy
+from benchmarks.off_policy import ALGORITHMS, MARKS, MINIBATCHES, SEEDS, STEP, SWEEPS, Setting
+from rlhf.core.errors import UserError
+from tests.docs.snapshots import objects
+from tests.report.test_report import write_run
+
+SWEPT = ("algo=", "seed=", "schedule.minibatches=", "hydra")
+
+
+def study(folder, skip=()):
+    """Runs of two algorithms; N loses a hundredth of the final win-rate for each minibatch."""
+    for seed in SEEDS:
+        for algorithm in ("dpo", "ppo"):
+            for n, lag in ((1, 0), (32, 0), (1, 1)):
+                settings = {"algo.name": algorithm, "schedule.minibatches": n, "schedule.max_lag": lag}
+                won = (0.8 - 0.01 * n + 0.04 * seed) / 4  # an update, of which there are 4
+                write_run(folder / f"{algorithm}-{n}-{lag}-{seed}", seed=seed, won=won, **settings)
+    return folder
+
+
+def test_all_runs_have_equally_many_episodes_and_steps_of_one_size():
+    for algorithm in ALGORITHMS:
+        for n in (MINIBATCHES[0], MINIBATCHES[-1]):
+            words = [word for word in SWEEPS[0] if not word.startswith(SWEPT)]
+            cfg = objects(*words, f"algo={algorithm}", f"schedule.minibatches={n}")
+            assert cfg.schedule.prompts_per_update == STEP * n
+            assert cfg.num_updates() * n == 64 and cfg.episodes_per_update == 2 * STEP * n
+        lagging = objects(*(word for word in SWEEPS[1] if not word.startswith(SWEPT)), f"algo={algorithm}")
+        alone = objects(*words, f"algo={algorithm}", "schedule.minibatches=1", "schedule.max_lag=1")
+        assert replace(lagging, generator=alone.generator) == alone, "but for processes and threads"
+
+
+def test_a_cell_is_the_mean_over_seeds_with_their_range(tmp_path):
+    cells = off_policy.read(study(tmp_path))
+    assert [run.seed for run in cells[Setting("dpo", 32)]] == [1, 2]
+    first, *_ = off_policy.tables(cells).split("\n\n")
+    heading, _, dpo, *_, bok = first.splitlines()
+    assert heading == "| Gold win-rate | 1 | 2 | 4 | 8 | 16 | 32 | 1, lag 1 |"
+    assert dpo == "| `dpo` | 0.850 (0.830, 0.870) |  |  |  |  | 0.540 (0.520, 0.560) | 0.850 (0.830, 0.870) |"
+    assert bok == "| `bok` |  |  |  |  |  |  |  |"
+    assert off_policy.cell(cells[Setting("dpo", 32)][:1], "eval/win_rate", 3) == "0.520"
+
+
+def test_a_run_that_is_not_finished_is_not_read_and_one_too_many_is_refused(tmp_path):
+    folder = study(tmp_path)
+    write_run(folder / "open", finished=False, **{"schedule.minibatches": 2})
+    assert Setting("dpo", 2) not in off_policy.read(folder)
+    write_run(folder / "other", **{"schedule.minibatches": 1, "optim.lr": 0.1})
+    with pytest.raises(UserError, match="one run of a setting and seed"):
+        off_policy.read(folder)
+
+
+def test_the_document_keeps_what_is_written_by_hand(tmp_path, monkeypatch, capsys):
+    document, figure = tmp_path / "off_policy.md", tmp_path / "off_policy.png"
+    document.write_text(f"# Title\n{MARKS[0]}\nstale\n{MARKS[1]}\n\nA reading.\n")
+    for name, value in (("DOCUMENT", document), ("FIGURE", figure), ("OUTPUTS", study(tmp_path / "runs"))):
+        monkeypatch.setattr(off_policy, name, value)
+    off_policy.main(["--draw"])
+    text = document.read_text()
+    assert text.startswith("# Title\n") and text.endswith("\n\nA reading.\n") and "stale" not in text
+    assert "12 of 56 runs" in text and "python -m rlhf.train -m sweep=minibatches" in text
+    assert "| `dpo` |" in capsys.readouterr().out
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    off_policy.main(["--draw"])
+    assert document.read_text() == text, "the same again"
+    with pytest.raises(UserError, match="must hold"):
+        off_policy.fill("no marks", "text")
+
+
+def test_the_document_has_its_marks():
+    assert off_policy.fill(off_policy.DOCUMENT.read_text(), "text")

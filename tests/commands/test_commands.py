@@ -1,0 +1,235 @@
+"""The words of evaluate, relabel and pipeline: mistakes are told with their remedy, before torch is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.compose import compose
+from rlhf.config.saved import load_config
+from rlhf.runs.folder import RunFolder
+from rlhf.stages import chain as pipeline
+from rlhf.stages import evaluation as evaluate
+from rlhf.stages import prerequisites as pipeline__prerequisites
+from rlhf.stages import relabelling as relabel
+
+COMMANDS = {"evaluate": evaluate, "relabel": relabel, "pipeline": pipeline}
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """The folder of a finished run of zero2, with a checkpoint that four ranks wrote."""
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(compose(["backend=zero2"]))
+    folder.write_state({"update": 2, "episode": 32, "finished": True, "result": {}})
+    checkpoint = folder.path / "checkpoint-1"
+    checkpoint.mkdir()
+    (checkpoint / "COMPLETE").write_text("{}")
+    (checkpoint / "ranks.json").write_text('{"ranks": 4}')
+    return folder.path
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path, run):
+    """`call("evaluate", "run={run}")` is the command with these words: its exit code and what it says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+
+    def answer(name: str, *words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *(word.format(run=run) for word in words)])
+        code = 0
+        try:
+            COMMANDS[name].main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return answer
+
+
+MISTAKES = [
+    ("evaluate", "", "run= must be given (folder of the run), got none; add run=<...>"),
+    ("evaluate", "runs=x", "did you mean run= by runs=?"),
+    ("evaluate", "run=nowhere", "run= must be the folder of a run, with its config.yaml (no such folder)"),
+    ("evaluate", "run=there", "(no config.yaml in it), got there"),
+    ("evaluate", "run={run} run={run}", "run= must be given once"),
+    ("evaluate", "run={run} split=train", "split= must be one of validation, test, got train"),
+    ("evaluate", "run={run} only=checkpoint-9", "only= must name what the run has (checkpoint-1, model)"),
+    ("evaluate", "run={run} algo.beta=1", "algo.beta must be something that an evaluation reads (eval, gen"),
+    ("evaluate", "run={run} task=arithmetic", "got task=arithmetic; leave it out"),
+    ("evaluate", "run={run} gold=facts", "got gold=facts; set scorer@gold=facts"),
+    ("evaluate", "run={run} eval.promts=9", "eval.promts must be a setting of eval"),
+    ("evaluate", "run={run} eval.prompts=many", "eval.prompts must be a whole number, got 'many'"),
+    ("evaluate", "run={run} eval.prompts=0", "eval.prompts must be >= 1 (held-out examples), got 0"),
+    ("evaluate", "run={run} eval.prompts=1,2", "eval.prompts must be set to one value"),
+    ("evaluate", "run={run} +eval.prompts=1", "must be set to one value"),
+    ("evaluate", "run={run} generator=vlm", "did you mean generator=vllm?"),
+    ("evaluate", "run={run} generator=dataset", "generator must be one of hf, vllm, vllm_colocated, got 'da"),
+    ("evaluate", "run={run} scorer@gold=reward_model", "gold.path must name a reward model"),
+    ("evaluate", "run={run} -m", "-m must not be given"),
+    ("evaluate", "run={run}", "ranks must be 4 to evaluate checkpoint-1 (backend=zero2 has divided it among"),
+    ("relabel", "", "output= must be given (folder of the data set that is made)"),
+    ("relabel", "output=x algo=dpo", "algo must not be chosen (nothing is trained here)"),
+    ("relabel", "output=x", "task.preferences_path must name the pairs for task=tldr_mini"),
+    ("relabel", "output=x task.preferences_path=no", "task.preferences_path must be a folder"),
+    ("relabel", "output=x task=preferences task.path=no model.policy=a/b", "task.path must be a folder"),
+    ("relabel", "output=x scorer@gold=none", "scorer@gold must be a scorer that judges"),
+    ("relabel", "output=x push_to=name", "push_to= must be <owner>/<name>"),
+    ("relabel", "output=x push_to=me/it", "push_to= needs a token in the environment variable HF_TOKEN"),
+    ("pipeline", "algo=sft", "algo must be one that trains a policy"),
+    ("pipeline", "algo.beat=1", "did you mean algo.beta?"),
+    ("pipeline", "resume=never", "resume must be auto (the chain goes on where it was ended), got never"),
+    ("pipeline", "task=tldr", "model.base must name the model that the SFT stage starts from"),
+    ("pipeline", 'stages.sft=["algo.beta=1"]', "needs: algo.beta must be a setting of algo=sft"),
+    ("pipeline", 'stages.reward=["optim.lr=-1"]', "in the stage algo=reward that this run needs: optim.lr"),
+    ("pipeline", "task=gsm8k model=rho_1b task.path=no", "task.path must be a folder"),
+    ("pipeline", "split=train", "split= must be one of validation, test"),
+    ("pipeline", "push_to=me/it", "push_to= needs a token in the environment variable HF_TOKEN"),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "said"), MISTAKES, ids=lambda text: str(text)[:50])
+def test_a_mistake_is_told_with_exit_code_2(call, tmp_path, name, words, said):
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = call(name, *words.split())
+    assert code == 2 and "error: " in err and said in err, err
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is made"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_task_of_a_slurm_job_is_a_rank_in_every_command(call, monkeypatch, name):
+    named = []
+    monkeypatch.setattr("rlhf.launch.slurm.name_rank", lambda: named.append(name))
+    call(name, "-m")
+    assert named == [name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_tells_every_word_of_the_command(call, name):
+    code, out, _ = call(name, "--help")
+    assert code == 0 and out.startswith(f"usage: python -m rlhf.{name} ")
+    assert all(f"  {word}=" in out for word in COMMANDS[name].COMMAND.own)
+    assert max(map(len, out.splitlines())) <= 110
+
+
+def test_mistakes_are_told_before_torch_is_imported(tmp_path, run):
+    calls = [(name, words.format(run=run).split()) for name, words, _ in MISTAKES[::3]]
+    script = (
+        "import json, sys, importlib\n"
+        "for name, words in json.loads(sys.argv[1]):\n"
+        "    sys.argv = [name, *words]\n"
+        "    try:\n"
+        "        importlib.import_module('rlhf.' + name).main()\n"
+        "    except SystemExit as stop:\n"
+        "        assert stop.code == 2\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'vllm', 'deepspeed'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(calls)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_a_run_with_an_option_of_a_package_that_is_not_installed_is_told_of(call, run):
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("schema/algo@algo: dpo", "schema/algo@algo: reinforce_mean"))
+    code, _, err = call("evaluate", "run={run}")
+    assert (
+        code == 2 and "algo must be an option that is installed here" in err and "got reinforce_mean" in err
+    )
+
+
+# -- what the words mean ---------------------------------------------------------------------------
+
+
+def test_words_change_the_settings_of_the_run_and_no_others(run):
+    folder = RunFolder(run)
+    before = load_config(folder.config)
+    cfg = evaluate.changed(
+        folder, ["generator=vllm", "generator.memory=0.3", "eval.prompts=7", "gold.weight=1"]
+    )
+    assert cfg.generator.name == "vllm" and cfg.generator.memory == 0.3 and cfg.eval.prompts == 7
+    assert cfg.generator.response_length == before.generator.response_length == 40
+    assert (cfg.algo, cfg.model, cfg.task, cfg.gold) == (before.algo, before.model, before.task, before.gold)
+    assert evaluate.changed(folder) == before
+
+
+def test_a_judge_is_chosen_with_its_own_settings(run, tmp_path):
+    judge = tmp_path / "judge.py"
+    judge.write_text("def brief(prompt, response, reference): return -len(response)\n")
+    cfg = evaluate.changed(RunFolder(run), ["scorer@gold=function", f"gold.path={judge}:brief"])
+    assert cfg.gold.name == "function" and cfg.gold.path == f"{judge}:brief"
+
+
+@pytest.mark.parametrize("word", ["eval.prompts=7", "eval.temperature=0.5", "generator=vllm", "seed=3"])
+def test_what_changes_figures_makes_another_evaluation(run, word):
+    folder = RunFolder(run)
+    before = evaluate.fingerprint(evaluate.changed(folder), "validation")
+    assert evaluate.fingerprint(evaluate.changed(folder, [word]), "validation") != before
+    assert evaluate.fingerprint(evaluate.changed(folder), "test") != before
+
+
+@pytest.mark.parametrize("word", ["eval.samples=0", "progress=off", "backend.threads=1"])
+def test_what_changes_no_figure_makes_the_same_evaluation(run, word):
+    folder = RunFolder(run)
+    before = evaluate.fingerprint(evaluate.changed(folder), "validation")
+    assert evaluate.fingerprint(evaluate.changed(folder, [word]), "validation") == before
+
+
+STORED = ["task=tldr", "model=pythia_410m"]
+
+
+def stages(*words: str) -> list[str]:
+    cfg, named = pipeline.config_of(list(words))
+    chain = pipeline.embedded_chain(cfg) if cfg.task.embedded else pipeline.stored_chain(cfg, named)
+    return [link.name for link in chain[1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ([], ["SFT model", "preference pairs", "reward model"]),
+        (["task=arithmetic"], ["SFT model"]),
+        (["scorer=facts"], ["SFT model"]),
+        (["generator=dataset"], ["SFT model", "preference pairs"]),
+        (STORED, ["SFT model", "preference pairs", "reward model"]),
+        ([*STORED, "model.policy=me/sft"], ["preference pairs", "reward model"]),
+        ([*STORED, "model.reward=me/rm"], ["SFT model"]),
+        ([*STORED, "scorer@gold=none"], ["SFT model", "reward model"]),
+        (["task=gsm8k", "model=rho_1b"], ["SFT model"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_the_chain_has_the_stages_that_the_run_needs(words, names):
+    assert stages(*words) == names
+
+
+def test_each_stage_reads_what_the_one_before_it_made(monkeypatch):
+    cfg, named = pipeline.config_of([*STORED, "model.lora.rank=8", "backend=zero2", "gold.path=me/judge"])
+    made = []
+    monkeypatch.setattr(pipeline, "train", lambda cfg, folder: made.append(cfg))
+    cfg, (sft, pairs, reward) = pipeline.stored_chain(cfg, named)
+    sft.make(), reward.make()
+    assert made[0].model.base == "EleutherAI/pythia-410m-deduped" and made[0].model.policy is None
+    assert made[1].model.policy == cfg.model.policy == str(sft.folder / "model")
+    assert made[1].task.preferences_path == str(pairs.folder) and cfg.task.preferences_path is None
+    assert cfg.model.reward == str(reward.folder / "model")
+    assert [made[0].algo.name, made[1].algo.name] == ["sft", "reward"]
+    assert {one.backend.name for one in made} == {"zero2"} and {one.model.lora.rank for one in made} == {8}
+    assert {one.gold.path for one in made} == {"me/judge"}
+    assert sft.folder.name.startswith("tldr-pythia_410m-sft-dataset-lag0-seed0-")
+
+
+def test_overrides_of_a_stage_are_its_own():
+    words = [*STORED, "backend.micro_batch=8", 'stages.sft=["optim.lr=2e-5","backend.micro_batch=4"]']
+    cfg, _ = pipeline.config_of(words)
+    sft, reward = pipeline__prerequisites.stage(cfg, "sft"), pipeline__prerequisites.stage(cfg, "reward")
+    assert (sft.optim.lr, sft.backend.micro_batch) == (2e-5, 4)
+    assert (reward.optim.lr, reward.backend.micro_batch) == (1e-5, 8)

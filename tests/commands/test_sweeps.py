@@ -1,0 +1,131 @@
+"""Sweeps: what is missing is started, what fails is listed and stops nothing else."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from rlhf.core.errors import RunError, UserError
+from tests.commands.test_jobs import fail, finish, run_folders
+
+
+def test_what_is_finished_is_not_even_started(command):
+    command("-m", "seed=1,2", during=finish)
+    answer = command("-m", "seed=1,2,3")
+    assert [cfg.seed for cfg, _ in answer.runs] == [3]
+    assert answer.out.count("finished already") == 2 and answer.out.count("job ") == 1
+
+
+def test_resume_never_starts_what_is_finished(command):
+    command("-m", "seed=1,2", during=finish)
+    assert len(command("-m", "seed=1,2", "resume=never").runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (UserError("model.policy must fit"), 2, "model.policy must fit"),
+        (RunError("the loss was nan"), 1, "the loss was nan"),
+        (ArithmeticError("of our making"), 1, "ArithmeticError: of our making"),
+    ],
+)
+def test_jobs_that_fail_are_listed_at_the_end_and_the_others_are_kept(command, tmp_path, error, code, text):
+    def during(cfg, folder):
+        if cfg.seed == 2:
+            raise error
+        return finish(cfg, folder)
+
+    answer = command("-m", "seed=1,2,3", during=during)
+    assert answer.code == code and [cfg.seed for cfg, _ in answer.runs] == [1, 2, 3]
+    folder = answer.runs[1][1].path.name
+    listed = answer.err.partition("error: 1 of 3 jobs failed; the others are kept")[2].splitlines()
+    assert listed[1:] == [f"  - seed=2: {text}", f"    outputs/{folder}"]
+    assert ("Traceback" in answer.err) == isinstance(error, ArithmeticError)
+
+    again = command("-m", "seed=1,2,3", during=finish)
+    assert again.code == 0 and [cfg.seed for cfg, _ in again.runs] == [2]
+
+
+def test_errors_of_both_kinds_are_not_the_users_alone_to_mend(command):
+    def during(cfg, folder):
+        raise UserError("mend it") if cfg.seed == 1 else RunError("it stopped")
+
+    assert command("-m", "seed=1,2", during=during).code == 1
+
+
+def test_batches_after_one_that_failed_are_run_too(command):
+    answer = command("-m", "seed=1,2,3", "hydra.sweeper.max_batch_size=1", during=fail(RunError("stopped")))
+    assert answer.code == 1 and [cfg.seed for cfg, _ in answer.runs] == [1, 2, 3]
+
+
+def test_jobs_that_share_their_folder_are_one_run(command, tmp_path):
+    answer = command("-m", "generator.threads=1,2", "seed=1", during=finish)
+    assert answer.code == 0 and len(answer.runs) == len(run_folders(tmp_path)) == 1
+    assert "generator.threads=2: the same run as generator.threads=1" in answer.out
+
+
+def test_ctrl_c_ends_a_sweep_and_what_failed_before_is_told(command):
+    def during(cfg, folder):
+        raise RunError("it stopped") if cfg.seed == 1 else KeyboardInterrupt
+
+    answer = command("-m", "seed=1,2,3", "hydra.sweeper.max_batch_size=1", during=during)
+    assert answer.code == 130 and [cfg.seed for cfg, _ in answer.runs] == [1, 2]
+    assert "it stopped" in answer.err and answer.err.endswith("interrupted\n")
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "local"])
+def test_a_launcher_that_is_given_finished_runs_alone_submits_nothing(
+    command, launcher, monkeypatch, tmp_path
+):
+    command("-m", "seed=1,2", during=finish)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no sbatch
+    answer = command("-m", "seed=1,2", f"hydra/launcher={launcher}")
+    assert answer.code == 0 and answer.out.count("finished already") == 2
+
+
+def test_slurm_is_named_where_there_is_none(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    answer = command("-m", "seed=1", "hydra/launcher=slurm")
+    assert answer.code == 2 and not answer.runs
+    assert answer.err.startswith("error: hydra/launcher=slurm needs SLURM (sbatch is not found here)")
+
+
+def test_a_time_limit_that_leaves_no_time_is_refused(command):
+    limit = ["hydra.launcher.timeout_min=5", "hydra.launcher.signal_delay_s=300"]
+    answer = command("-m", "seed=1", "hydra/launcher=slurm", *limit)
+    assert answer.code == 2
+    assert "hydra.launcher.timeout_min must be longer than hydra.launcher.signal_delay_s" in answer.err
+
+
+def test_optuna_maximises_and_goes_on_when_a_trial_fails(command, tmp_path):
+    tried = []
+
+    def during(cfg, folder):
+        tried.append(cfg.optim.lr)
+        if len(tried) == 2:
+            raise RunError("it stopped")
+        folder.write_state({"finished": True, "result": {"eval/win_rate": cfg.optim.lr}})
+        return cfg.optim.lr
+
+    words = ["-m", "hydra/sweeper=search", "hydra.sweeper.n_trials=4", "optim.lr=interval(0.0001,0.01)"]
+    answer = command(*words, during=during)
+    assert answer.code == 1 and "1 of 4 jobs failed" in answer.err and len(tried) == 4
+    best = (tmp_path / "outputs" / "optimization_results.yaml").read_text()
+    assert str(max(lr for lr in tried if lr != tried[1])) in best
+
+    shutil.rmtree(answer.runs[1][1].path)
+    again = command(*words, during=during)
+    assert again.out.count("finished already") >= 1, (
+        "the same seed proposes the same runs, until results differ"
+    )
+
+
+@pytest.mark.parametrize(
+    ("interval", "code", "text"), [("1e-4,1e-2", 1, "it stopped"), ("-2,-1", 2, "optim.lr must be > 0")]
+)
+def test_a_search_in_which_every_trial_fails_lists_them(command, interval, code, text):
+    words = ["-m", "hydra/sweeper=search", "hydra.sweeper.n_trials=2", f"optim.lr=interval({interval})"]
+    answer = command(*words, during=fail(RunError("it stopped")))
+    assert answer.code == code and len(answer.runs) == (2 if code == 1 else 0)
+    assert answer.err.partition("error: 2 of 2 jobs failed")[2].count(text) == 2, answer.err

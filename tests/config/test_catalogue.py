@@ -1,0 +1,112 @@
+"""Every option of every group, and every experiment, composes into its schema, and --help tells of it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from rlhf.checks.check import typed
+from rlhf.config.catalogue import KEYS, all_keys, conf_dir, groups, options
+from rlhf.config.identity import run_name
+from rlhf.config.root import Config
+from rlhf.config.schema import SCHEMAS
+
+ROOT = Path(__file__).parents[2]
+CHOICES = [(group, option) for group in groups() for option in options(group)]
+
+
+def compose(*overrides: str) -> Config:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = OmegaConf.to_object(hydra.compose("config", list(overrides)))
+    assert isinstance(cfg, Config)
+    return cfg
+
+
+@pytest.mark.parametrize(("group", "option"), CHOICES, ids=[f"{group}={option}" for group, option in CHOICES])
+def test_option_composes(group, option):
+    cfg = compose(f"{group}={option}")
+    section = getattr(cfg, group, None)
+    if section is not None and hasattr(section, "name") and group != "scorer":
+        assert section.name == option
+    assert run_name(cfg)
+
+
+@pytest.mark.parametrize("option", options("scorer"))
+def test_every_scorer_serves_as_judge(option):
+    schema = re.search(
+        r"/schema/scorer@_here_: (\w+)", (conf_dir() / "scorer" / f"{option}.yaml").read_text()
+    )
+    assert schema and compose(f"scorer@gold={option}").gold.name == schema[1]
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["algo=sft"], ["algo=reward"], ["generator=dataset"], ["debug=tiny"]]
+)
+def test_the_runs_of_the_readme_are_sound(overrides):
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        typed(hydra.compose("config", overrides))
+
+
+def test_stored_completions_bring_their_labels():
+    assert compose("algo=sft").generator.name == "dataset"
+    assert [compose(word).scorer.name for word in ("algo=sft", "algo=reward", "generator=dataset")] == [
+        "labels"
+    ] * 3
+    assert compose("generator=dataset", "scorer=reward_model").scorer.name == "reward_model"
+
+
+def test_several_loggers_at_once():
+    logger = compose("logger=[wandb,tensorboard]", "logger.wandb.mode=offline").logger
+    assert logger.wandb is not None and logger.wandb.mode == "offline" and logger.tensorboard is not None
+    assert compose("logger=wandb").logger.tensorboard is None
+    assert compose().logger.wandb is None
+
+
+def test_tuned_values_are_for_the_embedded_models_and_the_papers_for_the_rest():
+    assert compose().optim.lr != 3e-6
+    assert compose("~tuned").optim.lr == 3e-6
+    assert compose("model=pythia_410m").optim.lr == 3e-6
+    assert compose("model=pythia_410m", "algo=sft").optim.lr == 1e-5
+
+
+def test_every_schema_has_an_option_and_every_option_a_first_line():
+    used = {
+        f"schema/{group}/{name}"
+        for file in conf_dir().rglob("*.yaml")
+        for group, name in re.findall(r"/schema/(\w+)@\w+: (\w+)", file.read_text())
+    }
+    assert set(SCHEMAS) == used
+    assert all(options(group)[option] for group, option in CHOICES)
+
+
+def test_help_tells_every_group_option_and_shown_key(command):
+    answer = command("--help")
+    assert answer.code == 0 and "$" not in answer.out
+    assert max(map(len, answer.out.splitlines())) <= 110
+    for group, option in CHOICES:
+        assert re.search(rf"^  {group}$", answer.out, re.M) and re.search(
+            rf"^    {option}\b", answer.out, re.M
+        )
+    for key in KEYS:
+        assert key in answer.out
+    assert {key for key in KEYS if "@" not in key} <= set(all_keys())
+
+
+def test_help_tells_options_of_ones_own(command, own_conf):
+    assert "fine of the tests" in command("--config-dir", str(own_conf), "--help").out
+
+
+def test_a_wheel_carries_every_package_and_conf():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {
+        ".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "rlhf").rglob("__init__.py")
+    }
+    assert set(project["packages"]) == packages | {"rlhf.conf"}
+    assert project["package-dir"] == {"rlhf.conf": "conf"} and project["package-data"]["rlhf.conf"] == [
+        "**/*.yaml"
+    ]

@@ -1,0 +1,37 @@
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource
+import torch
+from rlhf.core.heap import keep_freed
+
+torch.set_num_threads(1)
+keep_freed()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    before = faults()
+    held = [torch.zeros(20 * 2**18) for _ in range(5)]  # 20 MiB each
+    del held
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap can be told")
+def test_what_tensors_gave_back_is_there_for_the_next_unless_the_environment_says_otherwise():
+    pages = {}
+    for said in ("", "MALLOC_TRIM_THRESHOLD_"):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        done = subprocess.run(
+            [sys.executable, "-c", FAULTS],
+            env={**environment, said: str(2**17)} if said else environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        pages[said] = int(done.stdout)
+    assert pages[""] < 1000 < 20000 < pages["MALLOC_TRIM_THRESHOLD_"]

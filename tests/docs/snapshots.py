@@ -1,0 +1,113 @@
+"""What recipes and sweeps resolve to, kept under snapshots/ so that a change of any value is seen.
+
+`make snapshots` (python -m tests.docs.snapshots) writes them anew; look at the difference before you
+commit it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf.config.catalogue import conf_dir, options
+from rlhf.config.root import Config
+
+FOLDER = Path(__file__).parent / "snapshots"
+RECIPES = sorted(options("experiment"))
+SWEEPS = sorted(options("sweep"))
+
+
+@cache
+def compose(*words: str, with_hydra: bool = False) -> DictConfig:
+    """The composed config of a command line, one for all who ask."""
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return hydra.compose("config", list(words), return_hydra_config=with_hydra)
+
+
+def leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested dictionaries, with its dotted key."""
+    if isinstance(tree, dict) and tree:
+        for name, below in tree.items():
+            yield from leaves(below, f"{key}.{name}".lstrip("."))
+    else:
+        yield key, tree
+
+
+def objects(*words: str) -> Config:
+    """The same as the objects of its sections."""
+    made = OmegaConf.to_object(compose(*words))
+    assert isinstance(made, Config)
+    return made
+
+
+def resolved(*words: str) -> dict[str, Any]:
+    """Every value that a command line resolves to, by its dotted key."""
+    plain = OmegaConf.to_container(compose(*words), resolve=True, enum_to_str=True)
+    return dict(leaves(plain))
+
+
+def header(group: str, name: str) -> dict[str, str]:
+    """What the first comments of an option say: Paper, Hardware, Time, Metric, Command."""
+    text = (conf_dir() / group / f"{name}.yaml").read_text()
+    return dict(re.findall(r"^# (\w+): +(.+)$", text, re.M))
+
+
+RELABELS = [name for name in RECIPES if " -m rlhf.relabel " in header("experiment", name)["Command"]]
+
+
+def jobs(sweep: str) -> list[list[str]]:
+    """The overrides of each run of a sweep with the recipe that its command names."""
+    words = header("sweep", sweep)["Command"].partition(" -m rlhf.train -m ")[2].split()
+    config = compose(*words, with_hydra=True)
+    choices = [
+        [f"{key}={v}" for v in values.split(",")] for key, values in config.hydra.sweeper.params.items()
+    ]
+    return [[*words, *chosen] for chosen in itertools.product(*choices)]
+
+
+def lines(values: dict[str, Any]) -> str:
+    """One value a line, as YAML."""
+    return "".join(f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+
+
+def of_recipe(name: str) -> str:
+    """The snapshot of a recipe."""
+    return lines(resolved(f"experiment={name}"))
+
+
+def of_sweep(name: str) -> str:
+    """The snapshot of a sweep: what differs from one run to another."""
+    runs = [resolved(*words) for words in jobs(name)]
+    changes = [key for key in runs[0] if any(run[key] != runs[0][key] for run in runs)]
+    return "\n".join(lines({key: run[key] for key in changes}) for run in runs)
+
+
+def snapshots() -> dict[Path, str]:
+    """Every snapshot by its file."""
+    return {
+        **{FOLDER / f"{name}.yaml": of_recipe(name) for name in RECIPES},
+        **{FOLDER / f"sweep_{name}.yaml": of_sweep(name) for name in SWEEPS},
+    }
+
+
+def main() -> None:
+    """Write them all, and take away those of recipes that are no more."""
+    FOLDER.mkdir(exist_ok=True)
+    found = snapshots()
+    for file in set(FOLDER.glob("*.yaml")) - set(found):
+        file.unlink()
+    for file, text in found.items():
+        file.write_text(text)
+    print(f"{len(found)} snapshots in {FOLDER}")
+
+
+if __name__ == "__main__":
+    main()

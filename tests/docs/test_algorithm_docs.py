@@ -1,0 +1,60 @@
+"""docs/algorithms.md names what there is, with the defaults that it has."""
+
+import re
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+
+import pytest
+
+from rlhf.checks.check import problems
+from rlhf.config import catalogue as options
+from rlhf.config.compose import compose
+from rlhf.config.schema import SCHEMAS
+
+DOCS = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+COMMANDS = re.findall(r"^    python -m rlhf\.train (.*)$", DOCS, re.M)
+ALGORITHMS = sorted(options.options("algo"))
+
+
+def table(heading: str) -> dict[str, list[str]]:
+    """The rows of the first table after a heading, by their first cell."""
+    lines = DOCS.partition(f"## {heading}\n")[2].partition("\n## ")[0].splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("| `")]
+    return {name.strip(" `"): [cell.strip() for cell in cells] for name, *cells in rows[1:]}
+
+
+@pytest.mark.parametrize("heading", ["Formulas", "Keys, needs, silence"])
+def test_every_algorithm_has_its_row(heading):
+    assert sorted(table(heading)) == ALGORITHMS
+
+
+def test_every_algorithm_has_a_command():
+    chosen = {words.split()[0] for words in COMMANDS}
+    assert chosen == {f"algo={name}" for name in ALGORITHMS}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_commands_pass_validation(words):
+    assert problems(compose(words.split())) == []
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_keys_and_defaults_are_those_of_the_section(algo):
+    section = SCHEMAS[f"schema/algo/{algo}"]()
+    own = table("Keys, needs, silence")[algo][0]
+    for key, default in re.findall(r"`(\w+)`(?: \(([^),:]+))?", own):
+        value = getattr(section, key)
+        value = value.value if isinstance(value, Enum) else value
+        if not default:
+            assert value is None
+        elif isinstance(value, bool | str):
+            assert str(value).lower() == default
+        else:
+            assert float(value) == float(default)
+
+
+def test_every_key_of_an_algorithm_is_described():
+    keys = {f.name for algo in ALGORITHMS for f in fields(SCHEMAS[f"schema/algo/{algo}"])}
+    named = set(re.findall(r"`(?:algo\.)?([a-z_]+)(?:=[\w.]+)?`", DOCS)) | {"name", "correction"}
+    assert keys - named == set()

@@ -1,0 +1,53 @@
+"""The commands of docs/pipeline.md and of the README are as the commands take them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.compose import compose
+from rlhf.runs.folder import RunFolder
+from rlhf.stages import chain as pipeline
+from rlhf.stages import evaluation as evaluate
+from rlhf.stages import relabelling as relabel
+
+ROOT = Path(__file__).parents[2]
+TEXT = "".join((ROOT / name).read_text() for name in ("README.md", "docs/pipeline.md"))
+COMMANDS = re.findall(r"python -m rlhf\.(evaluate|relabel|pipeline) ([^`\n]+)", TEXT)
+
+
+def words_of(typed: str, folder: Path) -> list[str]:
+    """The words of a command, with a folder or model of that name for what the reader is to fill in."""
+    typed = re.sub(r"outputs/<run name>", str(folder), typed)
+    typed = typed.replace("<hub name>", "me/pairs").replace("gold.path=<model>", "gold.path=me/judge")
+    return typed.replace("output=<folder>", f"output={folder}/new").replace("<folder>", str(folder)).split()
+
+
+@pytest.mark.parametrize(("name", "typed"), [c for c in COMMANDS if "..." not in c[1]])
+def test_a_command_of_the_docs_is_taken(tmp_path, name, typed):
+    folder = RunFolder(tmp_path)
+    folder.write_config(compose([]))
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    module = {"evaluate": evaluate, "relabel": relabel, "pipeline": pipeline}[name]
+    own, words = module.COMMAND.sorted(words_of(typed, tmp_path))
+    if name == "evaluate":
+        assert evaluate.run_folder(own["run"]) == folder
+        evaluate.changed(folder, words)
+    elif name == "relabel":
+        assert relabel.pairs_of(words).gold.name == "reward_model" and own["output"]
+    else:
+        pipeline.config_of(words)
+
+
+def test_there_are_commands_of_each(tmp_path):
+    assert {name for name, _ in COMMANDS} == {"evaluate", "relabel", "pipeline"} and len(COMMANDS) >= 9
+
+
+def test_every_figure_of_the_table_is_one_that_an_evaluation_has():
+    from rlhf.training import evaluators as evaluators
+
+    source = Path(evaluators.__file__).read_text()
+    docs = (ROOT / "docs" / "pipeline.md").read_text()
+    named = set(re.findall(r"`(eval/\w+?)(?:_low|_high)?`", docs))
+    assert named == set(re.findall(r'"(eval/\w+)"', source)) - {"eval/margin", "eval/reward"}

@@ -1,0 +1,551 @@
+"""Every recipe and every sweep: a sound run, with the paper's values, that says what it takes."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlhf.checks import check as validate
+from rlhf.checks import machine as hardware
+from rlhf.checks.check import typed
+from rlhf.config.root import Config
+from rlhf.core.machine import Machine
+from rlhf.memory import activations, model_size
+from rlhf.memory import plan as memory
+from rlhf.memory import uses as memory__uses
+from rlhf.stages import relabelling as relabel
+from tests.docs import snapshots
+from tests.docs.snapshots import FOLDER, RECIPES, RELABELS, SWEEPS, header, objects, resolved
+
+DOCS = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+
+# -- what the paper and its shipped recipes say, written down by hand ------------------------------
+# Batches are `micro x accumulation` on each GPU that trains: of pairs for dpo and reward, of responses for
+# ppo and rloo, of examples for sft, of best responses for bok.
+
+POLICIES = {"410m": "mnoukhov/pythia410m-sft-tldr", "1b": "mnoukhov/pythia1b-sft-tldr"}
+POLICIES |= {"2_8b": "mnoukhov/pythia2.8b-sft-tldr"}
+REWARDS = {"410m": "mnoukhov/pythia410m-rm-tldr6.9b", "1b": "mnoukhov/pythia1b-rm-tldr6.9b"}
+REWARDS |= {"2_8b": "mnoukhov/pythia2.8b-rm-tldr6.9b"}
+BASES = {"410m": "EleutherAI/pythia-410m-deduped", "1b": "EleutherAI/pythia-1b-deduped"}
+BASES |= {"2_8b": "EleutherAI/pythia-2.8b-deduped"}
+
+TLDR = {
+    "task.name": "tldr",
+    "task.prompts_name": "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
+    "task.preferences_name": "mnoukhov/"
+    "summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b",
+    "task.max_prompt_tokens": 512,
+    "gold.path": "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr",
+    "model.pad_token": "<|padding|>",
+    "eval.temperature": 0.01,
+    "schedule.minibatches": 1,
+    "schedule.epochs": 1,
+}
+ONLINE = {
+    "generator.temperature": 0.7,
+    "generator.response_length": 53,
+    "scorer.missing_eos_score": -1,
+    "optim.lr": 3e-6,
+    "optim.schedule": "linear",
+    "schedule.save_every": 0.25,
+    "schedule.eval_every": 0.2,  # five tables of samples
+}
+DPO = {"algo.loss_type": "sigmoid", "algo.beta": 0.1, "algo.samples_per_prompt": 2}
+PPO = {
+    "algo.samples_per_prompt": 1, "algo.kl_coef": 0.05, "algo.kl_in": "reward", "algo.gamma": 1,
+    "algo.lam": 0.95,
+    "algo.clip_low": 0.2, "algo.clip_high": 0.2, "algo.clip_value": 0.2, "algo.vf_coef": 0.1,
+}  # fmt: skip
+RLOO = {"algo.samples_per_prompt": 2, "algo.kl_coef": 0.05, "algo.clip_low": 0.2, "algo.clip_high": 0.2}
+ALONE = {"backend.name": "torch", "generator.name": "hf", "backend.ranks": 1, "schedule.max_lag": 0}
+COLOCATED = {**ALONE, "generator.name": "vllm_colocated", "generator.memory": 0.2}
+FOUR = {**ALONE, "backend.name": "zero2", "backend.ranks": 4}
+ASYNC = {"backend.name": "zero2", "generator.name": "vllm", "backend.ranks": 3, "schedule.max_lag": 1}
+BF16, FP16 = {"model.dtype": "bfloat16"}, {"model.dtype": "float16"}
+SUPERVISED = {
+    "optim.lr": 1e-5, "optim.schedule": "cosine", "schedule.total_epochs": 1, "schedule.eval_every": 0.2,
+    "generator.name": "dataset", "backend.name": "torch", "backend.ranks": 1,
+}  # fmt: skip
+
+GSM8K = {
+    "task.name": "gsm8k",
+    "task.prompts_name": "openai/gsm8k",
+    "task.template": "[MATH_TASK] Problem:\n{question}\n\nSolution:",
+    "model.policy": "realtreetune/rho-1b-sft-GSM8K",
+    "scorer.name": "answer",
+    "scorer.pattern": r"#### (\-?[0-9\.\,]+)",
+    "scorer.missing_eos_score": None,
+    "generator.temperature": 0.7,
+    "generator.response_length": 512,
+    "eval.temperature": 0.01,
+    "optim.lr": 3e-6,
+    "objective_metric": "eval/gold_score",  # the part of right answers; none can beat a reference
+    **BF16,
+}
+BEST_AND_WORST = {**DPO, "algo.samples_per_prompt": 4, "optim.max_grad_norm": 1.0}
+CHAT = {"task.name": "chat", "task.prompts_name": "HuggingFaceH4/no_robots", "model.name": "llama_8b", **BF16}
+CHAT |= {"model.base": "meta-llama/Llama-3.1-8B", "optim.schedule": "linear"}
+CHAT_DPO = {
+    **CHAT, "optim.lr": 8e-7, "generator.temperature": 0.7, "task.max_prompt_tokens": 512,
+    "generator.response_length": 1024, "algo.beta": 0.03, "scorer.missing_eos_score": -10,
+    "schedule.prompts_per_update": 256, "generator.name": "vllm", "backend.ranks": 7,
+    "schedule.total_episodes": 2 * 100_096,  # 100,000 prompts, rounded up to whole updates
+}  # fmt: skip
+
+
+def models(size: str) -> dict[str, Any]:
+    return {"model.base": BASES[size], "model.policy": POLICIES[size], "model.reward": REWARDS[size]}
+
+
+def batch(per: int, micro: int, accumulation: int, gpus: int = 1, samples: int = 1) -> dict[str, Any]:
+    """A batch of `per` sequences each (2: pairs) in our terms: `samples` of a prompt are counted apart."""
+    return {
+        "backend.micro_batch": per * micro,
+        "schedule.prompts_per_update": micro * accumulation * gpus // samples,
+    }
+
+
+def episodes(prompts: int, samples: int) -> dict[str, Any]:
+    return {"schedule.total_episodes": prompts * samples}
+
+
+FACTS: dict[str, dict[str, Any]] = {
+    "tldr_1b_sft": {**TLDR, **models("1b"), **SUPERVISED, **FP16, **batch(1, 8, 4)},
+    "tldr_2_8b_sft": {**TLDR, **models("2_8b"), **SUPERVISED, **FP16, **batch(1, 4, 8)},
+    "tldr_410m_reward": {
+        **TLDR,
+        **models("410m"),
+        **SUPERVISED,
+        **batch(2, 8, 8),
+        "schedule.save_every": 0.2,
+    },
+    "tldr_1b_reward": {
+        **TLDR,
+        **models("1b"),
+        **SUPERVISED,
+        **FP16,
+        **batch(2, 4, 4),
+        "schedule.save_every": 0.2,
+    },
+    "tldr_2_8b_reward": {
+        **TLDR,
+        **models("2_8b"),
+        **SUPERVISED,
+        **FP16,
+        **batch(2, 2, 8),
+        "schedule.save_every": 0.2,
+    },
+    "tldr_relabel": {
+        **TLDR,
+        **FP16,
+        "task.preferences_name": "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144",
+        "gold.batch_size": 64,
+        "backend.ranks": 1,
+    },
+    "tldr_410m_dpo_offline": {
+        **TLDR,
+        "optim.lr": 1e-6,
+        "optim.schedule": "cosine",
+        "algo.beta": 0.05,
+        "algo.name": "dpo",
+        "generator.name": "dataset",
+        "schedule.prompts_per_update": 16,
+        "generator.response_length": 128,
+    },
+    "tldr_410m_ppo": {
+        **TLDR,
+        **models("410m"),
+        **ONLINE,
+        **PPO,
+        **ALONE,
+        **FP16,
+        **batch(1, 8, 16),
+        **episodes(131_072, 1),
+    },
+    "tldr_410m_rloo": {
+        **TLDR,
+        **models("410m"),
+        **ONLINE,
+        **RLOO,
+        **ALONE,
+        **batch(1, 16, 8, samples=2),
+        **episodes(65_536, 2),
+    },
+    "tldr_410m_bok": {
+        **TLDR,
+        **models("410m"),
+        **ONLINE,
+        **ALONE,
+        **batch(1, 16, 8),
+        **episodes(131_072, 2),
+        "algo.samples_per_prompt": 2,
+    },
+    "gsm8k_1b_dpo": {**GSM8K, **BEST_AND_WORST, **ALONE, **batch(2, 4, 64), **episodes(131_072, 4)},
+    "gsm8k_1b_dpo_async": {
+        **GSM8K,
+        **BEST_AND_WORST,
+        **ASYNC,
+        **batch(2, 6, 14, gpus=3),
+        **episodes(129_024, 4),
+    },
+    "gsm8k_1b_rloo": {**GSM8K, **ALONE, "algo.samples_per_prompt": 4},
+    "gsm8k_1b_rloo_async": {
+        **GSM8K,
+        **ASYNC,
+        "algo.samples_per_prompt": 4,
+        "schedule.prompts_per_update": 63,
+    },
+    "gsm8k_1b_ppo": {**GSM8K, **PPO, **ALONE, **batch(1, 2, 128), "schedule.epochs": 2},
+    "gsm8k_1b_ppo_async": {**GSM8K, **PPO, **ASYNC, "schedule.prompts_per_update": 252, "schedule.epochs": 2},
+    "chat_8b_sft": {
+        **CHAT,
+        "optim.lr": 5e-6,
+        "optim.warmup": 0.03,
+        "optim.weight_decay": 0,
+        "schedule.total_epochs": 2,
+        "schedule.prompts_per_update": 128,
+    },
+    "chat_8b_reward": {
+        **CHAT,
+        "optim.lr": 3e-6,
+        "schedule.total_epochs": 1,
+        "schedule.prompts_per_update": 256,
+    },
+    "chat_8b_dpo": {**CHAT_DPO, "schedule.max_lag": 0},
+    "chat_8b_dpo_async": {**CHAT_DPO, "schedule.max_lag": 1},
+}
+
+ONLINE_DPO = {  # micro x accumulation, of pairs
+    ("410m", "dpo"): (8, 16), ("1b", "dpo"): (8, 16), ("2_8b", "dpo"): (2, 64),
+    ("410m", "dpo_4gpu"): (32, 4), ("1b", "dpo_4gpu"): (16, 8), ("2_8b", "dpo_4gpu"): (4, 32),
+    ("410m", "dpo_async"): (21, 8), ("1b", "dpo_async"): (8, 21), ("2_8b", "dpo_async"): (6, 28),
+    ("410m", "dpo_vllm"): (8, 64), ("1b", "dpo_vllm"): (4, 128),
+}  # fmt: skip
+ROLLOUT_BATCH = {"410m": 16, "1b": 32, "2_8b": 16}
+for (size, kind), (micro, accumulation) in ONLINE_DPO.items():
+    place = {"dpo": ALONE, "dpo_4gpu": FOUR, "dpo_async": ASYNC, "dpo_vllm": COLOCATED}[kind]
+    facts = {**TLDR, **models(size), **ONLINE, **DPO, **BF16, **place}
+    facts |= batch(2, micro, accumulation, place["backend.ranks"])
+    facts |= episodes(129_024 if kind == "dpo_async" else 131_072, 2)
+    if kind == "dpo":
+        facts["generator.batch_size"] = ROLLOUT_BATCH[size]
+    FACTS[f"tldr_{size}_{kind}"] = facts
+
+NOT_SHIPPED = {  # of other sizes or GPUs than the original's: the rest is the paper's
+    "tldr_410m_sft": {**TLDR, **models("410m"), **SUPERVISED},
+    **{f"tldr_{s}_ppo": {**TLDR, **models(s), **ONLINE, **PPO, **ALONE} for s in ("1b", "2_8b")},
+    **{f"tldr_{s}_rloo": {**TLDR, **models(s), **ONLINE, **RLOO, **ALONE} for s in ("1b", "2_8b")},
+    **{f"tldr_{s}_bok": {**TLDR, **models(s), **ONLINE, **ALONE} for s in ("1b", "2_8b")},
+    **{f"tldr_{s}_ppo_async": {**TLDR, **models(s), **ONLINE, **PPO, **ASYNC, **BF16} for s in BASES},
+    **{f"tldr_{s}_rloo_async": {**TLDR, **models(s), **ONLINE, **RLOO, **ASYNC, **BF16} for s in BASES},
+    **{f"tldr_{s}_bok_async": {**TLDR, **models(s), **ONLINE, **ASYNC, **BF16} for s in BASES},
+}
+SEQUENCES = {  # tokens of a prompt and its response
+    **{f"tldr_{s}_sft": 580 for s in BASES}, **{f"tldr_{s}_reward": 640 for s in BASES},
+    "tldr_410m_dpo_offline": 640, "chat_8b_sft": 4096, "chat_8b_reward": 1024,
+}  # fmt: skip
+
+
+def test_every_recipe_has_its_facts():
+    assert sorted(FACTS | NOT_SHIPPED) == RECIPES and not FACTS.keys() & NOT_SHIPPED.keys()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_the_papers_values(name):
+    found = resolved(f"experiment={name}")
+    facts = {**FACTS, **NOT_SHIPPED}[name]
+    assert {key: found.get(key, "no such key") for key in facts} == facts
+    if name in SEQUENCES:
+        assert found["task.max_prompt_tokens"] + found["generator.response_length"] == SEQUENCES[name]
+
+
+@pytest.mark.parametrize("size", BASES)
+@pytest.mark.parametrize("algo", ["ppo", "rloo", "bok"])
+def test_an_asynchronous_batch_is_that_of_the_shipped_recipes(size, algo):
+    cfg = objects(f"experiment=tldr_{size}_{algo}_async")
+    assert (cfg.schedule.prompts_per_update if algo == "bok" else cfg.episodes_per_update) == 504
+    assert cfg.num_updates() == 256
+
+
+# -- snapshots -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_resolves_to_its_snapshot(name):
+    kept = (FOLDER / f"{name}.yaml").read_text()
+    assert snapshots.of_recipe(name) == kept, "if this is meant: make snapshots"
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_sweep_resolves_to_its_snapshot(name):
+    kept = (FOLDER / f"sweep_{name}.yaml").read_text()
+    assert snapshots.of_sweep(name) == kept, "if this is meant: make snapshots"
+
+
+def test_there_is_no_snapshot_of_what_is_no_more():
+    assert {file.stem for file in FOLDER.glob("*")} == {*RECIPES, *(f"sweep_{name}" for name in SWEEPS)}
+
+
+# -- sound runs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    return tmp_path
+
+
+def words(name: str, pairs: Path) -> list[str]:
+    """The words of a recipe's command, with names in place of what its user is to name, but for `output=`."""
+    said = re.split(r" -m rlhf\.(?:train|relabel output=\S+) ", header("experiment", name)["Command"])[1]
+    said = said.replace("<SFT>", "some/sft").replace("<reward model>", "some/reward")
+    return said.replace("<pairs>", str(pairs)).split()
+
+
+@pytest.fixture
+def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the machine that a recipe is for."""
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_command_of_a_recipe_is_a_sound_run(name, pairs, everything_installed):
+    chosen = words(name, pairs)
+    assert chosen[0] == f"experiment={name}"
+    doubts = validate.warnings(typed(snapshots.compose(*chosen), chosen))
+    if name in RELABELS:
+        assert relabel.pairs_of(chosen).gold.described == TLDR["gold.path"]
+    if name.startswith("gsm8k"):  # answers are checked, there as here
+        assert len(doubts) == 1 and doubts[0].startswith("scorer and scorer@gold are the same (answer)")
+    else:
+        assert doubts == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_opens_with_what_it_takes(name):
+    said = header("experiment", name)
+    assert list(said)[:5] == ["Paper", "Hardware", "Time", "Metric", "Command"]
+    ranks = objects(f"experiment={name}").backend.ranks
+    start = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+    command = "relabel output=outputs/tldr-relabelled" if name in RELABELS else "train"
+    assert said["Command"].startswith(f"{start} -m rlhf.{command} experiment={name}")
+
+
+GPT_NEOX = {"model_type": "gpt_neox", "tie_word_embeddings": False, "vocab_size": 50304}
+LLAMA = {"model_type": "llama", "tie_word_embeddings": False}
+PUBLISHED = {  # config.json of the models, less what their size does not depend on
+    r"pythia-?410m": {**GPT_NEOX, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
+    r"pythia-?1b": {**GPT_NEOX, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8},
+    r"pythia-?2.8b": {**GPT_NEOX, "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32},
+    r"pythia-?6.9b": {
+        **GPT_NEOX,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 50432,
+    },
+    r"rho": {
+        **LLAMA,
+        "hidden_size": 2048,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 5632,
+        "vocab_size": 32000,
+    },
+    r"Llama|some": {
+        **LLAMA,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
+}
+
+
+def published_size(name: str) -> model_size.ModelSize | None:
+    return next(
+        model_size.config_size(config) for pattern, config in PUBLISHED.items() if re.search(pattern, name)
+    )
+
+
+def judging(cfg: Config) -> float:
+    """The bytes on a GPU that scores pairs: the judge's weights, and a forward of sequences that are full."""
+    size = published_size(cfg.gold.path).scoring()
+    batch = cfg.gold.batch_size
+    tokens = activations.Tokens(prompts=batch, samples=1, prompt=512, response=128, apart=False)
+    forward = activations.inference(size, tokens, activations.BFLOAT16, eager=False, device="cuda")
+    return memory__uses.CONTEXT + 2 * size.parameters + forward
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_memory_in_the_opening_is_that_of_the_plan(name, pairs, monkeypatch):
+    cfg = objects(*words(name, pairs))
+    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(variable, str(cfg.backend.ranks))
+    monkeypatch.setattr(memory, "named_size", published_size)
+    if name in RELABELS:
+        needed = judging(cfg) / memory__uses.GIB
+    else:
+        plan = memory.plan(cfg, Machine(2**42, (80 * memory__uses.GIB,) * 8))
+        needed = next(use.bytes for use in plan.uses if use.device.startswith("GPU")) / memory__uses.GIB
+    (said,) = re.findall(r"about (\d+) GiB", header("experiment", name)["Hardware"])
+    assert math.isclose(int(said), needed, rel_tol=0.1, abs_tol=1), f"it is {needed:.0f} GiB now"
+
+
+# -- hardware --------------------------------------------------------------------------------------
+
+
+def test_a_recipe_for_several_gpus_is_shown_anywhere(command):
+    answer = command("experiment=tldr_2_8b_dpo_async", "--cfg", "job")
+    assert answer.code == 0 and "name: vllm" in answer.out and "ranks: 3" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tldr_410m_dpo", ["backend.device must be cpu or auto where torch was not built for GPUs"]),
+        ("tldr_410m_dpo_async", ["backend.device must be", "torchrun --nproc-per-node 3 -m rlhf.train"]),
+        ("tldr_2_8b_dpo_4gpu", ["backend.device must be", "got 4 with 1 started"]),
+    ],
+)
+def test_a_recipe_for_gpus_is_refused_where_there_are_none(
+    command, monkeypatch, everything_installed, tmp_path, name, said
+):
+    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: False)
+    answer = command(f"experiment={name}")
+    assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
+    assert all(text in answer.err for text in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "gpus", "said"),
+    [
+        (["experiment=tldr_410m_dpo_async"], 3, 4, None),
+        (["experiment=tldr_410m_dpo_async"], 3, 3, "4 GPUs here (3 to train, 1 to sample), got 3"),
+        (["experiment=tldr_410m_dpo_async"], 4, 5, "got 3 with 4 started"),
+        (["experiment=tldr_410m_dpo_async", "backend.ranks=null"], 2, 3, None),
+        (["experiment=tldr_410m_dpo_async", "hardware=gpus_1_and_1"], 1, 2, None),
+        (["experiment=tldr_410m_dpo_async", "hardware=gpus_1_and_1"], 1, 1, "2 GPUs here (1 to train, 1"),
+        (
+            ["experiment=tldr_410m_dpo_async", "hardware=gpus_1_and_1", "generator.replicas=2"],
+            *(1, 2, "3 GPUs here (1 to train, 2"),
+        ),
+        (["experiment=tldr_410m_dpo_vllm"], 1, 1, None),
+        (["experiment=tldr_410m_dpo_4gpu"], 4, 2, "4 GPUs here (4 to train, 0 to sample), got 2"),
+        (["experiment=chat_8b_dpo_async"], 7, 8, None),
+        (["experiment=tldr_410m_dpo"], 1, 0, None),  # nvidia-smi did not say
+        ([], 2, 0, None),
+    ],
+)
+def test_processes_and_gpus_are_counted_before_a_run(monkeypatch, words, ranks, gpus, said):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(hardware, "this_machine", lambda: Machine(2**40, (2**36,) * gpus))
+    found = list(hardware.problems(objects(*words)))
+    assert (found == []) if said is None else (len(found) == 1 and said in found[0])
+
+
+def test_a_wish_for_less_than_one_rank_is_refused(command):
+    answer = command("backend.ranks=0")
+    assert answer.code == 2 and "backend.ranks must be >= 1" in answer.err
+
+
+# -- sweeps ----------------------------------------------------------------------------------------
+
+SWEPT = {  # by hand: the paper's studies
+    "minibatches": ("schedule.minibatches", [1, 2, 4, 8, 16, 32, 64]),
+    "epochs": ("schedule.epochs", [1, 2, 3]),
+    "samples": ("algo.samples_per_prompt", [2, 4, 8]),
+    "lag": ("schedule.max_lag", [0, 1, 2, 4, 8]),
+}
+
+
+def value(cfg: Config, key: str) -> Any:
+    for part in key.split("."):
+        cfg = getattr(cfg, part)
+    return cfg
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_the_command_of_a_sweep_starts_its_runs(command, monkeypatch, everything_installed, name):
+    monkeypatch.setattr("rlhf.checks.machine.check_machine", lambda cfg: None)
+    said = header("sweep", name)["Command"].partition(" -m rlhf.train ")[2].split()
+    answer = command(*said)
+    key, values = SWEPT[name]
+    assert answer.code == 0, answer.err
+    assert [value(cfg, key) for cfg, _ in answer.runs] == values
+    assert len({folder.path for _, folder in answer.runs}) == len(values)
+    assert len({cfg.schedule.total_episodes for cfg, _ in answer.runs}) == 1
+    if name == "minibatches":
+        assert [cfg.schedule.prompts_per_update for cfg, _ in answer.runs] == [128 * n for n in values]
+    if name == "samples":
+        assert [cfg.num_updates() for cfg, _ in answer.runs] == [1024, 512, 256]
+
+
+def test_a_sweep_goes_with_what_else_is_swept_and_with_any_run(command):
+    answer = command("-m", "sweep=epochs", "seed=1,2")
+    assert answer.code == 0, answer.err
+    ran = [(cfg.schedule.epochs, cfg.seed, cfg.task.name) for cfg, _ in answer.runs]
+    assert ran == [(epochs, seed, "tldr_mini") for epochs in (1, 2, 3) for seed in (1, 2)]
+
+
+def test_every_sweep_is_the_papers():
+    assert sorted(SWEPT) == SWEEPS
+    for name in SWEEPS:
+        mode = OmegaConf.select(snapshots.compose(f"sweep={name}", with_hydra=True), "hydra.mode")
+        assert str(mode).endswith("MULTIRUN"), "so that it is a sweep without -m too"
+
+
+# -- docs ------------------------------------------------------------------------------------------
+
+
+def table(heading: str) -> dict[str, list[str]]:
+    """The rows of the tables below a heading, by their first cell."""
+    text = DOCS.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return {name.strip("`"): cells for name, *cells in rows}
+
+
+def test_the_docs_have_every_recipe_with_its_hardware_and_command():
+    found = table("Recipes")
+    assert sorted(found) == RECIPES
+    gpus_in_words = {"1": "one GPU", "4": "four GPUs;", "3 + 1": "four GPUs, three train"}
+    gpus_in_words |= {"8": "eight GPUs;", "7 + 1": "eight GPUs, seven train"}
+    for name, (gpus, amount, command) in found.items():
+        said = header("experiment", name)
+        assert said["Hardware"].startswith(gpus_in_words[gpus]) and f"about {amount} " in said["Hardware"]
+        assert command == f"`{said['Command']}`"
+
+
+def test_the_docs_have_every_sweep_with_its_values_and_command():
+    found = table("Sweeps")
+    assert sorted(found) == SWEEPS
+    for name, (key, values, command) in found.items():
+        assert (key.strip("`"), values.split()) == (SWEPT[name][0], [str(v) for v in SWEPT[name][1]])
+        assert command == f"`{header('sweep', name)['Command']}`"
+
+
+def test_the_docs_have_every_hardware_option():
+    from rlhf.config.catalogue import options
+
+    assert sorted(table("Other hardware")) == sorted(options("hardware"))
+
+
+@pytest.mark.parametrize("words", re.findall(r"^    (?:python|torchrun .*) -m rlhf\.train (.*)$", DOCS, re.M))
+def test_other_commands_of_the_docs_are_sound(words, everything_installed):
+    chosen = [word.strip("'") for word in words.split() if word != "-m"]
+    typed(snapshots.compose(*chosen), chosen)

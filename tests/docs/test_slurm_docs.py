@@ -1,0 +1,82 @@
+"""docs/slurm.md: its commands compose, its files are there, its exit codes are those of the command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rlhf import train
+from rlhf.config.compose import compose
+from rlhf.launch import jobs as sweep__jobs
+from rlhf.launch import sweep as sweep
+
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs" / "slurm.md").read_text()
+COMMANDS = [line.strip() for line in DOCS.splitlines() if line.startswith("    ")]
+
+
+def words(start: str) -> list[list[str]]:
+    return [shlex.split(line.removeprefix(start)) for line in COMMANDS if line.startswith(start)]
+
+
+def test_each_command_is_of_a_kind_that_is_looked_at():
+    kinds = ("python -m rlhf.train ", "sbatch ", "launchers/", "cp launchers/", "source launchers/site.sh")
+    assert len(COMMANDS) >= 9 and all(line.startswith(kinds) for line in COMMANDS)
+
+
+@pytest.mark.parametrize("given", words("python -m rlhf.train "), ids=str)
+def test_a_sweep_of_the_docs_launches(command, monkeypatch, tmp_path, given):
+    (tmp_path / "outputs").mkdir()  # as a run would
+    launched = []
+
+    def launch(watched, jobs, first):
+        launched.extend((watched.launcher, job) for job in jobs)
+        return [sweep__jobs.gave(0.5) for _ in jobs]
+
+    monkeypatch.setattr(sweep.WatchedLauncher, "run", launch)
+    answer = command(*given)
+    assert answer.code == 0, answer.err
+    trials = 20 if "hydra/sweeper=search" in given else None
+    assert len(launched) == (trials or (2 if "algo=ppo" in given else 4))
+    for word in given:
+        if word.startswith("hydra.launcher."):
+            key, _, value = word.removeprefix("hydra.launcher.").partition("=")
+            launcher = launched[0][0]
+            assert str({**getattr(launcher, "params", {}), **getattr(launcher, "joblib", {})}[key]) == value
+
+
+@pytest.mark.parametrize("given", words("sbatch "), ids=str)
+def test_a_job_of_the_docs_composes(given):
+    script = next(word for word in given if not word.startswith("--"))
+    assert (ROOT / script).is_file()
+    compose(given[given.index(script) + 1 :])
+
+
+def test_files_and_targets_that_the_docs_name_are_there():
+    named = set(re.findall(r"`?((?:launchers|tests|rlhf)/[\w./]+\.\w+)", DOCS)) - {"launchers/site.sh"}
+    assert len(named) >= 5 and all((ROOT / file).is_file() for file in named), named
+    assert "launchers/site.sh" in (ROOT / ".gitignore").read_text().split()
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(f"\n{target}:" in makefile for target in re.findall(r"`make ([\w-]+)`", DOCS))
+
+
+def test_exit_codes_of_the_docs_are_those_of_the_command():
+    table = DOCS.partition("| exit code |")[2].partition("###")[0]
+    killed = {"137"}  # the shell's for kill -9
+    named = set(re.findall(r"\b\d+\b", train.__doc__.partition("Exit codes:")[2])) | killed
+    assert set(re.findall(r"^\| (\d+) \|", table, re.M)) == named
+
+
+def test_keys_and_defaults_of_the_docs_are_those_of_the_launcher():
+    conf = (ROOT / "conf" / "hydra" / "launcher" / "slurm.yaml").read_text()
+    for key, value in (("timeout_min", 240), ("signal_delay_s", 300), ("max_num_timeout", 100)):
+        assert f"\n{key}: {value} " in conf and re.search(rf"{key}` \| {value} \|", DOCS)
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "local_slurm.sh", "site.example.sh"])
+def test_scripts_are_shell(script):
+    subprocess.run(["bash", "-n", ROOT / "launchers" / script], check=True)

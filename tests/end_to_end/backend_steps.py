@@ -1,0 +1,320 @@
+"""Steps of every backend on tiny models, by as many ranks as the environment names; see test_backends.py.
+
+    python -m tests.end_to_end.backend_steps <backends, comma-separated> <folder> [<folder of other ranks>]
+
+Writes what each backend did to <folder>/<backend>.pt. What other ranks wrote is gone on from where
+that can be.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf.config.algo import DPOConfig, PPOConfig
+from rlhf.config.backend import ZeroConfig
+from rlhf.config.model import Dtype
+from rlhf.config.schedule import OptimConfig
+from rlhf.config.schema import SCHEMAS
+from rlhf.core.batch import Batch
+from rlhf.engines.engine import Engine, NonFinite
+from rlhf.models.inference import infer
+from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
+from rlhf.objectives.objective import Objective
+from rlhf.processes.ranks import Ranks
+from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
+
+OBJECTIVES = {"dpo": DPOConfig().build(), "ppo": PPOConfig().build()}
+# A large eps: where a gradient is but rounding noise (the bias of keys has none), Adam would make a step of
+# it that is another on every backend.
+OPTIM = OptimConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.5)
+
+
+class Steps:
+    """What one backend does. Three prompts do not come out even on two ranks: a micro-batch stands in."""
+
+    def __init__(self, name: str, ranks: Ranks, folder: Path) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.folder = folder / name
+        config: Any = SCHEMAS[f"schema/backend/{name}"](micro_batch=2)
+        if name.startswith("zero3"):  # so small a model would stay whole
+            small = {
+                "stage3_param_persistence_threshold": 0,
+                "stage3_max_reuse_distance": 0,
+                "stage3_prefetch_bucket_size": 1000,
+            }
+            config.deepspeed = {"zero_optimization": small}
+        self.config = config
+
+    def engine(self, critic: bool = False, kind: str = "gpt_neox", **settings: Any) -> Engine:
+        reference = tiny_lm(kind, **settings)
+        draw = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
+        module: Any = Policy(tiny_lm(kind, **settings), 0.7, shared_prefix=True)
+        if critic:
+            module = ActorCritic(module, ValueModel(tiny_classifier(kind), shared_prefix=True))
+        return self.build(module, self.config.place(Policy(reference, 0.7, shared_prefix=True), self.ranks))
+
+    def build(self, module: Any, reference: Policy | None, dtype: Dtype = Dtype.float32) -> Engine:
+        return self.config.build(
+            module=module,
+            reference=reference,
+            tokenizer=tiny_tokenizer(),
+            optim=OPTIM,
+            total_steps=10,
+            steps_per_batch=1,
+            ranks=self.ranks,
+            dtype=dtype,
+            value_lr=3e-2,
+        )
+
+    def all(self) -> dict[str, Any]:
+        found: dict[str, Any] = {name: self.trained(name) for name in OBJECTIVES}
+        return found | {
+            "listening": listening(),
+            "ran": self.ran(),
+            "short": self.short(),
+            "defaults": self.defaults(),
+            "bfloat16": self.bfloat16(),
+            "frozen": self.frozen(),
+            "left": self.left(),
+        }
+
+    def trained(self, name: str) -> dict[str, Any]:
+        """Three updates; then the last again from a checkpoint, and again after steps that failed."""
+        objective = OBJECTIVES[name]
+        engine = self.engine(critic=name == "ppo")
+        batch = objective.credit(engine.annotate(scored(), objective.needs))
+        rows = [figures(engine, batch, objective) for _ in range(2)]
+        engine.save(self.folder / name)
+        rows.append(figures(engine, batch, objective))
+        return {
+            "ref_logprobs": batch.ref_logprobs,
+            "rows": rows,
+            "weights": weights(engine),
+            "kept": (numel(engine.module), numel(engine.reference)),
+            "resumed": self.resumed(objective, self.folder / name),
+            "failed": self.failed(objective, batch),
+        }
+
+    def resumed(self, objective: Objective, checkpoint: Path) -> dict[str, Any]:
+        """The third update, from the checkpoint of two."""
+        engine = self.engine(critic=objective is OBJECTIVES["ppo"])
+        batch = objective.credit(
+            engine.annotate(scored(), objective.needs)
+        )  # by the first weights, as before
+        engine.load(checkpoint)
+        row = figures(engine, batch, objective)
+        return {"row": row, "weights": weights(engine), "steps": engine.step_index}
+
+    def failed(self, objective: Objective, batch: Batch) -> dict[str, Any]:
+        """A step, one whose loss is not finite, one whose gradient alone is not finite, and a step."""
+        engine = self.engine(critic=objective is OBJECTIVES["ppo"])
+        figures(engine, batch, objective)
+        before = weights(engine)
+        said = []
+        for broken in (BrokenLoss(objective), BrokenGradient(objective)):
+            try:
+                engine.step(batch, broken)
+            except NonFinite as error:
+                said.append((error.what, error.index))
+        return {
+            "said": said,
+            "before": before,
+            "after": weights(engine),
+            "next": figures(engine, batch, objective),
+            "end": weights(engine),
+        }
+
+    def ran(self) -> bool:
+        """Whether code that a file of a checkpoint holds in place of tensors is run when that is loaded."""
+        here = self.folder / "code"
+        engine = self.engine()
+        engine.save(here)
+        proof = here / "proof"
+        for file in here.rglob("*.pt"):
+            torch.save({"module": Code(proof), "optimizer": Code(proof)}, file)
+        with contextlib.suppress(Exception):
+            engine.load(here)
+        return proof.exists()
+
+    def short(self) -> dict[str, Any]:
+        """Where all prompts and responses of one rank's micro-batches have one token."""
+        objective = OBJECTIVES["dpo"]
+        engine = self.engine()
+        batch = scored()
+        mask = batch.response_mask.clone()
+        mask[1:, :, 1:] = False
+        prompts = batch.prompt_mask.clone()
+        prompts[1:, :-1] = False
+        batch = replace(batch, response_mask=mask, prompt_mask=prompts)
+        batch = objective.credit(engine.annotate(batch, objective.needs))
+        return {"rows": [figures(engine, batch, objective)], "weights": weights(engine)}
+
+    def defaults(self) -> dict[str, Any]:
+        """With DeepSpeed's own settings, under which small weights stay where a forward has gathered them."""
+        steps = Steps(self.name, self.ranks, self.folder)
+        if isinstance(steps.config, ZeroConfig):
+            steps.config.deepspeed = {}
+        objective = OBJECTIVES["dpo"]
+        engine = steps.engine()
+        batch = objective.credit(engine.annotate(scored(), objective.needs))
+        rows = []
+        for _ in range(2):
+            engine.infer(engine.policy, batch, "logprobs")
+            rows.append(figures(engine, batch, objective))
+        return {"rows": rows, "weights": weights(engine)}
+
+    def bfloat16(self) -> dict[str, Any]:
+        objective = OBJECTIVES["dpo"]
+        reference = self.config.place(Policy(tiny_lm(dtype=torch.bfloat16), 0.7, True), self.ranks)
+        engine = self.build(Policy(tiny_lm(), 0.7, shared_prefix=True), reference, Dtype.bfloat16)
+        batch = objective.credit(engine.annotate(scored(), objective.needs))
+        rows = [figures(engine, batch, objective) for _ in range(2)]
+        kept = weights(engine)
+        return {
+            "rows": rows,
+            "weights": kept,
+            "reference": sorted({str(parameter.dtype) for parameter in reference.parameters()}),
+            "logprobs": engine.infer(engine.policy, batch, "logprobs"),
+        }
+
+    def frozen(self) -> dict[str, Any]:
+        """A reward model that is not trained."""
+        rollouts = tiny_rollouts(3, 2)
+        model = self.config.place(RewardModel(tiny_classifier("llama"), shared_prefix=True), self.ranks)
+        rewards = infer(model, rollouts, "rewards", 2, self.ranks, Dtype.float32)
+        reference = self.config.place(Policy(tiny_lm(), 0.7, shared_prefix=True), self.ranks)
+        found = {
+            temperature: infer(reference.at(temperature), rollouts, "logprobs", 2, self.ranks, Dtype.float32)
+            for temperature in (1.0, 0.7)
+        }
+        return {"rewards": rewards, "logprobs": found, "trained": trainable(model) + trainable(reference)}
+
+    def left(self) -> dict[str, Any]:
+        """What is generated from and left behind: of tied and of other models, and of a reward model."""
+        found: dict[str, Any] = {}
+        for kind, tied in (("gpt_neox", False), ("llama", True)):
+            engine = self.engine(kind=kind, tie_word_embeddings=tied)
+            folder = self.folder / kind
+            with engine.borrow_policy() as model, torch.no_grad():
+                for _ in range(1 + self.ranks.rank):  # no rank waits for another to decode
+                    logits = model(torch.arange(2, 9)[None]).logits
+            time.sleep(0.3 * self.ranks.rank)
+            engine.save_model(folder)
+            found[kind] = {
+                "weights": weights(engine),
+                "logits": logits,
+                "saved": dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+                if self.ranks.first
+                else None,
+                "tied": getattr(model, "lm_head", model).weight is model.get_input_embeddings().weight
+                if tied
+                else None,
+            }
+        engine = self.build(RewardModel(tiny_classifier(), shared_prefix=True), None)
+        engine.save_model(self.folder / "reward")
+        if self.ranks.first:
+            saved = AutoModelForSequenceClassification.from_pretrained(self.folder / "reward")
+            found["reward"] = {"weights": weights(engine), "saved": dict(saved.state_dict())}
+        else:
+            weights(engine)
+        return found
+
+
+class BrokenLoss(Objective):
+    """An objective with a loss that is not a number."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self.needs = objective.needs
+        self.loss_weights = objective.loss_weights
+
+    def credit(self, batch: Batch) -> Batch:
+        return batch
+
+    def count(self, batch: Batch):
+        return self.objective.count(batch)
+
+    def loss(self, forward, batch: Batch):
+        losses, stats = self.objective.loss(forward, batch)
+        return {name: self.broken(loss) for name, loss in losses.items()}, stats
+
+    def broken(self, loss: Tensor) -> Tensor:
+        return loss * torch.nan
+
+
+class BrokenGradient(BrokenLoss):
+    """An objective whose loss is a number, and whose gradient is not."""
+
+    def broken(self, loss: Tensor) -> Tensor:
+        zero = 0.0 * loss
+        return loss + zero.clamp(min=0).sqrt()  # the slope of a root at 0
+
+
+class Code:
+    """What unpickling runs."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.makedirs, (str(self.proof),)
+
+
+def scored() -> Batch:
+    rollouts = tiny_rollouts(3, 2)
+    policy = Policy(tiny_lm(), 0.7, shared_prefix=True)
+    sampled = infer(policy, rollouts, "logprobs", 16, Ranks(), Dtype.float32)
+    scores = torch.rand(3, 2, generator=torch.Generator().manual_seed(3))
+    return replace(rollouts, behaviour_logprobs=sampled).extend(Batch, scores=scores)
+
+
+def figures(engine: Engine, batch: Batch, objective: Objective) -> dict[str, float]:
+    return {name: stat.value() for name, stat in engine.step(batch, objective).items()}
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def numel(module: torch.nn.Module | None) -> int:
+    """Numbers that a module holds at this moment."""
+    return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
+
+
+def listening() -> list[str]:
+    """The addresses at which this process waits for others."""
+    open_ = psutil.Process().net_connections("inet")
+    return sorted({socket.laddr.ip for socket in open_ if socket.status == psutil.CONN_LISTEN})
+
+
+def trainable(module: torch.nn.Module) -> int:
+    return sum(parameter.requires_grad for parameter in module.parameters())
+
+
+def main(backends: str, folder: Path, other: Path | None) -> None:
+    ranks = Ranks.join(torch.device("cpu"), 120.0)
+    torch.set_num_threads(1)
+    for name in backends.split(","):
+        steps = Steps(name, ranks, folder)
+        found = steps.all()
+        if other is not None and name in ("torch", "zero0"):
+            found["other ranks"] = steps.resumed(OBJECTIVES["dpo"], other / name / "dpo")
+        if ranks.first:
+            torch.save(found, folder / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None)

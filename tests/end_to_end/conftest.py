@@ -1,0 +1,62 @@
+"""Runs of a few updates on the embedded task, with its artefacts made once for all tests."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from rlhf.config.compose import compose
+from rlhf.config.root import Config
+from rlhf.runs.folder import RunFolder
+
+TINY = ["debug=tiny", "task.train_size=128", "task.validation_size=32", "task.test_size=8", "progress=off"]
+VARIES = ("time/", "throughput/", "memory/")
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory) -> Path:
+    """One cache for all workers of the test session; whoever comes first makes what is in it."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if base.name.startswith("popen-") else base) / "artefacts"
+
+
+@pytest.fixture
+def tiny(cache_dir) -> Callable[..., Config]:
+    """Compose a run of a few updates, with overrides."""
+    return lambda *overrides: compose([*TINY, f"cache_dir={cache_dir}", *overrides])
+
+
+@pytest.fixture
+def command(cache_dir, tmp_path) -> list[str]:
+    """The words of the same run on a command line."""
+    return [*TINY, f"cache_dir={cache_dir}", f"output_dir={tmp_path}"]
+
+
+def assert_same_end(a: RunFolder, b: RunFolder) -> None:
+    """Two runs have the same rows, the same completions and the same final weights, bit for bit."""
+    assert a.finished() and b.finished()
+    assert rows(a) == rows(b)
+    assert a.completions.read_text() == b.completions.read_text()
+    one, other = (safe_open(each.model / "model.safetensors", "pt") for each in (a, b))
+    assert one.keys() == other.keys()
+    assert all(one.get_tensor(name).equal(other.get_tensor(name)) for name in one.keys())  # noqa: SIM118
+
+
+def rows(folder: RunFolder | Path) -> list[dict]:
+    """The rows of metrics.jsonl, without what differs from one run to the next."""
+    path = folder.path if isinstance(folder, RunFolder) else folder
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(VARIES)} for line in lines]
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait until something is so: minutes at most, and not beyond the end of a process that is to do it."""
+    end = time.monotonic() + 500
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        assert process is None or process.poll() is None, process.stdout and process.stdout.read()
+        time.sleep(0.05)

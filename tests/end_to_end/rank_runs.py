@@ -1,0 +1,16 @@
+"""What a rank does in test_ranks.py: carries out runs one after the other, with the ranks beside it.
+
+torchrun --nproc-per-node 2 -m tests.end_to_end.rank_runs <file with a list of [words, folder]>
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from rlhf.config.compose import compose
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
+
+if __name__ == "__main__":
+    for words, folder in json.loads(Path(sys.argv[1]).read_text()):
+        run(compose(words), RunFolder(Path(folder)))

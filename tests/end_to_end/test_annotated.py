@@ -1,0 +1,93 @@
+"""Rollouts that are scored ahead, in a process beside the generator's: the run is the same without it."""
+
+import os
+
+import pytest
+
+from rlhf.config.generator import HFConfig
+from rlhf.core.errors import RunError
+from rlhf.core.rollout_format import files
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.generators.annotating import AnnotatedGenerator
+from rlhf.generators.stored import read
+from rlhf.runs.folder import RunFolder
+from rlhf.scorers.reward_model import RewardModelScorer
+from rlhf.stages.run import run
+from tests.end_to_end.conftest import rows
+from tests.end_to_end.test_async import workers
+from tests.end_to_end.test_matrix import Lent
+
+RUN = [
+    "schedule.max_lag=1",
+    "schedule.total_episodes=48",
+    "schedule.eval_every=0",
+    "schedule.save_every=0",
+    "algo.samples_per_prompt=2",
+]
+
+
+@pytest.fixture(scope="module")
+def lend(tmp_path_factory):
+    """`lend(patch)` gives runs one generator and one annotator; they are started by the first that asks."""
+    kept: list[AnnotatedGenerator] = []
+    build = HFConfig.build
+
+    def lent(config, cfg, engine, tokenizer, folder):
+        if not kept:
+            kept.append(build(config, cfg, engine, tokenizer, tmp_path_factory.mktemp("log")))
+        return Lent(kept[0])
+
+    yield lambda patch: patch.setattr(HFConfig, "build", lent)
+    for generator in kept:
+        generator.close()
+
+
+def refuse(*_):
+    raise AssertionError("the trainer was to leave this to the annotator")
+
+
+@pytest.mark.parametrize("algo", ["dpo", "ppo", "grpo"])
+def test_figures_are_those_of_a_trainer_that_scores_itself(tiny, tmp_path, monkeypatch, lend, algo):
+    plain, ahead = RunFolder(tmp_path / "plain"), RunFolder(tmp_path / "ahead")
+    words = [f"algo={algo}", *RUN, "save_generations=true", "scorer.missing_eos_score=null"]
+    run(tiny(*words, "generator.worker=false"), plain)
+    lend(monkeypatch)
+    infer = TorchEngine.infer
+    monkeypatch.setattr(RewardModelScorer, "score", refuse)
+    monkeypatch.setattr(
+        TorchEngine,
+        "infer",
+        lambda self, module, *rest: refuse() if module is self.reference else infer(self, module, *rest),
+    )
+    run(tiny(*words), ahead)
+    assert [row["lag"] for row in rows(plain)] == [0, 1, 1]
+    for a, b in zip(rows(ahead), rows(plain), strict=True):
+        assert a.pop("generator/restarts") == a.pop("annotator/restarts") == 0
+        if a["update"] == 1:  # the policy is the reference, and rounding decides the sign of a margin
+            for row in (a, b):
+                row.pop("rewards/accuracies", None)
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
+    kept = [[read(file, 0).labels for file in files(folder.generations)] for folder in (plain, ahead)]
+    assert len(kept[0]) == 3 and kept[0][0].unique().numel() > 8
+    for a, b in zip(*kept, strict=True):
+        assert a.flatten().tolist() == pytest.approx(b.flatten().tolist(), rel=1e-5, abs=1e-5)
+
+
+def test_an_error_of_the_users_function_ends_the_run_and_names_the_log(tiny, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # what it prints is to be kept without that
+    file = tmp_path / "own_rewards.py"
+    file.write_text(
+        "def score(prompt, response, reference):\n"
+        "    print('scoring', len(response))\n"
+        "    raise ValueError('no idea')\n"
+    )
+    words = ["scorer=function", f"scorer.path={file}:score"]
+    folder, before = RunFolder(tmp_path / "run"), workers(os.getpid())
+    with pytest.raises(RunError) as stopped:
+        run(tiny(*RUN, *words), folder)
+    told = str(stopped.value)
+    assert f"scorer.path={file}:score raised ValueError: no idea ({file}, line 3) for row" in told
+    assert "annotator.log" in told and not folder.finished()
+    log = (folder.path / "annotator.log").read_text()
+    assert "scoring" in log and "ValueError: no idea" in log and "Traceback" in log
+    assert workers(os.getpid()) == before

@@ -1,0 +1,401 @@
+"""A generator in its own process: same tokens as in line, and whoever is killed, nothing is lost or left."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rlhf.config.identity import run_name
+from rlhf.config.model import Dtype
+from rlhf.core.batch import Prompts, Sampling
+from rlhf.core.errors import RunError
+from rlhf.core.files import read_lines
+from rlhf.core.metrics import Timer
+from rlhf.generators.hf.generator import HFGenerator, HFSampler, HFSamplerFactory
+from rlhf.generators.replicas import Replica
+from rlhf.generators.transfer.weights import TransferError, checksum
+from rlhf.generators.worker import WorkerGenerator
+from rlhf.processes.signals import SIGNALS
+from rlhf.processes.worker import Limits, Worker
+from rlhf.runs.folder import RunFolder
+from rlhf.scorers.reward_model import RewardModelScorer
+from rlhf.stages.run import run
+from rlhf.training.stream import Stream
+from tests.end_to_end.conftest import rows, wait_for
+from tests.tiny_models import KINDS, tiny_lm, tiny_rollouts
+
+SEED, STOP, PAD, BATCH = 7, 3, 0, 8
+RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "schedule.max_lag=1"]
+
+
+REPLICAS = [
+    "schedule.total_episodes=96",
+    "schedule.save_every=3",
+    "schedule.eval_every=3",
+    "schedule.max_lag=2",
+]
+
+
+class Tokens:
+    eos_token_id, pad_token_id = STOP, PAD
+
+
+def factory(model, **settings):
+    settings = {
+        "config": model.config.to_json_string(use_diff=False),
+        "attention": "sdpa",
+        "remote": None,
+        "device": "cpu",
+        "dtype": Dtype.float32,
+        "stop_ids": [STOP],
+        "pad_id": PAD,
+        "batch_size": BATCH,
+        "seed": SEED,
+    } | settings
+    return HFSamplerFactory(**settings)
+
+
+def prompts():
+    batch = tiny_rollouts(prompts=6)
+    names = ("index", "texts", "references", "prompt_ids", "prompt_mask")
+    while True:
+        yield Prompts(**{name: getattr(batch, name) for name in names})
+
+
+def trained(model, generator, lag, updates):
+    """Rollouts of a schedule in which each update changes the weights."""
+    sampling = Sampling(samples=3, temperature=0.7, response_length=10, purpose="train")
+    found, draw = [], torch.Generator().manual_seed(1)
+    generator.load(model.state_dict().items(), 0)
+    for rollouts in Stream(generator, prompts(), sampling, lag, Timer()):
+        found.append(rollouts)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
+        generator.load(model.state_dict().items(), len(found))
+        if len(found) == updates:
+            return found
+
+
+class InLine(HFGenerator):
+    """Keeps a copy of the weights of the last load, so that it is the model's past that samples."""
+
+    def __init__(self, model):
+        own = tiny_lm(model.config.model_type)
+        super().__init__(lambda: nullcontext(own), Tokens(), BATCH, SEED)
+        self.own = own
+
+    def load(self, weights, version):
+        super().load((), version)
+        self.own.load_state_dict({name: tensor.clone() for name, tensor in weights})
+
+
+@pytest.mark.parametrize(("kind", "lag"), [("gpt_neox", 1), ("llama", 2)])
+def test_tokens_are_those_of_the_same_schedule_in_line(tmp_path, kind, lag):
+    model = tiny_lm(kind)
+    expected = trained(model, InLine(model), lag, updates=5)
+    model = tiny_lm(kind)
+    generator = WorkerGenerator(
+        factory(model), tmp_path / "log", {"OMP_NUM_THREADS": "1"}, Limits(120, 60, restarts=0)
+    )
+    try:
+        found = trained(model, generator, lag, updates=5)
+    finally:
+        generator.close()
+    for t, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.version == b.version == max(0, t - lag)
+        for field in ("response_ids", "response_mask", "ended", "index", "prompt_ids"):
+            assert torch.equal(getattr(a, field), getattr(b, field)), field
+        torch.testing.assert_close(a.behaviour_logprobs, b.behaviour_logprobs, rtol=0, atol=1e-5)
+    assert not torch.equal(found[0].response_ids, found[-1].response_ids), "the weights did change"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampler_holds_what_it_was_sent(kind, tmp_path):
+    from rlhf.generators.transfer.shared_memory import SharedWeights
+    from rlhf.generators.transfer.weights import confirm
+
+    model = tiny_lm(kind)
+    sampler, shared = factory(model).build(), SharedWeights()
+    manifest = shared.write(model.state_dict().items(), 3)
+    confirm(manifest, 3, sampler.load(manifest))
+    assert {n: checksum(t) for n, t in sampler.model.state_dict().items()} == manifest.checksums()
+    assert not sampler.model.training
+    shared.close()
+
+
+def test_weights_of_another_model_are_refused():
+    from rlhf.generators.transfer.shared_memory import SharedWeights
+
+    sampler: HFSampler = factory(tiny_lm("llama")).build()
+    shared = SharedWeights()
+    manifest = shared.write(list(tiny_lm("llama").state_dict().items())[:-1], 3)
+    with pytest.raises(TransferError, match="only one of the two has lm_head.weight"):
+        sampler.load(manifest)
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cache_dir, tmp_path_factory):
+    """A run with a worker that nothing happens to."""
+    from rlhf.config.compose import compose
+    from tests.end_to_end.conftest import TINY
+
+    folder = RunFolder(tmp_path_factory.mktemp("undisturbed"))
+    run(compose([*TINY, f"cache_dir={cache_dir}", *RUN]), folder)
+    return folder
+
+
+def figures(folder):
+    """Rows, without the counts of restarts."""
+    return [{k: v for k, v in row.items() if not k.endswith("/restarts")} for row in rows(folder)]
+
+
+def test_a_run_samples_and_annotates_in_processes_of_their_own_and_says_so(undisturbed):
+    updates = read_lines(undisturbed.metrics)
+    updates = [row for row in updates if "lr" in row]
+    assert [row["lag"] for row in updates] == [0, 1, 1, 1, 1]
+    assert all(row["generator/restarts"] == row["annotator/restarts"] == 0 for row in updates)
+    assert all(row["time/generate_s"] > 0 and row["time/annotate_ahead_s"] > 0 for row in updates)
+    for name in PROCESSES:
+        assert (undisturbed.path / f"{name}.log").exists()
+        assert f"starting the {name}'s process" in undisturbed.log.read_text()
+
+
+def test_two_equal_runs_give_equal_rows(undisturbed, tiny, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*RUN), folder)
+    assert rows(folder) == rows(undisturbed)
+    assert folder.completions.read_text() == undisturbed.completions.read_text()
+
+
+def test_the_same_schedule_in_line_gives_the_same_completions_and_figures(undisturbed, tiny, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*RUN, "generator.worker=false"), folder)
+    assert not any((folder.path / f"{name}.log").exists() for name in PROCESSES)
+    for a, b in zip(figures(folder), figures(undisturbed), strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+    told = [
+        [line["response"] for line in read_lines(file)]
+        for file in (folder.completions, undisturbed.completions)
+    ]
+    assert told[0] == told[1]
+
+
+@pytest.fixture(scope="module")
+def of_one(cache_dir, tmp_path_factory):
+    """A run with a lag of 2 and one generator."""
+    from rlhf.config.compose import compose
+    from tests.end_to_end.conftest import TINY
+
+    folder = RunFolder(tmp_path_factory.mktemp("of_one"))
+    run(compose([*TINY, f"cache_dir={cache_dir}", *REPLICAS]), folder)
+    return folder
+
+
+def test_two_replicas_give_the_tokens_and_figures_of_one(of_one, tiny, tmp_path, monkeypatch):
+    submit, asked = Replica.submit, []
+
+    def noted(self, prompts, sampling):
+        asked.append((sampling.purpose, sampling.request, self.log.name))
+        return submit(self, prompts, sampling)
+
+    monkeypatch.setattr(Replica, "submit", noted)
+    folder, before = RunFolder(tmp_path / "run"), workers(os.getpid())
+    run(tiny(*REPLICAS, "generator.replicas=2"), folder)
+    logs = ["generator.log", "generator-replica1.log"]
+    assert [each for each in asked if each[0] == "train"] == [("train", t, logs[t % 2]) for t in range(6)]
+    assert all((folder.path / name).exists() for name in logs) and workers(os.getpid()) == before
+    assert [row["lag"] for row in rows(folder) if "lr" in row] == [0, 1, 2, 2, 2, 2]
+    assert figures(folder) == figures(of_one)
+    assert folder.completions.read_text() == of_one.completions.read_text()
+
+
+def test_replicas_may_be_killed_and_their_number_changed_between_sessions(
+    of_one, tiny, tmp_path, monkeypatch
+):
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(of_one.path, folder.path)
+    folder.state.unlink()  # as if it had been lost after its last checkpoint, that of update 3
+    submit, killed = Replica.submit, []
+
+    def submit_and_kill(self, prompts, sampling):
+        future = submit(self, prompts, sampling)
+        if sampling.purpose == "train" and not killed:
+            wait_for(lambda: self.process is not None)
+            os.kill(self.process.pid, signal.SIGKILL)
+            killed.append(self.process.pid)
+        return future
+
+    monkeypatch.setattr(Replica, "submit", submit_and_kill)
+    run(tiny(*REPLICAS, "generator.replicas=3"), folder)
+    assert figures(folder) == figures(of_one)
+    assert folder.completions.read_text() == of_one.completions.read_text()
+    assert sum(row.get("generator/restarts", 0) for row in rows(folder)) == len(killed) == 1
+
+
+def test_a_worker_killed_in_the_middle_of_a_run_changes_no_row(undisturbed, tiny, tmp_path, monkeypatch):
+    submit, load = WorkerGenerator.submit, WorkerGenerator.load
+
+    def submit_and_kill(self, prompts, sampling):
+        future = submit(self, prompts, sampling)
+        if (sampling.purpose, sampling.request) in (("train", 1), ("eval", 0)) and self.restarts < 2:
+            wait_for(lambda: self.process is not None)
+            os.kill(self.process.pid, signal.SIGKILL)
+        return future
+
+    def load_and_kill(self, weights, version):
+        load(self, weights, version)
+        if version == 3 and self.process is not None:
+            os.kill(self.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(WorkerGenerator, "submit", submit_and_kill)
+    monkeypatch.setattr(WorkerGenerator, "load", load_and_kill)
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*RUN, "generator.restarts=9"), folder)
+    assert figures(folder) == figures(undisturbed)
+    assert folder.completions.read_text() == undisturbed.completions.read_text()
+    assert sum(row.get("generator/restarts", 0) for row in rows(folder)) >= 2
+
+
+def test_an_annotator_killed_in_the_middle_of_a_run_changes_no_row(undisturbed, tiny, tmp_path, monkeypatch):
+    put, killed = Worker.put, []
+
+    def put_and_kill(self, job):
+        future = put(self, job)
+        if job.method == "annotate" and len(killed) < 2:
+            wait_for(lambda: (process := self.process) is not None and process.pid not in killed)
+            killed.append(self.process.pid)
+            os.kill(killed[-1], signal.SIGKILL)
+        return future
+
+    monkeypatch.setattr(Worker, "put", put_and_kill)
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*RUN), folder)
+    assert figures(folder) == figures(undisturbed)
+    assert folder.completions.read_text() == undisturbed.completions.read_text()
+    assert sum(row.get("annotator/restarts", 0) for row in rows(folder)) == len(killed) == 2
+    assert sum(row.get("generator/restarts", 0) for row in rows(folder)) == 0
+
+
+def test_a_checkpoint_keeps_rollouts_annotated_for_a_session_that_need_not_annotate(
+    undisturbed, tiny, tmp_path, monkeypatch
+):
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(undisturbed.path, folder.path)
+    folder.state.unlink()  # as if it had been lost after its last checkpoint
+    packed = torch.load(folder.last_checkpoint() / "in_flight.pt", weights_only=True)
+    assert [p["scores"].shape for p in packed] == [(8, 2)] and packed[0]["ref_logprobs"].shape == (8, 2, 16)
+    score, scored = RewardModelScorer.score, []
+
+    def noted(self, rollouts):
+        scored.append(rollouts.response_ids.shape[:2])
+        return score(self, rollouts)
+
+    monkeypatch.setattr(RewardModelScorer, "score", noted)
+    run(tiny(*RUN, "generator.worker=false"), folder)
+    assert scored == [(16, 1)], "only the completions of the evaluation"
+    for a, b in zip(figures(folder), figures(undisturbed), strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+
+
+def test_a_worker_that_cannot_be_replaced_ends_the_run(tiny, tmp_path, monkeypatch):
+    load = WorkerGenerator.load
+
+    def kill(self, weights, version):
+        if version == 1:
+            os.kill(self.process.pid, signal.SIGKILL)
+        load(self, weights, version)
+
+    monkeypatch.setattr(WorkerGenerator, "load", kill)
+    with pytest.raises(RunError, match="must not be lost more than 0 times"):
+        run(tiny(*RUN, "generator.restarts=0"), RunFolder(tmp_path / "run"))
+    assert not workers(os.getpid())
+
+
+PROCESSES = ("generator", "annotator")
+
+
+def workers(pid):
+    """Processes that a trainer has started, and that have not ended."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if "rlhf.processes.service" in process.cmdline():
+                found.append(process)
+    return found
+
+
+def shared_files(pid):
+    """Files of a trainer that have a name."""
+    return [
+        p for place in ("/dev/shm", tempfile.gettempdir()) for p in Path(place).glob(f"rlhf-weights-{pid}-*")
+    ]
+
+
+def start(words):
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlhf.train", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    )
+
+
+def test_a_killed_trainer_leaves_no_process_and_goes_on_to_the_same_rows(
+    undisturbed, tiny, command, tmp_path
+):
+    words, folder = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN)))
+    process = start(words)
+    wait_for(lambda: len(workers(process.pid)) == len(PROCESSES) or process.poll() is not None)
+    found = workers(process.pid)
+    wait_for(lambda: folder.last_checkpoint() is not None or process.poll() is not None)
+    os.kill(process.pid, signal.SIGKILL)  # at once: a run of five updates is soon over
+    process.wait()
+    assert len(found) == len(PROCESSES) and not folder.finished()
+    assert not psutil.wait_procs(found, timeout=10)[1], "a worker is still there"
+    assert not shared_files(process.pid)
+
+    again = start(words)
+    told, _ = again.communicate(timeout=300)
+    assert again.returncode == 0 and "going on at update" in told, told
+    assert figures(folder) == figures(undisturbed)
+    assert folder.completions.read_text() == undisturbed.completions.read_text()
+
+
+def test_signals_to_stop_are_the_trainers_to_obey(tiny, tmp_path, undisturbed, monkeypatch):
+    submit, asked = WorkerGenerator.submit, []
+
+    def submit_and_ask_to_stop(self, prompts, sampling):
+        if self.process is not None and self.confirmed is not None:  # it is past its imports
+            for number in SIGNALS:
+                os.killpg(self.process.pid, number)
+                asked.append(number)
+        return submit(self, prompts, sampling)
+
+    monkeypatch.setattr(WorkerGenerator, "submit", submit_and_ask_to_stop)
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*RUN, "generator.restarts=0"), folder)
+    assert asked and figures(folder) == figures(undisturbed)
+
+
+def test_ctrl_c_ends_trainer_and_worker(command):
+    process = start([*command, *RUN, "schedule.total_episodes=8000"])
+    wait_for(lambda: process.poll() is not None or len(workers(process.pid)) == len(PROCESSES))
+    time.sleep(1)
+    found = workers(process.pid)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and told.splitlines()[-1] == "interrupted", told
+    assert len(found) == len(PROCESSES) and not psutil.wait_procs(found, timeout=10)[1]
+    assert not shared_files(process.pid)

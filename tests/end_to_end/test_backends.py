@@ -1,0 +1,322 @@
+"""Every backend on one rank and on two (gloo, CPU) does what plain torch does on one."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf.config.compose import compose
+from rlhf.config.identity import run_name
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
+from tests.end_to_end.conftest import TINY, assert_same_end, rows
+
+BACKENDS = ("torch", "zero0", "zero1", "zero2", "zero3")
+OFFLOADS = ("zero2_offload", "zero3_offload")
+SIZES = (1, 2)
+LIMIT_S = 500
+
+# DeepSpeed's optimizer for CPUs takes minutes to build, so it is tested where that was done before.
+EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+BUILT = any(EXTENSIONS.glob("**/cpu_adam/cpu_adam.so"))
+needs_cpu_adam = pytest.mark.skipif(not BUILT, reason=f"no cpu_adam.so below {EXTENSIONS}: never built here")
+
+PLAIN = [pytest.param(size, name, id=f"{name} on {size}") for size in SIZES for name in BACKENDS]
+OFFLOAD = [
+    pytest.param(size, name, id=f"{name} on {size}", marks=needs_cpu_adam)
+    for size in SIZES
+    for name in OFFLOADS
+]
+EVERY = [*PLAIN[1:], *OFFLOAD]  # all but plain torch on one rank
+
+
+def ranks(size: int, *words: object) -> None:
+    """Run a module of ours by `size` processes that know of one another as torchrun tells them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    processes = []
+    for rank in range(size):
+        if size > 1:
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-m", *map(str, words)]
+        processes.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(said)
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """What each backend did, by (number of ranks, backend)."""
+    base = tmp_path_factory.mktemp("steps")
+    found = {}
+    for size in sorted(SIZES, reverse=True):
+        folder = base / str(size)
+        folder.mkdir()
+        other = [base / "2"] if size == 1 else []
+        names = BACKENDS + OFFLOADS if BUILT else BACKENDS
+        ranks(size, "tests.end_to_end.backend_steps", ",".join(names), folder, *other)
+        for name in names:
+            found[size, name] = torch.load(folder / f"{name}.pt", weights_only=True)
+    return found
+
+
+def same_rows(found, expected):
+    """Losses and gradient norms agree to 1e-4."""
+    assert len(found) == len(expected)
+    for row, wanted in zip(found, expected, strict=True):
+        assert {"loss/policy", "policy/grad_norm", "lr"} <= row.keys() == wanted.keys()
+        for name in wanted:
+            if name.startswith("loss/") or name == "policy/grad_norm":
+                assert row[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+            else:
+                assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-4), name
+
+
+def same_weights(found, expected, rtol=1e-4, atol=1e-6):
+    assert list(found) == list(expected), "names and order too"
+    for name, weight in expected.items():
+        torch.testing.assert_close(
+            found[name], weight, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("algo", ["dpo", "ppo"])
+@pytest.mark.parametrize(("size", "name"), EVERY)
+def test_losses_gradient_norms_and_weights_are_those_of_plain_torch(size, name, algo, steps):
+    found, expected = steps[size, name][algo], steps[1, "torch"][algo]
+    same_rows(found["rows"], expected["rows"])
+    same_weights(found["weights"], expected["weights"])
+    torch.testing.assert_close(found["ref_logprobs"], expected["ref_logprobs"], rtol=0, atol=1e-5)
+    norms = [row["policy/grad_norm"] for row in expected["rows"]]
+    assert norms[0] > 0.5, "the norm before clipping, which must have had something to do"
+    assert len(set(norms)) == len(norms), "each update is another"
+
+
+@pytest.mark.parametrize("algo", ["dpo", "ppo"])
+@pytest.mark.parametrize(("size", "name"), PLAIN)
+def test_resumed_equals_uninterrupted(size, name, algo, steps):
+    found = steps[size, name][algo]
+    assert found["resumed"]["steps"] == 3
+    assert found["resumed"]["row"] == found["rows"][2]
+    same_weights(found["resumed"]["weights"], found["weights"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("algo", ["dpo", "ppo"])
+@pytest.mark.parametrize(("size", "name"), OFFLOAD)
+def test_resumed_equals_uninterrupted_but_for_the_last_digit_with_the_optimizer_on_the_cpu(
+    size, name, algo, steps
+):
+    found = steps[size, name][algo]  # its powers of beta are products before, and made anew after
+    same_rows([found["resumed"]["row"]], found["rows"][2:])
+    same_weights(found["resumed"]["weights"], found["weights"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["torch", "zero0"])
+def test_what_is_not_divided_goes_on_by_another_number_of_ranks(name, steps):
+    found, expected = steps[1, name]["other ranks"], steps[2, name]["dpo"]
+    assert found["steps"] == 3
+    same_rows([found["row"]], expected["rows"][2:])
+    same_weights(found["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize("algo", ["dpo", "ppo"])
+@pytest.mark.parametrize(("size", "name"), PLAIN)
+def test_a_step_that_is_not_finite_changes_nothing(size, name, algo, steps):
+    found = steps[size, name][algo]["failed"]
+    assert [index for _, index in found["said"]] == [[0, 1, 2]] * 2
+    loss, gradient = (what for what, _ in found["said"])
+    assert "loss/policy nan" in loss
+    assert "loss/policy nan" not in gradient and gradient.endswith(("norm nan", "norm inf"))
+    same_weights(found["after"], found["before"], rtol=0, atol=0)
+    assert found["next"] == steps[size, name][algo]["rows"][1], "as if it had not been"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_zero3_divides_the_weights_of_what_is_trained_and_of_the_reference(size, steps):
+    for algo in ("dpo", "ppo"):
+        assert steps[size, "zero3"][algo]["kept"] == (0, 0), "between steps nothing is whole"
+        assert min(steps[size, "zero2"][algo]["kept"]) > 0
+
+
+@pytest.mark.parametrize(("size", "name"), EVERY)
+def test_ranks_keep_step_where_prompts_and_responses_have_one_token(size, name, steps):
+    found, expected = steps[size, name]["short"], steps[1, "torch"]["short"]
+    same_rows(found["rows"], expected["rows"])
+    same_weights(found["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize(("size", "name"), EVERY)
+def test_weights_that_inference_has_gathered_can_be_trained(size, name, steps):
+    found, expected = steps[size, name]["defaults"], steps[1, "torch"]["dpo"]
+    same_rows(found["rows"], expected["rows"][:2])
+
+
+@pytest.mark.parametrize(("size", "name"), EVERY)
+def test_bfloat16_is_autocast_over_float32_weights(size, name, steps):
+    found, expected = steps[size, name]["bfloat16"], steps[1, "torch"]["bfloat16"]
+    exact_rows = steps[1, "torch"]["dpo"]["rows"][:2]
+    for row, wanted, exact in zip(found["rows"], expected["rows"], exact_rows, strict=True):
+        assert row["policy/grad_norm"] == pytest.approx(wanted["policy/grad_norm"], rel=0.05)
+        assert row["policy/grad_norm"] != exact["policy/grad_norm"]
+    assert {weight.dtype for weight in found["weights"].values()} == {torch.float32}
+    assert found["reference"] == ["torch.bfloat16"]
+    torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize(("size", "name"), EVERY)
+def test_frozen_models_answer_as_on_plain_torch(size, name, steps):
+    found, expected = steps[size, name]["frozen"], steps[1, "torch"]["frozen"]
+    torch.testing.assert_close(found["rewards"], expected["rewards"], rtol=0, atol=1e-5)
+    for temperature in (1.0, 0.7):
+        logprobs = found["logprobs"][temperature]
+        torch.testing.assert_close(logprobs, expected["logprobs"][temperature], rtol=0, atol=1e-5)
+    assert not torch.allclose(found["logprobs"][1.0], found["logprobs"][0.7])
+    assert found["trained"] == 0
+
+
+@pytest.mark.parametrize(("size", "name"), PLAIN)
+def test_the_model_is_given_and_left_behind_whole(size, name, steps):
+    found, expected = steps[size, name]["left"], steps[1, "torch"]["left"]
+    for kind in ("gpt_neox", "llama"):
+        same_weights(found[kind]["weights"], expected[kind]["weights"], rtol=0, atol=0)
+        same_weights(found[kind]["saved"], found[kind]["weights"], rtol=0, atol=0)
+        torch.testing.assert_close(found[kind]["logits"], expected[kind]["logits"], rtol=0, atol=1e-5)
+    assert found["llama"]["tied"] and "lm_head.weight" in found["llama"]["weights"]
+    same_weights(found["reward"]["saved"], found["reward"]["weights"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_checkpoint_is_tensors_not_code(name, steps):
+    assert not steps[1, name]["ran"]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_one_rank_listens_on_loopback_at_most(name, steps):
+    assert set(steps[1, name]["listening"]) <= {"127.0.0.1", "::1"}
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+RUNS = {  # by name: number of ranks, words
+    "zero2 ppo": (1, ["backend=zero2", "algo=ppo"]),
+    "zero3 dpo": (1, ["backend=zero3", "algo=dpo", "algo.ties=keep"]),
+    # Several ranks have no annotator, so the run of one goes without it: its metrics are one more.
+    "zero3 ppo on two": (2, ["backend=zero3", "algo=ppo", "schedule.max_lag=1", "generator.annotate=false"]),
+    "zero3 reward": (1, ["backend=zero3", "algo=reward"]),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(cache_dir, tmp_path_factory):
+    """Each run in full, and once more from its checkpoint: words and the two folders."""
+    base = tmp_path_factory.mktemp("runs")
+    common = [*TINY, f"cache_dir={cache_dir}"]
+    found = {
+        name: ([*common, *words], base / name / "whole", base / name / "resumed")
+        for name, (_, words) in RUNS.items()
+    }
+    for which in (1, 2):
+        for size in SIZES:
+            jobs = [(found[name][0], str(found[name][which])) for name in RUNS if RUNS[name][0] == size]
+            (base / "jobs.json").write_text(json.dumps(jobs))
+            ranks(size, "tests.end_to_end.rank_runs", base / "jobs.json")
+        if which == 1:
+            for _, whole, resumed in found.values():
+                shutil.copytree(whole, resumed, ignore=shutil.ignore_patterns("trainer_state.json", "model"))
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_goes_as_on_plain_torch(name, runs, tmp_path):
+    words, folder, _ = runs[name]
+    plain = RunFolder(tmp_path / "plain")
+    run(compose([word for word in words if not word.startswith("backend=zero")]), plain)
+    assert len(rows(folder)) == len(rows(plain)) >= 4
+    for row, expected in zip(rows(folder), rows(plain), strict=True):
+        assert row == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    trained = load_file(folder / "model" / "model.safetensors")
+    expected = load_file(plain.model / "model.safetensors")
+    assert trained.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_was_interrupted_ends_the_same(name, runs):
+    _, folder, resumed = runs[name]
+    assert "going on at update" in (resumed / "train.log").read_text()
+    assert "going on at update" not in (folder / "train.log").read_text()
+    assert rows(resumed) == rows(folder)
+    one, other = (load_file(path / "model" / "model.safetensors") for path in (folder, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
+
+
+def test_a_run_after_one_with_divided_weights_in_the_same_process_is_what_it_is_alone(cache_dir, tmp_path):
+    words = [*TINY, f"cache_dir={cache_dir}", "algo=sft"]
+    alone, output_dir = RunFolder(tmp_path / "alone"), tmp_path / "sweep"
+    sweep = ["-m", *words, "backend=zero3,torch", f"output_dir={output_dir}"]
+    for given in ([*words, f"hydra.run.dir={alone.path}"], sweep):
+        done = subprocess.run(
+            [sys.executable, "-m", "rlhf.train", *given], capture_output=True, text=True, timeout=LIMIT_S
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_end(RunFolder(output_dir / run_name(compose(words))), alone)
+
+
+def test_a_divided_checkpoint_is_refused_to_other_ranks_before_anything_is_loaded(runs, tmp_path):
+    words, folder, _ = runs["zero3 ppo on two"]
+    other = tmp_path / "resumed"
+    shutil.copytree(folder, other, ignore=shutil.ignore_patterns("trainer_state.json", "model"))
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf.train", *words, f"hydra.run.dir={other}"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "ranks must be 2" in done.stderr and "got 1; start 2, or" in done.stderr
+    assert "ppo of pythia" not in done.stdout
+
+
+def test_without_a_compiler_offloading_is_refused_before_anything_is_loaded(command, tmp_path):
+    environment = {**os.environ, "PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf.train", *command, "backend=zero3_offload"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "there is no c++ and no ninja here" in done.stderr and "set backend=zero3" in done.stderr
+    assert "making" not in done.stdout and "dpo of pythia" not in done.stdout
+
+
+def test_settings_that_deepspeed_refuses_are_told_before_anything_is_loaded(command):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "rlhf.train", *command, "backend=zero2"),
+            "+backend.deepspeed.zero_optimization={overlap_com: true}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "backend.deepspeed must be settings that DeepSpeed takes" in done.stderr
+    assert "overlap_com" in done.stderr and "Traceback" not in done.stderr
+    assert "making" not in done.stdout

@@ -1,0 +1,117 @@
+"""docs/extending.md as it is written: rlhf installed from a wheel, somebody else's package beside it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.core.files import read_lines
+
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs" / "extending.md").read_text()
+FILES = dict(re.findall(r"^`([\w./]+)`\n\n```\w+\n(.*?)^```$", DOCS, re.M | re.S))
+COMMANDS = re.findall(r"^    (?:rlhf|python -m rlhf\.\w+) --config-dir my_lab/conf (.*)$", DOCS, re.M)
+TINY = ["debug=tiny", "task.train_size=64", "task.validation_size=32", "progress=off"]
+
+
+def pip(*words: object) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def install(source: Path, site: Path) -> None:
+    """Build a wheel of the project in `source` and install it into `site`, without a network."""
+    wheels = source.parent / f"wheels-{source.name}"
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source)
+    pip("install", "--no-deps", "--no-index", "--target", site, "--upgrade", *wheels.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory) -> Path:
+    """A folder with `site`, where rlhf and my_lab are installed, and with `my_lab/conf`; no checkout."""
+    base = tmp_path_factory.mktemp("lab")
+    source = base / "source"
+    for name in ("rlhf", "conf"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    for name, text in {**FILES, "my_lab/__init__.py": ""}.items():
+        file = base / "my_lab" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    install(source, base / "site")
+    install(base / "my_lab", base / "site")
+    shutil.rmtree(source)
+    shutil.rmtree(base / "my_lab" / "my_lab")
+    return base
+
+
+def call(lab: Path, *words: str, code: int = 0) -> str:
+    """What a command says, called in the folder `lab`, which is none of the checkout."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=lab,
+        env={**os.environ, "PYTHONPATH": str(lab / "site")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_what_is_imported_is_the_wheel(lab):
+    assert call(lab, "-c", "import rlhf; print(rlhf.__file__)").startswith(str(lab / "site"))
+
+
+def test_help_tells_the_options_of_the_wheel_and_of_the_other_package(lab):
+    told = call(lab, "site/bin/rlhf", "--config-dir", "my_lab/conf", "--help")
+    for line in ("dpo  ", "reinforce_mean  ", "backwards  ", "in_place  "):
+        assert re.search(rf"^    {line}", told, re.M), line
+
+
+def test_algorithm_task_and_scorer_of_another_package_train_and_are_evaluated(lab):
+    words = ["--config-dir", "my_lab/conf", *COMMANDS[0].split(), *TINY]
+    told = call(lab, "site/bin/rlhf", *words)
+    assert "reinforce_mean of pythia on backwards" in told
+    (folder,) = (lab / "outputs").glob("backwards-pythia-reinforce_mean-hf-lag1-seed1-*")
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "eval/win_rate" in last
+
+    call(lab, "-m", "rlhf.evaluate", f"run={folder}", "--config-dir", "my_lab/conf", "progress=off")
+
+    rows = read_lines(folder / "evaluations.jsonl")
+    assert rows[-1]["model"] == "model" and rows[-1]["settings"]["gold"] == "in_place"
+    assert rows[-1]["eval/gold_score"] == last["eval/gold_score"]
+    assert "finished already" in call(lab, "site/bin/rlhf", *words)
+
+
+def test_the_chain_makes_the_stages_of_another_package(lab):
+    told = call(lab, "-m", "rlhf.pipeline", "--config-dir", "my_lab/conf", *COMMANDS[1].split(), *TINY)
+    assert "[1/3] SFT model" in told and "[3/3] evaluation (validation): done" in told
+
+
+def test_a_mistake_names_the_keys_of_the_other_package(lab):
+    words = ["--config-dir", "my_lab/conf", "task=backwards", "task.leters=3"]
+    told = call(lab, "site/bin/rlhf", *words, code=2)
+    assert "task.leters must be a setting of task=backwards" in told and "task.letters?" in told
+
+
+def test_an_entry_point_that_does_not_import_is_told_of_and_whose_it_is(lab, tmp_path):
+    site = tmp_path / "site"
+    shutil.copytree(lab / "site", site)
+    (site / "my_lab" / "options.py").write_text("import nothing_of_the_kind\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf.plan"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: my_lab.options must import (the package my-lab names it")

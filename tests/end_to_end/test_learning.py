@@ -1,0 +1,49 @@
+"""The main job with its shipped defaults, from nothing: a language model learns from feedback."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.compose import compose
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
+
+
+def evaluations(folder: Path) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if any(name.startswith("eval/") for name in row)]
+
+
+@pytest.mark.timeout(2400)  # minutes on one core: three models are trained
+def test_the_main_job_learns_what_the_judge_wants_from_the_reward_model_alone(tmp_path):
+    cfg = compose(["algo=dpo", "model=pythia", f"cache_dir={tmp_path / 'artefacts'}", "progress=plain"])
+    folder = RunFolder(tmp_path / "run")
+
+    result = run(cfg, folder)
+
+    (sft,) = (tmp_path / "artefacts").glob("sft-*/")
+    tuned = evaluations(sft)[-1]
+    assert tuned["eval/norm_reward"] <= 0, "the SFT model is no better than its flawed references"
+
+    (reward,) = (tmp_path / "artefacts").glob("reward-*/")
+    judged = evaluations(reward)
+    assert judged[0]["eval/accuracy"] < 0.65 < judged[-1]["eval/accuracy"]
+
+    before, *_, after = evaluations(folder.path)
+    assert 0.2 <= before["eval/win_rate"] <= 0.45
+    assert abs(before["eval/kl"]) < 1e-4
+    assert after["eval/win_rate"] == result >= 0.75
+    assert after["eval/kl"] > 0.1
+
+    trained = [row for row in map(json.loads, folder.metrics.read_text().splitlines()) if "lr" in row]
+    first = trained[0]
+    assert abs(first["objective/kl"]) < 1e-4
+    assert abs(first["policy/ratio"] - 1) < 1e-4
+    fifth = len(trained) // 5
+    early, late = trained[:fifth], trained[-fifth:]
+    assert mean(late, "objective/scores") > mean(early, "objective/scores"), "the proxy score rises"
+
+
+def mean(rows: list[dict], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)

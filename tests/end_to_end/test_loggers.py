@@ -1,0 +1,150 @@
+"""The experiment trackers, for real: Weights & Biases offline, TensorBoard event files."""
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
+
+from rlhf.core.errors import UserError
+from rlhf.core.files import read_lines
+from rlhf.loggers.wandb import run_id
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
+from tests.end_to_end.conftest import rows
+from tests.end_to_end.test_run import interrupt
+
+OFFLINE = ("logger=wandb", "logger.wandb.mode=offline")
+SESSIONS = ("schedule.total_episodes=64", "schedule.save_every=2", "schedule.eval_every=2", "algo.ties=keep")
+
+
+def records(file: Path) -> Iterator[Record]:
+    """What W&B has written to a run's file: protocol buffers in the log format of LevelDB."""
+    data, at, parts = file.read_bytes(), 7, b""  # behind W&B's own header
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768  # of the block; a record's header is never divided
+        if left < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # the whole of a record, or its last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def sessions(folder: RunFolder) -> list[list[Record]]:
+    """The records of each session of a run, oldest first."""
+    wandb.teardown()  # writes what is left
+    return [list(records(file)) for file in sorted(folder.path.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def history(session: list[Record]) -> list[dict]:
+    """The rows of a session, by step."""
+    found = [record.history for record in session if record.HasField("history")]
+    return [
+        {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in row.item}
+        for row in found
+    ]
+
+
+def test_wandb_and_tensorboard_get_the_rows_of_metrics_jsonl(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789012345678901234567890123456789")
+    monkeypatch.setattr(sys, "argv", ["train.py", "some.api_key=a-secret-of-the-command-line"])
+    folder = RunFolder(tmp_path / "run")
+    run(tiny("logger=[wandb,tensorboard]", "logger.wandb.mode=offline", "logger.wandb.tags=[one]"), folder)
+
+    last = [row for row in rows(folder) if "lr" in row][-1]
+    events = EventAccumulator(str(folder.path / "tensorboard")).Reload()
+    scalars = {(e.step, round(e.value, 5)) for e in events.Scalars("objective/scores")}
+    assert (2, round(last["objective/scores"], 5)) in scalars
+    assert [e.step for e in events.Scalars("eval/win_rate")] == [0, 1, 2]
+
+    (session,) = sessions(folder)
+    logged = {row["_step"]: row for row in history(session)}
+    for row in rows(folder):
+        assert row.items() <= logged[row["update"]].items()
+
+    for file in folder.path.rglob("*"):
+        if file.is_file():
+            for secret in (b"0123456789012345678901234567890123456789", b"a-secret-of-the-command-line"):
+                assert secret not in file.read_bytes(), file
+
+
+def test_a_run_that_is_gone_on_with_goes_on_in_its_run_of_wandb(tiny, tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    cfg = tiny(*OFFLINE, *SESSIONS)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, update=3)
+        run(cfg, folder)
+    run(cfg, folder)
+    first, second = sessions(folder)
+
+    for session in (first, second):
+        (started,) = [record.run for record in session if record.HasField("run")][-1:]
+        assert started.run_id == run_id(folder) and started.display_name == "run"
+        settings = {item.key: json.loads(item.value_json) for item in started.config.update}
+        assert settings["algo"]["name"] == "dpo" and "packages" in settings["environment"]
+        assert "defaults" not in settings
+    ends = [record.exit.exit_code for one in (first, second) for record in one if record.HasField("exit")]
+    assert ends == [1, 0]
+
+    steps = [[row["_step"] for row in history(session)] for session in (first, second)]
+    assert steps == [[0, 1, 2, 3], [3, 4]]
+    whole = {row["_step"]: row for session in (first, second) for row in history(session)}
+    for row in rows(folder):
+        assert row.items() <= whole[row["update"]].items()
+
+
+def test_wandb_gets_the_completions_of_each_evaluation_as_a_table(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")  # counts, as logger.wandb.mode is null
+    folder = RunFolder(tmp_path / "run")
+    run(tiny("logger=wandb", "schedule.eval_every=2"), folder)
+    kept = read_lines(folder.completions)
+    (session,) = sessions(folder)
+    tables = {row["_step"]: row["completions.path"] for row in history(session) if "completions.path" in row}
+    assert sorted(tables) == [0, 2]
+    for update, path in tables.items():
+        (file,) = folder.path.glob(f"wandb/offline-run-*/files/{path}")
+        table = json.loads(file.read_text())
+        expected = [
+            {k: v for k, v in row.items() if k != "update"} for row in kept if row["update"] == update
+        ]
+        assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == expected
+
+
+def test_a_folder_keeps_its_run_of_wandb_and_a_new_folder_of_that_name_has_another(tmp_path):
+    folder = RunFolder(tmp_path / "lag0: 50%")
+    mine = run_id(folder)
+    assert run_id(folder) == mine
+    assert mine.startswith("lag0- 50-") and len(mine) <= 128
+    folder.path.rename(tmp_path / "aside")  # as resume=never does
+    assert run_id(folder) != mine
+    assert len(run_id(RunFolder(tmp_path / ("long" * 50)))) <= 128
+
+
+def test_without_a_key_for_wandb_the_error_says_what_to_do(tiny, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(UserError, match=r"wandb login.*logger\.wandb\.mode=offline"):
+        run(tiny("logger=wandb", "logger.wandb.mode=online"), RunFolder(tmp_path / "run"))
+
+
+def test_tensorboard_shows_each_update_once_after_a_restart(tiny, tmp_path, monkeypatch):
+    for name, every in (("from a checkpoint", 2), ("from nothing", 0)):
+        folder = RunFolder(tmp_path / name)
+        cfg = tiny("logger=tensorboard", *SESSIONS, f"schedule.save_every={every}")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            interrupt(patch, update=3)
+            run(cfg, folder)
+        run(cfg, folder)
+        events = EventAccumulator(str(folder.path / "tensorboard")).Reload()
+        assert [e.step for e in events.Scalars("objective/scores")] == [1, 2, 3, 4], name
+        assert [e.step for e in events.Scalars("eval/gold_score")] == [0, 2, 4], name

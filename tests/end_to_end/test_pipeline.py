@@ -1,0 +1,178 @@
+"""`python -m rlhf.pipeline`: one chain from nothing to an evaluation, whatever ends it on the way."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf import pipeline as pipeline__pipeline
+from rlhf.config.compose import compose
+from rlhf.config.identity import run_name
+from rlhf.config.saved import load_config
+from rlhf.core.files import read_lines
+from rlhf.runs.folder import RunFolder
+from rlhf.stages import hub
+from rlhf.stages.run import run
+from tests.end_to_end.conftest import TINY, assert_same_end
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+(COMMAND,) = re.findall(r"^    python -m rlhf\.pipeline (.*)$", README, re.M)
+WORDS = [*COMMAND.split(), *TINY, "schedule.total_episodes=64", "schedule.save_every=1"]
+WORDS += ['stages.sft=["debug=tiny","schedule.save_every=1"]', "eval.samples=0"]
+
+# The command, which `kill -9` ends at one point: in the middle of a stage, or between two.
+KILLED = """
+import os, signal, sys
+from rlhf import pipeline
+import rlhf.evaluate, rlhf.pairs
+from rlhf.training.recorder import Recorder
+place = sys.argv.pop(1)
+def strike():
+    os.kill(os.getpid(), signal.SIGKILL)
+if place == "pairs":
+    rlhf.pairs.add_pairs = lambda *_: strike()
+elif place == "evaluation":
+    write = rlhf.evaluate.write
+    rlhf.evaluate.write = lambda *given: (write(*given), strike())
+else:
+    algo, update = place.split(":")
+    flush = Recorder.flush
+    def struck(self, state, rollouts, engine):
+        flush(self, state, rollouts, engine)
+        title = self.loggers[-1].title if hasattr(self.loggers[-1], "title") else ""
+        if title.startswith(algo) and state.update == int(update):
+            strike()
+    Recorder.flush = struck
+pipeline__pipeline.main()
+"""
+PLACES = {  # where it is killed: what the next start says of it
+    "sft:2": "going on at update 1 of 2",
+    "pairs": "[1/5] SFT model: there already",
+    "reward:2": "[2/5] preference pairs: there already",
+    "dpo:3": "[3/5] reward model: there already",
+    "evaluation": "[4/5] RLHF (dpo): there already",
+}
+
+
+def start(command, *words) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *command, *words], capture_output=True, text=True, timeout=500)
+
+
+def test_killed_in_every_stage_it_goes_on_and_ends_as_it_would_have(tmp_path):
+    words = [*WORDS, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/out", "progress=plain"]
+    expected = None
+    for place, then in PLACES.items():
+        done = start(["-c", KILLED, place], *words)
+        assert done.returncode == -signal.SIGKILL, (place, done.stdout + done.stderr)
+        assert expected is None or expected in done.stdout, place
+        expected = then
+    done = start(["-m", "rlhf.pipeline"], *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert expected in done.stdout
+    assert "evaluated already with these settings" in done.stdout, "what was evaluated before the kill counts"
+
+    cfg = compose(words)
+    folder = RunFolder(tmp_path / "out" / run_name(cfg))
+    rows = read_lines(folder.evaluations)
+    assert [row["model"] for row in rows] == ["checkpoint-2", "checkpoint-3", "model"]
+    assert "eval/win_rate_low" in rows[-1] and rows[-1]["update"] == 4
+    table = done.stdout[done.stdout.rindex("stage ") :]
+    assert table.count("was there") == 4 and "evaluation (validation)" in table
+
+    # The same run without the chain, with stages that nothing happened to.
+    alone = RunFolder(tmp_path / "alone")
+    run(compose([*words, f"cache_dir={tmp_path}/other", "progress=off"]), alone)
+    assert_same_end(folder, alone)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """The words of a chain whose base model and data are in folders."""
+    import torch
+
+    from rlhf.models.loading import new_nano, save
+
+    base = tmp_path_factory.mktemp("stored")
+    cfg = compose([*TINY, "algo=sft"])
+    tokenizer = cfg.task.tokenizer()
+    torch.manual_seed(0)
+    save(new_nano(cfg.model, tokenizer), tokenizer, base / "base")
+    for folder in ("data", "pairs"):
+        (base / folder).mkdir()
+    for split in ("train", "validation"):
+        rows = cfg.task.source().prompts(split).select(range(24))
+        with (base / "data" / f"{split}.jsonl").open("w") as data:
+            data.writelines(json.dumps(row) + "\n" for row in rows)
+        texts = rows["reference_response"]
+        with (base / "pairs" / f"{split}.jsonl").open("w") as pairs:
+            for i, query in enumerate(rows["query"]):
+                pair = {"prompt": query, "chosen": texts[i], "rejected": texts[i - 1]}
+                pairs.write(json.dumps(pair) + "\n")
+    (base / "judge.py").write_text(
+        "def brief(prompt, response, reference):\n    return -float(len(response))\n"
+    )
+    return [
+        "debug=tiny", "task=tldr", "model=pythia", f"model.base={base}/base", f"task.path={base}/data",
+        f"task.preferences_path={base}/pairs", "task.max_prompt_tokens=192", "scorer@gold=function",
+        f"gold.path={base}/judge.py:brief", f"output_dir={base}/out", "progress=off", "eval.samples=0",
+    ]  # fmt: skip
+
+
+def told(monkeypatch, capsys, *words) -> str:
+    monkeypatch.setattr(sys, "argv", ["pipeline", *words])
+    pipeline__pipeline.main()
+    return capsys.readouterr().out
+
+
+def test_a_chain_on_stored_data_trains_each_stage_on_the_one_before(stored, monkeypatch, capsys):
+    said = told(monkeypatch, capsys, *stored)
+    out = Path(stored[9].partition("=")[2])
+    folders = {path.name.split("-")[2]: RunFolder(path) for path in out.glob("tldr-pythia-*")}
+    (pairs,) = out.glob("tldr-pairs-*")
+    assert sorted(folders) == ["dpo", "reward", "sft"] and all(f.finished() for f in folders.values())
+    cfg = load_config(folders["dpo"].config)
+    assert cfg.model.policy == str(folders["sft"].model) and cfg.model.reward == str(folders["reward"].model)
+    reward = load_config(folders["reward"].config)
+    assert reward.task.preferences_path == str(pairs) and reward.model.policy == cfg.model.policy
+    assert [row["model"] for row in read_lines(folders["dpo"].evaluations)] == ["checkpoint-1", "model"]
+    assert "[5/5] evaluation (validation): done in" in said
+
+    again = told(monkeypatch, capsys, *stored)
+    assert again.count("there already, in ") == 5 and again.count("was there") == 5
+
+
+def test_a_model_that_is_named_is_not_made(stored, monkeypatch, capsys, tmp_path):
+    out = Path(stored[9].partition("=")[2])
+    (sft,) = out.glob("tldr-pythia-sft-*")
+    words = [*stored, f"output_dir={tmp_path}", f"model.policy={sft}/model", "scorer=function"]
+    words = [word for word in words if word != stored[9]]
+    said = told(monkeypatch, capsys, *words, f"scorer.path={out.parent}/judge.py:brief")
+    assert "[1/2] RLHF (dpo)" in said and len(list(tmp_path.glob("tldr-pythia-*"))) == 1
+
+
+def test_the_final_model_is_pushed_only_where_it_is_told_to_and_privately(stored, monkeypatch, capsys):
+    from huggingface_hub import HfApi
+
+    calls = []
+    monkeypatch.setenv("HF_TOKEN", "of-the-test")
+    monkeypatch.setattr(HfApi, "create_repo", lambda *given, **more: calls.append(more))
+    monkeypatch.setattr(HfApi, "upload_folder", lambda *given, **more: calls.append(more))
+    told(monkeypatch, capsys, *stored)
+    assert calls == []
+    said = told(monkeypatch, capsys, *stored, "push_to=me/model")
+    assert calls[0] == {"private": True, "exist_ok": True}
+    assert calls[1]["repo_id"] == "me/model" and calls[1]["folder_path"].endswith("/model")
+    assert "pushed to https://huggingface.co/me/model" in said and "of-the-test" not in said
+
+
+def test_a_token_is_read_from_the_environment_alone(monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert os.environ.get(hub.VARIABLE) is None
+    with pytest.raises(ValueError, match="it is read from nowhere else"):
+        hub.check("me/model")
+    assert hub.check(None) is None

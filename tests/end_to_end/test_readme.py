@@ -1,0 +1,86 @@
+"""What the README tells a reader to write works as written."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf import plan
+from rlhf.config.algo import AlgoConfig
+from rlhf.core.machine import Machine
+from rlhf.memory import plan as memory
+from rlhf.memory import uses as memory__uses
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
+from tests.end_to_end.conftest import rows
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", README.partition("## Add an algorithm")[2], re.S)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture
+def reinforce(tmp_path, monkeypatch) -> type[AlgoConfig]:
+    (tmp_path / "reinforce.py").write_text(block("python"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import reinforce
+
+    yield reinforce.ReinforceConfig
+    sys.modules.pop("reinforce")
+
+
+def test_the_algorithm_of_the_readme_trains(tiny, tmp_path, reinforce):
+    cfg = tiny("scorer=facts", "scorer.missing_eos_score=null")
+    cfg.algo = reinforce(samples_per_prompt=2, kl_coef=0.1)
+    folder = RunFolder(tmp_path / "run")
+    run(cfg, folder)
+    trained = [row for row in rows(folder) if "lr" in row]
+    assert len(trained) == 2
+    assert trained[0]["policy/ratio"] == pytest.approx(1, abs=1e-4)
+    assert trained[0]["policy/grad_norm"] > 0
+
+
+def test_the_algorithm_of_the_readme_composes(tmp_path, reinforce):
+    import hydra
+    from omegaconf import OmegaConf
+
+    from rlhf.config.catalogue import conf_dir
+
+    (tmp_path / "conf" / "algo").mkdir(parents=True)
+    (tmp_path / "conf" / "algo" / "reinforce.yaml").write_text(block("yaml"))
+    search = [f"hydra.searchpath=[file://{tmp_path / 'conf'}]"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = hydra.compose(
+            "config",
+            [*search, "algo=reinforce", "schedule.total_episodes=8", "schedule.prompts_per_update=8"],
+        )
+    assert OmegaConf.to_object(cfg).algo == reinforce()
+
+
+def test_the_plan_of_the_readme_is_what_the_command_prints(monkeypatch, capsys):
+    shown = README.partition("## What a run needs")[2].partition("```text\n$ python -m rlhf.plan ")[2]
+    words, _, table = shown.partition("```")[0].partition("\n")
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=16 * memory__uses.GIB))
+    monkeypatch.setattr(sys, "argv", ["plan.py", *words.split()])
+    plan.main()
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in printed if line] == table.splitlines()
+
+
+def test_the_readme_names_only_options_that_exist():
+    from rlhf.config import catalogue as options
+
+    table = README.partition("## Change something")[2].partition("Several values")[0]
+    named = {word for word in re.findall(r"`(\w+)`", table)}
+    known = {name for group in options.groups() for name in options.options(group)}
+    assert named <= known, named - known
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (Path(__file__).parents[2] / target).exists(), target

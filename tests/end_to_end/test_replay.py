@@ -1,0 +1,150 @@
+"""Rollouts that a run saves, and a run that is trained on them without a generator."""
+
+from dataclasses import replace
+
+import datasets
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from rlhf.checks.check import problems
+from rlhf.core.batch import Batch, Sampling
+from rlhf.core.errors import UserError
+from rlhf.core.rollout_format import files
+from rlhf.generators.stored import ReplayGenerator, read
+from rlhf.runs.folder import RunFolder
+from rlhf.scorers.saved import write
+from rlhf.stages.run import run
+from tests.end_to_end.conftest import rows
+from tests.tiny_models import tiny_tokenizer
+
+SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
+WORDS = ("algo=grpo", "algo.samples_per_prompt=2", "schedule.total_episodes=48", *SCORED)
+
+
+@pytest.fixture
+def saved(tiny, tmp_path) -> RunFolder:
+    folder = RunFolder(tmp_path / "saved")
+    run(tiny(*WORDS, "save_generations=true"), folder)
+    return folder
+
+
+def replayed(tiny, saved, *words):
+    stored = [f"generator.path={saved.generations}", "generator.temperature=0.7"]
+    return tiny(*WORDS, "generator=dataset", "generator.response_length=16", "scorer=labels", *stored, *words)
+
+
+def updates(folder):
+    return [row for row in rows(folder) if "lr" in row]
+
+
+def test_saving_changes_no_figure_and_the_folder_loads_as_a_data_set(tiny, tmp_path, saved):
+    plain = RunFolder(tmp_path / "plain")
+    run(tiny(*WORDS), plain)
+    assert rows(plain) == rows(saved)
+    found = datasets.load_dataset(str(saved.generations), split="train")
+    assert len(found) == 48
+    assert set(found["update"]) == {1, 2, 3} and set(found["version"]) == {0, 1, 2}
+    assert found["sample"][:4] == [0, 1, 0, 1] and found["example"][0] == found["example"][1]
+    scores = [row["objective/scores"] for row in updates(saved)]
+    assert sum(found["score"]) / 48 == pytest.approx(sum(scores) / 3)
+    for row in found:
+        assert len(row["response_ids"]) == len(row["behaviour_logprobs"]) <= 16
+
+
+def test_a_replayed_run_has_the_figures_of_the_run_that_sampled(tiny, tmp_path, saved):
+    folder = RunFolder(tmp_path / "replayed")
+    run(replayed(tiny, saved), folder)
+    same = [row.keys() for row in updates(saved)]
+    assert [row.keys() for row in updates(folder)] == same
+    for again, first in zip(updates(folder), updates(saved), strict=True):
+        assert again == pytest.approx(first, rel=1e-4, abs=1e-6)
+
+
+def test_another_algorithm_can_be_trained_on_the_same_rollouts(tiny, tmp_path, saved):
+    for algo in ("dpo", "rloo", "bok"):
+        folder = RunFolder(tmp_path / algo)
+        run(replayed(tiny, saved, f"algo={algo}", "generator=dataset", "scorer=facts"), folder)
+        first, *_, last = updates(folder)
+        assert first["objective/scores"] == pytest.approx(updates(saved)[0]["objective/scores"])
+        assert last["mismatch/max_ratio"] > 1, "the sampler was another policy"
+
+
+def test_a_file_reads_back_as_the_rollouts_that_were_written(tiny, saved):
+    file = files(saved.generations)[0]
+    rollouts = read(file, pad_id=0)
+    assert rollouts.response_ids.shape == (8, 2, 16) and rollouts.labels.shape == (8, 2)
+    assert (rollouts.behaviour_logprobs[rollouts.response_mask] < 0).all()
+    assert not rollouts.behaviour_logprobs[~rollouts.response_mask].any()
+    assert rollouts.prompt_mask[:, -1].all(), "prompts are padded on the left"
+
+
+def test_tokens_of_several_versions_are_kept(tiny, saved, tmp_path):
+    first = read(files(saved.generations)[0], pad_id=0)
+    mixed = torch.arange(16).expand(8, 2, 16) % 3 * first.response_mask
+    batch = first.extend(Batch, scores=first.labels)
+    tokenizer = AutoTokenizer.from_pretrained(saved.model)
+    sampling = Sampling(samples=2, temperature=0.7, response_length=16, purpose="train")
+    write(replace(batch, token_versions=mixed), 1, tmp_path, tokenizer, sampling, "")
+    again = read(tmp_path / "000001.parquet", pad_id=0)
+    assert torch.equal(again.token_versions, mixed)
+    assert first.token_versions is None
+
+
+@pytest.mark.parametrize(
+    "word, remedy",
+    [
+        ("generator.temperature=1", "set generator.temperature=0.7"),
+        ("schedule.prompts_per_update=4", "set schedule.prompts_per_update=8"),
+        ("algo.samples_per_prompt=4", "set algo.samples_per_prompt=2"),
+    ],
+)
+def test_settings_that_are_not_those_of_the_rollouts_are_problems(tiny, saved, word, remedy):
+    (found,) = [text for text in problems(replayed(tiny, saved, word)) if "of the rollouts" in text]
+    assert found.endswith(remedy)
+
+
+def test_rollouts_in_the_tokens_of_another_tokenizer_are_refused(saved):
+    with pytest.raises(UserError, match=r"generator\.path must name rollouts in the tokens of"):
+        ReplayGenerator(saved.generations, tiny_tokenizer())
+
+
+def test_a_file_that_is_none_of_ours_is_a_problem(tiny, saved):
+    first = files(saved.generations)[0]
+    datasets.Dataset.from_dict({"a": [1]}).to_parquet(first)
+    foreign = problems(replayed(tiny, saved))
+    assert any("000001.parquet was not written by save_generations" in text for text in foreign)
+    first.write_text("no parquet")
+    broken = problems(replayed(tiny, saved))
+    assert any("generator.path must be a folder of saved rollouts" in text for text in broken)
+
+
+def test_missing_and_too_few_rollouts_are_problems(tiny, tmp_path, saved):
+    assert any("schedule.total_episodes must be <= 48" in text for text in problems(
+        replayed(tiny, saved, "schedule.total_episodes=64")
+    ))  # fmt: skip
+    nowhere = replayed(tiny, saved, f"generator.path={tmp_path / 'nowhere'}")
+    assert any("generator.path must be a folder of saved rollouts" in text for text in problems(nowhere))
+
+
+def test_an_interrupted_run_writes_what_comes_after_its_checkpoint_anew(tiny, tmp_path, saved, monkeypatch):
+    from rlhf.training.checkpoint import Checkpoints
+
+    class Stopped(Exception):
+        pass
+
+    save = Checkpoints.save
+
+    def stop(self, state, *parts):
+        save(self, state, *parts)
+        raise Stopped
+
+    folder = RunFolder(tmp_path / "interrupted")
+    words = (*WORDS, "save_generations=true", "schedule.save_every=1")
+    monkeypatch.setattr(Checkpoints, "save", stop)
+    with pytest.raises(Stopped):
+        run(tiny(*words), folder)
+    monkeypatch.undo()
+    run(tiny(*words), folder)
+    for mine, other in zip(files(folder.generations), files(saved.generations), strict=True):
+        assert read(mine, 0).response_ids.tolist() == read(other, 0).response_ids.tolist()

@@ -1,0 +1,152 @@
+"""Reports of real runs, as docs/reports.md has them: two algorithms, two seeds, and one run asynchronous."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from rlhf.report.runs import find_runs
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
+from tests.end_to_end import browser
+from tests.end_to_end.conftest import TINY
+from tests.end_to_end.test_run import interrupt
+
+DOCS = (Path(__file__).parents[2] / "docs" / "reports.md").read_text()
+LONGER = ["schedule.total_episodes=64", "schedule.eval_every=1"]
+LABELS = ["dpo max_lag=0", "dpo max_lag=1", "rloo max_lag=0"]
+FIGURES = [
+    "win_rate_against_kl",
+    "learning_curves",
+    "win_rate_against_time",
+    "lag_and_mismatch",
+    "time_per_phase",
+]
+
+
+@pytest.fixture(scope="module")
+def made(cache_dir, tmp_path_factory):
+    """The folder in which the docs' commands were run, with tiny runs, and what the last one printed."""
+    folder = tmp_path_factory.mktemp("reports")
+    found = re.search(r"executed by .*?```text\n(.*?)```", DOCS, re.S)
+    assert found is not None
+    printed = ""
+    for line in found[1].splitlines():
+        _, *words = shlex.split(line)
+        extra = [*TINY, f"cache_dir={cache_dir}", *LONGER] if "rlhf.train" in words else []
+        done = subprocess.run(
+            [sys.executable, *words, *extra],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    return folder, printed
+
+
+def test_the_commands_of_the_docs_leave_a_table_a_page_and_pictures(made):
+    folder, printed = made
+    for label, seeds in zip(LABELS, (2, 1, 2), strict=True):
+        assert re.search(rf"^ *{re.escape(label)} +{seeds} ", printed, re.M), printed
+    out = folder / "outputs" / "report"
+    assert {path.name for path in out.iterdir()} == {"index.html", *(f"{name}.png" for name in FIGURES)}
+    for name in FIGURES:
+        with Image.open(out / f"{name}.png") as picture:
+            assert len(picture.convert("RGB").getcolors(1 << 24)) > 20, name
+
+
+def test_the_figures_of_the_table_are_those_of_the_runs(made):
+    folder, _ = made
+    html = (folder / "outputs" / "report" / "index.html").read_text()
+    states = [
+        json.loads(path.read_text())["result"]["eval/gold_score"]
+        for path in (folder / "outputs").glob("*-rloo-*/trainer_state.json")
+    ]
+    assert len(states) == 2
+    row = html.partition("<tbody>")[2].partition("</tbody>")[0].split("<tr")[-1]
+    assert "rloo max_lag=0" in row and f'data-value="{sum(states) / 2!r}"' in row
+
+
+def test_the_page_lists_commands_and_commit_and_puts_answers_side_by_side(made):
+    folder, _ = made
+    html = (folder / "outputs" / "report" / "index.html").read_text()
+    assert "python -m rlhf.train -m algo=dpo,rloo seed=1,2" in html
+    for run_folder in find_runs([str(folder / "outputs")]).runs:
+        assert run_folder.commit in html and run_folder.folder.name in html
+    sample = html.partition('<section id="completions">')[2].partition("</details>")[0]
+    titles = re.findall(r"<h3>(.*?)</h3>", sample)
+    answers = [f"{label} · seed 1 · update {last}" for label, last in zip(LABELS, (4, 4, 2), strict=True)]
+    assert titles == ["reference response", "before training", *answers]
+
+
+def test_an_interrupted_run_is_reported_as_far_as_it_came(tiny, tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, update=3)
+        run(tiny("schedule.total_episodes=64", "schedule.eval_every=2"), folder)
+    (found,) = find_runs([str(folder.path)]).runs
+    assert found.progress == "unfinished, update 3 of 4"
+    assert found.last("eval/gold_score") is not None and found.seconds() > 0
+
+
+# Sizes of the figures; which of their texts lie on one another; whether pointing at the first group dims the
+# others; what a click on a heading sorts.
+EXPRESSION = """(() => {
+  const boxes = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect());
+  const over = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4;
+  const overlaps = [...document.querySelectorAll("figure svg")].flatMap((svg) => {
+    const texts = [...svg.querySelectorAll("text")]
+      .map((text) => [text.textContent, text.getBoundingClientRect()]);
+    return texts.flatMap(([one, box], i) => texts.slice(i + 1)
+      .filter(([, other]) => over(box, other)).map(([other]) => one + " | " + other));
+  });
+  const line = document.querySelector("#learning_curves .series-0");
+  line.dispatchEvent(new PointerEvent("pointerenter"));
+  const faint = [...document.querySelectorAll("#learning_curves .series:not(.focus)")];
+  const alone = document.querySelectorAll(".series-0.focus").length;
+  const dims = document.body.classList.contains("focused") && faint.every((e) => !e.matches(".series-0"));
+  line.dispatchEvent(new PointerEvent("pointerleave"));
+  const after = document.querySelectorAll(".focused, .focus").length;
+  const heading = [...document.querySelectorAll("#results th")].find((th) => th.innerText === "gold score");
+  heading.querySelector("button").click();
+  const sorted = [...document.querySelectorAll("#results tbody tr")]
+    .map((row) => parseFloat(row.cells[heading.cellIndex].dataset.value));
+  const sizes = boxes.map((box) => [box.width, box.height]);
+  return {sizes, overlaps, alone, dims, faint: faint.length, after, sorted};
+})()"""
+
+SERIES = {"light": (0x00, 0x72, 0xB2), "dark": (0x4A, 0xA8, 0xE0)}  # --series-0 of rlhf/report/page.css
+PAPER = {"light": (0xFF, 0xFF, 0xFF), "dark": (0x14, 0x17, 0x1B)}
+
+
+@pytest.mark.skipif(
+    browser.find() is None,
+    reason=f"no browser here ({', '.join(browser.NAMES)}); make test installs one by apt where it is root",
+)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_the_page_in_light_and_dark_and_complains_of_nothing(made, tmp_path, scheme):
+    page = made[0] / "outputs" / "report" / "index.html"
+    seen = browser.look(str(browser.find()), page, tmp_path, scheme, 1200, EXPRESSION)
+    assert seen.console == []
+    assert seen.asked == [page.as_uri()]
+    value = seen.value
+    assert len(value["sizes"]) == len(FIGURES)
+    assert all(width > 800 and height > 150 for width, height in value["sizes"])
+    assert value["overlaps"] == []
+    assert value["alone"] > 3 and value["dims"] and value["faint"] > 3 and value["after"] == 0
+    assert value["sorted"] == sorted(value["sorted"], reverse=True) and len(value["sorted"]) == len(LABELS)
+    for name in ("top", "win_rate_against_kl", "learning_curves"):
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            pixels = picture.convert("RGB")
+        assert pixels.getpixel((5, 5)) == PAPER[scheme]
+        blue = sum(count for count, colour in pixels.getcolors(1 << 24) if colour == SERIES[scheme])
+        assert blue > 100, f"{name}: the first series is not to be seen"

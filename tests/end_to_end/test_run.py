@@ -1,0 +1,264 @@
+"""Whole runs, in this process: what they leave, what they log, how they go on."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPTNeoXConfig,
+)
+
+from rlhf.config.saved import load_config
+from rlhf.core.errors import RunError, UserError
+from rlhf.core.files import append, read_lines
+from rlhf.generators.hf.generator import HFGenerator
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
+from rlhf.training.recorder import Recorder
+from tests.end_to_end.conftest import rows
+
+
+@pytest.fixture(scope="module")
+def finished(cache_dir, tmp_path_factory):
+    """A finished tiny run, shared by the tests that only read it."""
+    from rlhf.config.compose import compose
+    from tests.end_to_end.conftest import TINY
+
+    cfg = compose([*TINY, f"cache_dir={cache_dir}", "schedule.eval_every=1"])
+    folder = RunFolder(tmp_path_factory.mktemp("run") / "finished")
+    return cfg, folder, run(cfg, folder)
+
+
+def test_a_run_leaves_the_files_of_its_contract(finished):
+    cfg, folder, result = finished
+    assert load_config(folder.config) == cfg
+    environment = json.loads(folder.environment.read_text())
+    assert {"packages", "git", "command"} <= environment.keys()
+    state = json.loads(folder.state.read_text())
+    assert state["finished"] and state["update"] == state["version"] == 2 and state["episode"] == 32
+    assert state["result"]["eval/win_rate"] == result
+    assert [p.name for p in folder.path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert not list(folder.path.glob(".tmp*"))
+
+
+def test_the_final_model_loads_with_transformers(finished):
+    _, folder, _ = finished
+    model = AutoModelForCausalLM.from_pretrained(folder.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder.model)
+    ids = tokenizer("SUBREDDIT:", return_tensors="pt").input_ids
+    assert model(ids).logits.isfinite().all()
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_rows_carry_the_figures_of_the_contract(finished):
+    _, folder, _ = finished
+    found = read_lines(folder.metrics)
+    updates = [row for row in found if "lr" in row]
+    evaluations = [row for row in found if "eval/win_rate" in row]
+    assert [row["update"] for row in updates] == [1, 2]
+    assert [row["update"] for row in evaluations] == [0, 1, 2]
+    trained = updates[-1].keys()
+    assert trained >= {
+        "update",
+        "version",
+        "episode",
+        "lag",
+        "lr",
+        "objective/scores",
+        "objective/kl",
+        "objective/entropy",
+        "objective/rlhf_reward",
+        "objective/non_score_reward",
+        "objective/scores_margin",
+        "objective/eos_rate",
+        "time/generate_s",
+        "time/wait_s",
+        "time/score_s",
+        "time/annotate_s",
+        "time/train_s",
+        "time/sync_s",
+        "time/update_s",
+        "throughput/episodes_per_s",
+        "throughput/tokens_per_s",
+        "memory/peak_gib",
+    }
+    assert evaluations[-1].keys() >= {
+        "update",
+        "episode",
+        "eval/win_rate",
+        "eval/gold_score",
+        "eval/norm_reward",
+        "eval/kl",
+        "eval/ppl",
+        "eval/response_tokens",
+    }
+
+
+def test_completions_are_kept_with_both_scores(finished):
+    cfg, folder, _ = finished
+    kept = read_lines(folder.completions)
+    assert len(kept) == 3 * cfg.eval.prompts
+    assert kept[0].keys() >= {"update", "prompt", "response", "reference", "score", "gold_score"}
+    last = [row for row in kept if row["update"] == 2]
+    wins = sum(row["gold_score"] > row["reference_gold_score"] for row in last) / len(last)
+    assert wins == rows(folder)[-1]["eval/win_rate"]
+
+
+def test_the_first_update_is_on_policy_and_at_the_reference(finished):
+    _, folder, _ = finished
+    evaluation, first = rows(folder)[:2]
+    assert abs(evaluation["eval/kl"]) < 1e-4
+    assert abs(first["objective/kl"]) < 1e-4
+
+
+def test_lines_are_told_by_newlines_alone(tmp_path):
+    file = tmp_path / "completions.jsonl"
+    texts = ["one\u2028two", "three\x85four", "fünf"]
+    append(file, [{"update": 1, "response": text} for text in texts])
+    with file.open("a") as out:
+        out.write('{"update": 2, "resp')  # cut off by a crash
+    assert [row["response"] for row in read_lines(file)] == texts
+
+
+def test_what_is_found_wrong_while_loading_is_the_users_to_mend(tiny, tmp_path):
+    folder = tmp_path / "model"
+    model = AutoModelForCausalLM.from_config(
+        GPTNeoXConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    model.save_pretrained(folder)
+    with pytest.raises(UserError, match="must come with its tokenizer"):
+        run(tiny(f"model.policy={folder}", "scorer=facts"), RunFolder(tmp_path / "run"))
+
+
+def test_a_finished_run_is_not_run_again(finished):
+    cfg, folder, result = finished
+    before = folder.metrics.read_bytes()
+    assert run(cfg, folder) == result
+    assert folder.metrics.read_bytes() == before
+
+
+LONGER = ("schedule.total_episodes=64", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep")
+
+
+def interrupt(monkeypatch, update):
+    """End the process' run after `update`, as a crash between two updates would."""
+    flush = Recorder.flush
+
+    def crash(self, state, *rest):
+        flush(self, state, *rest)
+        if state.update == update:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recorder, "flush", crash)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        LONGER,
+        (*LONGER, "schedule.max_lag=2"),
+        (*LONGER, "schedule.minibatches=2", "schedule.epochs=2", "schedule.log_every=2"),
+        ("algo=sft", "schedule.save_every=1", "schedule.total_episodes=32"),
+        (*LONGER, "model.lora.rank=4", "schedule.max_lag=1"),
+    ],
+    ids=["dpo", "lag", "minibatches", "sft", "lora"],
+)
+def test_interrupted_and_resumed_equals_uninterrupted(tiny, tmp_path, monkeypatch, overrides):
+    cfg = tiny(*overrides)
+    whole, parts = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parts")
+    run(cfg, whole)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, update=3)
+        run(cfg, parts)
+    assert rows(parts)[-1]["update"] >= 2, "it went on beyond the checkpoint it will resume from"
+    assert not parts.finished()
+    run(cfg, parts)
+    assert rows(parts) == rows(whole)
+    assert parts.completions.read_text() == whole.completions.read_text()
+    a, b = (AutoModelForCausalLM.from_pretrained(f.model).state_dict() for f in (whole, parts))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_interrupted_before_its_first_checkpoint_starts_again(tiny, tmp_path, monkeypatch):
+    cfg = tiny("schedule.save_every=0")
+    folder = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, update=1)
+        run(cfg, folder)
+    run(cfg, folder)
+    assert [row["update"] for row in rows(folder) if "lr" in row] == [1, 2]
+
+
+def test_the_newest_checkpoints_are_kept(tiny, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    run(tiny("schedule.total_episodes=80", "schedule.save_every=1", "save_total_limit=2"), folder)
+    assert sorted(p.name for p in folder.path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_lag_is_logged_and_the_sampler_is_older_by_it(tiny, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    run(tiny("schedule.total_episodes=64", "schedule.max_lag=2"), folder)
+    trained = [row for row in rows(folder) if "lr" in row]
+    assert [row["lag"] for row in trained] == [0, 1, 2, 2]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_what_is_needed_to_go_on(tiny, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    cfg = tiny(*LONGER, "optim.lr=1e30", "optim.max_grad_norm=null", "optim.schedule=constant")
+    with pytest.raises(RunError) as stopped:
+        run(cfg, folder)
+    failed = json.loads((folder.path / "failed_batch.json").read_text())
+    assert len(failed["index"]) == cfg.schedule.prompts_per_update
+    assert f"update {failed['update']}" in str(stopped.value)
+    last = folder.last_checkpoint()
+    assert last is not None and str(last) in str(stopped.value)
+    assert not folder.finished() and not folder.model.exists()
+
+
+def test_the_same_run_twice_gives_the_same_metrics(tiny, tmp_path):
+    cfg = tiny()
+    first, second = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
+    run(cfg, first)
+    run(cfg, second)
+    assert rows(first) == rows(second)
+    other = RunFolder(tmp_path / "c")
+    run(tiny("seed=2"), other)
+    assert rows(other) != rows(first)
+
+
+def test_the_reward_model_scores_the_references_zero_on_average(tiny, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    accuracy = run(tiny("algo=reward"), folder)
+    assert 0 <= accuracy <= 1 and accuracy == rows(folder)[-1]["eval/accuracy"]
+    model = AutoModelForSequenceClassification.from_pretrained(folder.model)
+    assert model.config.num_labels == 1
+    assert math.isfinite(model.config.reward_offset) and model.config.reward_offset != 0
+
+
+def test_a_checkpoint_without_its_marker_is_not_taken(tiny, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    run(tiny("schedule.save_every=1"), folder)
+    last = folder.last_checkpoint()
+    (last / "COMPLETE").unlink()
+    assert folder.last_checkpoint() is None
+
+
+def test_supervised_runs_decode_as_many_at_once_for_evaluation_as_they_are_told(tiny, tmp_path, monkeypatch):
+    asked = []
+
+    def sampler(borrow, tokenizer, batch_size, seed):
+        asked.append(batch_size)
+        return HFGenerator(borrow, tokenizer, batch_size, seed)
+
+    monkeypatch.setattr("rlhf.generators.hf.generator.HFGenerator", sampler)
+    ends = []
+    for size in (3, 256):
+        folder = RunFolder(tmp_path / str(size))
+        run(tiny("algo=sft", f"eval.batch_size={size}"), folder)
+        ends.append(folder.completions.read_text())
+    assert asked == [3, 256] and ends[0] == ends[1]

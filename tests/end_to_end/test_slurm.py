@@ -1,0 +1,275 @@
+"""Jobs of a real SLURM of two nodes, which is started for these tests and ends with them: docs/slurm.md.
+
+What takes a minute, a time limit, is under way while others are tested.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.compose import compose
+from rlhf.config.identity import run_name
+from rlhf.runs.folder import RunFolder
+from tests.end_to_end.conftest import TINY, assert_same_end, rows, wait_for
+
+ROOT = Path(__file__).parents[2]
+LOCAL_SLURM = ROOT / "launchers" / "local_slurm.sh"
+SCORERS = "tests.end_to_end.sweep_scorers"
+SLURM = ["hydra/launcher=slurm", "hydra.launcher.cpus_per_task=1"]
+PATIENT = [
+    "algo=rloo",
+    "backend.threads=1",  # another number rounds otherwise
+    "scorer=function",
+    "scorer.batched=true",
+    f"scorer.path={SCORERS}:patient",
+    "schedule.total_episodes=160",  # five updates
+    "schedule.save_every=0",  # checkpoints only where a run is stopped
+]
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    """The environment of commands that find the SLURM of these tests."""
+    if not shutil.which("slurmctld"):
+        pytest.skip("SLURM is not installed here; make test installs it by apt where it is root")
+    if os.getuid() != 0:
+        pytest.skip("a SLURM on this machine has to be started by root")
+    # It ends when its command does, and that when it reads no more: so it does not outlive these tests.
+    ask = 'echo "$SLURM_CONF"; cat >/dev/null'
+    with subprocess.Popen(
+        [LOCAL_SLURM, "run", "bash", "-c", ask], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin and process.stdout
+        conf = process.stdout.readline().strip()
+        assert conf, "SLURM did not start; what it printed is above"
+        yield {
+            **os.environ,
+            "SLURM_CONF": conf,
+            "PYTHONPATH": str(ROOT),
+            "PYTHON": sys.executable,
+            "PATIENT": "1",
+        }
+        process.stdin.close()
+    assert not Path(conf).exists()
+
+
+@pytest.fixture(scope="module")
+def words(cache_dir):
+    return [*TINY, f"cache_dir={cache_dir}"]
+
+
+def train(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start the command, with all that it prints in one pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlhf.train", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def told(process: subprocess.Popen[str], code: int = 0) -> str:
+    """What a command printed, once it has ended with `code`."""
+    out, _ = process.communicate(timeout=500)
+    assert process.returncode == code, out
+    return out
+
+
+def folder_of(words: list[str], output_dir: Path) -> RunFolder:
+    return RunFolder(output_dir / run_name(compose(words)))
+
+
+def ask(slurm: dict[str, str], *command: str) -> str:
+    return subprocess.run(command, env=slurm, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def job_of(output_dir: Path) -> str:
+    """The id of the one job of a sweep."""
+    (record,) = (output_dir / ".submitit").glob("*.job")
+    return record.read_text().split()[0]
+
+
+def in_update_2(folder: RunFolder):
+    """Whether a run has come to where its scorer waits."""
+    return lambda: folder.metrics.exists() and any("lr" in row for row in rows(folder))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm, words, tmp_path_factory):
+    """The run of these tests that nobody stops, and that does not wait to be: a job as they are."""
+    output_dir = tmp_path_factory.mktemp("undisturbed")
+    calm = {name: value for name, value in slurm.items() if name != "PATIENT"}
+    told(train(["-m", *words, *PATIENT, f"output_dir={output_dir}", *SLURM], calm))
+    return folder_of([*words, *PATIENT], output_dir)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(words, tmp_path_factory):
+    """The same of two ranks, started by torchrun. One rank rounds otherwise, and may sample another token."""
+    output_dir = tmp_path_factory.mktemp("two_ranks")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlhf.train"]
+    subprocess.run(
+        [sys.executable, *torchrun, *words, *PATIENT, f"output_dir={output_dir}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    return folder_of([*words, *PATIENT], output_dir)
+
+
+@pytest.fixture(scope="module")
+def limited(slurm, words, tmp_path_factory, undisturbed):
+    """A sweep of one job, under way, whose job will hit its time limit."""
+    output_dir = tmp_path_factory.mktemp("limited")
+    limit = ["hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=20"]
+    sweep = train(["-m", *words, *PATIENT, f"output_dir={output_dir}", *SLURM, *limit], slurm)
+    yield sweep, output_dir
+    sweep.kill()
+
+
+def test_each_task_of_a_step_is_a_rank_and_finds_the_others(slurm):
+    program = (
+        "from rlhf.slurm import name_rank; name_rank()\n"
+        "import json, os, torch; from rlhf.ranks import Ranks\n"
+        "ranks = Ranks.join(torch.device('cpu'), 60)\n"
+        "names = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR'\n"
+        "total = ranks.sum(torch.tensor(2.0 ** ranks.rank)).item()\n"
+        "print(json.dumps([*(os.environ[name] for name in names), total]))\n"
+        "torch.distributed.barrier(); torch.distributed.destroy_process_group()"
+    )
+    srun = ["srun", "--nodes=2", "--ntasks=3", "--distribution=block", sys.executable, "-c", program]
+    answers = sorted(json.loads(line) for line in ask(slurm, *srun).splitlines())
+    first = "127.0.0.1"
+    assert answers == [
+        ["0", "3", "0", "2", first, 7.0],
+        ["1", "3", "1", "2", first, 7.0],
+        ["2", "3", "0", "1", first, 7.0],
+    ]
+
+
+def test_a_batch_script_is_no_rank_however_many_tasks_its_job_has(slurm, tmp_path):
+    program = (
+        "import os; from rlhf.slurm import name_rank; name_rank(); print(os.environ.get('RANK', 'alone'))"
+    )
+    out = tmp_path / "out"
+    wrapped = f'--wrap={sys.executable} -c "{program}"'
+    ask(slurm, "sbatch", "--wait", "--ntasks=2", f"--output={out}", wrapped)
+    assert out.read_text() == "alone\n"
+
+
+def test_a_sweep_is_a_job_for_each_run_and_again_runs_only_what_is_missing(slurm, limited, words, tmp_path):
+    sweep = ["-m", "algo=dpo,rloo", "seed=1,2", *SLURM, *words, f"output_dir={tmp_path}"]
+    text = told(train(sweep, slurm))
+    folders = [
+        folder_of([*words, f"algo={algo}", f"seed={seed}"], tmp_path)
+        for algo in ("dpo", "rloo")
+        for seed in (1, 2)
+    ]
+    assert all(folder.finished() for folder in folders)
+    assert text.count("submitted as job") == text.count("done, in") == 4
+
+    shutil.rmtree(folders[3].path)
+    text = told(train(sweep, slurm))
+    assert text.count("finished already") == 3 and text.count("submitted as job") == 1
+    assert "algo=rloo seed=2: done, in" in text and folders[3].finished()
+
+
+def test_a_job_that_fails_or_dies_is_listed_and_the_others_are_kept(slurm, limited, words, tmp_path):
+    scorers = ",".join(f"{SCORERS}:{name}" for name in ("fails", "length", "dies")).replace(":", r"\:")
+    sweep = ["-m", "algo=rloo", "scorer=function", "scorer.batched=true", f"scorer.path={scorers}"]
+    text = told(train([*sweep, *SLURM, *words, f"output_dir={tmp_path}"], slurm), code=1)
+    assert text.count(": done, in") == 1
+    _, _, listed = text.partition("error: 2 of 3 jobs failed; the others are kept")
+    assert "no score for these" in listed and "it ended without a word" in listed
+    assert listed.count(f"{tmp_path}/tldr_mini-pythia-rloo") == 2
+    assert listed.count("_log.") == 1, "what a job printed that said nothing itself"
+
+
+def test_a_job_of_two_nodes_is_stopped_requeued_and_ends_as_undisturbed(
+    slurm, limited, words, tmp_path, two_ranks
+):
+    script = str(ROOT / "launchers" / "train.sbatch")
+    log = tmp_path / "log"
+    job = ask(
+        slurm,
+        *("sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=30", f"--output={log}"),
+        *(script, *words, *PATIENT, f"output_dir={tmp_path}"),
+    )
+    folder = folder_of([*words, *PATIENT], tmp_path)
+    queued = lambda: job in ask(slurm, "squeue", "--noheader", "--format=%i").split()  # noqa: E731
+    wait_for(lambda: in_update_2(folder)() or not queued())
+    assert queued(), log.read_text()
+    ask(slurm, "scancel", "--signal=USR1", job)
+    wait_for(lambda: not queued())
+    text = log.read_text()
+    assert text.count("interrupted by SIGUSR1 after update 2 of 5") == 1
+    assert text.count("going on at update 2 of 5") == 1
+    assert "Restarts=1" in ask(slurm, "scontrol", "show", "job", job)
+    assert_same_end(folder, two_ranks)
+
+
+def test_a_job_that_is_preempted_goes_on_later(slurm, limited, words, tmp_path, undisturbed):
+    sweep = train(["-m", *words, *PATIENT, f"output_dir={tmp_path}", *SLURM], slurm)
+    folder = folder_of([*words, *PATIENT], tmp_path)
+    wait_for(in_update_2(folder), sweep)
+    job = job_of(tmp_path)
+    node = ask(slurm, "squeue", "--noheader", f"--jobs={job}", "--format=%N")
+    urgent = ("--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null")
+    ask(slurm, "sbatch", *urgent, "--wrap=true")
+    assert "done, in" in told(sweep)
+    assert "Restarts=1" in ask(slurm, "scontrol", "show", "job", job)
+    assert_same_end(folder, undisturbed)
+
+
+def test_a_sweep_that_lost_its_terminal_finds_its_jobs_and_ctrl_c_cancels_them(
+    slurm, limited, words, tmp_path, undisturbed
+):
+    sweep = ["-m", *words, *PATIENT, f"output_dir={tmp_path}", *SLURM]
+    folder = folder_of([*words, *PATIENT], tmp_path)
+    lost = train(sweep, slurm)
+    wait_for(in_update_2(folder), lost)
+    lost.kill()
+    lost.wait()
+    job = job_of(tmp_path)
+
+    again = train(sweep, slurm)
+    assert again.stdout
+    assert f"still in the queue as job {job}" in again.stdout.readline()
+    again.send_signal(signal.SIGINT)
+    text = told(again, code=130)
+    assert "cancelled 1 jobs" in text and "Traceback" not in text
+    wait_for(lambda: job not in ask(slurm, "squeue", "--noheader", "--format=%i").split())
+    state = ask(slurm, "scontrol", "show", "job", job)
+    assert "JobState=CANCELLED" in state and "Restarts=0" in state, "and SLURM does not start it again"
+    assert folder.last_checkpoint() == folder.path / "checkpoint-2"
+
+
+def test_a_job_that_hits_its_time_limit_is_requeued_and_ends_as_undisturbed(
+    slurm, limited, words, undisturbed
+):
+    sweep, output_dir = limited
+    assert "done, in" in told(sweep)
+    job = ask(slurm, "scontrol", "show", "job", job_of(output_dir))
+    assert re.search(r"Restarts=[1-9]", job) and "TimeLimit=00:01:00" in job
+    assert_same_end(folder_of([*words, *PATIENT], output_dir), undisturbed)
+
+
+def test_what_slurm_does_not_accept_is_the_users_to_mend(slurm, words, tmp_path):
+    wrong = ["hydra.launcher.partition=nope", f"output_dir={tmp_path}"]
+    text = told(train(["-m", "seed=1,2", *SLURM, *wrong, *words], slurm), code=2)
+    assert "error: hydra.launcher must be what SLURM accepts, got:" in text and "Traceback" not in text
+    assert "invalid partition specified: nope" in text
+
+
+def test_the_site_chooses_where_the_command_line_does_not(slurm, words, tmp_path, limited):
+    site = {**slurm, "SBATCH_PARTITION": "nope"}
+    sweep = ["-m", *words, "algo=rloo", f"output_dir={tmp_path}", *SLURM]
+    assert "invalid partition specified: nope" in told(train(sweep, site), code=2)
+    assert "done, in" in told(train([*sweep, "hydra.launcher.partition=urgent"], site))

@@ -1,0 +1,526 @@
+"""Whatever ends a run, the same command goes on, and ends as it would have without: docs/reliability.md."""
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.compose import compose
+from rlhf.config.identity import run_name
+from rlhf.core.errors import Interrupted, RunError, UserError
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.generators.hf.generator import HFGenerator
+from rlhf.generators.worker import WorkerGenerator
+from rlhf.loggers.jsonl import JsonlLogger
+from rlhf.processes import signals
+from rlhf.runs import environment as checkpoint__environment
+from rlhf.runs.folder import RunFolder, complete_checkpoints
+from rlhf.stages.run import run
+from rlhf.tasks.tldr_mini import TLDRMiniSource
+from rlhf.training import checkpoint as checkpoint
+from rlhf.training.evaluators import PolicyEvaluator
+from rlhf.training.recorder import Recorder
+from tests.end_to_end.conftest import TINY, assert_same_end, wait_for
+
+RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep"]
+LAG = [*RUN, "schedule.max_lag=1"]
+PPO = ["algo=ppo", *RUN[:3], "schedule.log_every=3"]
+SFT = ["algo=sft", "schedule.total_episodes=32", "schedule.save_every=1", "schedule.eval_every=2"]
+ONLY_AT_SIGNALS = "schedule.save_every=0"  # changes no result
+
+# The command, in which something happens once.
+AT = """
+import os, signal
+from rlhf.train import main
+def once(kind, name, due, number):
+    function = getattr(kind, name)
+    def strike(self, *arguments):
+        if due(*arguments):
+            os.kill(os.getpid(), number)
+        return function(self, *arguments)
+    setattr(kind, name, strike)
+"""
+SIGTERM_AFTER_UPDATE_2 = (
+    AT
+    + """
+from rlhf.training.recorder import Recorder
+once(Recorder, "flush", lambda state, *_: state.update == 2, signal.SIGTERM)
+main()
+"""
+)
+DIES_IN_A_CHECKPOINT = (
+    AT
+    + """
+import rlhf.checkpoint as checkpoint
+write = checkpoint__files.sync
+def sync(path):
+    if "checkpoint-2" in str(path):
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path)
+checkpoint__files.sync = sync
+main()
+"""
+)
+DIES_IN_A_TRANSFER = (
+    AT
+    + """
+from rlhf.generators.transfer.shared_memory import SharedWeights
+write = SharedWeights.write
+def some(weights):
+    yield next(iter(weights))
+    os.kill(os.getpid(), signal.SIGKILL)
+def strike(self, weights, version):
+    return write(self, some(weights) if version == 2 else weights, version)
+SharedWeights.write = strike
+main()
+"""
+)
+
+
+def start(words, *command):
+    return subprocess.Popen(
+        [sys.executable, *command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(words) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf.train", *words], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cache_dir, tmp_path_factory):
+    """`undisturbed(*words)` is a run that nothing happens to; made once."""
+    made = {}
+
+    def get(*words) -> RunFolder:
+        if words not in made:
+            made[words] = RunFolder(tmp_path_factory.mktemp("undisturbed"))
+            run(compose([*TINY, f"cache_dir={cache_dir}", *words]), made[words])
+        return made[words]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def artefacts(undisturbed):
+    """What runs need is there, so that what a test does happens to the run and not to a stage of it."""
+    undisturbed(*RUN)
+
+
+def at(patch, kind, name, due, strike):
+    """Have `strike()` called before the method `name` of `kind`, where `due(*arguments)` says so."""
+    function = getattr(kind, name)
+
+    def struck(self, *arguments, **more):
+        if due(*arguments):
+            strike()
+        return function(self, *arguments, **more)
+
+    patch.setattr(kind, name, struck)
+
+
+def after_update(update):
+    return lambda state, *_: state.update == update
+
+
+def raising(error):
+    def strike():
+        raise error
+
+    return strike
+
+
+# -- kill -9 ---------------------------------------------------------------------------------------
+
+
+def test_killed_in_the_middle_of_a_run(tiny, command, tmp_path, undisturbed):
+    words, folder = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN)))
+    process = start(words, "-m", "rlhf.train")
+    wait_for(lambda: folder.last_checkpoint() is not None, process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert not folder.finished()
+
+    told = finish(words)
+
+    assert "going on at update" in told
+    assert "model:" in told.splitlines()[-1] and "win-rate" in told.splitlines()[-1]
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+def test_killed_at_random_moments(tiny, command, tmp_path, undisturbed):
+    longer = [*LAG, "schedule.total_episodes=160"]
+    words, folder = [*command, *longer], RunFolder(tmp_path / run_name(tiny(*longer)))
+
+    def written():
+        return folder.metrics.stat().st_mtime_ns if folder.metrics.exists() else None
+
+    for _ in range(2):
+        before, process = written(), start(words, "-m", "rlhf.train")
+        wait_for(lambda before=before: written() != before, process)
+        time.sleep(random.uniform(0, 1.5))  # the ten updates take about as long
+        process.kill()
+        process.wait()
+    finish(words)
+    assert_same_end(folder, undisturbed(*longer))
+
+
+def test_killed_in_the_middle_of_a_checkpoint(tiny, command, tmp_path, undisturbed):
+    words, folder = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN)))
+    process = start(words, "-c", DIES_IN_A_CHECKPOINT)
+    out, _ = process.communicate(timeout=500)
+    assert process.returncode == -signal.SIGKILL, out
+    assert folder.last_checkpoint() == folder.path / "checkpoint-1", "what was half written does not count"
+    assert list(folder.path.glob(".tmp-checkpoint-2"))
+
+    assert "going on at update 1 of 5" in finish(words)
+
+    assert_same_end(folder, undisturbed(*RUN))
+    assert not list(folder.path.glob(".tmp-*")), "nor is it left behind"
+
+
+def test_killed_in_the_middle_of_a_weight_transfer(tiny, command, tmp_path, undisturbed):
+    words, folder = [*command, *LAG], RunFolder(tmp_path / run_name(tiny(*LAG)))
+    process = start(words, "-c", DIES_IN_A_TRANSFER)
+    out, _ = process.communicate(timeout=500)
+    assert process.returncode == -signal.SIGKILL, out
+    assert "going on at update 1 of 5" in finish(words)
+    assert_same_end(folder, undisturbed(*LAG))
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+def test_sigterm_ends_the_command_with_a_checkpoint_and_75(tiny, command, tmp_path, undisturbed):
+    words, folder = [*command, *RUN, ONLY_AT_SIGNALS], RunFolder(tmp_path / run_name(tiny(*RUN)))
+    process = start(words, "-c", SIGTERM_AFTER_UPDATE_2)
+    told, _ = process.communicate(timeout=500)
+    assert process.returncode == os.EX_TEMPFAIL == 75, told
+    assert "SIGTERM: stopping at the end of the update under way, with a checkpoint" in told
+    last = folder.path / "checkpoint-2"
+    assert told.splitlines()[-1] == (
+        "interrupted by SIGTERM after update 2 of 5 (dpo of pythia on tldr_mini); "
+        f"checkpoint: {last}; the same command goes on from it"
+    )
+    assert folder.last_checkpoint() == last and "interrupted by SIGTERM" in folder.log.read_text()
+    assert "Traceback" not in told and not list(folder.path.glob(".tmp*"))
+
+    assert "going on at update 2 of 5" in finish(words)
+
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+def me(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "update", "words"),
+    [
+        (signal.SIGTERM, (TorchEngine, "step", lambda *_: True), 1, RUN),
+        (signal.SIGUSR1, (PolicyEvaluator, "__call__", after_update(0)), 1, RUN),
+        (signal.SIGTERM, (PolicyEvaluator, "__call__", after_update(2)), 2, LAG),
+        (signal.SIGUSR1, (Recorder, "flush", after_update(2)), 2, PPO),
+        (signal.SIGTERM, (Recorder, "flush", after_update(3)), 3, [*LAG, "generator.worker=false"]),
+        (signal.SIGUSR1, (Recorder, "flush", after_update(1)), 1, SFT),
+    ],
+    ids=["in a step", "in the first evaluation", "in an evaluation", "ppo", "in line", "sft"],
+)
+def test_interrupted_and_gone_on_with_equals_uninterrupted(
+    tiny, tmp_path, monkeypatch, undisturbed, number, place, update, words
+):
+    cfg, folder = tiny(*words, ONLY_AT_SIGNALS), RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        at(patch, *place, me(number))
+        with pytest.raises(Interrupted, match=f"by {number.name} after update {update} "):
+            run(cfg, folder)
+    assert folder.last_checkpoint().name == f"checkpoint-{update}"
+    assert signal.getsignal(number) is signal.SIG_DFL
+    run(cfg, folder)
+    assert_same_end(folder, undisturbed(*words))
+
+
+def test_a_signal_after_the_last_update_lets_the_run_finish(tiny, tmp_path, monkeypatch, undisturbed):
+    folder = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        at(patch, TorchEngine, "save_model", lambda *_: True, me(signal.SIGTERM))
+        run(tiny(*RUN, ONLY_AT_SIGNALS), folder)
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+def test_interrupted_while_the_generator_is_waited_for(tiny, tmp_path, monkeypatch, undisturbed):
+    cfg, folder, told = tiny(*LAG, ONLY_AT_SIGNALS), RunFolder(tmp_path / "run"), []
+    monkeypatch.setattr(signals, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(signals, "tell", told.append)
+    submit = WorkerGenerator.submit
+
+    def stop_the_generator(self, prompts, sampling):
+        if (sampling.purpose, sampling.request) == ("train", 2):
+            os.kill(self.process.pid, signal.SIGSTOP)
+            threading.Timer(0.3, me(signal.SIGUSR1)).start()
+            threading.Timer(1.0, os.kill, (self.process.pid, signal.SIGCONT)).start()
+        return submit(self, prompts, sampling)
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(Interrupted, match="by SIGUSR1 after update [23] of 5"),
+    ):
+        patch.setattr(WorkerGenerator, "submit", stop_the_generator)
+        run(cfg, folder)
+    assert "SIGUSR1: stopping at the end of the update" in told[0]
+    assert "still waiting for what is under way" in told[1] and len(told) == 2
+    run(cfg, folder)
+    assert_same_end(folder, undisturbed(*LAG))
+
+
+def test_interrupted_in_each_stage_made_on_the_way(tmp_path, monkeypatch, undisturbed):
+    cfg = compose([*TINY, *RUN, f"cache_dir={tmp_path / 'cache'}"])
+    folder, sigterm = RunFolder(tmp_path / "run"), me(signal.SIGTERM)
+
+    def stage(what):
+        (found,) = (RunFolder(path) for path in (tmp_path / "cache").glob(f"{what}-*") if path.is_dir())
+        return found
+
+    def interrupted(match, kind, name, due):
+        with monkeypatch.context() as patch, pytest.raises(Interrupted, match=match):
+            at(patch, kind, name, due, sigterm)
+            run(cfg, folder)
+
+    interrupted(r"after update 1 of 2 \(sft of .*/checkpoint-1; the same", Recorder, "flush", after_update(1))
+    assert stage("sft").last_checkpoint().name == "checkpoint-1"
+    interrupted("outside of training", HFGenerator, "submit", lambda _, how: how.purpose == "pairs")
+    assert stage("sft").finished() and not list((tmp_path / "cache").glob("pairs-*/*"))
+    interrupted(r"after update 1 of \d+ \(reward of", Recorder, "flush", after_update(1))
+    interrupted(  # as its model is written, which is no reason to begin with the run
+        "outside of training", TorchEngine, "save_model", lambda path: "reward" in str(path)
+    )
+    assert stage("reward").finished() and folder.last_checkpoint() is None
+    run(cfg, folder)
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crashed(tiny, tmp_path, monkeypatch):
+    """A run that was ended by a crash after update 3, with checkpoints of updates 1 and 2."""
+    cfg, folder = tiny(*RUN), RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at(patch, Recorder, "evaluation", after_update(4), raising(KeyboardInterrupt()))
+        run(cfg, folder)
+    assert [path.name for path in complete_checkpoints(folder.path)] == ["checkpoint-2", "checkpoint-3"]
+    return cfg, folder
+
+
+def truncate(file):
+    os.truncate(file, 100)
+
+
+def alter(file):
+    with file.open("r+b") as bytes_of:
+        bytes_of.seek(-20, os.SEEK_END)
+        bytes_of.write(b"?")
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "why"),
+    [
+        (truncate, "optimizer.pt", "has 100 bytes"),
+        (alter, "model/model.safetensors", "has the checksum"),
+        (alter, "counters.json", "has the checksum"),
+        (Path.unlink, "in_flight.pt", "cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(crashed, undisturbed, capsys, damage, name, why):
+    cfg, folder = crashed
+    damage(folder.path / "checkpoint-3" / name)
+    run(cfg, folder)
+    told = capsys.readouterr().out
+    assert f"checkpoint-3 is damaged and is not used: {name} {why}" in told
+    assert "going on at update 2 of 5" in told
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+def test_where_every_checkpoint_is_damaged_the_run_starts_again_unless_it_must_go_on(
+    crashed, tiny, undisturbed, capsys
+):
+    cfg, folder = crashed
+    for path in complete_checkpoints(folder.path):
+        truncate(path / "random.pt")
+    with pytest.raises(UserError, match=r"resume=must needs a checkpoint that is as it was written"):
+        run(tiny(*RUN, "resume=must"), folder)
+    assert capsys.readouterr().out.count("is damaged and is not used: random.pt") == 2
+    run(cfg, folder)
+    assert "going on" not in capsys.readouterr().out
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+# -- another run -----------------------------------------------------------------------------------
+
+
+def test_other_settings_are_refused(crashed, tiny):
+    _, folder = crashed
+    before = folder.config.read_text()
+    with pytest.raises(UserError, match=r"must be a folder of this run .* set resume=never to move it aside"):
+        run(tiny(*RUN, "algo.beta=0.3"), folder)
+    assert folder.config.read_text() == before
+
+
+def test_other_data_are_refused_before_a_model_is_loaded(crashed, monkeypatch, undisturbed):
+    cfg, folder = crashed
+    prompts = TLDRMiniSource.prompts
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            TLDRMiniSource, "prompts", lambda self, split: prompts(self, split).select(range(1, 120))
+        )
+        patch.setattr("rlhf.assembly.engine.build_engine", raising(AssertionError("too late")))
+        with pytest.raises(
+            UserError, match=r"task must give the examples that the run began with .* resume=never"
+        ):
+            run(cfg, folder)
+    run(cfg, folder)
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+def test_other_libraries_are_warned_of(crashed, monkeypatch, undisturbed, capsys):
+    cfg, folder = crashed
+    now = {**checkpoint__environment.versions(), "transformers": "9.9"}
+    monkeypatch.setattr(checkpoint, "versions", lambda: now)
+    run(cfg, folder)
+    told = capsys.readouterr().out
+    assert "warning: transformers is 9.9, and was " in told and told.count("figures may differ") == 1
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+# -- a full disk -----------------------------------------------------------------------------------
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_checkpoint_without_room_costs_nothing_but_itself(tiny, tmp_path, monkeypatch, undisturbed, capsys):
+    folder = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        at(patch, TorchEngine, "save", lambda path: path.name.endswith(("-2", "-3")), raising(FULL))
+        run(tiny(*RUN, "progress=plain"), folder)
+    told = capsys.readouterr().out
+    assert told.count("warning: no room for ") == 2
+    assert [path.name for path in complete_checkpoints(folder.path)] == ["checkpoint-1", "checkpoint-4"]
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+def test_a_model_without_room_is_an_error_that_names_the_last_checkpoint(
+    tiny, tmp_path, monkeypatch, undisturbed
+):
+    cfg, folder = tiny(*RUN), RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        at(patch, TorchEngine, "save_model", lambda path: path.name == ".tmp-model", raising(FULL))
+        with pytest.raises(
+            RunError, match=r"/model must be written, .* the last checkpoint is .*/checkpoint-4;"
+        ):
+            run(cfg, folder)
+    assert not folder.finished() and not list(folder.path.glob(".tmp*"))
+    run(cfg, folder)
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+@pytest.mark.parametrize("method", ["log", "evaluation"])
+def test_a_row_without_room_is_an_error_that_names_the_file(tiny, tmp_path, monkeypatch, undisturbed, method):
+    cfg, folder = tiny(*RUN), RunFolder(tmp_path / "run")
+
+    class Full(type(Path())):
+        def open(self, *how, **more):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        called = getattr(JsonlLogger, method)
+
+        def without_room(self, row, *rest):
+            if row["update"] == 2:
+                self.metrics = Full(self.metrics)
+            called(self, row, *rest)
+
+        patch.setattr(JsonlLogger, method, without_room)
+        with pytest.raises(
+            RunError, match=r"metrics.jsonl must be written, .* the last checkpoint is .*/checkpoint-1;"
+        ):
+            run(cfg, folder)
+    run(cfg, folder)
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """`disk(mib)` is a folder with a disk of its own of that size."""
+    made = tmp_path / "disk"
+    made.mkdir()
+
+    def mount(mib):
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", made], capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+        return made
+
+    if shutil.which("mount") is None:
+        pytest.skip("there is no command mount here")
+    yield mount
+    subprocess.run(["umount", "-l", made], capture_output=True)
+
+
+def test_a_disk_that_fills_up_costs_checkpoints_and_then_the_model(tiny, disk, undisturbed, capsys):
+    # Room for two checkpoints, of 2 and of 6 MiB, and half of a third. Its optimizer is written by torch, the
+    # final model by safetensors, which meet the end in words of their own.
+    place = disk(14)
+    cfg, folder = tiny(*RUN, "progress=plain"), RunFolder(place / "run")
+    filler = place / "filler"
+    filler.write_bytes(bytes(2**20))
+    with pytest.raises(RunError, match=r"/model must be written, .* No space left .* is .*/checkpoint-2;"):
+        run(cfg, folder)
+    told = capsys.readouterr().out
+    assert told.count("(No space left on device): it needs more than the") == 2
+    assert not list(folder.path.glob(".tmp*"))
+    subprocess.run(["mount", "-o", "remount,size=40m", place], check=True)
+    run(cfg, folder)
+    assert "going on at update 2 of 5" in capsys.readouterr().out
+    assert_same_end(folder, undisturbed(*RUN))
+
+
+def test_a_disk_that_is_full_ends_the_run_without_a_traceback(
+    tiny, command, disk, monkeypatch, tmp_path, undisturbed, capfd
+):
+    place = disk(40)
+    cfg, folder, filler = tiny(*RUN), RunFolder(place / "run"), place / "filler"
+
+    def fill():
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(bytes(2**16)):
+                pass
+        with suppress(OSError), filler.open("ab", buffering=0) as file:
+            while file.write(b"0"):
+                pass
+
+    with monkeypatch.context() as patch:
+        at(patch, Recorder, "evaluation", after_update(2), fill)
+        with pytest.raises(
+            RunError, match=r"No space left on device; the last checkpoint is .*/checkpoint-1;"
+        ):
+            run(cfg, folder)
+    assert "Traceback" not in "".join(capfd.readouterr())
+    filler.unlink()
+    run(cfg, folder)
+    assert_same_end(folder, undisturbed(*RUN))

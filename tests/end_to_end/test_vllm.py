@@ -1,0 +1,460 @@
+"""Real vLLM, in a process of its own as in a run: tokens and log-probs are those of the trainer's model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import current_thread
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rlhf.config.generator import Transfer
+from rlhf.config.model import LoRAConfig
+from rlhf.core.batch import Prompts, Rollouts, Sampling
+from rlhf.generators.hf.sampling import sample
+from rlhf.generators.transfer.shared_memory import SharedWeights, read
+from rlhf.generators.transfer.weights import Manifest, TransferError
+from rlhf.generators.vllm.generator import build_store, visible
+from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
+from rlhf.generators.worker import WorkerGenerator
+from rlhf.models.lora import adapt, whole_weights
+from rlhf.models.modules import Policy
+from rlhf.processes.worker import Limits
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
+from tests.end_to_end.conftest import rows, wait_for
+from tests.end_to_end.test_async import workers
+from tests.tiny_models import VOCABULARY, logprobs_in_flight, tiny_lm
+
+pytest.importorskip("vllm")
+
+HEADS = {"hidden_size": 64, "num_attention_heads": 2}  # of size 32, the smallest that vLLM has on a CPU
+PAD, STOPS = 0, (1, 5, 9, 13)  # several stop tokens, so that responses end
+OTHER_END = 7  # what the model's config calls its end; the tokenizer's counts
+LENGTH = 12
+SAMPLER: list[VLLMSampler] = []  # in the process
+
+
+def build(factory: VLLMFactory) -> None:
+    SAMPLER.append(factory.build())
+
+
+def ask(name: str, *arguments: Any) -> Any:
+    found = getattr(SAMPLER[0], name)
+    return found(*arguments) if callable(found) else found
+
+
+class Process:
+    """A sampler in a process of its own, and the model whose weights it is given."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path, transfer: str = "shared_memory") -> None:
+        self.model = model
+        self.start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.shared = SharedWeights()
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self.pool.submit(build, self.factory(model, folder, transfer)).result()
+
+    @staticmethod
+    def factory(model: PreTrainedModel, folder: Path, transfer: str) -> VLLMFactory:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)  # no weights: they come with `load`
+        return VLLMFactory(
+            model=str(folder),
+            trust_remote_code=False,
+            dtype="float32",
+            max_model_len=100 + LENGTH,
+            max_num_seqs=64,
+            memory=0.02,
+            enforce_eager=True,
+            tensor_parallel_size=1,
+            gpu=False,
+            sleeps=False,
+            in_flight=True,
+            transfer=transfer,
+            stop_ids=STOPS,
+            pad_id=PAD,
+            seed=7,
+        )
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        return self.pool.submit(ask, name, *arguments).result()
+
+    def write(self, version: int) -> Manifest:
+        """Write the model's weights, as they are at the start plus noise that `version` decides."""
+        draw = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=draw)
+                parameter.copy_(self.start[name] + 0.1 * min(version, 1) * noise)
+        return self.shared.write(self.model.state_dict().items(), version)
+
+    def load(self, version: int, change: Any = None) -> None:
+        """Give it these weights."""
+        manifest = self.write(version)
+        try:
+            assert self.ask("load", change(manifest) if change else manifest) == manifest.checksums()
+        finally:
+            self.shared.release(manifest)
+
+    def end(self) -> None:
+        self.ask("close")
+        self.pool.shutdown()
+        self.shared.close()
+
+    def sample(self, given: Prompts, **settings: Any) -> Rollouts:
+        defaults = {"samples": 3, "temperature": 0.7, "response_length": LENGTH, "purpose": "train"}
+        return self.ask("sample", given, Sampling(**{**defaults, **settings}))
+
+
+def prompts(count: int = 8, length: int = 100) -> Prompts:
+    draw = torch.Generator().manual_seed(3)
+    starts = torch.randint(0, length - 1, (count, 1), generator=draw)
+    mask = torch.arange(length) >= starts
+    return Prompts(
+        index=torch.arange(count) + 40,
+        texts=[""] * count,
+        references=[""] * count,
+        prompt_ids=torch.randint(2, VOCABULARY, (count, length), generator=draw).masked_fill(~mask, PAD),
+        prompt_mask=mask,
+    )
+
+
+def difference(model: PreTrainedModel, rollouts: Rollouts, temperature: float) -> float:
+    """Of the sampler's log-probs from the model's, the largest."""
+    with torch.no_grad():
+        expected = Policy(model, temperature, shared_prefix=False)(rollouts).logprobs
+    return float((expected - rollouts.behaviour_logprobs).abs().max())
+
+
+def greedy(model: PreTrainedModel, given: Prompts) -> torch.Tensor:
+    """What the model says is most likely, [N, 1, LENGTH]."""
+    numbers = torch.full((len(given), 1, LENGTH), 0.5, dtype=torch.float64)
+    ids, *_ = sample(model, given.prompt_ids, given.prompt_mask, 1, LENGTH, 1e-6, numbers, STOPS, PAD)
+    return torch.nn.functional.pad(ids, (0, LENGTH - ids.shape[-1]), value=PAD)
+
+
+@pytest.fixture(scope="module", params=["gpt_neox", "llama"])
+def process(request, tmp_path_factory):
+    """One start for all facts of a kind; Llama with tied embeddings. GPT-NeoX is served by transformers' own
+    code, Llama by vLLM's."""
+    tied = request.param == "llama"
+    model = tiny_lm(request.param, **HEADS, tie_word_embeddings=tied, eos_token_id=OTHER_END)
+    process = Process(model, tmp_path_factory.mktemp(request.param))
+    yield process
+    process.end()
+
+
+def test_after_each_load_tokens_and_logprobs_are_those_of_the_new_weights(process):
+    given, seen = prompts(), []
+    for version in (
+        0,
+        1,
+        2,
+    ):  # the same prompts: their prefixes are in the cache, computed with other weights
+        process.load(version)
+        assert process.ask("version") == version
+        likely = process.sample(given, samples=1, temperature=0.0)
+        assert torch.equal(likely.response_ids, greedy(process.model, given))
+        assert difference(process.model, likely, 1.0) < 1e-4
+        sampled = process.sample(given)
+        assert difference(process.model, sampled, 0.7) < 1e-4
+        assert sampled.version == version and sampled.generate_s > 0
+        seen.append(sampled.behaviour_logprobs)
+    assert (seen[0] - seen[1]).abs().max() > 0.1 and (seen[1] - seen[2]).abs().max() > 0.1
+
+
+def test_more_prompts_than_are_encoded_at_once(process):
+    process.load(1)
+    given = prompts(count=150)
+    assert given.prompt_mask.sum() < 8192 < 2 * given.prompt_mask.sum()
+    rollouts = process.sample(given, samples=4, response_length=4)
+    assert difference(process.model, rollouts, 0.7) < 1e-4
+    rows = torch.tensor([149, 0, 77])
+    again = process.sample(given.select(rows), samples=4, response_length=4)
+    assert torch.equal(again.response_ids, rollouts.response_ids[rows])
+
+
+def ask_in_flight(manifest: Manifest, swap: int, given: Prompts, sampling: Sampling) -> Rollouts:
+    """Rollouts whose first `swap` tokens are of the weights held, and all others of those that come then."""
+    steps: list[int] = []
+
+    def update() -> int:
+        if len(steps) == swap:
+            SAMPLER[0].load(manifest)
+        steps.append(1)
+        return int(SAMPLER[0].version or 0)
+
+    return SAMPLER[0].sample(given, sampling, update)
+
+
+def test_weights_that_change_in_flight_find_the_cache_of_those_before(process):
+    swap, given = 4, prompts()
+    process.load(1)
+    new = deepcopy(process.model)
+    process.load(0)
+    old, plain = process.model, process.sample(given)
+    sampling = Sampling(samples=3, temperature=0.7, response_length=LENGTH, purpose="train")
+    manifest = process.shared.write(new.state_dict().items(), 1)
+    mixed = process.pool.submit(ask_in_flight, manifest, swap, given, sampling).result()
+    process.shared.release(manifest)
+    later = process.sample(given)
+
+    mask = mixed.response_mask
+    assert torch.equal(mixed.token_versions, torch.where(torch.arange(LENGTH) < swap, 0, 1) * mask)
+    assert torch.equal(mixed.response_ids[..., :swap], plain.response_ids[..., :swap])
+    assert not torch.equal(mixed.response_ids, plain.response_ids)
+    expected = logprobs_in_flight(old, new, mixed, swap, 0.7)
+    torch.testing.assert_close(mixed.behaviour_logprobs, expected, rtol=0, atol=1e-4)
+    assert later.version == 1 and difference(new, later, 0.7) < 1e-4, "the cache was not kept for others"
+
+
+def test_merged_adapters_arrive_as_the_trainer_has_them(process):
+    process.load(0)
+    policy = Policy(deepcopy(process.model), 0.7, shared_prefix=False)
+    whole = [] if policy.model.config.tie_word_embeddings else ["lm_head"]
+    adapt(policy.model, LoRAConfig(rank=4, modules_to_save=whole), seed=1)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
+    manifest = process.shared.write(whole_weights(policy.model), 5)
+    assert process.ask("load", manifest) == manifest.checksums()
+    process.shared.release(manifest)
+    found = process.sample(prompts())
+    with torch.no_grad():
+        trained, before = (p(found).logprobs for p in (policy, policy.before_adapters()))
+    assert found.version == 5
+    assert (found.behaviour_logprobs - trained).abs().max() < 1e-3
+    assert (found.behaviour_logprobs - before).abs().max() > 0.1
+
+
+def test_near_greedy_as_in_evaluation(process):
+    process.load(1)
+    likely = process.sample(prompts(), samples=1, temperature=0.0, purpose="eval")
+    nearly = process.sample(prompts(), samples=1, temperature=0.01, purpose="eval")
+    assert (likely.response_ids == nearly.response_ids).all(-1).float().mean() > 0.7
+    assert difference(process.model, nearly, 0.01) < 1e-2  # float rounding, times 100
+
+
+def test_a_response_holds_its_stop_token_and_nothing_after_it(process):
+    process.load(1)
+    rollouts = process.sample(prompts(), samples=4)
+    ids, mask = rollouts.response_ids, rollouts.response_mask
+    assert ids.shape == mask.shape == rollouts.behaviour_logprobs.shape == (8, 4, LENGTH)
+    stops = mask & torch.isin(ids, torch.tensor(STOPS))
+    assert torch.equal(rollouts.ended, stops.any(-1)) and 0 < rollouts.ended.sum() < rollouts.ended.numel()
+    assert (ids[..., :-1][mask[..., 1:]] == OTHER_END).any()  # responses go on after it
+    assert (ids[~mask] == PAD).all() and (rollouts.behaviour_logprobs[~mask] == 0).all()
+    lengths = mask.sum(-1)
+    assert torch.equal(mask, torch.arange(LENGTH) < lengths[..., None])
+    assert (lengths[~rollouts.ended] == LENGTH).all()
+    last = stops.gather(-1, lengths[..., None] - 1)[..., 0]
+    assert torch.equal(last, rollouts.ended) and (stops.sum(-1) <= 1).all()
+
+
+def test_a_sample_is_named_by_purpose_request_and_example(process):
+    process.load(1)
+    given = prompts()
+    ids = process.sample(given, request=3).response_ids
+    rows = torch.tensor([6, 1, 4])
+    assert torch.equal(process.sample(given, request=3).response_ids, ids)
+    assert torch.equal(process.sample(given.select(rows), request=3).response_ids, ids[rows])
+    assert torch.equal(process.sample(given, request=3, samples=2).response_ids, ids[:, :2])
+    for other in ({"request": 4}, {"request": 3, "purpose": "eval"}):
+        assert not torch.equal(process.sample(given, **other).response_ids, ids)
+    moved = process.sample(replace(given, index=given.index + 1), request=3).response_ids
+    assert not torch.equal(moved, ids)
+    same = [torch.equal(row[i], row[j]) for row in ids for i, j in ((0, 1), (0, 2), (1, 2))]
+    assert sum(same) < len(same) / 4  # K samples differ
+
+
+def test_refused_weights_leave_those_before_in_place(process):
+    process.load(1)
+    before = process.sample(prompts())
+    first = "checksum", "shape", "missing", "unknown"
+    for fault in first:
+
+        def spoil(manifest, fault=fault):
+            entries = list(manifest.entries)
+            if fault == "checksum":
+                entries[-1] = replace(entries[-1], checksum=entries[-1].checksum ^ 1)
+            elif fault == "shape":
+                entries[-1] = replace(entries[-1], shape=entries[-1].shape[::-1])
+            elif fault == "missing":
+                entries.pop(0)
+            else:
+                entries.append(replace(entries[0], name="adapter"))
+            return replace(manifest, entries=tuple(entries))
+
+        with pytest.raises(TransferError, match="version 2"):
+            process.load(2, spoil)
+        assert process.ask("version") == 1
+    after = process.sample(prompts())
+    assert torch.equal(after.response_ids, before.response_ids)
+    assert torch.equal(after.behaviour_logprobs, before.behaviour_logprobs)
+    process.load(2)
+    assert difference(process.model, process.sample(prompts()), 0.7) < 1e-4
+
+
+def test_what_was_loaded_does_not_hang_on_the_shared_memory(process):
+    """The trainer writes the next version there while this one samples."""
+    process.load(1)
+    before = process.sample(prompts())
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in process.model.state_dict().items()}
+    process.shared.release(process.shared.write(zeros.items(), 9))
+    after = process.sample(prompts())
+    assert torch.equal(after.behaviour_logprobs, before.behaviour_logprobs)
+
+
+def test_in_a_run_sampler_and_trainer_agree(tiny, tmp_path):
+    """On the trainer's device, where the process gives no memory back while it waits, as it says: a CPU."""
+    folder = RunFolder(tmp_path)
+    run(tiny("algo=rloo", "scorer=facts", "generator=vllm_colocated", "schedule.total_episodes=96"), folder)
+    updates = [row for row in rows(folder) if "objective/kl" in row]
+    assert [row["lag"] for row in updates] == [0] * 3
+    assert all(row["mismatch/kl"] < 1e-6 and row["generator/restarts"] == 0 for row in updates)
+    assert updates[0]["policy/ratio"] == pytest.approx(1, abs=1e-4)
+    assert "on a CPU vLLM cannot sleep" in (tmp_path / "train.log").read_text()
+
+
+def test_a_killed_trainer_leaves_no_file_of_vllm(command):
+    words = [*command, "algo=rloo", "scorer=facts", "generator=vllm", "schedule.max_lag=1"]
+    words += ["generator.annotate=false"]
+    program = [sys.executable, "-m", "rlhf.train", *words, "schedule.total_episodes=8000"]
+    with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as trainer:
+        wait_for(lambda: trainer.poll() is not None or workers(trainer.pid))
+        (worker,) = workers(trainer.pid)
+        scratch = Path(worker.environ()["TMPDIR"])
+        wait_for(lambda: list(scratch.glob("vllm_dist_*")) or not worker.is_running())
+        os.kill(trainer.pid, signal.SIGKILL)
+    assert not psutil.wait_procs([worker], timeout=10)[1], "the worker is still there"
+    assert not scratch.exists()
+
+
+# -- vLLM's engines for GPUs -----------------------------------------------------------------------
+
+
+def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dict[str, int]]:
+    """Have vLLM take over what `sent` names as from a GPU, trainer and vLLM in this very process; returns the
+    checksums of what was written, and of what was taken.
+
+    All is as on a GPU, but for what needs one: streams, handles of memory, and NCCL's communicator.
+    """
+    from rlhf.generators.transfer import gpu as gpu_transfer
+
+    cpu, memory = torch.device("cpu"), {}
+
+    def reduced(tensor: torch.Tensor) -> Any:
+        memory[len(memory)] = tensor
+        return None, (None,) * 6 + (0, len(memory) - 1)
+
+    class Queued(gpu_transfer.Nccl):
+        def new_group(self) -> dict[str, Any]:
+            with patch("vllm.distributed.device_communicators.pynccl_wrapper.NCCLLibrary", Library):
+                return super().new_group() | {"packed_buffer_size_bytes": gpu_transfer.BUFFER}
+
+        def join(self, group: dict[str, Any]) -> Any:
+            return Communicator()
+
+    class Library:
+        def ncclGetUniqueId(self) -> bytes:  # noqa: N802
+            return bytes(128)
+
+    class Communicator:
+        pieces: SimpleQueue[torch.Tensor] = SimpleQueue()
+
+        def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+            if current_thread().name == "weights":
+                self.pieces.put(tensor.clone())
+            else:
+                tensor.copy_(self.pieces.get(timeout=60))
+
+        def destroy(self) -> None:
+            pass
+
+    engines = "vllm.distributed.weight_transfer"
+    gpu, stream = SimpleNamespace(uuid="GPU-0"), SimpleNamespace(synchronize=lambda: None)
+    with ExitStack() as patches:
+        for target, instead in (
+            (f"{engines}.nccl_engine.worker_init_process_group", lambda group, parallel: Communicator()),
+            (f"{engines}.packed_tensor._get_streams", lambda device, count: (stream,) * count),
+            (f"{engines}.ipc_engine.rebuild_cuda_tensor", lambda *words: memory[words[7]]),
+            ("rlhf.generators.transfer.gpu.reduce_tensor", reduced),
+            ("rlhf.generators.transfer.gpu.BUFFER", 10_000),  # so that there are several pieces
+            ("torch.accelerator.current_device_index", lambda: 0),
+            ("torch.cuda.ipc_collect", lambda: None),
+            ("torch.cuda.get_device_properties", lambda device: gpu),
+        ):
+            patches.enter_context(patch(target, instead))
+        store = {"ipc": gpu_transfer.CudaIpc, "nccl": partial(Queued, workers=1)}[transfer](
+            cpu, torch.float32
+        )
+        written = store.write(read(sent), sent.version)
+        taken = SAMPLER[0].load(store.offer(written, fail=lambda: os.abort()))
+        store.finish(written)
+        store.close()
+    return written.checksums(), taken
+
+
+@pytest.mark.parametrize("transfer", ["ipc", "nccl"])
+def test_vllm_takes_weights_over_as_its_engines_for_gpus_receive_them(transfer, tmp_path):
+    model = tiny_lm("llama", **HEADS, eos_token_id=OTHER_END)
+    process, given = Process(model, tmp_path, transfer), prompts()
+    for version in (1, 2):
+        manifest = process.write(version)
+        written, taken = process.pool.submit(load_without_gpu, transfer, manifest).result()
+        assert written == taken and set(taken) == set(model.state_dict())
+        assert process.ask("version") == version
+        assert torch.equal(
+            process.sample(given, samples=1, temperature=0.0).response_ids, greedy(model, given)
+        )
+        assert difference(model, process.sample(given), 0.7) < 1e-4
+    process.end()
+
+
+GPUS = {"ipc": 1, "nccl": 2}
+
+
+@pytest.mark.parametrize("transfer", GPUS)
+def test_on_gpus_tokens_are_those_of_the_trainer_after_each_load(transfer, tmp_path):
+    if torch.cuda.device_count() < GPUS[transfer]:
+        pytest.skip(f"needs {GPUS[transfer]} GPUs, there are {torch.cuda.device_count()}")
+    gpu, model = torch.device("cuda", 0), tiny_lm("llama", **HEADS, eos_token_id=OTHER_END)
+    factory = replace(
+        Process.factory(model, tmp_path, transfer), gpu=True, sleeps=transfer == "ipc", memory=0.2
+    )
+    store = build_store(Transfer[transfer], gpu, torch.float32, workers=1)
+    variables = {
+        "CUDA_VISIBLE_DEVICES": visible((GPUS[transfer] - 1,), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    }
+    generator = WorkerGenerator(factory, tmp_path / "log", variables, Limits(600, 300, 0), store=store)
+    sampling = Sampling(samples=1, temperature=0.0, response_length=LENGTH, purpose="eval")
+    given = prompts()
+    try:
+        for version in range(3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.1 * torch.randn(parameter.shape)
+            generator.load(((name, tensor.to(gpu)) for name, tensor in model.state_dict().items()), version)
+            rollouts = generator.submit(given, sampling).result()
+            assert rollouts.version == version
+            assert (rollouts.response_ids == greedy(model, given)).float().mean() > 0.85, "rounding alone"
+    finally:
+        generator.close()

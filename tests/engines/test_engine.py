@@ -1,0 +1,321 @@
+"""The engine: sums divided once, clipping, schedules, and a loss that is not finite."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf.config.algo import DPOConfig, PPOConfig, SFTConfig
+from rlhf.config.model import Dtype
+from rlhf.config.schedule import LRSchedule, OptimConfig
+from rlhf.config.schema import SCHEMAS
+from rlhf.core.batch import Batch
+from rlhf.engines.engine import NonFinite, learning_rate
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.models.modules import ActorCritic, Policy, ValueModel
+from rlhf.models.precision import autocast
+from rlhf.objectives.dpo import OnlineDPO
+from rlhf.objectives.ppo import PPO
+from rlhf.objectives.sft import SFT
+from rlhf.processes.ranks import ALONE
+from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
+
+
+def engine_of(
+    micro_batch=16,
+    steps_per_batch=1,
+    lr=1e-3,
+    max_grad_norm=None,
+    dtype=Dtype.float32,
+    critic=False,
+    **settings,
+):
+    reference = tiny_lm()
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    module = Policy(tiny_lm(), 0.7, shared_prefix=True)
+    if critic:
+        module = ActorCritic(module, ValueModel(tiny_classifier(), shared_prefix=True))
+    return TorchEngine(
+        module,
+        Policy(reference, 0.7, shared_prefix=True).requires_grad_(False),
+        None,  # nothing is saved
+        OptimConfig(lr=lr, max_grad_norm=max_grad_norm),
+        total_steps=10,
+        steps_per_batch=steps_per_batch,
+        micro_batch=micro_batch,
+        ranks=ALONE,
+        dtype=dtype,
+        **settings,
+    )
+
+
+def scored(prompts=8, samples=2) -> Batch:
+    rollouts = tiny_rollouts(prompts, samples)
+    scores = torch.rand(prompts, samples, generator=torch.Generator().manual_seed(3))
+    sampled = engine_of().infer(Policy(tiny_lm(), 0.7, True), rollouts, "logprobs")
+    return replace(rollouts, behaviour_logprobs=sampled).extend(Batch, scores=scores)
+
+
+def weights(engine):
+    return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+
+
+def gradient(engine):
+    """The gradient of the only step so far, read from Adam's first moment."""
+    return torch.cat([s["exp_avg"].flatten() for s in engine.optimizer.state.values()]) / 0.1
+
+
+def step(objective, **settings):
+    engine = engine_of(**settings)
+    batch = objective.credit(engine.annotate(scored(), objective.needs))
+    return {name: stat.value() for name, stat in engine.step(batch, objective).items()}, engine
+
+
+def ppo(**settings):
+    return PPO(PPOConfig(**settings))
+
+
+OBJECTIVES = {
+    "dpo": OnlineDPO(DPOConfig()),
+    "sft": SFT(SFTConfig()),
+    **{
+        name: SCHEMAS[f"schema/algo/{name}"]().build()
+        for name in ("bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
+    },
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_eight_micro_batches_of_one_equal_one_of_eight(objective):
+    critic = isinstance(objective, PPO)
+    one, engine_one = step(objective, micro_batch=2, critic=critic)  # a pair is never split: one at a time
+    all_, engine_all = step(objective, micro_batch=16, critic=critic)
+    for name in ("loss/policy", "policy/grad_norm"):
+        assert one[name] == pytest.approx(all_[name], rel=1e-5, abs=1e-7)
+    assert one == pytest.approx(all_, rel=1e-3, abs=1e-6), (
+        "figures too, though a margin is a small difference"
+    )
+    torch.testing.assert_close(gradient(engine_one), gradient(engine_all), rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_norm_is_reported_before_clipping_and_the_step_uses_the_clipped_one():
+    free, _ = step(SFT(SFTConfig()))
+    clipped, engine = step(SFT(SFTConfig()), max_grad_norm=1e-3)
+    assert clipped["policy/grad_norm"] == pytest.approx(free["policy/grad_norm"])
+    assert gradient(engine).norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_batch_of_ties_changes_nothing_and_says_so():
+    engine = engine_of()
+    objective = OnlineDPO(DPOConfig())
+    batch = replace(scored(), scores=torch.zeros(8, 2))
+    before = weights(engine).clone()
+    figures = engine.step(objective.credit(engine.annotate(batch, objective.needs)), objective)
+    assert figures["policy/skipped_steps"].value() == 1
+    assert "loss/policy" not in figures
+    assert torch.equal(weights(engine), before)
+    assert objective.describe(batch)["objective/tie_rate"].value() == 1
+    assert engine.step_index == 1, "the learning-rate schedule stays that of the plan"
+
+
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.float16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(bad, dtype):
+    class Broken(SFT):
+        def loss(self, forward, batch):
+            loss, figures = super().loss(forward, batch)
+            return {"policy": loss["policy"] * bad}, figures
+
+    engine = engine_of(dtype=dtype)
+    before = weights(engine).clone()
+    with pytest.raises(NonFinite) as stopped:
+        engine.step(scored(), Broken(SFTConfig()))
+    assert stopped.value.index == list(range(8))
+    assert torch.equal(weights(engine), before)
+
+
+def test_old_logprobs_are_computed_only_where_several_steps_follow():
+    needs = frozenset({"old_logprobs"})
+    assert engine_of(steps_per_batch=1).annotate(scored(), needs).old_logprobs is None
+    assert engine_of(steps_per_batch=2).annotate(scored(), needs).old_logprobs is not None
+
+
+def test_old_logprobs_of_a_stale_batch_are_computed_where_credit_reads_them():
+    stale = engine_of(stale=True)
+    assert stale.annotate(scored(), frozenset({"ratio"})).old_logprobs is None
+    assert stale.annotate(scored(), frozenset({"ratio", "old_logprobs"})).old_logprobs is not None
+    assert engine_of(stale=False).annotate(scored(), frozenset({"old_logprobs"})).old_logprobs is None
+    assert engine_of(steps_per_batch=2).annotate(scored(), frozenset({"ratio"})).old_logprobs is not None
+
+
+def test_a_batch_without_any_advantage_changes_nothing_and_says_so():
+    engine, objective = engine_of(), OBJECTIVES["dapo"]
+    before = weights(engine).clone()
+    batch = replace(scored(), scores=torch.full((8, 2), 0.3))
+    figures = engine.step(objective.credit(engine.annotate(batch, objective.needs)), objective)
+    assert figures["policy/skipped_steps"].value() == 1
+    assert torch.equal(weights(engine), before)
+
+
+def test_policy_and_value_model_are_two_groups_with_their_own_learning_rates():
+    engine = engine_of(critic=True, value_lr=5e-3, lr=1e-3)
+    actor, critic = engine.optimizer.param_groups
+    parts = engine.module.actor, engine.module.critic
+    for group, part in zip((actor, critic), parts, strict=True):
+        assert {id(p) for p in group["params"]} == {id(p) for p in part.parameters()}
+    objective = ppo()
+    engine.step(objective.credit(engine.annotate(scored(), objective.needs)), objective)
+    assert (actor["lr"], critic["lr"]) == pytest.approx((1e-3, 5e-3))
+    engine.step(objective.credit(engine.annotate(scored(), objective.needs)), objective)
+    assert (actor["lr"], critic["lr"]) == pytest.approx((0.9e-3, 4.5e-3)), "both follow the schedule"
+
+
+def test_the_value_loss_trains_the_value_model_alone_and_the_policy_loss_the_policy():
+    for weight, moved in ((0.0, "actor"), (0.1, "both")):
+        engine = engine_of(critic=True, lr=1e-2)
+        before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        objective = ppo(vf_coef=weight)
+        engine.step(objective.credit(engine.annotate(scored(), objective.needs)), objective)
+        changed = {
+            name.partition(".")[0]
+            for name, p in engine.module.named_parameters()
+            if not torch.equal(p, before[name])
+        }
+        assert changed == ({"actor"} if moved == "actor" else {"actor", "critic"})
+
+
+def test_an_actor_critic_is_saved_and_loaded_with_its_optimizer(tmp_path):
+    objective = ppo()
+    engine = engine_of(critic=True, value_lr=5e-3)
+    engine.tokenizer = tiny_tokenizer()
+    batch = objective.credit(engine.annotate(scored(), objective.needs))
+    engine.step(batch, objective)
+    engine.save(tmp_path)
+    again = engine_of(critic=True, value_lr=5e-3)
+    again.load(tmp_path)
+    for one in (engine, again):
+        one.step(batch, objective)
+    assert torch.equal(weights(engine), weights(again))
+
+
+def test_the_generator_is_given_the_policy_of_an_actor_critic():
+    engine = engine_of(critic=True)
+    assert dict(engine.weights()).keys() == engine.module.actor.model.state_dict().keys()
+    with engine.borrow_policy() as model:
+        assert model is engine.policy.model
+
+
+def test_annotation_does_not_depend_on_micro_batches():
+    needs = frozenset({"ref_logprobs"})
+    small = engine_of(micro_batch=2).annotate(scored(), needs).ref_logprobs
+    large = engine_of(micro_batch=16).annotate(scored(), needs).ref_logprobs
+    torch.testing.assert_close(small, large, rtol=0, atol=1e-5)
+    assert small.shape == scored().response_ids.shape
+    assert (small[~scored().response_mask] == 0).all()
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_weights():
+    exact, _ = step(OnlineDPO(DPOConfig()))
+    rough, engine = step(OnlineDPO(DPOConfig()), dtype=Dtype.bfloat16)
+    assert rough["loss/policy"] == pytest.approx(exact["loss/policy"], rel=2e-2)
+    assert rough["policy/grad_norm"] == pytest.approx(exact["policy/grad_norm"], rel=0.1)
+    assert all(p.dtype == torch.float32 for p in engine.module.parameters())
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_products_are_computed_in_the_dtype(dtype):
+    x = torch.ones(2, 2)
+    with autocast(torch.device("cpu"), dtype):
+        assert (x @ x).dtype is getattr(torch, dtype.value)
+
+
+class Scaled(SFT):
+    """A loss whose gradient is too large for float16 at a scale of more than `fits`."""
+
+    def __init__(self, fits):
+        super().__init__(SFTConfig())
+        self.fits = fits
+
+    def loss(self, forward, batch):
+        loss, figures = super().loss(forward, batch)
+        loss["policy"].register_hook(lambda grad: grad if grad.abs().max() <= self.fits else grad * math.inf)
+        return loss, figures
+
+
+def test_float16_computes_near_float32_and_keeps_float32_weights():
+    exact, _ = step(OnlineDPO(DPOConfig()))
+    rough, engine = step(OnlineDPO(DPOConfig()), dtype=Dtype.float16)
+    assert rough["loss/policy"] == pytest.approx(exact["loss/policy"], rel=5e-3)
+    assert rough["policy/grad_norm"] == pytest.approx(exact["policy/grad_norm"], rel=2e-2)
+    assert rough["policy/overflows"] == 0 and "policy/overflows" not in exact
+    assert all(p.dtype == torch.float32 for p in engine.module.parameters())
+
+
+def test_in_float16_the_loss_is_scaled_so_that_small_gradients_are_not_lost():
+    class Small(SFT):
+        loss_weights = {"policy": 1e-6}
+
+    exact, _ = step(Small(SFTConfig()))
+    rough, engine = step(Small(SFTConfig()), dtype=Dtype.float16)
+    assert engine.scaler.get_scale() == 2**16
+    assert rough["policy/grad_norm"] == pytest.approx(exact["policy/grad_norm"], rel=5e-2)
+    clipped, engine = step(SFT(SFTConfig()), dtype=Dtype.float16, max_grad_norm=1e-3)
+    assert clipped["policy/grad_norm"] > 1e-2, "of gradients that are no longer scaled"
+    assert gradient(engine).norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_an_overflow_leaves_the_step_out_and_lowers_the_scale(tmp_path):
+    count = SFT(SFTConfig()).count(scored())["policy"]
+    objective = Scaled(fits=2**14 / count)
+    engine = engine_of(dtype=Dtype.float16)
+    before = weights(engine).clone()
+    figures = [engine.step(scored(), objective) for _ in range(3)]
+    assert [row["policy/overflows"].value() for row in figures] == [1, 1, 0]
+    assert all(math.isfinite(stat.value()) for row in figures for stat in row.values())
+    assert "policy/grad_norm" not in figures[0] and figures[2]["policy/grad_norm"].value() > 0
+    assert engine.scaler.get_scale() == 2**14 and engine.step_index == 3
+    assert not torch.equal(weights(engine), before)
+
+    engine.tokenizer = tiny_tokenizer()
+    engine.save(tmp_path)
+    again = engine_of(dtype=Dtype.float16)
+    again.load(tmp_path)
+    assert again.scaler.get_scale() == 2**14
+
+
+def test_overflows_that_a_lower_scale_does_not_end_stop_the_run():
+    engine = engine_of(dtype=Dtype.float16)
+    before = weights(engine).clone()
+    for _ in range(16):
+        assert engine.step(scored(), Scaled(fits=0))["policy/overflows"].value() == 1
+    with pytest.raises(NonFinite):
+        engine.step(scored(), Scaled(fits=0))
+    assert torch.equal(weights(engine), before)
+
+
+def test_in_float32_an_overflow_stops_at_once():
+    with pytest.raises(NonFinite):
+        engine_of().step(scored(), Scaled(fits=0))
+
+
+def test_the_learning_rate_warms_up_then_follows_its_schedule():
+    def rates(**settings):
+        return [learning_rate(OptimConfig(lr=1.0, **settings), step, 10) for step in range(10)]
+
+    assert rates(schedule=LRSchedule.constant) == [1.0] * 10
+    assert rates(schedule=LRSchedule.linear) == pytest.approx([1 - s / 10 for s in range(10)])
+    assert rates(schedule=LRSchedule.cosine)[5] == pytest.approx(0.5)
+    warm = rates(schedule=LRSchedule.linear, warmup=2)
+    assert warm[:2] == pytest.approx([1 / 3, 2 / 3])
+    assert warm[2] == 1.0 and warm[9] == pytest.approx(1 / 8)
+    assert rates(schedule=LRSchedule.linear, warmup=0.2) == warm
+
+
+def test_the_reference_is_never_trained():
+    _, engine = step(OnlineDPO(DPOConfig()))
+    assert not any(p.requires_grad for p in engine.reference.parameters())
+    trained = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+    assert not trained & {id(p) for p in engine.reference.parameters()}

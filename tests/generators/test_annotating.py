@@ -1,0 +1,263 @@
+"""Rollouts are annotated in their order, by what the trainer would have used, and nothing gets lost."""
+
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlhf.assembly.annotator import AnnotatorFactory
+from rlhf.config.compose import compose
+from rlhf.config.model import Dtype
+from rlhf.config.scorer import AnswerScorerConfig, LabelsScorerConfig, WeightedScorerConfig
+from rlhf.core.batch import Batch, Prompts, Sampling
+from rlhf.core.errors import RunError
+from rlhf.core.metrics import How, Stat
+from rlhf.generators.annotating import AnnotatedGenerator, Annotator
+from rlhf.generators.generator import Generator
+from rlhf.models.loading import save
+from rlhf.models.modules import Policy
+from rlhf.objectives.dpo import OnlineDPO
+from rlhf.processes.ranks import ALONE, Ranks
+from rlhf.processes.worker import Limits, Worker
+from rlhf.scorers.scorer import LabelsScorer, TextScorer
+from rlhf.scorers.weighted import WeightedScorer
+from rlhf.training.checkpoint import pack, unpack
+from tests.tiny_models import tiny_lm, tiny_rollouts, tiny_tokenizer
+
+SECONDS = 30  # until a test gives up
+
+
+class Asked(Generator):
+    """A generator, or an annotator, whose answers the test gives."""
+
+    def __init__(self, name):
+        self.name = name
+        self.futures, self.calls, self.failure = [], [], None
+
+    def submit(self, prompts, sampling):
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def put(self, job):
+        if self.failure is not None:
+            raise self.failure
+        self.calls.append((job.method, *job.arguments))
+        self.futures.append(job.future)
+        return job.future
+
+    def load(self, weights, version):
+        self.calls.append(("load", list(weights), version))
+
+    def figures(self):
+        return {f"{self.name}/restarts": Stat(1.0, 1.0, How.sum)}
+
+    def close(self):
+        self.calls.append("close")
+
+
+@pytest.fixture
+def parts():
+    generator, annotator = Asked("generator"), Asked("annotator")
+    return AnnotatedGenerator(generator, annotator), generator, annotator
+
+
+def ask(generator, purpose="train"):
+    batch = tiny_rollouts()
+    names = ("index", "texts", "references", "prompt_ids", "prompt_mask")
+    prompts = Prompts(**{name: getattr(batch, name) for name in names})
+    return generator.submit(prompts, Sampling(samples=2, temperature=0.7, response_length=7, purpose=purpose))
+
+
+def labelled(**settings):
+    return replace(tiny_rollouts(), labels=torch.arange(8.0).view(4, 2), **settings)
+
+
+# -- the generator ---------------------------------------------------------------------------------
+
+
+def test_what_was_sampled_to_train_on_is_annotated_in_its_order(parts):
+    whole, generator, annotator = parts
+    futures = [ask(whole) for _ in range(3)]
+    sampled = [labelled(version=version) for version in range(3)]
+    for future, rollouts in zip(generator.futures, sampled, strict=True):
+        future.set_result(rollouts)
+    assert [(method, rollouts.version) for method, rollouts in annotator.calls] == [
+        ("annotate", version) for version in range(3)
+    ]
+    assert not any(future.done() for future in futures)
+    for future, rollouts in zip(annotator.futures, sampled, strict=True):
+        future.set_result(rollouts.extend(Batch, scores=rollouts.labels))
+    assert [future.result(SECONDS).version for future in futures] == [0, 1, 2]
+    assert all(isinstance(future.result(), Batch) for future in futures)
+
+
+@pytest.mark.parametrize("purpose", ["eval", "eval-kl"])
+def test_what_is_not_trained_on_is_left_as_it_is(parts, purpose):
+    whole, generator, annotator = parts
+    future = ask(whole, purpose)
+    generator.futures[0].set_result(rollouts := tiny_rollouts())
+    assert future.result(SECONDS) is rollouts and not annotator.calls
+
+
+def test_an_error_of_either_reaches_who_waits(parts):
+    whole, generator, annotator = parts
+    sampled, annotated, refused = ask(whole), ask(whole), ask(whole)
+    generator.futures[0].set_exception(RunError("no samples"))
+    generator.futures[1].set_result(tiny_rollouts())
+    annotator.futures[0].set_exception(RunError("no scores"))
+    annotator.failure = RunError("no process")
+    generator.futures[2].set_result(tiny_rollouts())
+    for future, message in ((sampled, "no samples"), (annotated, "no scores"), (refused, "no process")):
+        with pytest.raises(RunError, match=message):
+            future.result(SECONDS)
+
+
+def test_loads_figures_and_the_end_reach_both(parts):
+    whole, generator, annotator = parts
+    whole.load([("weight", torch.ones(1))], 3)
+    assert generator.calls == [("load", [("weight", torch.ones(1))], 3)] and not annotator.calls
+    assert whole.figures().keys() == {"generator/restarts", "annotator/restarts"}
+    whole.close()
+    assert generator.calls[-1] == annotator.calls[-1] == "close"
+
+
+def test_the_annotator_is_closed_whatever_the_generator_does(parts, monkeypatch):
+    whole, generator, annotator = parts
+
+    def fail():
+        raise OSError
+
+    monkeypatch.setattr(generator, "close", fail)
+    with pytest.raises(OSError):
+        whole.close()
+    assert annotator.calls == ["close"]
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "annotated"),
+    [
+        ("schedule.max_lag=1", "cpu", True),
+        ("schedule.max_lag=2 generator=vllm", "cpu", True),
+        ("schedule.max_lag=1", "cuda", False),
+        ("schedule.max_lag=1 generator.annotate=true", "cuda", True),
+        ("schedule.max_lag=1 generator.annotate=false", "cpu", False),
+        ("generator.worker=true", "cpu", False),
+        ("generator.worker=true generator.annotate=true", "cpu", True),
+    ],
+)
+def test_rollouts_are_annotated_where_that_runs_beside_training_and_costs_no_gpu(
+    monkeypatch, tmp_path, words, device, annotated
+):
+    started = []
+
+    def start(kind):
+        return lambda *arguments: started.append((kind, *arguments)) or Asked(kind)
+
+    monkeypatch.setattr("rlhf.generators.worker.WorkerGenerator", start("generator"))
+    monkeypatch.setattr("rlhf.processes.worker.Worker", start("annotator"))
+    engine = SimpleNamespace(ranks=Ranks(torch.device(device)))
+    cfg, variables = compose(words.split()), {"OMP_NUM_THREADS": "3"}
+    made = cfg.generator.start(cfg, engine, "sampler", tmp_path, [variables])
+    assert isinstance(made, AnnotatedGenerator) == annotated
+    assert [kind for kind, *_ in started] == ["generator"] + ["annotator"] * annotated
+    if annotated:
+        _, name, factory, log, environment, limits = started[1]
+        assert (name, factory.cfg, log) == ("annotator", cfg, tmp_path / "annotator.log")
+        assert environment == variables and limits == started[0][4], "those of the generator"
+
+
+# -- what the process does -------------------------------------------------------------------------
+
+
+def annotator(scorer=None, reference=None):
+    return Annotator(scorer or LabelsScorer(LabelsScorerConfig()), reference, 4, ALONE, Dtype.float32)
+
+
+def test_a_batch_has_scores_reference_and_the_seconds_they_took():
+    model, rollouts = tiny_lm(), labelled(version=4, generate_s=2.0)
+    batch = annotator(reference=Policy(model, 0.7, shared_prefix=True)).annotate(rollouts)
+    assert torch.equal(batch.scores, rollouts.labels) and (batch.version, batch.generate_s) == (4, 2.0)
+    with torch.no_grad():
+        expected = Policy(model, 0.7, shared_prefix=False)(rollouts).logprobs
+    torch.testing.assert_close(batch.ref_logprobs, expected, rtol=0, atol=1e-5)
+    assert batch.annotate_ahead_s > 0 and batch.advantages is None
+
+
+def test_a_weighted_score_keeps_its_parts():
+    settings = LabelsScorerConfig(weight=2.0)
+    parts = {"labels": LabelsScorer(settings), "again": LabelsScorer(LabelsScorerConfig())}
+    batch = annotator(WeightedScorer(WeightedScorerConfig(), parts)).annotate(rollouts := labelled())
+    assert torch.equal(batch.scores, 3 * rollouts.labels)
+    assert all(torch.equal(part, rollouts.labels) for part in batch.parts.values())
+    assert batch.parts.keys() == parts.keys()
+
+
+def test_a_batch_keeps_its_scores_through_a_scorer():
+    batch = annotator().annotate(labelled())
+    never = TextScorer(AnswerScorerConfig(), lambda *_: 1 / 0, tiny_tokenizer())
+    assert never(batch) is batch
+    assert WeightedScorer(WeightedScorerConfig(), {"never": never})(batch) is batch
+
+
+def test_an_error_of_the_scorer_names_the_log_and_is_in_it(capsys):
+    class Broken(LabelsScorer):
+        def score(self, rollouts):
+            raise RunError("no score for row 3") from ValueError("out of ideas")
+
+    with pytest.raises(RunError, match=r"no score for row 3 \(.* annotator\.log\)"):
+        annotator(Broken(LabelsScorerConfig())).annotate(labelled())
+    assert "out of ideas" in capsys.readouterr().err
+
+
+def test_a_batch_in_flight_is_kept_whole(tmp_path):
+    batch = annotator(reference=Policy(tiny_lm(), 0.7, shared_prefix=True)).annotate(labelled(version=4))
+    torch.save([pack(batch), pack(tiny_rollouts())], tmp_path / "in_flight.pt")
+    kept, plain = map(unpack, torch.load(tmp_path / "in_flight.pt", weights_only=True))
+    assert isinstance(kept, Batch) and not isinstance(plain, Batch)
+    assert torch.equal(kept.scores, batch.scores) and torch.equal(kept.ref_logprobs, batch.ref_logprobs)
+    assert (kept.version, kept.annotate_ahead_s) == (4, batch.annotate_ahead_s)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    save(tiny_lm(), tiny_tokenizer(), tmp_path / "model")
+    return compose([f"model.policy={tmp_path / 'model'}", "scorer=facts", "backend.micro_batch=4"])
+
+
+def test_an_annotator_computes_with_the_settings_of_the_run(settings):
+    settings.model.reference = settings.model.policy
+    settings.scorer.missing_eos_score = -7
+    made = AnnotatorFactory(settings).build(None)
+    assert made.reference.temperature == settings.generator.temperature and made.micro_batch == 4
+    assert (made.annotate(tiny_rollouts()).scores == -7).all(), "none of these has an end"
+
+
+def test_what_the_objective_does_not_need_is_not_computed(settings, monkeypatch):
+    settings.model.reference = "nowhere"  # so that nobody can load it
+    monkeypatch.setattr(OnlineDPO, "needs", frozenset())
+    assert AnnotatorFactory(settings).build(None).annotate(tiny_rollouts()).ref_logprobs is None
+
+
+def test_a_process_annotates_and_ends_without_a_thread_left(settings, tmp_path):
+    log, limits = Path(tmp_path / "annotator.log"), Limits(120, 60, restarts=0)
+    process = Worker("annotator", AnnotatorFactory(settings), log, {"OMP_NUM_THREADS": "1"}, limits)
+    generator = Asked("generator")
+    whole = AnnotatedGenerator(generator, process)
+    try:
+        futures = [ask(whole), ask(whole)]
+        generator.futures[0].set_result(rollouts := tiny_rollouts())
+        batch = futures[0].result(120)
+        expected = AnnotatorFactory(settings).build(None).annotate(rollouts)
+        torch.testing.assert_close(batch.ref_logprobs, expected.ref_logprobs, rtol=0, atol=1e-5)
+        assert torch.equal(batch.scores, expected.scores)
+    finally:
+        begun = time.monotonic()
+        whole.close()
+    assert time.monotonic() - begun < 5 and not process.carrier.is_alive()
+    generator.futures[1].set_result(rollouts)
+    with pytest.raises(RunError, match="the annotator was closed"):
+        futures[1].result(SECONDS)

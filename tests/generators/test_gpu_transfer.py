@@ -1,0 +1,413 @@
+"""Weights by way of a GPU, on the CPU: checksums, snapshots, and both halves of a transfer in their order.
+
+In place of NCCL a socket connects trainer and process; in place of vLLM a sampler of one weight receives.
+"""
+
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Event
+
+import pytest
+import torch
+
+from rlhf.core.errors import RunError
+from rlhf.generators.transfer import gpu as gpu_transfer
+from rlhf.generators.transfer.gpu import CudaIpc, GpuWeights, Nccl, checksums, fingerprint
+from rlhf.generators.transfer.weights import TransferError, confirm
+from rlhf.generators.worker import WorkerGenerator
+from rlhf.processes.worker import Limits
+from tests.generators import test_in_flight
+from tests.generators.test_in_flight import wait_for
+from tests.generators.test_transfer import WEIGHTS, overwritten
+from tests.processes import test_worker
+from tests.processes.test_worker import IN_TURN, SECONDS, answers, ask, between_loads
+
+CPU = torch.device("cpu")
+
+# -- checksums -------------------------------------------------------------------------------------
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
+
+
+def some(dtype):
+    draw = torch.Generator().manual_seed(1)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, (5, 7), generator=draw).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_equal_bits_have_equal_checksums_wherever_they_lie(dtype):
+    tensor = some(dtype)
+    sum_ = fingerprint(tensor)
+    assert sum_.dtype == torch.int64 and sum_.shape == ()
+    assert fingerprint(tensor.clone()) == sum_ == fingerprint(tensor.t().clone().t())
+    packed = torch.cat(
+        [torch.zeros(tensor.element_size(), dtype=torch.uint8), tensor.view(-1).view(torch.uint8)]
+    )
+    assert fingerprint(packed[tensor.element_size() :].view(dtype).view(5, 7)) == sum_
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_any_bit_of_any_element_that_changes_changes_the_checksum(dtype):
+    tensor = some(dtype)
+    sums = {int(fingerprint(tensor))}
+    size = tensor.element_size()
+    bits = [0] if dtype == torch.bool else range(8 * size)
+    for place in range(tensor.numel()):
+        for bit in bits:
+            other = tensor.clone()
+            other.view(-1).view(torch.uint8)[place * size + bit // 8] ^= 1 << bit % 8
+            sums.add(int(fingerprint(other)))
+    assert len(sums) == 1 + tensor.numel() * len(bits)
+
+
+def test_elements_that_are_swapped_or_moved_change_the_checksum():
+    tensor = torch.arange(40.0)
+    sums = {int(fingerprint(tensor)), int(fingerprint(tensor.roll(1))), int(fingerprint(tensor.flip(0)))}
+    for i in range(40):
+        for j in range(i):
+            swapped = tensor.clone()
+            swapped[i], swapped[j] = tensor[j], tensor[i]
+            sums.add(int(fingerprint(swapped)))
+    assert len(sums) == 3 + 40 * 39 // 2
+
+
+def test_another_type_or_shape_of_the_same_bits_has_another_checksum():
+    zeros = torch.zeros(4, 6)
+    others = [
+        zeros.view(torch.int32),
+        zeros.t().contiguous(),
+        zeros.view(24),
+        torch.zeros(4, 6, dtype=torch.float64),
+    ]
+    others += [torch.zeros(0), torch.zeros(0, 6), torch.zeros(())]
+    assert len({int(fingerprint(tensor)) for tensor in (zeros, *others)}) == 1 + len(others)
+
+
+def test_a_checksum_does_not_depend_on_the_pieces_in_which_it_is_computed(monkeypatch):
+    tensor = torch.randn(1000)
+    sums = {int(fingerprint(tensor))}
+    for size in (1, 7, 999, 1000):
+        monkeypatch.setattr(gpu_transfer, "CHUNK", size)
+        sums.add(int(fingerprint(tensor)))
+    assert len(sums) == 1
+
+
+def test_checksums_are_numbers_of_64_bits():
+    found = checksums({str(i): fingerprint(torch.tensor(i)) for i in range(50)})
+    assert all(0 <= value < 2**64 for value in found.values()) and max(found.values()) > 2**63
+    assert checksums({}) == {}
+
+
+# -- snapshots -------------------------------------------------------------------------------------
+
+
+class Snapshots(GpuWeights):
+    """What CUDA IPC and NCCL have in common."""
+
+
+def test_a_snapshot_is_a_copy_made_tensor_by_tensor():
+    store = Snapshots(CPU, torch.float32)
+    manifest = store.write(overwritten(WEIGHTS), 3)
+    for (name, kept), (expected, sent) in zip(store.snapshots[3], WEIGHTS.items(), strict=True):
+        sent = sent.float() if sent.is_floating_point() else sent
+        assert name == expected and kept.dtype == sent.dtype and torch.equal(kept, sent)
+    confirm(manifest, 3, checksums({name: fingerprint(kept) for name, kept in store.snapshots[3]}))
+    assert [entry.shape for entry in manifest.entries] == [tuple(x.shape) for x in WEIGHTS.values()]
+
+
+def test_floating_point_tensors_are_of_the_samplers_type():
+    store = Snapshots(CPU, torch.bfloat16)
+    manifest = store.write(WEIGHTS.items(), 3)
+    types = {entry.name: entry.dtype for entry in manifest.entries}
+    assert types.pop("ids") == torch.int64 and types.pop("flags") == torch.bool
+    assert set(types.values()) == {torch.bfloat16}
+
+
+def test_training_on_changes_no_snapshot_and_a_released_one_is_gone():
+    store, weight = Snapshots(CPU, torch.float32), torch.ones(3)
+    first = store.write([("w", weight)], 1)
+    weight.add_(1)
+    store.write([("w", weight)], 2)
+    weight.add_(1)
+    assert [float(store.snapshots[v][0][1][0]) for v in (1, 2)] == [1, 2]
+    store.release(first)
+    assert list(store.snapshots) == [2]
+    store.close()
+    assert not store.snapshots
+
+
+def test_a_gpu_that_is_full_is_an_error_for_the_user():
+    def weights():
+        yield "a", torch.ones(3)
+        raise torch.OutOfMemoryError("2 GiB more")
+
+    with pytest.raises(
+        RunError, match="version 2 must fit a second time .* set generator.transfer=shared_memory"
+    ):
+        Snapshots(CPU, torch.float32).write(weights(), 2)
+
+
+def test_cuda_ipc_names_each_tensor_of_a_snapshot_by_its_gpu(monkeypatch):
+    class Properties:
+        uuid = "GPU-1"
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(gpu_transfer, "reduce_tensor", lambda tensor: ("rebuild", (tensor,)))
+    store = CudaIpc(CPU, torch.float32)
+    manifest = store.write([("a", torch.ones(3)), ("b", torch.zeros(2))], 1)
+    told = store.offer(manifest, fail=lambda: None)
+    handles = told.update["ipc_handles"]
+    assert [handle["GPU-1"][0] is kept for handle, (_, kept) in zip(handles, store.snapshots[1], strict=True)]
+    assert told.entries == manifest.entries and told.group is None and manifest.update is None
+
+
+# -- trainer and process ---------------------------------------------------------------------------
+
+
+class Peer:
+    """In place of NCCL's communicator: the other rank, over a socket."""
+
+    def __init__(self, connection):
+        self.connection = connection
+        self.destroyed = Event()
+
+    def send(self, data):
+        self.connection.sendall(data)
+
+    def receive(self, count):
+        found = b""
+        while len(found) < count:
+            found += (more := self.connection.recv(count - len(found)))
+            if not more:
+                raise ConnectionResetError("the other rank is gone")
+        return found
+
+    def destroy(self):
+        self.destroyed.set()
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class OverSocket(Nccl):
+    """NCCL with sockets in its place. Notes groups and what was sent; cannot send version `fails`."""
+
+    def __init__(self, fails=None, notices=False):
+        super().__init__(CPU, torch.float32, workers=1)
+        self.fails, self.notices = fails, notices
+        self.groups, self.sent, self.senders = 0, [], []
+
+    def new_group(self):
+        self.groups += 1
+        self.server = socket.create_server(("127.0.0.1", 0))
+        return {"port": self.server.getsockname()[1]}
+
+    def join(self, group):
+        self.senders.append(self.sender)
+        with self.server as server:
+            return Peer(server.accept()[0])
+
+    def broadcast(self, communicator, weights):
+        version = int(weights[0][1][0])
+        if version == self.fails:
+            raise torch.OutOfMemoryError("no room to pack")
+        try:
+            for _, tensor in weights:
+                communicator.send(tensor.numpy().tobytes())
+                assert communicator.receive(5) == b"taken"  # a collective waits for the others
+        except OSError:
+            if not self.notices:  # that the other is gone: as a rule NCCL waits for ever
+                communicator.destroyed.wait()
+            raise
+        time.sleep(0.1)  # the trainer's half may end later
+        self.sent.append(version)
+
+
+class Receives:
+    """A sampler's `load` as vLLM's: joins the group where there is a new one, then receives."""
+
+    def load(self, manifest):
+        fault = self.made_by.strikes
+        if fault("refuses", manifest.version):
+            raise TransferError("weights of another model")
+        if manifest.group is not None:
+            if fault("dies before it joins", manifest.version):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.peer = Peer(socket.create_connection(("127.0.0.1", manifest.group["port"])))
+        taken = {}
+        for entry in manifest.entries:
+            data = bytearray(self.peer.receive(entry.bytes))
+            if fault("dies while it receives", manifest.version):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault("hangs while it receives", manifest.version):
+                time.sleep(1000)
+            tensor = torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
+            taken[entry.name] = int(fingerprint(tensor)) % 2**64
+            self.peer.send(b"taken")
+        self.weight = tensor[0]
+        if fault("takes another", manifest.version):
+            taken["b"] ^= 1
+        return taken
+
+    def close(self):
+        pass
+
+
+class ReceivingSampler(Receives, test_worker.FakeSampler):
+    pass
+
+
+@dataclass
+class Fake(test_worker.Fake):
+    def build(self):
+        return ReceivingSampler(self)
+
+
+class ReceivingInFlight(Receives, test_in_flight.FakeSampler):
+    pass
+
+
+@dataclass
+class FakeInFlight(test_in_flight.Fake):
+    strikes = staticmethod(lambda fault, version: False)
+
+    def build(self):
+        return ReceivingInFlight(self)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(factory)` makes a generator; all are closed at the end of the test, and nobody sends on."""
+    made = []
+
+    def make(factory, fails=None, notices=False, request_s=60, in_flight=False):
+        limits = Limits(start_s=120, request_s=request_s, restarts=2)
+        store, log = OverSocket(fails, notices), tmp_path / "generator.log"
+        made.append(WorkerGenerator(factory, log, {"OMP_NUM_THREADS": "1"}, limits, in_flight, store))
+        return made[-1]
+
+    yield make
+    for generator in made:
+        begun = time.monotonic()
+        generator.close()
+        assert time.monotonic() - begun < 5 and not generator.store.snapshots
+        for sender in generator.store.senders:
+            sender.join(5)
+            assert not sender.is_alive()
+
+
+def load(generator, version):
+    """Weights of several tensors, larger than a socket holds."""
+    generator.load([(name, torch.full((100_000,), float(version))) for name in "abc"], version)
+
+
+def test_each_request_is_sampled_by_the_last_weights_that_were_sent_before_it(start):
+    generator = start(Fake())
+    futures = between_loads(generator, load)
+    assert generator.store.sent != [0, 1, 2, 3], "nothing is sent before its turn"
+    assert answers(futures) == IN_TURN
+    assert generator.store.sent == [0, 1, 2, 3] and generator.store.groups == 1
+    assert list(generator.store.snapshots) == [3], "what was confirmed before is released"
+
+
+FAULTS = (
+    ("dies before it joins", False),
+    ("dies while it receives", False),
+    ("dies while it receives", True),  # and the trainer's half breaks off with an error
+    ("hangs while it receives", False),
+)
+
+
+@pytest.mark.parametrize(("fault", "notices"), FAULTS)
+def test_a_process_lost_while_it_receives_is_sent_the_weights_again_in_a_new_group(
+    start, tmp_path, fault, notices
+):
+    at = 0 if fault == "dies before it joins" else 1
+    limit = 5 if "hangs" in fault else 60
+    generator = start(Fake(fault, at=at, once=tmp_path), notices=notices, request_s=limit)
+    load(generator, 0)
+    futures = [ask(generator, 0)]
+    load(generator, 1)
+    futures += [ask(generator, 1)]
+    assert answers(futures) == [(0, 0, 0), (1, 1, 1)]
+    assert generator.store.groups == 2 and generator.restarts == 1
+    if fault == "dies before it joins":  # nobody will, which a daemon thread waits for, as with NCCL
+        first = generator.store.senders.pop(0)
+        assert first.is_alive() and first.daemon and first.abandoned
+
+
+def test_a_lost_request_is_sampled_again_by_weights_that_the_trainer_has_kept(start, tmp_path):
+    generator = start(Fake("dies", at=1, once=tmp_path))
+    load(generator, 0)
+    futures = [ask(generator, 0), ask(generator, 1)]
+    load(generator, 1)
+    futures += [ask(generator, 2)]
+    assert answers(futures) == [(0, 0, 0), (0, 0, 1), (1, 1, 2)]
+    assert generator.store.sent == [0, 0, 1] and generator.store.groups == 2
+
+
+def test_a_process_that_refuses_weights_stops_the_run_and_nobody_sends_on(start):
+    generator = start(Fake("refuses", at=1))
+    load(generator, 0)
+    load(generator, 1)
+    with pytest.raises(TransferError, match="weights of another model"):
+        ask(generator, 0).result(SECONDS)
+    assert generator.restarts == 0 and generator.store.sent == [0]
+
+
+def test_weights_that_arrive_changed_stop_the_run(start):
+    generator = start(Fake("takes another", at=1))
+    load(generator, 0)
+    load(generator, 1)
+    with pytest.raises(TransferError, match="must hold b of version 1 with the checksum"):
+        ask(generator, 0).result(SECONDS)
+
+
+def test_weights_that_the_trainer_cannot_send_stop_the_run_with_the_reason(start):
+    generator = start(Fake(), fails=1)
+    load(generator, 0)
+    before = ask(generator, 0)
+    load(generator, 1)
+    assert answers([before]) == [(0, 0, 0)]
+    with pytest.raises(RunError, match="send weights by NCCL, got OutOfMemoryError: no room to pack"):
+        ask(generator, 1).result(SECONDS)
+    assert generator.restarts == 0
+
+
+def test_weights_that_overtake_a_request_are_sent_in_their_order(start, tmp_path):
+    generator = start(FakeInFlight(tmp_path), in_flight=True)
+    load(generator, 0)
+    running, waiting = ask(generator, 0, "until 2"), ask(generator, 0, "until 3")
+    wait_for(tmp_path / "begun")
+    load(generator, 1)
+    load(generator, 2)
+    versions = running.result(SECONDS).token_versions
+    assert torch.equal(versions, running.result().response_ids) and {0, 2} <= set(versions.unique().tolist())
+    load(generator, 3)
+    assert waiting.result(SECONDS).versions() <= {2, 3}
+    assert generator.store.sent == [0, 1, 2, 3] and list(generator.store.snapshots) == [3]
+
+
+def test_weights_that_come_too_late_for_a_request_are_sent_after_it(start, tmp_path):
+    generator = start(FakeInFlight(tmp_path), in_flight=True)
+    load(generator, 0)
+    running = ask(generator, 0, "deaf")
+    wait_for(tmp_path / "begun")
+    load(generator, 1)
+    time.sleep(0.2)  # it is told, and nobody receives
+    assert generator.store.sent == [0]
+    (tmp_path / "go").touch()
+    assert running.result(SECONDS).versions() == {0}
+    assert generator.store.sent == [0, 1] and generator.confirmed.version == 1
+
+
+def test_close_breaks_a_transfer_off(start, tmp_path):
+    generator = start(Fake("hangs while it receives", at=1))
+    load(generator, 0)
+    ask(generator, 0).result(SECONDS)
+    load(generator, 1)
+    time.sleep(0.2)  # the fixture sees that it closes in time
+    assert generator.store.sent == [0] and generator.store.sender.is_alive()

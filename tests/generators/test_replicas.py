@@ -1,0 +1,226 @@
+"""Replicas take requests in turn, each sampled by the version that one generator would have sampled it by."""
+
+import os
+import signal
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from rlhf.core.batch import Sampling
+from rlhf.core.errors import RunError
+from rlhf.core.metrics import Timer
+from rlhf.generators.replicas import Replica, Replicas
+from rlhf.processes.worker import environment
+from rlhf.training.stream import Stream
+from tests.processes.test_worker import LIMITS, SECONDS, Fake, answers, ask, gone, load, prompts
+
+WEIGHTS = [("weight", torch.ones(1))]
+
+
+class Noted(Replica):
+    """A replica without a process: does each job at once, or when the test says so, and notes it."""
+
+    def __init__(self, store, waits=False):
+        self.store, self.waits = store, waits
+        self.done, self.queue, self.confirmed = [], [], None
+
+    @property
+    def unanswered(self):
+        return len(self.queue)
+
+    def put(self, job):
+        self.queue.append(job)
+        if not self.waits:
+            self.work()
+        return job.future
+
+    def work(self):
+        while self.queue:
+            job = self.queue.pop(0)
+            if job.method == "load":
+                before, (self.confirmed,) = self.confirmed, job.arguments
+                if before is not None:
+                    self.store.release(before)
+                self.done.append(("load", self.confirmed.version))
+            else:
+                self.done.append((job.arguments[1].purpose, job.arguments[1].request))
+                job.future.set_result(self.confirmed.version)
+
+    def close(self):
+        self.done.append("close")
+
+
+def noted(count, in_flight=False, waits=False):
+    return Replicas(lambda i, store: Noted(store, waits), count, in_flight)
+
+
+def sampling(request=0, purpose="train"):
+    return Sampling(samples=1, temperature=1.0, response_length=2, purpose=purpose, request=request)
+
+
+def train(generator, lag, updates, first=0):
+    """What the loop does with a stream; returns what each request was answered with."""
+    stream = Stream(generator, (prompts() for _ in range(updates)), sampling(first), lag, Timer())
+    generator.load(WEIGHTS, first)
+    seen = []
+    for version in stream:
+        seen.append(version)
+        generator.load(WEIGHTS, first + len(seen))
+    return seen
+
+
+@pytest.mark.parametrize(("count", "lag"), [(2, 1), (2, 2), (3, 2), (3, 5), (4, 7)])
+def test_request_t_goes_to_replica_t_mod_n_and_is_sampled_by_version_t_minus_lag(count, lag):
+    generator = noted(count)
+    assert train(generator, lag, updates=12) == [max(0, t - lag) for t in range(12)]
+    for i, replica in enumerate(generator.replicas):
+        expected, held = [], None
+        for t in range(i, 12, count):
+            if (version := max(0, t - lag)) != held:
+                expected.append(("load", held := version))
+            expected.append(("train", t))
+        assert replica.done == expected, "it takes over the versions of its own requests alone"
+
+
+def test_a_resumed_run_goes_on_with_the_replica_whose_turn_it_is():
+    generator = noted(3)
+    train(generator, lag=2, updates=3, first=7)
+    assert [replica.done[1] for replica in generator.replicas] == [("train", 9), ("train", 7), ("train", 8)]
+
+
+def test_an_evaluation_is_answered_by_the_replica_with_the_least_to_do():
+    generator = noted(3, waits=True)
+    generator.load(WEIGHTS, 0)
+    for request in (0, 1):
+        generator.submit(prompts(), sampling(request))
+    generator.load(WEIGHTS, 1)
+    generator.submit(prompts(), sampling(5, "eval"))
+    generator.replicas[2].work()
+    assert generator.replicas[2].done == [("load", 1), ("eval", 5)], "by the weights of the last load"
+    generator.submit(prompts(), sampling(5, "eval"))
+    assert len(generator.replicas[2].queue) == 1, "it holds these weights already"
+
+
+def test_all_replicas_are_given_weights_at_once_in_flight():
+    generator = noted(3, in_flight=True)
+    for version in range(3):
+        generator.load(WEIGHTS, version)
+    assert [replica.done for replica in generator.replicas] == [[("load", v) for v in range(3)]] * 3
+
+
+@pytest.mark.parametrize(("count", "lag"), [(2, 2), (3, 5)])
+def test_one_snapshot_serves_all_and_is_written_again_when_none_needs_it(count, lag):
+    generator = noted(count)
+    train(generator, lag, updates=20)
+    store = generator.store
+    assert len(store.files) <= count + lag + 1
+    held = {replica.confirmed.path for replica in generator.replicas} | {generator.latest.path}
+    assert set(store.files) == held | set(store.free) and not held & set(store.free)
+    first = noted(count)
+    first.load(WEIGHTS, 0)
+    for request in range(count):
+        first.submit(prompts(), sampling(request))
+    assert len(first.store.files) == 1, "a copy for all"
+
+
+def test_memory_is_given_back_after_all_processes_have_ended():
+    generator = noted(2)
+    generator.load(WEIGHTS, 0)
+    close, ended = generator.store.close, []
+    generator.store.close = lambda: (
+        ended.append([replica.done[-1:] for replica in generator.replicas]),
+        close(),
+    )
+    generator.close()
+    assert ended == [[["close"], ["close"]]] and not generator.store.files
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "given"),
+    [
+        ("", 1, [None] * 4),
+        ("", 2, ["1"] * 4),
+        ("", 4, ["3", "2", "1", "3"]),
+        ("5,7,6", 3, ["6", "7", "6", "7"]),
+    ],
+)
+def test_replicas_on_gpus_leave_the_first_to_the_trainer(monkeypatch, visible, gpus, given):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    made = [environment(1, torch.device("cuda"), replica) for replica in range(4)]
+    assert [variables.get("CUDA_VISIBLE_DEVICES") for variables in made] == given
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(count, factory)` makes replicas in processes; all are closed at the end of the test."""
+    made = []
+
+    def make(count, factory):
+        def replica(i, store):
+            log = tmp_path / f"generator-replica{i}.log"
+            return Replica(factory, log, {"OMP_NUM_THREADS": "1"}, LIMITS, False, store)
+
+        made.append(Replicas(replica, count, in_flight=False))
+        return made[-1]
+
+    yield make
+    for generator in made:
+        generator.close()
+
+
+def processes(generator):
+    return [replica.process.pid for replica in generator.replicas]
+
+
+def test_a_replica_that_is_lost_is_replaced_and_the_others_go_on(start, tmp_path):
+    generator = start(2, Fake("dies", at=2, once=tmp_path))
+    load(generator, 0)
+    futures = [ask(generator, 0, "train"), ask(generator, 1), ask(generator, 2)]
+    load(generator, 1)
+    futures += [ask(generator, 3)]
+    load(generator, 2)
+    load(generator, 3)
+    futures += [ask(generator, 4), ask(generator, 5)]
+    assert answers(futures) == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 1, 3), (3, 3, 4), (3, 3, 5)]
+    assert [replica.restarts for replica in generator.replicas] == [1, 0]
+    figures = generator.figures()
+    assert figures["generator/restarts"].value() == 1 and figures["time/load_s"].value() > 0
+    assert generator.figures()["generator/restarts"].value() == 0, "each restart is told once"
+    found = processes(generator)
+    assert len(set(found)) == 2
+    generator.close()
+    assert all(map(gone, found)) and not generator.store.files
+
+
+def test_two_requests_are_under_way_at_once(start):
+    generator = start(2, Fake("hangs", at=0))
+    load(generator, 0)
+    stuck, other = ask(generator, 0), ask(generator, 1)
+    assert answers([other]) == [(0, 0, 1)] and not stuck.done()
+
+
+def test_a_replica_that_fails_stops_the_run_when_its_request_is_waited_for(start, tmp_path):
+    generator = start(2, Fake("raises", at=1))
+    load(generator, 0)
+    futures = [ask(generator, 0), ask(generator, 1)]
+    assert answers(futures[:1]) == [(0, 0, 0)]
+    with pytest.raises(RunError, match=r"out of ideas; where it happened is in generator-replica1\.log"):
+        futures[1].result(SECONDS)
+    assert "out of ideas" in (tmp_path / "generator-replica1.log").read_text()
+    with pytest.raises(RunError, match="out of ideas"):
+        ask(generator, 3)
+    assert isinstance(ask(generator, 2), Future)
+
+
+def test_a_killed_replica_takes_over_what_is_loaded_next(start):
+    generator = start(2, Fake())
+    load(generator, 0)
+    answers([ask(generator, 0), ask(generator, 1)])
+    os.kill(processes(generator)[0], signal.SIGKILL)
+    load(generator, 1)
+    assert answers([ask(generator, 2), ask(generator, 3)]) == [(1, 1, 2), (1, 1, 3)]

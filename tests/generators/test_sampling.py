@@ -1,0 +1,402 @@
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MistralConfig, MistralForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from rlhf.core.batch import Prompts, Sampling
+from rlhf.generators.hf import cuda_graph, decoding, sampling
+from rlhf.generators.hf.decoding import GROUPED, grouped_attention
+from rlhf.generators.hf.generator import respond
+from rlhf.generators.hf.sampling import choose, sample, uniforms
+from rlhf.memory.activations import Tokens
+from rlhf.models import sharing_rules as sharing
+from rlhf.models.modules import Policy
+from tests.tiny_models import KINDS, VOCABULARY, tiny_lm, tiny_rollouts
+
+LENGTH = 12
+STOPS = [3, 4, 5, 6, 7, 8, 9, 10]  # many, so that rows end at different places
+
+
+def run(model, rows=slice(None), samples=2, temperature=0.7, stops=STOPS, length=LENGTH, numbers=None):
+    batch = tiny_rollouts(prompts=6)
+    if numbers is None:
+        numbers = uniforms(1, 0, batch.index, samples, length)
+    ids, mask = batch.prompt_ids[rows], batch.prompt_mask[rows]
+    return sample(model, ids, mask, samples, length, temperature, numbers[rows], stops, pad_id=0)
+
+
+def rollouts(ids, mask, ended):
+    return replace(tiny_rollouts(prompts=6), response_ids=ids, response_mask=mask, ended=ended)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # a prompt's samples in one row, or each in its own
+@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_those_of_the_trainer(kind, shared_prefix, attention):
+    model = tiny_lm(kind)
+    model.set_attn_implementation(attention)
+    ids, mask, logprobs, ended = run(model)
+    with torch.no_grad():
+        trained = Policy(model, 0.7, shared_prefix)(rollouts(ids, mask, ended)).logprobs
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, trained, rtol=0, atol=1e-5)
+
+
+def test_tokens_do_not_depend_on_the_order_or_company_of_rows():
+    model = tiny_lm()
+    ids, mask, logprobs, ended = run(model)
+    for rows in ([5, 3, 0, 1, 4, 2], [2], [4, 1]):
+        some, some_mask, some_logprobs, some_ended = run(model, rows)
+        width = some.shape[-1]
+        assert torch.equal(some, ids[rows][..., :width]) and torch.equal(some_mask, mask[rows][..., :width])
+        assert torch.equal(some_ended, ended[rows]) and not mask[rows][..., width:].any()
+        torch.testing.assert_close(some_logprobs, logprobs[rows][..., :width], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_do_not_depend_on_how_samples_are_laid_out(kind):
+    model = tiny_lm(kind)
+    expected = run(model, samples=3, stops=range(2, 25))
+    model.set_attn_implementation("eager")
+    for found, wanted in zip(run(model, samples=3, stops=range(2, 25)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("samples", "prompt", "response", "group"),
+    [(4, 24, 48, 4), (128, 64, 32, 8), (128, 512, 32, 64), (12, 24, 480, 6), (11, 24, 48, 11), (1, 9, 1, 1)],
+)
+def test_so_many_samples_share_a_row_as_responses_are_short_beside_prompts(samples, prompt, response, group):
+    assert sharing.in_decoding(samples, prompt, response) == group
+    planned = Tokens(prompts=3, samples=samples, prompt=prompt, response=response)
+    assert planned.decoded_a_row(eager=False) == group and planned.decoded_a_row(eager=True) == 1
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_tokens_do_not_depend_on_how_many_samples_share_a_row(monkeypatch, group):
+    model, sizes = tiny_lm(), []
+    expected = run(model, samples=6)
+    monkeypatch.setattr(sharing, "in_decoding", lambda *_: group)
+    model.base_model.register_forward_hook(lambda *call: sizes.append(call[2].last_hidden_state.shape[:2]))
+    for found, wanted in zip(run(model, samples=6), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert sizes[1][1] == group
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_tokens_do_not_depend_on_how_many_prompts_are_encoded_at_once(monkeypatch, attention):
+    encoded, model = [], tiny_lm()
+    model.set_attn_implementation(attention)
+    expected = run(model, samples=3)
+    order = tiny_rollouts(prompts=6).prompt_mask.sum(1).argsort(descending=True)
+    monkeypatch.setitem(decoding.TOKENS, "cpu", 18)  # two prompts of the longest
+    model.base_model.register_forward_hook(lambda *call: encoded.append(call[2].last_hidden_state.shape[:2]))
+    for found, wanted in zip(run(model, rows=order, samples=3), expected, strict=True):
+        torch.testing.assert_close(found, wanted[order], rtol=0, atol=1e-5)
+    lengths = tiny_rollouts(prompts=6).prompt_mask.sum(1)[order].tolist()
+    assert encoded[:3] == [(2, lengths[0]), (2, lengths[2]), (2, lengths[4])] and lengths[4] < lengths[0]
+
+
+def test_an_answer_has_the_order_of_its_prompts_whatever_their_lengths_and_the_batch_size():
+    batch, model, versions = tiny_rollouts(prompts=6, seed=1), tiny_lm(), iter(range(99))
+    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
+    asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
+    whole, parts = (respond(model, prompts, asked, STOPS, 0, size, 1) for size in (256, 4))
+    assert len({tuple(row) for row in whole.response_ids.flatten(1).tolist()}) == 6
+    for name in ("response_ids", "response_mask", "ended"):
+        assert torch.equal(getattr(parts, name), getattr(whole, name))
+    torch.testing.assert_close(parts.behaviour_logprobs, whole.behaviour_logprobs, rtol=0, atol=1e-5)
+    for i in range(6):
+        alone = respond(model, prompts.select(torch.tensor([i])), asked, STOPS, 0, 256, 1)
+        assert torch.equal(alone.response_ids[0], whole.response_ids[i])
+    followed = respond(model, prompts, asked, STOPS, 0, 4, 1, update=lambda: next(versions))
+    order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
+    begun = followed.token_versions[order, :, 0]  # two prompts are decoded at once
+    assert torch.equal(begun[::2], begun[1::2]) and (begun[::2].diff(dim=0) > 0).all()
+
+
+def test_heads_that_share_keys_are_attended_without_repeating_the_cache(monkeypatch):
+    keys, model = [], tiny_lm("llama")
+
+    def attend(module, query, key, value, mask, **settings):
+        keys.append(key.shape[1])
+        return grouped_attention(module, query, key, value, mask, **settings)
+
+    decoding.AttentionInterface.register(GROUPED, attend)
+    try:
+        *_, ended = run(model, stops=[])
+    finally:
+        decoding.AttentionInterface.register(GROUPED, grouped_attention)
+    assert not ended.any() and keys == [2] * 2 * (LENGTH - 1)  # 2 of 4 heads, 2 layers
+    assert model.config._attn_implementation == "sdpa"
+    module = model.base_model.layers[0].self_attn
+    query, key, value = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 11, 8), torch.randn(3, 2, 11, 8)
+    mask = torch.rand(3, 1, 5, 11) > 0.3
+    expected = sdpa_attention_forward(module, query, key, value, mask, scaling=0.2)[0]
+    found = grouped_attention(module, query, key, value, mask, scaling=0.2)[0]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("batch_size", [256, 4])
+def test_what_is_sampled_can_be_trained_on(batch_size):
+    batch, model, versions = tiny_rollouts(prompts=6), tiny_lm(), iter(range(99))
+    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
+    asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
+    sampled = respond(model, prompts, asked, STOPS, 0, batch_size, 1, update=lambda: next(versions))
+    tensors = [value for f in fields(sampled) if isinstance(value := getattr(sampled, f.name), torch.Tensor)]
+    assert len(tensors) == 8 and not any(x.is_inference() for x in tensors)
+    Policy(model, 0.7, True)(sampled).logprobs.sum().backward()
+    assert all(p.grad is not None for p in model.base_model.parameters())
+
+
+def test_samples_of_a_prompt_differ_and_do_not_depend_on_their_number():
+    model = tiny_lm()
+    two, three = run(model, samples=2)[0], run(model, samples=3)[0]
+    width = min(two.shape[-1], three.shape[-1])
+    assert torch.equal(two[..., :width], three[:, :2, :width])
+    assert not torch.equal(two[:, 0], two[:, 1])
+
+
+def test_a_response_ends_with_its_first_stop_token_and_then_there_is_padding():
+    ids, mask, logprobs, ended = run(tiny_lm())
+    stops = torch.isin(ids, torch.tensor(STOPS))
+    assert ended.any() and not ended.all()
+    lengths = mask.sum(-1)
+    assert torch.equal(mask, torch.arange(ids.shape[-1]) < lengths[..., None])
+    assert torch.equal((stops & mask).sum(-1), ended.long())
+    last = ids.gather(-1, lengths[..., None] - 1)[..., 0]
+    assert torch.equal(torch.isin(last, torch.tensor(STOPS)), ended)
+    assert (lengths[~ended] == LENGTH).all() and len(set(lengths[ended].tolist())) > 2
+    assert not ids[~mask].any() and not logprobs[~mask].any()
+
+
+def test_decoding_ends_with_the_longest_response():
+    steps = []
+    model = tiny_lm()
+    model.base_model.register_forward_hook(lambda *_: steps.append(1))
+    ids, mask, _, ended = run(model, stops=range(2, 80))
+    assert ended.all() and ids.shape[-1] == int(mask.sum(-1).max()) < LENGTH
+    assert len(steps) == ids.shape[-1]
+
+
+def test_rows_that_have_ended_leave_the_batch():
+    sizes = []
+    model = tiny_lm()
+    model.base_model.register_forward_hook(
+        lambda module, args, output: sizes.append(len(output.last_hidden_state))
+    )
+    _, mask, _, _ = run(model, stops=range(2, 25))
+    needed = mask.any(1).sum(0).tolist()  # prompts with a response that goes on
+    assert needed[0] == sizes[0] == 6 and sizes[-1] < 6
+    assert sizes == [6, *needed[1:]]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Has steps made as if they were recorded, in short graphs; counts recordings."""
+    recorded = []
+    monkeypatch.setattr(sampling, "can_record", lambda device: True)
+    monkeypatch.setattr(cuda_graph, "record", lambda run: recorded.append(1) or run)
+    monkeypatch.setattr(cuda_graph, "STEPS", 4)
+    return recorded
+
+
+@pytest.mark.parametrize("stops", [[], STOPS, range(2, 25), range(2, 80)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_on_memory_that_stays_give_the_same(kind, stops, graphs, monkeypatch):
+    model = tiny_lm(kind)
+    found = run(model, samples=3, stops=stops)
+    assert graphs
+    monkeypatch.setattr(sampling, "can_record", lambda device: False)
+    for same, expected in zip(found, run(model, samples=3, stops=stops), strict=True):
+        torch.testing.assert_close(same, expected, rtol=0, atol=1e-5)
+
+
+def test_rows_and_lengths_stay_within_a_graph_and_change_between(graphs, monkeypatch):
+    sizes, model = [], tiny_lm("llama")
+    attend = decoding.grouped_attention
+
+    def seen(module, query, key, *rest, **settings):
+        sizes.append((len(key), key.shape[2]))
+        return attend(module, query, key, *rest, **settings)
+
+    decoding.AttentionInterface.register(GROUPED, seen)
+    try:
+        _, mask, *_ = run(model, stops=range(2, 25))
+    finally:
+        decoding.AttentionInterface.register(GROUPED, attend)
+    going, steps = mask.any(1).sum(0).tolist(), sizes[::2]  # of two layers
+    ends = [min(LENGTH - 1, t + 4) for t in range(0, LENGTH - 1, 4)]
+    assert [rows for rows, _ in steps] == [going[1 + t // 4 * 4] for t in range(len(steps))]
+    longest = int(tiny_rollouts(prompts=6).prompt_mask.sum(1).max())
+    assert len(set(steps)) == len(ends) > 2
+    assert [length % cuda_graph.ALIGNED for _, length in steps] == [0] * len(steps)
+    assert all(length >= longest + 2 * ends[t // 4] for t, (_, length) in enumerate(steps))
+
+
+def test_a_model_that_asks_for_the_length_of_the_cache_is_sampled_from_without_graphs(graphs, caplog):
+    model, asked = tiny_lm(), []
+    expected = run(model)
+    assert graphs and not caplog.records
+    graphs.clear()
+
+    def ask(module, args, kwargs):
+        asked.append(kwargs["past_key_values"].get_seq_length())
+
+    model.base_model.register_forward_pre_hook(ask, with_kwargs=True)
+    for _ in range(2):
+        for same, wanted in zip(run(model), expected, strict=True):
+            torch.testing.assert_close(same, wanted, rtol=0, atol=1e-5)
+    steps = asked[1 : len(asked) // 2]
+    assert not graphs and steps == sorted(set(steps))
+    assert caplog.text.count("not recorded as a CUDA graph") == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_on_a_gpu_gives_what_its_steps_give_one_by_one(kind, dtype, monkeypatch, caplog):
+    recorded, record = [], cuda_graph.record
+    monkeypatch.setattr(cuda_graph, "record", lambda run: recorded.append(1) or record(run))
+    monkeypatch.setattr(cuda_graph, "STEPS", 4)
+    model, batch = tiny_lm(kind).cuda(), tiny_rollouts(prompts=6).to("cuda")
+    numbers = uniforms(1, 0, batch.index.cpu(), 3, LENGTH)
+    found = []
+    for graphs in (True, False):
+        monkeypatch.setattr(sampling, "can_record", lambda device, graphs=graphs: graphs)
+        with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
+            words = (model, batch.prompt_ids, batch.prompt_mask, 3, LENGTH, 0.7, numbers, range(2, 25))
+            found.append(sample(*words, pad_id=0))
+    assert len(recorded) > 1 and not caplog.records
+    for same, expected in zip(*found, strict=True):
+        torch.testing.assert_close(same, expected, rtol=0, atol=1e-4)
+
+
+class Casts(TorchDispatchMode):
+    """Counts what is made in bfloat16 of float32: weights, and keys or values of a whole cache."""
+
+    weights = caches = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") is torch.bfloat16:
+            self.weights += isinstance(args[0], torch.nn.Parameter)
+            self.caches += args[0].dim() == 4 and args[0].shape[2] > LENGTH
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_autocast_weights_are_cast_once_and_what_is_cached_never(kind):
+    model = tiny_lm(kind)
+    with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        run(model, samples=3, stops=[])
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert casts.weights == sum(1 + (layer.bias is not None) for layer in layers)
+    assert casts.caches == 0
+
+
+def test_tokens_follow_the_distribution():
+    draws, words = 20_000, 20
+    logits = torch.randn(1, words, generator=torch.Generator().manual_seed(0)).expand(draws, -1)
+    numbers = uniforms(1, 0, torch.arange(draws), 1, 1)[:, 0, 0]
+    tokens, logprobs = choose(logits, 0.7, numbers)
+    expected = (logits[0] / 0.7).softmax(-1)
+    counts = torch.bincount(tokens, minlength=words)
+    chi_square = ((counts - draws * expected) ** 2 / (draws * expected)).sum()
+    assert chi_square < 43.8  # the 99.9 % point with 19 degrees of freedom
+    torch.testing.assert_close(logprobs, expected[tokens].log())
+
+
+def test_a_token_is_the_quantile_of_its_number():
+    probabilities = torch.tensor([[0.0, 0.25, 0.5, 0.0, 0.25]]).expand(7, -1)
+    numbers = torch.tensor([0.0, 0.2, 0.26, 0.74, 0.76, 0.99, 1 - 2**-53], dtype=torch.float64)
+    tokens, _ = choose(probabilities.log(), 1.0, numbers)
+    assert tokens.tolist() == [1, 1, 2, 2, 4, 4, 4]
+
+
+@pytest.mark.parametrize("words", [300, 1024, 5000, 50_304])
+def test_a_token_of_a_large_vocabulary_is_the_quantile_of_its_number(words, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(40, words, generator=draw)
+    logits[:, words // 3 : words // 2] = -torch.inf
+    logits[::2, : words - 2] -= 30  # the last words have all the weight
+    numbers = uniforms(1, 0, torch.arange(40), 1, 1)[:, 0, 0]
+    numbers[:4] = torch.tensor([0.0, 0.0, 1 - 2**-53, 1 - 2**-53], dtype=torch.float64)
+    expected = logits.double().div(0.7).log_softmax(-1)
+    after = expected.exp().cumsum(-1)
+    for chunk in (sampling.CPU_CHUNK, 7 * words):
+        monkeypatch.setattr(sampling, "CPU_CHUNK", chunk)
+        tokens, logprobs = choose(logits, 0.7, numbers)
+        own = expected.gather(-1, tokens[:, None])[:, 0]
+        until = after.gather(-1, tokens[:, None])[:, 0]
+        assert own.isfinite().all() and (numbers < until + 1e-6).all()
+        assert (numbers > until - own.exp() - 1e-6).all()
+        torch.testing.assert_close(logprobs, own.float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("words", [20, 5000])
+def test_logits_that_are_no_numbers_give_a_word_and_no_log_prob(words):
+    tokens, logprobs = choose(torch.full((3, words), torch.nan), 1.0, torch.rand(3, dtype=torch.float64))
+    assert ((tokens >= 0) & (tokens < words)).all() and logprobs.isnan().all()
+
+
+def test_near_greedy_sampling_takes_the_most_likely_token_without_nan():
+    model = tiny_lm()
+    ids, mask, logprobs, ended = run(model, temperature=0.01)
+    assert logprobs.isfinite().all() and (logprobs <= 0).all()
+    batch = rollouts(ids, mask, ended)
+    prompt = batch.prompt_ids[1][batch.prompt_mask[1]]
+    for token in ids[1, 0][mask[1, 0]]:
+        logits = model(prompt[None]).logits[0, -1]
+        assert logits[token] > logits.max() - 0.15  # 15 nats at this temperature
+        prompt = torch.cat([prompt, token[None]])
+    huge = torch.tensor([[1e4, -1e4, 0.0]])
+    token, logprob = choose(huge, 0.01, torch.tensor([0.5], dtype=torch.float64))
+    assert token.item() == 0 and logprob.item() == 0
+
+
+def test_what_the_prompts_padding_holds_has_no_influence():
+    model, batch = tiny_lm(), tiny_rollouts(prompts=6)
+    numbers = uniforms(1, 0, batch.index, 2, LENGTH)
+    filled = batch.prompt_ids.masked_fill(~batch.prompt_mask, -100)
+    found = [
+        sample(model, ids, batch.prompt_mask, 2, LENGTH, 0.7, numbers, STOPS, pad_id=0)
+        for ids in (batch.prompt_ids, filled)
+    ]
+    for expected, same in zip(*found, strict=True):
+        assert torch.equal(expected, same)
+
+
+def test_a_sliding_window_model_is_sampled_from_rightly():
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+        initializer_range=0.2,
+    )
+    model = MistralForCausalLM(config).eval()
+    ids, mask, logprobs, ended = run(model)
+    assert mask.sum(-1).max() > 8
+    with torch.no_grad():
+        trained = Policy(model, 0.7, shared_prefix=False)(rollouts(ids, mask, ended)).logprobs
+    torch.testing.assert_close(logprobs, trained, rtol=0, atol=1e-5)
+
+
+def test_uniform_numbers_belong_to_seed_request_and_example():
+    index = torch.tensor([7, 3, 10**9])
+    numbers = uniforms(1, 5, index, 2, 4)
+    assert numbers.shape == (3, 2, 4) and numbers.dtype == torch.float64
+    assert torch.equal(numbers[1:], uniforms(1, 5, index[1:], 2, 4))
+    assert torch.equal(numbers, uniforms(1, 5, index, 3, 4)[:, :2])
+    for other in (uniforms(2, 5, index, 2, 4), uniforms(1, 6, index, 2, 4), uniforms(1, 5, index + 1, 2, 4)):
+        assert not (numbers == other).any()
+    many = uniforms(1, 0, torch.arange(500), 2, 50)
+    assert many.unique().numel() == many.numel() and (many >= 0).all() and (many < 1).all()
+    assert abs(many.mean() - 0.5) < 0.01 and abs(many.var() - 1 / 12) < 0.01

@@ -1,0 +1,186 @@
+"""What arrives is what was sent, or an error that says which tensor and which versions."""
+
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf.core.errors import RunError
+from rlhf.generators.transfer import weights as transfer
+from rlhf.generators.transfer.shared_memory import SharedWeights, read
+from rlhf.generators.transfer.weights import TransferError, checksum, confirm
+
+WEIGHTS = {
+    "embed.weight": torch.randn(7, 3),
+    "odd": torch.randn(5).to(torch.bfloat16),
+    "strided": torch.randn(4, 6).t(),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "flags": torch.tensor([True, False, True]),
+    "empty": torch.empty(0, 4),
+    "ids": torch.arange(9),
+}
+
+
+@pytest.fixture
+def shared():
+    shared = SharedWeights()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(params=["nameless", "named"])
+def either(request, monkeypatch):
+    """Shared memory as on Linux, and as elsewhere."""
+    if request.param == "named":
+        monkeypatch.delattr(os, "memfd_create")
+    shared = SharedWeights()
+    yield shared
+    shared.close()
+
+
+def taken(manifest):
+    return {name: tensor.clone() for name, tensor in read(manifest)}
+
+
+def equal(found, sent):
+    assert list(found) == list(sent)
+    for name, tensor in sent.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_all_shapes_and_types_arrive(either):
+    manifest = pickle.loads(pickle.dumps(either.write(WEIGHTS.items(), 3)))
+    equal(taken(manifest), WEIGHTS)
+    confirm(manifest, 3, {name: checksum(tensor) for name, tensor in WEIGHTS.items()})
+
+
+def test_another_process_reads_them(either):
+    manifest = either.write(WEIGHTS.items(), 3)
+    code = (
+        "import pickle, sys\n"
+        "from rlhf.generators.transfer import checksum, read\n"
+        "manifest = pickle.load(sys.stdin.buffer)\n"
+        "pickle.dump({name: checksum(tensor) for name, tensor in read(manifest)}, sys.stdout.buffer)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(manifest), capture_output=True, check=True
+    )
+    confirm(manifest, 3, pickle.loads(done.stdout))
+
+
+def test_weights_are_asked_for_one_at_a_time(shared):
+    made, alive = [], []
+
+    def weights():
+        for i in range(5):
+            made.append(weakref.ref(tensor := torch.full((1000,), float(i))))
+            alive.append(sum(each() is not None for each in made))
+            yield str(i), tensor
+            del tensor
+
+    manifest = shared.write(weights(), 1)
+    assert [float(t[0]) for _, t in read(manifest)] == [0, 1, 2, 3, 4]
+    assert max(alive) == 2  # the one just written and the one to come
+
+
+def overwritten(tensors):
+    """`tensors`, each in the same memory, which the next one takes: as an engine gathers them from shards."""
+    memory = torch.empty(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    for name, tensor in tensors.items():
+        view = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        yield name, view.copy_(tensor)
+    memory.zero_()
+
+
+def test_a_tensor_that_is_overwritten_when_the_next_is_asked_for_was_copied_before(shared):
+    equal(taken(shared.write(overwritten(WEIGHTS), 1)), WEIGHTS)
+
+
+def test_a_version_stays_until_it_is_released(shared):
+    first = shared.write([("w", torch.ones(3))], 1)
+    second = shared.write([("w", torch.zeros(3))], 2)
+    assert first.path != second.path
+    assert torch.equal(taken(first)["w"], torch.ones(3)) and torch.equal(taken(second)["w"], torch.zeros(3))
+    shared.release(first)
+    assert shared.write([("w", torch.zeros(3))], 3).path == first.path
+    assert len(shared.files) == 2
+
+
+def test_a_file_that_was_written_again_is_not_taken_for_the_earlier_version(shared):
+    first = shared.write([("w", torch.ones(3))], 1)
+    shared.release(first)
+    shared.write([("w", torch.ones(3))], 2)
+    with pytest.raises(TransferError, match="must hold version 1, got version 2"):
+        taken(first)
+
+
+def test_a_write_that_broke_off_is_not_taken(shared):
+    def breaks():
+        yield "a", torch.ones(3)
+        raise ValueError("gathering failed")
+
+    first = shared.write([("a", torch.ones(3))], 1)
+    shared.release(first)
+    with pytest.raises(ValueError, match="gathering failed"):
+        shared.write(breaks(), 2)
+    with pytest.raises(TransferError, match="must hold version 1, got a version that is not written"):
+        taken(first)
+
+
+def test_a_file_that_is_cut_short_names_the_tensor_and_the_version(shared):
+    manifest = shared.write([("a", torch.ones(300)), ("b", torch.ones(300))], 4)
+    os.truncate(manifest.path, 2000)
+    with pytest.raises(TransferError, match=r"b of version 4 must reach .* got a file of 2000 bytes"):
+        taken(manifest)
+
+
+def test_a_changed_byte_names_the_tensor_and_the_version(shared):
+    manifest = shared.write([("a", torch.ones(300)), ("b", torch.ones(300))], 4)
+    with open(manifest.path, "r+b") as file:
+        file.seek(manifest.entries[1].offset + 17)
+        file.write(b"?")
+    with pytest.raises(TransferError, match="b of version 4 must have the checksum"):
+        taken(manifest)
+
+
+def test_a_file_that_is_gone_is_an_error(shared):
+    manifest = replace(shared.write([("a", torch.ones(3))], 4), path="/nowhere/weights")
+    with pytest.raises(TransferError, match="version 4 cannot be read"):
+        taken(manifest)
+
+
+@pytest.mark.parametrize(
+    ("version", "change", "message"),
+    [
+        (4, {}, "must confirm version 5, .* got version 4"),
+        (5, {"a": 1}, "must hold a of version 5 with the checksum .* got 0000000000000001"),
+        (5, {"a": None}, "must hold a of version 5 .* got none: there is no such tensor"),
+        (5, {"c": 1}, "must hold c of version 5 with the checksum none: there is no such tensor"),
+    ],
+)
+def test_a_confirmation_that_differs_names_the_tensor_and_the_versions(shared, version, change, message):
+    manifest = shared.write([("a", torch.ones(3)), ("b", torch.ones(4))], 5)
+    held = {k: v for k, v in {**manifest.checksums(), **change}.items() if v is not None}
+    with pytest.raises(TransferError, match=message):
+        confirm(manifest, version, held)
+
+
+def test_memory_that_runs_out_is_an_error_for_the_user(shared, monkeypatch):
+    def full(data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(transfer, "digest", full)
+    with pytest.raises(RunError, match="version 2 must fit into shared memory"):
+        shared.write([("a", torch.ones(3))], 2)
+
+
+def test_nothing_remains_when_it_is_closed(either):
+    manifest = either.write([("a", torch.ones(3))], 1)
+    assert os.path.exists(manifest.path)
+    either.close()
+    assert not os.path.exists(manifest.path)

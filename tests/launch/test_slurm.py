@@ -1,0 +1,104 @@
+"""A task of SLURM, or of submitit on this machine, is the rank that torchrun would have made of it."""
+
+import pytest
+
+from rlhf.launch import slurm
+from rlhf.launch.slurm import first_host, name_rank, rank_environment, tasks_of_node
+
+STEP = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
+    "SLURM_STEP_NODELIST": "gpu[03-04,09]",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+}
+LOCAL = {
+    "SUBMITIT_EXECUTOR": "local",
+    "SUBMITIT_LOCAL_NTASKS": "2",
+    "SUBMITIT_LOCAL_GLOBALID": "1",
+    "SUBMITIT_LOCAL_JOB_ID": "99",
+}
+
+
+def test_a_task_of_slurm_is_a_rank():
+    made = rank_environment(STEP)
+    port = made.pop("MASTER_PORT")
+    assert made == {
+        "RANK": "5",
+        "WORLD_SIZE": "7",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu03",
+    }
+    assert int(port) in slurm.PORTS
+
+
+def test_all_tasks_of_a_step_meet_at_one_place_and_other_steps_at_another():
+    def port(**changes):
+        return rank_environment({**STEP, **changes})["MASTER_PORT"]
+
+    assert port(SLURM_PROCID="0", SLURM_NODEID="0") == port()
+    assert len({port(), port(SLURM_STEP_ID="1"), port(SLURM_JOB_ID="1235")}) == 3
+
+
+def test_a_task_of_submitit_on_this_machine_is_a_rank():
+    made = rank_environment(LOCAL)
+    assert (made["RANK"], made["WORLD_SIZE"], made["LOCAL_WORLD_SIZE"]) == ("1", "2", "2")
+    assert made["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script
+        {**LOCAL, "SUBMITIT_LOCAL_NTASKS": "1"},
+    ],
+)
+def test_a_process_that_is_alone_is_no_rank(environ):
+    assert rank_environment(environ) == {}
+
+
+def test_a_task_that_sees_one_gpu_counts_from_it():
+    assert rank_environment({**STEP, "CUDA_VISIBLE_DEVICES": "3"})["LOCAL_RANK"] == "0"
+    assert rank_environment({**STEP, "CUDA_VISIBLE_DEVICES": "0,1,2"})["LOCAL_RANK"] == "1"
+
+
+def test_what_was_set_by_hand_or_by_torchrun_is_left_alone(monkeypatch):
+    # Also restores what name_rank sets.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("RANK", "0")
+    name_rank()
+    assert "WORLD_SIZE" not in slurm.os.environ
+    monkeypatch.delenv("RANK")
+    name_rank()
+    assert slurm.os.environ["WORLD_SIZE"] == "7" and slurm.os.environ["MASTER_ADDR"] == "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("a,b", "a"),
+        ("gpu[03-04,09],login", "gpu03"),
+        ("rack[1-2]node[08-10,12]", "rack1node08"),
+        ("127.0.0.[1-2]", "127.0.0.1"),
+        ("gpu[5,7].site.org", "gpu5.site.org"),
+    ],
+)
+def test_first_host_of_slurms_shorthand(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_tasks_of_each_node_of_slurms_shorthand():
+    assert [tasks_of_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
+    assert tasks_of_node("8", 0) == 8

@@ -1,0 +1,172 @@
+"""The size of a model, told without loading it."""
+
+import json
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf.config.compose import compose
+from rlhf.config.model import LoRAConfig
+from rlhf.memory.model_size import (
+    ModelSize,
+    adapter_parameters,
+    config_size,
+    folder_size,
+    named_size,
+    nano_size,
+)
+from rlhf.models.loading import new_nano, new_reward_model, save
+from rlhf.models.lora import adapt
+from tests.memory.test_plan import PYTHIA_2_8B
+from tests.tiny_models import tiny_config, tiny_lm, tiny_tokenizer
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "tie_word_embeddings": False,
+}
+SHAPES = {
+    "pythia 14m": {**PYTHIA_2_8B, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4,
+                   "intermediate_size": 512},
+    "pythia 2.8b": PYTHIA_2_8B,
+    "gpt-neox, sequential, without biases": {**PYTHIA_2_8B, "attention_bias": False,
+                                             "use_parallel_residual": False},
+    "llama 8b": LLAMA_8B,
+    "llama 3.2 1b": {**LLAMA_8B, "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192,
+                     "head_dim": 64, "tie_word_embeddings": True},
+    "llama, with biases": {**LLAMA_8B, "attention_bias": True, "mlp_bias": True},
+    "mistral 7b": {**LLAMA_8B, "model_type": "mistral", "vocab_size": 32000},
+    "qwen2 0.5b": {**LLAMA_8B, "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896,
+                   "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+                   "intermediate_size": 4864, "tie_word_embeddings": True},
+    "qwen3 4b": {**LLAMA_8B, "model_type": "qwen3", "hidden_size": 2560, "head_dim": 128},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12,
+             "n_positions": 1024, "n_inner": None},
+}  # fmt: skip
+
+
+def counted(config: dict, auto=AutoModelForCausalLM) -> int:
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device("meta"):
+        model = auto.from_config(AutoConfig.for_model(config["model_type"], **settings))
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_by_formula_are_those_that_transformers_makes(name):
+    size = config_size(SHAPES[name])
+    assert size is not None and size.parameters == counted(SHAPES[name])
+
+
+@pytest.mark.parametrize("name", ["pythia 14m", "llama 3.2 1b"])
+def test_a_scoring_model_has_the_backbone_and_one_number(name):
+    size = config_size(SHAPES[name])
+    classifier = counted({**SHAPES[name], "num_labels": 1}, AutoModelForSequenceClassification)
+    assert size.scoring().parameters == classifier
+    saved = {**SHAPES[name], "architectures": ["XForSequenceClassification"]}
+    assert config_size(saved).parameters == classifier
+
+
+def test_the_embedded_model_is_as_large_as_it_is_made():
+    model = compose(["model.hidden_size=64", "model.layers=3"]).model
+    tokenizer = compose([]).task.tokenizer()
+    size = nano_size(model, compose([]).task.vocabulary_size())
+    assert size.parameters == sum(p.numel() for p in new_nano(model, tokenizer).parameters())
+    assert compose(["task=arithmetic"]).task.vocabulary_size() == len(
+        compose(["task=arithmetic"]).task.tokenizer()
+    )
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj", "query_key_value"]])
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+def test_adapters_are_as_many_as_peft_makes(kind, targets):
+    model, size = tiny_lm(kind), config_size(tiny_config(kind).to_dict())
+    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    kept = targets and [name for name in targets if name in there]
+    adapt(model, LoRAConfig(rank=3, targets=kept), 0)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert adapter_parameters(size, 3, targets) == trained
+
+
+def with_weights(folder, kind="gpt_neox", **settings) -> int:
+    model = tiny_lm(kind, **settings)
+    save(model, tiny_tokenizer(), folder)
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+def test_headers_of_the_weights_are_counted_before_any_formula(tmp_path, kind, settings):
+    count = with_weights(tmp_path, kind, **settings)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 1}))
+    save_file({"copy": torch.zeros(1000)}, tmp_path / "consolidated.safetensors")  # what nothing loads
+    size = folder_size(tmp_path)
+    assert size.parameters == count and (size.head == 0) == bool(settings)
+
+
+def test_weights_in_several_files_are_counted_once_and_others_left_out(tmp_path):
+    model = tiny_lm()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    save_file({"copy": torch.zeros(1000)}, tmp_path / "consolidated.safetensors")
+    assert folder_size(tmp_path).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_buffers_of_old_checkpoints_are_no_parameters(tmp_path):
+    count = with_weights(tmp_path)
+    old = {
+        **tiny_lm().state_dict(),
+        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 128, 128, dtype=torch.bool),
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(4),
+    }
+    save_file({name: tensor.contiguous() for name, tensor in old.items()}, tmp_path / "model.safetensors")
+    assert folder_size(tmp_path).parameters == count
+
+
+def test_a_reward_model_is_counted_with_its_own_head(tmp_path):
+    with_weights(tmp_path / "lm")
+    model = new_reward_model(str(tmp_path / "lm"), 0)
+    save(model, tiny_tokenizer(), tmp_path / "rm")
+    size = folder_size(tmp_path / "rm")
+    assert size.parameters == sum(p.numel() for p in model.parameters()) and size.head == 32
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0[]"])
+def test_weights_that_cannot_be_read_leave_the_formula(tmp_path, content):
+    count = with_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert folder_size(tmp_path).parameters == count
+
+
+def test_a_mixture_of_experts_is_known_by_its_weights_alone(tmp_path):
+    count = with_weights(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": 8}))
+    assert folder_size(tmp_path).parameters == count
+    (tmp_path / "model.safetensors").unlink()
+    assert folder_size(tmp_path) is None
+
+
+def test_a_hub_name_is_looked_for_in_the_cache_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert named_size("someone/model") is None
+    repository = tmp_path / "models--someone--model"
+    count = with_weights(repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    assert isinstance(size := named_size("someone/model"), ModelSize) and size.parameters == count
+
+
+def test_a_config_without_sizes_says_nothing():
+    assert config_size({}) is None and config_size({"hidden_size": 8}) is None
+    assert config_size({"text_config": tiny_config("llama").to_dict()}) is not None

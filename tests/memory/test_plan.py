@@ -1,0 +1,499 @@
+"""The memory plan: what each device needs, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf import plan
+from rlhf.checks import sizes as validate__sizes
+from rlhf.config.backend import TorchConfig
+from rlhf.config.compose import compose
+from rlhf.config.footprint import Footprint, zero
+from rlhf.core.machine import Machine
+from rlhf.memory import advice as memory__advice
+from rlhf.memory import loaded_models as memory__loaded_models
+from rlhf.memory import plan as memory
+from rlhf.memory import uses as memory__uses
+from rlhf.memory.uses import GIB, Part, Phase, Use
+from rlhf.models import sharing_rules as sharing
+
+LAPTOP = Machine(ram=16 * GIB)
+TWO_GPUS = Machine(ram=256 * GIB, gpus=(80 * GIB, 40 * GIB))
+LLAMA_70B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 8192,
+}
+PYTHIA_2_8B = {
+    "model_type": "gpt_neox",
+    "vocab_size": 50304,
+    "hidden_size": 2560,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 10240,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+}
+COUNT_2_8B = 2_775_208_960  # parameters, as EleutherAI publish them
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch):
+    """A machine that is the same wherever the tests run."""
+    monkeypatch.setattr(memory, "this_machine", lambda: LAPTOP)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def local_model(folder: Path, config: dict) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    return str(folder)
+
+
+@pytest.fixture
+def pythia(tmp_path) -> list[str]:
+    """Words that name Pythia 2.8b, a folder without its weights, for policy and reward model."""
+    folder = local_model(tmp_path / "pythia", PYTHIA_2_8B)
+    return [f"model.policy={folder}", f"model.reward={folder}", "model.dtype=bfloat16"]
+
+
+def parts(use: Use) -> dict[str, float]:
+    return {part.name: part.bytes for part in use.parts}
+
+
+def phases(use: Use) -> dict[str, Phase]:
+    return {phase.name: phase for phase in use.phases}
+
+
+def test_the_default_run_fits_a_laptop_many_times():
+    (use,) = memory.plan(compose([])).uses
+    assert use.device == "RAM" and use.fits and 0.6 * GIB < use.bytes < 2 * GIB
+    weights = parts(use)["policy: weights"]
+    assert parts(use)["policy: optimizer"] == 2 * weights == 2 * parts(use)["reference: weights"]
+    assert set(phases(use)) == {"training", "log-probs and scores", "sampling"}
+
+
+def test_ppo_trains_a_second_model():
+    (use,) = memory.plan(compose(["algo=ppo"])).uses
+    assert parts(use)["value model: optimizer"] == 2 * parts(use)["reward model: weights"]
+    named = [part.name for part in phases(use)["training"].parts]
+    assert named == ["policy: gradients", "value model: gradients", "policy: activations",
+                     "value model: activations"]  # fmt: skip
+
+
+def test_each_kind_of_run_names_the_models_that_it_loads(tmp_path):
+    def roles(*words: str) -> list[str]:
+        return [model.role for model in memory__loaded_models.models(compose(list(words)))]
+
+    assert roles() == ["policy", "reference", "reward model"]
+    assert roles("algo=ppo") == ["policy", "value model", "reference", "reward model"]
+    assert roles("scorer=facts") == ["policy", "reference"]
+    assert roles("algo=sft") == ["policy"] and roles("algo=reward") == ["reward model"]
+    judge = local_model(tmp_path / "judge", PYTHIA_2_8B)
+    assert roles("scorer@gold=reward_model", f"gold.path={judge}")[-1] == "judge"
+    assert roles("scorer=reward_and_answer", "task=arithmetic")[-1] == "reward model"
+
+
+def test_weights_and_optimizer_of_a_large_model_are_counted(pythia):
+    use = memory.plan(compose(pythia), TWO_GPUS).uses[0]
+    assert use.device == "GPU 0" and use.total == 80 * GIB
+    assert parts(use)["policy: weights"] == 4 * COUNT_2_8B
+    assert parts(use)["policy: optimizer"] == 8 * COUNT_2_8B
+    assert parts(use)["reference: weights"] == 2 * COUNT_2_8B
+    assert phases(use)["training"].parts[0].bytes == 4 * COUNT_2_8B
+    assert phases(use)["optimizer step"].bytes == 8 * COUNT_2_8B, "gradients, and updates of all tensors"
+
+
+def test_less_is_kept_for_fewer_and_shorter_sequences(pythia):
+    def training(*words: str) -> float:
+        return phases(memory.plan(compose([*pythia, *words]), TWO_GPUS).uses[0])["training"].bytes
+
+    assert training() > training("backend.micro_batch=2")
+    assert training("task.max_prompt_tokens=64") < training() < training("generator.response_length=128")
+    assert training("model.dtype=float32") > training()
+    assert training("model.attention=eager") > training()
+    assert training("model.shared_prefix=false") > training()
+    eight = ["algo.samples_per_prompt=8", "backend.micro_batch=16", "schedule.prompts_per_update=64"]
+    bok, dpo = (memory.plan(compose([f"algo={algo}", *eight])).uses[0] for algo in ("bok", "dpo"))
+    assert phases(bok)["training"].bytes > phases(dpo)["training"].bytes, "one of them is kept, or two"
+    assert training("schedule.prompts_per_update=4", "backend.micro_batch=64") < training(
+        "schedule.prompts_per_update=64", "backend.micro_batch=64"
+    ), "a micro-batch holds no more than there is"
+
+    def sampling(prompts: int) -> float:
+        words = [f"schedule.prompts_per_update={prompts}", "schedule.eval_every=0"]
+        return phases(memory.plan(compose(words)).uses[0])["sampling"].bytes
+
+    assert sampling(4) < sampling(64) / 4, "no more is sampled at once than is asked for"
+
+
+def test_shorter_prompts_never_take_more_where_a_gpu_has_them_in_one_pass(pythia):
+    def bytes_of(prompt: int, phase: str) -> float:
+        words = ["backend.micro_batch=64", f"task.max_prompt_tokens={prompt}", "algo.samples_per_prompt=2"]
+        return phases(memory.plan(compose([*pythia, *words]), TWO_GPUS).uses[0])[phase].bytes
+
+    edge = int(sharing.spared_from(2, 2560) / 32)  # tokens of a prompt; 32 prompts a micro-batch
+    for phase in ("training", "log-probs and scores"):
+        needed = [bytes_of(prompt, phase) for prompt in (edge // 2, edge - 1, edge + 1, 2 * edge)]
+        assert needed == sorted(needed) and needed[0] < needed[3]
+
+
+def test_a_generator_in_its_own_process_has_its_own_weights_and_shares_versions_of_them():
+    (use,) = memory.plan(compose(["schedule.max_lag=1"])).uses
+    weights = parts(use)["policy: weights"]
+    assert parts(use)["generator: weights"] == weights
+    assert parts(use)["weights in transfer"] == 2 * weights
+    assert "sampling" not in phases(use) and parts(use)["generator: keys, values, choice"] > 0
+    (more,) = memory.plan(compose(["schedule.max_lag=3"])).uses
+    assert parts(more)["weights in transfer"] == 4 * weights
+
+
+def test_each_replica_is_a_process_with_weights_of_its_own(pythia):
+    def needs(words: str, machine: Machine = LAPTOP) -> dict[str, float]:
+        plan = memory.plan(compose([*words.split(), "schedule.max_lag=3"]), machine)
+        return {f"{use.device}: {name}": size for use in plan.uses for name, size in parts(use).items()}
+
+    one, three = needs(""), needs("generator.replicas=3")
+    for name in ("generator's process", "generator: weights", "generator: keys, values, choice"):
+        assert three[f"RAM: {name}"] == 3 * one[f"RAM: {name}"]
+    assert three["RAM: weights in transfer"] == 6 / 4 * one["RAM: weights in transfer"]
+    one, three = needs("generator=vllm"), needs("generator=vllm generator.replicas=3")
+    assert three["RAM: vLLM: keys and values"] == 3 * one["RAM: vLLM: keys and values"]
+    gpus = Machine(ram=256 * GIB, gpus=(80 * GIB,) * 3)
+    one, three = needs("", gpus), needs("generator.replicas=3", gpus)
+    assert three["GPU 0: generator: weights"] == 2 * one["GPU 0: generator: weights"], "three on two GPUs"
+    assert "vLLM's share of GPU 1 2: vLLM: weights" in needs("generator=vllm generator.replicas=2", gpus)
+
+
+def test_vllm_takes_its_share_of_ram_or_of_a_gpu(pythia):
+    (use,) = memory.plan(compose(["generator=vllm", "generator.memory=0.2"])).uses
+    assert parts(use)["vLLM: keys and values"] == pytest.approx(0.2 * LAPTOP.ram)
+    vllm, trainer, ram = memory.plan(compose([*pythia, "generator=vllm"]), TWO_GPUS).uses
+    assert vllm.device == "vLLM's share of GPU 1" and vllm.total == int(0.9 * 40 * GIB)
+    assert parts(vllm)["vLLM: weights"] == 2 * COUNT_2_8B
+    assert trainer.device == "GPU 0" and ram.device == "RAM"
+    assert parts(trainer)["weights in transfer"] == 2 * 2 * COUNT_2_8B, "as vLLM has them, by NCCL"
+    assert "weights in transfer" not in parts(ram)
+    shared = [*pythia, "generator=vllm", "generator.transfer=shared_memory"]
+    _, trainer, ram = memory.plan(compose(shared), TWO_GPUS).uses
+    assert parts(ram)["weights in transfer"] == 2 * 4 * COUNT_2_8B
+    assert "weights in transfer" not in parts(trainer)
+
+
+def test_vllm_that_shares_the_gpu_needs_its_share_while_the_trainer_waits(pythia):
+    words = [*pythia, "generator=vllm_colocated"]
+    vllm, trainer, ram = memory.plan(compose(words), TWO_GPUS).uses
+    assert vllm.device == "vLLM's share of GPU 0" and vllm.fits
+    assert phases(trainer)["sampling"].bytes == pytest.approx(0.45 * 80 * GIB)
+    assert parts(ram)["vLLM asleep"] == 2 * COUNT_2_8B
+    small = memory.plan(compose([*words, "generator.memory=0.05"]), TWO_GPUS).uses[0]
+    assert not small.fits, "the weights alone are more than 4 GiB"
+
+
+def test_a_process_that_scores_ahead_has_models_of_its_own(pythia):
+    def annotator(*words: str) -> dict[str, float]:
+        (use,) = memory.plan(compose([*words])).uses
+        return {name: held for name, held in parts(use).items() if name.startswith("annotator")}
+
+    (alone,) = memory.plan(compose([])).uses
+    assert annotator("schedule.max_lag=1") == {
+        "annotator's process": memory__uses.PROCESS,
+        "annotator: reference": parts(alone)["reference: weights"],
+        "annotator: reward model": parts(alone)["reward model: weights"],
+    }
+    assert annotator("schedule.max_lag=1", "model.lora.rank=4").keys() >= {"annotator: reference"}
+    assert not annotator() and not annotator("schedule.max_lag=1", "generator.annotate=false")
+
+
+def test_each_rank_may_have_a_generator(monkeypatch, pythia):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    lag, own = ["schedule.max_lag=1"], "generator.per_rank=true"
+    one, two = (parts(memory.plan(compose([*lag, *more])).uses[0]) for more in ([], [own]))
+    for name in ("weights in transfer", "generator's process", "generator: weights"):
+        assert two[name] == 2 * one[name]
+    four = Machine(ram=256 * GIB, gpus=(80 * GIB,) * 4)
+    plan = memory.plan(compose([*pythia, "generator=vllm", own]), four)
+    assert [use.device for use in plan.uses] == ["vLLM's share of GPU 2 3", "GPU 0 1", "RAM"]
+
+
+def test_ranks_on_one_machine_share_its_ram_and_have_a_gpu_each(monkeypatch, pythia):
+    (one,) = memory.plan(compose([])).uses
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (two,) = memory.plan(compose([])).uses
+    assert parts(two) == {name: 2 * held for name, held in parts(one).items()}
+    for words in (["schedule.eval_every=0"], ["schedule.eval_every=0", "schedule.minibatches=2"]):
+        shared = phases(memory.plan(compose(words)).uses[0])
+        monkeypatch.delenv("WORLD_SIZE")
+        whole = phases(memory.plan(compose(words)).uses[0])
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        assert shared["training"].bytes == pytest.approx(whole["training"].bytes / 4, rel=0.05)
+        assert shared["sampling"].bytes < whole["sampling"].bytes / 2, "not all of it by the sequence"
+    gpus = memory.plan(compose(pythia), TWO_GPUS).uses[0]
+    assert gpus.device == "GPU 0 1" and gpus.total == 40 * GIB
+
+
+SHARES = {  # stage, offload: bytes a parameter on each of 4 GPUs (weights, gradients, optimizer), and in RAM
+    (0, False): (2, 2, 12, 0),
+    (1, False): (2, 2, 3, 0),
+    (2, False): (2, 0.5, 3, 0),
+    (3, False): (0.5, 0.5, 3, 0),
+    (2, True): (2, 0, 0, 4),
+    (3, True): (0, 0, 0, 4.5),
+}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_zero_shares_and_offloads_by_stage(case):
+    footprint = zero(*case, bfloat16=True)
+    kinds = ("weights", "gradients", "optimizer")
+    *device, ram = SHARES[case]
+    assert [footprint.on_device(kind, 100, 4) for kind in kinds] == [100 * each for each in device]
+    assert sum(footprint.in_ram(kind, 100, 4) for kind in kinds) == 100 * ram
+
+
+def test_a_backend_that_shares_and_offloads_changes_the_plan(monkeypatch, pythia):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(TorchConfig, "footprint", lambda *_: zero(3, True, bfloat16=True))
+    gpu, ram = memory.plan(compose(pythia), TWO_GPUS).uses
+    assert "policy: optimizer" not in parts(gpu) and "policy: weights" not in parts(gpu)
+    assert "policy: one layer" in [part.name for part in phases(gpu)["training"].parts]
+    assert "optimizer step" not in phases(gpu)
+    assert parts(ram)["policy: offloaded"] == pytest.approx(2 * 18 / 2 * COUNT_2_8B), "two ranks are here"
+
+
+def test_float32_under_zero_keeps_a_copy_of_the_weights_from_stage_1_on():
+    assert zero(0, False, bfloat16=False) == Footprint()
+    assert zero(1, False, bfloat16=False).optimizer == 12
+
+
+def test_adapters_alone_have_gradients_and_optimizer_states_and_the_reference_is_within(pythia):
+    words = [*pythia, "model.lora.rank=16"]
+    use = memory.plan(compose(words), TWO_GPUS).uses[0]
+    adapters = 32 * 16 * ((2560 + 3 * 2560) + 2 * 2560 + 2 * (2560 + 10240))
+    assert parts(use)["policy: weights"] == 2 * COUNT_2_8B
+    assert parts(use)["policy: adapters"] == 4 * adapters
+    assert parts(use)["policy: optimizer"] == 8 * adapters
+    assert phases(use)["training"].parts[0].bytes == 4 * adapters
+    assert "reference: weights" not in parts(use)
+    other = memory.plan(
+        compose([*words, f"model.reference={Path(words[0].partition('=')[2]) / '..' / 'pythia'}"]), TWO_GPUS
+    )
+    assert parts(other.uses[0])["reference: weights"] == 2 * COUNT_2_8B
+
+
+def test_a_value_model_with_adapters_has_a_whole_head(pythia):
+    use = memory.plan(compose([*pythia, "algo=ppo", "model.lora.rank=16"]), TWO_GPUS).uses[0]
+    assert parts(use)["value model: adapters"] == parts(use)["policy: adapters"] + 4 * 2560
+
+
+def test_gradient_checkpointing_takes_less(pythia):
+    def training(*words: str) -> float:
+        return phases(memory.plan(compose([*pythia, *words]), TWO_GPUS).uses[0])["training"].bytes
+
+    gradients = 4 * COUNT_2_8B
+    assert training("model.gradient_checkpointing=true") - gradients < 0.5 * (training() - gradients)
+
+
+def test_zero3_divides_frozen_models_too(monkeypatch, pythia):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    use = memory.plan(compose([*pythia, "backend=zero3"]), TWO_GPUS).uses[0]
+    assert parts(use)["reference: weights"] == 2 * COUNT_2_8B / 2
+    assert parts(use)["policy: weights"] == 4 * COUNT_2_8B / 2
+    offloaded = memory.plan(compose([*pythia, "backend=zero3_offload"]), TWO_GPUS).uses
+    assert "reference: weights" not in parts(offloaded[0])
+    assert parts(offloaded[1])["reference: offloaded"] == 2 * (2 * COUNT_2_8B / 2), "two ranks are here"
+
+
+def test_models_that_are_not_here_leave_the_plan_unknown(monkeypatch):
+    monkeypatch.setattr(memory, "named_size", lambda name: None)
+    cfg = compose(["model=pythia_410m", "task=tldr"])
+    made = memory.plan(cfg)
+    assert not made.uses and made.unknown["model.policy"] == "mnoukhov/pythia410m-sft-tldr"
+    assert memory__advice.problems(cfg) == memory__advice.warnings(cfg) == []
+    ((_, told),) = memory__advice.rows(cfg)
+    assert told.startswith("not known before these are downloaded: model.policy=mnoukhov/")
+
+
+def test_a_device_of_unknown_size_refuses_nothing(pythia):
+    cfg = compose([*pythia, "backend.device=cuda"])
+    gpu = memory.plan(cfg, LAPTOP).uses[0]
+    assert gpu.device == "GPU 0" and gpu.total is None and gpu.fits
+
+
+def test_refused_is_what_is_too_much_even_with_short_sequences():
+    def use(counted: float, estimated: float) -> Use:
+        phase = Phase("training", (Part("activations", estimated * GIB, estimated=True),))
+        return Use("RAM", 16 * GIB, (Part("weights", counted * GIB),), (phase,))
+
+    assert use(12, 6).fits and not use(12, 10).fits and not use(17, 0).fits
+
+
+def test_a_run_that_may_not_fit_is_warned_of(monkeypatch):
+    cfg = compose([])
+    needed = memory.plan(cfg).uses[0].bytes
+    assert memory__advice.warnings(cfg) == []
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=int(needed * 1.05)))
+    (warning,) = memory__advice.warnings(cfg)
+    assert warning.startswith("the run may need about 1.") and "RAM (process 0.6 GiB, " in warning
+    assert memory__advice.problems(cfg) == []
+
+
+def test_too_large_a_micro_batch_is_answered_by_one_that_fits():
+    cfg = compose(["backend.micro_batch=16384", "schedule.prompts_per_update=8192",
+                   "schedule.total_episodes=163840"])  # fmt: skip
+    (problem,) = memory__advice.problems(cfg)
+    assert problem.startswith("backend.micro_batch must leave the run within the 16.0 GiB of RAM")
+    fitting = int(problem.rpartition("set backend.micro_batch=")[2])
+    assert not memory__advice.problems(replace(cfg, backend=replace(cfg.backend, micro_batch=fitting)))
+    assert 256 <= fitting < 16384 and "got 16384;" in problem
+
+
+def test_too_large_a_batch_of_sampling_is_answered_too():
+    words = ["generator.batch_size=16384", "eval.prompts=16384", "model.layers=8"]
+    (problem,) = memory__advice.problems(compose(words))
+    assert problem.startswith("generator.batch_size must leave") and "set generator.batch_size=" in problem
+
+
+def test_evaluation_where_nothing_is_sampled_decodes_what_eval_batch_size_says():
+    def sampling(*words: str) -> float:
+        return phases(memory.plan(compose(["algo=sft", *words])).uses[0])["sampling"].bytes
+
+    assert sampling() > 3 * sampling("eval.batch_size=32"), "256 by default"
+    (problem,) = memory__advice.problems(
+        compose(["algo=sft", "eval.batch_size=16384", "eval.prompts=16384", "model.layers=8"])
+    )
+    assert problem.startswith("eval.batch_size must leave") and "set eval.batch_size=" in problem
+
+
+def test_an_embedded_model_that_is_too_large_is_told_by_its_width():
+    (problem,) = memory__advice.problems(compose(["model.hidden_size=8192", "model.layers=32"]))
+    assert (
+        problem.startswith("model.hidden_size must leave") and "got 8192; set model.hidden_size=" in problem
+    )
+
+
+def test_a_model_of_70_billion_parameters_is_refused_at_once_and_leaves_nothing(tmp_path):
+    folder = local_model(tmp_path / "llama", LLAMA_70B)
+    script = f"""
+import sys
+from rlhf.memory import plan as memory
+from rlhf.core.machine import Machine
+memory__machine.this_machine = lambda: Machine(ram=64 * 2**30)
+sys.argv = ["train.py", "model.policy={folder}", "scorer=facts"]
+from rlhf.train import main
+try:
+    main()
+except SystemExit as stop:
+    print(stop.code, sorted({{"torch", "transformers", "vllm", "datasets"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "2 []\n"
+    (error,) = [line for line in done.stderr.splitlines() if not line.startswith("warning")]
+    assert error.startswith("error: model.policy must leave the run within the 64.0 GiB of RAM")
+    for said in ("policy 788 GiB", f"got {folder}; ", "set model.policy to a smaller model", "model.dtype"):
+        assert said in error
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+def test_a_job_of_a_sweep_is_refused_where_it_runs(command, tmp_path):
+    folder = local_model(tmp_path / "llama", LLAMA_70B)
+    answer = command("-m", f"model.policy={folder}", "scorer=facts", "seed=1")
+    assert answer.code == 2 and not answer.runs
+    assert "model.policy must leave the run within the 16.0 GiB of RAM" in answer.err
+
+
+def test_a_finished_run_answers_on_a_machine_too_small_for_it(command, monkeypatch):
+    assert command().code == 0
+    folder = next(Path("outputs").iterdir())
+    (folder / "trainer_state.json").write_text(json.dumps({"finished": True, "result": {}}))
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=GIB // 2))
+    assert "finished already" in command().out
+    assert command("resume=never").code == 2 and folder.is_dir(), "refused before it is moved aside"
+
+
+def test_the_short_form_is_a_line_for_each_device(monkeypatch, pythia):
+    rows = dict(validate__sizes.describe(compose([])))
+    assert rows["memory (RAM)"].startswith("about 1.0 GiB of 16.0 GiB: process 0.6 GiB, training 0.4 GiB")
+    monkeypatch.setattr(memory, "this_machine", lambda: TWO_GPUS)
+    names = [name for name, _ in memory__advice.rows(compose([*pythia, "generator=vllm"]))]
+    assert names == ["memory (vLLM's share of GPU 1)", "memory (GPU 0)", "memory (RAM)"]
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def planned(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["plan.py", *words])
+    code = 0
+    try:
+        plan.main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_the_command_prints_each_part_and_makes_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = planned(monkeypatch, capsys, "algo=ppo")
+    assert code == 0 and err == "" and not list(tmp_path.iterdir())
+    for said in ("RAM: about ", " of 16.0 GiB", "value model: optimizer", "while training", "the most",
+                 "x (192 + 40) tokens", "million parameters x 8 bytes"):  # fmt: skip
+        assert said in out
+
+
+def test_the_command_says_what_does_not_fit_after_the_table(monkeypatch, capsys, tmp_path):
+    folder = local_model(tmp_path / "llama", LLAMA_70B)
+    code, out, err = planned(monkeypatch, capsys, f"model.policy={folder}", "scorer=facts")
+    assert code == 2 and "70.55 billion parameters x 4 bytes" in out
+    assert err.startswith("error: model.policy must leave the run within the 16.0 GiB of RAM")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["algo.beat=1"], "did you mean algo.beta?"),
+        (["algo.beta=-1"], "algo.beta must be > 0"),
+        (["-m"], "-m must not be given"),
+        (["--config-dir", "nowhere"], "--config-dir must name a folder laid out like conf/"),
+    ],
+)
+def test_mistakes_are_told_as_of_a_run(monkeypatch, capsys, words, said):
+    code, out, err = planned(monkeypatch, capsys, *words)
+    assert code == 2 and out == "" and err.startswith("error: ") and said in err
+
+
+def test_the_command_reads_options_of_ones_own(monkeypatch, capsys, own_conf):
+    words = ["--config-dir", str(own_conf), "experiment=fine"]
+    assert planned(monkeypatch, capsys, *words)[0] == 0
+
+
+def test_the_command_imports_neither_torch_nor_a_library_of_it(tmp_path):
+    script = (
+        "import sys; sys.argv = ['plan.py', 'algo=ppo']; from rlhf.plan import main; main();"
+        "print(sorted({'torch', 'transformers', 'datasets', 'vllm', 'deepspeed'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_says_how_it_is_used(monkeypatch, capsys):
+    code, out, _ = planned(monkeypatch, capsys, "--help")
+    assert code == 0 and out.startswith("usage: python -m rlhf.plan")

@@ -1,0 +1,139 @@
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf.models import logprobs
+from rlhf.models.logprobs import token_logprobs
+
+R, H, V = 11, 8, 37
+
+
+TILES = [(1, 1), (4, 10), (R, 10), (4, V), (100, 100)]
+
+
+class Watch(TorchDispatchMode):
+    """Remembers the size of the largest tensor that an operation made, and counts matrix products."""
+
+    largest = 0
+    products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        if isinstance(made, torch.Tensor):
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+def inputs(dtype=torch.float32, bias=True, grad=True):
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(R, H, generator=draw, dtype=dtype).requires_grad_(grad)
+    weight = torch.randn(V, H, generator=draw, dtype=dtype).requires_grad_(grad)
+    offset = torch.randn(V, generator=draw, dtype=dtype).requires_grad_(grad) if bias else None
+    return hidden, weight, offset, torch.randint(0, V, (R,), generator=draw)
+
+
+def plain(hidden, weight, bias, targets, temperature):
+    logits = torch.nn.functional.linear(hidden, weight, bias).float() / temperature
+    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_log_softmax_of_the_full_logits_in_value_and_gradient(bias):
+    slopes = torch.randn(R, generator=torch.Generator().manual_seed(1))
+    results = []
+    for function in (plain, token_logprobs):
+        hidden, weight, offset, targets = inputs(bias=bias)
+        found = function(hidden, weight, offset, targets, 0.7)
+        (found * slopes).sum().backward()
+        results.append([found, hidden.grad, weight.grad] + ([offset.grad] if bias else []))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_the_tile_has_no_influence(tile):
+    results = []
+    for size in ((R, V), tile):
+        hidden, weight, offset, targets = inputs()
+        found = token_logprobs(hidden, weight, offset, targets, 0.7, size)
+        found.square().sum().backward()
+        results.append((found, hidden.grad, weight.grad, offset.grad))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", [None, (3, 10)])
+def test_gradients_pass_gradcheck_in_float64(tile):
+    hidden, weight, offset, targets = inputs(torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: token_logprobs(h, w, b, targets, 0.7, tile), (hidden, weight, offset)
+    )
+
+
+@pytest.mark.parametrize("tile", [None, (3, 10)])
+def test_a_frozen_weight_costs_no_gradient(tile):
+    products = {}
+    for frozen in (False, True):
+        hidden, weight, offset, targets = inputs()
+        weight.requires_grad_(not frozen)
+        offset.requires_grad_(not frozen)
+        found = token_logprobs(hidden, weight, offset, targets, 0.7, tile)
+        with Watch() as seen:
+            found.sum().backward()
+        products[frozen] = seen.products
+        assert hidden.grad is not None and (weight.grad is None) == frozen == (offset.grad is None)
+    tiles = 1 if tile is None else 4 * 4
+    assert products == {False: 3 * tiles, True: 2 * tiles}
+
+
+@pytest.mark.parametrize("tile", [None, (3, 10)])
+def test_autocast_multiplies_in_bfloat16_and_normalises_in_float32(tile):
+    results = []
+    for function in (plain, lambda *args: token_logprobs(*args, tile)):
+        hidden, weight, _, targets = inputs()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = function(hidden, weight, None, targets, 0.7)
+        assert found.dtype == torch.float32
+        found.sum().backward()
+        assert weight.grad.dtype == torch.float32
+        results.append((found, hidden.grad, weight.grad))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-5)
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05)
+
+
+def test_no_rows_give_no_log_probs_and_zero_gradients():
+    hidden, weight, offset, targets = inputs()
+    found = token_logprobs(hidden[:0], weight, offset, targets[:0], 0.7)
+    found.sum().backward()
+    assert found.shape == (0,)
+    assert not weight.grad.any() and not hidden.grad.any()
+
+
+def test_words_that_are_ruled_out_have_no_influence_and_no_gradient():
+    hidden, weight, offset, targets = inputs()
+    with torch.no_grad():
+        offset[20:] = -torch.inf  # two whole tiles of them
+    targets %= 20
+    found = token_logprobs(hidden, weight, offset, targets, 0.7, (4, 10))
+    expected = plain(hidden, weight[:20], offset[:20], targets, 0.7)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found.sum().backward()
+    assert hidden.grad.isfinite().all() and not weight.grad[20:].any()
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(1, (1, V)), (3, (3, 20)), (60, (12, 5))])
+def test_a_tile_has_all_rows_if_that_leaves_it_enough_words(monkeypatch, rows, tile):
+    monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 60)
+    monkeypatch.setattr(logprobs, "WORDS", 5)
+    assert logprobs.tile_for(torch.empty(rows, H), torch.empty(V, H), torch.bfloat16) == tile
+
+
+def test_no_more_logits_than_a_tile_are_held(monkeypatch):
+    monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 30)
+    monkeypatch.setattr(logprobs, "WORDS", 10)
+    hidden, weight, offset, targets = inputs()
+    with Watch() as seen:
+        token_logprobs(hidden, weight, offset, targets, 0.7).sum().backward()
+    assert seen.largest == V * H  # the weight's gradient; R x V logits would be more

@@ -1,0 +1,59 @@
+"""Weights that lie transposed: the same model, read faster."""
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf.config.algo import DPOConfig
+from rlhf.models.loading import load_causal_lm, save
+from rlhf.models.modules import Policy
+from rlhf.models.placement import place
+from tests.engines.test_engine import engine_of, scored
+from tests.tiny_models import KINDS, tiny_lm, tiny_rollouts, tiny_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def narrowing(model):
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and m.in_features > m.out_features]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_layers_that_narrow_lie_transposed_and_nothing_else_changes(kind):
+    model, plain = place(tiny_lm(kind), CPU), tiny_lm(kind)
+    assert narrowing(model) and all(layer.weight.t().is_contiguous() for layer in narrowing(model))
+    turned = {id(layer.weight) for layer in narrowing(model)}
+    assert all(p.is_contiguous() for p in model.parameters() if id(p) not in turned)
+    for (name, found), (same, expected) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert name == same and torch.equal(found, expected)
+    found, expected = (Policy(m, 0.7, True)(tiny_rollouts()).logprobs for m in (model, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_model_whose_weights_lie_transposed_is_saved_as_any_other(tmp_path):
+    model = place(tiny_lm(), CPU)
+    save(model, tiny_tokenizer(), tmp_path)
+    loaded = load_causal_lm(str(tmp_path))
+    assert all(p.is_contiguous() for p in loaded.parameters())
+    for found, expected in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_moments_written_where_weights_lay_otherwise_are_taken_up_rightly(tmp_path):
+    one, other, objective = engine_of(), engine_of(), DPOConfig().build()
+    batch = objective.credit(one.annotate(scored(), objective.needs))
+    one.tokenizer = other.tokenizer = tiny_tokenizer()
+    one.step(batch, objective)
+    one.save(tmp_path)
+    state = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    assert any(not m["exp_avg"].is_contiguous() for m in state["optimizer"]["state"].values())
+    for moments in state["optimizer"]["state"].values():
+        moments.update({name: value.contiguous() for name, value in moments.items()})
+    torch.save(state, tmp_path / "optimizer.pt")
+    other.load(tmp_path)
+    for engine in (one, other):
+        engine.step(batch, objective)
+    for found, expected in zip(other.module.parameters(), one.module.parameters(), strict=True):
+        assert torch.equal(found, expected)

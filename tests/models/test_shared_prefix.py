@@ -1,0 +1,317 @@
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import MistralConfig, MistralForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf.config.model import LoRAConfig
+from rlhf.core.batch import trim
+from rlhf.core.errors import UserError
+from rlhf.memory.activations import Tokens
+from rlhf.models import shared_prefix as forward
+from rlhf.models import sharing_rules as sharing
+from rlhf.models.lora import adapt
+from rlhf.models.modules import Policy
+from rlhf.models.shared_prefix import PromptLayer, checkpoint_blocks, encode, positions, shared_prefix_problem
+from tests.tiny_models import KINDS, sequences, tiny_lm, tiny_rollouts
+
+
+def states(model, batch, shared_prefix, last=False):
+    return encode(
+        model.base_model,
+        batch.prompt_ids,
+        batch.prompt_mask,
+        batch.response_ids,
+        batch.response_mask,
+        shared_prefix,
+        last,
+    )
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+def kept_bytes(model, forward):
+    """Bytes that `forward` keeps for the backward pass beside the model's parameters, each tensor once."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        out = forward()
+    assert out.requires_grad
+    return sum(x.untyped_storage().nbytes() for pointer, x in kept.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_prefix_equals_the_plain_forward_in_value_and_gradient(kind, samples):
+    batch = tiny_rollouts(samples=samples)
+    found = {}
+    for shared in (False, True):
+        policy = Policy(tiny_lm(kind), temperature=0.7, shared_prefix=shared)
+        logprobs = policy(batch).logprobs
+        weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+        found[shared] = logprobs.detach(), gradients(policy, (weights * logprobs).sum())
+    torch.testing.assert_close(found[True][0], found[False][0], rtol=0, atol=1e-4)
+    difference = (found[True][1] - found[False][1]).norm() / found[False][1].norm()
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_those_of_each_sequence_alone_without_padding(kind, shared_prefix):
+    model, batch = tiny_lm(kind), tiny_rollouts()
+    with torch.no_grad():
+        found = states(model, batch, shared_prefix, last=True)
+        for i, group in enumerate(sequences(batch)):
+            for j, (prompt, response) in enumerate(group):
+                alone = model.base_model(input_ids=torch.cat([prompt, response])[None]).last_hidden_state[0]
+                expected = alone[len(prompt) - 1 :]
+                torch.testing.assert_close(found[i, j, : len(response) + 1], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+def test_without_last_the_state_after_the_last_token_is_left_out(shared_prefix):
+    model, batch = tiny_lm(), tiny_rollouts()
+    with torch.no_grad():
+        longer = states(model, batch, shared_prefix, last=True)
+        shorter = states(model, batch, shared_prefix, last=False)
+    assert longer.shape[2] == shorter.shape[2] + 1 == batch.response_ids.shape[-1] + 1
+    real = batch.response_mask
+    torch.testing.assert_close(shorter[real], longer[:, :, :-1][real], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("content", [0, -100, 10**6])
+def test_what_padding_holds_has_no_influence(shared_prefix, content):
+    policy, batch = Policy(tiny_lm(), 0.7, shared_prefix), tiny_rollouts()
+    expected = policy(batch).logprobs
+    batch.prompt_ids = batch.prompt_ids.masked_fill(~batch.prompt_mask, content)
+    batch.response_ids = batch.response_ids.masked_fill(~batch.response_mask, content)
+    assert torch.equal(policy(batch).logprobs, expected)
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+def test_more_padding_changes_nothing(shared_prefix):
+    policy, batch = Policy(tiny_lm(), 0.7, shared_prefix), tiny_rollouts()
+    rows = torch.tensor([3])  # shorter than the first
+    with torch.no_grad():
+        padded, trimmed = policy(batch.select(rows)).logprobs, policy(trim(batch.select(rows))).logprobs
+    assert trimmed.shape != padded.shape
+    torch.testing.assert_close(trimmed, padded[..., : trimmed.shape[-1]], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+def test_a_response_of_one_token_is_predicted_by_the_prompt_alone(shared_prefix):
+    policy, batch = Policy(tiny_lm(), 0.7, shared_prefix), tiny_rollouts()
+    expected = policy(batch).logprobs[..., :1]
+    batch.response_ids, batch.response_mask = batch.response_ids[..., :1], batch.response_mask[..., :1]
+    torch.testing.assert_close(policy(batch).logprobs, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_fully_masked_rows_of_padding_give_no_nan(attention):
+    model, batch = tiny_lm(), tiny_rollouts()
+    model.set_attn_implementation(attention)
+    for shared_prefix in (False, True):
+        policy = Policy(model, 0.7, shared_prefix)
+        assert gradients(policy, policy(batch).logprobs.sum()).isfinite().all()
+
+
+def test_the_prompt_is_encoded_once_for_its_samples():
+    model, batch = tiny_lm(), tiny_rollouts(prompts=4, samples=4)
+    tokens = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    states(model, batch, shared_prefix=True)
+    n, p = batch.prompt_ids.shape
+    assert tokens == [n * (p - 1), n * 4 * batch.response_ids.shape[-1]]  # the last goes with the responses
+
+
+@pytest.mark.parametrize(
+    ("hidden", "samples", "tokens", "apart"),
+    [(1024, 2, 12_000, True), (1024, 2, 11_000, False), (1024, 4, 4000, True), (4096, 2, 800, True)]
+    + [(4096, 1, 10**6, False)],
+)
+def test_on_a_gpu_a_prompt_has_a_pass_of_its_own_where_that_spares_enough(hidden, samples, tokens, apart):
+    def decided(gpu: bool, whole: bool = False) -> bool:
+        return sharing.prompt_apart(samples, tokens, layers=2, hidden=hidden, gpu=gpu, whole=whole)
+
+    assert decided(gpu=True) == apart and decided(gpu=False)
+    assert decided(gpu=True, whole=True) == (samples > 1), "on all ranks alike"
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_row_without_a_prompt_is_no_error_and_changes_no_other(samples):
+    model, batch = tiny_lm(), tiny_rollouts(prompts=3, samples=samples)
+    expected = states(model, batch, shared_prefix=False)
+    empty = replace(batch, prompt_mask=batch.prompt_mask & torch.tensor([[True], [False], [True]]))
+    found = states(model, empty, shared_prefix=False)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_block_makes_no_more_of_a_prompt_than_keys_and_values(kind, autocast):
+    batch, found, runs = tiny_rollouts(samples=4), {}, []
+    for whole in (False, True):
+        policy = Policy(tiny_lm(kind), 0.7, shared_prefix=True)
+        policy.whole = whole
+        ended = []
+        for block in blocks(policy.model):
+            block.register_forward_hook(lambda block, args, output, ended=ended: ended.append(block))
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            logprobs = policy(batch).logprobs
+        weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+        found[whole] = logprobs.detach(), gradients(policy, (weights * logprobs).sum())
+        runs.append(len(ended))
+    assert runs[0] == runs[1] - 1
+    assert torch.equal(found[False][0], found[True][0])
+    assert torch.equal(found[False][1], found[True][1])
+
+
+def blocks(model):
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_that_share_a_row_do_not_see_each_other(kind, monkeypatch):
+    batch, found = tiny_rollouts(samples=4), []
+    for group in (1, 2, 4):
+        monkeypatch.setattr(forward, "samples_a_row", lambda *_, group=group: group)
+        policy, rows = Policy(tiny_lm(kind), 0.7, shared_prefix=True), []
+        policy.model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs, rows=rows: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        logprobs = policy(batch).logprobs
+        assert rows[1] == len(batch) * 4 // group
+        weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+        found.append((logprobs.detach(), gradients(policy, (weights * logprobs).sum())))
+    for logprobs, slopes in found[1:]:
+        torch.testing.assert_close(logprobs, found[0][0], rtol=0, atol=1e-5)
+        assert (slopes - found[0][1]).norm() < 1e-5 * found[0][1].norm()
+
+
+@pytest.mark.parametrize(
+    ("samples", "prompt", "response", "group"),
+    [(4, 24, 48, 1), (2, 384, 53, 2), (4, 256, 53, 2), (4, 640, 53, 4), (6, 600, 50, 3), (1, 999, 1, 1)],
+)
+def test_samples_share_a_row_while_that_adds_a_quarter_of_the_keys_at_most(samples, prompt, response, group):
+    model = tiny_lm()
+    assert forward.samples_a_row(model.base_model, samples, prompt, response) == group
+    planned = Tokens(prompts=3, samples=samples, prompt=prompt + 1, response=response)
+    assert planned.a_row(eager=False) == group and planned.a_row(eager=True) == 1
+    model.set_attn_implementation("eager")
+    assert forward.samples_a_row(model.base_model, samples, prompt, response) == 1
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_prompts_of_one_token_have_nothing_to_share(samples):
+    batch = tiny_rollouts(samples=samples)
+    batch.prompt_ids, batch.prompt_mask = batch.prompt_ids[:, -1:], batch.prompt_mask[:, -1:]
+    with torch.no_grad():
+        one, other = (Policy(tiny_lm(), 0.7, shared)(batch).logprobs for shared in (False, True))
+    assert torch.equal(one, other)
+
+
+def test_positions_count_real_tokens_before():
+    mask = torch.tensor([[False, False, True, True, True, False]])
+    assert positions(mask).tolist() == [[0, 0, 0, 1, 2, 3]]
+
+
+def test_a_sliding_window_model_is_refused_with_the_remedy():
+    config = MistralConfig(
+        vocab_size=97,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=8,
+    )
+    assert "model.shared_prefix=false" in shared_prefix_problem(config)
+    model = MistralForCausalLM(config)
+    with pytest.raises(ValueError, match="set model.shared_prefix=false"):
+        Policy(model, 0.7, shared_prefix=True)
+    with pytest.raises(ValueError, match="set model.shared_prefix=false"):
+        states(model, tiny_rollouts(), shared_prefix=True)
+    Policy(model, 0.7, shared_prefix=False)
+    assert shared_prefix_problem(tiny_lm().config) is None
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
+@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_blocks_give_the_same_log_probs_and_gradients_bit_for_bit(
+    kind, shared_prefix, rank, autocast
+):
+    batch, found = tiny_rollouts(samples=4), []
+    for checkpointed in (False, True):
+        policy = Policy(tiny_lm(kind), 0.7, shared_prefix)
+        if rank:
+            adapt(policy.model, LoRAConfig(rank=rank), seed=1)
+        if checkpointed:
+            checkpoint_blocks(policy.model)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            logprobs = policy(batch).logprobs
+        weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
+        found.append((logprobs.detach(), gradients(policy, (weights * logprobs).sum())))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1].norm() > 0 and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
+@pytest.mark.parametrize("shared_prefix", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_blocks_keep_a_fraction_for_the_backward_pass(kind, shared_prefix, rank):
+    batch, layers = tiny_rollouts(samples=4), 6
+    model = tiny_lm(kind, num_hidden_layers=layers)
+    policy = Policy(model, 0.7, shared_prefix)
+    if rank:
+        adapt(model, LoRAConfig(rank=rank), seed=1)
+    before = kept_bytes(model, lambda: policy(batch).logprobs)
+    checkpoint_blocks(model)
+    after = kept_bytes(model, lambda: policy(batch).logprobs)
+    config = model.config  # the keys and values of prompts, which the cache keeps
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    cache = (
+        layers * 2 * batch.prompt_ids.numel() * heads * config.hidden_size // config.num_attention_heads * 4
+    )
+    assert after + cache * shared_prefix < before / 4
+
+
+def test_a_block_that_is_run_again_leaves_the_cache_of_the_prompt_as_it_is():
+    layer, first, again = PromptLayer(), torch.ones(2, 3, 4, 8), torch.zeros(2, 3, 4, 8)
+    layer.update(first, first)
+    assert layer.update(again, again)[0] is again
+    assert layer.keys is first and layer.values is first, "else the second graph lives on with the cache"
+
+
+def test_a_checkpointed_model_generates_and_infers_as_before():
+    model, batch = tiny_lm(), tiny_rollouts()
+    ids = batch.prompt_ids[:1]
+    with torch.no_grad():
+        before, responses = Policy(model, 0.7, True)(batch).logprobs, model.generate(ids, max_new_tokens=5)
+        checkpoint_blocks(model)
+        assert torch.equal(Policy(model, 0.7, True)(batch).logprobs, before)
+        assert torch.equal(model.generate(ids, max_new_tokens=5), responses)
+
+
+def test_a_model_whose_blocks_nobody_knows_is_refused_with_the_remedy():
+    model = tiny_lm()
+    del model.base_model.layers[:]
+    with pytest.raises(UserError, match="set model.gradient_checkpointing=false"):
+        checkpoint_blocks(model)

@@ -1,0 +1,442 @@
+"""Jobs are first in, first out, weights are confirmed, and a process that is lost takes nothing with it."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rlhf.core.batch import Prompts, Rollouts, Sampling
+from rlhf.core.errors import RunError, UserError
+from rlhf.generators.transfer.shared_memory import SharedWeights, read
+from rlhf.generators.transfer.weights import TransferError, checksum
+from rlhf.generators.worker import WorkerGenerator
+from rlhf.processes.worker import Limits
+
+LIMITS = Limits(start_s=120, request_s=60, restarts=2)
+SECONDS = 120  # until a test gives up
+
+
+@dataclass
+class Fake:
+    """Makes a sampler of one weight, which answers with it: response [N, 1, 2] is (weight, request).
+
+    A fault happens once in the folder `once`, at the request or version `at`, or each time where it is None.
+    """
+
+    fault: str = ""
+    at: int = 0
+    once: Path | None = None
+
+    def build(self):
+        if self.fault == "writes":
+            Path(tempfile.gettempdir(), "rest").touch()
+        if self.fault == "build":
+            raise RuntimeError("no such model")
+        if self.fault == "user":
+            raise UserError("model.policy must be another one")
+        if self.fault == "dies at start":
+            os._exit(3)
+        return FakeSampler(self)
+
+    def strikes(self, fault, number):
+        if fault != self.fault or number != self.at:
+            return False
+        if self.once is None:
+            return True
+        struck = self.once / "struck"
+        seen = struck.exists()
+        struck.touch()
+        return not seen
+
+
+class FakeSampler:
+    def __init__(self, made_by):
+        self.made_by, self.weight = made_by, None
+
+    def sample(self, prompts, sampling, update=None):
+        request = sampling.request
+        if self.made_by.strikes("dies", request):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.made_by.strikes("hangs", request):
+            time.sleep(1000)
+        if self.made_by.strikes("raises", request):
+            raise ValueError("out of ideas")
+        if sampling.purpose == "slow":
+            time.sleep(0.3)
+        tokens = torch.tensor([[[int(self.weight), request]]]).expand(len(prompts), -1, -1)
+        return prompts.extend(
+            Rollouts,
+            response_ids=tokens.contiguous(),
+            response_mask=tokens > -1,
+            ended=torch.ones(len(prompts), 1, dtype=torch.bool),
+        )
+
+    def load(self, manifest):
+        if self.made_by.strikes("dies in load", manifest.version):
+            os.kill(os.getpid(), signal.SIGKILL)
+        taken = {}
+        for name, tensor in read(manifest):
+            self.weight = tensor.clone()
+            taken[name] = checksum(self.weight)
+        if self.made_by.strikes("takes another", manifest.version):
+            taken["weight"] += 1
+        return taken
+
+    def close(self):
+        if self.made_by.once is not None:
+            (self.made_by.once / "closed").touch()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(factory)` makes a generator; all are closed at the end of the test."""
+    made = []
+
+    def make(factory, limits=LIMITS):
+        made.append(WorkerGenerator(factory, tmp_path / "generator.log", {"OMP_NUM_THREADS": "1"}, limits))
+        return made[-1]
+
+    yield make
+    for generator in made:
+        generator.close()
+
+
+def prompts(rows=2):
+    ids = torch.arange(rows)[:, None]
+    texts = [""] * rows
+    return Prompts(
+        index=torch.arange(rows), texts=texts, references=texts, prompt_ids=ids, prompt_mask=ids > -1
+    )
+
+
+def ask(generator, request, purpose="train"):
+    sampling = Sampling(samples=1, temperature=1.0, response_length=2, purpose=purpose, request=request)
+    return generator.submit(prompts(), sampling)
+
+
+def load(generator, version):
+    generator.load([("weight", torch.tensor(float(version)))], version)
+
+
+def answers(futures):
+    """(version, weight that answered, request) of each."""
+    found = [future.result(SECONDS) for future in futures]
+    return [(rollouts.version, *rollouts.response_ids[0, 0].tolist()) for rollouts in found]
+
+
+def pid(generator):
+    ask(generator, 0).result(SECONDS)
+    return generator.process.pid
+
+
+def gone(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def between_loads(generator, load):
+    """Four requests before and after loads; they are answered as `IN_TURN` says."""
+    load(generator, 0)
+    futures = [ask(generator, 0, "slow"), ask(generator, 1)]
+    load(generator, 1)
+    load(generator, 2)
+    futures += [ask(generator, 2, "slow")]
+    load(generator, 3)
+    return [*futures, ask(generator, 3)]
+
+
+IN_TURN = [(0, 0, 0), (0, 0, 1), (2, 2, 2), (3, 3, 3)]
+
+
+def test_a_request_is_answered_by_the_last_load_before_it(start):
+    futures = between_loads(start(Fake()), load)
+    assert not futures[-1].done(), "submit and load do not wait"
+    assert answers(futures) == IN_TURN
+
+
+def test_prompts_come_back_with_the_seconds_that_sampling_took(start):
+    generator = start(Fake())
+    load(generator, 5)
+    rollouts = ask(generator, 0, "slow").result(SECONDS)
+    assert torch.equal(rollouts.prompt_ids, prompts().prompt_ids) and rollouts.texts == prompts().texts
+    assert 0.3 <= rollouts.generate_s < 5 and rollouts.version == 5
+
+
+def test_one_version_is_kept_where_all_is_answered_before_each_load(start):
+    generator = start(Fake())
+    for version in range(4):
+        load(generator, version)
+        ask(generator, version).result(SECONDS)
+        assert len(generator.store.files) == 1 and not generator.store.free
+
+
+def test_as_many_versions_are_kept_as_are_in_use(start):
+    generator = start(Fake())
+    load(generator, 0)
+    for version in range(1, 8):
+        running = ask(generator, version, "slow")
+        load(generator, version)
+        assert running.result(SECONDS).version == version - 1
+    assert 2 <= len(generator.store.files) <= 3
+
+
+def test_a_process_that_died_while_it_waited_takes_the_weights_that_are_loaded_next(start):
+    generator = start(Fake())
+    load(generator, 0)
+    os.kill(pid(generator), signal.SIGKILL)
+    load(generator, 1)  # where version 0 was
+    assert answers([ask(generator, 1)]) == [(1, 1, 1)] and len(generator.store.files) == 1
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_a_lost_request_is_sampled_again_by_the_same_version(start, tmp_path, fault):
+    limits = replace(LIMITS, request_s=3) if fault == "hangs" else LIMITS
+    generator = start(Fake(fault, at=1, once=tmp_path), limits)
+    load(generator, 0)
+    futures = [ask(generator, 0), ask(generator, 1), ask(generator, 2)]
+    load(generator, 1)  # newer than the lost request's, and in shared memory before it is lost
+    futures += [ask(generator, 3)]
+    load(generator, 2)
+    futures += [ask(generator, 4)]
+    assert answers(futures) == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 1, 3), (2, 2, 4)]
+    assert (tmp_path / "struck").exists()
+    assert generator.figures()["generator/restarts"].value() == 1
+    assert generator.figures()["generator/restarts"].value() == 0, "each restart is told once"
+
+
+def test_a_process_lost_while_it_takes_weights_takes_them_again(start, tmp_path):
+    generator = start(Fake("dies in load", at=1, once=tmp_path))
+    load(generator, 0)
+    load(generator, 1)
+    assert answers([ask(generator, 0)]) == [(1, 1, 0)]
+    assert generator.figures()["generator/restarts"].value() == 1
+
+
+def test_a_process_killed_while_it_waits_is_replaced(start):
+    generator = start(Fake())
+    load(generator, 4)
+    os.kill(first := pid(generator), signal.SIGKILL)
+    assert answers([ask(generator, 1)]) == [(4, 4, 1)]
+    assert generator.process.pid != first
+
+
+def test_temporary_files_go_with_the_process_that_made_them(start):
+    generator = start(Fake("writes"))
+    load(generator, 0)
+    os.kill(pid(generator), signal.SIGKILL)
+    first = Path(generator.scratch)
+    ask(generator, 1).result(SECONDS)
+    second = Path(generator.scratch)
+    assert first != second and not first.exists() and (second / "rest").exists()
+    generator.close()
+    assert not second.exists()
+
+
+def test_a_process_lost_too_often_stops_the_run(start):
+    generator = start(Fake("dies", at=1))
+    load(generator, 0)
+    futures = [ask(generator, 0), ask(generator, 1), ask(generator, 2)]
+    assert answers(futures[:1]) == [(0, 0, 0)]
+    for future in futures[1:]:
+        with pytest.raises(RunError, match=r"more than 2 times .* it died \(killed by SIGKILL\)"):
+            future.result(SECONDS)
+    with pytest.raises(RunError, match="more than 2 times"):
+        ask(generator, 3)
+    with pytest.raises(RunError, match="more than 2 times"):
+        load(generator, 1)
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "message"),
+    [
+        (Fake("build"), RunError, "could not build: RuntimeError: no such model"),
+        (Fake("user"), UserError, "model.policy must be another one"),
+        (Fake("dies at start"), RunError, r"ready within 120 seconds .*, but it died \(exit code 3\)"),
+        (Fake("raises"), RunError, "could not sample: ValueError: out of ideas"),
+        (lambda: None, RunError, "thread failed: PicklingError|AttributeError"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_the_sampler_ends_the_run_without_another_try(start, factory, error, message):
+    generator = start(factory)
+    with pytest.raises(error, match=message):
+        load(generator, 0)
+        ask(generator, 0).result(SECONDS)
+    assert generator.restarts == 0
+
+
+def test_a_process_that_is_not_ready_in_time_stops_the_run(start):
+    generator = start(Fake(), replace(LIMITS, start_s=0.05))
+    with pytest.raises(
+        RunError, match=r"ready within 0.05 seconds \(generator.start_limit_s\), but it did not"
+    ):
+        load(generator, 0)
+        ask(generator, 0).result(SECONDS)
+
+
+def test_the_log_holds_what_the_process_printed(start, tmp_path):
+    generator = start(Fake("raises"))
+    load(generator, 0)
+    with pytest.raises(RunError):
+        ask(generator, 0).result(SECONDS)
+    log = (tmp_path / "generator.log").read_text()
+    assert "Traceback" in log and "out of ideas" in log
+
+
+# -- weights that do not arrive --------------------------------------------------------------------
+
+
+def written(monkeypatch, change):
+    """Have each version after the first changed by `change(manifest)` after it was written."""
+    write = SharedWeights.write
+
+    def changed(self, weights, version):
+        manifest = write(self, weights, version)
+        return change(manifest) if version else manifest
+
+    monkeypatch.setattr(SharedWeights, "write", changed)
+
+
+def cut(manifest):
+    os.truncate(manifest.path, 66)
+    return manifest
+
+
+def scratch(manifest):
+    with open(manifest.path, "r+b") as file:
+        file.seek(manifest.entries[0].offset)
+        file.write(b"?")
+    return manifest
+
+
+FAULTS = {
+    "cut short": (cut, "weight of version 1 must reach to byte 68 .* a file of 66 bytes"),
+    "changed": (scratch, "weight of version 1 must have the checksum"),
+    "another version": (
+        lambda manifest: replace(manifest, version=7),
+        "must hold version 7, got version 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_weights_that_did_not_arrive_stop_the_run(start, monkeypatch, fault):
+    change, message = FAULTS[fault]
+    written(monkeypatch, change)
+    generator = start(Fake())
+    load(generator, 0)
+    before = ask(generator, 0)
+    load(generator, 1)
+    behind = ask(generator, 1)
+    assert answers([before]) == [(0, 0, 0)]
+    with pytest.raises(TransferError, match=message):
+        behind.result(SECONDS)
+    with pytest.raises(TransferError, match=message):
+        load(generator, 2)
+    assert generator.restarts == 0
+
+
+def test_weights_that_are_confirmed_with_another_checksum_stop_the_run(start):
+    generator = start(Fake("takes another", at=1))
+    load(generator, 0)
+    load(generator, 1)
+    with pytest.raises(TransferError, match="must hold weight of version 1 with the checksum"):
+        ask(generator, 1).result(SECONDS)
+
+
+def test_a_request_answered_by_another_version_stops_the_run(start):
+    generator = start(Fake())
+    load(generator, 0)
+    ask(generator, 0).result(SECONDS)
+    generator.confirmed = replace(generator.confirmed, version=3)  # as if a load had been passed over
+    with pytest.raises(TransferError, match="must be sampled by version 3, .* got version 0"):
+        ask(generator, 1).result(SECONDS)
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_close_ends_a_process_that_waits_in_peace(start, tmp_path):
+    generator = start(Fake(once=tmp_path))
+    load(generator, 0)
+    process = pid(generator)
+    generator.close()
+    assert gone(process) and (tmp_path / "closed").exists()
+    with pytest.raises(RunError, match="the generator was closed"):
+        ask(generator, 1)
+
+
+def test_close_does_not_wait_for_what_is_under_way(start):
+    generator = start(Fake("hangs", at=1))
+    load(generator, 0)
+    process, future = pid(generator), ask(generator, 1)
+    time.sleep(0.2)
+    begun = time.monotonic()
+    generator.close()
+    assert time.monotonic() - begun < 5 and gone(process)
+    with pytest.raises(RunError, match="the generator was closed"):
+        future.result(SECONDS)
+
+
+def test_close_does_not_wait_for_a_process_that_starts(start):
+    generator = start(Fake())
+    begun = time.monotonic()
+    generator.close()
+    assert time.monotonic() - begun < 5 and not generator.carrier.is_alive()
+
+
+TRAINER = """
+import os, sys, time
+from pathlib import Path
+if sys.argv[1] == "named":
+    del os.memfd_create
+from tests.processes.test_worker import LIMITS, Fake, ask, load, pid
+from rlhf.generators.worker import WorkerGenerator
+generator = WorkerGenerator(Fake("hangs", at=1), Path(sys.argv[2]), {"OMP_NUM_THREADS": "1"}, LIMITS)
+load(generator, 0)
+worker = pid(generator)
+if sys.argv[3] == "working":
+    ask(generator, 1)
+    load(generator, 1)
+    time.sleep(0.5)
+print(worker, generator.scratch, *generator.store.files, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("memory", ["nameless", "named"])
+@pytest.mark.parametrize("state", ["working", "waiting"])
+def test_a_process_ends_with_its_trainer_and_leaves_nothing(tmp_path, memory, state):
+    words = [sys.executable, "-c", TRAINER, memory, str(tmp_path / "log"), state]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as trainer:
+        lines = iter(trainer.stdout.readline, "")
+        worker, *files = next(line for line in lines if line[0].isdigit()).split()
+        assert not gone(int(worker)) and len(files) == (3 if state == "working" else 2)
+        assert all(map(os.path.exists, files))
+        trainer.kill()
+    end = time.monotonic() + 10
+    while not gone(int(worker)) or any(map(os.path.exists, files)):
+        assert time.monotonic() < end, "something is left behind"
+        time.sleep(0.05)
+
+
+def test_requests_may_come_from_several_threads(start):
+    generator = start(Fake())
+    load(generator, 0)
+    futures = []
+    threads = [threading.Thread(target=lambda i=i: futures.append(ask(generator, i))) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wait(futures, SECONDS).not_done
+    assert sorted(request for _, _, request in answers(futures)) == list(range(8))

@@ -1,0 +1,288 @@
+"""What a report reads, how it groups and averages, on small run folders written here."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlhf.core.errors import UserError
+from rlhf.report import figures
+from rlhf.report.__main__ import main
+from rlhf.report.curves import POINTS, curve, figure, seconds
+from rlhf.report.groups import group_runs
+from rlhf.report.runs import find_runs
+from rlhf.report.samples import samples
+from rlhf.report.table import for_markdown, results
+from rlhf.training.recorder import PHASES
+
+PROMPT = "TITLE: one\n\nTL;DR:"
+
+
+def write_run(
+    folder: Path, updates: int = 4, finished: bool = True, completions: tuple = (), **settings
+) -> Path:
+    """A run of 4 updates with evaluations at 0, 2 and 4; its win-rate at update u is `won * u`."""
+    settings = {"seed": 1, "algo.name": "dpo", "schedule.max_lag": 0, **settings}
+    config = OmegaConf.create(
+        {"task": {"name": "tldr_mini"}, "cache_dir": "made/artefacts", "output_dir": "made"}
+    )
+    won = settings.pop("won", 0.1)
+    for key, value in settings.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    folder.mkdir(parents=True)
+    OmegaConf.save(config, folder / "config.yaml")
+    (folder / "environment.json").write_text(
+        json.dumps({"command": ["train.py", "-m", "x=[1, 2]"], "git": {"commit": "c" * 40, "changed": True}})
+    )
+    rows = []
+    for update in range(updates + 1):
+        place = {"update": update, "episode": 8 * update}
+        if update:
+            times = {"time/update_s": 2.0, "time/train_s": 1.5, "time/wait_s": 0.5}
+            rows.append({**place, "lag": 0, "lr": 0.1, "objective/scores": float(update), **times})
+        if update % 2 == 0:
+            rows.append({**place, "eval/win_rate": won * update, "eval/kl": 0.5 * update})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in completions))
+    state = {"num_updates": 4, "update": updates, "episode": 8 * updates, "finished": finished}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    return folder
+
+
+def grouped(*folders):
+    return group_runs(find_runs([str(folder) for folder in folders]).runs)
+
+
+def test_runs_that_differ_in_their_seed_are_one_group_labelled_by_what_tells_it_apart(tmp_path):
+    for seed in (2, 1):
+        beta = {
+            "algo.loss_type": "sigmoid",
+            "algo.beta": 0.1,
+            "optim.lr": 1e-3,
+            "schedule.prompts_per_update": 64,
+        }
+        write_run(tmp_path / f"a{seed}", seed=seed, **beta)
+        write_run(tmp_path / f"b{seed}", seed=seed, **{**beta, "algo.beta": 0.05})
+        other = {
+            "algo.name": "rloo",
+            "algo.kl_coef": 0.1,
+            "optim.lr": 1e-4,
+            "schedule.prompts_per_update": 32,
+        }
+        write_run(tmp_path / f"c{seed}", seed=seed, **other)
+    groups = grouped(tmp_path)
+    assert [group.label for group in groups] == ["dpo beta=0.1", "dpo beta=0.05", "rloo"]
+    assert [[run.seed for run in group.runs] for group in groups] == [[1, 2]] * 3
+
+
+def test_what_a_run_shows_and_keeps_tells_no_groups_apart_but_what_changes_its_times_does(tmp_path):
+    write_run(tmp_path / "a", **{"progress": "off", "schedule.save_every": 1, "logger.wandb": None})
+    write_run(
+        tmp_path / "b", **{"progress": "live", "schedule.save_every": 2, "logger.wandb.mode": "offline"}
+    )
+    assert [group.label for group in grouped(tmp_path)] == ["dpo"]
+    write_run(tmp_path / "c", **{"generator.annotate": False})
+    assert [group.label for group in grouped(tmp_path)] == ["dpo", "dpo annotate=false"]
+
+
+def test_two_keys_of_one_name_are_told_in_full(tmp_path):
+    write_run(tmp_path / "a", **{"backend.threads": 1, "generator.threads": 1})
+    write_run(tmp_path / "b", **{"backend.threads": 1, "generator.threads": 2})
+    write_run(tmp_path / "c", **{"backend.threads": 2, "generator.threads": 2})
+    assert grouped(tmp_path)[2].label == "dpo backend.threads=2 generator.threads=2"
+
+
+def test_means_and_ranges_are_over_seeds_by_update(tmp_path):
+    write_run(tmp_path / "a", seed=1, won=0.1)
+    write_run(tmp_path / "b", seed=2, won=0.2)
+    (group,) = grouped(tmp_path)
+    last = curve(group.finished, figure("eval/kl"), figure("eval/win_rate"))[-1]
+    assert (last.x, last.y, last.low, last.high) == pytest.approx((2.0, 0.6, 0.4, 0.8))
+    assert len(curve(group.finished, figure("episode"), figure("objective/scores"))) == 4
+    (_, cells), *_ = results([group]).rows
+    assert str(cells[0]) == "0.000 → 0.600 ± 0.283"  # the deviation of two seeds: 0.4 / sqrt(2)
+    assert str(cells[-2]) == "8 ± 0" and str(cells[-1]) == "4 ± 0"  # 4 updates of 2 s; 32 episodes
+
+
+def test_wall_clock_is_the_time_of_updates_and_between_rows_a_part_of_it(tmp_path):
+    run = find_runs([str(write_run(tmp_path / "a"))]).runs[0]
+    points = curve([run], seconds, figure("eval/win_rate"))
+    assert [point.x for point in points] == [0.0, 4.0, 8.0]
+    sparse = [row for row in run.rows if row["update"] != 1 or "lr" not in row]
+    run.rows[:] = [
+        {**row, "time/update_s": 6.0} if "lr" in row and row["update"] == 2 else row for row in sparse
+    ]
+    del run.__dict__["trained"]  # read again
+    assert run.seconds_at(1) == pytest.approx(3.0) and run.seconds_at(2) == pytest.approx(6.0)
+
+
+def test_a_long_curve_is_thinned_to_means_of_neighbours(tmp_path):
+    run = find_runs([str(write_run(tmp_path / "a"))]).runs[0]
+    run.rows[:] = [{"update": i, "y": float(i)} for i in range(10 * POINTS)]
+    points = curve([run], figure("update"), figure("y"))
+    assert len(points) == POINTS and points[0].y == points[0].x == 4.5
+
+
+def test_a_run_that_is_not_finished_is_shown_as_such_and_no_part_of_means(tmp_path):
+    write_run(tmp_path / "a", seed=1, won=0.1)
+    write_run(tmp_path / "b", seed=2, won=9.0, updates=2, finished=False)
+    (group,) = grouped(tmp_path)
+    assert group.seeds == "1; seed 2 unfinished, update 2 of 4"
+    (_, cells), *_ = results([group]).rows
+    assert cells[0].after == pytest.approx(0.4) and cells[0].spread is None
+    drawn = list(figures.lines(group, figure("episode"), figure("eval/win_rate")))
+    assert [whole for _, whole in drawn] == [True, False]
+
+
+def test_a_run_that_stopped_at_its_loss_has_failed_until_it_goes_beyond(tmp_path):
+    folder = write_run(tmp_path / "a", updates=2, finished=False)
+    (folder / "failed_batch.json").write_text('{"update": 2}')
+    assert find_runs([str(folder)]).runs[0].progress == "failed, update 2 of 4"
+    (folder / "trainer_state.json").write_text('{"num_updates": 4, "update": 3}')
+    assert find_runs([str(folder)]).runs[0].status == "unfinished"
+
+
+def test_a_run_without_a_row_is_listed(tmp_path, capsys):
+    folder = write_run(tmp_path / "a")
+    for name in ("metrics.jsonl", "completions.jsonl", "trainer_state.json"):
+        (folder / name).unlink()
+    main([str(folder), "--out", str(tmp_path / "report")])
+    html = (tmp_path / "report" / "index.html").read_text()
+    assert "unfinished, no figures" in html and "No figure of win-rate against KL" in html
+    assert html.count("<figure") == 0
+
+
+def test_stages_and_runs_moved_aside_are_left_out_unless_named(tmp_path):
+    made = tmp_path / "made"
+    kept = write_run(made / "run")
+    stage = write_run(made / "artefacts" / "sft", **{"algo.name": "sft"})
+    aside = write_run(made / "run.old-1")
+    found = find_runs([str(made)])
+    assert [run.folder for run in found.runs] == [kept]
+    assert [text.rpartition(" (")[2] for text in found.left_out] == [
+        "a stage of other runs)",
+        "moved aside by resume=never)",
+    ]
+    assert [run.folder for run in find_runs([str(stage.parent), str(aside)]).runs] == [stage, aside]
+
+
+def test_a_run_is_read_once_and_by_pattern_and_files_between_folders_are_skipped(tmp_path):
+    folders = [write_run(tmp_path / name) for name in ("a", "b")]
+    (tmp_path / "multirun.yaml").touch()
+    own = tmp_path / "report"
+    own.mkdir()
+    found = find_runs([str(tmp_path / "*"), str(folders[0])], own=own)
+    assert [run.folder for run in found.runs] == folders
+    assert len(found.left_out) == 2
+
+
+@pytest.mark.parametrize("make", ["nothing", "empty folder", "file"])
+def test_a_folder_that_is_no_run_is_an_error_with_exit_code_2(tmp_path, capsys, make):
+    path = tmp_path / "x"
+    if make == "empty folder":
+        path.mkdir()
+    elif make == "file":
+        path.touch()
+    with pytest.raises(SystemExit) as ended:
+        main([str(write_run(tmp_path / "a")) if make != "file" else str(path), str(path)][make == "file" :])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path} must be a run folder") and said.count("\n") == 1
+
+
+def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path):
+    folder = write_run(tmp_path / "a")
+    (folder / "metrics.jsonl").write_text('{"update": 1}\nnot json\n')
+    with pytest.raises(UserError, match=r"a must hold the files of a run as it wrote them"):
+        find_runs([str(folder)])
+    (folder / "metrics.jsonl").write_text('{"update": 1}\n{"upd')  # a run that is writing, or was killed
+    assert len(find_runs([str(folder)]).runs[0].rows) == 1
+
+
+def test_without_matplotlib_the_error_names_the_extra_and_the_table_is_still_to_be_had(
+    tmp_path, monkeypatch, capsys
+):
+    folder = write_run(tmp_path / "a")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("rlhf.report.__main__.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        main([str(folder), "--out", str(tmp_path / "report")])
+    assert ended.value.code == 2 and "rlhf[report]" in capsys.readouterr().err
+    main([str(folder), "--markdown"])
+    assert "| `dpo` | 1 | 0.000 → 0.400 |" in capsys.readouterr().out
+
+
+def test_the_markdown_table_has_a_row_for_each_group(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", **{"schedule.max_lag": 1})
+    head, rule, *rows = for_markdown(results(grouped(tmp_path))).splitlines()
+    assert head.count("|") == rule.count("|") == rows[0].count("|")
+    assert [row.split("|")[1].strip() for row in rows] == ["`dpo max_lag=0`", "`dpo max_lag=1`"]
+
+
+def answer(update, prompt, response, gold):
+    judged = {"score": 0.5, "gold_score": gold, "reference_gold_score": 1.0}
+    return {"update": update, "prompt": prompt, "response": response, "reference": "the reference", **judged}
+
+
+def test_completions_are_those_of_the_last_evaluation_of_the_lowest_seed(tmp_path):
+    def texts(name):
+        return (
+            answer(0, PROMPT, "before", 0.0),
+            answer(4, "A, by " + name, "x", 0.0),
+            answer(4, PROMPT, name, 2.0),
+        )
+
+    write_run(tmp_path / "a2", seed=2, completions=texts("dpo 2"))
+    write_run(tmp_path / "a1", seed=1, completions=texts("dpo 1"))
+    write_run(tmp_path / "b1", completions=texts("rloo"), **{"algo.name": "rloo"})
+    (sample,) = samples(grouped(tmp_path), 1)
+    assert sample.prompt == PROMPT, "the prompt that both have answered comes first"
+    assert [each.row["response"] for each in sample.answers] == ["dpo 1", "rloo"]
+    assert sample.before["response"] == "before"
+
+
+def test_the_page_needs_nothing_from_outside_and_shows_text_as_text(tmp_path):
+    bad = "<script>alert(1)</script> $x_1$ &amp;"
+    write_run(tmp_path / "a", completions=(answer(4, bad, bad, 2.0),), **{"model.name": bad})
+    write_run(tmp_path / "b", **{"model.name": "other"})
+    out = tmp_path / "report"
+    main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)])
+    html = (out / "index.html").read_text()
+    assert html.count("<script>") == 1 and "alert(1)&lt;/script&gt;" in html
+    assert "default-src 'none'" in html
+    loads = [word for word in ("src=", "@import", "<link", "url(http", 'href="http') if word in html]
+    assert loads == []
+    assert "python -m rlhf.train -m &#x27;x=[1, 2]&#x27;" in html and "cccccccccc + changes" in html
+    for name in ("win_rate_against_kl", "learning_curves", "win_rate_against_time", "time_per_phase"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
+        assert f'<section id="{name}">' in html
+
+
+def test_tasks_are_drawn_apart_and_a_group_has_one_colour_everywhere(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", **{"task.name": "arithmetic"})
+    groups = grouped(tmp_path)
+    assert [(group.index, group.place) for group in groups] == [(0, 0), (1, 0)]
+    charts, _ = figures.charts(groups)
+    ours, theirs = (next(c for c in charts if c.name == f"learning_curves_{g.task}").svg() for g in groups)
+    assert 'class="series series-0"' in ours and 'class="series series-1"' not in ours
+    assert 'class="series series-1"' in theirs and "var(--series-0)" in theirs
+
+
+def test_the_phases_of_the_figure_are_those_of_an_update():
+    assert tuple(figures.PHASES) == PHASES
+
+
+def test_a_report_imports_no_torch(tmp_path):
+    import subprocess
+
+    folder, out = write_run(tmp_path / "a"), tmp_path / "report"
+    code = (
+        f"import sys; from rlhf.report.__main__ import main; main([{str(folder)!r}, '--out', {str(out)!r}])"
+    )
+    check = "; assert 'torch' not in sys.modules and 'matplotlib' in sys.modules"
+    subprocess.run([sys.executable, "-c", code + check], check=True, env=os.environ, capture_output=True)

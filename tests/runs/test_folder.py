@@ -1,0 +1,181 @@
+"""Names of runs, and what is written into their folders."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.compose import compose
+from rlhf.config.identity import digest, run_name
+from rlhf.config.run import Resume
+from rlhf.config.saved import load_config
+from rlhf.core.errors import UserError
+from rlhf.core.files import write_atomically
+from rlhf.runs.environment import redact
+from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
+from rlhf.runs.resuming import prepare
+from rlhf.runs.transcript import setup_logging
+from rlhf.stages.prerequisites import key
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    return compose([])
+
+
+def test_name_says_what_the_run_is(cfg):
+    named = replace(cfg, seed=3, schedule=replace(cfg.schedule, max_lag=2))
+    assert run_name(named) == f"tldr_mini-pythia-dpo-hf-lag2-seed3-{digest(named)}"
+    assert len(digest(cfg)) == 8 and int(digest(cfg), 16) >= 0
+
+
+def test_name_is_that_of_the_composed_config(cfg):
+    import hydra
+
+    from rlhf.config.catalogue import conf_dir
+
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        assert run_name(hydra.compose("config")) == run_name(cfg)
+
+
+@pytest.mark.parametrize(
+    "word", ["optim.lr=1e-5", "algo.beta=0.2", "task.difficulty=hard", "eval.prompts=16", "model.layers=3"]
+)
+def test_name_changes_with_what_changes_results(cfg, word):
+    assert run_name(compose([word])) != run_name(cfg)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "logger=[wandb,tensorboard]",
+        "resume=never",
+        "progress=off",
+        "output_dir=elsewhere",
+        "cache_dir=elsewhere",
+        "save_total_limit=5",
+        "schedule.save_every=1",
+        "schedule.log_every=10",
+        "backend.threads=1",
+        "generator.threads=1",
+        "generator.replicas=4",
+        "generator.worker=true",
+        "generator.start_limit_s=9",
+        "generator.request_limit_s=9",
+        "generator.restarts=9",
+        "generator.annotate=false",
+        "eval.samples=0",
+        "objective_metric=eval/kl",
+    ],
+)
+def test_name_does_not_change_with_what_changes_no_result(cfg, word):
+    assert run_name(compose([word])) == run_name(cfg)
+
+
+def test_config_reads_back_as_it_was(tmp_path):
+    for words in (
+        [],
+        ["algo=sft", "logger=wandb", "schedule.max_lag=0"],
+        ["model=pythia_1b", "scorer=facts"],
+        ["scorer=reward_and_answer", "scorer@gold=weighted", "+scorer@gold.parts.x=http"],
+    ):
+        made = compose(words)
+        folder = RunFolder(tmp_path / "run")
+        folder.write_config(made)
+        back = load_config(folder.config)
+        assert back == made and type(back.model) is type(made.model) and run_name(back) == run_name(made)
+
+
+def test_environment_holds_versions_hardware_and_command_but_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "seed=2", "x.api_key=hunter2", "--token", "hunter3"])
+    monkeypatch.setenv("WANDB_API_KEY", "hunter4")
+    folder = RunFolder(tmp_path)
+    folder.write_environment(["a GPU"])
+    text = folder.environment.read_text()
+    found = json.loads(text)
+    assert "hunter" not in text and found["command"][:2] == ["train.py", "seed=2"]
+    assert {"rlhf", "torch", "hydra-core"} <= found["packages"].keys() and found["devices"] == ["a GPU"]
+    assert found["cores"] >= 1 and found["memory_gib"] > 0
+
+
+def test_redaction_spares_what_only_sounds_secret():
+    words = ["model.pad_token=<|padding|>", "task.max_prompt_tokens=5", "model.tokenizer=x", "seed=1"]
+    assert redact(words) == words
+    assert redact(["a.password=x", "+hf_token=x", "https://me:pw@host/x"]) == [
+        "a.password=<redacted>",
+        "+hf_token=<redacted>",
+        "https://<redacted>@host/x",
+    ]
+
+
+def test_only_marked_checkpoints_count_and_by_number(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-9", "checkpoint-10"):
+        (tmp_path / name / COMPLETE).touch()
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert RunFolder(tmp_path).last_checkpoint() == tmp_path / "checkpoint-10"
+    assert RunFolder(tmp_path / "nothing").last_checkpoint() is None
+
+
+def test_state_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.write_state({"update": 1})
+    with pytest.raises(TypeError):
+        folder.write_state({"update": object()})
+    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(folder.state, "{")
+    assert folder.read_state() == {"update": 1} and folder.finished() is None
+
+
+def test_a_run_with_stand_ins_has_a_name_of_its_own(cfg):
+    named = digest(replace(cfg, stages=replace(cfg.stages, stand_ins=True)))
+    assert named != digest(cfg)
+
+
+def test_what_was_made_here_counts_by_name_and_what_a_user_has_by_path(cfg):
+    def keys(*folders: str) -> set[str]:
+        return {key(replace(cfg, model=replace(cfg.model, policy=f"{folder}/model"))) for folder in folders}
+
+    assert len(keys("a/sft", "b/sft")) == 2
+    moved = replace(cfg, cache_dir="elsewhere")
+    made = f"{cfg.cache_dir}/sft-1"
+    there = replace(moved, model=replace(moved.model, policy="elsewhere/sft-1/model"))
+    assert keys(made) == {key(there)}
+    pairs = [replace(cfg, task=replace(cfg.task, preferences_path=f"{x}/pairs")) for x in "ab"]
+    assert key(pairs[0]) != key(pairs[1])
+
+
+def test_a_finished_run_is_given_back_only_where_it_may_be_left_alone(tmp_path, cfg):
+    folder = RunFolder(tmp_path / "run")
+    never, must = (replace(cfg, resume=resume) for resume in (Resume.never, Resume.must))
+    assert prepare(folder, cfg) is None and not folder.path.exists()
+    folder.write_config(cfg)
+    folder.write_state({"finished": True, "result": {}})
+    assert prepare(folder, cfg) == {"finished": True, "result": {}}
+    with pytest.raises(UserError, match=r"result be taken for theirs.*config\.yaml differs"):
+        prepare(folder, replace(cfg, seed=7))
+    assert prepare(folder, never) is None and not folder.path.exists()
+    with pytest.raises(UserError, match="no such folder"):
+        prepare(folder, must)
+
+
+def test_log_goes_to_the_folder_of_the_job_at_hand(tmp_path):
+    kept = logging.getLogger("rlhf").handlers
+    try:
+        for name in ("first", "second"):
+            setup_logging(RunFolder(tmp_path / name)).info("in %s", name)
+        assert "in first" in (tmp_path / "first" / "train.log").read_text()
+        assert (tmp_path / "second" / "train.log").read_text().count("\n") == 1
+    finally:
+        log = logging.getLogger("rlhf")
+        for handler in list(log.handlers):
+            log.removeHandler(handler)
+            handler.close()
+        log.handlers, log.propagate = kept, True
+        logging.captureWarnings(False)

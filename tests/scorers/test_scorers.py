@@ -1,0 +1,223 @@
+"""What scorers make of rollouts: missing ends, weighted sums, functions of the user's."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from rlhf.config.algo import DPOConfig
+from rlhf.config.scorer import (
+    AnswerScorerConfig,
+    FunctionScorerConfig,
+    LabelsScorerConfig,
+    WeightedScorerConfig,
+)
+from rlhf.core.batch import Batch, Rollouts, microbatches
+from rlhf.core.encoding import encode_completions, encode_prompts
+from rlhf.core.errors import RunError, UserError
+from rlhf.objectives.dpo import OnlineDPO
+from rlhf.scorers.function import FunctionScorer
+from rlhf.scorers.scorer import LabelsScorer, TextScorer, as_score
+from rlhf.scorers.weighted import WeightedScorer
+from tests.tiny_models import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+RESPONSES = [["w1", "w1 w2"], ["w1 w2 w3", "w4"], ["w5 w6", "w7"]]
+ENDED = torch.tensor([[True, False], [False, True], [True, True]])
+
+
+def rollouts() -> Rollouts:
+    """Three prompts with two responses of one to three words; the rows 7, 8, 9 of a data set."""
+    prompts = encode_prompts(torch.arange(7, 10), ["w8", "w9", "w10"], ["w1", "w2", "w3"], TOKENIZER)
+    return encode_completions(prompts, RESPONSES, TOKENIZER, response_length=None, ended=ENDED)
+
+
+def words(prompt: str, response: str, reference: str) -> float:
+    return len(response.split())
+
+
+def words_scorer(**settings) -> TextScorer:
+    return TextScorer(AnswerScorerConfig(**settings), words, TOKENIZER)
+
+
+def test_a_response_without_end_gets_the_score_that_stands_for_it():
+    assert words_scorer(missing_eos_score=-5)(rollouts()).scores.tolist() == [[1, -5], [-5, 1], [2, 1]]
+
+
+def test_a_response_without_end_loses_the_penalty_from_its_score():
+    assert words_scorer(missing_eos_penalty=0.5)(rollouts()).scores.tolist() == [[1, 1.5], [2.5, 1], [2, 1]]
+
+
+def test_a_judge_takes_scores_as_they_are():
+    assert words_scorer(missing_eos_score=-5).score(rollouts()).tolist() == [[1, 2], [3, 1], [2, 1]]
+
+
+def test_a_label_stands_whether_the_text_has_an_end_or_not():
+    stored = replace(rollouts(), labels=torch.ones(3, 2))
+    assert LabelsScorer(LabelsScorerConfig(missing_eos_score=-5))(stored).scores.tolist() == [[1, 1]] * 3
+
+
+def weighted(**settings) -> WeightedScorer:
+    parts = {
+        "words": words_scorer(weight=2.0, missing_eos_penalty=1.0),
+        "same": TextScorer(AnswerScorerConfig(weight=-1.0), lambda p, r, ref: float(r == ref), TOKENIZER),
+    }
+    return WeightedScorer(WeightedScorerConfig(**settings), parts)
+
+
+def test_a_weighted_score_is_the_weighted_sum_and_parts_are_kept_unweighted():
+    batch = weighted()(rollouts())
+    assert batch.parts["words"].tolist() == [[1, 1], [2, 1], [2, 1]]
+    assert batch.parts["same"].tolist() == [[1, 0], [0, 0], [0, 0]]
+    assert batch.scores.tolist() == [[1, 2], [4, 2], [4, 2]]
+
+
+def test_the_missing_end_of_a_weighted_score_is_that_of_the_sum():
+    assert weighted(missing_eos_score=-9)(rollouts()).scores.tolist() == [[1, -9], [-9, 2], [4, 2]]
+    assert weighted(missing_eos_penalty=10)(rollouts()).scores.tolist() == [[1, -8], [-6, 2], [4, 2]]
+
+
+def test_a_weighted_judge_adds_up_scores_as_they_are():
+    assert weighted(missing_eos_score=-9).score(rollouts()).tolist() == [[1, 4], [6, 2], [4, 2]]
+
+
+def test_parts_go_with_their_rows_and_samples():
+    batch = weighted()(rollouts())
+    assert batch.select(torch.tensor([2, 0])).parts["words"].tolist() == [[2, 1], [1, 1]]
+    assert batch.samples(torch.tensor([[1], [0], [0]])).parts["same"].tolist() == [[0], [0], [0]]
+    assert batch.samples(torch.tensor([[0], [0], [1]])).parts["same"].tolist() == [[1], [0], [0]]
+    assert batch.to(torch.device("meta")).parts["words"].device.type == "meta"
+    for rows, micro, _ in microbatches(batch, 2):
+        assert micro.parts["words"].tolist() == batch.parts["words"][rows].tolist()
+
+
+def test_a_row_shows_the_mean_of_each_part():
+    figures = OnlineDPO(DPOConfig()).describe(weighted()(rollouts()))
+    assert figures["objective/scores/words"].value() == pytest.approx(8 / 6)
+    assert figures["objective/scores/same"].value() == pytest.approx(1 / 6)
+    assert figures["objective/scores"].value() == pytest.approx(15 / 6)
+    plain = OnlineDPO(DPOConfig()).describe(words_scorer()(rollouts()))
+    assert not any(name.startswith("objective/scores/") for name in plain)
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+
+def function(tmp_path: Path, body: str, arguments: str = "prompt, response, reference", **settings):
+    """A scorer of a function with the given body, in a file of its own."""
+    file = tmp_path / "own.py"
+    file.write_text(f"import math\ndef score({arguments}):\n    {body}\n")
+    return FunctionScorer(
+        FunctionScorerConfig(path=f"{file}:score", **settings), "scorer.parts.own", TOKENIZER
+    )
+
+
+LISTS = "prompts, responses, references"
+
+
+def test_a_function_sees_prompt_response_and_reference(tmp_path):
+    body = "return 100 * int(prompt[1:]) + 10 * len(response.split()) + int(reference[1:])"
+    scores = function(tmp_path, body)(rollouts()).scores
+    assert scores.tolist() == [[811, 821], [932, 912], [1023, 1013]] and scores.dtype == torch.float32
+
+
+def test_a_batched_function_gives_the_same_from_lists(tmp_path):
+    body = (
+        "return [100 * int(p[1:]) + 10 * len(r.split()) + int(ref[1:])"
+        " for p, r, ref in zip(prompts, responses, references)]"
+    )
+    scores = function(tmp_path, body, LISTS, batched=True)(rollouts()).scores
+    assert scores.tolist() == [[811, 821], [932, 912], [1023, 1013]]
+
+
+@pytest.mark.parametrize("value", ["None", "'1.0'", "float('nan')", "math.inf", "[1.0]", "1e300", "b'1'"])
+def test_what_is_no_finite_number_stops_the_run_and_names_the_row(tmp_path, value):
+    with pytest.raises(RunError) as stopped:
+        function(tmp_path, f"return 1.0 if response != 'w4' else {value}")(rollouts())
+    text = str(stopped.value)
+    assert text.startswith(f"scorer.parts.own.path={tmp_path}/own.py:score gave ")
+    assert "row 8 of the data set, response 'w4'; a score must be a finite number" in text
+
+
+@pytest.mark.parametrize("value", [1, True, torch.tensor(1.0), torch.tensor([1.0]), numpy.float32(1)])
+def test_whatever_has_a_number_in_it_is_a_score(value):
+    assert as_score(value) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "got"),
+    [("return [1.0] * 5", "5 scores"), ("return 1.0", "float 1.0"), ("return None", "NoneType None")],
+)
+def test_a_batched_function_must_give_a_score_for_each_response(tmp_path, body, got):
+    with pytest.raises(RunError) as stopped:
+        function(tmp_path, body, LISTS, batched=True)(rollouts())
+    assert f"gave {got} for 6 responses, the first of row 7" in str(stopped.value)
+    assert "scorer.parts.own.batched=true" in str(stopped.value)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_an_exception_in_the_function_names_it_the_line_and_the_row(tmp_path, batched):
+    with pytest.raises(RunError) as stopped:
+        function(tmp_path, "raise KeyError('x')", LISTS, batched=batched)(rollouts())
+    text = str(stopped.value)
+    assert f"own.py:score raised KeyError: 'x' ({tmp_path}/own.py, line 3)" in text and "row 7" in text
+    assert isinstance(stopped.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "said"),
+    [
+        ("def other(): ...", "score", "must name a function of {file} (there is no score in it)"),
+        ("score = 3", "score", "must name a function (score is of type int)"),
+        (
+            "def score(prompt): ...",
+            "score",
+            "must name a function of (prompt, response, reference) (too many",
+        ),
+        ("def score(a, b, c, d): ...", "score", "(missing a required argument: 'd')"),
+        ("def score(a, b, c, *, d): ...", "score", "(missing a required argument: 'd')"),
+        ("1 / 0", "score", "(importing it raised ZeroDivisionError: division by zero, in {file}, line 1)"),
+        ("def (", "score", "(importing it raised SyntaxError"),
+    ],
+)
+def test_what_is_no_such_function_is_the_users_to_mend(tmp_path, source, name, said):
+    file = tmp_path / "own.py"
+    file.write_text(source + "\n")
+    with pytest.raises(UserError) as refused:
+        FunctionScorer(FunctionScorerConfig(path=f"{file}:{name}"), "gold", TOKENIZER)
+    text = str(refused.value)
+    assert (
+        "gold.path must name" in text
+        and said.format(file=file) in text
+        and f", got '{file}:{name}'; " in text
+    )
+
+
+def test_a_module_of_the_working_directory_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "own_module_of_the_tests.py").write_text("def score(p, r, ref):\n    return len(r.split())\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])  # as a console script
+    path = "own_module_of_the_tests:score"
+    scorer = FunctionScorer(FunctionScorerConfig(path=path), "scorer", TOKENIZER)
+    assert scorer(rollouts()).scores.tolist() == [[1, 2], [3, 1], [2, 1]]
+
+
+def test_a_file_may_hold_dataclasses_and_keeps_its_state_between_scorers(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass C:\n    n: int = 0\nc = C()\n"
+        "def score(p, r, ref):\n    c.n += 1\n    return c.n\n"
+    )
+    for first in (1, 7):
+        scorer = FunctionScorer(FunctionScorerConfig(path=f"{file}:score"), "scorer", TOKENIZER)
+        assert scorer(rollouts()).scores[0, 0] == first
+
+
+def test_a_batch_has_no_parts_where_the_score_has_none():
+    assert isinstance(batch := words_scorer()(rollouts()), Batch) and batch.parts is None

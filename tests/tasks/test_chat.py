@@ -1,0 +1,95 @@
+"""Dialogues as prompts and references, and what is said where they are none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.checks.check import problems
+from rlhf.config.compose import compose
+from rlhf.config.task import ChatConfig
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+FIRST, REPLY = {"role": "user", "content": "Hi {role}"}, {"role": "assistant", "content": "Hello."}
+SECOND, LAST = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So it is."}
+
+
+def write(folder: Path, *dialogues: object, splits: tuple[str, ...] = ("train", "test")) -> str:
+    for split in splits:
+        lines = (json.dumps({"prompt_id": "x", "messages": messages}) for messages in dialogues)
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    return str(folder)
+
+
+def test_the_last_turn_is_the_reference_and_all_before_it_the_prompt(tmp_path):
+    path = write(tmp_path, [FIRST, REPLY], [SYSTEM, FIRST, REPLY, SECOND, LAST])
+    short, long = ChatConfig(path=path).source().prompts("train")
+    assert short == {
+        "query": "<|user|>\nHi {role}\n<|assistant|>\n",
+        "reference_response": "Hello.",
+    }
+    assert long["query"] == (
+        "<|system|>\nBe brief.\n<|user|>\nHi {role}\n<|assistant|>\nHello.\n<|user|>\nWhy?\n<|assistant|>\n"
+    )
+    assert long["reference_response"] == "So it is."
+
+
+def test_turns_are_written_as_the_task_says(tmp_path):
+    config = ChatConfig(path=write(tmp_path, [FIRST, REPLY]), turn="{role}: {content}\n", reply="assistant:")
+    assert config.source().prompts("train")[0]["query"] == "user: Hi {role}\nassistant:"
+
+
+def test_validation_is_the_split_that_the_dialogues_have(tmp_path):
+    path = write(tmp_path, [FIRST, REPLY])
+    assert len(ChatConfig(path=path).source().prompts("validation")) == 1
+    found = problems(compose(["task=chat", "model=llama_8b", "algo=sft", f"task.path={path}"]))
+    assert found == []
+    (tmp_path / "test.jsonl").rename(tmp_path / "held_out.jsonl")
+    (found,) = problems(compose(["task=chat", "model=llama_8b", "algo=sft", f"task.path={path}"]))
+    assert "task.path must hold the split test" in found
+    more = f"task.path={path}", "task.validation_split=held_out"
+    assert problems(compose(["task=chat", "model=llama_8b", "algo=sft", *more])) == []
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[REPLY], [FIRST], [FIRST, REPLY, SECOND], [], [{"from": "user", "value": "Hi"}, REPLY], ["Hi", "Hello"]],
+)
+def test_what_is_no_dialogue_is_refused_with_its_row(tmp_path, messages):
+    path = write(tmp_path, messages)
+    with pytest.raises(ValueError, match=r"task\.path must hold dialogues .* in row 0; mend or leave out"):
+        ChatConfig(path=path).source().prompts("train")
+
+
+def test_a_row_in_the_middle_is_named(tmp_path):
+    path = write(tmp_path, [FIRST, REPLY], [FIRST])
+    with pytest.raises(ValueError, match="in row 1"):
+        ChatConfig(path=path).source().prompts("train")
+
+
+def test_pairs_of_a_chatbot_are_the_users(tmp_path):
+    words = ["task=chat", "model=llama_8b", "algo=reward", "model.policy=some/sft"]
+    (found,) = problems(compose(words))
+    assert found.startswith("task.preferences_path must name a folder of preference pairs for task=chat")
+    assert problems(compose([*words, "task.preferences_name=some/pairs"])) == []
+    rows = '{"prompt": "a", "chosen": "b", "rejected": "c"}'
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text(rows)
+    chosen = compose([*words, f"task.preferences_path={tmp_path}"])
+    assert problems(chosen) == []
+    assert list(chosen.task.source().preferences("train")) == [json.loads(rows)]
+    with pytest.raises(ValueError, match="No Robots has none"):
+        ChatConfig().source().preferences("train")
+
+
+def test_dialogues_are_not_asked_for_the_columns_of_pairs(tmp_path):
+    words = ["task=chat", "model=llama_8b", "algo=reward", "model.policy=some/sft"]
+    path = write(tmp_path, [FIRST, REPLY])
+    assert problems(compose([*words, f"task.path={path}", "task.preferences_name=some/pairs"])) == []
+
+
+@pytest.mark.parametrize("turn", ["{content}", "{role}"])
+def test_a_turn_holds_role_and_content(turn):
+    words = ["task=chat", "model=llama_8b", "algo=sft", f"task.turn='{turn}'"]
+    (found,) = problems(compose(words))
+    assert found.startswith("task.turn must contain {")

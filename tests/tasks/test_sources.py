@@ -1,0 +1,204 @@
+"""Local data folders, what is said when they are wrong, and the tasks that read them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from rlhf.config.algo import Data, Trains
+from rlhf.config.task import GSM8KConfig, PreferencesConfig, TaskConfig, TLDRConfig, TLDRMiniConfig
+from rlhf.tasks.folders import folder_problems, split_columns
+
+GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
+needs_gsm8k = pytest.mark.skipif(
+    not GSM8K.is_dir(), reason="../shared/data/gsm8k, the GSM8K jsonl files, is not beside this checkout"
+)
+
+ROWS = {"query": ["a", "b"], "reference_response": ["c", "d"]}
+PAIRS = {"prompt": ["a", "b"], "chosen": ["c", "d"], "rejected": ["e", "f"]}
+
+
+def write(folder: Path, kind: str, columns: dict[str, list[str]]) -> Path:
+    dataset = Dataset.from_dict(columns)
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "saved":
+        DatasetDict({"train": dataset, "validation": dataset}).save_to_disk(str(folder))
+    for split in ("train", "validation"):
+        file = str(folder / f"{split}.{kind}")
+        if kind == "jsonl":
+            dataset.to_json(file)
+        elif kind == "json":
+            Path(file).write_text(json.dumps(list(dataset)))
+        elif kind == "parquet":
+            dataset.to_parquet(file)
+        elif kind == "csv":
+            dataset.to_csv(file)
+    return folder
+
+
+KINDS = ["jsonl", "json", "parquet", "csv", "saved"]
+
+
+def run(data: Data = Data.prompts, trains: Trains = Trains.policy) -> SimpleNamespace:
+    """What `problems` and `warnings` read of a whole config."""
+    algo = SimpleNamespace(name="some", trains=trains)
+    return SimpleNamespace(data=data, algo=algo, generator=SimpleNamespace(name="hf"))
+
+
+def problems(task: TaskConfig, **of_run: object) -> list[str]:
+    found: Iterator[str] = task.problems(run(**of_run))  # type: ignore[arg-type]
+    return list(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_of_each_kind_is_checked_and_loaded(tmp_path: Path, kind: str):
+    folder = write(tmp_path / kind, kind, ROWS)
+    assert split_columns(folder) == {"train": list(ROWS), "validation": list(ROWS)}
+    config = TLDRConfig(path=str(folder))
+    assert problems(config) == []
+    assert config.source().prompts("validation").to_dict() == ROWS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_column_is_named_with_those_present(tmp_path: Path, kind: str):
+    folder = write(tmp_path / kind, kind, {"query": ["a"], "answer": ["b"]})
+    (first, second) = problems(TLDRConfig(path=str(folder)))
+    assert first.startswith("task.path must have the columns query, reference_response in its split train")
+    assert "with query, answer; rename or add reference_response" in first
+    assert "split validation" in second
+    with pytest.raises(ValueError, match="rename or add reference_response"):
+        TLDRConfig(path=str(folder)).source().prompts("train")
+
+
+def test_a_missing_folder_is_a_problem_before_anything_is_loaded(tmp_path: Path):
+    (problem,) = problems(TLDRConfig(path=str(tmp_path / "none")))
+    assert problem.startswith("task.path must be a folder")
+    assert "none (nothing there); set task.path=<folder>" in problem
+
+
+def test_a_file_in_place_of_a_folder_is_a_problem(tmp_path: Path):
+    file = write(tmp_path, "jsonl", ROWS) / "train.jsonl"
+    (problem,) = problems(TLDRConfig(path=str(file)))
+    assert "(a file)" in problem
+
+
+def test_a_missing_split_is_a_problem(tmp_path: Path):
+    (write(tmp_path, "jsonl", ROWS) / "validation.jsonl").unlink()
+    (problem,) = problems(TLDRConfig(path=str(tmp_path)))
+    assert "must hold the split validation" in problem
+    assert "with train; add validation.jsonl with the columns query, reference_response" in problem
+
+
+def test_a_saved_data_set_without_splits_is_train(tmp_path: Path):
+    Dataset.from_dict(ROWS).save_to_disk(str(tmp_path / "one"))
+    assert split_columns(tmp_path / "one") == {"train": list(ROWS)}
+    assert TLDRConfig(path=str(tmp_path / "one")).source().prompts("train").to_dict() == ROWS
+
+
+def test_a_broken_file_is_a_problem_not_a_crash(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("{not json\n")
+    (problem,) = folder_problems("task.path", str(tmp_path), ["query"], ["train"], "why")
+    assert "must hold readable data (why)" in problem
+    assert "repair the folder" in problem
+
+
+def test_a_column_that_holds_no_text_is_refused(tmp_path: Path):
+    write(tmp_path, "jsonl", {"query": ["a"], "reference_response": [["b"]]})  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="must have texts in its column reference_response"):
+        TLDRConfig(path=str(tmp_path)).source().prompts("train")
+
+
+def test_pairs_come_from_the_preferences_folder_else_from_path(tmp_path: Path):
+    rows, pairs = write(tmp_path / "rows", "jsonl", ROWS), write(tmp_path / "pairs", "jsonl", PAIRS)
+    both = TLDRConfig(path=str(rows), preferences_path=str(pairs))
+    assert problems(both, data=Data.preferences) == []
+    assert both.source().preferences("train").to_dict() == PAIRS
+    assert both.source().prompts("train").to_dict() == ROWS
+    only = TLDRConfig(path=str(pairs))
+    assert problems(only, data=Data.preferences, trains=Trains.reward) == []
+    assert only.source().preferences("train").to_dict() == PAIRS
+
+
+def test_a_policy_trained_on_pairs_needs_references_to_be_evaluated(tmp_path: Path):
+    pairs = write(tmp_path, "jsonl", PAIRS)
+    found = problems(TLDRConfig(path=str(pairs)), data=Data.preferences, trains=Trains.policy)
+    assert len(found) == 2
+    assert all("the policy is evaluated on prompts and references" in problem for problem in found)
+
+
+def test_pairs_that_nothing_reads_are_a_warning():
+    (warning,) = TLDRConfig(preferences_path="x").warnings(run())  # type: ignore[arg-type]
+    assert warning.startswith("task.preferences_path has no effect")
+
+
+def test_an_embedded_task_says_where_pairs_are_to_come_from():
+    with pytest.raises(ValueError, match=r"task\.preferences_path must name a folder of preference pairs"):
+        TLDRMiniConfig().source().preferences("train")
+
+
+def test_an_unreachable_hub_data_set_is_a_user_error():
+    source = TLDRConfig(prompts_name="nobody/nothing-of-this-name").source()
+    with pytest.raises(ValueError, match=r"task\.prompts_name must name .* set task\.path=<local folder>"):
+        source.prompts("train")
+
+
+def test_preferences_give_prompts_with_chosen_as_reference(tmp_path: Path):
+    config = PreferencesConfig(path=str(write(tmp_path, "parquet", PAIRS)))
+    assert problems(config, data=Data.preferences) == []
+    prompts = config.source().prompts("validation")
+    assert prompts.to_dict() == {"query": PAIRS["prompt"], "reference_response": PAIRS["chosen"]}
+
+
+def test_preferences_may_call_their_validation_split_otherwise(tmp_path: Path):
+    write(tmp_path, "jsonl", PAIRS)
+    (tmp_path / "validation.jsonl").rename(tmp_path / "test.jsonl")
+    assert problems(PreferencesConfig(path=str(tmp_path)))
+    config = PreferencesConfig(path=str(tmp_path), validation_split="test")
+    assert problems(config) == []
+    assert config.source().preferences("validation").to_dict() == PAIRS
+
+
+def test_preferences_without_a_data_set_are_a_problem():
+    (problem,) = problems(PreferencesConfig())
+    assert "set task.path=<folder> or task.preferences_name=<hub name>" in problem
+
+
+def test_checking_a_folder_imports_neither_torch_nor_datasets(tmp_path: Path):
+    write(tmp_path, "parquet", ROWS)
+    code = (
+        "import sys; from rlhf.tasks.folders import split_columns; from pathlib import Path; import "
+        "rlhf.tasks.config;"
+        f"split_columns(Path({str(tmp_path)!r})); print([m for m in ('torch', 'datasets') if m in "
+        "sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@needs_gsm8k
+def test_gsm8k_folder_as_published_loads_with_the_papers_prompt():
+    config = GSM8KConfig(path=str(GSM8K))
+    assert problems(config) == []
+    row = config.source().prompts("train")[0]
+    assert row["query"].startswith("[MATH_TASK] Problem:\nNatalia sold clips to 48 of her friends")
+    assert row["query"].endswith("May?\n\nSolution:")
+    assert row["reference_response"].endswith("#### 72")
+
+
+@needs_gsm8k
+def test_gsm8k_validation_is_the_end_of_train_and_test_stays_apart():
+    source = GSM8KConfig(path=str(GSM8K)).source()
+    parts = [set(source.prompts(split)["query"]) for split in ("train", "validation", "test")]
+    assert [len(source.prompts(split)) for split in ("train", "validation", "test")] == [7000, 473, 1319]
+    assert not parts[0] & parts[1]
+    assert not parts[0] & parts[2]
+
+
+def test_gsm8k_template_must_hold_the_question():
+    (problem,) = problems(GSM8KConfig(template="Solve this."))
+    assert problem.startswith("task.template must contain {question}")

@@ -1,0 +1,190 @@
+"""Batches of a task: tokenization, order, resuming, padding, stored completions."""
+
+from dataclasses import dataclass, field
+from itertools import islice
+
+import pytest
+import torch
+from datasets import Dataset, concatenate_datasets, load_from_disk
+
+from rlhf.config.algo import Data
+from rlhf.core.encoding import encode_completions
+from rlhf.tasks.task import Task
+from rlhf.tasks.word_tokenizer import word_tokenizer
+
+WORDS = [f" w{i}" for i in range(20)]
+
+
+@dataclass
+class ListSource:
+    """Rows from lists, for every split."""
+
+    queries: list[str] = field(default_factory=lambda: [" w0" * (1 + i % 5) for i in range(10)])
+    extra: dict[str, list[str]] = field(default_factory=dict)
+
+    def prompts(self, split: str) -> Dataset:
+        references = [f" w{i}<|endoftext|>" for i in range(len(self.queries))]
+        return Dataset.from_dict({"query": self.queries, "reference_response": references, **self.extra})
+
+    def preferences(self, split: str) -> Dataset:
+        return Dataset.from_dict(
+            {"prompt": self.queries, "chosen": [" w1 w2"] * 10, "rejected": [" w3"] * 10}
+        )
+
+
+def make_task(source: ListSource | None = None, **changes: object) -> Task:
+    settings = {"data": Data.prompts, "prompts_per_update": 4, "max_prompt_tokens": 10, "seed": 3}
+    return Task(source or ListSource(), tokenizer(), **(settings | changes))  # type: ignore[arg-type]
+
+
+def tokenizer():
+    return word_tokenizer(WORDS, r" ?\w+")
+
+
+def test_batches_from_the_middle_equal_those_of_an_unbroken_run():
+    whole = list(islice(make_task().prompts(0), 9))
+    resumed = list(islice(make_task().prompts(5), 4))
+    for a, b in zip(whole[5:], resumed, strict=True):
+        assert torch.equal(a.index, b.index)
+        assert torch.equal(a.prompt_ids, b.prompt_ids)
+
+
+def test_a_fingerprint_is_of_what_the_examples_hold(tmp_path):
+    made = {
+        "as it is": make_task(),
+        "of another text": make_task(ListSource(queries=[" w1", *ListSource().queries[1:]])),
+        "of other rows": make_task(ListSource(queries=ListSource().queries[:9])),
+        "in another order": make_task(ListSource(queries=ListSource().queries[::-1])),
+        "of another reference": make_task(ListSource(extra={"reference_response": [" w5"] * 10})),
+        "of pairs": make_task(data=Data.preferences),
+        "of fewer prompts": make_task(max_prompt_tokens=4),
+    }
+    found = {name: task.fingerprint() for name, task in made.items()}
+    assert len(set(found.values())) == len(made)
+    assert all(len(each) == 16 for each in found.values())
+    assert make_task(seed=9, prompts_per_update=2).fingerprint() == found["as it is"]
+
+    class FromDisk(ListSource):
+        def prompts(self, split):
+            parts = [ListSource.prompts(self, split).select(rows) for rows in (range(3), range(3, 10))]
+            concatenate_datasets(parts).save_to_disk(tmp_path / "data")
+            return load_from_disk(tmp_path / "data")
+
+    assert make_task(FromDisk()).fingerprint() == found["as it is"], "wherever it lies, however it is cut"
+
+
+def test_every_epoch_holds_every_example_once_in_another_order():
+    index = torch.cat([batch.index for batch in islice(make_task().prompts(), 10)]).view(4, 10)
+    assert torch.equal(index.sort(dim=1).values, torch.arange(10).repeat(4, 1))
+    assert len({tuple(epoch.tolist()) for epoch in index}) == 4
+
+
+def test_order_is_a_matter_of_the_seed():
+    assert not torch.equal(next(make_task(seed=1).prompts()).index, next(make_task(seed=2).prompts()).index)
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    batch = next(make_task(prompts_per_update=25).prompts())
+    assert set(batch.index[:10].tolist()) == set(batch.index[10:20].tolist()) == set(range(10))
+    assert len(batch) == 25
+
+
+def test_prompts_are_padded_on_the_left():
+    batch = make_task().held_out(3)
+    assert batch.prompt_mask.tolist() == [[False, False, True], [False, True, True], [True, True, True]]
+    assert batch.prompt_ids.dtype == torch.int64
+    assert (batch.prompt_ids[~batch.prompt_mask] == tokenizer().pad_token_id).all()
+
+
+def test_too_long_prompts_are_left_out_and_counted(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO"):
+        task = make_task(max_prompt_tokens=3)
+        assert len(task) == 6
+    assert "left out 4 of 10" in caplog.text
+    assert next(task.prompts()).prompt_mask.sum(1).max() <= 3
+
+
+def test_index_names_the_row_before_long_prompts_were_left_out():
+    task = make_task(max_prompt_tokens=3, prompts_per_update=6)
+    batch = next(task.prompts())
+    assert set(batch.index.tolist()) == {0, 1, 2, 5, 6, 7}
+    assert batch.references == [f" w{i}" for i in batch.index.tolist()]
+
+
+def test_nothing_left_is_an_error_that_names_the_key():
+    with pytest.raises(ValueError, match=r"task\.max_prompt_tokens must leave some of the 10 prompts"):
+        len(make_task(max_prompt_tokens=0))
+
+
+def test_a_tokenizer_without_pad_token_is_refused():
+    bare = tokenizer()
+    bare.pad_token = None
+    with pytest.raises(ValueError, match=r"model\.pad_token must be set"):
+        Task(ListSource(), bare, data=Data.prompts, prompts_per_update=1, max_prompt_tokens=9, seed=1)
+
+
+def test_the_end_text_of_references_is_taken_off():
+    assert make_task().held_out(2).references == [" w0", " w1"]
+
+
+def test_references_are_completions_of_one():
+    batch = make_task(data=Data.references).held_out(2)
+    assert batch.completions == [[" w0"], [" w1"]]
+    assert batch.labels is None
+
+
+def test_demonstrations_are_imitated_while_references_stay():
+    source = ListSource(extra={"demonstration": [" w9<|endoftext|>"] * 10})
+    batch = make_task(source, data=Data.references).held_out(2)
+    assert batch.completions == [[" w9"], [" w9"]]
+    assert batch.references == [" w0", " w1"]
+
+
+def test_pairs_are_chosen_then_rejected_with_labels():
+    task = make_task(data=Data.preferences)
+    batch = task.held_out(2)
+    assert batch.completions == [[" w1 w2", " w3"]] * 2
+    assert torch.equal(batch.labels, torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    assert task.held_out(2, data=Data.prompts).completions is None
+
+
+def test_pairs_that_repeat_their_prompt_are_cut_to_the_responses():
+    class Repeating(ListSource):
+        def preferences(self, split: str) -> Dataset:
+            return (
+                super()
+                .preferences(split)
+                .map(lambda row: {name: row["prompt"] + row[name] for name in ("chosen", "rejected")})
+            )
+
+    batch = make_task(Repeating(), data=Data.preferences).held_out(2)
+    assert batch.completions == [[" w1 w2", " w3"]] * 2
+    assert batch.references == [" w1 w2"] * 2
+
+
+def test_a_small_split_is_given_whole_with_a_warning(caplog: pytest.LogCaptureFixture):
+    assert len(make_task().held_out(50)) == 10
+    assert "10 examples, fewer than the 50" in caplog.text
+
+
+def encode(texts: list[list[str]], length: int | None):
+    return encode_completions(make_task().held_out(len(texts)), texts, tokenizer(), length)
+
+
+def test_completions_end_in_eos_which_belongs_to_them():
+    rollouts = encode([[" w1 w2", " w3"], ["", " w4 w5 w6"]], 10)
+    eos, pad = tokenizer().eos_token_id, tokenizer().pad_token_id
+    assert rollouts.response_ids.shape == (2, 2, 4)
+    assert rollouts.response_mask.sum(-1).tolist() == [[3, 2], [1, 4]]
+    assert rollouts.response_ids[0, 1].tolist() == [tokenizer().convert_tokens_to_ids(" w3"), eos, pad, pad]
+    assert rollouts.ended.all()
+    assert rollouts.behaviour_logprobs is None
+    assert rollouts.version == 0
+
+
+def test_a_cut_completion_has_no_eos_and_has_not_ended():
+    rollouts = encode([[" w1 w2 w3", " w1 w2"]], 3)
+    assert rollouts.ended.tolist() == [[False, True]]
+    assert rollouts.response_mask.all()
+    assert rollouts.response_ids[0, 0, -1] == tokenizer().convert_tokens_to_ids(" w3")
+    assert rollouts.response_ids[0, 1, -1] == tokenizer().eos_token_id

@@ -1,0 +1,222 @@
+"""The embedded TL;DR: posts, references, tokenizer, and a gold score that is not cheaply fooled."""
+
+import random
+from statistics import mean
+
+import pytest
+
+from rlhf.config.task import Difficulty, TLDRMiniConfig
+from rlhf.tasks.tldr_mini import BY_NAME, FILLER, LEVELS, SLOTS, fill, make_post, make_reference
+from rlhf.tasks.tldr_mini_judge import (
+    POINTS,
+    fact_weights,
+    gold_score,
+    ideal_summary,
+    read_facts,
+    split_words,
+    title_slot,
+)
+
+QUERY = (
+    "SUBREDDIT: r/legaladvice\n\nTITLE: About my guitar\n\nPOST: My sister is to blame. They just sold "
+    "it without "
+    "asking. Ask any brother and they will agree. I love my guitar a lot. It happened last monday. We "
+    "were at the "
+    "gym. I was sick before friday. It was because of their wedding. Please be nice. Now I feel "
+    "furious. I wonder if "
+    "I should sue them.\n\nTL;DR:"
+)
+CLEAN = " Someone just sold my guitar last monday. Maybe I should sue them."
+
+
+def posts(count: int, difficulty: Difficulty = Difficulty.medium) -> list[tuple[str, str]]:
+    rng = random.Random(7)
+    made = [make_post(rng, LEVELS[difficulty]) for _ in range(count)]
+    return [(post.query, make_reference(rng, post)) for post in made]
+
+
+def test_no_value_is_a_word_of_a_template():
+    values = [value for slot in SLOTS for value in slot.values]
+    templates = [
+        text
+        for slot in SLOTS
+        for text in (*slot.facts, *slot.distractors, slot.title, slot.phrase, slot.vague)
+    ]
+    words = {word for text in (*templates, *FILLER) for word in split_words(text)}
+    assert len(values) == len(set(values))
+    assert not words & set(values)
+
+
+@pytest.mark.parametrize("difficulty", list(Difficulty))
+def test_facts_are_read_from_every_post_as_they_were_drawn(difficulty: Difficulty):
+    rng = random.Random(1)
+    for _ in range(300):
+        post = make_post(rng, LEVELS[difficulty])
+        assert read_facts(post.query) == post.facts
+
+
+@pytest.mark.parametrize("difficulty", list(Difficulty))
+def test_every_text_is_encoded_without_unknown_words_and_decoded_as_it_was(difficulty: Difficulty):
+    tokenizer = TLDRMiniConfig().tokenizer()
+    for query, reference in posts(300, difficulty):
+        for text in (query, reference, ideal_summary(query), query + reference):
+            ids = tokenizer(text)["input_ids"]
+            assert tokenizer.unk_token_id not in ids
+            assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens_are_three_different_ones():
+    tokenizer = TLDRMiniConfig().tokenizer()
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|padding|>")
+    assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}) == 3
+    assert tokenizer("<|endoftext|>")["input_ids"] == [tokenizer.eos_token_id]
+
+
+def test_medium_posts_and_references_are_of_the_planned_length():
+    tokenizer = TLDRMiniConfig().tokenizer()
+    prompts, references = zip(*posts(300), strict=True)
+    lengths = [len(ids) for ids in tokenizer(list(prompts))["input_ids"]]
+    assert max(lengths) <= 110
+    assert mean(lengths) > 80
+    assert max(len(ids) for ids in tokenizer(list(references))["input_ids"]) < 40
+    assert len(tokenizer) < 400
+
+
+def test_splits_are_disjoint_and_a_larger_one_begins_with_the_smaller():
+    def texts(split: str, **changes: int) -> list[str]:
+        source = TLDRMiniConfig(train_size=400, validation_size=300, test_size=300).source()
+        return list(source.prompts(split)["query"])
+
+    train, validation, test = texts("train"), texts("validation"), texts("test")
+    assert len({*train, *validation, *test}) == 1000
+    assert texts("train") == train
+    assert list(TLDRMiniConfig(train_size=500).source().prompts("train")["query"])[:400] == train
+    assert list(TLDRMiniConfig(train_size=400, data_seed=1).source().prompts("train")["query"]) != train
+
+
+def test_half_of_the_facts_and_the_one_in_the_title_are_relevant():
+    names = list(read_facts(QUERY))
+    weights = fact_weights(QUERY, names)
+    assert sum(weights.values()) == pytest.approx(POINTS)
+    assert {name for name in names if weights[name]} == {"deed", "when", "ask", "thing"}
+    assert weights["deed"] > weights["when"] > weights["ask"] > weights["thing"]
+    titled = fact_weights(QUERY.replace("About my guitar", "I feel furious"), names)
+    assert {name for name in names if titled[name]} == {"deed", "when", "ask", "thing", "feeling"}
+    other = fact_weights(QUERY.replace("r/legaladvice", "r/offmychest"), names)
+    assert {name for name in names if other[name]} == {"feeling", "why", "who", "when", "thing"}
+
+
+@pytest.mark.parametrize("difficulty", list(Difficulty))
+def test_the_title_slot_is_found(difficulty: Difficulty):
+    rng = random.Random(2)
+    for _ in range(100):
+        post = make_post(rng, LEVELS[difficulty])
+        assert title_slot(post.query) == post.title
+
+
+def test_a_clean_summary_of_the_relevant_facts_is_worth_nearly_all_points():
+    assert ideal_summary(QUERY) == CLEAN
+    assert 0.97 * POINTS < gold_score(QUERY, CLEAN) < POINTS
+
+
+@pytest.mark.parametrize("difficulty", list(Difficulty))
+def test_a_clean_summary_beats_nearly_every_reference(difficulty: Difficulty):
+    rows = posts(400, difficulty)
+    wins = mean(gold_score(query, ideal_summary(query)) > gold_score(query, text) for query, text in rows)
+    assert wins > 0.97
+
+
+def test_references_leave_most_of_the_points_and_vary():
+    scores = [gold_score(query, text) for query, text in posts(600)]
+    assert 0.15 * POINTS < mean(scores) < 0.35 * POINTS
+    assert len({round(score, 6) for score in scores}) > 300
+
+
+WORSE = {
+    "empty": "",
+    "vague": CLEAN.replace("last monday", "recently"),
+    "fact left out": CLEAN.replace(" last monday", ""),
+    "wrong value": CLEAN.replace("monday", "june"),
+    "distractor": CLEAN.replace("monday", "friday"),
+    "bare value": CLEAN.replace("last monday", "monday"),
+    "fact said twice": CLEAN + " Last monday.",
+    "summary said twice": CLEAN + CLEAN,
+    "summary said four times": CLEAN * 4,
+    "fact that does not matter": CLEAN.replace("monday", "monday at the gym"),
+    "the same vaguely": CLEAN.replace("monday", "monday somewhere"),
+    "who does not matter": CLEAN.replace("Someone", "My sister"),
+    "all facts": " My sister just sold my guitar last monday at the gym because of their wedding. I "
+    "feel furious. "
+    "Maybe I should sue them.",
+    "filler": CLEAN + " Please be nice.",
+    "sentence of the post": CLEAN + " Ask any brother and they will agree.",
+    "one stray word": CLEAN + " the",
+    "marks": CLEAN + "...",
+    "other order": " Maybe I should sue them. Someone just sold my guitar last monday.",
+    "vague and exact": CLEAN.replace("monday", "monday recently"),
+    "right and wrong": CLEAN.replace("last monday", "last monday last friday"),
+    "the post itself": QUERY.partition("POST:")[2].partition("\n")[0],
+}
+
+
+@pytest.mark.parametrize("case", WORSE)
+def test_every_flaw_costs(case: str):
+    assert gold_score(QUERY, WORSE[case]) < gold_score(QUERY, CLEAN) - 0.05
+
+
+def test_more_of_a_flaw_is_worse():
+    assert gold_score(QUERY, "") == 0.0
+    assert gold_score(QUERY, WORSE["wrong value"]) < gold_score(QUERY, WORSE["fact left out"])
+    assert gold_score(QUERY, WORSE["fact left out"]) < gold_score(QUERY, WORSE["vague"])
+    assert gold_score(QUERY, WORSE["distractor"]) == gold_score(QUERY, WORSE["wrong value"])
+    assert gold_score(QUERY, WORSE["summary said four times"]) < gold_score(QUERY, "")
+    assert gold_score(QUERY, WORSE["the post itself"]) < gold_score(QUERY, "")
+
+
+@pytest.mark.parametrize("slot", SLOTS[:6], ids=lambda slot: slot.name)
+def test_naming_every_value_of_a_slot_is_punished(slot):
+    if slot.name not in read_facts(QUERY):
+        pytest.skip("the post has no such fact")
+    listed = " " + " ".join(fill(slot.phrase, value) for value in slot.values)
+    assert gold_score(QUERY, listed) < -POINTS
+
+
+def test_values_without_sentences_earn_less_than_half():
+    bag = " ".join(read_facts(QUERY).values())
+    assert gold_score(QUERY, bag) < 0.5 * gold_score(QUERY, CLEAN)
+
+
+def test_a_fact_outside_its_phrase_earns_less_than_in_it_but_more_than_nothing():
+    nothing, bare, framed = (
+        gold_score(QUERY, f" Someone just sold my guitar{when}.") for when in ("", " monday", " last monday")
+    )
+    assert framed - nothing > 2 * (bare - nothing) > 0
+
+
+def test_beyond_four_words_a_fact_every_word_costs_more():
+    costs = [
+        gold_score(QUERY, CLEAN + " the" * count) - gold_score(QUERY, CLEAN + " the" * (count + 1))
+        for count in (0, 40)
+    ]
+    assert costs[1] > 2 * costs[0]
+
+
+def test_numbers_lose_credit_with_their_distance():
+    stated = "It was worth 500 dollars"
+    query = QUERY.replace("Please be nice", stated).replace("About my guitar", stated)
+    scores = [
+        gold_score(query, f" Someone just sold my stuff worth {said} dollars.")
+        for said in (500, 350, 250, 50)
+    ]
+    assert scores == sorted(scores, reverse=True)
+    assert len(set(scores)) == 4
+
+
+def test_no_half_sentence_of_the_answer_beats_the_whole():
+    words = CLEAN.split()
+    scores = [gold_score(QUERY, " " + " ".join(words[:end])) for end in range(len(words) + 1)]
+    assert max(scores) == scores[-1]
+
+
+def test_slots_are_named_once():
+    assert len(BY_NAME) == len(SLOTS)

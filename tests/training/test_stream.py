@@ -1,0 +1,84 @@
+"""Requests and loads are first in, first out, and at most `max_lag` later requests are in flight."""
+
+import itertools
+
+import pytest
+import torch
+
+from rlhf.core.batch import Prompts, Rollouts, Sampling
+from rlhf.core.metrics import Timer
+from rlhf.generators.generator import finished
+from rlhf.training.stream import Stream
+
+
+class FakeGenerator:
+    def __init__(self):
+        self.version, self.requests = 0, []
+
+    def submit(self, prompts, sampling):
+        self.requests.append(sampling.request)
+        tokens = torch.full((1, 1, 1), sampling.request)
+        return finished(
+            prompts.extend(
+                Rollouts,
+                response_ids=tokens,
+                response_mask=tokens > -1,
+                ended=torch.ones(1, 1, dtype=torch.bool),
+                version=self.version,
+            )
+        )
+
+    def load(self, weights, version):
+        self.version = version
+
+
+def prompts(start, count):
+    for row in range(start, start + count):
+        ids = torch.tensor([[row]])
+        yield Prompts(
+            index=torch.tensor([row]), texts=[""], references=[""], prompt_ids=ids, prompt_mask=ids > -1
+        )
+
+
+def sampling(request=0):
+    return Sampling(samples=1, temperature=1.0, response_length=1, purpose="train", request=request)
+
+
+def train(stream, generator, updates, version=0):
+    """What the loop does with a stream; returns (row, version that sampled, requests made by then)."""
+    seen = []
+    for rollouts in itertools.islice(stream, updates):
+        seen.append((int(rollouts.index), rollouts.version, len(generator.requests)))
+        version += 1
+        generator.load(None, version)
+    return seen
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 5])
+def test_batch_t_is_sampled_by_version_max_0_t_minus_lag(lag):
+    generator = FakeGenerator()
+    seen = train(Stream(generator, prompts(0, 6), sampling(), lag, Timer()), generator, 6)
+    assert [(row, version) for row, version, _ in seen] == [(t, max(0, t - lag)) for t in range(6)]
+    assert [made for _, _, made in seen] == [min(6, t + 1 + lag) for t in range(6)]
+
+
+def test_the_stream_ends_with_its_prompts():
+    assert len(list(Stream(FakeGenerator(), prompts(0, 3), sampling(), 2, Timer()))) == 3
+
+
+def test_a_resumed_stream_goes_on_with_what_was_in_flight():
+    generator = FakeGenerator()
+    whole = train(Stream(generator, prompts(0, 6), sampling(), 2, Timer()), generator, 6)
+
+    generator = FakeGenerator()
+    stream = Stream(generator, prompts(0, 6), sampling(), 2, Timer())
+    first = train(stream, generator, 3)
+    kept = stream.in_flight()
+    generator = FakeGenerator()
+    generator.load(None, 3)
+    done = 3 + len(kept)
+    stream = Stream(generator, prompts(done, 6 - done), sampling(done), 2, Timer(), kept)
+    second = train(stream, generator, 3, version=3)
+
+    assert [s[:2] for s in first + second] == [s[:2] for s in whole]
+    assert generator.requests == list(range(done, 6))
