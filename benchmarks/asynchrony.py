@@ -1,16 +1,19 @@
-"""What asynchrony saves: a Markdown table of finished runs that differ in generator, lag, threads and seed.
+"""Print how much time asynchronous training saves, as a Markdown table of finished runs.
 
     python -m rlhf.train -m generator=hf,vllm schedule.max_lag=0,1 seed=1
     python -m rlhf.train generator=hf backend.threads=1 output_dir=outputs/one-core
     python -m rlhf.train generator=vllm backend.threads=1 generator.threads=1 output_dir=outputs/one-core
     python benchmarks/asynchrony.py outputs/tldr_mini-pythia-dpo-* outputs/one-core/*
 
-Seconds are sums over the updates of a run, means over seeds. With lag 0 the sides take turns on the cores
-named; with a lag each has half of the machine's. `against all cores` is the time over that of the
-synchronous run on the whole machine: what asynchrony wins. `against equal cores` is that over the run with
-one core, so on a machine with two: how well the sides overlap. `ideal` is what the latter would be at best,
-max(g, t) / (g + t) by the timings of that run with one core: g is generating and, where rollouts are
-annotated ahead, scoring and annotating too; t is the rest.
+The runs may differ in generator, lag, number of threads and seed. Seconds are sums over the updates of a run,
+averaged over seeds. With lag 0, trainer and generator take turns on the given number of cores; with a larger
+lag each has half of the cores.
+
+vs. all cores     time divided by the time of the synchronous run on all cores
+vs. equal cores   time divided by the time of the synchronous run with `backend.threads=1`
+ideal             the best possible value of the previous column: max(g, t) / (g + t), from the synchronous
+                  run with one thread; g: generating and, with an annotator process, scoring and annotating;
+                  t: the rest
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ from rlhf.runs.folder import RunFolder
 
 KEYS = "generator.name", "schedule.max_lag", "backend.threads"
 COLUMNS = (
-    *("generator", "max_lag", "cores", "seeds", "win-rate", "KL", "updates, s", "of it waiting"),
-    *("generating", "annotating ahead", "rest", "against all cores", "against equal cores", "ideal"),
+    *("generator", "max_lag", "cores", "seeds", "win rate", "KL", "updates, s", "waiting, s"),
+    *("generating, s", "annotating ahead, s", "rest, s", "vs. all cores", "vs. equal cores", "ideal"),
 )
 
 
 def main(folders: list[str]) -> None:
-    """Print the table."""
+    """Print the table of the finished runs among `folders`."""
     runs: dict[tuple[str, int, int | None], list[dict[str, float]]] = {}  # by KEYS
     for folder in map(Path, folders):
         if RunFolder(folder).finished():
@@ -60,19 +63,24 @@ def main(folders: list[str]) -> None:
 
 
 def means(runs: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each figure over runs; nothing of none."""
+    """Return the mean of each value over runs; empty if there is no run."""
     return {name: mean(run[name] for run in runs) for name in runs[0]} if runs else {}
 
 
 def ideal(synchronous: dict[str, float], ahead: bool) -> float:
-    """What is left of a synchronous run's time where the shorter side is hidden altogether."""
+    """Return the share of a synchronous run's time that remains with perfect overlap.
+
+    Args:
+        synchronous: seconds of the synchronous run.
+        ahead: whether scoring and annotating run in parallel with training.
+    """
     moved = synchronous["score"] + synchronous["annotate"] if ahead else 0.0
     parts = synchronous["wait"] + moved, synchronous["rest"] - moved
     return max(parts) / sum(parts)
 
 
 def seconds(run: Run) -> dict[str, float]:
-    """Seconds of all updates of a run by what they went into; `rest` is what the trainer did not wait."""
+    """Return the seconds of all updates of a run by phase; `rest`: the trainer does not wait."""
     names = ("update", "wait", "generate", "score", "annotate", "annotate_ahead")
     total = {name: run.seconds(name) for name in names}
     return {**total, "rest": total["update"] - total["wait"]}

@@ -1,16 +1,17 @@
-"""How the CPU cost of an update grows: with prompts, samples, lengths, vocabulary, width and layers.
+"""Measure how the CPU cost of an update grows with batch size, lengths and model size.
 
-    python -m benchmarks.growth                                        all of it: some minutes on one core
-    python -m benchmarks.growth --axis samples response                some axes again; the others stay
-    python -m benchmarks.growth --draw                                 chart and table of what was measured
+    python -m benchmarks.growth                             measure all axes: some minutes on one core
+    python -m benchmarks.growth --axis samples response     measure some axes again, keep the others
+    python -m benchmarks.growth --draw                      draw chart and table from earlier measurements
 
-One of these is varied at a time around `BASE`. An update is RLOO with reference and reward model of the
-policy's shape, one optimizer step, one thread, as in benchmarks/against_trl. Each point is a process; its
-figures are the least CPU-seconds, user and system, of a phase over some updates behind a first one.
+One size is varied at a time around `BASE`. An update is RLOO with a reference and a reward model of the
+policy's shape, one optimizer step and one thread, as in benchmarks/against_trl. Each point runs in its own
+process. Its value is the minimum over some updates, after a warm-up update, of the CPU-seconds (user and
+system) of each phase.
 
-Beside each figure stands the work: multiply-adds of the matrix products of the phase, counted by `work`. An
-exponent is the slope in log-log. A phase whose exponent is above that of its work grows faster than it has
-to: `FLAG` marks it. At small sizes what an update costs whatever its size makes exponents smaller.
+For comparison the table gives the work of each phase, in multiply-adds (`work`). An exponent is a slope in
+log-log. `FLAG` marks a phase whose exponent is higher than the exponent of its work. Fixed costs of small
+updates reduce the exponents.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HU
 from benchmarks.against_trl.meter import PHASES, Meter  # noqa: E402
 
 FIGURES = Path(__file__).parents[1] / "docs/figures"
-FLAG, TOLERANCE = "**", 0.15  # of an exponent
-UPDATES = 4  # measured, behind a first one
+FLAG, TOLERANCE = "**", 0.15  # TOLERANCE: excess of an exponent over that of the work
+UPDATES = 4  # measured updates, after one warm-up update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,33 +43,34 @@ class Point:
 
     prompts: int = 8  # N
     samples: int = 4  # K
-    prompt: int = 64  # tokens of each
-    response: int = 32  # tokens: the models never end one
-    vocabulary: int = 4096  # words
-    hidden_size: int = 128  # heads of 32
+    prompt: int = 64  # tokens per prompt
+    response: int = 32  # tokens per response; the models never sample the end token
+    vocabulary: int = 4096  # tokens in the vocabulary
+    hidden_size: int = 128  # head size 32
     layers: int = 4
 
 
 BASE = Point()
-AXES = {  # name of the field -> what it is, and its values
+AXES = {  # field of Point -> label, and values
     "prompts": ("prompts (N)", (4, 8, 16, 32, 64)),
-    "samples": ("samples of a prompt (K)", (2, 4, 8, 16, 32, 64, 128)),
-    "prompt": ("tokens of a prompt", (32, 64, 128, 256, 512)),
-    "response": ("tokens of a response", (16, 32, 64, 128, 256)),
-    "vocabulary": ("words of the vocabulary", (1024, 4096, 16384, 65536)),
-    "hidden_size": ("width of the model", (64, 128, 256, 512)),
-    "layers": ("layers of the model", (2, 4, 8, 16)),
+    "samples": ("samples per prompt (K)", (2, 4, 8, 16, 32, 64, 128)),
+    "prompt": ("tokens per prompt", (32, 64, 128, 256, 512)),
+    "response": ("tokens per response", (16, 32, 64, 128, 256)),
+    "vocabulary": ("vocabulary size", (1024, 4096, 16384, 65536)),
+    "hidden_size": ("model width", (64, 128, 256, 512)),
+    "layers": ("layers", (2, 4, 8, 16)),
 }
 
 
 def work(point: Point) -> dict[str, float]:
-    """Multiply-adds of each phase: a prompt is encoded once for its samples, attention reads what is there.
+    """Return the multiply-adds of each phase.
 
-    Not counted: choosing tokens, norms and activations (linear in tokens, in vocabulary or width).
+    A prompt is encoded once for its K samples. Not counted: selection of tokens, norms and activations, which
+    are linear in the number of tokens and in vocabulary or width.
     """
     N, K, P, T = point.prompts, point.samples, point.prompt, point.response
     d, V, L = point.hidden_size, point.vocabulary, point.layers
-    weights = 12 * d * d * L  # of a token: queries, keys, values, output and a feed-forward of 4 d
+    weights = 12 * d * d * L  # per token: queries, keys, values, output, feed-forward layer of width 4 d
 
     def attention(queries: float, keys: float) -> float:
         return 2 * d * L * queries * keys
@@ -77,12 +79,12 @@ def work(point: Point) -> dict[str, float]:
     responses = N * K * (T * weights + attention(T, P + T))
     steps = N * K * (T * weights + attention(T, P + T / 2))
     head = N * K * T * d * V
-    optimizer = 10 * (weights + 2 * d * V)  # of AdamW, an operation like a multiply-add
+    optimizer = 10 * (weights + 2 * d * V)  # AdamW: about 10 operations per parameter
     return {
         "generate": prompts + steps + head,
         "score": prompts + responses,
         "reference": prompts + responses + head,
-        "train": 3 * (prompts + responses) + 4 * head + optimizer,  # the head's logits are computed twice
+        "train": 3 * (prompts + responses) + 4 * head + optimizer,  # the logits are computed twice
     }
 
 
@@ -90,25 +92,25 @@ def work(point: Point) -> dict[str, float]:
 
 
 class Updates(Meter):
-    """Keeps what each update spent on each phase."""
+    """A meter that records the cumulative CPU-seconds of each phase after every update."""
 
     def __init__(self) -> None:
         super().__init__(warmup=1)
         self.totals: list[dict[str, float]] = []
 
     def update_ended(self) -> None:
-        """As there."""
+        """Record the CPU-seconds so far, then continue as `Meter`."""
         super().update_ended()
         self.totals.append({phase: cpu for phase, (cpu, _) in self.spent.items()})
 
     def least(self) -> dict[str, float]:
-        """CPU-seconds of each phase in the update where they were least."""
-        steps = list(zip(self.totals, self.totals[1:], strict=False))  # the first is where counting began
+        """Return the CPU-seconds of each phase, minimum over the measured updates."""
+        steps = list(zip(self.totals, self.totals[1:], strict=False))  # the first entry: end of the warm-up
         return {phase: min(after[phase] - before[phase] for before, after in steps) for phase in PHASES}
 
 
 def measure(point: Point) -> dict[str, float]:
-    """CPU-seconds of each phase; in this process, where no other point was measured."""
+    """Return the CPU-seconds of each phase. The process must not have measured another point before."""
     import torch
 
     from benchmarks.against_trl.ours import carry_out
@@ -119,12 +121,12 @@ def measure(point: Point) -> dict[str, float]:
         make(point, Path(folder))
         carry_out(overrides(point, Path(folder)), point.samples, meter)
     expected = point.prompts * point.samples * point.response * UPDATES
-    assert meter.counts["response_tokens"] == expected, "responses do not have full length"
+    assert meter.counts["response_tokens"] == expected, "a response does not have full length"
     return meter.least()
 
 
 def make(point: Point, folder: Path) -> None:
-    """Models with random weights, and the prompts of an update."""
+    """Write models with random weights, and the prompts of one update, to `folder`."""
     import torch
     import transformers
 
@@ -144,10 +146,8 @@ def make(point: Point, folder: Path) -> None:
     for name, model in (("policy", new_policy(shape)), ("reward", new_reward(shape))):
         tokenizer.save_pretrained(folder / name)
         model.save_pretrained(folder / name)
-    draw, words = Random(0), range(len(SPECIAL), shape.vocabulary)
-    texts = [
-        " ".join(f"w{i}" for i in draw.choices(words, k=point.prompt)) + " " for _ in range(point.prompts)
-    ]
+    draw, ids = Random(0), range(len(SPECIAL), shape.vocabulary)
+    texts = [" ".join(f"w{i}" for i in draw.choices(ids, k=point.prompt)) + " " for _ in range(point.prompts)]
     rows = [json.dumps({"query": text, "reference_response": ""}) + "\n" for text in texts]
     (folder / "data").mkdir()
     for split in ("train", "validation"):
@@ -155,7 +155,7 @@ def make(point: Point, folder: Path) -> None:
 
 
 def overrides(point: Point, folder: Path) -> list[str]:
-    """The command line of the run."""
+    """Return the command-line arguments of the run."""
     episodes = point.prompts * point.samples
     return [
         *("algo=rloo", f"algo.samples_per_prompt={point.samples}", "model=pythia"),
@@ -172,7 +172,8 @@ def overrides(point: Point, folder: Path) -> list[str]:
 
 
 def measured(axes: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """The points of some axes, each in a process that is forked from one which has the imports."""
+    """Measure the points of some axes, each in a process forked from one that has done the imports."""
+    import rlhf.stages.run  # noqa: F401
     from benchmarks.against_trl import materials, ours  # noqa: F401
 
     seen: dict[Point, dict[str, float]] = {}
@@ -191,7 +192,7 @@ def measured(axes: list[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def quietly(point: Point) -> dict[str, float]:
-    """`measure`, without what the run prints."""
+    """Return `measure(point)` without the output of the run."""
     from contextlib import redirect_stdout
     from io import StringIO
 
@@ -199,11 +200,11 @@ def quietly(point: Point) -> dict[str, float]:
         return measure(point)
 
 
-# -- what is made of it --------------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------------
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """The exponent of y ~ x^e, by least squares of the logarithms."""
+    """Return the exponent e of y ~ x^e, by least squares of the logarithms."""
     xs, ys = ([math.log(value) for value in values] for values in zip(*points, strict=True))
     x, y = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
@@ -211,7 +212,7 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Exponent:
-    """How a phase grows with an axis, and how its work does: over all values, and over the last two."""
+    """Exponents of a phase and of its work along an axis: over all values, and over the last two."""
 
     all: float
     end: float
@@ -220,13 +221,13 @@ class Exponent:
 
     @staticmethod
     def of(points: list[dict[str, Any]], phase: str) -> Exponent:
-        """From the points of an axis."""
+        """Return the exponents of `phase` from the points of an axis."""
         spent, done = ([(p["value"], p[name][phase]) for p in points] for name in ("cpu_s", "work"))
         return Exponent(slope(spent), slope(spent[-2:]), slope(done), slope(done[-2:]))
 
     @property
     def too_fast(self) -> bool:
-        """Whether the phase grows faster than its work, at the largest values."""
+        """Whether the phase grows faster than its work between the two largest values."""
         return self.end > self.work_end + TOLERANCE
 
     def __str__(self) -> str:
@@ -235,7 +236,7 @@ class Exponent:
 
 
 def table(axes: dict[str, list[dict[str, Any]]]) -> str:
-    """Exponents as Markdown: over all values, over the last two, and in brackets those of the work."""
+    """Return a Markdown table of exponents over all values and the last two (work in parentheses)."""
     lines = [f"| | from | to | {' | '.join(PHASES)} |", "|---|--:|--:|" + "--:|" * len(PHASES)]
     for axis, (name, _) in AXES.items():
         if points := axes.get(axis):
@@ -246,7 +247,7 @@ def table(axes: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def draw(axes: dict[str, list[dict[str, Any]]], file: Path) -> None:
-    """A chart for each axis: CPU-seconds of the phases, and dotted their work, scaled to the last point."""
+    """Draw one chart per axis: CPU-seconds of the phases; dotted: their work, scaled to the last point."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -263,7 +264,7 @@ def draw(axes: dict[str, list[dict[str, Any]]], file: Path) -> None:
             (line,) = place.plot(values, spent, marker="o", markersize=4, label=phase)
             scaled = [spent[-1] * each / done[-1] for each in done]
             place.plot(values, scaled, linestyle=":", color=line.get_color())
-        place.set(xscale="log", yscale="log", xlabel=name, ylabel="CPU-seconds of an update")
+        place.set(xscale="log", yscale="log", xlabel=name, ylabel="CPU-seconds per update")
         place.xaxis.set_major_formatter(ScalarFormatter())
         place.xaxis.set_minor_formatter(NullFormatter())
         place.xaxis.set_minor_locator(NullLocator())
@@ -277,7 +278,7 @@ def draw(axes: dict[str, list[dict[str, Any]]], file: Path) -> None:
     last.text(
         0,
         0.45,
-        f"what is not varied:\n{base}\n\ndotted: growth of the work",
+        f"fixed sizes:\n{base}\n\ndotted: growth of the work",
         va="top",
         transform=last.transAxes,
     )
@@ -285,24 +286,29 @@ def draw(axes: dict[str, list[dict[str, Any]]], file: Path) -> None:
 
 
 def main() -> None:
-    """Read the command line, measure, draw."""
+    """Parse the command line, measure, and draw the chart."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--axis", nargs="+", choices=AXES, default=list(AXES))
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
-    parser.add_argument("--out", type=Path, default=FIGURES / "growth.json", help="the chart lies beside it")
-    words = parser.parse_args()
-    kept = json.loads(words.out.read_text()) if words.out.exists() else {"axes": {}}
-    if not words.draw:
+    parser.add_argument("--axis", nargs="+", choices=AXES, default=list(AXES), help="default: all")
+    parser.add_argument("--draw", action="store_true", help="draw earlier measurements, measure nothing")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=FIGURES / "growth.json",
+        help="JSON file of the measurements; the chart is written next to it",
+    )
+    args = parser.parse_args()
+    kept = json.loads(args.out.read_text()) if args.out.exists() else {"axes": {}}
+    if not args.draw:
         import torch
 
-        axes = {**kept["axes"], **measured(words.axis)}
+        axes = {**kept["axes"], **measured(args.axis)}
         about = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
         kept = {"unit": "CPU-seconds of an update", "base": asdict(BASE), **about, "axes": axes}
-        words.out.parent.mkdir(parents=True, exist_ok=True)
-        words.out.write_text(json.dumps(kept, indent=1) + "\n")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(kept, indent=1) + "\n")
     print(table(kept["axes"]))
-    draw(kept["axes"], words.out.with_suffix(".png"))
+    draw(kept["axes"], args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""The loop as a simulation: what an update takes with n generators and a lag, by the seconds of its phases.
+"""Simulate the training loop: predict the time of an update for n generators, a lag and given phase times.
 
-    python -m benchmarks.schedule outputs/<run>              what the run took, and what is predicted
-    python -m benchmarks.schedule outputs/<run> --sweep      its phases with other generators and lags
-    python -m benchmarks.schedule --generate 16 --train 1    the same for phases of your own, in seconds
-    python -m benchmarks.schedule --figure docs/figures/schedule.png    from 1 to 1000 generators
+    python -m benchmarks.schedule outputs/<run>                         compare a run with its prediction
+    python -m benchmarks.schedule outputs/<run> --sweep                 other generators and lags for a run
+    python -m benchmarks.schedule --generate 16 --train 1               the same for given phase times
+    python -m benchmarks.schedule --figure docs/figures/schedule.png    chart for 1 to 1000 generators
 
-`simulate` does what the loop does, in events: the trainer keeps `max_lag` later requests under way and waits
-for the oldest; request t goes to generator t mod n, which takes newer weights over first; an annotator works
-off what comes back in the order in which it comes. `period` says in closed form what that settles to where
-all batches take the same.
+`simulate` is an event simulation. The trainer keeps at most `max_lag` later requests in flight and waits for
+the oldest request. Request t goes to generator t mod n, which first loads newer weights. The annotator
+processes finished requests in the order of their completion. `period` is the closed form of the steady state
+if all batches take the same time.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from rlhf.report.runs import Run, read_run
 class Batch:
     """Seconds of the phases of one update."""
 
-    generate: float  # of a generator
-    train: float  # of the trainer: scores and log-probs of its own, optimizer steps, copying of weights
-    annotate: float = 0.0  # of the annotator's process
-    load: float = 0.0  # of a generator, to take new weights over
+    generate: float  # generator: sampling
+    train: float  # trainer: its own scores and log-probs, optimizer steps, copying of weights
+    annotate: float = 0.0  # annotator process
+    load: float = 0.0  # generator: loading new weights
 
 
 # -- the simulation --------------------------------------------------------------------------------
@@ -43,48 +43,48 @@ class Batch:
 
 @dataclass(slots=True)
 class Timeline:
-    """What happened when, in seconds, by request or update from 0."""
+    """Events of a simulation in seconds, by request or update (both from 0)."""
 
-    generator: list[int] = field(default_factory=list)  # which sampled
-    version: list[int] = field(default_factory=list)  # by which weights
-    sampled: list[tuple[float, float]] = field(default_factory=list)  # from, to; loads are not counted
+    generator: list[int] = field(default_factory=list)  # the generator of each request
+    version: list[int] = field(default_factory=list)  # the version of its weights
+    sampled: list[tuple[float, float]] = field(default_factory=list)  # start, end; without loading weights
     annotated: list[tuple[float, float]] = field(default_factory=list)
     trained: list[tuple[float, float]] = field(default_factory=list)
 
     def seconds(self, first: int = 0, last: int = -1) -> float:
-        """Seconds from the end of update `first` to the end of update `last`."""
+        """Return the seconds from the end of update `first` to the end of update `last`."""
         return self.trained[last][1] - self.trained[first][1]
 
     def waiting(self, first: int = 0, last: int = -1) -> float:
-        """The share of that time that the trainer waits."""
+        """Return the share of that time in which the trainer waits."""
         last %= len(self.trained)
         worked = sum(end - start for start, end in self.trained[first + 1 : last + 1])
         return 1 - worked / self.seconds(first, last)
 
     def idle(self, generators: int, first: int = 0, last: int = -1) -> float:
-        """The share of that time that the generators sample nothing."""
+        """Return the share of that time in which a generator is idle, averaged over the generators."""
         low, high = self.trained[first][1], self.trained[last][1]
         busy = sum(max(0.0, min(end, high) - max(start, low)) for start, end in self.sampled)
         return 1 - busy / (generators * (high - low))
 
 
 class Loop:
-    """The loop, its generators and its annotator, in simulated time."""
+    """The trainer, the generators and the annotator in simulated time."""
 
     def __init__(self, batches: Sequence[Batch], generators: int, lag: int) -> None:
         self.batches, self.lag = batches, lag
         self.timeline = Timeline()
         self.events: list[tuple[float, int, Callable[[float, int], None], int]] = []
-        self.order = count()  # of events at the same time
-        self.asked = self.update = 0  # requests made, updates done
+        self.order = count()  # breaks ties between events at the same time
+        self.asked = self.update = 0  # requests submitted, updates finished
         self.queues: list[deque[int]] = [deque() for _ in range(generators)]
-        self.holds: list[int | None] = [None] * generators  # the version that each has
+        self.versions: list[int | None] = [None] * generators  # version of the weights in each generator
         self.to_annotate: deque[int] = deque()
-        self.ready: set[int] = set()  # batches that can be trained on
-        self.waits = False  # the trainer, for the oldest request
+        self.ready: set[int] = set()  # batches that are ready for training
+        self.waits = False  # whether the trainer waits for the oldest request
 
     def run(self) -> Timeline:
-        """Carry out all updates."""
+        """Simulate all updates and return their timeline."""
         blank = [(math.nan, math.nan)] * len(self.batches)
         made = self.timeline
         made.sampled, made.annotated, made.trained = list(blank), list(blank), list(blank)
@@ -95,11 +95,11 @@ class Loop:
         return made
 
     def at(self, time: float, event: Callable[[float, int], None], number: int) -> None:
-        """Have something happen."""
+        """Schedule an event."""
         heappush(self.events, (time, next(self.order), event, number))
 
     def next_batch(self, now: float, update: int) -> None:
-        """The trainer asks for more, as `rlhf.stream.Stream` does, and takes the oldest batch."""
+        """Submit requests as `rlhf.training.stream.Stream` does, then train on the oldest batch or wait."""
         while self.asked < len(self.batches) and self.asked <= update + self.lag:
             request, generator = self.asked, self.asked % len(self.queues)
             self.asked += 1
@@ -114,18 +114,18 @@ class Loop:
             self.waits = update < len(self.batches)
 
     def sample(self, now: float, generator: int) -> None:
-        """A generator begins with the first request of its queue."""
+        """Start the first request in the queue of a generator."""
         request = self.queues[generator][0]
         version = self.timeline.version[request]
-        if self.holds[generator] != version:
+        if self.versions[generator] != version:
             now += self.batches[request].load
-            self.holds[generator] = version
+            self.versions[generator] = version
         end = now + self.batches[request].generate
         self.timeline.sampled[request] = (now, end)
         self.at(end, self.answered, request)
 
     def answered(self, now: float, request: int) -> None:
-        """A generator is done with a request."""
+        """Finish a request of a generator and pass it to the annotator."""
         generator = self.timeline.generator[request]
         self.queues[generator].popleft()
         if self.queues[generator]:
@@ -135,14 +135,14 @@ class Loop:
             self.annotate(now)
 
     def annotate(self, now: float) -> None:
-        """The annotator begins with what came back first."""
+        """Start the first request in the queue of the annotator."""
         request = self.to_annotate[0]
         end = now + self.batches[request].annotate
         self.timeline.annotated[request] = (now, end)
         self.at(end, self.finished, request)
 
     def finished(self, now: float, request: int) -> None:
-        """A batch can be trained on."""
+        """Finish annotating a request; train on it if the trainer waits for it."""
         self.to_annotate.popleft()
         if self.to_annotate:
             self.annotate(now)
@@ -151,7 +151,7 @@ class Loop:
             self.train(now, request)
 
     def train(self, now: float, update: int) -> None:
-        """The trainer begins with a batch."""
+        """Start the update on a batch."""
         self.waits = False
         self.ready.remove(update)
         end = now + self.batches[update].train
@@ -161,15 +161,15 @@ class Loop:
 
 
 def simulate(batches: Sequence[Batch], generators: int, lag: int) -> Timeline:
-    """What happens when `batches` are trained on, from the moment when all generators are there."""
+    """Return the timeline of training on `batches`. All generators are ready at time 0."""
     return Loop(batches, generators, lag).run()
 
 
 def period(batch: Batch, generators: int, lag: int) -> float:
-    """Seconds of an update where all take the same, when they have settled.
+    """Return the seconds of an update in the steady state if all updates take the same time.
 
-    Each bound is a circle of things that wait for one another: the trainer for itself, the annotator for
-    itself, a generator for its request of n before, and all of them for the weights of `lag` + 1 before.
+    The result is the largest of four bounds: the trainer, the annotator, a generator that gets every n-th
+    request, and a full round of all three, of which `lag` + 1 can overlap.
     """
     sampling = batch.load + batch.generate
     around = sampling + batch.annotate + batch.train
@@ -177,7 +177,7 @@ def period(batch: Batch, generators: int, lag: int) -> float:
 
 
 def least_lag(batch: Batch, generators: int) -> int:
-    """The least lag with which more lag makes no update faster."""
+    """Return the smallest lag beyond which a larger lag does not make updates faster."""
     sampling = batch.load + batch.generate
     best = max(batch.train, batch.annotate, sampling / generators)
     return max(0, math.ceil((sampling + batch.annotate + batch.train) / best - 1e-9) - 1)
@@ -187,11 +187,11 @@ def least_lag(batch: Batch, generators: int) -> int:
 
 
 def of_run(run: Run) -> list[Batch]:
-    """The phases of the updates of a run."""
+    """Return the phase times of the updates of a run."""
     rows = run.trained
     if [row["update"] for row in rows] != list(range(1, len(rows) + 1)):
         sys.exit(f"error: {run.folder} must have a row for each update; run it with schedule.log_every=1")
-    load = mean(row.get("time/load_s", 0.0) for row in rows)  # which request it was for is not known
+    load = mean(row.get("time/load_s", 0.0) for row in rows)  # not recorded per request
     own = ("score", "annotate", "train", "sync")
     return [
         Batch(
@@ -205,10 +205,10 @@ def of_run(run: Run) -> list[Batch]:
 
 
 def varied(batch: Batch, spread: float, number: int = 4000, seed: int = 0) -> list[Batch]:
-    """Batches whose sampling takes longer or shorter: lognormal, `spread` is its deviation over its mean."""
+    """Return batches with lognormal sampling times; `spread` is standard deviation divided by mean."""
     draw, sigma = Random(seed), math.sqrt(math.log1p(spread**2))
     factors = [draw.lognormvariate(-(sigma**2) / 2, sigma) for _ in range(number)]
-    scale = number / sum(factors)  # the mean is that of `batch`
+    scale = number / sum(factors)  # keeps the mean of `batch`
     return [replace(batch, generate=batch.generate * factor * scale) for factor in factors]
 
 
@@ -216,14 +216,14 @@ def varied(batch: Batch, spread: float, number: int = 4000, seed: int = 0) -> li
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """As Markdown."""
+    """Return a Markdown table."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["--:"] * len(columns), *rows))
 
 
 def compared(folders: Sequence[Path]) -> str:
-    """What runs took, and what is predicted for them by the phases that they measured, batch by batch.
+    """Return a table of measured and predicted times of runs, from the phase times of each batch.
 
-    Both are counted from the end of the first update on, which waits for processes that start.
+    Both count from the end of the first update, because the first update waits for processes to start.
     """
     found = []
     for run in map(read_run, folders):
@@ -244,41 +244,41 @@ def compared(folders: Sequence[Path]) -> str:
 
 
 def sweep(batches: Sequence[Batch], generators: Sequence[int], lags: Sequence[int]) -> str:
-    """What an update takes with each of `generators` and `lags`."""
+    """Return a table of the time of an update for each number of generators and each lag."""
     rows = []
     for n in generators:
         for lag in lags:
             if n > lag + 1:
-                continue  # the others never have a request
+                continue  # the remaining generators never get a request
             made, first, last = settled(batches, n, lag)
             shares = made.waiting(first, last), made.idle(n, first, last)
             each = made.seconds(first, last) / (last - first)
             rows.append([str(n), str(lag), f"{each:.4g}", *(f"{share:.1%}" for share in shares)])
-    return table(["generators", "max_lag", "an update, s", "trainer waits", "generators idle"], rows)
+    return table(["generators", "max_lag", "time per update, s", "trainer waits", "generators idle"], rows)
 
 
 def settled(batches: Sequence[Batch], generators: int, lag: int) -> tuple[Timeline, int, int]:
-    """A simulation of batches that are drawn from `batches`, and the updates between which it is settled."""
+    """Simulate batches drawn from `batches`; return the timeline and the bounds of its steady state."""
     first = 4 * (generators + lag) + (1000 if len(batches) > 1 else 0)
-    # What repeats is the turn of the generators or, where they wait for weights, that of the lag.
+    # The period of the steady state is the number of generators, or lag + 1 if they wait for weights.
     usual = mean(batch.load + batch.generate for batch in batches) / generators
     around = mean(batch.load + batch.generate + batch.annotate + batch.train for batch in batches) / (lag + 1)
     turn = generators if usual >= around else lag + 1
     last = first + -(-2 * first // turn) * turn
     drawn = Random(0).choices(
         batches, k=last + generators + lag + 1
-    )  # beyond it, so that nobody is out of work
+    )  # more batches than needed, so that no process runs out of work
     return simulate(drawn, generators, lag), first, last
 
 
 def seconds(batches: Sequence[Batch], generators: int, lag: int) -> float:
-    """Seconds of an update, settled."""
+    """Return the seconds of an update in the steady state."""
     made, first, last = settled(batches, generators, lag)
     return made.seconds(first, last) / (last - first)
 
 
 def least_lag_found(batches: Sequence[Batch], generators: int, best: float, within: float) -> int | None:
-    """The least lag with which an update takes at most `best` x (1 + within), by simulation."""
+    """Return the smallest simulated lag with an update of at most `best` x (1 + within); None: not found."""
     low, high = 0, 4
     while seconds(batches, generators, high) > best * (1 + within):
         low, high = high + 1, 2 * high
@@ -297,11 +297,11 @@ def least_lag_found(batches: Sequence[Batch], generators: int, best: float, with
 
 RATIOS = (1, 4, 16, 64, 256, 1000)  # seconds of sampling over seconds of training
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
-SPREAD, WITHIN = 0.3, 0.05  # of the sampling times of a second set of batches; and how near is near enough
+SPREAD, WITHIN = 0.3, 0.05  # spread of uneven sampling times; tolerance of the lag search
 
 
 def ratios() -> str:
-    """For each ratio: what asynchrony gives, and what it needs; a training update is the unit of time."""
+    """Return a table of update times and lags for each of `RATIOS`; the unit is one training update."""
     rows = []
     for ratio in RATIOS:
         batch = Batch(generate=ratio, train=1.0)
@@ -314,16 +314,16 @@ def ratios() -> str:
         )
         more = ratio + max(1, ratio // 4)
         needed = [least_lag_found(uneven, n, max(1.0, ratio / n), WITHIN) for n in (ratio, more)]
-        told = ["more than tried" if found is None else str(found) for found in needed]
-        rows.append([str(ratio), *(f"{x:.4g}" for x in (*alone, *few)), str(ratio), str(lag), told[0]])
-        rows[-1] += [f"{told[1]} ({more})"]
+        shown = ["more than tried" if found is None else str(found) for found in needed]
+        rows.append([str(ratio), *(f"{x:.4g}" for x in (*alone, *few)), str(ratio), str(lag), shown[0]])
+        rows[-1] += [f"{shown[1]} ({more})"]
     columns = ["sampling / training", "n 1, lag 0", "n 1, lag 1", "n 2, lag 2", "n 8, lag 8"]
-    columns += ["n for 1", "least lag", "least lag, uneven", "with a quarter more"]
+    columns += ["n needed", "least lag", "least lag, uneven", "25 % more generators"]
     return table(columns, rows)
 
 
 def draw(file: Path) -> None:
-    """Three charts: an update with enough lag, how much is enough, and how long the trainer waits else."""
+    """Draw three charts: time of an update with enough lag, the lag needed, and the share of waiting time."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -341,8 +341,8 @@ def draw(file: Path) -> None:
         axes.set(xscale="log", yscale="log", xlabel="generators")
         axes.grid(alpha=0.3)
     lag.plot(COUNTS, COUNTS, color="grey", linestyle=":", label="lag = generators")
-    time.set(title="An update, with enough lag", ylabel="seconds of an update / seconds of training")
-    lag.set(title="How much lag is enough", ylabel="least schedule.max_lag")
+    time.set(title="Time per update with enough lag", ylabel="update time / training time")
+    lag.set(title="Lag needed", ylabel="smallest sufficient schedule.max_lag")
     time.legend(fontsize=8)
     ratio, most = 64, 128
     counts = [n for n in COUNTS if n <= most]
@@ -363,39 +363,45 @@ def draw(file: Path) -> None:
                 fontsize=7,
                 color="white" if share > 50 else "black",
             )
-    title = f"The trainer waits: sampling = {ratio} x training"
+    title = f"Waiting time of the trainer: sampling = {ratio} x training"
     wait.set(title=title, xlabel="schedule.max_lag", ylabel="generators")
-    figure.colorbar(image, ax=wait, label="share of the time, %")
+    figure.colorbar(image, ax=wait, label="share of time, %")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
 
 
 def main() -> None:
-    """Read the command line."""
+    """Parse the command line and print the table."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("folder", type=Path, nargs="*", help="of a run")
-    parser.add_argument("--sweep", action="store_true", help="other generators and lags for the first run")
-    parser.add_argument("--generate", type=float, help="seconds of sampling a batch")
-    parser.add_argument("--train", type=float, default=1.0, help="seconds of training on it")
-    parser.add_argument("--annotate", type=float, default=0.0, help="seconds of annotating it ahead")
-    parser.add_argument("--load", type=float, default=0.0, help="seconds a generator takes new weights over")
-    parser.add_argument("--generators", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--lag", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16])
-    parser.add_argument("--figure", type=Path, help="a chart of 1 to 1000 generators goes here")
-    words = parser.parse_args()
-    if words.figure:
-        draw(words.figure)
+    parser.add_argument("folder", type=Path, nargs="*", help="run folders")
+    parser.add_argument(
+        "--sweep", action="store_true", help="predict other generators and lags for the first run"
+    )
+    parser.add_argument("--generate", type=float, help="seconds to sample a batch")
+    parser.add_argument("--train", type=float, default=1.0, help="seconds to train on a batch (default 1)")
+    parser.add_argument("--annotate", type=float, default=0.0, help="seconds to annotate a batch (default 0)")
+    parser.add_argument(
+        "--load", type=float, default=0.0, help="seconds to load new weights into a generator (default 0)"
+    )
+    parser.add_argument(
+        "--generators", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers to predict"
+    )
+    parser.add_argument("--lag", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16], help="lags to predict")
+    parser.add_argument("--figure", type=Path, help="write a chart of 1 to 1000 generators to this file")
+    args = parser.parse_args()
+    if args.figure:
+        draw(args.figure)
         print(ratios())
-    elif words.generate is not None:
-        batch = Batch(words.generate, words.train, words.annotate, words.load)
-        print(sweep([batch], words.generators, words.lag))
-    elif words.folder and words.sweep:
-        print(sweep(of_run(read_run(words.folder[0])), words.generators, words.lag))
-    elif words.folder:
-        print(compared(words.folder))
+    elif args.generate is not None:
+        batch = Batch(args.generate, args.train, args.annotate, args.load)
+        print(sweep([batch], args.generators, args.lag))
+    elif args.folder and args.sweep:
+        print(sweep(of_run(read_run(args.folder[0])), args.generators, args.lag))
+    elif args.folder:
+        print(compared(args.folder))
     else:
-        parser.error("a folder of a run, --generate or --figure must be given (there is nothing to simulate)")
+        parser.error("a run folder, --generate or --figure must be given (nothing to simulate)")
 
 
 if __name__ == "__main__":

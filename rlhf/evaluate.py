@@ -1,3 +1,15 @@
+"""Command `python -m rlhf.evaluate run=<folder>`: evaluate the checkpoints and the final model of a run.
+
+    python -m rlhf.evaluate run=<folder> [split=test] [only=<name>,...] [group=option ...] [key=value ...]
+
+Every model answers held-out prompts, and is measured as in training. Settings are those of the run; overrides
+change them (such as `generator=vllm`, `scorer@gold=...`, `eval.prompts=1000`). Models that were evaluated
+with the same settings are skipped. Results go to evaluations.jsonl of the run folder, completions to
+evaluations/.
+
+Exit codes are those of `rlhf.train`.
+"""
+
 from __future__ import annotations
 
 from rlhf.core.console import console, say
@@ -10,13 +22,13 @@ COMMAND = Command(
     usage="run=<folder> [split=test] [only=<name>,...] [group=option ...] [key=value ...]",
     does=(
         "Evaluates every checkpoint of a run and its final model on held-out examples, and appends a row\n"
-        "for each to <folder>/evaluations.jsonl. Settings are those of the run; words change them, such as\n"
-        "eval.prompts=1000, generator=vllm, scorer@gold=reward_model gold.path=<model>."
+        "for each to <folder>/evaluations.jsonl. Settings are those of the run; overrides change them,\n"
+        "such as eval.prompts=1000, generator=vllm, scorer@gold=reward_model gold.path=<model>."
     ),
     own={
-        "run": "folder of the run",
+        "run": "run folder",
         "split": "held-out split: validation (default) or test",
-        "only": "names of what to evaluate, such as model or checkpoint-10,model (default: all)",
+        "only": "models to evaluate, such as model or checkpoint-10,model (default: all)",
     },
 )
 
@@ -26,16 +38,20 @@ def main() -> None:
     COMMAND.run(command)
 
 
-def command(own: dict[str, str], words: list[str]) -> None:
-    """Evaluate what the words say, and show it.
+def command(own: dict[str, str], overrides: list[str]) -> None:
+    """Evaluate the models of a run, and print the results.
+
+    Args:
+        own: the command's own arguments, by name.
+        overrides: changes of the run's config.
 
     Raises:
-        UserError: there is no such run, or a word is wrong.
+        UserError: the run does not exist, or an argument is invalid.
     """
-    folder = run_folder(COMMAND.needed(own, "run", words))
+    folder = run_folder(COMMAND.required(own, "run", overrides))
     split = own.get("split", "validation")
     check_split(split)
-    cfg = changed(folder, words)
+    cfg = changed(folder, overrides)
     rows = evaluate(cfg, folder, split, tuple(own.get("only", "").split(",")))
     if is_first_rank():
         console.print(table(rows))

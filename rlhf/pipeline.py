@@ -1,3 +1,16 @@
+"""Command `python -m rlhf.pipeline`: run all stages of RLHF, from an SFT model to an evaluation.
+
+    python -m rlhf.pipeline [split=test] [push_to=<owner>/<name>] [group=option ...] [key=value ...]
+
+    SFT model -> preference pairs -> reward model -> RLHF -> evaluation
+
+Overrides are those of the RLHF run; `stages.sft=[...]` and `stages.reward=[...]` are overrides of the stages
+before it. Finished stages are skipped, and the same command resumes an interrupted stage. All stages are
+checked before the first one starts. `rlhf.stages.chain` describes the stages.
+
+Exit codes are those of `rlhf.train`.
+"""
+
 from __future__ import annotations
 
 from functools import partial
@@ -9,19 +22,28 @@ from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import hub
-from rlhf.stages.chain import carry_out, config_of, embedded_chain, evaluation, stored_chain, train, training
-from rlhf.stages.evaluation import check_split as evaluate_check_split
+from rlhf.stages.chain import (
+    carry_out,
+    config_of,
+    embedded_chain,
+    evaluation,
+    stored_chain,
+    train,
+    training,
+)
+from rlhf.stages.evaluation import check_split
 
 COMMAND = Command(
     name="rlhf.pipeline",
     usage="[split=test] [push_to=<owner>/<name>] [group=option ...] [key=value ...]",
     does=(
-        "Makes the SFT model, preference pairs and the reward model, trains the policy, and evaluates it:\n"
-        "one chain that skips what is there and goes on where it was ended. The words are those of the RLHF\n"
-        "run; stages.sft=[...] and stages.reward=[...] are overrides of the stages before it."
+        "Trains the SFT model, makes preference pairs, trains the reward model and the policy, and\n"
+        "evaluates the policy. Finished stages are skipped; the same command resumes an interrupted stage.\n"
+        "Overrides are those of the RLHF run; stages.sft=[...] and stages.reward=[...] are overrides of the\n"
+        "stages before it."
     ),
     own={
-        "split": "held-out split of the evaluation at the end: validation (default) or test",
+        "split": "held-out split of the final evaluation: validation (default) or test",
         "push_to": hub.MEANS,
     },
 )
@@ -32,17 +54,21 @@ def main() -> None:
     COMMAND.run(command)
 
 
-def command(own: dict[str, str], words: list[str]) -> None:
-    """Carry out the chain that the words describe.
+def command(own: dict[str, str], overrides: list[str]) -> None:
+    """Run all stages.
+
+    Args:
+        own: the command's own arguments, by name.
+        overrides: overrides of the config of the RLHF run.
 
     Raises:
-        UserError: a word is wrong, in one of the stages too; that is looked at before the first.
+        UserError: an argument is invalid, or the config of a stage is; no stage has been started.
     """
     console.quiet = not is_first_rank()
     split = own.get("split", "validation")
-    evaluate_check_split(split)
+    check_split(split)
     hub.check(own.get("push_to"))
-    cfg, named = config_of(words)
+    cfg, named = config_of(overrides)
     cfg, before = embedded_chain(cfg) if cfg.task.embedded else stored_chain(cfg, named)
     folder = RunFolder(Path(cfg.output_dir) / run_name(cfg))
     chain = [

@@ -1,8 +1,9 @@
-"""The memory plan as a command: `python -m rlhf.plan [group=option ...] [key=value ...]`, the words of
-`rlhf.train`.
+"""Command `python -m rlhf.plan [group=option ...] [key=value ...]`: print the memory plan of a run.
 
-Composes and checks the config as that does, prints what each device will need, part by part, and runs
-nothing. Exit codes: 0 the run fits, or what it needs is not known; 2 it does not fit, or the config is wrong.
+Arguments are those of `rlhf.train`. The command composes and checks the config, prints what each device will
+need, part by part, and runs nothing.
+
+Exit codes: 0 the run fits, or its memory is not known; 2 the run does not fit, or the config is invalid.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ if TYPE_CHECKING:
 COMMAND = Command(
     name="rlhf.plan",
     usage="[--config-dir <folder>] [group=option ...] [key=value ...]",
-    does="Prints the memory that the run needs, part by part, and runs nothing.",
+    does="Prints the memory that a run needs, part by part, and runs nothing.",
 )
 
 
 def main() -> None:
     """Run the command line."""
-    COMMAND.run(lambda _, words: show(words))
+    COMMAND.run(lambda _, overrides: show(overrides))
 
 
-def show(words: list[str]) -> None:
-    """Print the plan of the run that `words` describe.
+def show(overrides: list[str]) -> None:
+    """Print the memory plan of a run.
 
     Raises:
-        UserError: the config is wrong, or a device has too little memory.
+        UserError: the config is invalid, or a device has too little memory.
     """
-    cfg = typed(composed(words), words)
+    cfg = typed(composed(overrides), overrides)
     plan = memory_plan(cfg)
     if plan.unknown:
         console.print(f"memory: {memory_not_known(plan.unknown)}")
@@ -53,7 +54,7 @@ def show(words: list[str]) -> None:
 
 
 def table(use: Use) -> Table:
-    """What a device needs: what is there all the time, then what is there in turn."""
+    """Return the table of a device: the memory used all the time, then the memory of each phase."""
     total = "" if use.total is None else f" of {gib(use.total)}"
     made = Table(
         title=f"{use.device}: about {gib(use.bytes)}{total}",
@@ -68,10 +69,9 @@ def table(use: Use) -> Table:
         made.add_row(part.name, gib(part.bytes), part.made_of)
     for phase in use.phases:
         made.add_section()
-        needed = "the most" if phase is use.largest else "less"
-        made.add_row(
-            f"while {phase.name}", gib(phase.bytes), needed, style="bold" if needed == "the most" else None
-        )
+        largest = phase is use.largest
+        note = "the most" if largest else "less"
+        made.add_row(f"while {phase.name}", gib(phase.bytes), note, style="bold" if largest else None)
         for part in phase.parts:
             made.add_row(f"  {part.name}", gib(part.bytes), part.made_of)
     return made

@@ -1,3 +1,14 @@
+"""Command `python -m rlhf.relabel output=<folder>`: label preference pairs anew by a judge.
+
+    python -m rlhf.relabel output=<folder> [push_to=<owner>/<name>] [group=option ...] [key=value ...]
+
+The judge (`scorer@gold`) scores both responses of every preference pair of the task. If it prefers the
+rejected response, the two are swapped. The pairs are saved in <folder> with their scores;
+`task.preferences_path=<folder>` reads them. An interrupted command resumes when run again.
+
+Exit codes are those of `rlhf.train`.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,11 +23,11 @@ COMMAND = Command(
     name="rlhf.relabel",
     usage="output=<folder> [task=...] [scorer@gold=...] [group=option ...] [key=value ...]",
     does=(
-        "Scores both responses of every preference pair of the task by the gold scorer, swaps them where it\n"
-        "prefers the rejected one, and saves the pairs with their scores. Read them again by\n"
+        "Scores both responses of every preference pair of the task by the judge (scorer@gold), swaps them\n"
+        "if the judge prefers the rejected one, and saves the pairs with their scores. Use the result with\n"
         "task.preferences_path=<folder>."
     ),
-    own={"output": "folder of the data set that is made", "push_to": hub.MEANS},
+    own={"output": "folder of the new data set", "push_to": hub.MEANS},
 )
 
 
@@ -25,19 +36,23 @@ def main() -> None:
     COMMAND.run(command)
 
 
-def command(own: dict[str, str], words: list[str]) -> None:
-    """Relabel what the words say, and show how often the judge agreed.
+def command(own: dict[str, str], overrides: list[str]) -> None:
+    """Relabel the pairs of a task, and print how often the judge agreed with the labels.
+
+    Args:
+        own: the command's own arguments, by name.
+        overrides: overrides of the config.
 
     Raises:
-        UserError: a word is wrong.
+        UserError: an argument is invalid.
     """
-    output = Path(COMMAND.needed(own, "output", words)).expanduser()
+    output = Path(COMMAND.required(own, "output", overrides)).expanduser()
     hub.check(own.get("push_to"))
-    cfg = pairs_of(words)
+    cfg = pairs_of(overrides)
     relabel(cfg, output)
     if is_first_rank():
         console.print(table(output))
-        say(f"pairs: {output} (task.preferences_path={output})")
+        say(f"pairs: {output} (use with task.preferences_path={output})")
         if repository := own.get("push_to"):
             from datasets import load_from_disk
 

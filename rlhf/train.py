@@ -1,11 +1,18 @@
-"""The command: `python -m rlhf.train [group=option ...] [key=value ...]`; `--help` says what there is.
+"""Command `python -m rlhf.train [group=option ...] [key=value ...]`: train a model (see `--help`).
 
-    compose (Hydra) -> check (rlhf.preflight, before a folder is made) -> run (rlhf.run, where torch comes in)
+    compose the config (Hydra) -> check it (rlhf.launch.preflight) -> run (rlhf.stages.run)
 
-Exit codes: 0 done, or done already; 1 a defect, with its traceback, or a run that had to stop, as
-`error: ...`; 2 the user's to mend, as `error: ...`; 75 (EX_TEMPFAIL) interrupted by SIGTERM, SIGUSR1 or
-SIGUSR2, and the same command goes on; 130 interrupted by Ctrl-C; 143 ended at once by a second SIGTERM. A
-sweep goes on when a job fails, and ends with 1 or 2.
+The checks come before the run folder is created. The run imports torch; nothing before it does.
+
+Exit codes:
+    0: finished, or already finished.
+    1: the run stopped with `error: ...`, or an unexpected error with its traceback.
+    2: invalid input or configuration, with `error: ...`.
+    75: interrupted by SIGTERM, SIGUSR1 or SIGUSR2; the same command resumes the run (EX_TEMPFAIL).
+    130: interrupted by Ctrl-C.
+    143: ended at once by a second SIGTERM.
+
+A sweep continues if a job fails, and then ends with 1 or 2.
 """
 
 from __future__ import annotations
@@ -16,20 +23,19 @@ import traceback
 from pathlib import Path
 
 import hydra
-from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import refuse, typed, words
 from rlhf.checks.machine import check_machine
-from rlhf.config import catalogue as options
-from rlhf.config import plugins
+from rlhf.config import catalogue, plugins
 from rlhf.config.identity import run_name
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.launch import slurm
 from rlhf.launch.command_line import exit_codes, stop
+from rlhf.launch.hydra_internals import omit_group_listing
 from rlhf.launch.jobs import announce
 from rlhf.launch.sweep import Sweep
 from rlhf.processes import signals
@@ -37,22 +43,20 @@ from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import prepare
 
 OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_), replace=True)
+OmegaConf.register_new_resolver("rlhf_options", catalogue.options_help, replace=True)
+OmegaConf.register_new_resolver("rlhf_keys", catalogue.keys_help, replace=True)
 
+CONF = catalogue.conf_dir()
 
-OmegaConf.register_new_resolver("rlhf_options", options.options_help, replace=True)
-
-
-OmegaConf.register_new_resolver("rlhf_keys", options.keys_help, replace=True)
-
-
-CONF = options.conf_dir()
-
-
-composed = False  # whether a job has started: from then on an exception is no longer about the config
+composed = False  # True once a job has started: a later exception is not about the config
 
 
 def run_job(config: DictConfig) -> float | None:
-    """Run one job, in this process or in one that a launcher started; returns what a sweeper optimises."""
+    """Run one job, in this process or in a process of a launcher.
+
+    Returns:
+        The metric that a sweeper optimises (`objective_metric`).
+    """
     global composed
     composed = True
     slurm.name_rank()
@@ -72,16 +76,16 @@ def run_job(config: DictConfig) -> float | None:
 
         return run(cfg, folder)
     except Interrupted as reason:
-        if signals.active is not None:  # of the command
+        if signals.active is not None:  # the job runs in the process of the command
             raise
         slurm.requeue(reason)
         raise RunError(str(reason)) from None
     except (UserError, RunError) as error:
-        if sweep:  # the other jobs go on; the sweep tells it at its end
+        if sweep:  # the sweep continues, and prints the error at its end
             raise
         stop(error)
     except Exception:
-        if sweep:  # it may come back from another process, without its traceback
+        if sweep:  # an exception that comes back from another process may have lost its traceback
             traceback.print_exc()
         raise
 
@@ -94,12 +98,11 @@ def main() -> None:
     global composed
     composed = False
     slurm.name_rank()
-    # What the launcher of DeepSpeed adds; the environment says it too.
-    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print in the words of its makers
-    # Hydra lists its groups for every --help, a second's work, though our template has its own list.
+    # DeepSpeed's launcher adds this argument; the environment has the same value.
+    sys.argv[1:] = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let Hydra raise errors instead of printing them
     if "--hydra-help" not in sys.argv:
-        Hydra.format_config_groups = lambda *_, **__: ""  # type: ignore[method-assign]
+        omit_group_listing()
     sweep = Sweep()
     try:
         with exit_codes():
@@ -108,20 +111,20 @@ def main() -> None:
                 try:
                     train()
                 except (Interrupted, KeyboardInterrupt):
-                    sweep.tell()
+                    sweep.report()
                     raise
-                except Exception as error:  # a sweeper may stop where jobs fail
-                    if not sweep.knows(error):
+                except Exception as error:  # some sweepers raise if jobs fail
+                    if not sweep.explains(error):
                         raise
             sweep.end()
     except CONFIG_ERRORS as error:
         if composed:
             raise
-        refuse([explain(error, [word for word in sys.argv[1:] if not word.startswith("-")])])
+        refuse([explain(error, [argument for argument in sys.argv[1:] if not argument.startswith("-")])])
 
 
 if __name__ == "__main__":
-    # Under its own name, so that a job that is sent to another process finds there what it is made of.
-    pass
+    # `run_job` is pickled for jobs in other processes, so it must belong to rlhf.train, not to __main__.
+    from rlhf.train import main
 
     main()

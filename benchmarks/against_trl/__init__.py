@@ -1,1 +1,1 @@
-"""This project and TRL in turn on the same work: python -m benchmarks.against_trl.bench --help."""
+"""Benchmark of this project against TRL on the same work: python -m benchmarks.against_trl.bench --help."""

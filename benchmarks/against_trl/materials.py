@@ -1,4 +1,4 @@
-"""Models with random weights, their tokenizer and prompts, in folders that both sides load."""
+"""Create the models (random weights), tokenizer and prompts that both sides load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
 def make(case: Case, folder: Path) -> None:
-    """Make what the case needs and `folder` does not hold yet."""
+    """Create the models and prompts of the case that are missing in `folder`."""
     transformers.utils.logging.disable_progress_bar()
     shape = SHAPES[case.model]
     if not (case.reward(folder) / "config.json").exists():
@@ -43,7 +43,10 @@ def make(case: Case, folder: Path) -> None:
 
 
 def new_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
-    """One token a word, `w3` for id 3. Ids come back from their text, which TRL's scoring goes through."""
+    """Return a tokenizer with one token per word (`w3` has id 3).
+
+    Decoding and tokenizing again gives the same ids; TRL does this before scoring.
+    """
     words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), shape.vocabulary))]
     core = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = WhitespaceSplit()
@@ -57,7 +60,7 @@ def new_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
 
 
 def config(shape: Shape) -> GPTNeoXConfig:
-    """Without dropout."""
+    """Return the model configuration, without dropout."""
     return GPTNeoXConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden_size,
@@ -76,10 +79,10 @@ def config(shape: Shape) -> GPTNeoXConfig:
 
 
 def new_policy(shape: Shape) -> GPTNeoXForCausalLM:
-    """A causal LM that never samples a special token, so that all responses have full length.
+    """Return a causal LM that never samples a special token, so that all responses have full length.
 
-    Its weights see to that, at no cost to either side: the last norm gives a 1 in the last dimension, from
-    which the output embeddings make a logit of -100 for special tokens and nothing for the others.
+    The weights guarantee this at no cost to either side: the last norm outputs 1 in the last dimension, and
+    the output embeddings turn this 1 into a logit of -100 for special tokens and 0 for all others.
     """
     model = GPTNeoXForCausalLM(config(shape))
     with torch.no_grad():
@@ -91,14 +94,14 @@ def new_policy(shape: Shape) -> GPTNeoXForCausalLM:
 
 
 def new_reward(shape: Shape) -> GPTNeoXForSequenceClassification:
-    """A sequence classifier with one label; its scores differ, so no pair is a tie."""
+    """Return a sequence classifier with one label. Its scores differ, so no pair is a tie."""
     model = GPTNeoXForSequenceClassification(config(shape))
     torch.nn.init.normal_(model.get_submodule("score").weight, std=(shape.hidden_size + 1) ** -0.5)
     return model
 
 
 def texts(case: Case, shape: Shape) -> list[str]:
-    """The prompts of an update, in random order; each ends in a space, so that a response can follow."""
+    """Return the prompts of an update in random order. Each ends with a space, before the response."""
     draw = Random(0)
     lengths = case.lengths
     draw.shuffle(lengths)

@@ -1,4 +1,4 @@
-"""What a side uses: CPU-seconds, seconds, memory, by phase; psutil, and torch for a GPU."""
+"""Measure CPU-seconds, seconds and memory of one side by phase. Needs psutil, and torch for a GPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 import psutil
 
-PHASES = ("generate", "score", "reference", "train")  # train: all that is none of the others
+PHASES = ("generate", "score", "reference", "train")  # train: everything outside the other phases
 
 
 class Meter:
-    """Counts from the end of the warm-up updates on.
+    """Measures the updates after the warm-up.
 
-    A side says when training begins (`begin`) and when an update ends (`update_ended`), wraps what belongs to
-    a phase, and counts what it does. On a GPU, phases end when what they have launched is over.
+    The measured side calls `begin` when training begins and `update_ended` after each update. It wraps the
+    functions of each phase and counts its work. On a GPU, a phase ends when all its work is done.
     """
 
     phases: tuple[str, ...] = PHASES
@@ -31,18 +31,18 @@ class Meter:
         self.phase = "train"
         self.spent: dict[str, list[float]] = {}  # phase -> CPU-seconds, seconds
         self.counts: Counter[str] = Counter()
-        self.each: list[dict[str, float]] = []  # what each measured update took
+        self.each: list[dict[str, float]] = []  # times of each measured update
         self.start_mib = 0.0
-        self.stolen_s = 0.0  # of this machine when counting began
+        self.stolen_s = 0.0  # steal time of this machine when measuring began
 
     def begin(self) -> None:
-        """Models are loaded, nothing is trained yet."""
+        """Start measuring: models are loaded, training has not begun."""
         self.start_mib = self.device.used_mib()
         self.device.forget_peak()
         self.restart()
 
     def restart(self) -> None:
-        """Count from here."""
+        """Reset all counters."""
         self.device.wait()
         self.spent = {phase: [0.0, 0.0] for phase in self.phases}
         self.counts.clear()
@@ -51,7 +51,7 @@ class Meter:
         self.stolen_s = stolen_s()
 
     def settle(self) -> None:
-        """Charge the running phase with what was used since the last time."""
+        """Charge the time since the last call to the current phase."""
         self.device.wait()
         now = used()
         for i in range(2):
@@ -60,7 +60,7 @@ class Meter:
 
     @contextmanager
     def charge(self, phase: str) -> Iterator[None]:
-        """Charge what happens inside to `phase`, and to nothing else."""
+        """Charge the time of the `with` block to `phase` only."""
         outer = self.phase
         self.settle()
         self.phase = phase
@@ -78,7 +78,15 @@ class Meter:
         seen: Callable[..., dict[str, int]] | None = None,
         when: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Charge `owner.name(...)` to `phase` when `when()` says so, and count what `seen(result)` gives."""
+        """Replace `owner.name` by a function that charges its time to a phase and counts its work.
+
+        Args:
+            owner: the object or module.
+            name: the function of `owner`.
+            phase: the phase to charge; None: charge the current phase.
+            seen: returns the counts to add, from the result of the function.
+            when: whether a call is charged to `phase`.
+        """
         inner = getattr(owner, name)
 
         def outer(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +102,7 @@ class Meter:
         setattr(owner, name, outer)
 
     def update_ended(self) -> None:
-        """An optimizer step and what belongs to it is over."""
+        """End an update."""
         self.settle()
         self.updates += 1
         if self.updates == self.warmup:
@@ -104,9 +112,9 @@ class Meter:
         self.each.append({"cpu_s": self.last[0] - began[0], "wall_s": self.last[1] - began[1]})
 
     def figures(self) -> dict[str, Any]:
-        """What was measured; seconds are means over updates.
+        """Return the measurements; seconds are means over updates.
 
-        `stolen` is the share of the time that cores had work, in which the host gave them to others.
+        `stolen` is the share of CPU time that the host of a virtual machine gave to others.
         """
         n = len(self.each)
         peak = self.device.peak_mib()
@@ -127,42 +135,42 @@ class Meter:
 
 
 def used() -> tuple[float, float]:
-    """CPU-seconds, user and system, of this process and the children it has waited for; and the clock."""
+    """Return CPU-seconds (user and system) of this process and its finished children, and the clock."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in both), time.perf_counter()
 
 
 def stolen_s() -> float:
-    """Seconds that the host gave to others while cores of this machine had work, since it started."""
+    """Return the steal time of this machine since boot, in seconds."""
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 class Host:
-    """The CPU; memory is what is resident of this process (Linux)."""
+    """The CPU. Memory is the resident memory of this process (Linux)."""
 
     def wait(self) -> None:
-        """It is never behind."""
+        """Return immediately: work on the CPU is synchronous."""
 
     def used_mib(self) -> float:
-        """Resident now."""
+        """Return the resident memory."""
         return self.status("VmRSS")
 
     def peak_mib(self) -> float:
-        """The most that was resident."""
+        """Return the peak of the resident memory."""
         return self.status("VmHWM")
 
     def forget_peak(self) -> None:
-        """Let the peak start again from what is resident now (man 5 proc_pid_clear_refs)."""
+        """Reset the peak to the current resident memory (man 5 proc_pid_clear_refs)."""
         Path("/proc/self/clear_refs").write_text("5")
 
     def status(self, field: str) -> float:
-        """A field of the process's status, in MiB."""
+        """Return a field of /proc/self/status in MiB."""
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
 class Gpu:
-    """The first GPU; memory is what torch has handed out of it."""
+    """The first GPU. Memory is the memory allocated by torch."""
 
     def __init__(self) -> None:
         import torch
@@ -170,17 +178,17 @@ class Gpu:
         self.cuda = torch.cuda
 
     def wait(self) -> None:
-        """Until all that was launched is done."""
+        """Wait until all launched work is done."""
         self.cuda.synchronize()
 
     def used_mib(self) -> float:
-        """Handed out now."""
+        """Return the allocated memory."""
         return self.cuda.memory_allocated() / 2**20
 
     def peak_mib(self) -> float:
-        """The most that was handed out."""
+        """Return the peak of the allocated memory."""
         return self.cuda.max_memory_allocated() / 2**20
 
     def forget_peak(self) -> None:
-        """Let the peak start again from what is handed out now."""
+        """Reset the peak to the currently allocated memory."""
         self.cuda.reset_peak_memory_stats()

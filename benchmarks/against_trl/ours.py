@@ -1,6 +1,6 @@
-"""This project's side: the run that `python -m rlhf.train` makes of the same settings, measured from outside.
+"""Measure this project: the same run as `python -m rlhf.train` with these settings.
 
-python -m benchmarks.against_trl.ours <case as json> <folder of materials> <file for the figures>
+python -m benchmarks.against_trl.ours <case as JSON> <folder of materials> <output file>
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.against_trl.work import EPISODES, WORKS, Case
 
 
 def overrides(case: Case, materials: Path) -> list[str]:
-    """The command line of the run."""
+    """Return the command-line arguments of the run."""
     work = WORKS[case.work]
     return [
         f"algo={case.algo}",
@@ -49,26 +49,29 @@ def overrides(case: Case, materials: Path) -> list[str]:
 
 
 def measure(case: Case, materials: Path) -> dict[str, Any]:
-    """Carry the run out; returns its figures."""
+    """Run the case and return its figures."""
     meter = Meter(case.warmup, case.gpu)
     carry_out(overrides(case, materials), case.samples, meter)
     return meter.figures()
 
 
-def carry_out(words: list[str], samples: int, meter: Meter) -> None:
-    """The run with the command line `words`, K = `samples`, measured by `meter`; once in a process."""
-    from rlhf.assembly import engine as runs__engine
-    from rlhf.assembly import generator as runs__generator
-    from rlhf.assembly import loggers as runs__loggers
+def carry_out(args: list[str], samples: int, meter: Meter) -> None:
+    """Run the command line `args`, measured by `meter`. Call this once per process: it patches the run.
+
+    Args:
+        args: command-line arguments of the run.
+        samples: samples per prompt (K).
+        meter: measures the run.
+    """
+    from rlhf.assembly import training as assembly
     from rlhf.config.compose import compose
     from rlhf.loggers.logger import Logger
     from rlhf.runs.folder import RunFolder
     from rlhf.scorers.reward_model import RewardModelScorer
     from rlhf.stages import run as runs
-    from rlhf.training import loop as runs__loop
 
     class EndOfUpdate(Logger):
-        """A row of metrics is the last thing that an update does."""
+        """Ends an update of the meter: the row of metrics is written at the end of an update."""
 
         def log(self, *_: Any) -> None:
             meter.update_ended()
@@ -81,9 +84,8 @@ def carry_out(words: list[str], samples: int, meter: Meter) -> None:
             "response_tokens": int(rollouts.response_mask.sum()),
         }
 
-    build_engine, build_generator, build_loggers, train = (
-        runs__engine.build_engine, runs__generator.build_generator, runs__loggers.build_loggers, runs__loop.train
-    )  # fmt: skip
+    build_engine, build_generator = assembly.build_engine, assembly.build_generator
+    build_loggers, train = runs.build_loggers, runs.train
 
     def engine(*args: Any) -> Any:
         made = build_engine(*args)
@@ -101,15 +103,15 @@ def carry_out(words: list[str], samples: int, meter: Meter) -> None:
         meter.begin()
         train(*args)
 
-    runs__engine.build_engine, runs__generator.build_generator, runs__loop.train = engine, generator, loop
-    runs__loggers.build_loggers = lambda *args: [*build_loggers(*args), EndOfUpdate()]
+    assembly.build_engine, assembly.build_generator, runs.train = engine, generator, loop
+    runs.build_loggers = lambda *args: [*build_loggers(*args), EndOfUpdate()]
     meter.wrap(RewardModelScorer, "score", "score")
     with tempfile.TemporaryDirectory() as folder:
-        runs.run(compose(words), RunFolder(Path(folder) / "run"))
+        runs.run(compose(args), RunFolder(Path(folder) / "run"))
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the figures."""
+    """Return the versions of the libraries that compute."""
     import torch
     import transformers
 

@@ -1,10 +1,10 @@
-"""Where the time of an update of this project goes: phases by kinds of operations, one thread.
+"""Profile an update of this project: time by phase and kind of operation, one thread.
 
     python -m benchmarks.against_trl.profile short-nano dpo
-    python -m benchmarks.against_trl.profile tldr-14m rloo --operations 20   # and which ones, with shapes
+    python -m benchmarks.against_trl.profile tldr-14m rloo --operations 20   # also the most expensive ones
 
-The work is that of `make bench`, in two updates; torch's profiler counts each operation's own time. What no
-operation accounts for is Python, transformers' and ours, and the profiler itself.
+The work is that of `make bench`, in two updates. The profiler of torch measures the time of each operation
+itself. The remaining time is Python code of transformers and of this project, and the profiler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.against_trl.meter import PHASES, Meter
 from benchmarks.against_trl.table import Sheet
 from benchmarks.against_trl.work import LENGTHS, SAMPLES, Case, cases
 
-KINDS = {  # of operations, by how their names begin behind "aten::"
+KINDS = {  # kind of operation -> prefixes of names, without "aten::"
     "matrix products": ("addmm", "mm", "bmm", "baddbmm"),
     "attention": ("_scaled_dot_product",),
     "activation": ("gelu", "silu"),
@@ -35,9 +35,9 @@ OTHER, PYTHON = "other operations", "Python"
 
 
 class Profile(Meter):
-    """Profiles the measured updates.
+    """A meter that profiles the measured updates.
 
-    Phases other than training are marked in the profile; what is under none of them is training.
+    All phases except training are marked in the profile. Operations outside of a mark belong to training.
     """
 
     def __init__(self, case: Case) -> None:
@@ -48,7 +48,7 @@ class Profile(Meter):
         self.profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
 
     def update_ended(self) -> None:
-        """As there; the profile begins and ends with what is measured."""
+        """Start the profile after the warm-up and stop it after the last update."""
         super().update_ended()
         if self.updates == self.warmup:
             self.profiler.start()
@@ -58,14 +58,14 @@ class Profile(Meter):
 
     @contextmanager
     def charge(self, phase: str) -> Iterator[None]:
-        """As there, and in the profile."""
+        """Charge the time of the `with` block to `phase`, and mark the phase in the profile."""
         from torch.profiler import record_function
 
         with super().charge(phase), record_function(marked(phase)):
             yield
 
     def operations(self) -> Iterator[tuple[str, Any]]:
-        """Phase and event of every operation."""
+        """Yield the phase and the event of every operation."""
         events = self.profiler.events() or []
         names = {marked(phase): phase for phase in PHASES}
         phases = [(e.time_range.start, e.time_range.end, names[e.name]) for e in events if e.name in names]
@@ -81,18 +81,18 @@ class Profile(Meter):
 
 
 def marked(phase: str) -> str:
-    """The name of a phase in a profile."""
+    """Return the name of a phase in the profile."""
     return f"phase: {phase}"
 
 
 def kind(name: str) -> str:
-    """The kind of an operation."""
+    """Return the kind of an operation."""
     own = name.removeprefix("aten::")
     return next((kind for kind, starts in KINDS.items() if own.startswith(starts)), OTHER)
 
 
 def measure(case: Case, materials: Path) -> tuple[dict[str, Counter[str]], Counter[str]]:
-    """Milliseconds of an update: by kind and phase, and by operation and shapes."""
+    """Return the milliseconds of an update by kind and phase, and by operation and shapes."""
     from benchmarks.against_trl.ours import carry_out, overrides
 
     profile = Profile(case)
@@ -109,12 +109,12 @@ def measure(case: Case, materials: Path) -> tuple[dict[str, Counter[str]], Count
 
 
 def shapes(event: Any) -> str:
-    """Of the tensors that an operation is given."""
+    """Return the shapes of the input tensors of an operation."""
     return json.dumps([shape for shape in event.input_shapes if shape])
 
 
 def sheet(case: Case, kinds: dict[str, Counter[str]]) -> Sheet:
-    """The table."""
+    """Return the table of kinds and phases."""
     whole = sum(counts.total() for counts in kinds.values())
     rows = [
         [name, *(f"{counts[phase]:.0f}" for phase in PHASES), f"{counts.total():.0f}"]
@@ -128,26 +128,28 @@ def sheet(case: Case, kinds: dict[str, Counter[str]]) -> Sheet:
 
 
 def main() -> None:
-    """Read the command line, profile, print."""
+    """Parse the command line, profile the case and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=LENGTHS, help="work and model")
     parser.add_argument("algo", choices=SAMPLES)
-    parser.add_argument("--operations", type=int, default=0, help="as many of the most costly operations")
-    parser.add_argument("--markdown", action="store_true", help="for the docs")
-    words = parser.parse_args()
+    parser.add_argument(
+        "--operations", type=int, default=0, help="number of most expensive operations to list (default 0)"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     from benchmarks.against_trl.materials import make
 
-    (whole,) = cases([words.part], [words.algo], [1])
-    case = replace(whole, warmup=1, measured=2)  # a profile of more takes long to read
+    (whole,) = cases([args.part], [args.algo], [1])
+    case = replace(whole, warmup=1, measured=2)  # a longer profile takes long to process
     with tempfile.TemporaryDirectory() as folder:
         make(case, Path(folder))
         kinds, operations = measure(case, Path(folder))
     found = sheet(case, kinds)
-    print(found.markdown()) if words.markdown else found.show()
-    for name, ms in operations.most_common(words.operations):
+    print(found.markdown()) if args.markdown else found.show()
+    for name, ms in operations.most_common(args.operations):
         print(f"{ms:8.2f} ms  {name}")
 
 

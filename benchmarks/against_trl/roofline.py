@@ -1,12 +1,12 @@
-"""How much of a GPU an update uses: arithmetic against its matrix rate, decoding against its bandwidth.
+"""Measure the utilisation of a GPU by an update: matrix products, and memory bandwidth while decoding.
 
     python -m benchmarks.against_trl.roofline tldr-410m dpo
     .venv-bench/bin/python -m benchmarks.against_trl.roofline tldr-410m dpo --side trl --materials <folder>
 
-The work is that of `make bench`. After the measured updates one more is counted (the multiply-adds of matrix
-products and attention that were in fact carried out, two FLOP each) and one more is profiled (how long the
-GPU was at work). Matrix rate and bandwidth are measured before: a product of two bfloat16 matrices of 8192 by
-8192, a copy of 2 GiB within the GPU, bytes read and written.
+The work is that of `make bench`. Two more updates follow the measured updates. In the first, the executed
+multiply-adds of matrix products and attention are counted (two FLOP each). In the second, the busy time of
+the GPU is profiled. The peak rates are measured before: a product of two bfloat16 matrices of 8192 by 8192,
+and a copy of 2 GiB within the GPU (bytes read and written).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from benchmarks.against_trl.meter import PHASES, Meter
 from benchmarks.against_trl.table import Sheet
 from benchmarks.against_trl.work import GPU_PARTS, GPU_THREADS, SAMPLES, SHAPES, WORKS, Case, cases
 
-PREFILL = "prompts"  # the part of `generate` that encodes them
-BEYOND = 2  # updates after the measured ones: counted, profiled
+PREFILL = "prompts"  # the part of `generate` that encodes the prompts
+BEYOND = 2  # updates after the measured updates: one counted, one profiled
 
 
 class Flops(TorchDispatchMode):
-    """Adds up the FLOP of all operations, as torch's own counter has them."""
+    """Adds up the FLOP of all operations, with the formulas of the FLOP counter of torch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry the operation out, and count it."""
+        """Execute the operation and count its FLOP."""
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         if (count := flop_registry.get(func._overloadpacket)) is not None:
@@ -52,7 +52,7 @@ class Flops(TorchDispatchMode):
 
 
 class Counted(Meter):
-    """Also counts one update beyond the measured ones, and profiles another."""
+    """A meter that counts the FLOP of one more update and profiles another one."""
 
     phases = (*PHASES, PREFILL)
 
@@ -66,7 +66,7 @@ class Counted(Meter):
         self.busy_s: Counter[str] = Counter()
 
     def settle(self) -> None:
-        """As there; what the GPU did is charged too."""
+        """Charge the time since the last call, and the work of the GPU, to the current phase."""
         super().settle()
         self.tflop[self.phase] += self.flops.total / 1e12
         self.flops.total = 0
@@ -77,12 +77,12 @@ class Counted(Meter):
             self.start_profiler()
 
     def start_profiler(self) -> None:
-        """Until the next phase."""
+        """Profile the GPU until the next phase."""
         self.profiler = profile(activities=[ProfilerActivity.CUDA])
         self.profiler.start()
 
     def update_ended(self) -> None:
-        """As there; what follows the measured updates is counted and profiled."""
+        """End an update; count and profile the updates after the measured ones."""
         super().update_ended()
         if self.updates == self.last_measured:
             self.measured = self.figures()
@@ -97,14 +97,14 @@ class Counted(Meter):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of the GPU, measured."""
+    """Measured peak rates of the GPU."""
 
     tflop_s: float  # matrix products, bfloat16
     gb_s: float  # copies, read and written
 
     @staticmethod
     def measure() -> Rates:
-        """Medians of twenty."""
+        """Measure the rates, each as the median of 20 repeats."""
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         product = seconds(lambda: torch.mm(a, b))
         source = torch.randn(2**29, device="cuda")
@@ -114,7 +114,7 @@ class Rates:
 
 
 def seconds(work: Callable[[], Any], repeats: int = 20) -> float:
-    """That `work` takes the GPU."""
+    """Return the seconds that `work` takes on the GPU, as a median."""
     found = []
     for i in range(repeats + 5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -128,20 +128,20 @@ def seconds(work: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def decoding_gb(case: Case) -> float:
-    """GB that decoding an update reads at least, with bfloat16 weights and keys.
+    """Return the GB that decoding must at least read in an update, with bfloat16 weights and keys.
 
-    In each step all weights but the input embeddings, the keys and values of each prompt once for its
-    samples, and those of the tokens that each sample has so far.
+    Each step reads all weights except the input embeddings, the keys and values of each prompt (once for its
+    samples), and those of the tokens that each sample has so far.
     """
     shape, work = SHAPES[case.model], WORKS[case.work]
     weights = shape.layers * 12 * shape.hidden_size**2 + shape.vocabulary * shape.hidden_size
-    steps = work.response - 1  # the first token is chosen from what encoding the prompts gives
+    steps = work.response - 1  # the first token comes from encoding the prompt
     tokens = steps * sum(case.lengths) + case.prompts * case.samples * steps * (steps + 1) // 2
     return 2 * (steps * weights + tokens * 2 * shape.layers * shape.hidden_size) / 1e9
 
 
 def measure(case: Case, side: str, materials: Path) -> Counted:
-    """Carry the case out by `side`; once in a process."""
+    """Run the case by `side`. Call this once per process."""
     longer = replace(case, measured=case.measured + BEYOND)
     meter = Counted(longer)
     if side == "ours":
@@ -158,7 +158,7 @@ def measure(case: Case, side: str, materials: Path) -> Counted:
 
 
 def rows(case: Case, meter: Counted, rates: Rates) -> list[list[str]]:
-    """By phase: milliseconds, the GPU's share of them, TFLOP, and rates with their shares of the GPU's."""
+    """Return per phase: milliseconds, busy share of the GPU, TFLOP, rates and shares of the peak."""
     found = []
     for phase in meter.phases:
         spent = meter.measured["phases"][phase]["wall_s"]
@@ -177,37 +177,37 @@ def rows(case: Case, meter: Counted, rates: Rates) -> list[list[str]]:
 
 
 def main() -> None:
-    """Read the command line, measure, print."""
+    """Parse the command line, measure the case and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=GPU_PARTS, help="work and model")
     parser.add_argument("algo", choices=[algo for algo in SAMPLES if algo != "ppo"])
-    parser.add_argument("--side", choices=("ours", "trl"), default="ours")
-    parser.add_argument("--materials", type=Path, help="folder of models and prompts; default: made anew")
-    parser.add_argument("--markdown", action="store_true", help="for the docs")
-    parser.add_argument("--out", type=Path, help="file for the figures, as json")
-    words = parser.parse_args()
+    parser.add_argument("--side", choices=("ours", "trl"), default="ours", help="default: ours")
+    parser.add_argument("--materials", type=Path, help="folder of models and prompts; default: create them")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    parser.add_argument("--out", type=Path, help="write the figures to this file as JSON")
+    args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("a GPU that torch can use is needed, and there is none")
+        parser.error("roofline needs a GPU that torch can use (there is none)")
     from benchmarks.against_trl.materials import make
 
-    (case,) = cases([words.part], [words.algo], [GPU_THREADS], gpu=True)
+    (case,) = cases([args.part], [args.algo], [GPU_THREADS], gpu=True)
     rates = Rates.measure()
     with tempfile.TemporaryDirectory() as folder:
-        materials = words.materials or Path(folder)
+        materials = args.materials or Path(folder)
         make(case, materials)
-        meter = measure(case, words.side, materials)
-    columns = ["", "ms", "GPU at work", "TFLOP", "TFLOP/s", "of the rate", "GB", "GB/s", "of the bandwidth"]
+        meter = measure(case, args.side, materials)
+    columns = ["", "ms", "GPU busy", "TFLOP", "TFLOP/s", "of peak", "GB", "GB/s", "of bandwidth"]
     title = (
-        f"{case.name}, {words.side}, on {torch.cuda.get_device_name()}: {rates.tflop_s:.0f} TFLOP/s, "
+        f"{case.name}, {args.side}, on {torch.cuda.get_device_name()}: {rates.tflop_s:.0f} TFLOP/s, "
         f"{rates.gb_s:.0f} GB/s"
     )
     sheet = Sheet(title, columns, rows(case, meter, rates))
-    print(f"{title}\n\n{sheet.markdown()}") if words.markdown else sheet.show()
-    if words.out:
+    print(f"{title}\n\n{sheet.markdown()}") if args.markdown else sheet.show()
+    if args.out:
         figures = {"figures": meter.measured, "tflop": meter.tflop, "busy_s": meter.busy_s}
-        words.out.write_text(json.dumps({"case": asdict(case), "rates": asdict(rates), **figures}))
+        args.out.write_text(json.dumps({"case": asdict(case), "rates": asdict(rates), **figures}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Tables of what was measured: python -m benchmarks.against_trl.table [--markdown] [file of runs].
+"""Print the tables of a benchmark: python -m benchmarks.against_trl.table [--markdown] [file of runs].
 
-Ratios are above 1 where this project does better: TRL's figure over ours for what is spent (seconds, memory),
-ours over TRL's for what is done in a second.
+A ratio is above 1 if this project is better: TRL / ours for costs (seconds, memory), ours / TRL for rates
+(episodes or tokens per second).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNITS = {"cpu_s": "CPU-seconds", "wall_s": "seconds"}
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of one figure over repeats."""
+    """Median, minimum and maximum of a value over repeats."""
 
     median: float
     low: float
@@ -34,30 +34,30 @@ class Spread:
 
     @staticmethod
     def of(values: list[float]) -> Spread:
-        """Median, least and largest."""
+        """Return the spread of `values`."""
         return Spread(median(values), min(values), max(values))
 
     def text(self, form: str) -> str:
-        """The median and, where they differ from it, the bounds in brackets."""
+        """Return the median, followed by the bounds in parentheses if they differ."""
         middle, low, high = (f"{x:{form}}" for x in (self.median, self.low, self.high))
         return middle if low == high else f"{middle} ({low}–{high})"
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A table of texts."""
+    """A table with a title; cells are texts."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
 
     def markdown(self) -> str:
-        """As Markdown, the first column left, figures right."""
+        """Return the table as Markdown, the first column left-aligned, others right-aligned."""
         rule = ["---", *["--:"] * (len(self.columns) - 1)]
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.columns, rule, *self.rows))
 
     def show(self) -> None:
-        """In the terminal."""
+        """Print the table to the terminal."""
         from rich.console import Console
         from rich.table import Table
 
@@ -70,12 +70,12 @@ class Sheet:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The runs in `file`."""
+    """Return the runs in `file`; empty if there is no file."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def figures(run: dict[str, Any]) -> dict[str, float]:
-    """The figures of one run: of an update where nothing else is said."""
+    """Return the figures of one run, per update unless the name is a rate."""
     case, found = Case(**run["case"]), run["figures"]
     tokens = EPISODES * WORKS[case.work].response
     return {
@@ -91,14 +91,14 @@ def figures(run: dict[str, Any]) -> dict[str, float]:
 
 
 def spreads(runs: list[dict[str, Any]]) -> dict[str, Spread]:
-    """By figure, over the runs of one case and side."""
+    """Return the spread of each figure over the runs of one case and side."""
     each = list(map(figures, runs))
     return {name: Spread.of([found[name] for found in each]) for name in (each[0] if each else ())}
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The runs of a case by this project and by TRL; a side that was not measured has none."""
+    """The runs of a case by this project and by TRL. A side without runs has empty figures."""
 
     case: str
     rival: str  # of SIDES
@@ -108,17 +108,17 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """The case, and whether TRL is as released."""
+        """The name of the case, with a note if TRL is as released."""
         return f"`{self.case}`" + (", as released" if self.rival == "trl-released" else "")
 
     @property
     def repeats(self) -> str:
-        """Of both sides, or ours and TRL's where they differ."""
+        """The number of runs; two numbers (ours, TRL) if they differ."""
         ours, trl = (len(self.runs.get(side, [])) for side in ("ours", self.rival))
         return str(ours) if ours == trl else f"{ours}, {trl}"
 
     def ratio(self, figure: str) -> Spread | None:
-        """How many times better this project does, of medians; its bounds are of the extremes."""
+        """Return how many times better this project is: ratio of medians, bounds from the extremes."""
         if not (self.ours and self.trl):
             return None
         more, less = self.trl[figure], self.ours[figure]
@@ -127,7 +127,7 @@ class Pair:
         return Spread(more.median / less.median, more.low / less.high, more.high / less.low)
 
     def compared(self, figure: str, form: str, bounds: bool = True) -> list[str]:
-        """Ours, TRL's and the ratio as texts; with or without the bounds of the first two."""
+        """Return ours, TRL and the ratio as texts; `bounds`: add the bounds of ours and TRL."""
         both = [side.get(figure) for side in (self.ours, self.trl)]
         texts = [(it.text(form) if bounds else f"{it.median:{form}}") if it else "" for it in both]
         if (times := self.ratio(figure)) is None:
@@ -137,12 +137,12 @@ class Pair:
 
 
 def least(runs: list[dict[str, Any]], unit: str) -> float:
-    """What the update took that took least, over all `runs`: noise only adds."""
+    """Return the time of the fastest update of all `runs`. Disturbances only add time."""
     return float(min(update[unit] for run in runs for update in run["figures"]["each"]))
 
 
 def pairs(runs: list[dict[str, Any]]) -> list[Pair]:
-    """Every case against TRL, and against TRL as released where that was measured; by part and algorithm."""
+    """Return each case against TRL, and against TRL as released if measured, sorted by part and algorithm."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for run in sorted(runs, key=lambda run: place(Case(**run["case"]))):
         found.setdefault(Case(**run["case"]).name, {}).setdefault(run["side"], []).append(run)
@@ -155,14 +155,14 @@ def pairs(runs: list[dict[str, Any]]) -> list[Pair]:
 
 
 def place(case: Case) -> tuple[int, int, int]:
-    """Where a case stands in a table."""
+    """Return the sort key of a case in a table."""
     return list(LENGTHS).index(case.part), list(SAMPLES).index(case.algo), case.threads
 
 
 def sheets(runs: list[dict[str, Any]]) -> Iterator[Sheet]:
-    """All ratios; how much is done in a second, what an update costs, and which part costs what.
+    """Yield all tables: ratios, throughput, cost of an update, fastest update, and cost by phase.
 
-    Of runs on a GPU there is nothing in CPU-seconds.
+    Tables of runs on a GPU have no CPU-seconds.
     """
     found = pairs(runs)
     units = ["wall_s"] if any(run["case"].get("gpu") for run in runs) else list(UNITS)
@@ -192,7 +192,7 @@ def sheets(runs: list[dict[str, Any]]) -> Iterator[Sheet]:
         return Sheet(title, ["case", "runs", *heads], rows)
 
     yield sheet(
-        "Throughput; tokens are those generated, while generating",
+        "Throughput; tokens/s: generated tokens per second of sampling",
         {
             **({"episodes/CPU-s": ("episodes_per_cpu_s", ".1f")} if "cpu_s" in units else {}),
             "episodes/s": ("episodes_per_s", ".1f"),
@@ -200,7 +200,7 @@ def sheets(runs: list[dict[str, Any]]) -> Iterator[Sheet]:
         },
     )
     yield sheet(
-        f"An update of {EPISODES} episodes; MiB above what was in use at the start",
+        f"An update of {EPISODES} episodes; MiB: peak above the memory in use at the start",
         {
             **({"CPU-s": ("cpu_s", ".2f")} if "cpu_s" in units else {}),
             "seconds": ("wall_s", ".2f"),
@@ -210,7 +210,7 @@ def sheets(runs: list[dict[str, Any]]) -> Iterator[Sheet]:
     both = [(pair, pair.runs["ours"], pair.runs[pair.rival]) for pair in found if pair.ours and pair.trl]
     lows = [(pair.name, *(least(side, units[0]) for side in sides)) for pair, *sides in both]
     yield Sheet(
-        f"The update that took least, {UNITS[units[0]]}; what disturbs a machine only adds to it",
+        f"The fastest update (least time), {UNITS[units[0]]}; disturbances only add time",
         ["case", "least, ours", "least, TRL", "least, ratio"],
         [[name, f"{ours:.3f}", f"{trl:.3f}", f"**{trl / ours:.2f}**"] for name, ours, trl in lows],
     )
@@ -220,12 +220,11 @@ def sheets(runs: list[dict[str, Any]]) -> Iterator[Sheet]:
 
 
 def origin(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where `runs` come from: machines, versions, commits, commands; the largest load before a run
-    and the largest share that the host took of one."""
+    """Return machines, versions, commits and commands of `runs`, and the largest load and steal."""
     versions: dict[str, list[str]] = {}
     for run in runs:
         for name, version in run["figures"]["versions"].items():
-            own = name == "trl" and run["case"]["algo"] == "ppo"  # PPO has a TRL of its own
+            own = name == "trl" and run["case"]["algo"] == "ppo"  # PPO needs an older TRL
             versions.setdefault("trl for ppo" if own else name, []).append(version)
     return {
         "machines": distinct([run["machine"] for run in runs]),
@@ -238,12 +237,12 @@ def origin(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def distinct(values: list[Any]) -> list[Any]:
-    """Each once, in order."""
+    """Return each value once, in order."""
     return [value for i, value in enumerate(values) if value not in values[:i]]
 
 
 def results(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """All figures: `origin`, and by case the work done, each side's medians and bounds, and the ratios."""
+    """Return all results: `origin`, and per case the counts, the figures of each side and the ratios."""
     cases: dict[str, Any] = {}
     for pair in pairs(runs):
         case = cases.setdefault(pair.case, {"sides": {}, "ratios": {}})
@@ -262,7 +261,7 @@ def results(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(runs: list[dict[str, Any]], markdown: bool) -> None:
-    """Print where the runs come from, and the tables."""
+    """Print the origin of the runs and all tables."""
     print(described(origin(runs)))
     for sheet in sheets(runs):
         if markdown:
@@ -273,7 +272,7 @@ def show(runs: list[dict[str, Any]], markdown: bool) -> None:
 
 
 def described(origin: dict[str, Any]) -> str:
-    """An origin in words."""
+    """Return an origin as text."""
     machines = "; ".join(
         f"{it['gpu'] + ', ' if 'gpu' in it else ''}{it['processor']}, {it['cores']} cores, "
         f"{it['memory_gib']} GiB, Python {it['python']}"
@@ -284,22 +283,24 @@ def described(origin: dict[str, Any]) -> str:
         it["commit"][:7] + (" with changes" if it["changed"] else "") for it in origin["commits"] if it
     )
     load = f"load before a run at most {origin['load']:.1f}"
-    stolen = f"at most {origin['stolen']:.0%} of one taken by the host"
+    stolen = f"steal at most {origin['stolen']:.0%} of a run"
     commands = "".join(f"\n    {command}" for command in origin["commands"])
-    return f"{machines}; {versions}; commit {commits}; {load}, {stolen}; by\n{commands}\n"
+    return f"{machines}; {versions}; commit {commits}; {load}, {stolen}; commands:\n{commands}\n"
 
 
 def main() -> None:
-    """Read the command line."""
+    """Parse the command line and print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, nargs="?", default=RUNS)
-    parser.add_argument("--markdown", action="store_true", help="for docs/benchmarks.md")
-    words = parser.parse_args()
-    if not (runs := read(words.file)):
-        parser.error(f"{words.file} must hold runs (tables are made of them), and holds none; run make bench")
-    show(runs, words.markdown)
+    parser.add_argument("file", type=Path, nargs="?", default=RUNS, help=f"file of runs; default: {RUNS}")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print Markdown, as in docs/results/benchmarks.md"
+    )
+    args = parser.parse_args()
+    if not (runs := read(args.file)):
+        parser.error(f"{args.file} must contain runs (the tables show them), got none; run make bench")
+    show(runs, args.markdown)
 
 
 if __name__ == "__main__":

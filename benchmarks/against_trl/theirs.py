@@ -1,10 +1,10 @@
-"""TRL's side, in its own environment (requirements/bench.txt), measured from outside; PPO: see theirs_ppo.py.
+"""Measure TRL in its own environment (requirements/bench.txt). For PPO see theirs_ppo.py.
 
-python -m benchmarks.against_trl.theirs <case as json> <folder of materials> <file> [--released]
+python -m benchmarks.against_trl.theirs <case as JSON> <folder of materials> <output file> [--released]
 
-What makes it faster than its defaults: no gradient checkpointing (on by default), no logging, no saving; on a
-CPU float32 (bfloat16 by default). The optimizer is its default, the fused AdamW. `tune` also mends what would
-be unfair on a CPU; `--released` leaves TRL as it is.
+These settings make TRL faster than its defaults: no gradient checkpointing (on by default), no logging, no
+saving; on a CPU float32 (default: bfloat16). The optimizer is the default, fused AdamW. `tune` removes
+two disadvantages of TRL on a CPU; `--released` measures TRL without `tune`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from benchmarks.against_trl.work import EPISODES, WORKS, Case
 
 
 def tune() -> None:
-    """Spare RLOO and GRPO what TRL's fused head does only where there is no Triton kernel for the device.
+    """Speed up RLOO and GRPO on a CPU, where TRL's fused output head has no Triton kernel.
 
-    There it scores the positions of the prompt too, and throws them away. And its tiles are of a GPU's size:
-    here they get the size that this project's have.
+    Without a kernel the head also computes logits of the prompt, which are discarded, and its tile size is
+    one for GPUs. Here the head skips the prompt and uses the tile size of this project.
     """
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
     assert utils._use_triton is chunked_logprob._use_triton and chunked_logprob.TOKEN_CHUNK_SIZE
-    utils._use_triton = lambda device: True  # the kernels ask their own
+    utils._use_triton = lambda device: True  # skips the prompt; the kernels check the device themselves
     chunked_logprob.TOKEN_CHUNK_SIZE = 2**26 // (4 * utils._CHUNKED_LOGPROB_CHUNK_SIZE)
 
 
 def settings(case: Case, folder: str) -> dict[str, Any]:
-    """What all trainers are given."""
+    """Return the settings of all trainers."""
     return {
         "output_dir": folder,
         "max_steps": case.updates,
@@ -60,7 +60,7 @@ def settings(case: Case, folder: str) -> dict[str, Any]:
         "gradient_checkpointing": False,
         "bf16": case.gpu,
         "use_cpu": not case.gpu,
-        "tf32": True if case.gpu else None,  # what is not autocast
+        "tf32": True if case.gpu else None,  # products outside of autocast
         "logging_strategy": "no",
         "save_strategy": "no",
         "report_to": "none",
@@ -69,25 +69,25 @@ def settings(case: Case, folder: str) -> dict[str, Any]:
 
 
 def new_policy(case: Case, materials: Path) -> tuple[Any, Any]:
-    """The policy and its tokenizer."""
+    """Return the policy and its tokenizer."""
     policy = case.policy(materials)
     tokenizer = AutoTokenizer.from_pretrained(policy, padding_side="left")
     return AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), tokenizer
 
 
 def new_reward(case: Case, materials: Path, trained: bool = False) -> Any:
-    """The reward model, in 16 bits on a GPU unless it is trained on."""
+    """Return the reward model; on a GPU in bfloat16, unless it is trained."""
     dtype = torch.bfloat16 if case.gpu and not trained else torch.float32
     return AutoModelForSequenceClassification.from_pretrained(case.reward(materials), dtype=dtype)
 
 
 def texts(case: Case, materials: Path) -> list[str]:
-    """The prompts of an update."""
+    """Return the prompts of an update."""
     return [json.loads(line)["query"] for line in (case.data(materials) / "train.jsonl").open()]
 
 
 def build(case: Case, materials: Path, folder: str) -> Any:
-    """The trainer."""
+    """Return the trainer of a case."""
     work = WORKS[case.work]
     model, tokenizer = new_policy(case, materials)
     parts: dict[str, Any] = {
@@ -103,7 +103,7 @@ def build(case: Case, materials: Path, folder: str) -> Any:
 
         config = OnlineDPOConfig(
             **common,
-            per_device_train_batch_size=work.micro_batch // case.samples,  # prompts here
+            per_device_train_batch_size=work.micro_batch // case.samples,  # in prompts
             train_sampling_strategy="sequential",
             max_new_tokens=work.response,
             max_length=work.longest_prompt + work.response,
@@ -123,19 +123,19 @@ def build(case: Case, materials: Path, folder: str) -> Any:
 
 
 def watch(trainer: Any, meter: Meter) -> None:
-    """Charge phases, count samples and micro-batches."""
+    """Let `meter` measure the phases and count samples and micro-batches."""
     dpo = not isinstance(trainer, (trl.RLOOTrainer, trl.GRPOTrainer))
     count_samples(trainer.model, trainer.processing_class, meter)
     meter.wrap(trainer, "_generate", "generate")
     meter.wrap(trainer, "_calculate_rewards_from_functions" if dpo else "_calculate_rewards", "score")
-    # without gradient: reference, and the policy before the update where the trainer asks for it
+    # without gradient: the reference, and the policy before the update if the trainer uses it
     forward = "_forward" if dpo else "_get_per_token_logps_and_entropies"
     meter.wrap(trainer, forward, "reference", when=lambda: not torch.is_grad_enabled())
     meter.wrap(trainer, "training_step", seen=lambda _: {"micro_batches": 1})
 
 
 def count_samples(policy: Any, tokenizer: Any, meter: Meter) -> None:
-    """Count what `policy.generate` is given and gives."""
+    """Count the prompts and responses of `policy.generate`."""
     generate = policy.generate
     ends = torch.tensor([tokenizer.pad_token_id, tokenizer.eos_token_id])
 
@@ -152,26 +152,26 @@ def count_samples(policy: Any, tokenizer: Any, meter: Meter) -> None:
 
 
 class Moments(TrainerCallback):
-    """When training begins, when the optimizer makes a step, when an update ends."""
+    """Reports the start of training, optimizer steps and ends of updates to the meter."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
 
     def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
-        """Models are loaded, the optimizer is made."""
-        inner = getattr(optimizer, "optimizer", optimizer)  # torch's, in that of accelerate
+        """Start measuring: models are loaded and the optimizer exists."""
+        inner = getattr(optimizer, "optimizer", optimizer)  # the torch optimizer inside the one of accelerate
         inner.register_step_post_hook(lambda *_: self.meter.counts.update({"optimizer_steps": 1}))
         self.meter.begin()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """The last thing that an update does."""
+        """End an update."""
         self.meter.update_ended()
 
 
 def carry_out(
     case: Case, materials: Path, build: Callable[..., Any], watch: Callable[..., None], meter: Meter
 ) -> None:
-    """Train what `build` makes, as `watch` sees it, measured by `meter`."""
+    """Build the trainer, attach the meter with `watch`, and train."""
     torch.set_num_threads(case.threads)
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(case, materials, folder)
@@ -181,12 +181,12 @@ def carry_out(
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the figures."""
+    """Return the versions of the libraries that compute."""
     return {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def main(build: Callable[..., Any], watch: Callable[..., None]) -> None:
-    """Read the command line, measure, write."""
+    """Parse the command line, measure, and write the figures."""
     case, materials, out = Case.load(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     meter = Meter(case.warmup, case.gpu)
     carry_out(case, materials, build, watch, meter)

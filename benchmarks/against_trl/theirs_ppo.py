@@ -1,8 +1,8 @@
-"""TRL's PPO, in an environment of its own (requirements/bench-ppo.txt): TRL 1.12 is the last that has it.
+"""Measure PPO of TRL in its own environment (requirements/bench-ppo.txt). TRL 1.12 is the last with PPO.
 
-python -m benchmarks.against_trl.theirs_ppo <case as json> <folder of materials> <file>
+python -m benchmarks.against_trl.theirs_ppo <case as JSON> <folder of materials> <output file>
 
-It has a loop of its own, and functions of its module do what the other trainers have methods for.
+The PPO trainer has its own loop and uses functions of its module instead of methods.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.against_trl.work import EPISODES, WORKS, Case
 
 
 def build(case: Case, materials: Path, folder: str) -> PPOTrainer:
-    """The trainer. Its value model starts as the reward model, as ours does."""
+    """Return the trainer. Its value model starts as the reward model, as in this project."""
     work = WORKS[case.work]
     model, tokenizer = new_policy(case, materials)
     rows = Dataset.from_dict({"input_ids": tokenizer(texts(case, materials))["input_ids"]})
     common = settings(case, folder)
-    del common["disable_dropout"]  # it always does
+    del common["disable_dropout"]  # PPO has no such setting: dropout is always off
     config = PPOConfig(
         **common,
         total_episodes=EPISODES * case.updates,
@@ -48,13 +48,16 @@ def build(case: Case, materials: Path, folder: str) -> PPOTrainer:
         value_model=new_reward(case, materials, trained=True),
         train_dataset=rows,
     )
-    # Not its own loader, which shuffles, and at whose end accelerate makes a step of every micro-batch.
+    # The default loader shuffles, and at its end accelerate makes an optimizer step per micro-batch.
     trainer.dataloader = DataLoader(rows, batch_size=EPISODES, collate_fn=trainer.data_collator)
     return trainer
 
 
 def watch(trainer: PPOTrainer, meter: Meter) -> None:
-    """Charge phases, count samples and micro-batches; old values are `reference`, as with ours."""
+    """Let `meter` measure the phases and count samples and micro-batches.
+
+    Old values belong to the phase `reference`, as in this project.
+    """
     count_samples(trainer.policy_model, trainer.processing_class, meter)
     meter.wrap(ppo_trainer, "batch_generation", "generate")
     get_reward = ppo_trainer.get_reward

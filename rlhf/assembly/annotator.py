@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from rlhf.assembly.device import build_device
 from rlhf.assembly.models import build_reference, build_tokenizer
+from rlhf.assembly.parts import make
+from rlhf.assembly.scorer import build_training_scorer
 from rlhf.config.backend import TorchConfig
 from rlhf.generators.annotating import Annotator
 from rlhf.processes.ranks import Ranks
@@ -18,16 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatorFactory:
-    """Makes the annotator of the run `cfg`, with scorer and reference as the trainer has them."""
+    """Makes the annotator of the run `cfg`, with the same scorer and reference as the trainer."""
 
     cfg: Config
 
     def build(self, channel: Channel) -> Annotator:
-        """Load the models, whole; a reference only where the objective reads its log-probs."""
+        """Load the models, whole; load a reference only if the objective needs its log-probs."""
         backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch)
         cfg, alone = replace(self.cfg, backend=backend), Ranks(build_device(self.cfg))
-        scorer = cfg.scorer.build(cfg, build_tokenizer(cfg), alone)
-        assert scorer is not None, "validated: training needs a scorer"
-        wanted = "ref_logprobs" in cfg.algo.build().needs
+        scorer = build_training_scorer(cfg, build_tokenizer(cfg), alone)
+        wanted = "ref_logprobs" in make(cfg.algo).needs
         reference = build_reference(cfg, alone) if wanted else None
         return Annotator(scorer, reference, cfg.backend.micro_batch, alone, cfg.model.dtype)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.parts import make
 from rlhf.core.state import SupervisedState, TrainState
 from rlhf.tasks.task import Task
 
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def build_task(cfg: Config, tokenizer: PreTrainedTokenizerFast, data: Data, prompts_per_update: int) -> Task:
-    """The data of the run, tokenized."""
+    """Return the data of the run, tokenized."""
     return Task(
-        cfg.task.source(),
+        make(cfg.task),
         tokenizer,
         data=data,
         prompts_per_update=prompts_per_update,
@@ -27,7 +28,7 @@ def build_task(cfg: Config, tokenizer: PreTrainedTokenizerFast, data: Data, prom
 
 
 def build_state(cfg: Config, task: Task) -> TrainState:
-    """The counters that match the objective."""
+    """Return the counters that match the objective."""
     num_updates = cfg.num_updates(len(task))
     if cfg.algo.supervised:
         return SupervisedState(num_updates=num_updates, data_size=len(task))

@@ -15,13 +15,17 @@ if TYPE_CHECKING:
 
 
 def build_device(cfg: Config) -> torch.device:
-    """The kind of device that the models are on."""
+    """Return the device type of the models.
+
+    Raises:
+        UserError: the config asks for a GPU and torch finds none, or for float16 without a GPU.
+    """
     name = cfg.backend.device.value
     if cfg.backend.device is Device.auto:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "backend.device=cuda needs a GPU that torch can use, and there is none; set backend.device=auto"
+            "backend.device=cuda needs a GPU that torch can use, and torch finds none; set backend.device=auto"
         )
     if name == "cpu" and cfg.model.dtype is Dtype.float16:
         raise UserError(float16_needs_gpu("torch finds none"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.models import build_model, build_module, build_reference, trained_parts
+from rlhf.assembly.parts import part
 from rlhf.config.algo import PPOConfig, Trains
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
@@ -25,7 +26,11 @@ E = TypeVar("E", bound=Engine)
 
 
 def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, state: TrainState) -> Engine:
-    """Module, reference and optimizer on the backend."""
+    """Return the engine of a run that trains: module, reference and optimizer on the backend.
+
+    Raises:
+        UserError: the vocabulary or the context of the model is too small.
+    """
     module = build_module(cfg, tokenizer)
     check_vocabulary(module.model, tokenizer)
     problem = check_context(module.model.config, cfg.task.max_prompt_tokens, cfg.generator.response_length)
@@ -34,9 +39,10 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     for name, value in trained_parts(module):
         say(f"  {name + ':':24}{value}")
     steps = cfg.schedule.minibatches * cfg.schedule.epochs
-    engine = cfg.backend.build(
+    engine = part(cfg.backend).build(
+        cfg.backend,
         module=module,
-        reference=build_second(cfg, ranks),
+        reference=build_second_model(cfg, ranks),
         tokenizer=tokenizer,
         optim=cfg.optim,
         total_steps=state.num_updates * steps,
@@ -50,10 +56,10 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
 
 
 def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> FrozenEngine:
-    """What the run trains, and its reference, to be measured: without optimizer or value model."""
+    """Return the engine of a run that is only evaluated: module and reference, without optimizer or value model."""
     engine = FrozenEngine(
         build_model(cfg, tokenizer),
-        build_second(cfg, ranks),
+        build_second_model(cfg, ranks),
         tokenizer,
         micro_batch=cfg.backend.micro_batch,
         ranks=ranks,
@@ -62,19 +68,19 @@ def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) 
     return with_reference(engine, cfg)
 
 
-def build_second(cfg: Config, ranks: Ranks) -> Policy | None:
-    """The reference where it is a second model; None: there is none, or it is within the policy."""
+def build_second_model(cfg: Config, ranks: Ranks) -> Policy | None:
+    """Return the reference if it is a second model; None: there is none, or it is the policy without adapters."""
     compares = cfg.algo.trains is Trains.policy
-    return build_reference(cfg, ranks) if compares and not reference_within(cfg) else None
+    return build_reference(cfg, ranks) if compares and not reference_is_policy(cfg) else None
 
 
 def with_reference(engine: E, cfg: Config) -> E:
-    """`engine` with its reference, also where that is another view of the policy that the backend placed."""
-    if reference_within(cfg):
+    """Return `engine` with its reference, also if that is the policy without its adapters."""
+    if reference_is_policy(cfg):
         engine.reference = engine.policy.before_adapters()
     return engine
 
 
-def reference_within(cfg: Config) -> bool:
-    """Whether the reference is the policy without its adapters: the policy as it starts."""
+def reference_is_policy(cfg: Config) -> bool:
+    """Return whether the reference is the policy without its adapters, which is the initial policy."""
     return cfg.algo.trains is Trains.policy and bool(cfg.model.lora.rank) and cfg.model.starts_as_reference

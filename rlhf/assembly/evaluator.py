@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.scorer import build_scorer
 from rlhf.config.algo import Data, Trains
 from rlhf.core.batch import Sampling
 from rlhf.core.encoding import encode_completions
@@ -33,19 +34,19 @@ def build_evaluator(
     ranks: Ranks,
     split: str = "validation",
 ) -> Evaluator:
-    """What measures the run on held-out examples; `scorer` is what training sees, where it samples."""
+    """Return the evaluator of a run on held-out examples; `scorer` is the training score, if training samples."""
     if cfg.algo.trains is Trains.reward:
         pairs = task.held_out(cfg.eval.prompts, split)
         assert pairs.completions is not None
         length = cfg.generator.response_length
         return RewardEvaluator(encode_completions(pairs, pairs.completions, tokenizer, length), engine)
-    if not cfg.generator.samples:  # stored completions are no answer to a held-out prompt
+    if not cfg.generator.samples:  # the generator has no completions of held-out prompts
         sampler = HFGenerator(engine.borrow_policy, tokenizer, cfg.eval.batch_size, cfg.seed)
         generator = OneForEach(sampler, ranks) if ranks.size > 1 else sampler
     return PolicyEvaluator(
         task.held_out(cfg.eval.prompts, split, Data.prompts),
         generator,
-        cfg.gold.build(cfg, tokenizer, ranks),
+        build_scorer(cfg, "gold", tokenizer, ranks),
         None if cfg.algo.supervised else scorer,
         engine,
         tokenizer,

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.annotator import AnnotatorFactory
+from rlhf.assembly.parts import make
+from rlhf.config.cores import threads
 from rlhf.generators.across_ranks import OneForAll, OneForEach
+from rlhf.generators.generator import GeneratorContext
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.models.loading import load_causal_lm
 
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
 def build_sampler(
     cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device, seed: int
 ) -> HFGenerator:
-    """A generator that samples from `model.policy` without anything being trained."""
+    """Return a generator that samples from `model.policy`, without training."""
     assert cfg.model.policy is not None
     model = load_causal_lm(cfg.model.policy, torch.float32, cfg.model.attention, cfg.model.trust_remote_code)
     torch.nn.Module.to(model, device)
@@ -33,13 +37,28 @@ def build_sampler(
 def build_generator(
     cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: RunFolder, ranks: Ranks
 ) -> Generator:
-    """The generator: of the first rank for all, or one on each rank."""
+    """Return the generator: one on rank 0 that serves all ranks, or one on each rank."""
 
     def build() -> Generator:
-        return cfg.generator.build(cfg, engine, tokenizer, folder.path)
+        context = GeneratorContext(
+            policy=engine.module.model,
+            borrow=engine.borrow_policy,
+            tokenizer=tokenizer,
+            ranks=ranks,
+            folder=folder.path,
+            model=cfg.model,
+            prompt_tokens=cfg.task.max_prompt_tokens,
+            seed=cfg.seed,
+            max_lag=cfg.schedule.max_lag,
+            in_flight=cfg.schedule.in_flight,
+            threads=threads(cfg)[1],
+            annotator=AnnotatorFactory(cfg),
+        )
+        generator: Generator = make(cfg.generator, context)
+        return generator
 
     if ranks.size == 1 or not cfg.generator.samples:
         return build()
-    if cfg.generator.on_each_rank(cfg):
+    if cfg.generator.on_each_rank(cfg.schedule.max_lag):
         return OneForEach(build(), ranks)
     return OneForAll(build() if ranks.first else None, ranks)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from rlhf.assembly.parts import make
 from rlhf.loggers.display import Display
 from rlhf.loggers.jsonl import JsonlLogger
+from rlhf.loggers.logger import Logger, LoggerContext
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.core.state import TrainState
-    from rlhf.loggers.logger import Logger
     from rlhf.runs.folder import RunFolder
 
 
 def build_loggers(cfg: Config, folder: RunFolder, state: TrainState) -> list[Logger]:
-    """The files of the run folder, the terminal, and what the config turns on."""
+    """Return the loggers of the run folder and of the terminal, and those that the config turns on."""
     title = f"{cfg.algo.name} {cfg.task.name}"
-    loggers: list[Logger] = [
-        JsonlLogger(folder, state),
-        Display(title, state, cfg.progress, cfg.eval.samples),
-    ]
-    if cfg.logger.tensorboard is not None:
-        from rlhf.loggers.tensorboard import TensorboardLogger
-
-        loggers.append(TensorboardLogger(cfg.logger.tensorboard, folder.path, state))
-    if cfg.logger.wandb is not None:
-        from rlhf.loggers.wandb import WandbLogger
-
-        loggers.append(WandbLogger(cfg.logger.wandb, folder, state))
-    return loggers
+    loggers = [JsonlLogger(folder, state), Display(title, state, cfg.progress, cfg.eval.samples)]
+    context = LoggerContext(folder=folder, state=state)
+    chosen = (getattr(cfg.logger, each.name) for each in fields(cfg.logger))
+    return [*loggers, *(make(section, context) for section in chosen if section is not None)]

@@ -1,4 +1,4 @@
-"""Parts of a run that each of its processes makes for itself, from the config alone."""
+"""Build the models and the tokenizer of a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.parts import make, part
 from rlhf.config.algo import PPOConfig, Trains, ValueFrom
 from rlhf.config.model import NanoConfig
 from rlhf.config.task import EmbeddedTaskConfig
@@ -35,16 +36,16 @@ M = TypeVar("M", bound=OverRollouts)
 
 
 def build_module(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel | ActorCritic:
-    """What the run trains, from where it starts; what is trained of its weights in float32."""
+    """Return the module that the run trains, with its initial weights; trained weights are float32."""
     module = build_model(cfg, tokenizer)
     if not isinstance(cfg.algo, PPOConfig):
         return module
     assert isinstance(module, Policy)
-    return ActorCritic(module, for_training(build_value_model(cfg, cfg.algo, tokenizer), cfg, "value"))
+    return ActorCritic(module, for_training(build_value_model(cfg, tokenizer), cfg, "value"))
 
 
 def loading(cfg: Config) -> dict[str, Any]:
-    """How models that are trained are loaded."""
+    """Return the arguments that load a model that is trained."""
     model = cfg.model
     return {
         "dtype": getattr(torch, model.dtype.value) if model.lora.rank else torch.float32,
@@ -54,7 +55,7 @@ def loading(cfg: Config) -> dict[str, Any]:
 
 
 def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel:
-    """The policy or reward model that the run leaves behind, from where it starts."""
+    """Return the policy or reward model that the run trains and saves, with its initial weights."""
     model = cfg.model
     options = loading(cfg)
     if cfg.algo.trains is Trains.reward:
@@ -75,7 +76,7 @@ def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rew
 
 
 def for_training(module: M, cfg: Config, name: str) -> M:
-    """`module` with the adapters, and the checkpoints of blocks, that the config wants."""
+    """Return `module` with the adapters and the gradient checkpointing that the config asks for."""
     if cfg.model.lora.rank:
         adapt(module.model, cfg.model.lora, derive(cfg.seed, "adapters", name))
     if cfg.model.gradient_checkpointing:
@@ -84,48 +85,55 @@ def for_training(module: M, cfg: Config, name: str) -> M:
 
 
 def trained_parts(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """How much of `module` is trained, in words, where that is not all."""
+    """Yield the number of trained parameters for the summary, if not all are trained."""
     every = sum(parameter.numel() for parameter in module.parameters())
     ours = sum(parameter.numel() for parameter in trained(module))
     if ours < every:
-        yield "trained parameters", f"{ours:,} of {every:,}, in adapters and modules trained whole"
+        yield "trained parameters", f"{ours:,} of {every:,}, in adapters and in modules trained whole"
 
 
-def build_value_model(cfg: Config, algo: PPOConfig, tokenizer: PreTrainedTokenizerFast) -> ValueModel:
-    """The value model as it starts: the reward model, or the policy with values of 0."""
+def build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> ValueModel:
+    """Return the initial value model: the reward model, or the policy with values of 0.
+
+    Raises:
+        UserError: the reward model has another tokenizer.
+    """
     model = cfg.model
     options = loading(cfg)
-    if algo.starts_value(cfg) is ValueFrom.policy:
+    if cfg.value_starts_as is ValueFrom.policy:
         assert model.policy is not None
         made = new_reward_model(model.policy, tokenizer.pad_token_id, None, **options)
         torch.nn.init.zeros_(score_head(made).weight)
         return ValueModel(made, model.shared_prefix)
-    path = algo.reward_model(cfg)
+    path = cfg.value_reward
     assert path is not None, "validated: a reward model is named or made"
     own = load_tokenizer(path, model.pad_token, model.trust_remote_code, "model.reward")
     if not same_tokens(own, tokenizer):
         raise UserError(
-            "algo.value_from must be policy where the reward model has another tokenizer (the value model "
+            "algo.value_from must be policy if the reward model has another tokenizer (the value model "
             f"reads the policy's tokens), got reward with {path!r}; set algo.value_from=policy"
         )
     return ValueModel(load_reward_model(path, **options), model.shared_prefix)
 
 
 def build_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
-    """The policy's tokenizer; that of the task's vocabulary where a model is made from nothing."""
+    """Return the policy's tokenizer; for a model with random weights, the tokenizer of the embedded task."""
     name = cfg.model.tokenizer or cfg.start
     if name is None:
         assert isinstance(cfg.task, EmbeddedTaskConfig), "validated: only embedded tasks start from nothing"
-        return cfg.task.tokenizer()
+        tokenizer: PreTrainedTokenizerFast = make(cfg.task).tokenizer()
+        return tokenizer
     key = "model.tokenizer" if cfg.model.tokenizer else "model.policy"
     return load_tokenizer(name, cfg.model.pad_token, cfg.model.trust_remote_code, key)
 
 
 def build_reference(cfg: Config, ranks: Ranks) -> Policy:
-    """The frozen policy that training starts from, or that the config names, where the backend has it."""
+    """Return the frozen reference, placed by the backend: the model that the config names, or the initial policy."""
     model = cfg.model
     name = model.reference or model.policy
     assert name is not None, "validated: a policy is named or made"
     dtype = getattr(torch, model.dtype.value)
     frozen = load_causal_lm(name, dtype, model.attention, model.trust_remote_code, key="model.reference")
-    return cfg.backend.place(Policy(frozen, cfg.generator.temperature, model.shared_prefix), ranks)
+    policy = Policy(frozen, cfg.generator.temperature, model.shared_prefix)
+    placed: Policy = part(cfg.backend).place(cfg.backend, policy, ranks)
+    return placed

@@ -1,18 +1,18 @@
-"""Rules between the algorithm and the generator, scorer and schedule."""
+"""Rules between the algorithm and the generator, the scorer and the schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from rlhf.checks.words import plain
+from rlhf.checks.rules import doubt, rule, training_rule
+from rlhf.config.algo import PolicyGradientConfig, Trains
+from rlhf.config.root import Config
+from rlhf.config.schema import plain
 
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
 
-
+@training_rule
 def stored_completions(cfg: Config) -> Iterator[str]:
-    """A generator, scorer or lag that does not go with the algorithm."""
+    """The generator, the scorer and the lag fit the algorithm."""
     algo, generator = cfg.algo, cfg.generator
     if generator.samples:
         if algo.supervised:
@@ -22,7 +22,7 @@ def stored_completions(cfg: Config) -> Iterator[str]:
             )
         elif cfg.scorer.name == "labels":
             yield (
-                f"scorer must not be labels with generator={generator.name} (fresh samples have no labels), "
+                f"scorer must not be labels with generator={generator.name} (new samples have no labels), "
                 "got labels; set scorer=reward_model"
             )
         return
@@ -33,29 +33,40 @@ def stored_completions(cfg: Config) -> Iterator[str]:
         )
     if generator.rollouts:
         return
-    wanted = 2 if cfg.data.name == "preferences" else 1
+    wanted = 2 if cfg.reads_pairs else 1
     if algo.samples_per_prompt != wanted:
         what = "a chosen and a rejected response" if wanted == 2 else "one reference response"
         yield (
             f"algo.samples_per_prompt must be {wanted} for algo={algo.name} generator=dataset (an example "
-            f"holds {what}), got {algo.samples_per_prompt}; set algo.samples_per_prompt={wanted}"
+            f"has {what}), got {algo.samples_per_prompt}; set algo.samples_per_prompt={wanted}"
         )
     if cfg.schedule.max_lag > 0:
         yield (
-            "schedule.max_lag must be 0 with generator=dataset (nothing is sampled, so nothing can be late), "
+            "schedule.max_lag must be 0 with generator=dataset (nothing is sampled, so there is no lag), "
             f"got {cfg.schedule.max_lag}; set schedule.max_lag=0"
         )
 
 
+@rule
+def ratios_need_a_sampler(cfg: Config) -> Iterator[str]:
+    """Policy-gradient algorithms train on samples whose sampler is known."""
+    if isinstance(cfg.algo, PolicyGradientConfig) and not cfg.generator.rollouts:
+        yield (
+            f"generator must be one that samples for algo={cfg.algo.name} (ratios are taken to the sampler's "
+            f"log-probs), got {cfg.generator.name}; set generator=hf"
+        )
+
+
+@doubt
 def no_effect(cfg: Config) -> Iterator[str]:
-    """Settings that change nothing in this combination."""
+    """Settings of the algorithm, the schedule or the optimizer have no effect in this combination."""
     algo, schedule = cfg.algo, cfg.schedule
     if algo.supervised and schedule.epochs > 1:
         yield (
-            f"schedule.epochs={schedule.epochs} repeats each batch before the next; passes over the data are "
-            "schedule.total_epochs"
+            f"schedule.epochs={schedule.epochs} repeats each batch before the next batch; set "
+            "schedule.total_epochs for passes over the data"
         )
-    if algo.trains.name != "policy" and cfg.model.reference is not None:
+    if algo.trains is not Trains.policy and cfg.model.reference is not None:
         yield f"model.reference has no effect with algo={algo.name} (it has no reference model)"
     if schedule.total_episodes is not None and cfg.episodes_per_update >= 1:
         updates = cfg.num_updates()
@@ -65,5 +76,5 @@ def no_effect(cfg: Config) -> Iterator[str]:
         if cfg.optim.warmup >= max(1, steps):
             yield (
                 f"optim.warmup={plain(cfg.optim.warmup)} lasts the whole run of {steps} optimizer steps, so "
-                "the learning rate never falls"
+                "the learning rate never reaches optim.lr"
             )

@@ -1,22 +1,21 @@
-"""What is wrong with a run, all at once and before anything is loaded: key as typed, rule, value, remedy.
+"""Check a config before a run starts: collect every problem of the run, and show all together.
 
-Each section knows its own rules (`Section.problems`); those that cross sections are here. Imports no torch.
+Each section checks its own fields (`Section.problems`); rules over several sections are in the other modules
+of this folder. Nothing is loaded: this folder imports no torch.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf.checks.algorithms import no_effect, stored_completions
-from rlhf.checks.judges import judges, training_sees_its_judge
-from rlhf.checks.models import models
-from rlhf.checks.numbers import numbers
-from rlhf.checks.schedule import division, length, objective_metric
+# Importing a module of rules puts its rules on the lists.
+from rlhf.checks import algorithms, generators, judges, models, schedule, tasks  # noqa: F401
+from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES
 from rlhf.config.catalogue import options
 from rlhf.config.mistakes import explain, undefined, unknown_key
 from rlhf.config.root import Config
@@ -24,47 +23,53 @@ from rlhf.config.schema import sections
 from rlhf.core.errors import UserError, report
 from rlhf.core.launched import is_first_rank
 
-if TYPE_CHECKING:
-    from rlhf.checks.rules import Rule
 
+def problems(cfg: Config, training: bool = True) -> list[str]:
+    """Return every problem of the config, each once.
 
-def problems(cfg: Config, rules: tuple[Rule, ...] | None = None) -> list[str]:
-    """Everything that is wrong with the run `cfg`, each thing once.
-
-    `rules` are those that cross sections; None: all.
+    Args:
+        cfg: the config of a run.
+        training: whether the run trains; False: it is only evaluated.
     """
     found: list[str] = []
-    for _, section in sections(cfg):
-        found += section.problems(cfg)
-    for rule in RULES if rules is None else rules:
+    for key, section in sections(cfg):
+        found += section.problems(key)
+    for rule in [*RULES, *(TRAINING_RULES if training else ())]:
         found += rule(cfg)
     return list(dict.fromkeys(found))
 
 
 def warnings(cfg: Config) -> list[str]:
-    """Settings without effect, or allowed but doubtful, each once."""
+    """Return a warning for each setting that has no effect or is doubtful, each once."""
     found: list[str] = []
-    for _, section in sections(cfg):
-        found += section.warnings(cfg)
+    for key, section in sections(cfg):
+        found += section.warnings(key)
     for doubt in DOUBTS:
         found += doubt(cfg)
     return list(dict.fromkeys(found))
 
 
-RULES: tuple[Rule, ...] = (numbers, length, division, stored_completions, judges, models, objective_metric)
-
-
-MEASURED: tuple[Rule, ...] = (numbers, judges, models)  # of what is measured, and not trained
-
-
-DOUBTS: tuple[Rule, ...] = (training_sees_its_judge, no_effect)
-
-
 def typed(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
-    """Turn a composed config into the objects of its schemas, and check it.
+    """Return a composed config as objects of its sections, after all checks.
+
+    Args:
+        config: the config as Hydra composes it.
+        overrides: the overrides of the command line, for messages.
 
     Raises:
         UserError: with every problem that was found.
+    """
+    cfg = as_objects(config, overrides)
+    if found := problems(cfg):
+        raise UserError(*found)
+    return cfg
+
+
+def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
+    """Return a composed config as objects of its sections, without the checks of their values.
+
+    Raises:
+        UserError: a key is unknown, is not set, or has a value of the wrong type.
     """
     config = config.copy()
     if "hydra" in config:
@@ -81,13 +86,11 @@ def typed(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
     except OmegaConfBaseException as error:
         raise UserError(explain(error, overrides)) from error
     assert isinstance(cfg, Config)
-    if found := problems(cfg):
-        raise UserError(*found)
     return cfg
 
 
 def unknown_tuning(overrides: Sequence[str]) -> list[str]:
-    """A `tuned=` that names no file; Hydra lets it pass, as the group is optional."""
+    """Return an error if `tuned=` names no file. Hydra accepts it, because the group is optional."""
     names = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("tuned=")]
     return [
         f"tuned must be one of {', '.join(options('tuned'))}, got {name!r}; write ~tuned for none"
@@ -97,19 +100,19 @@ def unknown_tuning(overrides: Sequence[str]) -> list[str]:
 
 
 def words(overrides: Any) -> list[str]:
-    """The overrides of the command line as typed: an interpolation in them is not to be resolved here."""
+    """Return the overrides of the command line as typed; interpolations in them are not resolved."""
     return list(OmegaConf.to_container(overrides.task, resolve=False))  # type: ignore[arg-type]
 
 
 def warn(doubts: Sequence[str]) -> None:
-    """Show warnings."""
+    """Print warnings to stderr, on rank 0."""
     if is_first_rank():
         for doubt in doubts:
             print(f"warning: {doubt}", file=sys.stderr)
 
 
 def refuse(problems: Sequence[str]) -> NoReturn:
-    """Show problems, and end the command."""
+    """Print problems to stderr on rank 0, and end the command with exit code 2."""
     if is_first_rank():
         print(report(list(problems)), file=sys.stderr)
     raise SystemExit(2)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from rlhf.checks.rules import doubt, rule
+from rlhf.config.root import Config
 from rlhf.config.scorer import choice, scorers
 
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
+WITHOUT_ANSWERS = ("tldr_mini", "tldr", "chat", "preferences")  # tasks whose references contain no answer
 
 
+@rule
 def judges(cfg: Config) -> Iterator[str]:
-    """Scorers that cannot score this task."""
+    """Every scorer can score the responses of the task."""
     for at, scorer in scorers(cfg):
         key = choice(at)
         if scorer.name == "facts" and cfg.task.name != "tldr_mini":
             yield (
-                f"{key} must not be facts for task={cfg.task.name} (that program knows the facts of "
-                f"task=tldr_mini alone), got facts; set {key}=reward_model"
+                f"{key} must not be facts for task={cfg.task.name} (that program knows only the facts of "
+                f"task=tldr_mini), got facts; set {key}=reward_model"
             )
         if scorer.name == "answer" and cfg.task.name in WITHOUT_ANSWERS:
             yield (
-                f"{key} must not be answer for task={cfg.task.name} (its references hold no answer to "
+                f"{key} must not be answer for task={cfg.task.name} (its references contain no answer to "
                 f"compare with), got answer; set {key}=reward_model"
             )
     if cfg.gold.name == "labels":
@@ -32,16 +33,15 @@ def judges(cfg: Config) -> Iterator[str]:
         )
 
 
-WITHOUT_ANSWERS = ("tldr_mini", "tldr", "chat", "preferences")
-
-
+@doubt
 def training_sees_its_judge(cfg: Config) -> Iterator[str]:
-    """The proxy and the judge, or parts of them, are one."""
+    """The training score and the judge, or parts of them, are the same."""
     if not cfg.generator.samples:
         return
-    judging = {scorer.source(cfg): choice(at) for at, scorer in scorers(cfg) if at.startswith("gold")}
+    reward = cfg.model.reward
+    judging = {scorer.source(reward): choice(at) for at, scorer in scorers(cfg) if at.startswith("gold")}
     for at, scorer in scorers(cfg):
-        judge = judging.get(scorer.source(cfg))
+        judge = judging.get(scorer.source(reward))
         if at.startswith("scorer") and judge is not None:
             yield (
                 f"{choice(at)} and {judge} are the same ({scorer.name}): training sees its judge, so "

@@ -1,21 +1,77 @@
-"""Rules for models: local folders, context length."""
+"""Rules for models: which must be named, local folders, context length, dtype, adapters, the value model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlhf.config.model import NanoConfig
+from rlhf.checks.rules import rule
+from rlhf.config.algo import PPOConfig, Trains, ValueFrom
+from rlhf.config.backend import Device
+from rlhf.config.model import Dtype, NanoConfig, float16_needs_gpu
+from rlhf.config.root import Config
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
 from rlhf.models.folders import context_length, context_problem, folder_problem, is_local
 
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
+
+@rule
+def dtype_of_backend(cfg: Config) -> Iterator[str]:
+    """The device and the backend can train in the dtype."""
+    if cfg.model.dtype is not Dtype.float16:
+        return
+    if cfg.backend.device is Device.cpu:
+        yield float16_needs_gpu("backend.device=cpu")
+    if not cfg.backend.scales_loss:
+        yield (
+            f"model.dtype must be float32 or bfloat16 with backend={cfg.backend.name} (it does not scale "
+            "the loss, without which small gradients are 0), got float16; set model.dtype=bfloat16"
+        )
 
 
+@rule
+def models_are_named(cfg: Config) -> Iterator[str]:
+    """The config names every model that the run needs and cannot make."""
+    if cfg.makes_models:
+        return
+    model = cfg.model
+    wanted = {"base": model.base} if cfg.algo.trains is Trains.base else {"policy": model.policy}
+    if cfg.scorer.reads_reward and not cfg.algo.supervised:
+        wanted["reward"] = model.reward
+    for key, value in wanted.items():
+        if value is None:
+            yield (
+                f"model.{key} must name a model for task={cfg.task.name} (only embedded tasks make their "
+                f"own), got null; set model.{key}=<hub name or folder>"
+            )
+
+
+@rule
+def adapters_have_a_base(cfg: Config) -> Iterator[str]:
+    """Adapters are trained on a model that exists."""
+    rank = cfg.model.lora.rank
+    if rank >= 1 and cfg.algo.trains is Trains.base and cfg.model.base is None:
+        yield (
+            f"model.lora.rank must be 0 for algo={cfg.algo.name} without model.base (adapters need a "
+            f"pretrained model), got {rank}; set model.lora.rank=0"
+        )
+
+
+@rule
+def value_model_has_a_start(cfg: Config) -> Iterator[str]:
+    """A value model that starts from a reward model has one."""
+    if not isinstance(cfg.algo, PPOConfig) or cfg.algo.value_from is not ValueFrom.reward:
+        return
+    made = cfg.makes_models and cfg.scorer.reads_reward
+    if not made and cfg.value_reward is None:
+        yield (
+            "model.reward must name a reward model for algo.value_from=reward (the value model starts from "
+            "it), got null; set model.reward=<hub name or folder> or algo.value_from=policy"
+        )
+
+
+@rule
 def models(cfg: Config) -> Iterator[str]:
-    """Local model folders that are not there or not whole, and responses that no context holds."""
+    """Local model folders are complete, and the context is long enough for prompt and response."""
     contexts = []
     for key, path in named_models(cfg):
         if problem := folder_problem(key, path):
@@ -25,8 +81,8 @@ def models(cfg: Config) -> Iterator[str]:
     tokenizer = cfg.model.tokenizer
     if tokenizer is not None and is_local(tokenizer) and not Path(tokenizer).expanduser().is_dir():
         yield (
-            "model.tokenizer must name a tokenizer on the hub or a folder that holds one (no folder "
-            f"{tokenizer!r} here), got {tokenizer!r}; set model.tokenizer=<hub name or folder>"
+            "model.tokenizer must name a tokenizer on the hub or a folder that contains one (there is no "
+            f"folder {tokenizer!r}), got {tokenizer!r}; set model.tokenizer=<hub name or folder>"
         )
     made = cfg.model.policy is None and cfg.model.base is None
     if isinstance(cfg.model, NanoConfig) and made and not contexts:
@@ -37,7 +93,7 @@ def models(cfg: Config) -> Iterator[str]:
 
 
 def named_models(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield the models that the config names, by key."""
+    """Yield key and value of every model that the config names."""
     found = {f"model.{name}": getattr(cfg.model, name) for name in ("base", "policy", "reference", "reward")}
     for at, scorer in scorers(cfg):
         if isinstance(scorer, RewardModelScorerConfig):

@@ -1,35 +1,33 @@
-"""Rules for the length of a run and for batches that divide into equal parts."""
+"""Rules for the length of a run, for batches that divide into equal parts, and for in-flight updates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from rlhf.checks.words import nearest_multiple, plain
+from rlhf.checks.rules import rule, training_rule
+from rlhf.config.root import Config
+from rlhf.config.schema import plain
 from rlhf.core.launched import rank_count
 
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
 
-
+@training_rule
 def length(cfg: Config) -> Iterator[str]:
-    """How long the run is: said once, in a unit that its algorithm has."""
+    """The length of the run is set once, in a unit that the algorithm has."""
     episodes, epochs = cfg.schedule.total_episodes, cfg.schedule.total_epochs
     stored = not cfg.generator.rollouts
     if episodes is None and epochs is None:
         units = "schedule.total_episodes" + (" or schedule.total_epochs" if stored else "")
-        why = "it says how long the run is"
-        yield f"{units} must be set ({why}), got null; set schedule.total_episodes=12800"
+        yield f"{units} must be set (it is the length of the run), got null; set schedule.total_episodes=12800"
     elif episodes is not None and epochs is not None:
         yield (
-            "schedule.total_episodes and schedule.total_epochs must not both be set (each says how long the "
-            f"run is), got {episodes} and {plain(epochs)}; set schedule.total_epochs=null or "
+            "schedule.total_episodes and schedule.total_epochs must not both be set (each is the length of the "
+            f"run), got {episodes} and {plain(epochs)}; set schedule.total_epochs=null or "
             "schedule.total_episodes=null"
         )
     elif epochs is not None and not stored:
         yield (
             f"schedule.total_epochs must be null for algo={cfg.algo.name} generator={cfg.generator.name} "
-            f"(fresh samples are counted in episodes), got {plain(epochs)}; set schedule.total_epochs=null "
+            f"(new samples are counted in episodes), got {plain(epochs)}; set schedule.total_epochs=null "
             "schedule.total_episodes=12800"
         )
     per_update = cfg.episodes_per_update
@@ -42,8 +40,9 @@ def length(cfg: Config) -> Iterator[str]:
         )
 
 
+@training_rule
 def division(cfg: Config) -> Iterator[str]:
-    """Batches that do not divide into equal parts without splitting a group."""
+    """Batches divide into equal parts without splitting the samples of a prompt."""
     prompts, parts = cfg.schedule.prompts_per_update, cfg.schedule.minibatches
     if prompts >= 1 and parts >= 1 and prompts % parts:
         yield (
@@ -53,8 +52,12 @@ def division(cfg: Config) -> Iterator[str]:
         )
     ranks = rank_count()
     for key, count, meaning in (
-        ("schedule.prompts_per_update", prompts // max(parts, 1), "each minibatch is divided among them"),
-        ("eval.prompts", cfg.eval.prompts, "the held-out prompts are divided among them"),
+        (
+            "schedule.prompts_per_update",
+            prompts // max(parts, 1),
+            "each minibatch is divided among the ranks",
+        ),
+        ("eval.prompts", cfg.eval.prompts, "the held-out prompts are divided among the ranks"),
     ):
         if 1 <= count < ranks:
             yield (
@@ -70,11 +73,29 @@ def division(cfg: Config) -> Iterator[str]:
         )
 
 
+@training_rule
 def objective_metric(cfg: Config) -> Iterator[str]:
-    """A sweeper's figure that no evaluation measures."""
+    """An evaluation measures the metric that a sweeper optimises."""
     metric = cfg.objective_metric
     if metric is not None and metric.startswith("eval/") and cfg.schedule.eval_every == 0:
         yield (
-            "schedule.eval_every must be > 0 with objective_metric (without evaluation nothing measures "
-            f"{metric}), got 0; set schedule.eval_every=0.2"
+            f"schedule.eval_every must be > 0 with objective_metric={metric} (only an evaluation measures "
+            "that metric), got 0; set schedule.eval_every=0.2"
         )
+
+
+@rule
+def in_flight_needs_a_process(cfg: Config) -> Iterator[str]:
+    """Only a generator in a process of its own can load weights while it samples."""
+    schedule = cfg.schedule
+    if schedule.in_flight and schedule.max_lag >= 1 and not cfg.has_worker:
+        yield (
+            "schedule.update must be between without a generator in a process of its own (no other generator "
+            f"can load weights while it samples), got in_flight with generator={cfg.generator.name}; "
+            "set schedule.update=between"
+        )
+
+
+def nearest_multiple(value: int, of: int) -> int:
+    """Return the multiple of `of` that is closest to `value`, at least `of` itself."""
+    return max(1, round(value / of)) * of

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rlhf.checks.words import plain
-from rlhf.config.generator import WorkerConfig, threads
+from rlhf.config.cores import threads
+from rlhf.config.generator import WorkerConfig
+from rlhf.config.schema import plain
 from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.core.launched import rank_count
 from rlhf.core.state import TrainState
@@ -30,7 +31,7 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
     schedule, per_update = cfg.schedule, cfg.episodes_per_update
     prompts, group = schedule.prompts_per_update, cfg.algo.samples_per_prompt
     rows = [("episodes per update", f"{per_update:,} = {prompts:,} prompts x {group} samples")]
-    if examples is None and isinstance(cfg.task, EmbeddedTaskConfig) and cfg.data.name != "preferences":
+    if examples is None and isinstance(cfg.task, EmbeddedTaskConfig) and not cfg.reads_pairs:
         examples = cfg.task.train_size
     in_minibatch = prompts // schedule.minibatches * group
     ranks = rank_count()

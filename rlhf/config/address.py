@@ -1,4 +1,4 @@
-"""Finding a function that a config names: `<module>:<function>`, or `<file>.py:<function>`. No torch here."""
+"""Python functions named in a config: `<module>:<function>` or `<file>.py:<function>`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,58 +15,65 @@ from typing import Any
 from rlhf.core.errors import UserError
 
 NAME = r"[^\W\d]\w*"
-
-
 FORM = re.compile(rf"(?P<place>.+\.py|{NAME}(\.{NAME})*):(?P<function>{NAME})")
-
-
 RULE = "must be <module>:<function> or <file>.py:<function> (it names a Python function)"
 
 
 def function_problem(key: str, path: str | None) -> str | None:
-    """What is wrong with the `path` that `key` names, as far as can be said without running it; or None."""
-    found = FORM.fullmatch(path or "")
-    if found is None:
+    """Return what is wrong with a function's address, or None. The module or file is not executed.
+
+    Args:
+        key: key of the config that has the address.
+        path: the address.
+    """
+    match = FORM.fullmatch(path or "")
+    if match is None:
         got = "null" if path is None else repr(path)
         return f"{key} {RULE}, got {got}; set {key}=my_module:my_function"
-    place = found["place"]
+    place = match["place"]
     if place.endswith(".py"):
-        missing = None if Path(place).expanduser().is_file() else f"no file {place!r} here"
+        reason = None if Path(place).expanduser().is_file() else f"no file {place!r} here"
     else:
-        missing = missing_module(place)
-    if missing is None:
+        reason = missing_module(place)
+    if reason is None:
         return None
     return (
-        f"{key} must name a function in a module or file that is there ({missing}), got {path!r}; run in the "
-        f"folder that holds it, or set {key}=<path of the file>.py:{found['function']}"
+        f"{key} must name a function in an existing module or file ({reason}), got {path!r}; run the command "
+        f"in the folder that contains it, or set {key}=<path of the file>.py:{match['function']}"
     )
 
 
 def missing_module(name: str) -> str | None:
-    """Why the module `name` is not found, or None. The packages around it are imported, itself it is not."""
+    """Return why the module `name` is not found, or None. Its parent packages are imported."""
     working_directory_first()
     try:
         return None if importlib.util.find_spec(name) else f"no module {name!r}"
     except ModuleNotFoundError as error:
         return f"no module {error.name!r}"
-    except Exception as error:  # whatever the code of its package raises
+    except Exception as error:  # the package's code may raise any exception
         return f"importing its package raised {type(error).__name__}: {error}"
 
 
 def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
-    """The function that `path` names, for positional `arguments`.
+    """Import and return the function at an address.
+
+    Args:
+        key: key of the config that has the address.
+        path: the address.
+        arguments: names of the positional arguments that the function must accept.
 
     Raises:
-        UserError: it cannot be imported, is not there, is no function, or takes other arguments.
+        UserError: the module cannot be imported, or has no such function, or the function does not accept the
+            arguments.
     """
     place, _, name = path.rpartition(":")
     try:
         module = load_file(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise any exception
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"{key} must name a module that can be imported (importing it raised {type(error).__name__}: "
-            f"{error}, in {where.filename}, line {where.lineno}), got {path!r}; mend {place}"
+            f"{error}, in {where.filename}, line {where.lineno}), got {path!r}; fix {place}"
         ) from error
     function = getattr(module, name, None)
     if function is None:
@@ -86,19 +93,19 @@ def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[.
             f"{key} must name a function of ({', '.join(arguments)}) ({error}), got {path!r}; "
             f"write def {name}({', '.join(arguments)})"
         ) from error
-    except ValueError:  # some builtins do not tell their arguments
+    except ValueError:  # some built-in functions have no signature
         pass
     return function
 
 
 def load_module(name: str) -> ModuleType:
-    """Import a module by name, from the working directory first."""
+    """Import a module by name. The working directory is searched first."""
     working_directory_first()
     return importlib.import_module(name)
 
 
 def load_file(file: Path) -> ModuleType:
-    """Import a file, under a name that no module has; what it imports may lie in the working directory."""
+    """Import a file under a name that no other module has. Its imports search the working directory first."""
     working_directory_first()
     name = f"rlhf_scorer:{file.resolve()}"
     if name in sys.modules:
@@ -106,7 +113,7 @@ def load_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "a file that ends in .py"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # what a dataclass in the file looks itself up by
+    sys.modules[name] = module  # a dataclass defined in the file looks up its module here
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -116,7 +123,7 @@ def load_file(file: Path) -> ModuleType:
 
 
 def working_directory_first() -> None:
-    """Let modules of the working directory be imported, as `python -m` does and a console script does not."""
+    """Put the working directory first on the import path, as `python -m` does; a console script does not."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

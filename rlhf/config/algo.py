@@ -1,40 +1,35 @@
-"""Settings of the objectives."""
+"""Sections of the algorithms (`algo=...`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Section, option
-from rlhf.config.scorer import RewardModelScorerConfig
-
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-    from rlhf.objectives.objective import Objective
+from rlhf.config.schema import Section, number, option
 
 
 class Trains(Enum):
-    """Which model a run trains, and so what it starts from and how it is evaluated."""
+    """Which model a run trains: it decides what training starts from and how the run is evaluated."""
 
-    base = "base"  # a language model from the base model (or from nothing)
-    policy = "policy"  # the policy, against its frozen reference
+    base = "base"  # a language model, from the base model (or from random weights)
+    policy = "policy"  # the policy, compared with its frozen reference
     reward = "reward"  # a reward model, from the policy's weights
 
 
 class Data(Enum):
-    """What one example of the training data holds."""
+    """What one example of the training data contains."""
 
-    prompts = "prompts"  # a prompt; the generator responds
+    prompts = "prompts"  # a prompt; the generator samples the responses
     references = "references"  # a prompt and its reference response
     preferences = "preferences"  # a prompt, a chosen and a rejected response
 
 
 class DPOLoss(Enum):
-    """The loss on the margin of a pair."""
+    """The loss on the margin of a preference pair."""
 
     sigmoid = "sigmoid"
     ipo = "ipo"
@@ -43,10 +38,10 @@ class DPOLoss(Enum):
 
 
 class Ties(Enum):
-    """What becomes of a prompt whose best and worst scores are equal."""
+    """What to do with a prompt whose best and worst scores are equal."""
 
-    drop = "drop"  # it leaves the sum and the count
-    keep = "keep"  # it counts: in dpo first best against last worst, as the original did
+    drop = "drop"  # exclude it from the sum and from the count
+    keep = "keep"  # count it: dpo takes the first best against the last worst, as the original system did
 
 
 class KLIn(Enum):
@@ -57,14 +52,14 @@ class KLIn(Enum):
 
 
 class KLEstimator(Enum):
-    """How the KL of a token is estimated from a sample; k3 is never negative, and varies less."""
+    """How the KL of a token is estimated from one sample. k3 is never negative and has less variance."""
 
     k1 = "k1"  # logp - ref
     k3 = "k3"  # exp(ref - logp) - 1 + logp - ref
 
 
 class Scale(Enum):
-    """The standard deviation that rewards minus their group's mean are divided by."""
+    """The standard deviation that divides the rewards minus the mean of their group."""
 
     group = "group"
     batch = "batch"
@@ -72,30 +67,30 @@ class Scale(Enum):
 
 
 class RLOOLoss(Enum):
-    """What is minimised for a response."""
+    """The loss of a response."""
 
-    clip = "clip"  # the ratio of the whole response, clipped
-    reinforce = "reinforce"  # its log-prob
+    clip = "clip"  # the clipped ratio of the whole response
+    reinforce = "reinforce"  # the log-prob of the response
 
 
 class ValueFrom(Enum):
-    """What the value model is at the start."""
+    """The weights that the value model starts from."""
 
     reward = "reward"  # the reward model
-    policy = "policy"  # the policy, with values of 0
+    policy = "policy"  # the policy, with a head that gives values of 0
 
 
 class CorrectionKind(Enum):
-    """What is done with the importance weight w = trainer / sampler."""
+    """How the importance weight w = trainer / sampler is used."""
 
     none = "none"
-    truncate = "truncate"  # cut off at `cap`
+    truncate = "truncate"  # min(w, cap)
     mask = "mask"  # 0 outside [low, high]
-    decoupled = "decoupled"  # taken as it is
+    decoupled = "decoupled"  # w without a bound
 
 
 class Level(Enum):
-    """What has one importance weight."""
+    """The unit that has one importance weight."""
 
     token = "token"
     sequence = "sequence"
@@ -103,7 +98,7 @@ class Level(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class AlgoConfig(Section):
-    """What every objective has. `samples_per_prompt` is K."""
+    """The keys that every algorithm has. `samples_per_prompt` is K."""
 
     trains: ClassVar[Trains] = Trains.policy
     data: ClassVar[Data] = Data.prompts
@@ -112,14 +107,11 @@ class AlgoConfig(Section):
     keeps: ClassVar[int | None] = None  # samples of a prompt that are trained on; None: all K
 
     name: str = MISSING
-    samples_per_prompt: int = 1
+    samples_per_prompt: int = 1  # K, responses of one prompt
 
-    def build(self) -> Objective:
-        """Make the objective; this is where torch is first imported."""
-        raise NotImplementedError
-
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """Too few samples of a prompt."""
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for too few samples of a prompt, after the errors of single numbers."""
+        yield from Section.problems(self, at)
         if self.samples_per_prompt < self.min_samples:
             reason = "it ranks completions of one prompt" if self.min_samples == 2 else "it needs a sample"
             yield (
@@ -128,13 +120,7 @@ class AlgoConfig(Section):
             )
 
 
-def positive(key: str, value: float | None, meaning: str, remedy: str) -> Iterator[str]:
-    """A number that must be above 0; None passes."""
-    if value is not None and not value > 0:
-        yield f"{key} must be > 0 ({meaning}), got {value:g}; set {key}={remedy}"
-
-
-@option("algo", "dpo")
+@option("algo", "dpo", part="rlhf.objectives.dpo:OnlineDPO")
 @dataclass(kw_only=True, slots=True)
 class DPOConfig(AlgoConfig):
     """Online DPO: best against worst of K samples. With `generator=dataset`: offline DPO on stored pairs."""
@@ -145,34 +131,20 @@ class DPOConfig(AlgoConfig):
     name: str = "dpo"
     samples_per_prompt: int = 2
     loss_type: DPOLoss = DPOLoss.sigmoid
-    beta: float = 0.1
-    label_smoothing: float = 0.0  # part of the labels taken to be wrong: sigmoid and robust
-    length_normalised: bool = False  # log-ratios are divided by the tokens of their response
+    beta: float = number(0.1, above=0, means="it scales the log-ratio to the reference")
+    label_smoothing: float = number(
+        0.0, least=0, below=0.5, means="fraction of labels that are assumed wrong; sigmoid and robust"
+    )
+    length_normalised: bool = False  # divide each log-ratio by the number of tokens of its response
     ties: Ties = Ties.drop
 
-    def build(self) -> Objective:
-        """Make the objective."""
-        from rlhf.objectives.dpo import OnlineDPO
-
-        return OnlineDPO(self)
-
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """The same, beta, and the part of wrong labels."""
-        yield from AlgoConfig.problems(self, cfg)
-        yield from positive("algo.beta", self.beta, "it scales the log-ratio to the reference", "0.1")
-        if not 0 <= self.label_smoothing < 0.5:
-            yield (
-                "algo.label_smoothing must be from 0 to below 0.5 (a part of the labels; with half of them "
-                f"wrong there is nothing to learn), got {self.label_smoothing:g}; set algo.label_smoothing=0"
-            )
-
-    def warnings(self, cfg: Config) -> Iterator[str]:
-        """Label smoothing of a loss that has none."""
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for label smoothing of a loss that has none."""
         if self.label_smoothing and self.loss_type in (DPOLoss.ipo, DPOLoss.hinge):
             yield f"algo.label_smoothing has no effect with algo.loss_type={self.loss_type.value}"
 
 
-@option("algo", "bok")
+@option("algo", "bok", part="rlhf.objectives.bok:BestOfK")
 @dataclass(kw_only=True, slots=True)
 class BestOfKConfig(AlgoConfig):
     """Best-of-K fine-tuning: maximum likelihood of the best of K samples."""
@@ -184,35 +156,29 @@ class BestOfKConfig(AlgoConfig):
     samples_per_prompt: int = 2
     ties: Ties = Ties.drop
 
-    def build(self) -> Objective:
-        """Make the objective."""
-        from rlhf.objectives.bok import BestOfK
-
-        return BestOfK(self)
-
 
 @dataclass(kw_only=True, slots=True)
 class CorrectionConfig(Section):
-    """Importance weights trainer / sampler, for lag and for samplers that compute otherwise."""
+    """Importance weights trainer / sampler, for lag and for samplers with other numerics."""
 
     kind: CorrectionKind = CorrectionKind.none
     level: Level = Level.token
-    cap: float = 2.0  # truncate: the largest weight
+    cap: float = number(2.0, above=0, means="truncate: the largest weight")
     low: float = 0.5  # mask: weights below count as 0
     high: float = 2.0  # mask: weights above count as 0
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """A cap or a band that nothing passes."""
-        yield from positive("algo.correction.cap", self.cap, "weights are cut off there", "2")
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a mask that excludes on-policy samples."""
+        yield from Section.problems(self, at)
         if not 0 <= self.low <= 1 <= self.high:
             yield (
-                "algo.correction.low and algo.correction.high must hold 1 between them (the weight of an "
+                "algo.correction.low and algo.correction.high must have 1 between them (1 is the weight of an "
                 f"on-policy sample), got {self.low:g} and {self.high:g}; set algo.correction.low=0.5 "
                 "algo.correction.high=2"
             )
 
-    def warnings(self, cfg: Config) -> Iterator[str]:
-        """Settings of another kind."""
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each setting that belongs to another kind of correction."""
         default = CorrectionConfig()
         for kind, names in ((CorrectionKind.truncate, ("cap",)), (CorrectionKind.mask, ("low", "high"))):
             for name in names:
@@ -225,48 +191,29 @@ class CorrectionConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class PolicyGradientConfig(AlgoConfig):
-    """What policy-gradient objectives share."""
+    """The keys that policy-gradient algorithms share."""
 
-    sequence_ratio: ClassVar[bool] = False  # one ratio a response
+    sequence_ratio: ClassVar[bool] = False  # one ratio per response, not per token
 
-    clip_low: float = 0.2  # ratios are clipped at 1 - clip_low
-    clip_high: float = 0.2  # and at 1 + clip_high
-    kl_coef: float = 0.0  # beta
+    clip_low: float = number(0.2, least=0, most=1, means="ratios are clipped at 1 - clip_low")
+    clip_high: float = number(0.2, above=0, means="ratios are clipped at 1 + clip_high")
+    kl_coef: float = number(0.0, least=0, means="beta, weight of the KL penalty", remedy="0.05")
     kl_in: KLIn = KLIn.loss
     kl_estimator: KLEstimator = KLEstimator.k3
     kl_unbiased: bool = True  # in the loss: times the ratio, so that its gradient is that of the KL
     normalize_scores: bool = False  # to mean 0 and standard deviation 1 over the rollout batch
-    clip_scores: float | None = None  # to +- this, after normalising; null: not
+    clip_scores: float | None = number(
+        None, above=0, means="scores are clipped to +- this after normalising; null: not"
+    )
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """The same, and bounds; samples whose sampler is not known."""
-        yield from AlgoConfig.problems(self, cfg)
-        if not cfg.generator.rollouts:
-            yield (
-                f"generator must be one that samples for algo={self.name} (ratios are taken to the sampler's "
-                f"log-probs), got {cfg.generator.name}; set generator=hf"
-            )
-        if not 0 <= self.clip_low <= 1:
-            yield (
-                "algo.clip_low must be from 0 to 1 (ratios are clipped at 1 - clip_low), "
-                f"got {self.clip_low:g}; set algo.clip_low=0.2"
-            )
-        yield from positive("algo.clip_high", self.clip_high, "ratios are clipped at 1 + clip_high", "0.2")
-        yield from positive("algo.clip_scores", self.clip_scores, "scores are clipped to +- this", "null")
-        if self.kl_coef < 0:
-            yield (
-                "algo.kl_coef must be >= 0 (it weighs the penalty on the KL to the reference), "
-                f"got {self.kl_coef:g}; set algo.kl_coef=0.05"
-            )
-
-    def warnings(self, cfg: Config) -> Iterator[str]:
-        """A penalty that pulls nowhere, and weights of tokens in a loss of sequences."""
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield warnings for a KL penalty without gradient, and for token weights in a sequence loss."""
         in_loss = self.kl_coef > 0 and self.kl_in is KLIn.loss
         if in_loss and self.kl_estimator is KLEstimator.k1 and not self.kl_unbiased:
             yield (
-                "algo.kl_estimator=k1 with algo.kl_unbiased=false has a gradient of 0 on average (that of "
-                "log-probs), so nothing holds the policy near the reference; set algo.kl_unbiased=true"
+                "algo.kl_estimator=k1 with algo.kl_unbiased=false has a gradient of 0 on average (the gradient "
+                "of log-probs), so the KL penalty has no effect; set algo.kl_unbiased=true"
             )
         correction = self.correction
         if (
@@ -280,78 +227,45 @@ class PolicyGradientConfig(AlgoConfig):
             )
 
 
-@option("algo", "ppo")
+@option("algo", "ppo", part="rlhf.objectives.ppo:PPO")
 @dataclass(kw_only=True, slots=True)
 class PPOConfig(PolicyGradientConfig):
-    """PPO: a value model, generalised advantage estimation."""
+    """PPO: a value model and generalised advantage estimation."""
 
     name: str = "ppo"
     kl_coef: float = 0.05
     kl_in: KLIn = KLIn.reward
     kl_estimator: KLEstimator = KLEstimator.k1
-    kl_target: float | None = None  # KL of a response that kl_coef moves towards; null: it is fixed
-    kl_horizon: float = 10000  # episodes; the larger, the slower it moves
-    gamma: float = 1.0
-    lam: float = 0.95  # lambda of the advantage estimation
-    vf_coef: float = 0.1  # weight of the value loss
-    clip_value: float = 0.2  # values are clipped to +- this around those before the update
+    kl_target: float | None = number(
+        None, above=0, means="KL of a response that kl_coef adapts to; null: kl_coef is fixed", remedy="6"
+    )
+    kl_horizon: float = number(10000, above=0, means="episodes; the larger, the slower kl_coef adapts")
+    gamma: float = number(1.0, least=0, most=1, means="discount of later rewards")
+    lam: float = number(0.95, least=0, most=1, means="lambda of the advantage estimation")
+    vf_coef: float = number(0.1, least=0, means="weight of the value loss")
+    clip_value: float = number(0.2, above=0, means="values are clipped to +- this around the old values")
     whiten_advantages: bool = True
     whiten_rewards: bool = False  # keeps their mean
-    end_state: bool = True  # the state after the end is a step of its own, which gets the score
-    value_from: ValueFrom | None = None  # null: the reward model where the scorer is one, else the policy
-    value_lr: float | None = None  # learning rate of the value model; null: optim.lr
+    end_state: bool = True  # the state after the end is a step of its own, which receives the score
+    value_from: ValueFrom | None = None  # null: the reward model if the scorer is one, else the policy
+    value_lr: float | None = number(
+        None, above=0, means="learning rate of the value model; null: optim.lr", remedy="null"
+    )
 
-    def build(self) -> Objective:
-        """Make the objective."""
-        from rlhf.objectives.ppo import PPO
-
-        return PPO(self)
-
-    def starts_value(self, cfg: Config) -> ValueFrom:
-        """What the value model is at the start of the run `cfg`."""
-        if self.value_from is not None:
-            return self.value_from
-        scored = cfg.scorer.reads_reward or isinstance(cfg.scorer, RewardModelScorerConfig)
-        return ValueFrom.reward if scored else ValueFrom.policy
-
-    def reward_model(self, cfg: Config) -> str | None:
-        """The reward model that the value model may start as."""
-        own = cfg.scorer.path if isinstance(cfg.scorer, RewardModelScorerConfig) else None
-        return own or cfg.model.reward
-
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """The same, and what the value model and the advantages need."""
-        yield from PolicyGradientConfig.problems(self, cfg)
-        for key in ("gamma", "lam"):
-            value = getattr(self, key)
-            if not 0 <= value <= 1:
-                yield f"algo.{key} must be from 0 to 1 (it discounts), got {value:g}; set algo.{key}=1"
-        yield from positive("algo.clip_value", self.clip_value, "values are clipped to +- this", "0.2")
-        yield from positive("algo.value_lr", self.value_lr, "the value model's step size", "null")
-        yield from positive("algo.kl_target", self.kl_target, "a KL that the policy may have", "6")
-        yield from positive("algo.kl_horizon", self.kl_horizon, "episodes", "10000")
-        if self.vf_coef < 0:
-            yield (
-                f"algo.vf_coef must be >= 0 (it weighs the value loss), got {self.vf_coef:g}; "
-                "set algo.vf_coef=0.1"
-            )
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a KL coefficient that cannot adapt."""
+        yield from PolicyGradientConfig.problems(self, at)
         if self.kl_target is not None and not self.kl_coef:
             yield (
-                "algo.kl_coef must be > 0 with algo.kl_target (the coefficient moves by factors), got 0; "
+                "algo.kl_coef must be > 0 with algo.kl_target (the coefficient adapts by factors), got 0; "
                 "set algo.kl_coef=0.05"
             )
-        made = cfg.makes_models and cfg.scorer.reads_reward
-        if self.value_from is ValueFrom.reward and not made and self.reward_model(cfg) is None:
-            yield (
-                "model.reward must name a reward model for algo.value_from=reward (the value model starts as "
-                "it), got null; set model.reward=<hub name or folder> or algo.value_from=policy"
-            )
 
 
-@option("algo", "rloo")
+@option("algo", "rloo", part="rlhf.objectives.rloo:RLOO")
 @dataclass(kw_only=True, slots=True)
 class RLOOConfig(PolicyGradientConfig):
-    """RLOO: REINFORCE with the mean of a prompt's other samples as baseline."""
+    """RLOO: REINFORCE with the mean reward of a prompt's other samples as baseline."""
 
     min_samples: ClassVar[int] = 2
     sequence_ratio: ClassVar[bool] = True
@@ -363,14 +277,8 @@ class RLOOConfig(PolicyGradientConfig):
     kl_in: KLIn = KLIn.reward
     kl_estimator: KLEstimator = KLEstimator.k1
 
-    def build(self) -> Objective:
-        """Make the objective."""
-        from rlhf.objectives.rloo import RLOO
 
-        return RLOO(self)
-
-
-@option("algo", "grpo")
+@option("algo", "grpo", part="rlhf.objectives.grpo:GRPO")
 @dataclass(kw_only=True, slots=True)
 class GRPOConfig(PolicyGradientConfig):
     """GRPO: PPO's clipped ratio with advantages from the group of a prompt's samples."""
@@ -383,49 +291,31 @@ class GRPOConfig(PolicyGradientConfig):
     scale: Scale = Scale.group
     ties: Ties = Ties.keep
 
-    def build(self) -> Objective:
-        """Make the objective."""
-        from rlhf.objectives.grpo import GRPO
 
-        return GRPO(self)
-
-
-@option("algo", "dr_grpo")
+@option("algo", "dr_grpo", part="rlhf.objectives.dr_grpo:DrGRPO")
 @dataclass(kw_only=True, slots=True)
 class DrGRPOConfig(GRPOConfig):
-    """Dr. GRPO: GRPO with advantages that are not scaled, and a constant divisor."""
+    """Dr. GRPO: GRPO with unscaled advantages and a constant divisor."""
 
     name: str = "dr_grpo"
     kl_coef: float = 0.0
     scale: Scale = Scale.none
 
-    def build(self) -> Objective:
-        """Make the objective."""
-        from rlhf.objectives.dr_grpo import DrGRPO
 
-        return DrGRPO(self)
-
-
-@option("algo", "dapo")
+@option("algo", "dapo", part="rlhf.objectives.dapo:DAPO")
 @dataclass(kw_only=True, slots=True)
 class DAPOConfig(GRPOConfig):
-    """DAPO: GRPO with a mean over all tokens, and more room upwards."""
+    """DAPO: GRPO with a mean over all tokens and a larger upper clip."""
 
     name: str = "dapo"
     clip_high: float = 0.28
     kl_coef: float = 0.0
 
-    def build(self) -> Objective:
-        """Make the objective."""
-        from rlhf.objectives.dapo import DAPO
 
-        return DAPO(self)
-
-
-@option("algo", "gspo")
+@option("algo", "gspo", part="rlhf.objectives.gspo:GSPO")
 @dataclass(kw_only=True, slots=True)
 class GSPOConfig(GRPOConfig):
-    """GSPO: GRPO with one ratio a response, the geometric mean of its tokens'."""
+    """GSPO: GRPO with one ratio per response, the geometric mean of the ratios of its tokens."""
 
     sequence_ratio: ClassVar[bool] = True
 
@@ -434,31 +324,19 @@ class GSPOConfig(GRPOConfig):
     clip_high: float = 4e-4
     kl_coef: float = 0.0
 
-    def build(self) -> Objective:
-        """Make the objective."""
-        from rlhf.objectives.gspo import GSPO
 
-        return GSPO(self)
-
-
-@option("algo", "cispo")
+@option("algo", "cispo", part="rlhf.objectives.cispo:CISPO")
 @dataclass(kw_only=True, slots=True)
 class CISPOConfig(GRPOConfig):
-    """CISPO: REINFORCE on every token, weighted by its ratio, which is cut off above."""
+    """CISPO: REINFORCE on every token, weighted by its ratio, which is truncated from above."""
 
     name: str = "cispo"
     clip_low: float = 1.0
     clip_high: float = 4.0
     kl_coef: float = 0.0
 
-    def build(self) -> Objective:
-        """Make the objective."""
-        from rlhf.objectives.cispo import CISPO
 
-        return CISPO(self)
-
-
-@option("algo", "sft")
+@option("algo", "sft", part="rlhf.objectives.sft:SFT")
 @dataclass(kw_only=True, slots=True)
 class SFTConfig(AlgoConfig):
     """Supervised fine-tuning: cross-entropy of the reference response, EOS included."""
@@ -469,17 +347,11 @@ class SFTConfig(AlgoConfig):
 
     name: str = "sft"
 
-    def build(self) -> Objective:
-        """Make the objective."""
-        from rlhf.objectives.sft import SFT
 
-        return SFT(self)
-
-
-@option("algo", "reward")
+@option("algo", "reward", part="rlhf.objectives.reward:RewardModelling")
 @dataclass(kw_only=True, slots=True)
 class RewardConfig(AlgoConfig):
-    """Reward modelling: Bradley-Terry on chosen and rejected."""
+    """Reward modelling: Bradley-Terry on chosen and rejected responses."""
 
     trains: ClassVar[Trains] = Trains.reward
     data: ClassVar[Data] = Data.preferences
@@ -488,9 +360,3 @@ class RewardConfig(AlgoConfig):
 
     name: str = "reward"
     samples_per_prompt: int = 2
-
-    def build(self) -> Objective:
-        """Make the objective."""
-        from rlhf.objectives.reward import RewardModelling
-
-        return RewardModelling(self)

@@ -1,10 +1,9 @@
-"""What training takes for each parameter, and where it lies: the arithmetic of the memory plan, one of each
-backend.
+"""Bytes per parameter that training needs, on the device and in RAM; each backend states its own footprint.
 
-AdamW keeps two moments a parameter, 8 bytes. DeepSpeed's ZeRO (Rajbhandari et al., arXiv 1910.02054) shares
-optimizer states (stage 1), gradients too (2) and weights too (3) among the ranks, and offloads to RAM (Ren et
-al., arXiv 2101.06840). Its own figures, for bfloat16, are in `estimate_zero2_model_states_mem_needs` and
-`estimate_zero3_model_states_mem_needs`.
+AdamW stores two moments per parameter, 8 bytes in float32. DeepSpeed's ZeRO (Rajbhandari et al., arXiv
+1910.02054) shards optimizer states (stage 1), gradients (stage 2) and weights (stage 3) over the ranks, and
+offloads to RAM (Ren et al., arXiv 2101.06840). DeepSpeed's functions `estimate_zero2_model_states_mem_needs`
+and `estimate_zero3_model_states_mem_needs` give the same numbers for bfloat16.
 """
 
 from __future__ import annotations
@@ -16,11 +15,16 @@ KINDS = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes a parameter, all ranks' shares together where `sharded` names it.
+    """Bytes per parameter, summed over all ranks where the kind is in `sharded`.
 
-    `gradients`, `optimizer` and `step` are of parameters that are trained alone; `step` is what the optimizer
-    step needs for its time, on a GPU: updates of all tensors at once, or float32 gradients. `gathered`: the
-    largest layer is brought together, weights and gradients, where weights are sharded or offloaded.
+    Attributes:
+        weights: bytes per parameter of the model.
+        gradients: bytes per trained parameter.
+        optimizer: bytes of optimizer state per trained parameter.
+        step: temporary bytes per trained parameter during the optimizer step on a GPU: the updates of all
+            tensors at once, or float32 gradients.
+        sharded: kinds that are sharded over the ranks.
+        offloaded: kinds that are stored in RAM.
     """
 
     weights: float = 4
@@ -32,28 +36,33 @@ class Footprint:
 
     @property
     def gathered(self) -> bool:
-        """Whether the weights are not all on each device."""
+        """Whether weights are sharded or offloaded, so that each layer is gathered when it is needed."""
         return "weights" in self.sharded | self.offloaded
 
     def on_device(self, kind: str, parameters: int, ranks: int) -> float:
-        """Bytes of `kind` on the device of one rank."""
+        """Return the bytes of `kind` on the device of one rank."""
         return 0 if kind in self.offloaded else self.share(kind, parameters, ranks)
 
     def in_ram(self, kind: str, parameters: int, ranks: int) -> float:
-        """Bytes of `kind` that one rank has in RAM."""
+        """Return the bytes of `kind` that one rank stores in RAM."""
         return self.share(kind, parameters, ranks) if kind in self.offloaded else 0
 
     def share(self, kind: str, parameters: int, ranks: int) -> float:
-        """Bytes of `kind` that one of `ranks` ranks has."""
+        """Return the bytes of `kind` that belong to one of `ranks` ranks."""
         each: float = getattr(self, kind)
         return each * parameters / (ranks if kind in self.sharded else 1)
 
 
 def zero(stage: int, offload: bool, bfloat16: bool) -> Footprint:
-    """DeepSpeed's ZeRO at `stage` (0 to 3); `offload` is of the optimizer, at stage 3 of the weights too.
+    """Return the footprint of DeepSpeed's ZeRO.
 
-    From stage 1 on a float32 copy of the weights is the optimizer's, whatever the weights are; an offloaded
-    optimizer has float32 gradients beside it.
+    From stage 1 on, the optimizer has a float32 copy of the weights, whatever the dtype of the weights. An
+    offloaded optimizer has float32 gradients as well.
+
+    Args:
+        stage: ZeRO stage, 0 to 3.
+        offload: whether the optimizer is offloaded, and at stage 3 the weights as well.
+        bfloat16: whether weights and gradients are bfloat16; otherwise float32.
     """
     sharded = {0: (), 1: ("optimizer",), 2: ("gradients", "optimizer"), 3: KINDS}[stage]
     offloaded = {2: ("gradients", "optimizer"), 3: KINDS}.get(stage, ()) if offload else ()

@@ -1,25 +1,22 @@
-"""The identity of a run: its name, and the hash of the settings that its result depends on."""
+"""Identity of a run: its name, and the digest of the settings that its result depends on."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from rlhf.core import files
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 
-# How a generator's process works, not what it gives.
+# Settings of a generator's worker process. They do not change the samples.
 WORKER_KEYS = ("worker", "replicas", "per_rank", "annotate", "threads", "restarts")
-
-
 WORKER_LIMITS = ("start_limit_s", "request_limit_s")
 
-
-# Where a run writes, what it shows and what it keeps.
+# Settings of where a run writes, what it shows and what it keeps.
 BOOKKEEPING = (
     "resume",
     "progress",
@@ -33,8 +30,7 @@ BOOKKEEPING = (
     "schedule.save_every",
 )
 
-
-# What changes neither the weights nor the figures of a run, and so not its name.
+# Settings that change neither the weights nor the metrics of a run. They are not part of its name.
 NOT_IN_NAME = (
     "hydra",
     "logger",
@@ -57,12 +53,12 @@ NOT_IN_NAME = (
 
 
 def digest(cfg: Config | DictConfig) -> str:
-    """Eight hex digits of what counts in the resolved config."""
-    return hashlib.sha256(json.dumps(what_counts(cfg), sort_keys=True).encode()).hexdigest()[:8]
+    """Return eight hex digits of the settings that the result of a run depends on."""
+    return files.digest(what_counts(cfg))
 
 
 def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
-    """The resolved config as nested dictionaries, less what changes no result."""
+    """Return the settings that the result of a run depends on, resolved, as nested dictionaries."""
     node = cfg if isinstance(cfg, DictConfig) else OmegaConf.structured(cfg)
     kept: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
         OmegaConf.masked_copy(node, [str(key) for key in node if key not in NOT_IN_NAME]),
@@ -71,13 +67,13 @@ def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
     )
     for dotted in NOT_IN_NAME:
         leave_out(kept, dotted)
-    if not kept["stages"]["stand_ins"]:  # as it is without models and data of that kind
+    if not kept["stages"]["stand_ins"]:  # false counts like absent
         leave_out(kept, "stages.stand_ins")
     return kept
 
 
 def leave_out(tree: dict[str, Any], dotted: str) -> None:
-    """Take the key `dotted` out of nested dictionaries where it is there; `*` stands for every name."""
+    """Remove the key `dotted` from nested dictionaries, if present; `*` in the key matches every name."""
     name, _, rest = dotted.partition(".")
     for key in list(tree) if name == "*" else [name]:
         if not rest:
@@ -87,6 +83,6 @@ def leave_out(tree: dict[str, Any], dotted: str) -> None:
 
 
 def run_name(cfg: Config | DictConfig) -> str:
-    """Name a run by what it is: the same config has the same name, so an interrupted run finds itself."""
+    """Return the name of a run. Equal configs give equal names, so the same command finds an earlier run."""
     parts = (cfg.task.name, cfg.model.name, cfg.algo.name, cfg.generator.name)
     return f"{'-'.join(parts)}-lag{cfg.schedule.max_lag}-seed{cfg.seed}-{digest(cfg)}"

@@ -1,4 +1,4 @@
-"""Settings of the loggers. `logger=[wandb,tensorboard]` turns on both; metrics.jsonl is always written."""
+"""Sections of the loggers. `logger=[wandb,tensorboard]` turns on both; metrics.jsonl is always written."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from rlhf.config.schema import Section, option
 
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-
 
 class WandbMode(StrEnum):
-    """Where Weights & Biases sends a run. `offline` writes to the run folder, to be synchronised later."""
+    """Where Weights & Biases sends a run. `offline` writes to the run folder, for a later `wandb sync`."""
 
     online = "online"
     offline = "offline"
 
 
-@option("logger", "wandb")
+@option("logger", "wandb", part="rlhf.loggers.wandb:WandbLogger")
 @dataclass(kw_only=True, slots=True)
 class WandbConfig(Section):
     """Weights & Biases."""
@@ -30,38 +26,38 @@ class WandbConfig(Section):
     entity: str | None = None
     group: str | None = None
     tags: list[str] | None = None
-    mode: WandbMode | None = None  # null: as the variable WANDB_MODE says, online where it says nothing
+    mode: WandbMode | None = None  # null: the value of the variable WANDB_MODE, online if that is not set
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """The package is missing."""
-        yield from not_installed("wandb")
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the package wandb is missing."""
+        yield from missing_package("wandb")
 
 
-@option("logger", "tensorboard")
+@option("logger", "tensorboard", part="rlhf.loggers.tensorboard:TensorboardLogger")
 @dataclass(kw_only=True, slots=True)
 class TensorboardConfig(Section):
-    """Event files under `tensorboard/` of the run folder."""
+    """TensorBoard event files in `tensorboard/` of the run folder."""
 
     flush_secs: int = 30
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """The package is missing."""
-        yield from not_installed("tensorboard")
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the package tensorboard is missing."""
+        yield from missing_package("tensorboard")
 
 
 @option("logger", "jsonl")
 @dataclass(kw_only=True, slots=True)
 class LoggersConfig(Section):
-    """Which loggers are on beside metrics.jsonl; null is off."""
+    """The loggers that a run uses besides metrics.jsonl; null turns a logger off."""
 
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
 
 
-def not_installed(package: str) -> Iterator[str]:
-    """Yield a problem where `package`, an extra of this project, cannot be imported."""
+def missing_package(package: str) -> Iterator[str]:
+    """Yield an error if `package`, an extra of this project, is not installed."""
     if find_spec(package) is None:
         yield (
-            f"logger={package} needs the package {package} (an extra), which is not installed; "
-            f"run: pip install 'rlhf[{package}]', or leave logger={package} out"
+            f"logger={package} needs the package {package}, which is not installed; "
+            f"run: pip install -e '.[{package}]', or leave logger={package} out"
         )

@@ -1,6 +1,6 @@
-"""What Hydra and OmegaConf say of a config that does not compose, said for the person who typed it.
+"""Explanations of invalid configs: errors of Hydra and OmegaConf, translated for the user.
 
-One message each: key as typed, rule, value, remedy. Imports no torch.
+Each error becomes one message with the key as typed, the rule, the value and a remedy. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,65 +22,67 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from rlhf.config.catalogue import all_keys, groups, options
 from rlhf.config.schema import SCHEMAS, schema_of
 
-# What composing raises where the config is wrong; the last two are how OmegaConf and Hydra meet a null.
+# Exceptions of an invalid config. OmegaConf and Hydra raise the last two for some uses of null.
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, AssertionError, ValueError)
-
 
 OPTIONAL_GROUPS = ("tuned", "experiment", "debug")
 
-
-WORDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+TYPE_NAMES = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
 def explain(error: Exception, overrides: Sequence[str]) -> str:
-    """Say what is wrong with a config; `overrides` are the words of the command line."""
+    """Return the message for an error that composing a config raised.
+
+    Args:
+        error: one of `CONFIG_ERRORS`.
+        overrides: the overrides of the command line.
+    """
     if isinstance(error, OverrideParseException):
         return unreadable(error.override)
     if isinstance(error, MissingConfigException):
         return missing_file(error, overrides)
     if isinstance(error, SearchPathException):
         folder = str(error).partition("'")[2].rpartition("'")[0]
-        return f"--config-dir must name a folder laid out like conf/, got {folder}; mend the path"
+        return f"--config-dir must name a folder laid out like conf/, got {folder}; fix the path"
     if isinstance(error, yaml.YAMLError):
-        return f"a config file is not YAML: {' '.join(str(error).split())}; mend the file"
+        return f"a config file is not YAML: {' '.join(str(error).split())}; fix the file"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     text = str(error)
-    where = found[1] if (found := re.match(r"In '([^']+)': \w+ raised while composing", text)) else None
+    where = match[1] if (match := re.match(r"In '([^']+)': \w+ raised while composing", text)) else None
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
-        typed = (
-            found[1] if (found := re.match(r"Could not override '([^']+)'", text)) else str(cause.full_key)
-        )
+        match = re.match(r"Could not override '([^']+)'", text)
+        typed = match[1] if match else str(cause.full_key)
         return unknown_key(typed, str(cause.full_key), cause.object_type, overrides, where)
     if isinstance(cause, ValidationError) and is_dataclass(cause.object_type):
         return bad_value(cause, overrides, where)
-    if found := re.match(r"(?:In '([^']+)': )?Could not override '([^']+)'. No match in the defaults", text):
-        return unknown_group(found[2], found[1])
-    if found := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
-        key, value = found.groups()
+    if match := re.match(r"(?:In '([^']+)': )?Could not override '([^']+)'. No match in the defaults", text):
+        return unknown_group(match[2], match[1])
+    if match := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
+        key, value = match.groups()
         remedy = f"add -m to run each, or write {key}=[{value}] for a list"
         return f"{key} must have one value in a single run, got {value}; {remedy}"
-    if found := re.match(r"Multiple values for (?:schema/\w+@)?([\w@/]+)", text):
-        group = found[1]
+    if match := re.match(r"Multiple values for (?:schema/\w+@)?([\w@/]+)", text):
+        group = match[1]
         return (
             f"{group} must have one option, got more than one; write {group}=<option>, without + or brackets"
         )
-    if found := re.match(r"Could not delete from config. '([^']+)' does not exist", text):
-        return f"~{found[1]} must name a key that is there, got {found[1]}; look with --cfg job"
-    if found := re.match(
+    if match := re.match(r"Could not delete from config. '([^']+)' does not exist", text):
+        return f"~{match[1]} must name an existing key, got {match[1]}; list the keys with --cfg job"
+    if match := re.match(
         r"(?:Could not|Error merging) override '?\+?(?:scorer@)?((?:scorer|gold)\.parts\.\w+)", text
     ):
-        at, why = found[1], "the parts of a weighted scorer are scorers, under names of your choice"
-        got = next((word for word in overrides if at in word), at)
-        remedy = f"choose it by {chosen_by(at)}=<scorer>, with + in front where it is new"
+        at, why = match[1], "the parts of a weighted scorer are scorers, under names of your choice"
+        got = next((override for override in overrides if at in override), at)
+        remedy = f"choose it by {chosen_by(at)}=<scorer>, with + in front if it is new"
         return f"{at} must be chosen before it is set ({why}), got {got}; {remedy}"
-    if found := re.match(r"Could not override '([^']+)'\.\s+To append to your config use (\+.+)", text):
-        key, remedy = found.groups()
-        return f"{key} must be added (it is not there yet), got {remedy[1:]}; write '{remedy}'"
+    if match := re.match(r"Could not override '([^']+)'\.\s+To append to your config use (\+.+)", text):
+        key, remedy = match.groups()
+        return f"{key} must be added with + (the config has no such key), got {remedy[1:]}; write '{remedy}'"
     for key, value in map(split, overrides):
         section, _, rest = key.lstrip("+").partition(".")
         if section == "logger" and "." in rest:
             name = rest.partition(".")[0]
-            why = "one that is off has no settings"
+            why = "a logger that is off has no settings"
             return f"{key} needs the logger {name} ({why}), got {value}; add logger={name}"
         if key.startswith("~") or (value == "null" and "." not in key):
             group = key.lstrip("~")
@@ -93,7 +95,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def unreadable(override: str) -> str:
-    """A word of the command line that is no override."""
+    """Return the message for a command-line argument that is not an override."""
     if "=" not in override:
         if override in groups():
             remedy = f"write {override}=<option> ({', '.join(options(override))})"
@@ -102,20 +104,20 @@ def unreadable(override: str) -> str:
             remedy = (
                 f"did you mean {group}={override}?"
                 if group
-                else maybe(override, groups(), "did you mean {}=<option>?") or "write key=value"
+                else suggestion(override, groups(), "did you mean {}=<option>?") or "write key=value"
             )
         return f"{override} must read key=value or group=option (it has no '='), got {override}; {remedy}"
     key, value = split(override)
     return (
-        f"{key} must have a value that Hydra can read (brackets and quotes have meanings), got {value!r}; "
-        f"quote the value for Hydra, and all of it for the shell: '{key}=\"<value>\"'"
+        f"{key} must have a value that Hydra can read (brackets and quotes are syntax), got {value!r}; "
+        f"quote the value for Hydra, and the whole argument for the shell: '{key}=\"<value>\"'"
     )
 
 
 def missing_file(error: MissingConfigException, overrides: Sequence[str]) -> str:
-    """An option that its group does not have, or a group that is not there."""
-    found = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
-    wanted = error.missing_cfg_file or (found[1] if found else "")
+    """Return the message for an option that its group does not have, or a group that does not exist."""
+    match = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
+    wanted = error.missing_cfg_file or (match[1] if match else "")
     group, _, name = wanted.rpartition("/")
     if not group:
         return f"--config-name must name a file of the config folder, got {wanted}; leave it out"
@@ -132,33 +134,41 @@ def missing_file(error: MissingConfigException, overrides: Sequence[str]) -> str
 
 
 def one_of(key: str, value: str, choices: Iterable[str], note: str = "") -> str:
-    """A value outside its choices."""
+    """Return the message for a value that is not among the choices of `key`; `note` follows the value."""
     choices = list(choices)
     if not choices:
         return f"{key} must be a group with options, got {key}={value}{note}; see --help"
-    guess = maybe(value, choices, "did you mean {}={}?", key) or "choose one of them"
+    guess = suggestion(value, choices, "did you mean {}={}?", key) or "choose one of them"
     return f"{key} must be one of {', '.join(choices)}, got {value!r}{note}; {guess}"
 
 
 def unknown_group(name: str, where: str | None) -> str:
-    """An option chosen for a group that is not in the defaults list."""
+    """Return the message for a group `name` that does not exist; `where` is the config file that names it."""
     place = f" in {where}.yaml" if where else ""
     return f"{name} must be a group{place} (one of {', '.join(groups())}), got {name}; " + (
-        maybe(name, groups(), "did you mean {}?") or "see --help"
+        suggestion(name, groups(), "did you mean {}?") or "see --help"
     )
 
 
 def unknown_key(
     typed: str, full_key: str, section: type, overrides: Sequence[str] = (), where: str | None = None
 ) -> str:
-    """A key that its section does not have."""
+    """Return the message for a key that its section does not have.
+
+    Args:
+        typed: the key as typed.
+        full_key: the key with the sections around it.
+        section: class of the section.
+        overrides: the overrides of the command line.
+        where: the config file that sets the key; None for the command line.
+    """
     parent, _, leaf = full_key.rpartition(".")
     known = [f.name for f in fields(section) if f.name != "name"]
-    got = next((word for word in overrides if split(word)[0].lstrip("+~") == typed), typed)
+    got = next((override for override in overrides if split(override)[0].lstrip("+~") == typed), typed)
     place = f" in {where}.yaml" if where else ""
     if not parent:
         known = sorted({*known, *groups()})
-        guess = maybe(leaf, known, "did you mean {}?") or maybe(
+        guess = suggestion(leaf, known, "did you mean {}?") or suggestion(
             typed.rpartition(".")[2], all_keys(), "did you mean {}?"
         )
         rule = f"{typed} must be a setting or a group{place} (there is no {leaf})"
@@ -168,9 +178,9 @@ def unknown_key(
     elsewhere = [other for other in owners(parent, leaf) if other != option]
     if elsewhere:
         belongs = ", ".join(f"{chosen_by(parent)}={other}" for other in elsewhere)
-        guess = f"it belongs to {belongs}: choose that, or leave it out"
+        guess = f"it belongs to {belongs}: choose that option, or leave it out"
     else:
-        guess = maybe(leaf, known, f"did you mean {parent}.{{}}?") or maybe(
+        guess = suggestion(leaf, known, f"did you mean {parent}.{{}}?") or suggestion(
             leaf, all_keys(), "did you mean {}?"
         )
     return (
@@ -180,7 +190,7 @@ def unknown_key(
 
 
 def bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: str | None) -> str:
-    """A value of the wrong type."""
+    """Return the message for a value of the wrong type."""
     key = str(error.full_key)
     section = error.object_type
     assert section is not None
@@ -188,8 +198,8 @@ def bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: st
     hint = get_type_hints(section).get(leaf)
     typed, got = next(((k, v) for k, v in map(split, overrides) if k.lstrip("+") == key), (key, None))
     value = got if got is not None else shown(error.value)
-    if inner := next((word for word in overrides if split(word)[0].lstrip("+").startswith(f"{key}.")), None):
-        return f"{key} must be {in_words(hint)}, with nothing inside it, got {inner}; leave that out"
+    if inner := next((o for o in overrides if split(o)[0].lstrip("+").startswith(f"{key}.")), None):
+        return f"{key} must be {allowed(hint)}, with nothing inside it, got {inner}; leave {inner} out"
     place = f" in {where}.yaml" if where else ""
     if is_dataclass(hint):
         if (group := group_of(key)) in groups():
@@ -201,12 +211,12 @@ def bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: st
     default = next((f.default for f in fields(section) if f.name == leaf), NO_DEFAULT)
     remedy = "see --help" if default in (NO_DEFAULT, MISSING) else f"set {key}={shown(default)}"
     if isinstance(hint, type) and issubclass(hint, Enum):
-        remedy = maybe(value, [member.name for member in hint], "did you mean {}={}?", key) or remedy
-    return f"{typed.lstrip('+')} must be {in_words(hint)}{place}, got {value!r}; {remedy}"
+        remedy = suggestion(value, [member.name for member in hint], "did you mean {}={}?", key) or remedy
+    return f"{typed.lstrip('+')} must be {allowed(hint)}{place}, got {value!r}; {remedy}"
 
 
 def undefined(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Yield keys that were added with `+` to a section that does not have them, and the section's class."""
+    """Yield each key that `+` added to a section that has no such key, with the class of the section."""
     section = OmegaConf.get_type(cfg)
     known = {f.name for f in fields(section)} if is_dataclass(section) else None
     for key in map(str, cfg):
@@ -218,13 +228,13 @@ def undefined(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
 
 
 def split(override: str) -> tuple[str, str]:
-    """Key and value of an override."""
+    """Return the key and the value of an override."""
     key, _, value = override.partition("=")
     return key, value
 
 
 def shown(value: Any) -> str:
-    """A value as it is typed."""
+    """Return a value as it is typed on a command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -234,44 +244,44 @@ def shown(value: Any) -> str:
     return value.name if isinstance(value, Enum) else str(value)
 
 
-def in_words(hint: Any) -> str:
-    """What a type hint allows."""
+def allowed(hint: Any) -> str:
+    """Return a description of the values that a type hint allows."""
     if get_origin(hint) in (Union, types.UnionType):
-        parts = [in_words(part) for part in get_args(hint) if part is not type(None)]
+        parts = [allowed(part) for part in get_args(hint) if part is not type(None)]
         return " or ".join([*parts, "null"] if type(None) in get_args(hint) else parts)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(member.name for member in hint)}"
     if get_origin(hint) in (tuple, list):
         return "a list of numbers, as [a,b]"
-    return WORDS.get(hint, str(hint))
+    return TYPE_NAMES.get(hint, str(hint))
 
 
-def maybe(word: str, choices: Iterable[str], form: str, *first: str) -> str:
-    """`form` filled with the choice that is closest to `word`; empty where none is close."""
+def suggestion(word: str, choices: Iterable[str], form: str, *first: str) -> str:
+    """Return `form`, filled with `first` and the choice closest to `word`; empty if no choice is close."""
     by_leaf = {choice.rpartition(".")[2]: choice for choice in choices}
     close = get_close_matches(word, by_leaf, n=1, cutoff=0.6)
     return form.format(*first, by_leaf[close[0]]) if close else ""
 
 
 def option_name(section: type) -> str | None:
-    """The option that a section's class is registered for."""
+    """Return the option that a section's class is registered for, or None."""
     stored = schema_of(section)
     return stored and stored.rpartition("/")[2]
 
 
 def group_of(section: str) -> str:
-    """The group that the section `section` is chosen from, where it is a choice."""
+    """Return the config group of a section: `scorer` for gold and the parts of a weighted scorer."""
     return "scorer" if section == "gold" or ".parts." in section else section
 
 
 def chosen_by(section: str) -> str:
-    """What is typed to choose the section `section`."""
+    """Return the key that selects the option of a section: `scorer@gold` for gold."""
     group = group_of(section)
     return section if group == section else f"{group}@{section}"
 
 
 def owners(section: str, leaf: str) -> list[str]:
-    """Options of the group of `section` whose settings include `leaf`."""
+    """Return the options of a section's group that have a setting `leaf`."""
     prefix = f"schema/{group_of(section)}/"
     return [
         name.removeprefix(prefix)

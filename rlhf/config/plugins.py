@@ -1,10 +1,11 @@
-"""Options of other packages: modules that installed packages name in the entry-point group `rlhf.options`.
+"""Config options of other packages, from modules named in the entry-point group `rlhf.options`.
 
-    [project.entry-points."rlhf.options"]       # in the other package's pyproject.toml
-    mine = "my_package.options"                 # importing it registers its sections (rlhf.schema.option)
+    [project.entry-points."rlhf.options"]       # in the pyproject.toml of the other package
+    mine = "my_package.options"                 # importing this module registers its sections
 
-The yaml files that choose them are in a folder that `--config-dir` names. Imports no torch, and neither
-should such a module.
+Such a module registers sections by `rlhf.config.schema.option`. The YAML files that select the sections are
+in a folder passed by `--config-dir`. Neither this module nor such a module should import torch, because they
+are imported for `--help` as well.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ GROUP = "rlhf.options"
 
 @cache
 def load() -> None:
-    """Import them all, once.
+    """Import all modules of the entry-point group, once.
 
     Raises:
-        UserError: one of them does not import.
+        UserError: a module cannot be imported.
     """
     for point in entry_points(group=GROUP):
         try:
             point.load()
-        except Exception as error:  # whatever somebody else's module raises; the user is told whose it is
+        except Exception as error:  # the module may raise any exception; the message names its package
             package = point.dist.name if point.dist else point.name
             raise UserError(
                 f"{point.value} must import (the package {package} names it in its entry points), got "
-                f"{type(error).__name__}: {error}; mend or uninstall {package}"
+                f"{type(error).__name__}: {error}; fix or uninstall {package}"
             ) from error

@@ -1,4 +1,4 @@
-"""The root of the configuration, and the sections that belong to no single part. Imports no torch."""
+"""The root of the configuration. Only `checks`, `memory`, `assembly`, `stages`, `launch` and `runs.resuming` use it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from rlhf.config.algo import AlgoConfig, Data, Trains
+from rlhf.config.algo import AlgoConfig, Data, PPOConfig, Trains, ValueFrom
 from rlhf.config.backend import BackendConfig
 from rlhf.config.generator import GeneratorConfig
 from rlhf.config.logger import LoggersConfig
 from rlhf.config.model import ModelConfig
 from rlhf.config.run import Progress, Resume, StagesConfig
 from rlhf.config.schedule import EvalConfig, OptimConfig, ScheduleConfig
-from rlhf.config.schema import Section
-from rlhf.config.scorer import ScorerConfig
+from rlhf.config.schema import Section, number
+from rlhf.config.scorer import RewardModelScorerConfig, ScorerConfig
 from rlhf.config.task import TaskConfig
 
-# Sizes that follow from others, in conf/: ${product:128,${schedule.minibatches}}
+# Sizes in conf/ that follow from other sizes: ${product:128,${schedule.minibatches}}
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
-
-
 OmegaConf.register_new_resolver("largest", lambda *sizes: max(sizes), replace=True)
 
 
 @dataclass(kw_only=True, slots=True)
 class Config(Section):
-    """A run."""
+    """The config of a run."""
 
     algo: AlgoConfig = MISSING
     model: ModelConfig = MISSING
@@ -42,50 +40,82 @@ class Config(Section):
     eval: EvalConfig = field(default_factory=EvalConfig)
     stages: StagesConfig = field(default_factory=StagesConfig)
     logger: LoggersConfig = field(default_factory=LoggersConfig)
-    seed: int = 1
+    seed: int = number(1, least=0, means="seed of everything random in the run")
     resume: Resume = Resume.auto
-    save_total_limit: int = 2  # checkpoints kept
-    save_generations: bool = False  # every rollout with its scores, in generations/ of the run folder
-    objective_metric: str | None = None  # what a sweeper optimises; null: win-rate (algo=reward: accuracy)
-    output_dir: str = "outputs"
-    cache_dir: str = "outputs/artefacts"  # models and pairs that embedded tasks make on the way
+    save_total_limit: int = number(
+        2, least=1, means="checkpoints that are kept; a run resumes from the newest"
+    )
+    save_generations: bool = False  # write every rollout with its scores to generations/ of the run folder
+    objective_metric: str | None = None  # result for a sweeper; null: win rate (algo=reward: accuracy)
+    output_dir: str = "outputs"  # where run folders are created
+    cache_dir: str = "outputs/artefacts"  # models and pairs that are made as prerequisites of runs
     progress: Progress = Progress.auto
 
     @property
     def data(self) -> Data:
-        """What one training example holds; an online algorithm on stored completions reads pairs."""
+        """What one training example contains; an online algorithm on stored completions reads pairs."""
         if self.generator.rollouts or self.algo.supervised:
             return self.algo.data
         return Data.preferences
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether training reads preference pairs."""
+        return self.data is Data.preferences
+
+    @property
     def start(self) -> str | None:
-        """The model that training starts from; None: one made from nothing, or on the way."""
+        """The model that training starts from; None: random weights, or a model made as a prerequisite."""
         return self.model.base if self.algo.trains is Trains.base else self.model.policy
 
     @property
     def stand_ins(self) -> bool:
-        """Whether what it does not name is replaced by stand-ins."""
+        """Whether tiny stand-ins replace the models and data that the config does not name."""
         return self.stages.stand_ins and not self.task.embedded
 
     @property
     def makes_models(self) -> bool:
-        """Whether models that it does not name are made on the way."""
+        """Whether models that the config does not name are made as prerequisites."""
         return self.task.embedded or self.stand_ins
 
     @property
+    def has_worker(self) -> bool:
+        """Whether the generator samples in a process of its own."""
+        return self.generator.has_worker(self.schedule.max_lag)
+
+    @property
+    def value_reward(self) -> str | None:
+        """The reward model that a value model may start from."""
+        own = self.scorer.path if isinstance(self.scorer, RewardModelScorerConfig) else None
+        return own or self.model.reward
+
+    @property
+    def value_starts_as(self) -> ValueFrom | None:
+        """The weights that the value model starts from; None: the algorithm has no value model."""
+        if not isinstance(self.algo, PPOConfig):
+            return None
+        if self.algo.value_from is not None:
+            return self.algo.value_from
+        scored = self.scorer.reads_reward or isinstance(self.scorer, RewardModelScorerConfig)
+        return ValueFrom.reward if scored else ValueFrom.policy
+
+    @property
     def metric(self) -> str:
-        """What a sweeper optimises, and whose best value is kept."""
+        """The metric that a sweeper optimises, and whose best value is kept."""
         default = "eval/accuracy" if self.algo.trains is Trains.reward else "eval/win_rate"
         return self.objective_metric or default
 
     @property
     def episodes_per_update(self) -> int:
-        """N times K, over all ranks."""
+        """Episodes of one update over all ranks: N times K."""
         return self.schedule.prompts_per_update * self.algo.samples_per_prompt
 
     def num_updates(self, examples: int | None = None) -> int:
-        """Updates of the whole run; `examples` (size of the training data) is needed with `total_epochs`."""
+        """Return the number of updates of the whole run.
+
+        Args:
+            examples: the size of the training data; required with `schedule.total_epochs`.
+        """
         if self.schedule.total_episodes is not None:
             return self.schedule.total_episodes // self.episodes_per_update
         assert self.schedule.total_epochs is not None and examples is not None

@@ -11,9 +11,9 @@ from rlhf.config.schema import Section
 class Resume(Enum):
     """What to do with a run folder that exists."""
 
-    auto = "auto"  # go on from its last complete checkpoint
-    never = "never"  # move it aside and start again
-    must = "must"  # fail where there is nothing to go on from
+    auto = "auto"  # resume from its last complete checkpoint
+    never = "never"  # move the folder aside and start again
+    must = "must"  # fail if there is no checkpoint to resume from
 
 
 class Progress(Enum):
@@ -27,15 +27,15 @@ class Progress(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class StagesConfig(Section):
-    """How what a run does not name is made: SFT model, preference pairs, reward model.
+    """How prerequisites that a run does not name are made: SFT model, preference pairs, reward model.
 
     Embedded tasks train them; `sft` and `reward` are overrides of those stages, as on a command line. Other
-    tasks have theirs from the hub, or, to try a recipe offline, stand-ins.
+    tasks load them from the hub, or use tiny stand-ins, to try a recipe offline.
     """
 
-    seed: int = 0  # of every stage; the run's own seed leaves them alone
-    sft: list[str] = field(default_factory=list)
-    reward: list[str] = field(default_factory=list)
-    pairs: int = 4096  # prompts that two responses are sampled for
-    pairs_temperature: float = 0.7
-    stand_ins: bool = False  # tiny random models, and data made up, where a task of the hub names no folder
+    seed: int = 0  # of every stage; the run's own seed does not change the stages
+    sft: list[str] = field(default_factory=list)  # overrides of the SFT stage
+    reward: list[str] = field(default_factory=list)  # overrides of the reward-model stage
+    pairs: int = 4096  # prompts for which two responses are sampled
+    pairs_temperature: float = 0.7  # sampling temperature of the pairs
+    stand_ins: bool = False  # tiny random models and made-up data, for a hub task that names no folder

@@ -1,4 +1,4 @@
-"""Load a config.yaml that a run saved."""
+"""Loading of the config.yaml that a run saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def load_config(file: Path) -> Config:
-    """Read back what `RunFolder.write_config` wrote, with the types that it had."""
+    """Return the config in a file that `RunFolder.write_config` wrote, with the original types.
+
+    Raises:
+        UserError: the config has an option of a package that is not installed.
+    """
     from rlhf.config.root import Config
 
     loaded = OmegaConf.to_object(load_node(file))
@@ -24,10 +28,10 @@ def load_config(file: Path) -> Config:
 
 
 def load_node(file: Path) -> DictConfig:
-    """The same before it is turned into objects, so that keys can be changed.
+    """Return the config in a file that `RunFolder.write_config` wrote, as a typed node that can be changed.
 
     Raises:
-        UserError: it has an option of a package that is not installed.
+        UserError: the config has an option of a package that is not installed.
     """
     from rlhf.config.root import Config
 
@@ -41,8 +45,8 @@ def load_node(file: Path) -> DictConfig:
             group, _, section = str(key).partition("@")
             if (stored := f"{group}/{option}") not in SCHEMAS:
                 raise UserError(
-                    f"{section} must be an option that is installed here ({file} was written with one of "
-                    f"another package), got {option}; install that package"
+                    f"{section} must be an option that is installed here ({file} was written with an option "
+                    f"of another package), got {option}; install that package"
                 )
             OmegaConf.update(typed, section, SCHEMAS[stored])
     merged = OmegaConf.merge(typed, saved)

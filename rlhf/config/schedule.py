@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Section
-
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
+from rlhf.config.schema import Section, dotted, number, plain
 
 
 class Update(Enum):
-    """When a generator takes new weights over."""
+    """When a generator loads new weights."""
 
-    between = "between"  # between requests, in the order in which they were made
-    in_flight = "in_flight"  # at once, in the middle of a request too
+    between = "between"  # between requests, in the order in which requests and weights were sent
+    in_flight = "in_flight"  # at once, also in the middle of a request
 
 
 class LRSchedule(Enum):
-    """The course of the learning rate after warm-up."""
+    """The learning rate after warm-up."""
 
     constant = "constant"
     linear = "linear"
@@ -32,62 +28,76 @@ class LRSchedule(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
 
-    lr: float = MISSING
+    lr: float = number(MISSING, above=0, means="learning rate", remedy="3e-06")
     schedule: LRSchedule = LRSchedule.linear
-    warmup: float = 0.0  # optimizer steps; below 1: fraction of the run
-    max_grad_norm: float | None = 1.0  # null: no clipping
-    eps: float = 1e-8
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
+    warmup: float = number(
+        0.0, least=0, counts="optimizer steps", means="optimizer steps; below 1: a fraction of the run"
+    )
+    max_grad_norm: float | None = number(
+        1.0, above=0, means="gradients are scaled down to this norm; null: no clipping"
+    )
+    eps: float = number(1e-8, above=0, means="Adam divides by it")
+    betas: tuple[float, float] = (0.9, 0.999)  # decay rates of Adam's moments
+    weight_decay: float = number(0.0, least=0, means="decay of the weights towards zero")
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for decay rates that are not two numbers in [0, 1)."""
+        yield from Section.problems(self, at)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            key = dotted(at, "betas")
+            yield (
+                f"{key} must be two numbers >= 0 and < 1 (decay rates of the gradient and of its square), "
+                f"got [{','.join(map(plain, self.betas))}]; set {key}=[0.9,0.999]"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig(Section):
-    """How long, how much at once, how far off-policy.
+    """How long a run is, how large its batches are, and how far off-policy it may be."""
 
-    `eval_every`, `save_every`, `log_every` are in updates; below 1: a fraction of the run; 0: never.
-    """
-
-    total_episodes: int | None = None  # of the whole run
-    total_epochs: float | None = None  # supervised only, instead of total_episodes
-    prompts_per_update: int = MISSING  # N, over all ranks
-    minibatches: int = 1  # optimizer steps in one pass over a rollout batch (the paper's N)
-    epochs: int = 1  # passes over a rollout batch (the paper's T)
-    max_lag: int = 0  # later requests in flight
-    update: Update = Update.between  # when the generator takes new weights over
-    eval_every: float = 0.2
-    save_every: float = 0.25
-    log_every: float = 1
+    total_episodes: int | None = number(None, least=1, means="responses of the whole run", remedy="12800")
+    total_epochs: float | None = number(
+        None, above=0, means="supervised only: passes over the data, instead of total_episodes", remedy="1"
+    )
+    prompts_per_update: int = number(
+        MISSING, least=1, means="N, prompts of one update over all ranks", remedy="64"
+    )
+    minibatches: int = number(1, least=1, means="optimizer steps in one pass over a rollout batch")
+    epochs: int = number(1, least=1, means="passes over a rollout batch")
+    max_lag: int = number(0, least=0, means="later rollout batches in flight; 0: synchronous")
+    update: Update = Update.between  # when the generator loads new weights
+    eval_every: float = number(
+        0.2, least=0, counts="updates", means="updates; below 1: a fraction of the run; 0: never"
+    )
+    save_every: float = number(
+        0.25, least=0, counts="updates", means="updates; below 1: a fraction of the run; 0: never"
+    )
+    log_every: float = number(
+        1, least=0, counts="updates", means="updates; below 1: a fraction of the run; 0: never"
+    )
 
     @property
     def in_flight(self) -> bool:
-        """Whether weights change while requests are running."""
+        """Whether a generator loads weights in the middle of a request."""
         return self.update is Update.in_flight
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """Weights that cannot change while a request is running."""
-        if not self.in_flight:
-            return
-        if self.max_lag < 1:
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for in-flight updates without a request in flight."""
+        yield from Section.problems(self, at)
+        if self.in_flight and self.max_lag < 1:
             yield (
-                "schedule.max_lag must be >= 1 with schedule.update=in_flight (else none is running when "
-                f"weights change), got {self.max_lag}; set schedule.max_lag=1"
-            )
-        elif not cfg.generator.has_worker(cfg):
-            yield (
-                "schedule.update must be between without a generator in a process of its own (no other can "
-                f"take weights over while it samples), got in_flight with generator={cfg.generator.name}; "
-                "set schedule.update=between"
+                "schedule.max_lag must be >= 1 with schedule.update=in_flight (otherwise no request is running "
+                f"when the weights change), got {self.max_lag}; set schedule.max_lag=1"
             )
 
-    def warnings(self, cfg: Config) -> Iterator[str]:
-        """A run that cannot be repeated."""
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for a run that is not reproducible."""
         if self.in_flight:
             yield (
                 "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two "
-                "equal runs will differ, and so will one that goes on from a checkpoint"
+                "runs with the same config will differ, and so will a resumed run"
             )
 
 
@@ -95,7 +105,9 @@ class ScheduleConfig(Section):
 class EvalConfig(Section):
     """Evaluation during training."""
 
-    prompts: int = 256  # held-out examples
-    batch_size: int = 256  # sequences decoded at once where the generator does not sample
-    temperature: float = 0.01  # near-greedy, as the paper's
-    samples: int = 3  # rows of the table shown in the terminal
+    prompts: int = number(256, least=1, means="held-out examples")
+    batch_size: int = number(
+        256, least=1, means="sequences decoded in parallel if the generator does not sample"
+    )
+    temperature: float = number(0.01, above=0, means="sampling temperature; the default is near-greedy")
+    samples: int = number(3, least=0, means="rows of the table of samples in the terminal")

@@ -1,67 +1,189 @@
-"""How a dataclass becomes a config option: the base of every section, and its registration with Hydra.
+"""Config sections: how a dataclass becomes a config option, and how its fields are checked.
 
-A section is a `@dataclass(kw_only=True, slots=True)`; slots make a key that was added with `+` an error: the
-object has nowhere to put it. An option is registered as `schema/<group>/<name>`, which
-`conf/<group>/<name>.yaml` names first in its defaults list. Nothing here imports torch, so `--help` and a bad
-key answer at once.
+A section is a `@dataclass(kw_only=True, slots=True)`. Because of the slots, OmegaConf cannot store an unknown
+key (also one added with `+`), so a typo is an error. An option is registered with Hydra as
+`schema/<group>/<name>`; `conf/<group>/<name>.yaml` names that schema first in its defaults list.
+
+A section holds data, checks of its own fields, and the address (`module:name`) of the part that it
+configures. It never imports that part: this module imports no torch, so `--help` and a wrong key answer fast.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
 
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-
-
 T = TypeVar("T", bound=type)
 
-
-SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the class registered under it
+SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the section class registered under that name
+PARTS: dict[type, str] = {}  # section class -> address of the part that it configures, "module:name"
 
 
 @dataclass(kw_only=True, slots=True)
 class Section:
-    """One part of the configuration."""
+    """One section of the configuration."""
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """Yield what is wrong with this section in `cfg`: key as typed, rule, reason, value, remedy."""
-        return iter(())
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error message for each field of this section that has an invalid value.
 
-    def warnings(self, cfg: Config) -> Iterator[str]:
-        """Yield settings of this section that have no effect in `cfg`, or are allowed but doubtful."""
+        Args:
+            at: the dotted key of this section in the config; empty for the root.
+        """
+        yield from number_problems(self, at)
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each setting of this section that has no effect, or is allowed but doubtful."""
         return iter(())
 
 
 def sections(section: Section, key: str = "") -> Iterator[tuple[str, Section]]:
-    """Yield a section and all below it, each with its dotted key; that of `section` itself is `key`."""
+    """Yield `section` and every section below it, each with its dotted key; `key` is the key of `section`."""
     yield key, section
-    for field in fields(section):
-        value = getattr(section, field.name)
-        at = f"{key}.{field.name}".lstrip(".")
+    for each in fields(section):
+        value = getattr(section, each.name)
+        at = dotted(key, each.name)
         named = (
-            {f"{at}.{name}": part for name, part in value.items()} if isinstance(value, dict) else {at: value}
+            {dotted(at, name): part for name, part in value.items()}
+            if isinstance(value, dict)
+            else {at: value}
         )
         for name, part in named.items():
             if isinstance(part, Section):
                 yield from sections(part, name)
 
 
-def option(group: str, name: str) -> Callable[[T], T]:
-    """Register a section class as the option `name` of the config group `group`."""
+def dotted(at: str, name: str) -> str:
+    """Return the dotted key of the field `name` of the section at `at`."""
+    return f"{at}.{name}" if at else name
+
+
+def option(group: str, name: str, part: str | None = None) -> Callable[[T], T]:
+    """Register a section class as the option `name` of the config group `group`.
+
+    Args:
+        group: the config group, for example "algo".
+        name: the option, for example "grpo".
+        part: the address of the class or function that makes the part, "module:name"; None: the section
+            configures no part of its own. Subclasses do not inherit the address.
+
+    Raises:
+        TypeError: the class is not a keyword-only dataclass with slots. Without slots, a key that is added
+            with `+` would be accepted silently.
+    """
 
     def store(cls: T) -> T:
+        if not is_dataclass(cls) or "__slots__" not in vars(cls):
+            raise TypeError(f"{cls.__name__} must be a @dataclass(kw_only=True, slots=True): it has no slots")
+        if positional := [each.name for each in fields(cls) if not each.kw_only]:
+            raise TypeError(
+                f"{cls.__name__} must be a @dataclass(kw_only=True, slots=True): "
+                f"{', '.join(positional)} can be set by position"
+            )
         ConfigStore.instance().store(group=f"schema/{group}", name=name, node=cls)
         SCHEMAS[f"schema/{group}/{name}"] = cls
+        if part is not None:
+            PARTS[cls] = part
         return cls
 
     return store
 
 
 def schema_of(cls: type) -> str | None:
-    """Where `cls` is registered, as `schema/<group>/<name>`; None where it is no option."""
+    """Return the name `schema/<group>/<name>` under which `cls` is registered, or None."""
     return next((name for name, stored in SCHEMAS.items() if stored is cls), None)
+
+
+# -- numbers with a bound --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The rule of a numeric field. None passes every rule: the field's type says where None is allowed.
+
+    Args:
+        means: what the number is, for messages and the reference of config keys.
+        least: the value must be >= this.
+        above: the value must be > this.
+        most: the value must be <= this.
+        below: the value must be < this.
+        counts: what the number counts from 1 on, where a value below 1 is a fraction of the run; such a
+            number must be whole from 1 on.
+        remedy: a valid value, for messages; None: the default of the field.
+    """
+
+    means: str
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    counts: str | None = None
+    remedy: str | None = None
+
+    def broken(self, value: float) -> str | None:
+        """Return the rule that `value` breaks, in words; None if it breaks none."""
+        rules = [
+            (self.least, f">= {plain(self.least)}", lambda bound: value >= bound),
+            (self.above, f"> {plain(self.above)}", lambda bound: value > bound),
+            (self.most, f"<= {plain(self.most)}", lambda bound: value <= bound),
+            (self.below, f"< {plain(self.below)}", lambda bound: value < bound),
+        ]
+        stated = [(text, holds(bound)) for bound, text, holds in rules if bound is not None]
+        if not all(holds for _, holds in stated):
+            return "be " + " and ".join(text for text, _ in stated)
+        if not math.isfinite(value):
+            return "be finite"
+        if self.counts and value > 1 and value != int(value):
+            return f"be whole if it is 1 or more: then it counts {self.counts}"
+        return None
+
+
+def number(
+    default: Any,
+    *,
+    means: str,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    counts: str | None = None,
+    remedy: str | None = None,
+) -> Any:
+    """Declare a numeric field with its default and its rule (see `Bound`).
+
+    A subclass may declare the field again with another default only; the rule of the base class stays.
+    """
+    bound = Bound(means=means, least=least, above=above, most=most, below=below, counts=counts, remedy=remedy)
+    return field(default=default, metadata={"bound": bound})
+
+
+def bound_of(cls: type, name: str) -> Bound | None:
+    """Return the rule of the field `name`, as the nearest class that states one declares it."""
+    for each in cls.__mro__:
+        declared: Field[Any] | None = vars(each).get("__dataclass_fields__", {}).get(name)
+        if declared is not None and "bound" in declared.metadata:
+            bound: Bound = declared.metadata["bound"]
+            return bound
+    return None
+
+
+def number_problems(section: Section, at: str) -> Iterator[str]:
+    """Yield an error message for each number of `section` that breaks its rule."""
+    for each in fields(section):
+        bound, value = bound_of(type(section), each.name), getattr(section, each.name)
+        if bound is None or value is None or (rule := bound.broken(value)) is None:
+            continue
+        key = dotted(at, each.name)
+        default = "<value>" if each.default is MISSING or each.default == "???" else plain(each.default)
+        remedy = str(round(value)) if rule.startswith("be whole") else bound.remedy or default
+        yield f"{key} must {rule} ({bound.means}), got {plain(value)}; set {key}={remedy}"
+
+
+def plain(value: float | None) -> str:
+    """Format a number as a user types it on the command line; None is `null`."""
+    if value is None:
+        return "null"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Settings of the scorers. The same options serve as proxy (`scorer`) and as judge (`scorer@gold`)."""
+"""Sections of the scorers. The same options configure the training score (`scorer`) and the judge (`gold`)."""
 
 from __future__ import annotations
 
@@ -6,52 +6,50 @@ import math
 import os
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
 from rlhf.config.address import function_problem
-from rlhf.config.schema import Section, option, sections
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from rlhf.config.root import Config
-    from rlhf.processes.ranks import Ranks
-    from rlhf.scorers.scorer import Scorer
+from rlhf.config.schema import Section, number, option, sections
 
 
 @dataclass(kw_only=True, slots=True)
 class ScorerConfig(Section):
-    """What every scorer has."""
+    """The keys that every scorer has."""
 
     name: str = MISSING
-    missing_eos_score: float | None = None  # replaces the score of a response without end; null: leave it
-    missing_eos_penalty: float | None = None  # is subtracted from that score instead; null: nothing is
-    weight: float = 1.0  # of this part in a weighted scorer; 0: it is measured and changes nothing
+    missing_eos_score: float | None = number(
+        None, means="replaces the score of a response without EOS; null: not", remedy="-1"
+    )
+    missing_eos_penalty: float | None = number(
+        None, least=0, means="is subtracted from the score of a response without EOS; null: not", remedy="1"
+    )
+    weight: float = number(
+        1.0, means="factor of the score of this part in a weighted scorer; 0: the score is only logged"
+    )
 
     @property
     def reads_reward(self) -> bool:
-        """Whether this needs the model that `model.reward` names."""
+        """Whether this scorer needs the model that `model.reward` names."""
         return False
 
-    def source(self, cfg: Config) -> Hashable:
-        """What scores, whatever its settings: two scorers of one source are one judge."""
+    def source(self, reward: str | None) -> Hashable:
+        """Return the identity of the judge: two scorers with the same source are the same judge.
+
+        Args:
+            reward: `model.reward` of the run.
+        """
         return self.name
 
     @property
     def described(self) -> str:
-        """What scores, in a word: the option, or the model or function that it names."""
+        """The scorer in a word: the option, or the model or function that it names."""
         return str(getattr(self, "path", None) or getattr(self, "url", None) or self.name)
 
-    def key(self, cfg: Config) -> str:
-        """Where this is in `cfg`: `scorer`, `gold`, `scorer.parts.<name>`."""
-        return next(at for at, scorer in scorers(cfg) if scorer is self)
-
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """A missing end that is scored in two ways, and numbers that are none."""
-        at = self.key(cfg)
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield errors for two rules about a missing EOS, and for a weight outside of a weighted scorer."""
+        yield from Section.problems(self, at)
         score, penalty = self.missing_eos_score, self.missing_eos_penalty
         if score is not None and penalty is not None:
             yield (
@@ -59,277 +57,200 @@ class ScorerConfig(Section):
                 f"score that the other lowers), got {score:g} and {penalty:g}; "
                 f"set {at}.missing_eos_score=null or {at}.missing_eos_penalty=null"
             )
-        if score is not None and not math.isfinite(score):
+        if math.isfinite(self.weight) and self.weight != 1 and ".parts." not in at:
             yield (
-                f"{at}.missing_eos_score must be finite (it is the score of a response without end), "
-                f"got {score:g}; set {at}.missing_eos_score=-1"
-            )
-        if penalty is not None and not 0 <= penalty < math.inf:
-            yield (
-                f"{at}.missing_eos_penalty must be >= 0 and finite (it is subtracted from the score of a "
-                f"response without end), got {penalty:g}; set {at}.missing_eos_penalty=1"
-            )
-        if not math.isfinite(self.weight):
-            yield (
-                f"{at}.weight must be finite (the score is multiplied by it), got {self.weight:g}; "
-                f"set {at}.weight=1"
-            )
-        elif self.weight != 1 and ".parts." not in at:
-            yield (
-                f"{at}.weight must be 1 outside of a weighted scorer (only its parts are weighed), "
+                f"{at}.weight must be 1 outside of a weighted scorer (only parts have weights), "
                 f"got {self.weight:g}; set {at}.weight=1"
             )
 
-    def warnings(self, cfg: Config) -> Iterator[str]:
-        """A judge that is told how to score a missing end."""
-        at = self.key(cfg)
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for a rule about a missing EOS in a judge."""
         for key in ("missing_eos_score", "missing_eos_penalty"):
             if at.startswith("gold") and (value := getattr(self, key)) is not None:
-                yield f"{at}.{key}={value:g} has no effect (a judge's scores are taken as they are)"
-
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
-        """Make the scorer for rollouts in the policy's tokens; None: there is nothing to judge with."""
-        raise NotImplementedError
+                yield f"{at}.{key}={value:g} has no effect (the scores of a judge are not changed)"
 
 
-def scorers(cfg: Config) -> Iterator[tuple[str, ScorerConfig]]:
-    """Yield every scorer of the run by its key: `scorer`, `gold`, and their parts."""
-    for key, section in sections(cfg):
-        if isinstance(section, ScorerConfig):
-            yield key, section
+def scorers(section: Section) -> Iterator[tuple[str, ScorerConfig]]:
+    """Yield every scorer of a config with its key: `scorer`, `gold`, and their parts.
+
+    Args:
+        section: the root config.
+    """
+    for key, each in sections(section):
+        if isinstance(each, ScorerConfig):
+            yield key, each
 
 
 def choice(key: str) -> str:
-    """What is typed to choose the scorer at `key`: `scorer`, `scorer@gold`, `scorer@scorer.parts.<name>`."""
+    """Return what a user types to choose the scorer at `key`: `scorer`, `scorer@gold`, `scorer@scorer.parts.x`."""
     return key if key == "scorer" else f"scorer@{key}"
 
 
-@option("scorer", "reward_model")
+@option("scorer", "reward_model", part="rlhf.scorers.reward_model:build")
 @dataclass(kw_only=True, slots=True)
 class RewardModelScorerConfig(ScorerConfig):
     """A sequence-classification model with one output, read at the last response token."""
 
     name: str = "reward_model"
     path: str | None = None  # hub name or local folder; null: model.reward
-    batch_size: int = 32  # sequences a forward
+    batch_size: int = number(32, least=1, means="sequences per forward pass")
 
     @property
     def reads_reward(self) -> bool:
-        """It does where it names no model of its own."""
+        """Whether this scorer needs the model that `model.reward` names: if it names no model of its own."""
         return self.path is None
 
-    def source(self, cfg: Config) -> Hashable:
-        """The model."""
-        return self.name, self.path or cfg.model.reward
+    def source(self, reward: str | None) -> Hashable:
+        """Return the identity of the judge: the model."""
+        return self.name, self.path or reward
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """A judge without a model."""
-        yield from ScorerConfig.problems(self, cfg)
-        at = self.key(cfg)
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a judge without a model."""
+        yield from ScorerConfig.problems(self, at)
         if at.startswith("gold") and self.path is None:
             yield (
-                f"{at}.path must name a reward model (the judge must not be the one that training sees), got "
+                f"{at}.path must name a reward model (the judge must not be the model that training sees), got "
                 f"null; set {at}.path=<hub name or folder>"
             )
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
-        """Load the reward model, and its own tokenizer where that differs from the policy's."""
-        from rlhf.scorers.reward_model import load_scorer
 
-        return load_scorer(self, cfg, tokenizer, ranks)
-
-
-@option("scorer", "facts")
+@option("scorer", "facts", part="rlhf.scorers.programs:FactsScorer")
 @dataclass(kw_only=True, slots=True)
 class FactsScorerConfig(ScorerConfig):
     """The program that judges `task=tldr_mini`: facts covered, minus errors, filler and excess length."""
 
     name: str = "facts"
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
-        """Wrap the program."""
-        from rlhf.scorers.scorer import TextScorer
-        from rlhf.tasks.tldr_mini_judge import gold_score
 
-        return TextScorer(self, lambda query, response, _: gold_score(query, response), tokenizer)
-
-
-@option("scorer", "answer")
+@option("scorer", "answer", part="rlhf.scorers.programs:AnswerScorer")
 @dataclass(kw_only=True, slots=True)
 class AnswerScorerConfig(ScorerConfig):
-    """1 where the answer found in the response equals the one in the reference, else 0."""
+    """1 if the answer in the response equals the answer in the reference, else 0."""
 
     name: str = "answer"
-    pattern: str = r"#### (\-?[0-9\.\,]+)"
-
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
-        """Wrap the comparison of answers."""
-        from rlhf.scorers.answers import answer_matches
-        from rlhf.scorers.scorer import TextScorer
-
-        def score(query: str, response: str, reference: str) -> float:
-            return float(answer_matches(response, reference, self.pattern))
-
-        return TextScorer(self, score, tokenizer)
+    pattern: str = r"#### (\-?[0-9\.\,]+)"  # regular expression; its group is the answer
 
 
-@option("scorer", "labels")
+@option("scorer", "labels", part="rlhf.scorers.scorer:LabelsScorer")
 @dataclass(kw_only=True, slots=True)
 class LabelsScorerConfig(ScorerConfig):
-    """The labels that come with stored completions."""
+    """The labels of stored completions."""
 
     name: str = "labels"
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
-        """Pass the labels on."""
-        from rlhf.scorers.scorer import LabelsScorer
 
-        return LabelsScorer(self)
-
-
-@option("scorer", "none")
+@option("scorer", "none", part="rlhf.scorers.scorer:no_scorer")
 @dataclass(kw_only=True, slots=True)
 class NoScorerConfig(ScorerConfig):
-    """No judge: evaluation measures what needs none. Only as `scorer@gold=none`."""
+    """No judge: evaluation measures only what needs no judge. Only as `scorer@gold=none`."""
 
     name: str = "none"
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """Training without a score."""
-        yield from ScorerConfig.problems(self, cfg)
-        if self is cfg.scorer:
-            yield "scorer must be one that scores (training needs scores), got none; set scorer=reward_model"
-
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> None:
-        """Nothing to judge with."""
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for training without a score."""
+        yield from ScorerConfig.problems(self, at)
+        if at == "scorer":
+            yield "scorer must not be none (training needs scores), got none; set scorer=reward_model"
 
 
-@option("scorer", "weighted")
+@option("scorer", "weighted", part="rlhf.scorers.weighted:WeightedScorer")
 @dataclass(kw_only=True, slots=True)
 class WeightedScorerConfig(ScorerConfig):
     """The sum of other scorers, each times its `weight`.
 
-    A part is added by `+scorer@scorer.parts.<name>=<option>`, or by a defaults list as in
-    conf/scorer/reward_and_answer.yaml. Its own missing-EOS settings apply to its score, ours to the sum.
+    Add a part with `+scorer@scorer.parts.<name>=<option>`, or with a defaults list as in
+    conf/scorer/reward_and_answer.yaml. The missing-EOS settings of a part apply to its score, those of this
+    section to the sum.
     """
 
     name: str = "weighted"
-    parts: dict[str, ScorerConfig] = field(default_factory=dict)  # by a name of the user's
+    parts: dict[str, ScorerConfig] = field(default_factory=dict)  # by a name that the user chooses
 
     @property
     def reads_reward(self) -> bool:
-        """It does where a part does."""
+        """Whether a part needs the model that `model.reward` names."""
         return any(part.reads_reward for part in self.parts.values())
 
-    def source(self, cfg: Config) -> Hashable:
-        """Nobody else's: its parts are what can be the same as another judge."""
+    def source(self, reward: str | None) -> Hashable:
+        """Return an identity that no other judge has: only the parts can be the same as another judge."""
         return id(self)
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """No parts, or parts that do not score by themselves."""
-        yield from ScorerConfig.problems(self, cfg)
-        at = self.key(cfg)
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield errors for missing parts, and for parts that do not score a text by themselves."""
+        yield from ScorerConfig.problems(self, at)
         if not self.parts:
             yield (
-                f"{at}.parts must hold at least one scorer (the score is the weighted sum of theirs), "
+                f"{at}.parts must contain at least one scorer (the score is their weighted sum), "
                 f"got none; set +scorer@{at}.parts.<name>=<scorer>"
             )
         for name, part in self.parts.items():
             if part.name in ("labels", "none", "weighted"):
                 key = choice(f"{at}.parts.{name}")
                 yield (
-                    f"{key} must be a scorer that judges a text itself (the score is a sum of such), "
+                    f"{key} must be a scorer that judges a text by itself (the score is a sum of such scores), "
                     f"got {part.name}; set {key}=function"
                 )
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
-        """Make every part."""
-        from rlhf.scorers.weighted import WeightedScorer
 
-        parts: dict[str, Scorer] = {}
-        for name, part in self.parts.items():
-            scorer = part.build(cfg, tokenizer, ranks)
-            assert scorer is not None, "validated: every part scores"
-            parts[name] = scorer
-        return WeightedScorer(self, parts)
-
-
-@option("scorer", "function")
+@option("scorer", "function", part="rlhf.scorers.function:FunctionScorer")
 @dataclass(kw_only=True, slots=True)
 class FunctionScorerConfig(ScorerConfig):
-    """A Python function of the user's: (prompt, response, reference), three texts, to a number."""
+    """A Python function of the user that takes (prompt, response, reference) as texts and returns a number."""
 
     name: str = "function"
     path: str | None = None  # <module>:<function> or <file>.py:<function>; also from the working directory
-    batched: bool = False  # the function takes three lists, all of a rollout batch, and gives a list
+    batched: bool = False  # the function takes three lists, a whole rollout batch, and returns a list
 
-    def source(self, cfg: Config) -> Hashable:
-        """The function."""
+    def source(self, reward: str | None) -> Hashable:
+        """Return the identity of the judge: the function."""
         return self.name, self.path
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """A module or a file that is not there; the function itself is looked for when the run starts."""
-        yield from ScorerConfig.problems(self, cfg)
-        if problem := function_problem(f"{self.key(cfg)}.path", self.path):
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for a missing module or file. The function is looked up when the run starts."""
+        yield from ScorerConfig.problems(self, at)
+        if problem := function_problem(f"{at}.path", self.path):
             yield problem
 
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
-        """Import the function."""
-        from rlhf.scorers.function import FunctionScorer
 
-        return FunctionScorer(self, self.key(cfg), tokenizer, ranks)
-
-
-@option("scorer", "http")
+@option("scorer", "http", part="rlhf.scorers.http:HttpScorer")
 @dataclass(kw_only=True, slots=True)
 class HttpScorerConfig(ScorerConfig):
-    """A service that is asked for scores; docs/rewards.md has the protocol."""
+    """A service that returns scores over HTTP; docs/rewards.md describes the protocol."""
 
     name: str = "http"
-    url: str | None = None  # where texts are posted to
-    batch_size: int = 32  # responses a request
-    concurrency: int = 4  # requests at once
-    timeout_s: float = 60.0  # seconds without a word from the service after which a try has failed
-    retries: int = 5  # more tries of a request: at once, then after 1, 2, 4, ... seconds
+    url: str | None = None  # address of the service; texts are posted there
+    batch_size: int = number(32, least=1, means="responses per request")
+    concurrency: int = number(4, least=1, means="requests in parallel")
+    timeout_s: float = number(
+        60.0, above=0, means="seconds without an answer of the service until a try fails"
+    )
+    retries: int = number(5, least=0, means="more tries of a request: at once, then after 1, 2, 4, ... s")
     token_variable: str | None = None  # environment variable with the bearer token; null: none is sent
 
-    def source(self, cfg: Config) -> Hashable:
-        """The service."""
+    def source(self, reward: str | None) -> Hashable:
+        """Return the identity of the judge: the service."""
         return self.name, self.url
 
-    def problems(self, cfg: Config) -> Iterator[str]:
-        """No address, a token that is not there, numbers out of bounds."""
-        yield from ScorerConfig.problems(self, cfg)
-        at = self.key(cfg)
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield errors for a wrong address and for a token that is not set."""
+        yield from ScorerConfig.problems(self, at)
         yield from url_problems(f"{at}.url", self.url, f"{at}.token_variable")
         if self.token_variable is not None and not os.environ.get(self.token_variable):
             yield (
-                f"{at}.token_variable must name an environment variable that holds the token (it is sent to "
+                f"{at}.token_variable must name an environment variable that contains the token (it is sent to "
                 f"{at}.url), got {self.token_variable!r}, which is not set; run: export "
                 f"{self.token_variable}=<token>, or set {at}.token_variable=null"
             )
-        for key, value, least, meaning, remedy in (
-            ("batch_size", self.batch_size, 1, "responses a request", 32),
-            ("concurrency", self.concurrency, 1, "requests at once", 4),
-            ("retries", self.retries, 0, "more tries after the first", 5),
-        ):
-            if value < least:
-                yield f"{at}.{key} must be >= {least} ({meaning}), got {value}; set {at}.{key}={remedy}"
-        if not 0 < self.timeout_s < math.inf:
-            yield (
-                f"{at}.timeout_s must be > 0 and finite (seconds to wait for the service), "
-                f"got {self.timeout_s:g}; set {at}.timeout_s=60"
-            )
-
-    def build(self, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
-        """Get ready to ask; nothing is sent yet."""
-        from rlhf.scorers.http import HttpScorer
-
-        return HttpScorer(self, self.key(cfg), tokenizer, ranks)
 
 
 def url_problems(key: str, url: str | None, token_key: str) -> Iterator[str]:
-    """Yield what is wrong with the address of a service; `token_key` is where a secret belongs."""
+    """Yield errors for the address of a service.
+
+    Args:
+        key: the config key of the address.
+        url: the address.
+        token_key: the config key that names where a secret belongs.
+    """
     form = f"{key} must be http://<host>/<path> or https://<host>/<path> (texts are posted there)"
     try:
         parsed = urlsplit(url or "")
@@ -341,6 +262,6 @@ def url_problems(key: str, url: str | None, token_key: str) -> Iterator[str]:
         yield f"{form}, got {got}; set {key}=http://127.0.0.1:8000/score"
     elif parsed.username is not None:
         yield (
-            f"{key} must hold no user name or password (config.yaml would tell it), got one; "
-            f"set {token_key}=<environment variable that holds a token>"
+            f"{key} must not contain a user name or password (config.yaml would show it), got one; "
+            f"set {token_key}=<environment variable that contains a token>"
         )

@@ -1,1 +1,1 @@
-"""Data that flows between parts, and small tools. Imports no other folder of rlhf."""
+"""Data structures of the training loop, and small utilities. Imports no other folder of rlhf."""

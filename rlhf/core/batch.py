@@ -1,10 +1,10 @@
-"""What flows through the loop: prompts, then rollouts, then a batch, each adding to the one before.
+"""Data classes of the training loop: `Prompts`, `Rollouts` and `Batch`. Each adds fields to the one before.
 
-    N prompts, K samples of a prompt, P prompt tokens, T response tokens
+    N prompts, K samples per prompt, P prompt tokens, T response tokens
 
-Everything is cut along N only, so a group of K samples is never split. Prompts are padded on the left,
-responses on the right. Masks are bool, True = a real token. Log-probs are float32, of the sampled tokens, at
-the sampling temperature, and 0 where the mask is False.
+Data is split along N only, so the K samples of a prompt stay together. Prompts are padded on the left,
+responses on the right. Masks are bool: True marks a real token. Log-probs are float32, of the sampled tokens,
+at the sampling temperature, and 0 where the mask is False.
 """
 
 from __future__ import annotations
@@ -20,29 +20,27 @@ from torch import Tensor
 from rlhf.core.seeding import derive
 
 B = TypeVar("B", bound="Prompts")
-
-
 R = TypeVar("R", bound="Rollouts")
 
 
 @dataclass(slots=True, kw_only=True)
 class Prompts:
-    """N examples of a task. `completions` (N lists of K texts) and `labels` only where they are stored."""
+    """N examples of a task. `completions` and `labels` are set only if the data set stores them."""
 
-    index: Tensor  # [N] int64, row in the task's data set: names an example for replay
+    index: Tensor  # [N] int64, row in the task's data set; identifies an example for replay
     texts: list[str]  # N prompts
-    references: list[str]  # N reference responses; "" where the data set has none
-    prompt_ids: Tensor  # [N, P] int64, padded left
+    references: list[str]  # N reference responses; "" if the data set has none
+    prompt_ids: Tensor  # [N, P] int64, padded on the left
     prompt_mask: Tensor  # [N, P] bool
-    completions: list[list[str]] | None = None  # N x K
+    completions: list[list[str]] | None = None  # N lists of K texts
     labels: Tensor | None = None  # [N, K] float32
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def select(self, rows: Tensor) -> Self:
-        """The examples `rows` ([M] int64), in that order."""
-        places = rows.tolist()
+        """Return the examples at `rows` ([M] int64), in that order."""
+        positions = rows.tolist()
         cut: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -51,11 +49,11 @@ class Prompts:
             elif isinstance(value, dict):
                 cut[f.name] = {name: part[rows.to(part.device)] for name, part in value.items()}
             elif isinstance(value, list):
-                cut[f.name] = [value[i] for i in places]
+                cut[f.name] = [value[i] for i in positions]
         return replace(self, **cut)
 
     def to(self, device: torch.device) -> Self:
-        """The same on `device`."""
+        """Return a copy whose tensors are on `device`."""
         moved: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -66,53 +64,53 @@ class Prompts:
         return replace(self, **moved)
 
     def extend(self, kind: type[B], **added: Any) -> B:
-        """This as the later stage `kind`, with the fields `added`."""
+        """Return these examples as an instance of the subclass `kind`, with the fields `added`."""
         return kind(**{f.name: getattr(self, f.name) for f in fields(self)}, **added)
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollouts(Prompts):
-    """N prompts with K responses each. Where they are sampled, T is the length that was allowed."""
+    """N prompts with K responses each. For sampled responses, T is the response length limit."""
 
-    response_ids: Tensor  # [N, K, T] int64, padded right
-    response_mask: Tensor  # [N, K, T] bool; the stop token belongs to the response
-    ended: Tensor  # [N, K] bool: a stop token was reached
-    behaviour_logprobs: Tensor | None = None  # [N, K, T], by the sampler; None for stored completions
-    version: int = 0  # of the weights that sampled; where `token_versions` differ, the oldest
-    token_versions: Tensor | None = None  # [N, K, T] int64, 0 at padding; None: all tokens are of `version`
-    generate_s: float = 0.0  # seconds the generator worked on it
+    response_ids: Tensor  # [N, K, T] int64, padded on the right
+    response_mask: Tensor  # [N, K, T] bool; includes the stop token
+    ended: Tensor  # [N, K] bool: the response ends with a stop token
+    behaviour_logprobs: Tensor | None = None  # [N, K, T], computed by the sampler; None: stored completions
+    version: int = 0  # version of the weights that sampled; the oldest one if `token_versions` differ
+    token_versions: Tensor | None = None  # [N, K, T] int64, 0 at padding; None: `version` for all tokens
+    generate_s: float = 0.0  # seconds of sampling
 
     def versions(self) -> set[int]:
-        """Of the weights that sampled its tokens."""
+        """Return the versions of the weights that sampled these tokens."""
         if self.token_versions is None:
             return {self.version}
         return set(self.token_versions[self.response_mask].unique().tolist())
 
     @property
     def episodes(self) -> int:
-        """N times K."""
+        """The number of responses, N times K."""
         return self.response_ids.shape[0] * self.response_ids.shape[1]
 
 
 @dataclass(slots=True, kw_only=True)
 class Batch(Rollouts):
-    """Rollouts with scores, and what engine and objective add to them."""
+    """Rollouts with scores, and with the tensors that engine and objective compute for training."""
 
     scores: Tensor  # [N, K] float32
-    parts: dict[str, Tensor] | None = None  # [N, K] each: what a weighted score is the sum of, unweighted
-    ref_logprobs: Tensor | None = None  # [N, K, T]
-    old_logprobs: Tensor | None = None  # [N, K, T]; None: the first forward gives them (one step a batch)
-    values: Tensor | None = None  # [N, K, T+1], position t: of the state after t response tokens
-    value_mask: Tensor | None = None  # [N, K, T+1] bool, the states whose value is learned
+    parts: dict[str, Tensor] | None = None  # unweighted terms of a weighted score, each [N, K]
+    ref_logprobs: Tensor | None = None  # [N, K, T], of the reference model
+    old_logprobs: Tensor | None = None  # [N, K, T]; None (one step per batch): those of the first forward
+    values: Tensor | None = None  # [N, K, T+1], position t: value of the state after t response tokens
+    value_mask: Tensor | None = None  # [N, K, T+1] bool, states whose value is trained
     advantages: Tensor | None = None  # [N, K, T]
     returns: Tensor | None = None  # [N, K, T+1]
-    signal: Tensor | None = None  # [N] bool: False rows are not trained on; None: all are
-    annotate_ahead_s: float = 0.0  # seconds that another process worked on scores and reference
+    signal: Tensor | None = None  # [N] bool: rows with False are not trained on; None: all rows are
+    annotate_ahead_s: float = 0.0  # seconds that the annotator process spent on scores and reference
 
     def minibatches(self, count: int, epochs: int, seed: int, update: int) -> Iterator[Batch]:
-        """Cut the prompts into `count` equal parts, `epochs` times, shuffled by (seed, update, epoch)."""
+        """Yield `count` minibatches of equal size per epoch, shuffled by (seed, update, epoch)."""
         for epoch in range(epochs):
-            if count == 1:  # the order within one step changes nothing
+            if count == 1:  # the order of prompts within one step has no effect
                 yield self
                 continue
             rng = torch.Generator().manual_seed(derive(seed, "minibatches", update, epoch))
@@ -120,7 +118,7 @@ class Batch(Rollouts):
                 yield self.select(rows)
 
     def samples(self, columns: Tensor) -> Batch:
-        """For each prompt the samples `columns` ([N, J] int64), as a batch with K = J."""
+        """Return a batch with K = J that has the samples `columns` ([N, J] int64) of each prompt."""
         device = columns.device
         rows = torch.arange(len(self), device=device)[:, None]
         cut = {
@@ -132,7 +130,7 @@ class Batch(Rollouts):
         return replace(self, completions=None, labels=None, parts=parts, **cut)
 
 
-PER_SAMPLE = frozenset(
+PER_SAMPLE = frozenset(  # names of the tensors with a K dimension
     {
         "response_ids",
         "response_mask",
@@ -151,11 +149,13 @@ PER_SAMPLE = frozenset(
 
 
 def trim(batch: B) -> B:
-    """Drop prompt columns and response positions that no row uses; two columns stay. Of T+1 states one more
-    is kept.
+    """Remove the prompt columns and response positions that are padding in every row.
+
+    At least two prompt columns and one response position are kept. Tensors over the T+1 states keep one
+    position more than those over tokens.
     """
-    # Two at least: prompts of one token would spare the first pass over shared prefixes, which ranks of a
-    # sharded model make together.
+    # At least two: with prompts of one token, a rank would skip the forward pass over shared prefixes, in
+    # which all ranks of a sharded model must take part.
     longest = max(2, int(batch.prompt_mask.sum(1).max()))
     cut: dict[str, Any] = {
         "prompt_ids": batch.prompt_ids[:, -longest:],
@@ -173,13 +173,23 @@ def trim(batch: B) -> B:
 
 
 def microbatches(batch: R, sequences: int, rank: int = 0, size: int = 1) -> Iterator[tuple[Tensor, R, bool]]:
-    """Cut a batch into micro-batches of at most `sequences` sequences (but one prompt's at least), formed by
-    length and trimmed to it, and deal them to `size` ranks. Rows without signal are left out. The longest
-    come first: what they needed has room for those that follow, and where memory is too small, it shows.
+    """Split a batch into trimmed micro-batches of similar length, and yield those of one rank.
 
-    Yields those of `rank`: (rows of the batch [M], micro-batch, whether it counts). Ranks get equally many,
-    as forwards and backwards of a sharded model are made by all together; where they do not come out even,
-    one that another rank has stands in, and does not count.
+    The longest sequences come first. So later micro-batches fit into the memory that the first one needed,
+    and a run with too little memory fails at its first micro-batch. Rows without signal are skipped.
+
+    All `size` ranks get the same number of micro-batches, because the ranks of a sharded model run every
+    forward and backward together. If the micro-batches cannot be divided equally, some ranks also get the
+    last one as padding, which has weight 0.
+
+    Args:
+        batch: the global batch.
+        sequences: maximum number of sequences (prompts x K) in a micro-batch; one prompt is the minimum.
+        rank: the rank whose micro-batches are yielded.
+        size: number of ranks.
+
+    Yields:
+        The rows of `batch` ([M] int64), the micro-batch, and False if it is padding.
     """
     lengths = batch.prompt_mask.sum(1) + batch.response_mask.sum(-1).amax(1)
     order = torch.argsort(lengths, descending=True, stable=True)
@@ -196,20 +206,20 @@ def microbatches(batch: R, sequences: int, rank: int = 0, size: int = 1) -> Iter
         yield rows, trim(batch.select(rows)), mine < len(parts)
 
 
-class Outputs(NamedTuple):  # DeepSpeed hooks into the tensors of a tuple
-    """What a forward gives for rollouts; None: this model has no such head."""
+class Outputs(NamedTuple):  # a tuple, because DeepSpeed adds hooks to the tensors of a tuple
+    """Results of a forward pass over rollouts; None if the model has no such head."""
 
     logprobs: Tensor | None = None  # [N, K, T] float32, 0 where the response mask is False
-    values: Tensor | None = None  # [N, K, T+1] float32, position t: of the state after t response tokens
+    values: Tensor | None = None  # [N, K, T+1] float32, position t: value after t response tokens
     rewards: Tensor | None = None  # [N, K] float32
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sampling:
-    """How a request is to be answered. `purpose` and `request` name its random numbers, for replay."""
+    """Sampling settings of a request. `purpose` and `request` determine its random numbers, for replay."""
 
     samples: int  # K
     temperature: float
-    response_length: int  # tokens
-    purpose: str  # train, eval, ...
+    response_length: int  # maximum number of tokens
+    purpose: str  # "train", "eval", ...
     request: int = 0

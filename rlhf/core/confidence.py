@@ -1,17 +1,25 @@
-"""How far a measured figure may be from what it measures. Pure maths."""
+"""Confidence intervals of measured probabilities."""
 
 from __future__ import annotations
 
 import math
 
-Z95 = 1.959963984540054  # of the standard normal: between -z and z lie 95 %
+Z95 = 1.959963984540054  # 95 % of the standard normal distribution lies between -Z95 and Z95
 
 
 def wilson(part: float, count: int, z: float = Z95) -> tuple[float, float]:
-    """The 95 % interval of a probability of which `part` was seen in `count` independent trials.
+    """Return the Wilson score interval (Wilson 1927) of a probability.
 
-    The score interval (Wilson 1927): unlike part +- z sqrt(part (1 - part) / n) it stays in [0, 1], and is
-    no point where all or none succeeded.
+    Unlike part +- z sqrt(part (1 - part) / count), the interval lies in [0, 1], and its width is not zero if
+    all trials or no trials succeeded.
+
+    Args:
+        part: fraction of the trials that succeeded.
+        count: number of independent trials.
+        z: quantile of the standard normal distribution; the default gives a 95 % interval.
+
+    Returns:
+        Lower and upper bound; (0, 1) without trials.
     """
     if count < 1:
         return 0.0, 1.0

@@ -1,4 +1,4 @@
-"""Texts as tokens. For texts only: what a sampler returned is never decoded and encoded again."""
+"""Tokenization of texts. Sampled responses already are tokens and are never decoded and encoded again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf.core.batch import Prompts, Rollouts
 
 
 def pad_prompts(ids: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """N token lists as prompt_ids and prompt_mask [N, P], padded on the left."""
+    """Return N token lists as prompt_ids (int64) and prompt_mask (bool), both [N, P], padded on the left."""
     lengths = torch.tensor([len(row) for row in ids])
     width = int(lengths.max())
     prompt_ids = torch.full((len(ids), width), pad_id, dtype=torch.int64)
@@ -22,7 +22,7 @@ def pad_prompts(ids: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
 def encode_prompts(
     index: Tensor, texts: list[str], references: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> Prompts:
-    """Encode N prompt texts, none left out or cut."""
+    """Encode N prompt texts without truncation."""
     prompt_ids, prompt_mask = pad_prompts(tokenizer(texts)["input_ids"], tokenizer.pad_token_id)
     return Prompts(
         index=index, texts=texts, references=references, prompt_ids=prompt_ids, prompt_mask=prompt_mask
@@ -36,11 +36,18 @@ def encode_completions(
     response_length: int | None,
     ended: Tensor | None = None,
 ) -> Rollouts:
-    """Encode K texts for each of N prompts: response_ids and response_mask [N, K, T], ended [N, K].
+    """Encode K texts for each of N prompts as rollouts.
 
-    Each text is followed by the EOS token, which belongs to the response; where `ended` ([N, K] bool) is
-    False it is not. A text that with it would be longer than `response_length` tokens (None: no limit) is
-    cut there, has no EOS and has not `ended`.
+    Args:
+        prompts: N prompts.
+        completions: N lists of K texts.
+        tokenizer: the tokenizer of the model that is trained.
+        response_length: maximum number of tokens, the EOS token included; None: no limit. A longer text is
+            truncated, has no EOS token, and its `ended` is False.
+        ended: [N, K] bool; an EOS token is appended to the texts with True. None: to all texts.
+
+    Returns:
+        Rollouts with response_ids and response_mask [N, K, T] and ended [N, K]; T is the longest response.
     """
     count, samples = len(completions), len(completions[0])
     texts = [text for row in completions for text in row]

@@ -1,4 +1,4 @@
-"""Errors that end the command without a traceback."""
+"""Exceptions that end a command with a message and an exit code, without a traceback."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from signal import Signals
 
 
 class UserError(ValueError):
-    """What the user asked for cannot be done; says which key, which rule, why, the value, the remedy.
+    """Invalid input or configuration. The message gives key, rule, reason, value and remedy.
 
-    Raised anywhere in a run, it ends the command with `error: ...`, exit code 2 and no traceback. `problems`
-    are the messages, one for each thing to mend.
+    Raised anywhere in a run, it ends the command with `error: ...`, exit code 2 and no traceback.
+    `problems` has one message for each problem.
     """
 
-    everywhere = False  # every rank has it, so that the first alone tells it
+    everywhere = False  # True: all ranks raise this error, so only the first rank prints it
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
@@ -23,20 +23,23 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """The run had to stop, at a loss that is not finite for example; the message says where and what to do.
+    """A failure during a run, for example a loss that is not finite. The message gives place and remedy.
 
     It ends the command with `error: ...`, exit code 1 and no traceback.
     """
 
-    everywhere = False  # every rank has it, so that the first alone tells it
+    everywhere = False  # True: all ranks raise this error, so only the first rank prints it
 
 
 class Interrupted(BaseException):
-    """The run was asked to stop (`rlhf.signals`), to be gone on with; the message says where it stands.
+    """A signal stopped the run (`rlhf.processes.signals`), and the run can be resumed.
 
-    It ends the command with exit code 75 (`os.EX_TEMPFAIL`) and no traceback. It is no `Exception`, so that
-    nobody takes it for a failure: a sweep does not start the jobs that are left. `received` is the signal,
-    None where it came to another rank.
+    It ends the command with exit code 75 (`os.EX_TEMPFAIL`) and no traceback. It does not inherit from
+    `Exception`, so that it is not handled as a failure: a sweep does not start its remaining jobs.
+
+    Args:
+        text: the message: progress of the run, and how to resume it.
+        received: the signal; None if another rank received it.
     """
 
     def __init__(self, text: str, received: Signals | None = None) -> None:
@@ -45,7 +48,7 @@ class Interrupted(BaseException):
 
 
 def report(problems: tuple[str, ...] | list[str]) -> str:
-    """Format problems for the terminal: one behind `error:`, several below it."""
+    """Format problems for the terminal: one problem after `error:`, several as a list below it."""
     if len(problems) == 1:
         return f"error: {problems[0]}"
     return "\n".join([f"error: {len(problems)} problems", *(f"  - {problem}" for problem in problems)])

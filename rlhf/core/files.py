@@ -1,17 +1,70 @@
-"""Write files whole or not at all; read and write JSON lines."""
+"""Files on disk: complete-or-absent writes, JSON lines, digests of settings."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+SCRATCH = ".tmp-"  # prefix of unfinished files and folders; a crash leaves them behind
+
+
+def scratch_of(path: Path) -> Path:
+    """Return the path beside `path` at which `path` is written before it is renamed."""
+    return path.with_name(f"{SCRATCH}{path.name}")
+
+
+def discard(path: Path) -> None:
+    """Remove a file or a folder; a missing path is ignored."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole(
+    path: Path, *, durable: bool = False, private: bool = False, publish: bool = True
+) -> Iterator[Path]:
+    """Write a file or a folder completely or not at all: a reader never sees a part of it.
+
+    Yields a scratch path beside `path`, without creating anything there. If the block succeeds, the scratch
+    path is renamed to `path`, which replaces an older file or folder. If the block fails, it is removed.
+
+    Args:
+        path: the file or folder to write.
+        durable: fsync every written file before the rename, so that a power failure leaves no empty file.
+        private: include the process id in the scratch name, so that processes can write `path` at once. The
+            scratch path that a crashed process left behind is then not replaced by the next attempt.
+        publish: set on one rank only (usually the first) if several ranks write the same scratch folder. The
+            other ranks do not rename it.
+    """
+    scratch = scratch_of(path)
+    if private:
+        scratch = scratch.with_name(f"{scratch.name}-{os.getpid()}")
+    if publish:
+        discard(scratch)
+    try:
+        yield scratch
+        if not publish:
+            return
+        if durable:
+            sync_all(scratch)
+        if scratch.is_dir():
+            shutil.rmtree(path, ignore_errors=True)  # a folder can only be renamed to an empty or absent one
+        scratch.replace(path)
+    except BaseException:
+        discard(scratch)
+        raise
+
 
 def sync(path: Path) -> None:
-    """Wait until the file or folder is on disk."""
+    """Wait until the file or folder is on disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -19,27 +72,34 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def sync_all(path: Path) -> None:
+    """Wait until a file, or every file and folder below a folder, is on disk."""
+    if path.is_dir():
+        for below in path.rglob("*"):
+            sync(below)
+    sync(path)
+
+
 def write_json(file: Path, value: Any) -> None:
-    """Write JSON, whole or not at all."""
+    """Write JSON completely or not at all."""
     write_atomically(file, json.dumps(value, indent=2) + "\n")
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Write under another name, then rename: a reader sees the old file or the new one."""
-    scratch = file.with_name(f".{file.name}.tmp-{os.getpid()}")
-    try:
-        with named(file), scratch.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        scratch.replace(file)
-    finally:
-        scratch.unlink(missing_ok=True)
+    """Write text completely or not at all: a reader sees the old file or the new one."""
+    with (
+        whole(file, private=True) as scratch,
+        name_in_error(file),
+        scratch.open("w", encoding="utf-8") as stream,
+    ):
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 @contextmanager
-def named(file: Path) -> Iterator[None]:
-    """Have an OSError name the file that was to be written; one of a full disk names none."""
+def name_in_error(file: Path) -> Iterator[None]:
+    """Set the file name of an OSError; the error of a full disk has none."""
     try:
         yield
     except OSError as error:
@@ -49,21 +109,28 @@ def named(file: Path) -> Iterator[None]:
 
 
 def append(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write one JSON object a line at the end of `file`."""
-    with named(file), file.open("a", encoding="utf-8") as out:
+    """Append rows to a JSON-lines file."""
+    with name_in_error(file), file.open("a", encoding="utf-8") as out:
         out.writelines(map(as_line, rows))
 
 
 def as_line(row: dict[str, Any]) -> str:
-    """A row as one line of JSON."""
+    """Return a row as one line of JSON, with its newline."""
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line that was cut off by a crash is left out, an absent file
-    is empty.
+    """Read the rows of a JSON-lines file.
+
+    A missing file has no rows. A last line without a newline, which a crash cut off, is skipped.
     """
     if not file.exists():
         return []
-    *whole, _ = file.read_text(encoding="utf-8").split("\n")  # not splitlines: texts hold other line ends
-    return [json.loads(line) for line in whole]
+    # not splitlines: texts may contain other line separators
+    *complete, _ = file.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in complete]
+
+
+def digest(value: Any) -> str:
+    """Return 8 hex digits of the SHA-256 of `value` as JSON; the order of dict keys does not matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]

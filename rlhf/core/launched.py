@@ -1,25 +1,55 @@
-"""What the launcher (torchrun, DeepSpeed, SLURM) says about this process: rank, world size, cores."""
+"""This process among those that the launcher (torchrun, DeepSpeed, SLURM) started: rank, world size, cores.
+
+The only module that reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and LOCAL_SIZE. `rlhf.launch.slurm`
+sets the first four from SLURM's variables. Does not import torch.
+"""
 
 from __future__ import annotations
 
 import os
 
 
+def rank() -> int:
+    """Return the rank of this process among the trainer's processes; 0 without a launcher."""
+    return number("RANK", default=0)
+
+
+def world_size() -> int:
+    """Return the number of processes that train together; 1 without a launcher."""
+    return number("WORLD_SIZE", default=1)
+
+
+def local_rank() -> int:
+    """Return the rank of this process among those on this host; 0 without a launcher."""
+    return number("LOCAL_RANK", default=0)
+
+
+def local_world_size() -> int:
+    """Return the number of ranks on this host.
+
+    torchrun sets LOCAL_WORLD_SIZE, the launcher of DeepSpeed sets LOCAL_SIZE. If neither is set, all ranks
+    are assumed to be on this host.
+    """
+    return number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world_size())
+
+
 def is_first_rank() -> bool:
-    """Whether this process is the one that writes and speaks, as torchrun and SLURM number them."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
+    """Return whether this process writes files and prints.
 
-
-def rank_count() -> int:
-    """How many processes train together, as torchrun numbers them."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    Falls back to SLURM_PROCID, because messages may be printed before RANK is derived from it.
+    """
+    return number("RANK", "SLURM_PROCID", default=0) == 0
 
 
 def cpu_cores() -> int:
-    """The CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def local_ranks() -> int:
-    """How many ranks there are on this host, as torchrun or the launcher of DeepSpeed say it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+def number(*variables: str, default: int) -> int:
+    """Return the number in the first environment variable that is set and not empty."""
+    return next((int(text) for name in variables if (text := os.environ.get(name))), default)
+
+
+rank_count = world_size  # old name
+local_ranks = local_world_size  # old name

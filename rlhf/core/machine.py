@@ -1,4 +1,4 @@
-"""What memory this machine has, told without torch: RAM (less in a container that may use less) and GPUs."""
+"""Memory of this machine: RAM (or the limit of its container) and GPUs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,39 +13,36 @@ from pathlib import Path
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
-
-
-LIMITS = ("memory.max", "memory.limit_in_bytes")  # of cgroups v2 and v1
-
-
+LIMITS = ("memory.max", "memory.limit_in_bytes")  # file names of cgroups v2 and v1
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
-
-
-TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0  # for nvidia-smi
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes of memory."""
+    """The memory of a machine, in bytes."""
 
     ram: int
-    gpus: tuple[int, ...] = ()  # those that torch would see, in its order
+    gpus: tuple[int, ...] = ()  # one per GPU that torch would see, in torch's order
 
 
 @cache
 def this_machine() -> Machine:
-    """The memory that a run on this machine may use."""
+    """Return the memory that a run on this machine may use."""
     limits = [psutil.virtual_memory().total, *cgroup_limits(Path("/proc/self/cgroup"), CGROUPS)]
     return Machine(min(limits), gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if torch_has_cuda() else ())
 
 
 def cgroup_limits(membership: Path, root: Path) -> list[int]:
-    """The memory limits of this process's control groups, set by a container or SLURM, and of all above them.
+    """Return the memory limits in bytes of this process's control groups and of all their parents.
 
-    `membership` has lines <number>:<controllers>:<path>; v2 has its files below `root`, v1 below
-    `root`/memory.
+    A container or SLURM sets such limits.
+
+    Args:
+        membership: file with lines `<number>:<controllers>:<path>`.
+        root: folder of the control groups: v2 has its files below `root`, v1 below `root`/memory.
     """
-    found = []
+    limits = []
     for line in read_lines(membership):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -54,14 +51,14 @@ def cgroup_limits(membership: Path, root: Path) -> list[int]:
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
             for name in LIMITS:
-                found += [int(text) for text in read_lines(folder / name) if text.isdigit()]
+                limits += [int(text) for text in read_lines(folder / name) if text.isdigit()]
             if folder == top:
                 break
-    return [limit for limit in found if limit > 0]
+    return [limit for limit in limits if limit > 0]
 
 
 def read_lines(file: Path) -> list[str]:
-    """The lines of a file; none where it cannot be read."""
+    """Return the lines of a file; an unreadable file has none."""
     try:
         return file.read_text().split("\n")[:-1]
     except OSError:
@@ -69,7 +66,7 @@ def read_lines(file: Path) -> list[str]:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the torch that is installed was built for CUDA, read from its version file."""
+    """Return whether the installed torch was built for CUDA, according to its version file."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -78,22 +75,26 @@ def torch_has_cuda() -> bool:
 
 
 def gpus(visible: str | None) -> tuple[int, ...]:
-    """Bytes of each NVIDIA GPU, of those in `visible` (CUDA_VISIBLE_DEVICES) where that is set.
+    """Return the memory in bytes of each NVIDIA GPU.
 
-    Nothing where nvidia-smi is missing, fails or takes long: memory is then not known.
+    Args:
+        visible: the value of CUDA_VISIBLE_DEVICES, which selects GPUs by index or UUID; None: all GPUs.
+
+    Returns:
+        An empty tuple if nvidia-smi is missing, fails or takes longer than 5 seconds: the memory is unknown.
     """
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-        rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line]
+        rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
         sizes = [(index, uuid, int(float(mib) * 2**20)) for index, uuid, mib in rows]
     except (OSError, subprocess.SubprocessError, ValueError):
         return ()
     if visible is None:
         return tuple(size for _, _, size in sizes)
-    found = []
-    for word in map(str.strip, visible.split(",")):
-        named = [size for index, uuid, size in sizes if word and (index == word or uuid.startswith(word))]
-        if len(named) != 1:  # CUDA ends its list there too
+    selected = []
+    for name in map(str.strip, visible.split(",")):
+        matching = [size for index, uuid, size in sizes if name and (index == name or uuid.startswith(name))]
+        if len(matching) != 1:  # CUDA ignores this entry and all after it, too
             break
-        found.append(named[0])
-    return tuple(found)
+        selected.append(matching[0])
+    return tuple(selected)

@@ -1,6 +1,6 @@
-"""Figures on their way from a micro-batch to a row of metrics.jsonl, kept as sums and counts until then.
+"""Metrics as sums and counts, merged over micro-batches, ranks and updates into a row of metrics.jsonl.
 
-Sums stay tensors on their device until then, so that measuring does not wait for a GPU.
+Sums stay tensors on their device until a row is written, so that measuring does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import Tensor
 
 
 class How(Enum):
-    """How two parts of one figure become one."""
+    """How two parts of one metric are merged."""
 
     mean = "mean"
     sum = "sum"
     max = "max"
     last = "last"
-    sample_size = "sample_size"  # effective, of importance weights, as a part of their number
+    sample_size = "sample_size"  # effective sample size of importance weights, divided by their number
 
 
 @dataclass(slots=True, frozen=True)
 class Stat:
-    """A figure over `count` items: `total` is their sum, the largest, or the last."""
+    """A metric over `count` items. `total` is the sum, the maximum or the last of the items."""
 
     total: Tensor | float
     count: Tensor | float = 1.0
     how: How = How.mean
-    squares: Tensor | float = 0.0  # sample_size: the sum of their squares
+    squares: Tensor | float = 0.0  # for sample_size: sum of the squared weights
 
     def merge(self, later: Stat) -> Stat:
-        """This and a later part of the same figure as one."""
+        """Return this part and a later part of the same metric as one."""
         if self.how is How.max:
             both = (torch.as_tensor(part.total, dtype=torch.float64) for part in (self, later))
-            return Stat(torch.maximum(*both), 1.0, How.max)  # nan where one is
+            return Stat(torch.maximum(*both), 1.0, How.max)  # nan if one of them is
         if self.how is How.last:
             return later
         return Stat(
@@ -48,25 +48,25 @@ class Stat:
         )
 
     def plain(self) -> Stat:
-        """The same with plain numbers."""
+        """Return this metric with Python floats instead of tensors."""
         return Stat(float(self.total), float(self.count), self.how, float(self.squares))
 
     def numbers(self) -> Tensor:
-        """Total, count and squares as a tensor [3], float64, on the device of the first that is a tensor."""
+        """Return total, count and squares as a tensor [3], float64, on the device of the first tensor."""
         parts = (self.total, self.count, self.squares)
         device = next((part.device for part in parts if isinstance(part, Tensor)), None)
         return torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts])
 
     def with_numbers(self, total: float, count: float, squares: float) -> Stat:
-        """The same kind of figure, of other `numbers()`."""
+        """Return a metric of the same kind with other values of `numbers()`."""
         return Stat(total, count, self.how, squares)
 
     def emptied(self) -> Stat:
-        """The same kind of figure, of nothing."""
+        """Return a metric of the same kind over no items."""
         return Stat(-math.inf if self.how is How.max else 0.0, 0.0, self.how)
 
     def value(self) -> float | None:
-        """The figure; None where there was nothing to average."""
+        """Return the value of the metric; None if there are no items to average."""
         if self.how is How.sample_size:
             spread = float(self.count) * float(self.squares)
             return float(self.total) ** 2 / spread if spread else None
@@ -79,7 +79,7 @@ Metrics = dict[str, Stat]
 
 
 def mean(x: Tensor, mask: Tensor | None = None) -> Stat:
-    """The mean of `x` over all of it, or where `mask` (same shape, bool) is True."""
+    """Return the mean of `x` over all elements, or over those where `mask` (same shape, bool) is True."""
     x = x.detach().double()
     if mask is None:
         return Stat(x.sum(), float(x.numel()))
@@ -87,33 +87,34 @@ def mean(x: Tensor, mask: Tensor | None = None) -> Stat:
 
 
 def largest(x: Tensor, mask: Tensor) -> Stat:
-    """The largest `x` where `mask` is True; -inf where it is nowhere."""
+    """Return the maximum of `x` where `mask` is True; -inf if `mask` is False everywhere."""
     return Stat(x.detach().double().masked_fill(~mask, -torch.inf).max(), 1.0, How.max)
 
 
 def sample_size(weights: Tensor, mask: Tensor) -> Stat:
-    """The effective sample size of importance weights where `mask` is True, from 0 to 1 of their number:
-    `(sum w)^2 / (n sum w^2)` (Kong 1992).
+    """Return the effective sample size of importance weights as a fraction of their number.
+
+    `(sum w)^2 / (n sum w^2)` (Kong 1992), between 0 and 1, over the `n` weights where `mask` is True.
     """
     w = weights.detach().double() * mask
     return Stat(w.sum(), mask.sum(), How.sample_size, w.square().sum())
 
 
 def merge(into: Metrics, added: Metrics) -> None:
-    """Add the figures `added` to `into`."""
+    """Merge the metrics `added` into `into`, in place."""
     for name, stat in added.items():
         into[name] = into[name].merge(stat) if name in into else stat
 
 
 class Timer:
-    """Seconds spent under each name since the last `drain()`."""
+    """A stopwatch: seconds spent under each name since the last `drain()`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the time of the `with` block under `name`."""
+        """Add the time of the `with` block to `name`."""
         start = time.perf_counter()
         try:
             yield
@@ -121,7 +122,7 @@ class Timer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def drain(self) -> Metrics:
-        """The seconds as `time/<name>_s`, and start again from zero."""
+        """Return the seconds as metrics `time/<name>_s`, and reset them to zero."""
         stats = {f"time/{name}_s": Stat(seconds, 1.0, How.sum) for name, seconds in self.seconds.items()}
         self.seconds = {}
         return stats
@@ -129,11 +130,11 @@ class Timer:
 
 @dataclass(slots=True)
 class Evaluation:
-    """Figures (names of `eval/`), and the completions that they were measured on."""
+    """Results of an evaluation: metrics (`eval/...`), and the completions on which they were measured."""
 
     figures: Row
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    examples: int = 0  # that each figure is of
+    samples: list[dict[str, Any]] = field(default_factory=list)  # one row per completion
+    examples: int = 0  # number of examples behind each metric
 
 
 Row = dict[str, float]

@@ -1,11 +1,11 @@
-"""Rollouts on disk: `save_generations` keeps every one with its scores, `generator=dataset` replays them.
+"""File format of saved rollouts: written with `save_generations`, replayed with `generator=dataset`.
 
-    generations/000001.parquet      the rollouts of update 1, one row a response, the K of a prompt together
+    generations/000001.parquet      rollouts of update 1, one row per response, grouped by prompt
 
-The folder loads with `datasets.load_dataset(<folder>)`. What the rows of a file share is in the metadata of
-its schema. A file is there whole or not at all; a run that goes on from a checkpoint writes those after it
-anew.
-`rlhf/scorers/saved.py` writes, `rlhf/generators/replay.py` reads. Imports no torch.
+`datasets.load_dataset(<folder>)` loads the folder. Settings shared by all rows of a file are in the metadata
+of its schema. Files are written completely or not at all. A resumed run overwrites the files of the updates
+after its checkpoint. `rlhf.scorers.saved` writes the files, `rlhf.generators.stored` reads them. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-KEY = b"rlhf"  # of our metadata in a schema
+KEY = b"rlhf"  # of the metadata of this module in a schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What the rows of a file share."""
+    """Settings shared by all rows of a file."""
 
     prompts: int  # N
     samples: int  # K
-    response_length: int  # tokens that were allowed
+    response_length: int  # maximum number of tokens of a response
     temperature: float
-    vocabulary: str  # of the token ids
+    vocabulary: str  # hash of the vocabulary that the token ids refer to
 
     def metadata(self) -> dict[bytes, bytes]:
-        """As metadata of a schema."""
+        """Return the settings as metadata of a schema."""
         return {KEY: json.dumps(asdict(self)).encode()}
 
 
 def shared(file: Path) -> Shared:
-    """What the rows of a file share.
+    """Read the settings shared by all rows of a file.
 
     Raises:
-        ValueError, OSError: it cannot be read, or `save_generations` did not write it.
+        ValueError, OSError: the file cannot be read, or was not written by `save_generations`.
     """
     import pyarrow.parquet
 
-    found = (pyarrow.parquet.read_schema(file).metadata or {}).get(KEY)
-    if found is None:
+    metadata = (pyarrow.parquet.read_schema(file).metadata or {}).get(KEY)
+    if metadata is None:
         raise ValueError(f"{file.name} was not written by save_generations")
-    return Shared(**json.loads(found))
+    return Shared(**json.loads(metadata))
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of a folder by update, from 1 to where one is missing."""
-    found: list[Path] = []
-    while (file := folder / name(len(found) + 1)).is_file():
-        found.append(file)
-    return found
+    """Return the files of a folder in the order of updates, from update 1 to the first missing one."""
+    present: list[Path] = []
+    while (file := folder / name(len(present) + 1)).is_file():
+        present.append(file)
+    return present
 
 
 def name(update: int) -> str:
-    """The name of the file of an update (from 1)."""
+    """Return the file name for an update (from 1)."""
     return f"{update:06d}.parquet"
 
 
 def vocabulary(ids: Mapping[str, int]) -> str:
-    """A hash of a tokenizer's vocabulary (token -> id)."""
+    """Return 16 hex digits that identify a tokenizer's vocabulary (token -> id)."""
     return hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest()[:16]

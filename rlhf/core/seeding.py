@@ -1,4 +1,4 @@
-"""Random numbers that can be drawn again: a seed is made of the run's seed and what the draw is for."""
+"""Reproducible random seeds, derived from the run's seed and the purpose of each draw."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import hashlib
 
 
 def derive(seed: int, *purpose: str | int) -> int:
-    """A 63-bit seed for `purpose` (names and counters) in the run of `seed`.
+    """Return a 63-bit seed for one purpose.
 
-    Two purposes give unrelated numbers; the same purpose gives the same number in any process, on any rank.
+    Different purposes give unrelated seeds. The same purpose gives the same seed in every process and on
+    every rank.
+
+    Args:
+        seed: the seed of the run.
+        purpose: names and counters that identify the draw, for example "minibatches", update, epoch.
     """
-    words = ":".join(str(part) for part in (seed, *purpose))
-    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big") >> 1
+    text = ":".join(str(part) for part in (seed, *purpose))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

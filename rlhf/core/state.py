@@ -1,4 +1,4 @@
-"""Where a run stands: the counters that its objective moves, and what is due at them. Imports no torch."""
+"""Progress of a run: its counters, and what is due after an update. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ class TrainState:
     """The counters of an online run: episodes, version and lag."""
 
     num_updates: int
-    update: int = 0  # rollout batches consumed
-    version: int = 0  # updates that the weights have seen
-    episode: int = 0  # sampled responses trained on
-    lag: int = 0  # version trained minus version that sampled, of the last batch
-    wall_s: float = 0.0  # seconds of all sessions of this run
-    best: float | None = None  # best value of the objective metric so far
+    update: int = 0  # updates completed, one per rollout batch
+    version: int = 0  # version of the weights: the number of updates they have had
+    episode: int = 0  # responses trained on
+    lag: int = 0  # of the last batch: version of the trained weights minus version that sampled
+    wall_s: float = 0.0  # seconds of updates, over all sessions of this run
+    best: float | None = None  # best value so far of the evaluation metric chosen for the run
 
     @property
     def done(self) -> bool:
-        """All updates are made."""
+        """Whether all updates are completed."""
         return self.update >= self.num_updates
 
     def advance(self, batch: Rollouts) -> None:
-        """Count a batch that has been trained on."""
+        """Count a batch after training on it."""
         self.lag = self.version - batch.version
         self.update += 1
         self.version += 1
         self.episode += batch.episodes
 
     def due(self, every: float, at_end: bool = False) -> bool:
-        """Whether something done `every` so many updates (below 1: that fraction of the run; 0: never) is due
-        now.
+        """Return whether a periodic action is due after the current update.
+
+        Args:
+            every: number of updates between two actions; below 1: a fraction of the run; 0: never.
+            at_end: also due after the last update.
         """
         if every == 0:
             return False
@@ -46,32 +49,32 @@ class TrainState:
         return math.floor(self.update / period + 1e-9) > math.floor((self.update - 1) / period + 1e-9)
 
     def position(self) -> dict[str, float]:
-        """The counters as columns of a row of metrics."""
+        """Return the counters as columns of a row of metrics."""
         return {"update": self.update, "version": self.version, "episode": self.episode, "lag": self.lag}
 
     def progress(self) -> str:
-        """The counters in words, for the progress display."""
+        """Return the counters as text for the progress display."""
         return f"{self.episode:,} episodes  v{self.version}  lag {self.lag}"
 
     def state_dict(self) -> dict[str, Any]:
-        """All counters."""
+        """Return all counters."""
         return asdict(self)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Stand where `saved` stood."""
+        """Set all counters to saved values."""
         for name, value in saved.items():
             setattr(self, name, value)
 
 
 @dataclass(slots=True, kw_only=True)
 class SupervisedState(TrainState):
-    """The counters of a run on stored completions: epochs and examples."""
+    """The counters of a run on stored completions (SFT, reward model): epochs and examples."""
 
-    data_size: int  # examples of the training data
-    examples: int = 0
+    data_size: int  # number of training examples
+    examples: int = 0  # examples trained on
 
     def advance(self, batch: Rollouts) -> None:
-        """Count a batch that has been trained on."""
+        """Count a batch after training on it."""
         self.update += 1
         self.version += 1
         self.episode += batch.episodes
@@ -79,13 +82,13 @@ class SupervisedState(TrainState):
 
     @property
     def epoch(self) -> float:
-        """Passes over the training data so far."""
+        """The number of passes over the training data so far."""
         return self.examples / self.data_size
 
     def position(self) -> dict[str, float]:
-        """The counters as columns of a row of metrics."""
+        """Return the counters as columns of a row of metrics."""
         return {"update": self.update, "epoch": round(self.epoch, 4), "examples": self.examples}
 
     def progress(self) -> str:
-        """The counters in words, for the progress display."""
+        """Return the counters as text for the progress display."""
         return f"{self.examples:,} examples  epoch {self.epoch:.2f}"

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import psutil
 import torch
@@ -43,6 +43,7 @@ from rlhf.engines.engine import Engine, adam, groups, trained
 from rlhf.models.loading import first_line, save
 from rlhf.models.lora import whole_weights
 from rlhf.models.modules import OverRollouts
+from rlhf.models.placement import place
 from rlhf.models.precision import autocast
 
 if TYPE_CHECKING:
@@ -61,7 +62,31 @@ LINEAR = nn.functional.linear
 
 
 class DeepSpeedEngine(Engine):
-    """Data parallel over ranks, with AdamW, in the parts that `config` says."""
+    """Data parallelism over ranks with AdamW; the stage of `config` says what is divided over ranks."""
+
+    @classmethod
+    def build(cls, config: ZeroConfig, **parts: Any) -> Self:
+        """Return the engine of a run; `parts` are the arguments of `Engine`, without `micro_batch`."""
+        return cls(**parts, micro_batch=config.micro_batch, config=config)
+
+    @staticmethod
+    def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks, checkpoint: Path | None) -> None:
+        """Import DeepSpeed, check its settings, and build its CPU optimizer if the config uses it.
+
+        Raises:
+            UserError: DeepSpeed refuses its settings, its CPU optimizer cannot be built, or `checkpoint` is
+                divided over another number of ranks.
+        """
+        if checkpoint is not None:
+            check_ranks(config, checkpoint, ranks.size)
+        prepare(config, dtype, ranks)
+
+    @staticmethod
+    def place(config: ZeroConfig, frozen: M, ranks: Ranks) -> M:
+        """Put a model that is not trained on the device: divided over ranks at stage 3, else whole."""
+        if config.stage < 3:
+            return place(frozen, ranks.device).requires_grad_(False)
+        return shard(frozen, config, ranks)
 
     def __init__(self, *args: Any, config: ZeroConfig, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -219,11 +244,21 @@ def shard(frozen: M, config: ZeroConfig, ranks: Ranks) -> M:
     return frozen
 
 
+def check_ranks(config: ZeroConfig, checkpoint: Path, size: int) -> None:
+    """Raise UserError if a checkpoint is divided over another number of ranks than `size`."""
+    wrote = json.loads((checkpoint / RANKS_FILE).read_text())["ranks"]
+    if config.stage > 0 and wrote != size:
+        raise UserError(
+            f"ranks must be {wrote} to resume from {checkpoint} (backend={config.name} divided it over "
+            f"{wrote}), got {size}; start {wrote} ranks, or set resume=never to start again"
+        )
+
+
 def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
-    """Make DeepSpeed ready.
+    """Initialise DeepSpeed, check its settings, and build its CPU optimizer if the config uses it.
 
     Raises:
-        UserError: it refuses its settings, or its optimizer for CPUs cannot be built here.
+        UserError: DeepSpeed refuses its settings, or its CPU optimizer cannot be built.
     """
     deepspeed(ranks)
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -233,8 +268,8 @@ def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
     except (ValueError, AssertionError, TypeError) as error:
         said = " ".join(str(error).split())
         raise UserError(
-            f"backend.deepspeed must be settings that DeepSpeed takes ({said}), got {config.deepspeed}; "
-            "mend or leave out what it names"
+            f"backend.deepspeed must be settings that DeepSpeed accepts ({said}), got {config.deepspeed}; "
+            "correct or leave out the setting that it names"
         ) from error
     if config.offload_optimizer:
         ranks.from_first(lambda: build_cpu_adam(config.name))

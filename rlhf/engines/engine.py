@@ -1,4 +1,8 @@
-"""What trains: a module and its optimizer behind one interface. Backends say how gradients become a step."""
+"""The interface of a training engine: a module, its frozen reference and its optimizer.
+
+The base class annotates batches and accumulates losses; a backend implements forward, backward, the optimizer
+step, and saving. N prompts, K samples of a prompt, T response tokens.
+"""
 
 from __future__ import annotations
 
@@ -33,29 +37,35 @@ if TYPE_CHECKING:
 
 
 class NonFinite(RuntimeError):
-    """A loss or gradient norm that is NaN or infinite; the weights are still those before the step."""
+    """A loss or gradient norm is NaN or infinite; the weights have not changed.
+
+    Args:
+        what: the losses and the gradient norm, as text.
+        index: [N] int64, rows of the task's data set in the minibatch, for replay.
+    """
 
     def __init__(self, what: str, index: Tensor) -> None:
         super().__init__(what)
         self.what = what
-        self.index = index.tolist()  # rows of the task's data set in the minibatch, for replay
+        self.index = index.tolist()
 
 
 class Engine(ABC):
-    """Trains `module` against an objective, and holds the frozen `reference`; on every rank, with the others.
+    """A training engine on one rank; all ranks call its methods together.
 
     Args:
-        module: what is trained: those of its weights that require a gradient, in float32.
-        reference: the frozen policy where the backend has placed it, or None where the objective needs none.
-        tokenizer: saved beside the model.
+        module: the trained module. Weights that require a gradient are trained, in float32.
+        reference: the frozen policy, already placed by the backend; None if the objective needs none.
+        tokenizer: saved with the model.
         optim: optimizer settings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        steps_per_batch: optimizer steps on one rollout batch; with 1, the first forward gives the old
+        steps_per_batch: optimizer steps on one rollout batch. With 1, the first forward gives the old
             log-probs.
-        micro_batch: sequences a forward and rank.
-        ranks: the processes that train together, and this one's device.
-        stale: a batch may be sampled by older weights; else the sampler's log-probs are those of the module.
-        dtype: what forwards compute in; 16 bits are autocast over float32 weights.
+        micro_batch: sequences per forward and rank.
+        ranks: the ranks of the run, and the device of this rank.
+        stale: whether a batch may be sampled by older weights. Otherwise the sampler's log-probs equal those
+            of the module.
+        dtype: dtype of the forwards; 16 bits are autocast over float32 weights.
         value_lr: learning rate of a value model, which follows the same schedule; None: `optim.lr`.
     """
 
@@ -87,41 +97,43 @@ class Engine(ABC):
         self.value_lr = value_lr
         self.step_index = 0
 
-    # -- what a backend says -----------------------------------------------------------------------
+    # -- implemented by each backend ---------------------------------------------------------------
 
     @abstractmethod
     def forward(self, batch: Batch) -> Outputs:
-        """The module that is trained, on a micro-batch."""
+        """Run the trained module on a micro-batch, with gradients."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of a micro-batch's part of the loss; with `last` nothing more comes this step."""
+        """Add the gradients of a micro-batch; `last` marks the last micro-batch of the optimizer step."""
 
     @abstractmethod
     def gradient_norm(self) -> Tensor:
-        """The norm of the gradients, summed over ranks, before they are clipped to `optim.max_grad_norm`."""
+        """Return the norm of the gradients, summed over ranks, before clipping to `optim.max_grad_norm`."""
 
     @abstractmethod
     def update(self, lr: float) -> None:
-        """Move the weights with the gradients clipped, and forget these."""
+        """Make an optimizer step with clipped gradients, then clear the gradients."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients without an optimizer step."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the Hugging Face model that is sampled from, whole, one tensor at a time: each only
-        until the next is asked for. All ranks must go through them together.
+        """Yield name and whole tensor of every weight of the Hugging Face model that generates.
+
+        A tensor is valid only until the next one is requested. All ranks must iterate together, because a
+        backend may gather shards.
         """
 
     @abstractmethod
     def borrow_policy(self) -> AbstractContextManager[PreTrainedModel]:
-        """The Hugging Face model that is trained, whole and on this device, to generate in this process."""
+        """Return a context with the trained Hugging Face model, whole and on this device, for generation."""
 
     @abstractmethod
     def save_model(self, folder: Path) -> None:
-        """Write the model that is trained in Hugging Face format; called on every rank."""
+        """Write the trained model in Hugging Face format; called on every rank."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -129,35 +141,44 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Stand where `save(folder)` stood; called on every rank."""
+        """Restore the state that `save(folder)` wrote; called on every rank."""
 
     def lower_scale(self) -> bool:
-        """After gradients that are not finite: scale the loss by less, or False where that cannot help."""
+        """Lower the loss scale after gradients that are not finite.
+
+        Returns:
+            True if the scale was lowered; False if a lower scale cannot help.
+        """
         return False
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapter of the model that is trained in the format of PEFT, where it has one."""
+        """Write the adapters of the trained model in PEFT's format, if the model has adapters."""
         if self.ranks.first and is_adapted(self.module.model):
             save_adapter(self.module.model, folder)
 
-    # -- what all have in common -------------------------------------------------------------------
+    # -- common to all backends --------------------------------------------------------------------
 
     @property
     def policy(self) -> Policy:
-        """The policy that is trained, without its value model."""
+        """Return the trained policy, without its value model."""
         policy = self.module.actor if isinstance(self.module, ActorCritic) else self.module
         assert isinstance(policy, Policy)
         return policy
 
     def infer(self, module: OverRollouts, rollouts: Rollouts, field: str) -> Tensor:
-        """The output `field` of `module`, without gradient: [N, K, T], [N, K, T+1] or [N, K]."""
+        """Return the output `field` of `module` without gradient; see `rlhf.models.inference.infer`."""
         return infer(module, rollouts, field, self.micro_batch, self.ranks, self.dtype)
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """Fill in what the objective `needs` (see `Objective.needs`) and the batch does not have yet."""
+        """Return the batch with the tensors that the objective needs and the batch lacks.
+
+        Args:
+            batch: a rollout batch with scores.
+            needs: names of tensors; see `rlhf.objectives.objective.NEEDS`.
+        """
         filled: dict[str, Any] = {}
         if "ref_logprobs" in needs and batch.ref_logprobs is None:
-            assert self.reference is not None, "the objective needs a reference that was not built"
+            assert self.reference is not None, "the objective needs a reference, which was not built"
             filled["ref_logprobs"] = self.infer(self.reference, batch, "logprobs")
         several = self.steps_per_batch > 1
         if ("ratio" in needs and several) or ("old_logprobs" in needs and (several or self.stale)):
@@ -168,66 +189,67 @@ class Engine(ABC):
         return replace(batch, **filled)
 
     def step(self, batch: Batch, objective: Objective) -> Metrics:
-        """One optimizer step on a minibatch: each sum of losses divided by its global count, once.
+        """Make one optimizer step on a minibatch and return its metrics.
 
-        Every rank is given the whole minibatch, and differentiates its micro-batches of it. Where only the
-        scale of the loss was too high (float16), the step is left out and counted.
+        Each sum of losses is divided once, by its global count. Every rank gets the whole minibatch and
+        differentiates its share of the micro-batches. If only the loss scale was too high (float16), the step
+        is skipped and counted.
 
         Raises:
-            NonFinite: the loss or the gradient norm is not finite; no weight has changed.
+            NonFinite: the loss or the gradient norm is not finite; the weights have not changed.
         """
         lr = learning_rate(self.optim, self.step_index, self.total_steps)
         counts = objective.count(batch)
         losses = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in counts}
-        found: Metrics = {}
+        merged: Metrics = {}
         micros = list(microbatches(batch, self.micro_batch, self.ranks.rank, self.ranks.size))
-        for place, (_, micro, ours) in enumerate(micros):
+        for place, (_, micro, counted) in enumerate(micros):
             sums, stats = objective.loss(self.forward, micro.to(self.ranks.device))
             means = {name: total / max(counts[name], 1) for name, total in sums.items()}
             loss = torch.stack([objective.loss_weights.get(name, 1.0) * x for name, x in means.items()]).sum()
-            self.backward(loss if ours else 0.0 * loss, last=place == len(micros) - 1)
+            self.backward(loss if counted else 0.0 * loss, last=place == len(micros) - 1)
             for name, part in means.items():
-                losses[name] += part.detach() * ours
-            merge(found, stats if ours else {name: stat.emptied() for name, stat in stats.items()})
-        figures = self.ranks.merge(found)
-        figures["lr"] = Stat(lr, 1.0, How.last)
-        figures["policy/skipped_steps"] = Stat(float(not micros), 1.0, How.sum)
+                losses[name] += part.detach() * counted
+            merge(merged, stats if counted else {name: stat.emptied() for name, stat in stats.items()})
+        metrics = self.ranks.merge(merged)
+        metrics["lr"] = Stat(lr, 1.0, How.last)
+        metrics["policy/skipped_steps"] = Stat(float(not micros), 1.0, How.sum)
         if micros:
             totals = self.ranks.sum(torch.stack(list(losses.values())))
             norm = self.gradient_norm()
             finite = bool(torch.isfinite(totals.sum() + norm))
             if finite:
                 self.update(lr)
-                figures["policy/grad_norm"] = Stat(norm)
+                metrics["policy/grad_norm"] = Stat(norm)
             else:
                 self.discard()
                 if not bool(torch.isfinite(totals.sum())) or not self.lower_scale():
                     named = zip(losses, totals.tolist(), strict=True)
-                    told = ", ".join(f"loss/{name} {total}" for name, total in named)
-                    raise NonFinite(f"{told}, gradient norm {float(norm)}", batch.index)
+                    values = ", ".join(f"loss/{name} {total}" for name, total in named)
+                    raise NonFinite(f"{values}, gradient norm {float(norm)}", batch.index)
             if self.dtype is Dtype.float16:
-                figures["policy/overflows"] = Stat(float(not finite), 1.0, How.sum)
-            figures |= {f"loss/{name}": Stat(total) for name, total in zip(losses, totals, strict=True)}
+                metrics["policy/overflows"] = Stat(float(not finite), 1.0, How.sum)
+            metrics |= {f"loss/{name}": Stat(total) for name, total in zip(losses, totals, strict=True)}
         self.step_index += 1
-        return figures
+        return metrics
 
     def clip_gradients(self) -> Tensor:
-        """Scale whole gradients down to `optim.max_grad_norm`; returns the norm that they had."""
+        """Scale whole gradients down to `optim.max_grad_norm`, and return their norm before scaling."""
         bound = self.optim.max_grad_norm or torch.inf
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), bound).detach()
 
     def peak_gib(self) -> float:
-        """Largest memory in use so far, in GiB: of the GPU where there is one, else of this process."""
+        """Return the peak memory so far in GiB: of the GPU, or of this process without a GPU."""
         if self.ranks.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.ranks.device) / 2**30
         import resource
 
-        unit = 1 if sys.platform == "darwin" else 2**10  # bytes: man getrusage
+        unit = 1 if sys.platform == "darwin" else 2**10  # bytes of one unit of ru_maxrss; see man getrusage
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The learning rate of optimizer step `step` (from 0) of `steps`: linear warm-up, then the schedule."""
+    """Return the learning rate of optimizer step `step` (from 0) of `steps`: warm-up, then schedule."""
     warmup = config.warmup if config.warmup >= 1 or config.warmup == 0 else config.warmup * steps
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)
@@ -240,7 +262,15 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def groups(module: torch.nn.Module, lr: float, value_lr: float | None) -> list[dict[str, Any]]:
-    """The optimizer's groups: what is trained, or that of policy and value model; `scale` is of the rate."""
+    """Return the optimizer's parameter groups: one group, or one each for policy and value model.
+
+    The entry `scale` of a group is the factor of its learning rate.
+
+    Args:
+        module: the trained module.
+        lr: learning rate of the policy.
+        value_lr: learning rate of the value model; None: `lr`.
+    """
     if not isinstance(module, ActorCritic):
         return [{"params": trained(module), "scale": 1.0}]
     return [
@@ -250,10 +280,10 @@ def groups(module: torch.nn.Module, lr: float, value_lr: float | None) -> list[d
 
 
 def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that are trained."""
+    """Return the parameters of a module that require a gradient."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def adam(optim: OptimConfig) -> dict[str, Any]:
-    """The arguments of AdamW."""
+    """Return the arguments of AdamW."""
     return {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}

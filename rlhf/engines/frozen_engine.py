@@ -1,4 +1,4 @@
-"""Models that are measured, not trained."""
+"""The engine of a frozen model, for evaluation and relabelling."""
 
 from __future__ import annotations
 
@@ -19,10 +19,18 @@ if TYPE_CHECKING:
 
 
 class FrozenEngine(TorchEngine):
-    """A model whole on every rank, and its reference, without optimizer: what `infer`, `weights` and
-    `borrow_policy` need.
+    """An engine without optimizer: a whole model on every rank, and its reference.
 
-    Its weights are those of a folder at a time, so that many can be measured by one engine.
+    Only `infer`, `weights`, `borrow_policy` and `load` are useful. `load` replaces the weights, so one engine
+    can evaluate many checkpoints.
+
+    Args:
+        module: the model.
+        reference: the frozen reference, or None.
+        tokenizer: the tokenizer of the model.
+        micro_batch: sequences per forward and rank.
+        ranks: the ranks of the run, and the device of this rank.
+        dtype: dtype of the forwards.
     """
 
     def __init__(
@@ -35,7 +43,7 @@ class FrozenEngine(TorchEngine):
         ranks: Ranks,
         dtype: Dtype,
     ) -> None:
-        Engine.__init__(  # without the optimizer that TorchEngine makes
+        Engine.__init__(  # skips TorchEngine.__init__, which creates an optimizer
             self,
             module,
             reference,
@@ -50,5 +58,5 @@ class FrozenEngine(TorchEngine):
         place(self.module, ranks.device).requires_grad_(False)
 
     def load(self, folder: Path) -> None:
-        """Have the weights of a model's folder, or of an adapter's where the model has one."""
+        """Load the weights of a model folder, or of an adapter folder if the model has adapters."""
         restore(self.module.model, folder)

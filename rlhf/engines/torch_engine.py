@@ -1,11 +1,11 @@
-"""The engine on plain torch: every rank has the whole model, and gradients are added up over ranks."""
+"""The engine on plain torch: every rank has the whole model, and gradients are summed over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,20 +16,38 @@ from rlhf.core.batch import Outputs
 from rlhf.engines.engine import Engine, adam, groups
 from rlhf.models.loading import save
 from rlhf.models.lora import is_adapted, load_adapter, save_adapter, whole_weights
-from rlhf.models.modules import ActorCritic
+from rlhf.models.modules import ActorCritic, OverRollouts
 from rlhf.models.placement import place
 from rlhf.models.precision import autocast
 
 if TYPE_CHECKING:
+    from rlhf.config.backend import BackendConfig
     from rlhf.core.batch import Batch
     from rlhf.models.modules import Policy, RewardModel
+    from rlhf.processes.ranks import Ranks
+
+M = TypeVar("M", bound=OverRollouts)
 
 
 OPTIMIZER_FILE = "optimizer.pt"
 
 
 class TorchEngine(Engine):
-    """Data parallel over ranks, AdamW on each."""
+    """Data parallelism over ranks, with AdamW on each rank."""
+
+    @classmethod
+    def build(cls, config: BackendConfig, **parts: Any) -> Self:
+        """Return the engine of a run; `parts` are the arguments of `Engine`, without `micro_batch`."""
+        return cls(**parts, micro_batch=config.micro_batch)
+
+    @staticmethod
+    def prepare(config: BackendConfig, dtype: Dtype, ranks: Ranks, checkpoint: Path | None) -> None:
+        """Do nothing: plain torch needs no preparation before a model is loaded."""
+
+    @staticmethod
+    def place(config: BackendConfig, frozen: M, ranks: Ranks) -> M:
+        """Put a model that is not trained on the device of each rank, whole."""
+        return place(frozen, ranks.device).requires_grad_(False)
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -41,23 +59,23 @@ class TorchEngine(Engine):
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=scaled)
 
     def forward(self, batch: Batch) -> Outputs:
-        """The module that is trained, on a micro-batch."""
+        """Run the trained module on a micro-batch."""
         with autocast(self.ranks.device, self.dtype):
             return cast(Outputs, self.module(batch))
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add to the gradients of this rank; with the last, add up those of all."""
+        """Add to the gradients of this rank; with the last micro-batch, sum the gradients of all ranks."""
         self.scaler.scale(loss).backward()
         if last:
             self.ranks.sum_gradients(self.module.parameters())
 
     def gradient_norm(self) -> Tensor:
-        """The norm of the gradients, which are clipped here."""
+        """Clip the gradients and return their norm before clipping."""
         self.scaler.unscale_(self.optimizer)
         return self.clip_gradients()
 
     def update(self, lr: float) -> None:
-        """One step of AdamW."""
+        """Run one step of AdamW with the learning rate `lr`."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         lay_out(self.optimizer)
@@ -66,33 +84,33 @@ class TorchEngine(Engine):
         self.discard()
 
     def lower_scale(self) -> bool:
-        """Halve the scale of the loss; False where it is 1 or less, or there is none."""
+        """Halve the loss scale; return False if it is 1 or less, or the loss is not scaled."""
         if self.scaler.get_scale() <= 1:
             return False
         self.scaler.update()
         return True
 
     def discard(self) -> None:
-        """Forget the gradients."""
+        """Delete the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the Hugging Face model that is trained, one tensor at a time."""
+        """Yield name and tensor of the trained Hugging Face model, one tensor at a time."""
         yield from whole_weights(self.module.model)
 
     @contextmanager
     def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """The Hugging Face model that is trained, to generate in this process."""
+        """Give the trained Hugging Face model, to generate in this process."""
         with autocast(self.ranks.device, self.dtype):
             yield self.module.model
 
     def save_model(self, folder: Path) -> None:
-        """Write the model that is trained in Hugging Face format."""
+        """Write the trained model in Hugging Face format."""
         if self.ranks.first:
             save(self.module.model, self.tokenizer, folder)
 
     def save(self, folder: Path) -> None:
-        """Write what is trained and optimizer state for `load`; every rank has the same."""
+        """Write trained weights and optimizer state for `load`, from rank 0; all ranks have the same."""
         if not self.ranks.first:
             return
         for name, model in models(self.module).items():
@@ -108,7 +126,7 @@ class TorchEngine(Engine):
         torch.save(state, folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
-        """Stand where `save(folder)` stood, by however many ranks."""
+        """Restore the state that `save(folder)` wrote, with any number of ranks."""
         for name, model in models(self.module).items():
             restore(model, folder / name)
         state = torch.load(folder / OPTIMIZER_FILE, map_location=self.ranks.device, weights_only=True)
@@ -118,8 +136,11 @@ class TorchEngine(Engine):
 
 
 def lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """Have gradients and moments lie in memory as their parameters do: the fused AdamW goes through all of
-    them in one order, and does not look. Sums over ranks and checkpoints can bring another."""
+    """Give gradients and moments the memory layout of their parameters.
+
+    The fused AdamW reads all of them in one order without checking their strides. Sums over ranks and
+    checkpoints can produce other strides.
+    """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
@@ -130,13 +151,13 @@ def lay_out(optimizer: torch.optim.Optimizer) -> None:
 
 
 def models(module: Policy | RewardModel | ActorCritic) -> dict[str, PreTrainedModel]:
-    """The Hugging Face models of what is trained, by their names in a checkpoint."""
+    """Return the trained Hugging Face models by their names in a checkpoint."""
     critic = {"critic": module.critic.model} if isinstance(module, ActorCritic) else {}
     return {"model": module.model, **critic}
 
 
 def restore(model: PreTrainedModel, folder: Path) -> None:
-    """Give `model` the weights of a checkpoint; of one with adapters, these alone."""
+    """Load the weights of a checkpoint into `model`; only the adapters of a model with adapters."""
     if is_adapted(model):
         return load_adapter(model, folder)
     model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())

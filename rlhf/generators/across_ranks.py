@@ -1,6 +1,7 @@
-"""One generator that serves all ranks, or one for each: the same to the rest, which gets whole batches.
+"""Generators for runs with several ranks: one generator for all ranks, or one per rank.
 
-A request is answered when `result()` is called, which all ranks do together and in the same order.
+In both cases every rank submits all prompts and gets the rollouts of all prompts. A future is answered when
+`result()` is called, which is a collective: all ranks must call `result()` in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
 
 
 class Answer(Future[Rollouts]):
-    """Rollouts of which this rank has a part, or nothing, until all ranks ask for them."""
+    """A future of the rollouts of all prompts, which the ranks exchange in the first call of `result()`.
+
+    Args:
+        prompts: the prompts of the request, the same on every rank.
+        part: future of the rollouts that this rank's generator samples; None if the rank has no generator.
+        ranks: the ranks of the run.
+    """
 
     def __init__(self, prompts: Prompts, part: Future[Rollouts] | None, ranks: Ranks) -> None:
         super().__init__()
@@ -32,11 +39,11 @@ class Answer(Future[Rollouts]):
         self.ranks = ranks
 
     def whole(self) -> Rollouts:
-        """The rollouts of all prompts."""
+        """Exchange the rollouts of all prompts between the ranks and return them."""
         raise NotImplementedError
 
     def result(self, timeout: float | None = None) -> Rollouts:
-        """The rollouts; a collective the first time."""
+        """Return the rollouts of all prompts; the first call is a collective."""
         if not self.done():
             try:
                 self.set_result(self.whole())
@@ -46,37 +53,44 @@ class Answer(Future[Rollouts]):
 
 
 class Shared(Answer):
-    """The first rank's generator has them all."""
+    """The answer of the first rank's generator, which samples the rollouts of all prompts."""
 
     def whole(self) -> Rollouts:
-        """Send them to all."""
+        """Return the rollouts of all prompts, sent by the first rank."""
         return self.ranks.from_first(lambda: self.part.result())  # type: ignore[union-attr]
 
 
 class Gathered(Answer):
-    """Each rank's generator has those of its rows."""
+    """The answer of one generator per rank; each samples the rollouts of its rank's prompts."""
 
     def whole(self) -> Rollouts:
-        """Put the parts together."""
+        """Return the rollouts of all prompts, gathered from all ranks."""
         assert self.part is not None
         parts = self.ranks.gather(self.part.result())
         return put_together(self.prompts, parts)
 
 
 def put_together(prompts: Prompts, parts: list[Rollouts]) -> Rollouts:
-    """The rollouts of parts of `prompts`, in order, as those of all."""
-    given = {field.name for field in fields(Prompts)}
-    found = {
+    """Return the rollouts of all `prompts`, given the rollouts of consecutive parts of the prompts.
+
+    `version` is the oldest version of the parts.
+    """
+    prompt_fields = {field.name for field in fields(Prompts)}
+    added = {
         field.name: joined([getattr(part, field.name) for part in parts])
         for field in fields(parts[0])
-        if field.name not in given
+        if field.name not in prompt_fields
     }
-    found["version"] = min(part.version for part in parts)
-    return prompts.extend(type(parts[0]), **found)
+    added["version"] = min(part.version for part in parts)
+    return prompts.extend(type(parts[0]), **added)
 
 
 def joined(parts: list[Any]) -> Any:
-    """Tensors of all parts, by name or not, one below the other; of seconds, the most."""
+    """Return one value for a field of several parts.
+
+    Tensors, and dictionaries of tensors, are concatenated along N. For numbers (seconds, versions) the result
+    is the maximum, for None it is None.
+    """
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], dict):
@@ -85,19 +99,27 @@ def joined(parts: list[Any]) -> Any:
 
 
 class OneForAll(Generator):
-    """The first rank's generator answers for all ranks; the others have none."""
+    """A generator for all ranks, which runs on the first rank.
+
+    Args:
+        generator: the generator on the first rank; None on the other ranks.
+        ranks: the ranks of the run.
+    """
 
     def __init__(self, generator: Generator | None, ranks: Ranks) -> None:
         self.generator = generator
         self.ranks = ranks
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Ask the first rank's."""
+        """Request K responses to each prompt from the first rank's generator."""
         part = self.generator.submit(prompts, sampling) if self.generator else None
         return Shared(prompts, part, self.ranks)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Give the weights to the first rank's; the other ranks help to gather them."""
+        """Load the weights into the first rank's generator.
+
+        The other ranks only iterate over `weights`, because gathering sharded weights is a collective.
+        """
         if self.generator:
             self.generator.load(weights, version)
         else:
@@ -105,35 +127,40 @@ class OneForAll(Generator):
                 pass
 
     def figures(self) -> Metrics:
-        """Those of the first rank's."""
+        """Return the metrics of the first rank's generator; empty on the other ranks."""
         return self.generator.figures() if self.generator else {}
 
     def close(self) -> None:
-        """Close it."""
+        """Close the first rank's generator."""
         if self.generator:
             self.generator.close()
 
 
 class OneForEach(Generator):
-    """Each rank's own generator answers its rows of a request."""
+    """One generator per rank, each of which answers its rank's share of a request.
+
+    Args:
+        generator: the generator of this rank.
+        ranks: the ranks of the run.
+    """
 
     def __init__(self, generator: Generator, ranks: Ranks) -> None:
         self.generator = generator
         self.ranks = ranks
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Ask for this rank's rows."""
+        """Request K responses to each of this rank's prompts from this rank's generator."""
         rows = self.ranks.rows(len(prompts))
         return Gathered(prompts, self.generator.submit(prompts.select(rows), sampling), self.ranks)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Give the weights to every rank's."""
+        """Load the weights into the generator of every rank."""
         self.generator.load(weights, version)
 
     def figures(self) -> Metrics:
-        """Those of this rank's."""
+        """Return the metrics of this rank's generator."""
         return self.generator.figures()
 
     def close(self) -> None:
-        """Close this rank's."""
+        """Close this rank's generator."""
         self.generator.close()

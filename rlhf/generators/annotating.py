@@ -1,5 +1,5 @@
-"""What an annotating process does: scores and reference log-probs, which depend on no weight that training
-changes, so that rollouts can have them before the trainer gets to them.
+"""Annotating in a process of its own: scores and reference log-probs do not depend on trained weights, so
+another process can compute them before the trainer needs them. Both sides of that process are here.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class Annotator(Service):
-    """Makes batches of rollouts.
+    """Adds scores and reference log-probs to rollouts, inside the annotator process.
 
     Args:
-        scorer: gives the scores.
-        reference: gives the reference log-probs; None: there are to be none.
-        micro_batch: sequences a forward of the reference.
-        ranks: this process alone, and its device.
-        dtype: what forwards compute in.
+        scorer: computes the scores.
+        reference: computes the reference log-probs; None: the objective does not need them.
+        micro_batch: sequences per forward pass of the reference.
+        ranks: this process as the only rank, and its device.
+        dtype: the dtype of forward passes.
     """
 
     def __init__(
@@ -58,33 +58,33 @@ class Annotator(Service):
         self.dtype = dtype
 
     def annotate(self, rollouts: Rollouts) -> Batch:
-        """The rollouts with `scores`, `parts`, `ref_logprobs` and the seconds that these took.
+        """Return the rollouts with `scores`, `parts`, `ref_logprobs` and the seconds of this call.
 
         Raises:
-            RunError: of the scorer; where it was raised is in the log.
+            RunError: the scorer failed; its traceback is in the log of the process.
         """
         start = time.perf_counter()
         try:
             batch = self.scorer(rollouts)
         except RunError as error:
             traceback.print_exc()
-            raise RunError(f"{error} (the traceback, and what was printed, is in annotator.log)") from error
+            raise RunError(f"{error} (traceback and output: annotator.log)") from error
         logprobs = self.reference_logprobs(batch)
         return replace(batch, ref_logprobs=logprobs, annotate_ahead_s=time.perf_counter() - start)
 
     def reference_logprobs(self, rollouts: Rollouts) -> torch.Tensor | None:
-        """The log-probs [N, K, T] of the reference, where there is one."""
+        """Return the log-probs [N, K, T] of the reference; None without a reference."""
         if self.reference is None:
             return None
         return infer(self.reference, rollouts, "logprobs", self.micro_batch, self.ranks, self.dtype)
 
 
 class AnnotatedGenerator(Generator):
-    """Answers a request for training with a `Batch`: rollouts that have scores and reference log-probs.
+    """A generator whose training rollouts already have scores and reference log-probs: a `Batch`.
 
     Args:
-        generator: samples.
-        annotator: the worker whose process annotates.
+        generator: samples the rollouts.
+        annotator: the worker whose process annotates them.
     """
 
     def __init__(self, generator: Generator, annotator: Worker) -> None:
@@ -92,7 +92,7 @@ class AnnotatedGenerator(Generator):
         self.annotator = annotator
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Ask for K responses to each prompt; those to train on come as a `Batch`.
+        """Request K responses to each prompt; with the purpose "train", the future returns a `Batch`.
 
         Raises:
             RunError: the generator failed since the last call.
@@ -105,22 +105,22 @@ class AnnotatedGenerator(Generator):
         return annotated
 
     def annotate(self, annotated: Future[Rollouts], sampled: Future[Rollouts]) -> None:
-        """Queue what was sampled; `annotated` has the batch, or what went wrong on the way."""
+        """Queue sampled rollouts for the annotator; `annotated` receives the batch or the error."""
         try:
             self.annotator.put(Job("annotate", (sampled.result(),), annotated))
-        except Exception as error:  # here it would be lost: nobody waits for a callback
+        except Exception as error:  # an exception in a callback would be lost
             annotated.set_exception(error)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Sample later requests with these weights."""
+        """Load the weights into the generator, for later requests."""
         self.generator.load(weights, version)
 
     def figures(self) -> Metrics:
-        """Figures of both."""
+        """Return the metrics of the generator and of the annotator."""
         return {**self.generator.figures(), **self.annotator.figures()}
 
     def close(self) -> None:
-        """End both; the annotator last, which the generator's end may still hand something."""
+        """Close the generator, then the annotator, which may still receive rollouts while the generator closes."""
         with ExitStack() as ends:
             ends.callback(self.annotator.close)
             ends.callback(self.generator.close)

@@ -1,4 +1,4 @@
-"""A generator that tells how far it is with a request."""
+"""A generator that splits a request into chunks and reports progress after each chunk."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 
 
 class InParts(Generator):
-    """Answers `size` prompts of a request after the other, and calls `advance` with their number.
+    """A generator that answers a request in chunks of `size` prompts.
 
-    Samples are those of the whole request: they depend on the example, not on what is decoded beside it.
+    After each chunk the attribute `advance` is called with the number of prompts in the chunk. The samples do
+    not depend on the chunk size, because a sample's random numbers depend on its example, not on the batch.
+
+    Args:
+        generator: the generator that answers the chunks.
+        size: prompts per chunk.
     """
 
     def __init__(self, generator: Generator, size: int) -> None:
@@ -28,7 +33,7 @@ class InParts(Generator):
         self.advance: Callable[[int], None] = lambda count: None
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Answer now."""
+        """Return a finished future: all chunks are answered before the method returns."""
         parts = []
         for rows in torch.arange(len(prompts)).split(self.size):
             parts.append(self.generator.submit(prompts.select(rows), sampling).result())
@@ -36,5 +41,5 @@ class InParts(Generator):
         return finished(put_together(prompts, parts))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Sample later requests with these weights."""
+        """Load weights for later requests."""
         self.generator.load(weights, version)

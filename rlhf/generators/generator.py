@@ -1,45 +1,88 @@
-"""What a generator is: a queue of requests and weight loads, worked off strictly first in, first out."""
+"""The interface of a generator: a queue of requests and weight loads, processed first in, first out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
+    from rlhf.config.model import ModelConfig
     from rlhf.core.batch import Prompts, Rollouts, Sampling
     from rlhf.core.metrics import Metrics
+    from rlhf.processes.ranks import Ranks
+    from rlhf.processes.service import ServiceFactory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorContext:
+    """What a generator gets from its run, besides its own section.
+
+    Args:
+        policy: the Hugging Face model that is trained (a reward model, if that is trained).
+        borrow: gives that model for the duration of a request, to sample in this process.
+        tokenizer: the policy's tokenizer.
+        ranks: the ranks of the run, and the device of this one.
+        folder: the run folder, for logs of processes.
+        model: the section of the models.
+        prompt_tokens: the largest number of tokens of a prompt.
+        seed: of the run.
+        max_lag: later requests in flight (`schedule.max_lag`).
+        in_flight: whether weights change while a request runs (`schedule.update=in_flight`).
+        threads: CPU threads of each generator process; None: the default of torch.
+        annotator: makes the annotator inside its process.
+    """
+
+    policy: PreTrainedModel
+    borrow: Callable[[], AbstractContextManager[PreTrainedModel]]
+    tokenizer: PreTrainedTokenizerFast
+    ranks: Ranks
+    folder: Path
+    model: ModelConfig
+    prompt_tokens: int
+    seed: int
+    max_lag: int
+    in_flight: bool
+    threads: int | None
+    annotator: ServiceFactory
 
 
 class Generator(ABC):
-    """Answers prompts with rollouts. Requests and loads are first in, first out: a request is sampled by the
-    weights of the last load before it, and its rollouts carry that version. With `schedule.update=in_flight`
-    loads overtake requests, and tokens carry their versions.
+    """Samples responses to prompts.
 
-    Raises RunError, from any method or future, where it cannot go on.
+    Requests and loads are processed first in, first out: the weights of the last load before a request sample
+    it, and its rollouts carry that version. With `schedule.update=in_flight`, loads overtake requests, and
+    every token carries its version.
+
+    Raises:
+        RunError: from any method or future, if the generator cannot continue.
     """
 
     @abstractmethod
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Ask for K responses to each prompt."""
+        """Request K responses to each prompt; the future returns the rollouts."""
 
     @abstractmethod
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Sample later requests with these weights."""
+        """Load the weights of a version, for the requests submitted after this call."""
 
     def figures(self) -> Metrics:
-        """Figures of the generator itself since the last call, for a row of metrics; here none."""
+        """Return metrics of the generator since the last call; by default none."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Release what the generator holds; here nothing."""
+        """Release the resources of the generator; by default there are none."""
 
 
 def finished(rollouts: Rollouts) -> Future[Rollouts]:
-    """The future of an answer that is there already."""
+    """Return a future that is already done."""
     future: Future[Rollouts] = Future()
     future.set_result(rollouts)
     return future

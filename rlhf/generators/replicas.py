@@ -1,11 +1,11 @@
-"""Several generators of one kind, each in a process of its own, which take the requests for training in turn.
+"""Generator replicas: several generator processes that answer the training requests in turn.
 
     request t ──▶ replica t mod n ──▶ rollouts t
-    load      ──▶ shared memory, one snapshot for all; a replica takes it over ahead of its next request
+    load      ──▶ shared memory, one snapshot for all; a replica loads the snapshot before its next request
 
-Each replica works first in, first out, and before a request it is given the weights of the last load, if it
-has not got them yet. So a request is sampled by the version that one generator would have sampled it by, and
-a load costs as much as with one: a replica takes over the versions of its own requests alone.
+Each replica works first in, first out. Before a request, the replica loads the latest weights unless it has
+them already. So each request is sampled by the same version as with a single generator. A load costs the
+trainer as much as with a single generator, and a replica loads only the versions that its requests need.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ if TYPE_CHECKING:
 
 
 class Replica(WorkerGenerator):
-    """One of them. It takes weights over from the store that all have, which is not its own to close."""
+    """A generator process that shares its weight snapshots with the other replicas.
+
+    The store of snapshots belongs to `Replicas`, which closes the store.
+    """
 
     store: SharedWeights
-    given: Manifest | None = None  # the weights that it was given last
+    given: Manifest | None = None  # the weights of the last `take`
 
     def take(self, manifest: Manifest) -> None:
-        """Take weights over that are in the store, where they are not those it was given last.
+        """Queue a load of weights in the shared store, unless they are the weights of the last call.
 
         Raises:
             RunError: the generator failed since the last call.
@@ -47,17 +50,20 @@ class Replica(WorkerGenerator):
             self.put(Job("load", (manifest,)))
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; the shared store stays open."""
         super(WorkerGenerator, self).close()
 
 
 class Replicas(Generator):
-    """Answers the requests for training in turn, and any other by the replica that has the least to do.
+    """A generator that distributes requests over replicas.
+
+    Training requests go to the replicas in turn. Any other request goes to the replica with the fewest
+    unfinished jobs.
 
     Args:
-        start: starts replica i, which takes weights over from the given store.
-        count: how many.
-        in_flight: loads overtake requests: all replicas are given each at once.
+        start: starts replica i, which loads weights from the given store.
+        count: number of replicas.
+        in_flight: whether loads overtake requests; then every replica gets every load immediately.
     """
 
     def __init__(self, start: Callable[[int, SharedWeights], Replica], count: int, in_flight: bool) -> None:
@@ -67,12 +73,12 @@ class Replicas(Generator):
         self.latest: Manifest | None = None  # the weights of the last load
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Ask for K responses to each prompt; returns at once.
+        """Request K responses to each prompt; returns immediately.
 
         Raises:
-            RunError: the replica whose turn it is failed since it was last asked.
+            RunError: the replica that gets the request failed since its last call.
         """
-        assert self.latest is not None, "weights come before requests"
+        assert self.latest is not None, "load weights before the first request"
         if sampling.purpose == "train":
             replica = self.replicas[sampling.request % len(self.replicas)]
         else:
@@ -81,10 +87,12 @@ class Replicas(Generator):
         return replica.submit(prompts, sampling)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy the weights, once; each replica takes them over ahead of its next request, in flight at once.
+        """Copy the weights into shared memory once; each replica loads them before its next request.
+
+        With `in_flight`, every replica gets the load immediately.
 
         Raises:
-            RunError: there is not enough memory; in flight, a replica failed since the last call.
+            RunError: there is not enough memory; or, with `in_flight`, a replica failed since its last call.
         """
         before, self.latest = self.latest, self.store.write(weights, version)
         if before is not None:
@@ -94,14 +102,14 @@ class Replicas(Generator):
                 replica.take(self.latest)
 
     def figures(self) -> Metrics:
-        """Those of all replicas together."""
-        together: Metrics = {}
+        """Return the merged metrics of all replicas."""
+        merged: Metrics = {}
         for replica in self.replicas:
-            merge(together, replica.figures())
-        return together
+            merge(merged, replica.figures())
+        return merged
 
     def close(self) -> None:
-        """End the processes, then give the memory back."""
+        """End the processes, then free the shared memory."""
         with ExitStack() as ends:
             ends.callback(self.store.close)
             for replica in self.replicas:

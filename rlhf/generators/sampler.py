@@ -1,11 +1,11 @@
-"""What lives in a generator's own process: a model that samples, and takes new weights over.
+"""The interface of a sampler: a model in a generator process that samples and loads new weights.
 
-The process is made by `rlhf.generators.worker.WorkerGenerator`, which asks one thing at a time:
+`rlhf.generators.worker.WorkerGenerator` starts the process and makes one call at a time:
 
     factory.build() -> load(manifest) -> sample(...) -> sample(...) -> load(manifest) -> ... -> close()
 
-There is always a `load` before the first `sample`. With `schedule.update=in_flight` a `sample` calls for
-further `load`s in its course.
+There is always a `load` before the first `sample`. With `schedule.update=in_flight` further calls of `load`
+happen during a `sample`.
 """
 
 from __future__ import annotations
@@ -19,39 +19,54 @@ if TYPE_CHECKING:
 
 
 class Sampler(Protocol):
-    """Answers prompts with the weights that it was given last."""
+    """A model that answers prompts with the weights of the last load."""
 
     def sample(
         self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None = None
     ) -> Rollouts:
-        """K responses to each prompt, with the log-probs of their tokens at `sampling.temperature`: token ids
-        in and out, tensors on the CPU, T = `sampling.response_length`. The caller adds version and seconds.
+        """Return K responses to each prompt, with the log-probs of their tokens.
 
-        With `update` weights change in flight: it is called before every forward, calls `load` where there
-        are newer weights, and returns the version that samples from here on. What was computed of the tokens
-        before, the key-value cache, is kept (PipelineRL, Piche et al., arXiv 2509.19128), log-probs are those
-        at which each token was sampled, and the answer has `token_versions`.
+        Args:
+            prompts: the prompts, as token ids on the CPU.
+            sampling: number of samples, temperature and response length of the request.
+            update: with in-flight updates, a function to call before every forward. It calls `load` if there
+                are newer weights, and returns the version that samples from then on. The key-value cache of
+                earlier tokens is kept (PipelineRL, Piche et al., arXiv 2509.19128).
+
+        Returns:
+            Rollouts [N, K, T] on the CPU, T = `sampling.response_length`. Log-probs are at
+            `sampling.temperature`, by the weights that sampled each token. With `update`, the rollouts have
+            `token_versions`. The caller adds version and seconds.
         """
 
     def load(self, manifest: Manifest) -> dict[str, int]:
-        """Take the weights over (`transfer.read`); what was computed with those before is forgotten, but for
-        what a request that is running needs.
+        """Load the weights that the manifest describes, and discard caches of the previous weights.
 
-        Returns the checksums (`transfer.checksum`; of what came from a GPU `gpu_transfer.fingerprint`) by
-        tensor name of what was taken, which the trainer compares with what it sent.
+        Caches that a running request needs are kept.
+
+        Returns:
+            Checksums of the loaded tensors by name, which the trainer compares with the checksums of the
+            tensors that it sent: `transfer.weights.checksum`, or `transfer.gpu.fingerprint` for weights on a
+            GPU.
 
         Raises:
-            TransferError: they did not arrive as they were sent.
+            TransferError: the weights differ from the weights that the trainer sent.
         """
 
     def close(self) -> None:
-        """Release what is held."""
+        """Release all resources."""
 
 
 class SamplerFactory(Protocol):
-    """Makes a sampler in the process where it is to live. Goes there through pickle, so it is a dataclass of
-    plain values, and `build` alone imports what the sampler needs.
+    """A factory that creates a sampler in the generator process.
+
+    The factory is pickled and sent to the process. So it is a dataclass of plain values, and only `build`
+    imports what the sampler needs.
     """
 
     def build(self) -> Sampler:
-        """Make the sampler. Settings that cannot work raise UserError or RunError, which end the run."""
+        """Create the sampler.
+
+        Raises:
+            UserError, RunError: the settings cannot work; the run ends.
+        """

@@ -1,7 +1,7 @@
-"""What the process of a generator serves: a sampler, and which version of the weights it holds.
+"""The service of a generator process: a sampler and the version of its weights.
 
-Only a `load` may come before the answer to a `sample` (`schedule.update=in_flight`): where it comes in time
-it is answered with it, else after it.
+With `schedule.update=in_flight`, a `load` may arrive while a `sample` runs. If the load is executed during
+the sample, its answer is part of the answer to the sample; otherwise the load is answered afterwards.
 """
 
 from __future__ import annotations
@@ -22,47 +22,59 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFactory:
-    """Makes the service around the sampler of `factory`."""
+    """A factory that creates the service around the sampler of `factory`."""
 
     factory: SamplerFactory
 
     def build(self, channel: Channel) -> SamplingService:
-        """Make the sampler, too."""
+        """Create the sampler and its service."""
         return SamplingService(self.factory.build(), channel)
 
 
 class SamplingService(Service):
-    """What the trainer can ask of the process of a generator."""
+    """The methods of a generator process that the trainer calls.
+
+    Args:
+        sampler: the sampler of the process.
+        channel: the connection to the trainer, on which loads arrive during a sample.
+    """
 
     def __init__(self, sampler: Sampler, channel: Channel) -> None:
         self.sampler = sampler
         self.channel = channel
-        self.version: int | None = None  # of the weights that the sampler holds
-        self.paths: set[str] = set()  # of the trainer's shared files
+        self.version: int | None = None  # version of the sampler's weights; None before and during a load
+        self.paths: set[str] = set()  # paths of the trainer's shared files
 
     def load(self, manifest: Manifest) -> tuple[int, dict[str, int]]:
-        """Take weights over; returns their version and checksums, for the trainer to compare."""
+        """Load weights into the sampler; return their version and checksums, which the trainer compares."""
         if manifest.path:
             self.paths.add(manifest.path)
         self.version = None
-        taken = self.sampler.load(manifest)
+        checksums = self.sampler.load(manifest)
         self.version = manifest.version
-        return manifest.version, taken
+        return manifest.version, checksums
 
     def sample(
         self, prompts: Prompts, sampling: Sampling, in_flight: bool
     ) -> tuple[Rollouts, list[tuple[int, dict[str, int]]]]:
-        """Answer prompts with the weights that the sampler holds, and say which and how long it took.
+        """Return rollouts for the prompts, and the answers to the loads that arrived in the meantime.
 
-        In flight, weights that come meanwhile are taken over; returns also what `load` answered to each.
+        Args:
+            prompts: the prompts.
+            sampling: number of samples, temperature and response length of the request.
+            in_flight: whether loads that arrive during the request are executed before its next forward.
+
+        Returns:
+            The rollouts with version and seconds, and one answer of `load` per load (none without
+            `in_flight`).
         """
-        assert self.version is not None, "weights come before requests"
+        assert self.version is not None, "load weights before the first request"
         loads: list[tuple[int, dict[str, int]]] = []
 
         def update() -> int:
             while self.channel.pending():
                 method, arguments = self.channel.receive()
-                assert method == "load", "nothing else overtakes a request"
+                assert method == "load", "only a load may overtake a request"
                 loads.append(self.load(*arguments))
             assert self.version is not None
             return self.version
@@ -74,10 +86,10 @@ class SamplingService(Service):
         return replace(rollouts, version=min(rollouts.versions())), loads
 
     def close(self) -> None:
-        """Release what the sampler holds."""
+        """Close the sampler."""
         self.sampler.close()
 
     def orphaned(self) -> None:
-        """Remove the trainer's shared files."""
+        """Remove the trainer's shared files, because the trainer has ended."""
         for path in self.paths:
             remove(path)

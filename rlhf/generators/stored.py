@@ -1,4 +1,4 @@
-"""Completions that a data set holds, answered as if they were sampled."""
+"""Generators that return stored completions: those of the task, or the saved rollouts of a run."""
 
 from __future__ import annotations
 
@@ -19,35 +19,44 @@ from rlhf.core.rollout_format import files, shared, vocabulary
 from rlhf.generators.generator import Generator, finished
 
 if TYPE_CHECKING:
+    from rlhf.config.generator import DatasetConfig
     from rlhf.core.batch import Prompts, Sampling
+    from rlhf.generators.generator import GeneratorContext
+
+
+FILL = {"response_ids": torch.int64, "behaviour_logprobs": torch.float32, "token_versions": torch.int64}
+
+
+def build(config: DatasetConfig, context: GeneratorContext) -> Generator:
+    """Return the generator of saved rollouts if `config.path` is set, else of the task's completions."""
+    if config.path is None:
+        return DatasetGenerator(context.tokenizer)
+    return ReplayGenerator(Path(config.path).expanduser(), context.tokenizer)
 
 
 class DatasetGenerator(Generator):
-    """Returns the completions that came with the prompts, EOS added."""
+    """Returns the completions that the task stores with the prompts, with EOS added."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Tokenize the stored completions."""
+        """Return the stored completions, tokenized."""
         assert prompts.completions is not None, "the task was not asked for completions"
         return finished(
             encode_completions(prompts, prompts.completions, self.tokenizer, sampling.response_length)
         )
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """What is stored does not depend on weights."""
-
-
-FILL = {"response_ids": torch.int64, "behaviour_logprobs": torch.float32, "token_versions": torch.int64}
+        """Do nothing: stored completions do not depend on weights."""
 
 
 class ReplayGenerator(Generator):
-    """Returns the rollouts of a run in their order, with the versions and log-probs they had.
+    """Returns the saved rollouts of a run in their order, with their versions and log-probs.
 
     Args:
-        folder: what `save_generations` wrote.
-        tokenizer: the policy's.
+        folder: the folder that `save_generations` wrote.
+        tokenizer: the policy's tokenizer.
 
     Raises:
         UserError: the rollouts are in the tokens of another tokenizer.
@@ -58,21 +67,21 @@ class ReplayGenerator(Generator):
         self.pad_id = tokenizer.pad_token_id
         if shared(self.files[0]).vocabulary != vocabulary(tokenizer.get_vocab()):
             raise UserError(
-                "generator.path must name rollouts in the tokens of the policy's tokenizer (their ids mean "
-                f"other tokens in any other), got {folder}; set model.policy or model.tokenizer to that of "
-                "their run"
+                "generator.path must name rollouts in the tokens of the policy's tokenizer (token ids depend "
+                f"on the tokenizer), got {folder}; set model.policy or model.tokenizer as in the run that "
+                "saved them"
             )
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """The rollouts of the update that `sampling.request` (from 0) belongs to."""
+        """Return the saved rollouts of the update `sampling.request` (from 0)."""
         return finished(read(self.files[sampling.request], self.pad_id))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """What is stored does not depend on weights."""
+        """Do nothing: stored completions do not depend on weights."""
 
 
 def read(file: Path, pad_id: int) -> Rollouts:
-    """The rollouts of a file, their scores as labels [N, K]."""
+    """Read the rollouts of a file; their scores become labels [N, K]."""
     common = shared(file)
     N, K, T = common.prompts, common.samples, common.response_length
     rows = pyarrow.parquet.read_table(file).to_pydict()

@@ -1,22 +1,23 @@
-"""A generator in a process of its own, so that sampling and training overlap.
+"""A generator in a separate process, so that sampling and training overlap.
 
-    trainer's thread                 carrier thread                    process (rlhf/generators/serve.py)
+    trainer's thread                 carrier thread                    process (generators/service.py)
     submit(prompts) ──▶ jobs ──▶ one job at a time ──── sample ────▶ Sampler.sample
     load(weights)   ──▶ jobs ──▶      "                 load ──────▶ Sampler.load
     future ◀──────────────────── answer, confirmed ◀─────────────────
 
 Requests and loads are jobs of a `Worker`, first in, first out.
 
-Which weights are kept. A version stays in its store (`rlhf/generators/transfer.py`: shared memory, or the
-GPU) until the process has confirmed the next one. So when the process is lost, the weights of the job in its
-hands are there: those confirmed last, whatever has been loaded behind it in the queue. A new process is given
-these, then the job; the queue behind it has not moved. With `max_lag` n at most n + 2 versions are held: one
-confirmed, and those of the loads not yet taken. Where all is answered before weights are loaded, as with
-`max_lag` 0, there is just one.
+Kept versions: a version stays in its store (`rlhf/generators/transfer/`: shared memory, or the GPU) until the
+process has confirmed the next version. So if the process is lost, the weights of its current job still exist:
+they are the weights confirmed last, whatever loads wait in the queue. A new process gets these weights, then
+the lost job; the queue does not change. With `schedule.max_lag=n` at most n + 2 versions are kept: the
+confirmed version, and those of the loads that wait. If every request is answered before the next load, as
+with `max_lag=0`, only one version is kept.
 
-In flight (`schedule.update=in_flight`) loads overtake requests, those that wait and the one in the process:
-the carrier sends them after it, and its answer confirms those that came in time. Requests keep their order. A
-new process is given the weights confirmed last, then those that overtook, then the lost request anew.
+In-flight updates (`schedule.update=in_flight`): loads overtake requests, both those in the queue and the
+running one. The carrier thread sends a load after the running request, and the answer to the request confirms
+the loads that were executed in time. Requests keep their order. A new process gets the weights confirmed
+last, then the loads that overtook, then the lost request again.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ if TYPE_CHECKING:
     from rlhf.processes.worker import Limits
 
 
-POLL_S = 0.01  # seconds between looks for loads that overtake a request
+POLL_S = 0.01  # seconds between checks for loads that overtake a request
 
 
 class WorkerGenerator(Worker, Generator):
-    """Answers requests with a sampler in a process of its own.
+    """A generator whose sampler runs in a separate process.
 
-    Weights are confirmed: the process says which version and which checksums it holds, and anything else than
-    what was sent stops the run, with the next call or future. So does a process that is lost too often.
+    After each load the process reports the version and the checksums of its weights. If they differ from the
+    weights that were sent, the run stops: the next call or future raises TransferError. The run also stops if
+    the process is lost more often than `limits.restarts`.
 
     Args:
-        factory: makes the sampler, in the process.
-        log: the file that takes the process's output.
-        environment: its environment variables, beside the trainer's own.
-        limits: of time, and of restarts.
-        in_flight: loads overtake requests.
-        store: how weights go to the process; None: through shared memory.
+        factory: creates the sampler in the process.
+        log: file for the output of the process.
+        environment: environment variables of the process, in addition to those of the trainer.
+        limits: time limits, and the maximum number of restarts.
+        in_flight: whether loads overtake requests.
+        store: store that sends weights to the process; None: shared memory.
     """
 
     def __init__(
@@ -74,15 +76,15 @@ class WorkerGenerator(Worker, Generator):
     ) -> None:
         self.in_flight = in_flight
         self.store = store or SharedWeights()
-        self.confirmed: Manifest | None = None  # the weights that the process holds
-        self.loads: deque[Manifest] = deque()  # that have overtaken requests, and are not confirmed yet
-        self.load_s = 0.0  # seconds that the process took weights over, which `figures` has not told of
+        self.confirmed: Manifest | None = None  # the weights that the process has confirmed last
+        self.loads: deque[Manifest] = deque()  # loads that have overtaken requests and are not confirmed yet
+        self.load_s = 0.0  # seconds of loading that `figures` has not reported yet
         super().__init__("generator", SamplingFactory(factory), log, environment, limits)
 
     # -- the trainer's side ------------------------------------------------------------------------
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Ask for K responses to each prompt; returns at once.
+        """Request K responses to each prompt; returns immediately.
 
         Raises:
             RunError: the generator failed since the last call.
@@ -90,39 +92,42 @@ class WorkerGenerator(Worker, Generator):
         return self.put(Job("sample", (prompts, sampling)))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy the weights, which the process takes over when their turn comes.
+        """Copy the weights and queue a load, which the process executes in its turn.
 
         Raises:
             RunError: the generator failed since the last call, or there is not enough memory.
         """
         with self.lock:
-            idle = not self.unanswered  # and the carrier waits: no request needs the weights confirmed last
+            idle = not self.unanswered  # then no request needs the weights confirmed last
         if idle and self.confirmed is not None:
             self.store.release(self.confirmed)
             self.confirmed = None
         self.put(Job("load", (self.store.write(weights, version),)))
 
     def figures(self) -> Metrics:
-        """Restarts, and seconds that the process took weights over between requests, since the last call."""
+        """Return restarts, and seconds of loading between requests, since the last call."""
         with self.lock:
             seconds, self.load_s = self.load_s, 0.0
         return {**super().figures(), "time/load_s": Stat(seconds, 1.0, How.sum)}
 
     def close(self) -> None:
-        """End the process, in peace where it waits, else at once, and give the memory back."""
+        """End the process and free the memory of all versions.
+
+        An idle process releases its resources first; a busy process is killed.
+        """
         super().close()
         self.store.close()
 
     # -- the carrier thread ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start a process, and give it the weights that the one before held."""
+        """Start a process, and load the weights that the previous process confirmed last."""
         super().start()
         if self.confirmed is not None:
             self.hand_over(self.confirmed)
 
     def do(self, job: Job) -> Any:
-        """Have the process take weights over, or answer a request."""
+        """Execute a job in the process: a load, or a request after the loads that overtook it."""
         if job.method == "load":
             return self.hand_over(*job.arguments)
         self.overtake()
@@ -132,41 +137,49 @@ class WorkerGenerator(Worker, Generator):
         return self.sample(*job.arguments)
 
     def hand_over(self, manifest: Manifest) -> None:
-        """Have the process take weights over, and compare what it holds with what was sent."""
-        begun = time.perf_counter()
+        """Load weights into the process, and compare the reported version and checksums."""
+        start = time.perf_counter()
         self.took(manifest, *self.ask("load", self.offer(manifest)))
         with self.lock:
-            self.load_s += time.perf_counter() - begun
+            self.load_s += time.perf_counter() - start
 
     def offer(self, manifest: Manifest) -> Manifest:
-        """What the process is told about weights; where they cannot be sent, it is as if it were lost."""
+        """Return the manifest to send to the process, and start sending the weights if the store does so.
+
+        If the weights cannot be sent, the connection is shut, as if the process were lost.
+        """
         assert self.channel is not None
         return self.store.offer(manifest, self.channel.shut)
 
-    def took(self, manifest: Manifest, version: int, taken: dict[str, int]) -> None:
-        """Compare what the process holds with what was sent; what it held before is needed no more."""
-        confirm(manifest, version, taken)
+    def took(self, manifest: Manifest, version: int, checksums: dict[str, int]) -> None:
+        """Check that the process has loaded the weights that were sent, and release the previous version.
+
+        Raises:
+            TransferError: version or checksums of the process differ from those that were sent.
+        """
+        confirm(manifest, version, checksums)
         self.store.finish(manifest)
         if self.confirmed is not None and self.confirmed is not manifest:
             self.store.release(self.confirmed)
         self.confirmed = manifest
 
     def overtake(self) -> list[Manifest]:
-        """Take the loads out of the queue, in flight; returns their weights."""
+        """With in-flight updates, move all loads from the queue to `loads` and return their manifests."""
         if not self.in_flight:
             return []
         with self.lock:
-            found = [job.arguments[0] for job in self.jobs if job.method == "load"]
+            manifests = [job.arguments[0] for job in self.jobs if job.method == "load"]
             self.jobs = deque(job for job in self.jobs if job.method != "load")
-            self.unanswered -= len(found)  # the request in hand stands for them
-        self.loads += found
-        return found
+            self.unanswered -= len(manifests)  # the current request is counted, and includes these loads
+        self.loads += manifests
+        return manifests
 
     def sample(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
-        """Have the process answer a request; in flight, with the loads that come meanwhile.
+        """Return the answer of the process to a request; with in-flight updates, send new loads meanwhile.
 
         Raises:
-            TransferError: by another version than the one confirmed before, and those that overtook.
+            TransferError: a token was sampled by a version other than the one confirmed before the request
+                and those that overtook it.
         """
         assert self.confirmed is not None
         rollouts: Rollouts
@@ -193,10 +206,10 @@ class WorkerGenerator(Worker, Generator):
         return rollouts
 
     def check(self) -> None:
-        """Raise RunError where weights could not be sent to the process."""
+        """Raise RunError if weights could not be sent to the process."""
         self.store.check()
 
     def stop(self) -> None:
-        """End the process, and what is sent to it."""
+        """End the process and abandon transfers to it."""
         super().stop()
         self.store.forget()

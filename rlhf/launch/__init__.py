@@ -1,1 +1,1 @@
-"""The command line: Hydra callback, sweeps, SLURM jobs."""
+"""The command line: arguments and exit codes, checks before a run, sweeps, and SLURM jobs."""

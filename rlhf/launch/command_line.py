@@ -1,6 +1,6 @@
-"""What the commands have in common: their words, `--help`, and how they end.
+"""Common parts of the commands: arguments, `--help`, and exit codes (those of `rlhf.train`).
 
-Exit codes are those of `rlhf.train`. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,108 +17,117 @@ from typing import NoReturn
 
 from rlhf.config import plugins
 from rlhf.core.errors import Interrupted, RunError, UserError, report
-from rlhf.core.launched import is_first_rank
+from rlhf.core.launched import is_first_rank, rank
 from rlhf.launch import slurm
 from rlhf.processes.signals import interruptible
 
-OPTIONS = "For groups, options and keys: python -m rlhf.train --help"
+OPTIONS = "Groups, options and keys: python -m rlhf.train --help"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command that takes words of its own (`run=<folder>`), and besides these the words of a run."""
+    """A command with arguments of its own (such as `run=<folder>`) in addition to overrides of the config.
 
-    name: str  # rlhf.<module>
-    usage: str  # what follows the name
-    does: str  # in a sentence or more, for --help
-    own: dict[str, str] = field(default_factory=dict)  # its own words: what each means
+    Attributes:
+        name: module of the command, rlhf.<name>.
+        usage: arguments after the name, for `--help`.
+        does: description for `--help`.
+        own: the command's own arguments: name -> meaning.
+    """
+
+    name: str
+    usage: str
+    does: str
+    own: dict[str, str] = field(default_factory=dict)
 
     def run(self, carry_out: Callable[[dict[str, str], list[str]], None]) -> None:
-        """Carry out the command line: `carry_out` gets the own words by name, and the words of a run."""
-        words = sys.argv[1:]
-        if "--help" in words or "-h" in words:
+        """Run the command line: call `carry_out` with the command's own arguments and the overrides."""
+        arguments = sys.argv[1:]
+        if "--help" in arguments or "-h" in arguments:
             print(self.help())
             return
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as conf/config.yaml has it
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in conf/config.yaml
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         slurm.name_rank()
         with exit_codes():
             plugins.load()
-            carry_out(*self.sorted(words))
+            carry_out(*self.split(arguments))
 
     def help(self) -> str:
-        """What --help shows."""
+        """Return the text of `--help`."""
         rows = [
-            textwrap.fill(means, 110, initial_indent=f"  {word + '=':12}", subsequent_indent=" " * 14)
-            for word, means in self.own.items()
+            textwrap.fill(meaning, 110, initial_indent=f"  {name + '=':12}", subsequent_indent=" " * 14)
+            for name, meaning in self.own.items()
         ]
         return "\n".join(
             [f"usage: python -m {self.name} {self.usage}", "", self.does, "", *rows, "", OPTIONS]
         )
 
-    def sorted(self, words: list[str]) -> tuple[dict[str, str], list[str]]:
-        """The own words by name, and the words of a run; `--config-dir` is left to `rlhf.compose`.
+    def split(self, arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+        """Return the command's own arguments (name -> value) and the overrides.
+
+        `--config-dir` is left out, because `rlhf.config.compose` reads it from the command line.
 
         Raises:
-            UserError: a flag that is none of this command, or an own word twice or without value.
+            UserError: a flag does not exist, or one of the command's own arguments is repeated or empty.
         """
         own: dict[str, str] = {}
-        rest: list[str] = []
-        for word in without_config_dir(words):
-            name, equals, value = word.partition("=")
+        overrides: list[str] = []
+        for argument in without_config_dir(arguments):
+            name, _, value = argument.partition("=")
             if name not in self.own:
-                rest.append(word)
+                overrides.append(argument)
                 continue
             if not value or name in own:
                 wrong = "given once" if name in own else "followed by a value"
-                raise UserError(f"{name}= must be {wrong} ({self.own[name]}), got {word}; see --help")
+                raise UserError(f"{name}= must be {wrong} ({self.own[name]}), got {argument}; see --help")
             own[name] = value
-        return own, rest
+        return own, overrides
 
-    def needed(self, own: dict[str, str], name: str, words: list[str]) -> str:
-        """The value of an own word that has to be given.
+    def required(self, own: dict[str, str], name: str, overrides: list[str]) -> str:
+        """Return the value of a required argument.
 
         Raises:
-            UserError: it is not.
+            UserError: the argument is missing; the message suggests the override with the closest name.
         """
         if name in own:
             return own[name]
-        close = get_close_matches(name, [word.partition("=")[0] for word in words], n=1)
-        guess = f"did you mean {name}= by {close[0]}=?" if close else f"add {name}=<...>"
-        raise UserError(f"{name}= must be given ({self.own[name]}), got none; {guess}")
+        close = get_close_matches(name, [override.partition("=")[0] for override in overrides], n=1)
+        guess = f"did you mean {name}= instead of {close[0]}=?" if close else f"add {name}=<...>"
+        raise UserError(f"{name}= is required ({self.own[name]}), got no {name}=; {guess}")
 
 
-def without_config_dir(words: list[str]) -> list[str]:
-    """The words without `--config-dir <folder>`, which `rlhf.options.conf_dirs` reads from the command line.
+def without_config_dir(arguments: list[str]) -> list[str]:
+    """Return the arguments without `--config-dir <folder>`, which `rlhf.config.catalogue` reads.
 
     Raises:
-        UserError: it names no folder, or there is another flag.
+        UserError: the folder does not exist, or there is another flag.
     """
     kept = []
-    rest = iter(words)
-    for word in rest:
-        if word in ("--config-dir", "-cd"):
-            existing(next(rest, ""))
-        elif word.startswith("--config-dir="):
-            existing(word.partition("=")[2])
-        elif word.startswith("-"):
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in ("--config-dir", "-cd"):
+            check_config_dir(next(rest, ""))
+        elif argument.startswith("--config-dir="):
+            check_config_dir(argument.partition("=")[2])
+        elif argument.startswith("-"):
             raise UserError(
-                f"{word} must not be given (this command has no such flag), got {word}; leave it out"
+                f"{argument} must not be given (this command has no such flag), got {argument}; leave it out"
             )
         else:
-            kept.append(word)
+            kept.append(argument)
     return kept
 
 
-def existing(folder: str) -> None:
-    """Raise UserError where `--config-dir` names no folder."""
+def check_config_dir(folder: str) -> None:
+    """Raise UserError if the folder of `--config-dir` does not exist."""
     if not Path(folder).is_dir():
-        raise UserError(f"--config-dir must name a folder laid out like conf/, got {folder}; mend the path")
+        raise UserError(f"--config-dir must name a folder laid out like conf/, got {folder}; fix the path")
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """End the process with an exit code and a message where what is carried out does not come to its end."""
+    """End the process with a message and an exit code if an error or a signal stops the command."""
     try:
         with interruptible():
             yield
@@ -134,10 +143,13 @@ def exit_codes() -> Iterator[None]:
 
 
 def stop(error: RunError | UserError) -> NoReturn:
-    """End the command where a run had to stop; a rank that has an error of its own tells it too."""
+    """Print an error and end the command: exit code 2 for a UserError, 1 for a RunError.
+
+    Rank 0 prints every error. Another rank prints an error that only this rank raised.
+    """
     problems = error.problems if isinstance(error, UserError) else [str(error)]
     if is_first_rank():
         print(report(problems), file=sys.stderr)
     elif not error.everywhere:
-        print(f"rank {os.environ['RANK']}: {report(problems)}", file=sys.stderr)
+        print(f"rank {rank()}: {report(problems)}", file=sys.stderr)
     raise SystemExit(2 if isinstance(error, UserError) else 1)

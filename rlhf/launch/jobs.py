@@ -1,4 +1,4 @@
-"""The jobs of a sweep: their arguments, folders and results."""
+"""Jobs of a sweep: their overrides, run folders and results."""
 
 from __future__ import annotations
 
@@ -15,58 +15,62 @@ if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
 
 
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-
-
-def own_words(batch: Sequence[Sequence[str]]) -> list[str]:
-    """What each job of a sweep has of its own among its words; empty where that is nothing."""
-    shared = set(batch[0]).intersection(*batch[1:]) if len(batch) > 1 else set()
-    return [" ".join(word for word in words if word not in shared) for words in batch]
+def distinct_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Return for each job its overrides that not all jobs share, as one string; empty if there are none."""
+    shared = set(jobs[0]).intersection(*jobs[1:]) if len(jobs) > 1 else set()
+    return [" ".join(override for override in job if override not in shared) for job in jobs]
 
 
 def announce(folder: RunFolder, state: dict[str, Any], metric: str) -> None:
-    """Say that a run is finished, with its result and where its model is."""
+    """Print that a run is finished, with the value of `metric` and the folder of the model."""
     if not is_first_rank():
         return
-    print(found_finished(folder, state["result"].get(metric), metric))
+    print(finished_message(folder, state["result"].get(metric), metric))
     if folder.model.is_dir():
         print(f"model: {folder.model}")
-    print("to run it again: resume=never")
+    print("to run again: add resume=never")
 
 
-def found_finished(folder: RunFolder, value: float | None, metric: str) -> str:
-    """What to say of a run that is finished."""
+def finished_message(folder: RunFolder, value: float | None, metric: str) -> str:
+    """Return the message about a run that is already finished."""
     return f"finished already: {folder.path}" + ("" if value is None else f" ({metric} {value:.4g})")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run of a sweep."""
+    """One run of a sweep.
+
+    Attributes:
+        overrides: the overrides of the job.
+        folder: the run folder.
+        metric: name of the metric that a sweeper optimises.
+        label: the overrides that not all jobs of the sweep share.
+    """
 
     overrides: list[str]
     folder: RunFolder
     metric: str
-    label: str  # what it has of its own among the jobs of the sweep
+    label: str
 
     @property
     def done(self) -> JobReturn | None:
-        """What a finished run gave; None where it is not finished."""
+        """The result of the run if it is finished, else None."""
         state = self.folder.finished()
         return None if state is None else gave(state["result"].get(self.metric))
 
 
 def gave(value: float | None) -> JobReturn:
-    """A job that came to its end."""
+    """Return the result of a completed job; `value` is the metric that a sweeper optimises."""
     return JobReturn(_return_value=value, status=JobStatus.COMPLETED)
 
 
 def raised(error: BaseException) -> JobReturn:
-    """A job that did not."""
+    """Return the result of a failed job."""
     return JobReturn(_return_value=error, status=JobStatus.FAILED)
 
 
-def in_words(error: BaseException) -> str:
-    """What a job failed with."""
+def failure_message(error: BaseException) -> str:
+    """Return the message of an error that ended a job, with the class name of an unexpected error."""
     if isinstance(error, UserError | RunError):
         return str(error).removeprefix("error: ")
     return f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""What is looked at before Hydra makes a folder or starts a job: the config, and the folder that is there.
+"""Checks before a run or a sweep: the config of every job, the machine, and the existing run folder.
 
-Hydra makes the run folder before it calls the task function, so these checks are a Hydra callback: a run that
-is refused leaves nothing behind. Imports no torch.
+Hydra creates the run folder before it calls the task function. These checks are a Hydra callback, so that a
+rejected run leaves no folder behind. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from rlhf.checks.check import refuse, typed, warn, words
-from rlhf.checks.check import warnings as validate_warnings
+from rlhf.checks.check import warnings as check_warnings
 from rlhf.checks.machine import check_machine
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.run import Resume
 from rlhf.core.errors import UserError
-from rlhf.launch.jobs import BASIC_SWEEPER, announce, own_words
+from rlhf.launch.hydra_internals import combinations, uses_basic_sweeper
+from rlhf.launch.jobs import announce, distinct_overrides
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import prepare
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Preflight(Callback):
-    """Refuses a run, or a sweep with one bad job, before anything is made; ends a run that is finished."""
+    """Hydra callback that rejects an invalid run or sweep, and ends the command if the run is finished."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the one job, and its folder."""
+        """Check a single run: its config, the machine and its run folder."""
         cfg = checked(config, words(config.hydra.overrides))
         try:
             folder = RunFolder(Path(config.hydra.run.dir))
@@ -48,49 +48,48 @@ class Preflight(Callback):
             raise SystemExit(0)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check every job of the sweep before the first starts."""
-        found: list[str] = []
-        doubts: list[str] = []
-        batch = jobs(config)
-        for overrides, own in zip(batch, own_words(batch), strict=True):
-            label = own or "every job"
+        """Check the config of every job of a sweep before the first job starts."""
+        problems: list[str] = []
+        warnings: list[str] = []
+        jobs = sweep_jobs(config)
+        for overrides, distinct in zip(jobs, distinct_overrides(jobs), strict=True):
+            label = distinct or "every job"
             try:
                 job = GlobalHydra.instance().config_loader().load_sweep_config(config, overrides)
                 cfg = typed(job, overrides)
             except UserError as error:
-                found += [f"{label}: {problem}" for problem in error.problems]
+                problems += [f"{label}: {problem}" for problem in error.problems]
             except CONFIG_ERRORS as error:
-                found.append(f"{label}: {explain(error, overrides)}")
+                problems.append(f"{label}: {explain(error, overrides)}")
             else:
-                doubts += [f"{label}: {doubt}" for doubt in validate_warnings(cfg)]
-        if found:
-            refuse(found)
-        warn(doubts)
+                warnings += [f"{label}: {warning}" for warning in check_warnings(cfg)]
+        if problems:
+            refuse(problems)
+        warn(warnings)
 
 
 def checked(config: DictConfig, overrides: Sequence[str]) -> Config:
-    """The typed config of a single job; ends the command where it is wrong."""
+    """Return the typed config of a single run after printing its warnings.
+
+    An invalid config ends the command with exit code 2.
+    """
     try:
         cfg = typed(config, overrides)
     except UserError as error:
         refuse(error.problems)
-    warn(validate_warnings(cfg))
+    warn(check_warnings(cfg))
     return cfg
 
 
-def jobs(config: DictConfig) -> list[list[str]]:
-    """Overrides of each job of a sweep; where the sweeper chooses as it goes, without what it chooses."""
+def sweep_jobs(config: DictConfig) -> list[list[str]]:
+    """Return the overrides of each job of a sweep.
+
+    If the sweeper chooses values during the sweep, the result is one job without the overrides it chooses.
+    """
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    if config.hydra.sweeper._target_ != BASIC_SWEEPER:
-        return [
-            [
-                o.input_line or ""
-                for o in parser.parse_overrides(words(config.hydra.overrides))
-                if not o.is_sweep_override()
-            ]
-        ]
+    arguments = words(config.hydra.overrides)
+    if not uses_basic_sweeper(config):
+        overrides = parser.parse_overrides(arguments)
+        return [[each.input_line or "" for each in overrides if not each.is_sweep_override()]]
     swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    (batch,) = BasicSweeper.split_arguments(
-        parser.parse_overrides([*swept, *words(config.hydra.overrides)]), None
-    )
-    return batch
+    return combinations(parser.parse_overrides([*swept, *arguments]))

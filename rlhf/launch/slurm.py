@@ -1,7 +1,6 @@
-"""What SLURM has to do with a run: its tasks are ranks, and a job that was stopped starts again later.
+"""SLURM tasks as ranks, and requeueing of SLURM jobs that were stopped.
 
-The same for jobs that submitit runs on this machine (`hydra/launcher=local`), which have the same parts.
-Imports no torch.
+The same functions serve jobs that submitit runs on this machine (`hydra/launcher=local`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,28 +16,29 @@ if TYPE_CHECKING:
     from rlhf.core.errors import Interrupted
 
 
-PORTS = range(16384, 32768)  # below those that systems hand out by themselves
+PORTS = range(16384, 32768)  # below the ports that operating systems assign automatically
 
 
 def name_rank() -> None:
-    """Say in the environment which rank this process is, as torchrun does, where it is one of a job's tasks.
+    """Set RANK, WORLD_SIZE and the related variables of torchrun, if this process is one of a job's tasks.
 
-    torchrun and whoever else has named it already is left alone, and so are MASTER_ADDR and MASTER_PORT.
+    If RANK is set already, for example by torchrun, nothing changes. MASTER_ADDR and MASTER_PORT keep values
+    that are set.
     """
     if "RANK" not in os.environ:
-        os.environ.update({**rank_environment(os.environ), **user_given(os.environ)})
+        os.environ.update({**rank_environment(os.environ), **master_given(os.environ)})
 
 
-def user_given(environ: Mapping[str, str]) -> dict[str, str]:
-    """Where to meet, as it was set by hand."""
+def master_given(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT as far as they are set."""
     return {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
 
 
 def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would set, for one of several tasks; empty for a process that is alone.
+    """Return the variables that torchrun would set for this task; empty if the process is the only task.
 
-    The variables of the step (`SLURM_STEP_...`) are there only in what srun started. Those of the job are in
-    its batch script too, which is one process however many tasks the job has.
+    SLURM's variables of the step (`SLURM_STEP_...`) exist only in processes that srun started. SLURM's
+    variables of the job also exist in the batch script, which is one process for any number of tasks.
     """
     if environ.get("SUBMITIT_EXECUTOR") == "local":
         tasks = int(environ["SUBMITIT_LOCAL_NTASKS"])
@@ -55,7 +55,7 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
     if tasks == 1:
         return {}
     if environ.get("CUDA_VISIBLE_DEVICES", "").isdecimal():
-        local = "0"  # each task sees one GPU, its own (--gpus-per-task), and LOCAL_RANK counts what it sees
+        local = "0"  # each task sees one GPU (--gpus-per-task), and LOCAL_RANK indexes the visible GPUs
     return {
         "RANK": rank,
         "WORLD_SIZE": str(tasks),
@@ -67,12 +67,12 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of SLURM's shorthand: `rack[1-2]node[08-10,12],login` -> `rack1node08`."""
+    """Return the first host of SLURM's node list: `rack[1-2]node[08-10,12],login` -> `rack1node08`."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).partition(",")[0]
 
 
 def tasks_of_node(shorthand: str, node: int) -> int:
-    """How many tasks the node `node` has, of SLURM's shorthand: `4(x2),3` -> 4, 4, 3."""
+    """Return the number of tasks of node number `node`; `shorthand` is SLURM's `4(x2),3` for 4, 4, 3."""
     counts: list[int] = []
     for part in shorthand.split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -81,36 +81,36 @@ def tasks_of_node(shorthand: str, node: int) -> int:
 
 
 def requeue(reason: Interrupted) -> None:
-    """Have a job of submitit start again later, once it was stopped at a safe point.
+    """Requeue this submitit job after the checkpoint of a stopped run is written.
 
-    What submitit would do at SIGUSR2 it does here, when the checkpoint is written: it counts the time limits
-    that were hit (`hydra.launcher.max_num_timeout`) and asks SLURM to requeue the job. Returns where the job
-    is not to start again.
+    submitit would do the same at SIGUSR2: it counts the sessions that reached the time limit
+    (`hydra.launcher.max_num_timeout`), and asks SLURM to requeue the job. The function returns if the job is
+    not to be requeued.
 
     Raises:
-        SystemExit: the job will start again.
-        submitit's UncompletedJobError: its time limit was hit too often.
+        SystemExit: the job is requeued.
+        submitit's UncompletedJobError: the job reached its time limit too often.
     """
-    submitits = signal.getsignal(signal.SIGUSR2)
-    if not callable(submitits) or not to_be_gone_on_with(reason):
+    submitit_handler = signal.getsignal(signal.SIGUSR2)
+    if not callable(submitit_handler) or not was_preempted(reason):
         return
-    submitits(signal.SIGUSR2, None)  # ends the process of the first rank
+    submitit_handler(signal.SIGUSR2, None)  # ends the process of the first rank
     raise SystemExit(os.EX_TEMPFAIL)
 
 
-def to_be_gone_on_with(reason: Interrupted) -> bool:
-    """Whether a job was stopped for its time limit or for another job, not because somebody cancelled it.
+def was_preempted(reason: Interrupted) -> bool:
+    """Return whether a job was stopped by its time limit or by another job, and not cancelled by a user.
 
-    SLURM would also requeue a job that is being cancelled.
+    SLURM would also requeue a job that is being cancelled, so the function asks SLURM for the reason.
     """
     if os.environ.get("SUBMITIT_EXECUTOR") == "local":
         return reason.received is not signal.SIGTERM
     job = os.environ["SLURM_JOB_ID"]
-    asked = subprocess.run(
+    answer = subprocess.run(
         ["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    state, _, why = asked.stdout.strip().partition(" ")
+    state, _, why = answer.stdout.strip().partition(" ")
     return state == "RUNNING" or why in ("TimeLimit", "Preempted")

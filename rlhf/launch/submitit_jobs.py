@@ -1,8 +1,11 @@
-"""Jobs of a sweep in processes of their own, by submitit: as SLURM jobs, or on this machine.
+"""Sweep jobs in their own processes, by submitit: SLURM jobs, or processes on this machine.
 
-What Hydra's submitit launcher does, and more: a job that dies does not end the wait for the others, a job
-that is in SLURM's queue already is waited for and not submitted twice, Ctrl-C cancels. Jobs are pickled into
-`hydra.launcher.submitit_folder`, where their output is too.
+In addition to Hydra's submitit launcher:
+- if a job dies, the other jobs are still waited for;
+- a job that is already in SLURM's queue is waited for instead of being submitted again;
+- Ctrl-C cancels the jobs.
+
+Jobs are pickled into `hydra.launcher.submitit_folder`, which also receives their output.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus
 
 from rlhf.core.errors import Interrupted, RunError, UserError
+from rlhf.launch.hydra_internals import submitit_calls, submitit_executor, submitit_general_settings
+from rlhf.launch.jobs import raised
 
 if TYPE_CHECKING:
     from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
@@ -30,12 +34,11 @@ if TYPE_CHECKING:
     from rlhf.launch.jobs import Job
 
 
-POLL_S = 1.0
+POLL_S = 1.0  # seconds between checks for results
+ASK_SLURM_S = 10.0  # seconds between calls of squeue; SLURM's controller is shared by all users
+LINGER_S = 15.0  # seconds after the end of a SLURM job until its result file must be visible on this host
 
-
-ASK_SLURM_S = 10.0  # its controller serves everybody
-
-
+# Keys of hydra.launcher -> names of SBATCH_ variables, where the names differ.
 SBATCH_NAMES = {
     "timeout_min": "TIMELIMIT",
     "signal_delay_s": "SIGNAL",
@@ -44,35 +47,38 @@ SBATCH_NAMES = {
 }
 
 
-LINGER_S = 15.0  # until what a job wrote at its end has to be seen here
-
-
 def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> list[JobReturn]:
-    """Run `jobs`, the first of them number `first`, and wait for them.
+    """Submit jobs, wait for them, and return a result for each.
+
+    Args:
+        launcher: the submitit launcher with its settings.
+        jobs: the jobs to run.
+        first: number of the first job.
 
     Raises:
-        UserError: there is no SLURM here, or it does not take the jobs.
-        KeyboardInterrupt, Interrupted: the wait was ended.
+        UserError: SLURM is not installed here, rejects the jobs, or would stop them at once.
+        KeyboardInterrupt, Interrupted: the wait was interrupted.
     """
-    slurm = launcher._EXECUTOR == "slurm"
+    slurm = submitit_executor(launcher) == "slurm"
     if slurm and shutil.which("sbatch") is None:
         raise UserError(
-            "hydra/launcher=slurm needs SLURM (sbatch is not found here), got a machine without; run it "
-            "where jobs are submitted, or choose hydra/launcher=local"
+            "hydra/launcher=slurm needs SLURM (sbatch is not found here), got a machine without SLURM; run "
+            "the command on a login node, or choose hydra/launcher=local"
         )
     limit, warning = launcher.params["timeout_min"], launcher.params.get("signal_delay_s", 0)
     if limit * 60 <= warning:
         raise UserError(
-            "hydra.launcher.timeout_min must be longer than hydra.launcher.signal_delay_s, seconds before it "
-            f"(a job would be stopped as it starts, again and again), got {limit} minutes and {warning} "
-            f"seconds; set hydra.launcher.timeout_min={warning // 60 + 60}"
+            "hydra.launcher.timeout_min must be longer than hydra.launcher.signal_delay_s (a job receives "
+            f"its warning signal so long before the time limit), got {limit} minutes and {warning} seconds; "
+            f"set hydra.launcher.timeout_min={warning // 60 + 60}"
         )
     queue = Queue(Path(launcher.params["submitit_folder"].partition("%")[0]), slurm)
     running = {job.folder.path: there for job in jobs if (there := queue.find(job)) is not None}
     new = [job for job in jobs if job.folder.path not in running]
     if new:
-        with own_environment(launcher.params), ctrl_c_left_to_us():
-            submitted = executor(launcher).map_array(launcher, *arguments(new, first))
+        with settings_over_environment(launcher.params), ctrl_c_ignored():
+            calls = zip(*submitit_calls([job.overrides for job in new], first), strict=True)
+            submitted = executor(launcher).map_array(launcher, *calls)
         for job, sent in zip(new, submitted, strict=True):
             queue.note(job, sent)
             running[job.folder.path] = sent
@@ -84,11 +90,11 @@ def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> l
         return wait(jobs, waited, queue)
     except KeyboardInterrupt:
         queue.cancel(waited)
-        print(f"cancelled {len(waited)} jobs; each makes a checkpoint, and the same command goes on")
+        print(f"cancelled {len(waited)} jobs; each writes a checkpoint, and the same command resumes them")
         raise
     except Interrupted:
         if slurm:
-            print("the jobs go on without this command; the same command waits for them again")
+            print("the jobs keep running; the same command waits for them again")
         else:
             queue.cancel(waited)
             with suppress(KeyboardInterrupt):
@@ -97,137 +103,129 @@ def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> l
 
 
 def wait(jobs: Sequence[Job], submitted: Sequence[Submitted], queue: Queue) -> list[JobReturn]:
-    """What became of each job, once all are over."""
-    answers: dict[int, JobReturn] = {}
+    """Wait until all jobs have ended, and return a result for each."""
+    results: dict[int, JobReturn] = {}
     while True:
         for number, (job, sent) in enumerate(zip(jobs, submitted, strict=True)):
-            if number not in answers and (answer := queue.answer(sent)) is not None:
-                answers[number] = answer
-                failed = answer.status is JobStatus.FAILED
+            if number not in results and (result := queue.result(sent)) is not None:
+                results[number] = result
+                failed = result.status is JobStatus.FAILED
                 print(f"{job.label}: {'failed' if failed else 'done'}, in {job.folder.path}")
-        if len(answers) == len(jobs):
-            return [answers[number] for number in range(len(jobs))]
+        if len(results) == len(jobs):
+            return [results[number] for number in range(len(jobs))]
         time.sleep(POLL_S)
 
 
 class Queue:
-    """The jobs that run, and how to hear of them."""
+    """The submitted jobs: their ids, whether they run, and their results.
+
+    Args:
+        folder: folder of submitit's files and of the ids.
+        slurm: whether the jobs are SLURM jobs; otherwise they are processes on this machine.
+    """
 
     def __init__(self, folder: Path, slurm: bool) -> None:
         self.folder = folder.absolute()
         self.slurm = slurm
-        self.known: set[str] = set()  # ids of this user's jobs in SLURM's queue, at the last look
-        self.looked = -ASK_SLURM_S
-        self.missed: dict[str, float] = {}  # when a job was first not there, without having written an answer
+        self.known: set[str] = set()  # ids of this user's jobs that squeue listed last
+        self.asked_at = -ASK_SLURM_S  # time.monotonic() of the last successful squeue
+        self.missing_since: dict[str, float] = {}  # job id -> time.monotonic(), for ended jobs without result
 
     def note(self, job: Job, sent: Submitted) -> None:
-        """Keep the id of a run's job, for a sweep that is started again while it runs."""
+        """Write the id of a job to a file, for a later call of the same sweep."""
         self.record(job).write_text(f"{sent.job_id} {sent.num_tasks}\n")
 
     def record(self, job: Job) -> Path:
-        """Where the id is kept."""
+        """Return the file of a job's id."""
         return self.folder / f"{job.folder.path.name}.job"
 
     def find(self, job: Job) -> Submitted | None:
-        """The job that a run has in SLURM's queue already."""
+        """Return the SLURM job that an earlier call submitted for `job` and that is still in the queue."""
         if not self.slurm or not self.record(job).is_file():
             return None
         from submitit import SlurmJob
 
         name, tasks = self.record(job).read_text().split()
-        self.look()
+        self.ask_slurm()
         if name not in self.known:
             return None
         return SlurmJob(folder=self.folder / "%j", job_id=name, tasks=list(range(int(tasks))))
 
-    def look(self) -> None:
-        """Ask SLURM which jobs it has; where it does not answer, they are as they were."""
-        if time.monotonic() - self.looked < ASK_SLURM_S:
+    def ask_slurm(self) -> None:
+        """Update `known` by squeue, at most every `ASK_SLURM_S`; if squeue fails, `known` stays as it is."""
+        if time.monotonic() - self.asked_at < ASK_SLURM_S:
             return
-        asked = subprocess.run(
+        answer = subprocess.run(
             ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"],
             capture_output=True,
             text=True,
         )
-        if asked.returncode == 0:
-            self.known = set(asked.stdout.split())
-            self.looked = time.monotonic()
+        if answer.returncode == 0:
+            self.known = set(answer.stdout.split())
+            self.asked_at = time.monotonic()
 
-    def answer(self, sent: Submitted) -> JobReturn | None:
-        """What a job's first rank wrote at its end; a failure where it died without; None while it runs."""
-        from rlhf.launch.jobs import raised
+    def result(self, sent: Submitted) -> JobReturn | None:
+        """Return the result that a job's first rank wrote; None while the job runs.
 
+        A job that ended without a result file has failed.
+        """
         result = sent.task(0).paths.result_pickle
         if result.is_file():
             with suppress(EOFError), result.open("rb") as stream:
                 outcome, value = pickle.load(stream)
-                return value if outcome == "success" else raised(RunError(told(str(value), sent)))
+                return value if outcome == "success" else raised(RunError(failure(str(value), sent)))
             return None
         if self.alive(sent):
-            self.missed.pop(sent.job_id, None)
+            self.missing_since.pop(sent.job_id, None)
             return None
-        missed = self.missed.setdefault(sent.job_id, time.monotonic())
-        if time.monotonic() - missed < (LINGER_S if self.slurm else POLL_S):
+        missing_since = self.missing_since.setdefault(sent.job_id, time.monotonic())
+        if time.monotonic() - missing_since < (LINGER_S if self.slurm else POLL_S):
             return None
-        return raised(RunError(told("it ended without a word (killed, cancelled, or out of memory)", sent)))
+        return raised(RunError(failure("the job ended without a result (killed, or out of memory)", sent)))
 
     def alive(self, sent: Submitted) -> bool:
-        """Whether a job is running, or waits to."""
+        """Return whether a job is running or queued."""
         if not self.slurm:
             return not sent.done()
-        self.look()
-        return sent.job_id in self.known or time.monotonic() - self.looked > ASK_SLURM_S
+        self.ask_slurm()
+        return sent.job_id in self.known or time.monotonic() - self.asked_at > ASK_SLURM_S
 
     def cancel(self, submitted: Sequence[Submitted]) -> None:
-        """SIGTERM to jobs: each makes a checkpoint and ends."""
+        """Send SIGTERM to jobs; each job writes a checkpoint and ends."""
         if self.slurm:
             subprocess.run(["scancel", *(sent.job_id for sent in submitted)])
             return
         for sent in submitted:
             if not sent.done():
-                os.kill(int(sent.job_id), signal.SIGTERM)  # its controller passes it on
+                os.kill(int(sent.job_id), signal.SIGTERM)  # submitit's controller process forwards SIGTERM
 
 
 def executor(launcher: BaseSubmititLauncher) -> Any:
-    """Submitit's executor with the settings of `hydra.launcher`.
-
-    Raises:
-        UserError: it does not know one of them.
-    """
-    from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
-    from omegaconf import OmegaConf
+    """Return submitit's executor with the settings of `hydra.launcher`."""
     from submitit import AutoExecutor
 
-    kind = launcher._EXECUTOR
-    params = dict(launcher.params)
-    folder = params.pop("submitit_folder")
-    timeouts = params.pop("max_num_timeout", 0)
+    kind = submitit_executor(launcher)
+    settings = dict(launcher.params)
+    folder = settings.pop("submitit_folder")
+    timeouts = settings.pop("max_num_timeout", 0)
     made = AutoExecutor(folder=folder, cluster=kind, **{f"{kind}_max_num_timeout": timeouts})
-    generic = set(OmegaConf.structured(BaseQueueConf).keys())
+    general = submitit_general_settings()
     made.update_parameters(
-        **{key if key in generic else f"{kind}_{key}": value for key, value in params.items()}
+        **{key if key in general else f"{kind}_{key}": value for key, value in settings.items()}
     )
     return made
 
 
-def arguments(jobs: Sequence[Job], first: int) -> Iterator[tuple[Any, ...]]:
-    """The arguments of the launcher's call in each job, one tuple for each parameter."""
-    state = Singleton.get_state()
-    return zip(
-        *(
-            (job.overrides, "hydra.sweep.dir", number, f"job_id_for_{number}", state)
-            for number, job in enumerate(jobs, first)
-        ),
-        strict=True,
-    )
-
-
 @contextmanager
-def own_environment(params: dict[str, Any]) -> Iterator[None]:
-    """Let what is set in `hydra.launcher` win over the site's SBATCH_..., which sbatch gives precedence."""
+def settings_over_environment(settings: dict[str, Any]) -> Iterator[None]:
+    """Hide the SBATCH_ variables of keys that `hydra.launcher` sets, because sbatch prefers the variables.
+
+    Raises:
+        UserError: SLURM rejects the jobs that are submitted in this context.
+    """
     hidden = {
         name: os.environ.pop(name)
-        for key, value in params.items()
+        for key, value in settings.items()
         if value is not None and (name := f"SBATCH_{SBATCH_NAMES.get(key, key.upper())}") in os.environ
     }
     try:
@@ -239,7 +237,7 @@ def own_environment(params: dict[str, Any]) -> Iterator[None]:
             raise
         why = " ".join(str(error).split())
         raise UserError(
-            f"hydra.launcher must be what SLURM accepts, got: {why}; mend hydra.launcher.<key> or "
+            f"hydra.launcher must be what SLURM accepts, got: {why}; change hydra.launcher.<key> or "
             "launchers/site.sh"
         ) from error
     finally:
@@ -247,8 +245,8 @@ def own_environment(params: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def ctrl_c_left_to_us() -> Iterator[None]:
-    """Have processes that are started here not hear Ctrl-C in the terminal; they are told by us."""
+def ctrl_c_ignored() -> Iterator[None]:
+    """Let processes started in this context ignore Ctrl-C in the terminal; `Queue.cancel` stops them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -257,12 +255,12 @@ def ctrl_c_left_to_us() -> Iterator[None]:
 
 
 def output(sent: Submitted) -> Path:
-    """What a job's first rank prints."""
+    """Return the file with the output of a job's first rank."""
     return Path(sent.task(0).paths.stdout)
 
 
-def told(text: str, sent: Submitted) -> str:
-    """The last line of `text`, and where to read on."""
+def failure(text: str, sent: Submitted) -> str:
+    """Return the last line of `text` with the job id and the file that has the details."""
     last = text.strip().splitlines()[-1]
     errors = sent.task(0).paths.stderr
     return f"job {sent.job_id}: {last}; see {errors if errors.is_file() else output(sent)}"

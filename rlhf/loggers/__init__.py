@@ -1,1 +1,1 @@
-"""Where metrics go: files, experiment trackers, the terminal."""
+"""Loggers of metrics: JSON-lines files, TensorBoard, Weights & Biases, the terminal."""

@@ -1,4 +1,4 @@
-"""Progress in the terminal: a live line, or plain lines where there is no terminal."""
+"""The terminal display of a run: a live progress bar, or plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import time
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from rlhf.config.run import Progress as Mode
-from rlhf.core.console import console, say, transcript
+from rlhf.config.run import Progress
+from rlhf.core.console import ProgressDisplay, console, say, transcript
 from rlhf.loggers.logger import Logger
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from rlhf.core.state import TrainState
 
 
-FIGURES = {  # what is shown of a row, under which short name
+FIGURES = {  # metrics of an update that are shown, and their short names
     "loss/policy": "loss",
     "objective/scores": "score",
     "objective/kl": "kl",
@@ -26,8 +25,7 @@ FIGURES = {  # what is shown of a row, under which short name
     "throughput/episodes_per_s": "ep/s",
 }
 
-
-JUDGED = {
+JUDGED = {  # metrics of an evaluation that are shown, and their short names
     "eval/win_rate": "win-rate",
     "eval/gold_score": "gold",
     "eval/norm_reward": "gold vs reference",
@@ -39,53 +37,37 @@ JUDGED = {
 }
 
 
-PLAIN_EVERY_S = 5.0
-
-
 class Display(Logger):
-    """Update, episodes (or epochs), score, KL, win-rate, episodes a second and time left; evaluations as a
-    small table.
+    """A logger that shows progress and evaluations in the terminal.
+
+    The progress line has update, episodes (or epochs), the metrics in `FIGURES`, win rate and time left. An
+    evaluation is a line of metrics and a table of completions.
 
     Args:
-        title: what is running.
-        state: where the run starts.
-        mode: live, plain, off; auto is live in a terminal.
-        samples: completions shown at the first and the last evaluation; in between it is one.
+        title: name of the run in the progress line.
+        state: counters at the start of the session.
+        mode: live, plain or off; auto: live in a terminal, otherwise plain.
+        samples: number of completions shown at the first and the last evaluation; otherwise one is shown.
     """
 
-    def __init__(self, title: str, state: TrainState, mode: Mode, samples: int) -> None:
-        self.mode = (Mode.live if console.is_terminal else Mode.plain) if mode is Mode.auto else mode
+    def __init__(self, title: str, state: TrainState, mode: Progress, samples: int) -> None:
+        self.mode = mode
         self.title = title
         self.samples = samples
         self.started = time.monotonic()
-        self.first = state.update
-        self.shown = 0.0
-        self.judged: Row = {}
-        self.bar: Progress | None = None
-        if self.mode is Mode.live:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[line]}"),
-            )
-            self.bar = Progress(*columns, console=console)
-            self.task = self.bar.add_task(title, total=state.num_updates, completed=state.update, line="")
-            self.bar.start()
+        self.first = state.update  # update at the start of the session
+        self.judged: Row = {}  # metrics of the last evaluation
+        self.progress = ProgressDisplay(title, state.num_updates, mode.value, done=state.update)
 
     def log(self, row: Row, state: TrainState) -> None:
-        """Show where the run is."""
+        """Show the progress of the run."""
         line = self.line(row, state)
-        if self.bar is not None:
-            self.bar.update(self.task, completed=state.update, line=line)
+        self.progress.update(state.update, line)
+        if self.progress.mode == "live":  # plain lines are in train.log already
             transcript.info("%s  %s", self.title, line)
-        elif self.mode is Mode.plain:
-            now = time.monotonic()
-            if now - self.shown >= PLAIN_EVERY_S or state.done:
-                self.shown = now
-                say(f"{self.title}  {line}")
 
     def line(self, row: Row, state: TrainState) -> str:
-        """One line: counters, figures, time left."""
+        """Return the progress line: counters, metrics, time left."""
         figures = [f"{short} {row[name]:.3g}" for name, short in FIGURES.items() if name in row]
         if "eval/win_rate" in self.judged:
             figures.insert(2, f"win-rate {self.judged['eval/win_rate']:.2f}")
@@ -99,15 +81,15 @@ class Display(Logger):
         )
 
     def left(self, state: TrainState) -> str:
-        """Time left at the pace of this session, evaluations included, as m:ss."""
+        """Return the time left as m:ss, at the pace of this session, evaluations included."""
         pace = (time.monotonic() - self.started) / max(1, state.update - self.first)
         minutes, seconds = divmod(round(pace * (state.num_updates - state.update)), 60)
         return f"{minutes}:{seconds:02d}"
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
-        """Show the figures; at the end a few completions too."""
+        """Show the metrics of an evaluation and some completions."""
         self.judged = evaluation.figures
-        if self.mode is Mode.off:
+        if self.mode is Progress.off:
             return
         figures = [
             f"{short} {evaluation.figures[name]:.3g}"
@@ -124,13 +106,12 @@ class Display(Logger):
         say(f"warning: {text}", style="yellow")
 
     def close(self) -> None:
-        """Leave the last line standing."""
-        if self.bar is not None:
-            self.bar.stop()
+        """Stop the live progress bar; its last state stays visible."""
+        self.progress.close()
 
 
 def samples_table(evaluation: Evaluation, count: int, state: TrainState) -> Table:
-    """The first `count` completions beside their references."""
+    """Return a table of the first `count` completions with their references and scores."""
     table = Table(title=f"completions of held-out prompts at update {state.update}", show_lines=True)
     table.add_column("prompt (end)", ratio=3)
     table.add_column("response", ratio=3)

@@ -1,4 +1,4 @@
-"""metrics.jsonl, completions.jsonl and trainer_state.json: always written."""
+"""The logger of metrics.jsonl, completions.jsonl and trainer_state.json, used by every run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class JsonlLogger(Logger):
-    """Appends rows to the run folder's files, after dropping those that lie beyond where the run stands.
+    """A logger that appends rows to the files of the run folder.
 
-    A run that was killed may have written rows of updates that its checkpoint does not know; they are made
-    again.
+    When a run resumes, rows of updates after its checkpoint are removed, because these updates are repeated.
+    Without a checkpoint, all rows are removed.
     """
 
     def __init__(self, folder: RunFolder, state: TrainState) -> None:
@@ -29,11 +29,11 @@ class JsonlLogger(Logger):
             write_atomically(file, "".join(map(as_line, keep)))
 
     def log(self, row: Row, state: TrainState) -> None:
-        """Append the row, and note where the run stands."""
+        """Append the row, and write the progress of the run to trainer_state.json."""
         append(self.metrics, [row])
         self.folder.write_state({**state.state_dict(), "finished": False})
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
-        """Append the row, and the completions."""
+        """Append the row and the completions."""
         append(self.metrics, [row])
         append(self.completions, [{"update": state.update, **sample} for sample in evaluation.samples])

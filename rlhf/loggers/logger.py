@@ -1,25 +1,40 @@
-"""What a logger is."""
+"""The interface of a logger."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Evaluation, Row
     from rlhf.core.state import TrainState
+    from rlhf.runs.folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggerContext:
+    """What a logger gets from its run, besides its own section.
+
+    Args:
+        folder: the run folder.
+        state: the counters of the run; they change while it trains.
+    """
+
+    folder: RunFolder
+    state: TrainState
 
 
 class Logger:
-    """Takes rows of metrics. The methods do nothing here: a logger writes down only what it cares for."""
+    """Receives rows of metrics. Every method does nothing by default; a logger overrides those it needs."""
 
     def log(self, row: Row, state: TrainState) -> None:
-        """A row of training figures."""
+        """Log the metrics of an update."""
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
-        """A row of evaluation figures, with the completions they were measured on."""
+        """Log the metrics of an evaluation, and the completions that were evaluated."""
 
     def warn(self, text: str) -> None:
-        """Something that the user must see."""
+        """Show a warning to the user."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Flush and close at the end of a run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.loggers.logger import Logger
@@ -11,27 +10,35 @@ if TYPE_CHECKING:
     from rlhf.config.logger import TensorboardConfig
     from rlhf.core.metrics import Evaluation, Row
     from rlhf.core.state import TrainState
+    from rlhf.loggers.logger import LoggerContext
 
 
 class TensorboardLogger(Logger):
-    """Scalars by update; what an earlier session wrote beyond the checkpoint is hidden."""
+    """Scalars by update. Rows of an earlier session after its last checkpoint are hidden.
 
-    def __init__(self, config: TensorboardConfig, folder: Path, state: TrainState) -> None:
+    Args:
+        config: the section of the logger.
+        context: what the run provides.
+    """
+
+    config: TensorboardConfig
+
+    def __init__(self, config: TensorboardConfig, context: LoggerContext) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(
-            folder / "tensorboard",
+            context.folder.path / "tensorboard",
             flush_secs=config.flush_secs,
-            purge_step=state.update + 1 if state.update else 0,
+            purge_step=context.state.update + 1 if context.state.update else 0,
         )
 
     def log(self, row: Row, state: TrainState) -> None:
-        """Write each figure."""
+        """Write each metric of the row."""
         for name, value in row.items():
             self.writer.add_scalar(name, value, state.update)
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
-        """Write each figure, and the first completion."""
+        """Write each metric of the row, and the first completion."""
         self.log(row, state)
         for sample in evaluation.samples[:1]:
             self.writer.add_text(
@@ -39,5 +46,5 @@ class TensorboardLogger(Logger):
             )
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write buffered rows and close the file."""
         self.writer.close()

@@ -34,7 +34,7 @@ def on_gpu_store(generator: GeneratorConfig) -> bool:
 def generator_parts(cfg: Config, trainer: Trainer, ram: int) -> Iterator[Part]:
     """A generator's own process and what is shared with it, all in RAM."""
     generator = cfg.generator
-    if not generator.has_worker(cfg):
+    if not cfg.has_worker:
         return
     yield shared_weights(cfg, trainer)
     held = [Part("generator's process", PROCESS, "Python, torch, libraries")]
@@ -46,7 +46,7 @@ def generator_parts(cfg: Config, trainer: Trainer, ram: int) -> Iterator[Part]:
         held += hf_process(cfg, trainer)
     for part in held:
         yield times(part, replicas(cfg))
-    if isinstance(generator, WorkerConfig) and generator.annotates(cfg, trainer.ranks, on_gpu=False):
+    if isinstance(generator, WorkerConfig) and generator.annotates(cfg.schedule.max_lag, trainer.ranks, on_gpu=False):
         yield from annotator_parts(trainer)
 
 
@@ -68,7 +68,7 @@ def annotator_parts(trainer: Trainer) -> Iterator[Part]:
 def replicas(cfg: Config) -> int:
     """How many processes the generator has."""
     generator = cfg.generator
-    if not generator.has_worker(cfg):
+    if not cfg.has_worker:
         return 0
     return generator.replicas if isinstance(generator, WorkerConfig) else 1
 

@@ -55,8 +55,8 @@ def models(cfg: Config) -> Iterator[Model]:
     yield adapted(cfg, Model("policy", key, start, policy, True, batch))
     if isinstance(algo, PPOConfig):
         value = start
-        if algo.starts_value(cfg) is ValueFrom.reward:
-            key, value = "model.reward", algo.reward_model(cfg)
+        if cfg.value_starts_as is ValueFrom.reward:
+            key, value = "model.reward", cfg.value_reward
         size = size_of(cfg, value)
         yield adapted(cfg, Model("value model", key, value, size and size.scoring(), True, batch))
     if algo.trains is Trains.policy and not (model.lora.rank and model.starts_as_reference):
@@ -94,4 +94,4 @@ def size_of(cfg: Config, name: str | None) -> ModelSize | None:
 
 def made_size(model: NanoConfig, task: EmbeddedTaskConfig) -> ModelSize:
     """The size of the embedded model with the vocabulary of an embedded task."""
-    return nano_size(model, task.vocabulary_size())
+    return nano_size(model, task.vocabulary_size)

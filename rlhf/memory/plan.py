@@ -78,7 +78,7 @@ def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iter
             None if own is None else int(share * own),
             tuple(vllm_on_gpu(generator, trainer)),
         )
-    elif generator.has_worker(cfg):
+    elif cfg.has_worker:
         process = [Part("CUDA", CONTEXT, "the generator's process"), *hf_process(cfg, trainer)]
         together = -(-replicas(cfg) * many // max(1, len(gpus) - 1))  # on one GPU; rlhf.worker.environment
         parts += [times(part, together) for part in process]
@@ -88,11 +88,11 @@ def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iter
     yield Use(f"GPU {names}", total, kept(parts), tuple(phases))
     ram = [Part("processes", PROCESS * (local + replicas(cfg) * many), "Python, torch, libraries")]
     ram += [times(part, local) for part in trainer.in_ram()]
-    if generator.has_worker(cfg) and not on_gpu_store(generator):
+    if cfg.has_worker and not on_gpu_store(generator):
         ram.append(times(shared_weights(cfg, trainer), many))
     if isinstance(generator, VLLMConfig) and generator.shares_gpu:
         asleep = Part("vLLM asleep", vllm_weights(generator, trainer), "its weights while the trainer trains")
         ram.append(times(asleep, many))
-    if isinstance(generator, WorkerConfig) and generator.annotates(cfg, trainer.ranks, on_gpu=True):
+    if isinstance(generator, WorkerConfig) and generator.annotates(cfg.schedule.max_lag, trainer.ranks, on_gpu=True):
         ram.append(Part("annotator's process", PROCESS, "Python, torch, libraries"))
     yield Use("RAM", machine.ram, kept(ram), (Phase("loading", (times(trainer.loading(), local),)),))

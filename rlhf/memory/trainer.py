@@ -63,7 +63,7 @@ class Trainer:
     @property
     def gathers(self) -> bool:
         """Whether weights are divided over ranks, which then go through forwards together."""
-        return self.cfg.backend.footprint(self.cfg).gathered
+        return self.cfg.backend.footprint().gathered
 
     def prompt_apart(self, prompts: int, samples: int) -> bool:
         """Whether prompts of full length are encoded in a pass of their own."""
@@ -85,14 +85,14 @@ class Trainer:
 
     def weights(self, model: Model) -> tuple[int, Footprint]:
         """How many weights are held as they are, and how: frozen ones in `model.dtype`."""
-        footprint, count = self.cfg.backend.footprint(self.cfg), model.counted.parameters
+        footprint, count = self.cfg.backend.footprint(), model.counted.parameters
         if model.trained and model.adapters is None:
             return count, footprint
         return count, replace(footprint, weights=self.precision(False).residual)
 
     def parts(self) -> Iterator[Part]:
         """Weights, adapters and optimizer states on the device."""
-        footprint = self.cfg.backend.footprint(self.cfg)
+        footprint = self.cfg.backend.footprint()
         if self.device == "cpu":
             yield Part("process", PROCESS, "Python, torch, libraries")
         for model in self.models:
@@ -108,7 +108,7 @@ class Trainer:
 
     def in_ram(self) -> Iterator[Part]:
         """What the backend offloads."""
-        footprint = self.cfg.backend.footprint(self.cfg)
+        footprint = self.cfg.backend.footprint()
         for model in self.models:
             count, held_as = self.weights(model)
             held = held_as.in_ram("weights", count, self.ranks)
@@ -125,7 +125,7 @@ class Trainer:
 
     def gradients(self) -> Iterator[Part]:
         """Of what is trained, on the device; and a layer whose weights are brought together."""
-        footprint = self.cfg.backend.footprint(self.cfg)
+        footprint = self.cfg.backend.footprint()
         for model in self.models:
             if model.trained:
                 held = footprint.on_device("gradients", model.trainable, self.ranks)
@@ -170,7 +170,7 @@ class Trainer:
                 ),
             ),
         )
-        footprint = cfg.backend.footprint(cfg)
+        footprint = cfg.backend.footprint()
         if self.device == "cuda" and "optimizer" not in footprint.offloaded:
             count = sum(model.trainable for model in self.models)
             held = footprint.step * count / (self.ranks if "optimizer" in footprint.sharded else 1)
@@ -197,7 +197,7 @@ class Trainer:
         yield Phase("log-probs and scores", (max(reads, key=lambda part: part.bytes),))
         if cfg.algo.trains is not Trains.reward and not isinstance(cfg.generator, WorkerConfig):
             yield Phase("sampling", (self.sampling(cfg.eval.batch_size, self.precision(True)),))
-        elif isinstance(cfg.generator, HFConfig) and not cfg.generator.has_worker(cfg):
+        elif isinstance(cfg.generator, HFConfig) and not cfg.has_worker:
             yield Phase("sampling", (self.sampling(cfg.generator.batch_size, self.precision(True)),))
 
     def sampling(self, batch_size: int, precision: Precision) -> Part:

@@ -1,1 +1,1 @@
-"""PyTorch modules around Hugging Face models: policy, reward model, value model, log-probs, LoRA."""
+"""Models: loading and saving, modules that run Hugging Face models over rollouts, log-probs, LoRA."""

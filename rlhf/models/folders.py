@@ -1,4 +1,4 @@
-"""What can be known of a local model folder before torch is imported. Only pathlib and json."""
+"""Checks of local model folders and of context lengths. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from pathlib import Path
 from typing import Any
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-
-
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # as model configs spell it
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # config.json: context length
 
 
 def is_local(path: str) -> bool:
-    """Whether `path` means a folder: there is one, or it cannot be the name of a model on the hub."""
+    """Return True if `path` is an existing folder, or cannot be the name of a model on the hub."""
     return Path(path).expanduser().is_dir() or HUB_NAME.fullmatch(path) is None
 
 
 def folder_problem(key: str, path: str) -> str | None:
-    """What is wrong with the local model folder `path` that `key` names, or None. Hub names have none
-    here.
+    """Return the error message for the local model folder `path`, or None if the folder can be loaded.
+
+    A hub name is not checked: the result is None. The message names the config key `key`.
     """
     if not is_local(path):
         return None
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        missing = f"no folder {path!r} here"
+        missing = f"no folder {path!r}"
     elif not (folder / "config.json").is_file():
         missing = f"no config.json in {path!r}"
     elif not any(folder.glob("*.safetensors")):
-        missing = f"no *.safetensors in {path!r}; other formats run code when they are read"
+        missing = f"no *.safetensors in {path!r}; reading other formats can execute code"
     elif read_config(path) is None:
         missing = f"config.json in {path!r} is not a JSON object"
     else:
@@ -42,7 +41,7 @@ def folder_problem(key: str, path: str) -> str | None:
 
 
 def read_config(path: str) -> dict[str, Any] | None:
-    """The config.json of a model folder; None where there is none, or it is not a JSON object."""
+    """Return the config.json of a model folder; None if the file is missing or is not a JSON object."""
     file = Path(path).expanduser() / "config.json"
     if not file.is_file():
         return None
@@ -54,14 +53,15 @@ def read_config(path: str) -> dict[str, Any] | None:
 
 
 def context_length(path: str) -> int | None:
-    """Positions of the model in the folder `path`; None where its config does not say, or `path` is not a
-    folder.
+    """Return the context length, in tokens, of the model in the folder `path`.
+
+    The result is None if `path` is not a model folder or its config.json does not state the length.
     """
     return context_of(read_config(path) or {})
 
 
 def context_of(config: dict[str, Any]) -> int | None:
-    """Positions that a model config, as a dictionary, allows; None where it does not say."""
+    """Return the context length, in tokens, of a model config given as a dictionary; None if not stated."""
     nested = config.get("text_config")
     for part in (config, nested if isinstance(nested, dict) else {}):
         for name in CONTEXT_KEYS:
@@ -71,7 +71,13 @@ def context_of(config: dict[str, Any]) -> int | None:
 
 
 def context_problem(context: int | None, prompt_length: int, response_length: int) -> str | None:
-    """What is wrong when prompts and responses of so many tokens do not fit `context` positions, or None."""
+    """Return an error message if prompt and response together are longer than the context, else None.
+
+    Args:
+        context: context length of the model in tokens; None if unknown, which is no error.
+        prompt_length: longest prompt in tokens.
+        response_length: longest response in tokens.
+    """
     if context is None or prompt_length + response_length <= context:
         return None
     room = context - prompt_length
@@ -81,6 +87,6 @@ def context_problem(context: int | None, prompt_length: int, response_length: in
         else f"set task.max_prompt_tokens={max(1, context - response_length)}"
     )
     return (
-        f"task.max_prompt_tokens + generator.response_length must be <= {context} (the model has no more "
-        f"positions), got {prompt_length} + {response_length} = {prompt_length + response_length}; {remedy}"
+        f"task.max_prompt_tokens + generator.response_length must be <= {context} (the context length of the "
+        f"model), got {prompt_length} + {response_length} = {prompt_length + response_length}; {remedy}"
     )

@@ -1,4 +1,4 @@
-"""A model's outputs on any number of rollouts, without gradient, in micro-batches by length."""
+"""Outputs of a model on a batch of rollouts, without gradient, in micro-batches formed by length."""
 
 from __future__ import annotations
 
@@ -19,13 +19,25 @@ if TYPE_CHECKING:
 def infer(
     module: nn.Module, rollouts: Rollouts, field: str, micro_batch: int, ranks: Ranks, dtype: Dtype
 ) -> Tensor:
-    """The output `field` of `module`, float32, where `rollouts` are: [N, K, T], [N, K, T+1] or [N, K].
+    """Return one output of `module` for all rollouts.
 
-    Positions beyond a micro-batch's longest response are 0. Ranks divide the rollouts, and each gets all.
+    The ranks divide the rollouts among themselves, and every rank returns the whole result.
+
+    Args:
+        module: a module that maps rollouts to `Outputs`.
+        rollouts: N prompts with K responses of at most T tokens, the same on every rank.
+        field: name of the output: "logprobs", "values" or "rewards".
+        micro_batch: most sequences of one forward on one rank; a micro-batch has at least one prompt.
+        ranks: the ranks that divide the rollouts; their device runs the forwards.
+        dtype: dtype of the forwards (autocast below float32).
+
+    Returns:
+        float32 on the device of `rollouts`: log-probs [N, K, T], values [N, K, T+1] or rewards [N, K].
+        Positions beyond the longest response of a micro-batch are 0.
     """
     home = rollouts.response_ids.device
     whole: Tensor | None = None
-    # Not inference_mode: the weights that ZeRO-3 gathers under it could not be trained afterwards.
+    # inference_mode would break ZeRO-3: weights that it gathers there cannot be trained afterwards.
     with torch.no_grad(), autocast(ranks.device, dtype):
         for rows, micro, counts in microbatches(rollouts, micro_batch, ranks.rank, ranks.size):
             out = getattr(module(micro.to(ranks.device)), field).float().to(home)
@@ -38,5 +50,5 @@ def infer(
                 whole[rows, :, : out.shape[2]] = out
             elif counts:
                 whole[rows] = out
-    assert whole is not None, "there were no rollouts"
+    assert whole is not None, "infer needs at least one prompt"
     return ranks.sum(whole)

@@ -1,4 +1,4 @@
-"""Load tokenizers and models, from the hub or from local folders, and save them."""
+"""Loading of tokenizers and models from the hub or local folders, creation of new models, and saving."""
 
 from __future__ import annotations
 
@@ -32,10 +32,18 @@ if TYPE_CHECKING:
 def load_tokenizer(
     path: str, pad_token: str | None = None, trust_remote_code: bool = False, key: str = "model.policy"
 ) -> PreTrainedTokenizerFast:
-    """The fast tokenizer at `path` (hub name or folder), padding on the left.
+    """Return the fast tokenizer at `path`, with padding on the left.
 
-    `pad_token` names the pad token where the tokenizer has none of its own, or one that is also its end.
-    Raises UserError where the pad token is missing, unknown to the vocabulary, or equal to the end token.
+    Args:
+        path: hub name or local folder.
+        pad_token: pad token for a tokenizer that has none, or whose pad token is its end token; None keeps
+            the tokenizer's own.
+        trust_remote_code: passed to transformers.
+        key: config key that names `path`, for error messages.
+
+    Raises:
+        UserError: there is no fast tokenizer at `path`, or its pad token is missing, not in the vocabulary,
+            or equal to the end token.
     """
     tokenizer = fetch(AutoTokenizer, path, key, trust_remote_code=trust_remote_code, padding_side="left")
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -43,29 +51,30 @@ def load_tokenizer(
             f"{key} must come with a fast tokenizer (tokenizer.json), got {path!r}; choose another model"
         )
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise UserError(  # transformers makes an empty tokenizer of a folder that has none
-            f"{key} must come with its tokenizer (tokenizer.json), got {path!r} without one; "
+        raise UserError(  # transformers returns an empty tokenizer for a folder without tokenizer files
+            f"{key} must come with its tokenizer (tokenizer.json), got {path!r} without a tokenizer; "
             "set model.tokenizer=<hub name or folder>"
         )
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise UserError(
-                f"model.pad_token must be a token of the tokenizer of {path!r} (a new one would have no "
-                f"embedding), got {pad_token!r}; set model.pad_token to a token that is never used, such as "
-                "a reserved one"
+                f"model.pad_token must be in the vocabulary of the tokenizer of {path!r} (a new token would "
+                f"have no embedding), got {pad_token!r}; set model.pad_token to an unused token of the "
+                "vocabulary, such as a reserved token"
             )
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise UserError(
-            f"model.pad_token must be set for the tokenizer of {path!r} (pad must differ from the end "
-            f"token, which is trained on), got pad {tokenizer.pad_token!r} and end {tokenizer.eos_token!r}; "
-            "set model.pad_token to a token of its vocabulary that is never used, such as a reserved one"
+            f"model.pad_token must be set for the tokenizer of {path!r} (the pad token must differ from the "
+            f"end token, which is trained on), got pad token {tokenizer.pad_token!r} and end token "
+            f"{tokenizer.eos_token!r}; set model.pad_token to an unused token of the vocabulary, such as a "
+            "reserved token"
         )
     return tokenizer
 
 
 def same_tokens(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
-    """Whether token ids of the one mean the same to the other."""
+    """Return True if two tokenizers have the same vocabulary and end token, so that token ids carry over."""
     return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
 
 
@@ -76,10 +85,17 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     key: str = "model.policy",
 ) -> PreTrainedModel:
-    """The causal LM at `path` (hub name or folder; safetensors only), dropout off, in evaluation mode.
+    """Return the causal LM at `path`, without dropout and in evaluation mode.
 
-    What is trained is loaded in float32; a frozen model in any dtype. Raises UserError, naming `key`, where
-    there is no such model.
+    Args:
+        path: hub name or local folder; weights must be safetensors.
+        dtype: dtype of the weights: float32 for a model that is trained, any dtype for a frozen model.
+        attention: attention implementation of transformers, such as "sdpa".
+        trust_remote_code: passed to transformers.
+        key: config key that names `path`, for error messages.
+
+    Raises:
+        UserError: there is no causal LM at `path`, or its checkpoint lacks parameters.
     """
     return load(AutoModelForCausalLM, path, dtype, attention, trust_remote_code, key)
 
@@ -91,9 +107,12 @@ def load_reward_model(
     trust_remote_code: bool = False,
     key: str = "model.reward",
 ) -> PreTrainedModel:
-    """The sequence classifier with one label at `path`, as `load_causal_lm`.
+    """Return the sequence classifier with one label at `path`, without dropout and in evaluation mode.
 
-    Raises UserError also where it has another number of labels, or no head at all.
+    The arguments are those of `load_causal_lm`.
+
+    Raises:
+        UserError: there is no model at `path`, it has no classification head, or not exactly one label.
     """
     return load(AutoModelForSequenceClassification, path, dtype, attention, trust_remote_code, key)
 
@@ -107,14 +126,23 @@ def new_reward_model(
     trust_remote_code: bool = False,
     key: str = "model.policy",
 ) -> PreTrainedModel:
-    """A reward model on the backbone of the causal LM at `path`, its head drawn from N(0, 1/sqrt(d+1)).
+    """Return a new reward model: the backbone of the causal LM at `path` with a random head.
 
-    d is the hidden size (Stiennon et al., arXiv 2009.01325; Huang et al., arXiv 2403.17031, detail 11); the
-    draw is from `generator`, or torch's own.
+    The head is drawn from a normal distribution with mean 0 and standard deviation 1/sqrt(d+1), where d is
+    the hidden size (Stiennon et al., arXiv 2009.01325; Huang et al., arXiv 2403.17031, detail 11).
+
+    Args:
+        path: hub name or local folder of the causal LM.
+        pad_token_id: pad token for the config of the reward model.
+        generator: source of the random head; None uses torch's global generator.
+        dtype: dtype of the weights.
+        attention: attention implementation of transformers.
+        trust_remote_code: passed to transformers.
+        key: config key that names `path`, for error messages.
     """
     model = load(
         AutoModelForSequenceClassification, path, dtype, attention, trust_remote_code, key,
-        new="score.weight", num_labels=1, pad_token_id=pad_token_id,
+        new_parameter="score.weight", num_labels=1, pad_token_id=pad_token_id,
     )  # fmt: skip
     weight = score_head(model).weight
     drawn = torch.randn(weight.shape, generator=generator) / (weight.shape[1] + 1) ** 0.5
@@ -130,10 +158,24 @@ def load(
     attention: str,
     trust_remote_code: bool,
     key: str,
-    new: str | None = None,
+    new_parameter: str | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
-    """Load through an auto class; `new` names the parameter that the checkpoint need not have."""
+    """Return the model that the auto class `auto` loads from `path`, without dropout.
+
+    Args:
+        auto: auto class of transformers.
+        path: hub name or local folder.
+        dtype: dtype of the weights.
+        attention: attention implementation of transformers.
+        trust_remote_code: passed to transformers.
+        key: config key that names `path`, for error messages.
+        new_parameter: name of a parameter that may be missing in the checkpoint; None: no parameter may.
+        settings: values for the model's config.
+
+    Raises:
+        UserError: the checkpoint is missing, lacks parameters, or is not a reward model with one label.
+    """
     problem = folder_problem(key, path)
     if problem is not None:
         raise UserError(problem)
@@ -150,17 +192,17 @@ def load(
         use_safetensors=True,
         output_loading_info=True,
     )
-    missing = sorted(set(report["missing_keys"]) - {new})
+    missing = sorted(set(report["missing_keys"]) - {new_parameter})
     if missing or report["mismatched_keys"]:
         raise UserError(
-            f"{key} must name a checkpoint of {type(model).__name__} (parameters that it lacks would be "
-            f"random numbers), got {path!r} without {', '.join(missing[:3]) or 'fitting shapes'}; set "
+            f"{key} must name a checkpoint of {type(model).__name__} (missing parameters would be random), "
+            f"got {path!r} without {', '.join(missing[:3]) or 'matching shapes'}; set "
             f"{key}=<hub name or folder>"
         )
     if auto is AutoModelForSequenceClassification and model.config.num_labels != 1:
         raise UserError(
             f"{key} must name a reward model with one label (a reward is one number), got {path!r} with "
-            f"{model.config.num_labels}; set {key}=<hub name or folder>"
+            f"{model.config.num_labels} labels; set {key}=<hub name or folder>"
         )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -169,17 +211,19 @@ def load(
 
 
 def without_dropout(config: PreTrainedConfig) -> None:
-    """Set every dropout rate of a model config to 0: `attention_dropout`, `resid_pdrop`, and the like."""
+    """Set every dropout rate of a model config to 0: `attention_dropout`, `resid_pdrop` and others."""
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, int | float):
             setattr(config, name, 0.0)
 
 
 def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
-    """`auto.from_pretrained` of a folder or of what is cached here; from the hub only where both fail.
+    """Return `auto.from_pretrained(path)`: from a local folder or the local cache, else from the hub.
 
-    Nodes of a cluster often have no network, and what is cached needs none. Raises UserError, naming `key`,
-    where `path` is in none of the three.
+    Nodes of a cluster often have no network, so the hub is asked only for a model that is not cached.
+
+    Raises:
+        UserError: `path` is no readable folder, is not cached and cannot be loaded from the hub.
     """
     path = os.path.expanduser(path)
     try:
@@ -187,35 +231,37 @@ def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
     except (OSError, ValueError) as error:
         if is_local(path):
             folder = Path(path).is_dir()
-            reason = (
-                f"{path!r} could not be read: {first_line(error)}" if folder else f"no folder {path!r} here"
-            )
+            reason = f"{path!r} could not be read: {first_line(error)}" if folder else f"no folder {path!r}"
             raise UserError(unreachable(key, path, reason)) from error
     try:
         return auto.from_pretrained(path, **settings)
     except (OSError, ValueError) as error:
-        reason = f"no folder {path!r} here, and the hub has none or could not be reached: {first_line(error)}"
+        reason = f"no folder {path!r}, and not found on the hub or hub not reachable: {first_line(error)}"
         raise UserError(unreachable(key, path, reason)) from error
 
 
 def unreachable(key: str, path: str, reason: str) -> str:
-    """The error for a model that is nowhere."""
+    """Return the error message for a model that cannot be loaded from a folder, the cache or the hub."""
     return (
         f"{key} must name a model on the hub or a folder with model and tokenizer ({reason}), got {path!r}; "
-        f"set {key}=<hub name or folder>, or download it once where there is a network"
+        f"set {key}=<hub name or folder>, or download the model once on a machine with a network"
     )
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an exception's text."""
+    """Return the first line of an exception's text, or the name of its class if the text is empty."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def new_nano(nano: NanoConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXForCausalLM:
-    """A GPT-NeoX from nothing: the size of `nano`, the vocabulary of `tokenizer`, float32, torch's own RNG.
+    """Return a GPT-NeoX with random weights, in float32 and evaluation mode.
 
-    The products that write to the residual stream start smaller by sqrt(2 * layers), as GPT-2's (Radford et
-    al. 2019).
+    Weights are drawn from torch's global generator. The weights of the projections into the residual stream
+    are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
+
+    Args:
+        nano: sizes of the model.
+        tokenizer: source of the vocabulary size and of the special tokens.
     """
     config = GPTNeoXConfig(
         vocab_size=len(tokenizer),
@@ -224,8 +270,7 @@ def new_nano(nano: NanoConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXFor
         num_attention_heads=nano.heads,
         intermediate_size=4 * nano.hidden_size,
         max_position_embeddings=nano.context,
-        initializer_range=nano.hidden_size
-        ** -0.5,  # the usual 0.02 is for wide models: copying is learned late
+        initializer_range=nano.hidden_size**-0.5,  # with the usual 0.02 a narrow model learns to copy late
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -245,15 +290,21 @@ def save(
     folder: Path,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write safetensors, config and tokenizer for `from_pretrained`; `state_dict`: gathered weights.
+    """Write model and tokenizer to `folder`, so that `from_pretrained(folder)` loads them.
 
-    Adapters are merged, and the weights then float32.
+    LoRA adapters are merged into the weights, which are then float32.
+
+    Args:
+        model: the model; its weights are saved as safetensors.
+        tokenizer: the tokenizer.
+        folder: where the files are written.
+        state_dict: weights to save in place of the model's own, for example gathered from all ranks.
     """
     adapted = is_adapted(model)
     if state_dict is None and adapted:
         state_dict = dict(whole_weights(model))
     model.save_pretrained(folder, state_dict=state_dict)
-    if adapted:  # where frozen weights are held in 16 bits, that is what it calls itself
+    if adapted:  # the config still names the dtype of the frozen weights, which may have 16 bits
         model.config.dtype = torch.float32
         model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -262,16 +313,28 @@ def save(
 def check_vocabulary(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, key: str = "model.tokenizer"
 ) -> None:
-    """Raise ValueError where the tokenizer has ids without an embedding in the model. Fewer ids are fine."""
+    """Check that every token id of the tokenizer has an embedding in the model.
+
+    A tokenizer with fewer ids than embeddings is accepted.
+
+    Raises:
+        UserError: the largest token id has no embedding.
+    """
     rows = model.config.get_text_config().vocab_size
     largest = max(tokenizer.get_vocab().values())
     if largest >= rows:
         raise UserError(
-            f"{key} must fit the model (every id needs an embedding), got ids up to {largest} and {rows} "
-            f"embeddings; set {key} to the tokenizer that the model was trained with"
+            f"{key} must fit the model (every token id needs an embedding), got ids up to {largest} and "
+            f"{rows} embeddings; set {key} to the tokenizer that the model was trained with"
         )
 
 
 def check_context(config: PreTrainedConfig, prompt_length: int, response_length: int) -> str | None:
-    """What is wrong when prompts and responses of so many tokens exceed the model's positions, or None."""
+    """Return an error message if prompt and response together exceed the model's context length, else None.
+
+    Args:
+        config: config of the model.
+        prompt_length: longest prompt in tokens.
+        response_length: longest response in tokens.
+    """
     return context_problem(context_of(config.to_dict()), prompt_length, response_length)

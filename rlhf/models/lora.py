@@ -1,10 +1,10 @@
-"""LoRA through PEFT: small matrices beside the linear layers of a model, whose own weights stay as they are.
+"""LoRA adapters through PEFT: small trained matrices beside the frozen linear layers of a model.
 
     y = x W^T + (alpha / rank) (x A^T) B^T      # A [rank, in], B [out, rank]; B = 0 at the start
 
-(Hu et al., arXiv 2106.09685.) A model with adapters keeps its class and config; PEFT's layers stand in the
-place of its own, so it is run, and generated from, as before. What is to be known of it beyond that is here:
-what of it is trained, how it runs without adapters, what its whole weights are in the names of Hugging Face.
+Source: Hu et al., arXiv 2106.09685. A model with adapters keeps its class and config: PEFT's layers replace
+the model's linear layers, so forwards and generation work unchanged. This module adds adapters, runs a model
+without its adapters, merges adapters into whole weights, and saves and loads adapters.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ if TYPE_CHECKING:
 
 
 NAME = "default"  # PEFT's name for the only adapter
-
-
 FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # prefix of the tensor names in FILE
 
-
-PREFIX = "base_model.model."  # of the names in that file
-
-
-Gather = Callable[[Iterable[Tensor]], AbstractContextManager[Any]]
+Gather = Callable[[Iterable[Tensor]], AbstractContextManager[Any]]  # a context in which parameters are whole
 
 
 def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
-    """Give `model` adapters, drawn by `seed`, in place: these are trained, in float32; all else is frozen.
+    """Add adapters to `model` in place and freeze its other weights. Adapters are float32.
 
-    The head of a sequence classifier is trained whole, beside `modules_to_save`: it is often a new one.
+    The modules in `modules_to_save` are trained whole, and so is the head of a sequence classifier, because
+    that head is often new.
+
+    Args:
+        model: the model.
+        config: rank, alpha and the names of the layers.
+        seed: seed of the initial adapter weights.
 
     Raises:
-        UserError: a name of `targets` or `modules_to_save` matches nothing in the model, or something that
-            cannot be trained so.
+        UserError: a name in `targets` or `modules_to_save` matches no module, or a module that cannot be
+            trained this way.
     """
     from peft import LoraConfig, TaskType, inject_adapter_in_model
 
@@ -70,33 +71,50 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
 
 
 def is_adapted(model: PreTrainedModel) -> bool:
-    """Whether the model has adapters."""
+    """Return True if the model has adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
 def chosen_targets(model: PreTrainedModel, names: list[str] | None) -> list[str]:
-    """The linear layers that get adapters, by the last part of their names; None: all below the head."""
+    """Return the names of the linear layers that get adapters.
+
+    Args:
+        model: the model.
+        names: ends of layer names, as in `model.lora.targets`; None selects all linear layers below the head.
+
+    Raises:
+        UserError: a name matches no linear layer below the head.
+    """
     below = set(model.base_model.modules())
     linear = [
         name
         for name, module in model.named_modules()
         if module in below and isinstance(module, nn.Linear | Conv1D)
     ]
-    there = sorted({name.rpartition(".")[2] for name in linear})
+    available = sorted({name.rpartition(".")[2] for name in linear})
     if names is None:
-        return there
+        return available
     for target in names:
         if not any(matches(name, target) for name in linear):
             raise UserError(
-                f"model.lora.targets must name linear layers below the model's head ({', '.join(there)}), "
-                f"got {target}; set model.lora.targets=null for all of them"
+                "model.lora.targets must name linear layers below the model's head "
+                f"({', '.join(available)}), got {target}; set model.lora.targets=null for all layers"
             )
     return sorted(set(names))
 
 
 def chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str]) -> list[str]:
-    """The modules that are trained whole, by their full names."""
-    found: list[str] = []
+    """Return the full names of the modules that are trained whole, without duplicates.
+
+    Args:
+        model: the model.
+        names: ends of module names, as in `model.lora.modules_to_save`.
+        targets: names of the layers that get adapters.
+
+    Raises:
+        UserError: a name matches no module, or a module that cannot be trained whole.
+    """
+    chosen: list[str] = []
     tied = [model.get_input_embeddings(), model.get_output_embeddings()]
     for wanted in names:
         matching = {name: m for name, m in model.named_modules() if matches(name, wanted)}
@@ -116,28 +134,31 @@ def chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str])
             inside = [name, *(f"{name}.{child}" for child, _ in module.named_modules() if child)]
             if isinstance(module, nn.ModuleList) or any(matches(i, t) for i in inside for t in targets):
                 raise UserError(
-                    "model.lora.modules_to_save must name modules that can be trained whole (none with "
-                    f"adapters of its own, no list of modules), got {wanted}; leave it out, or set "
+                    "model.lora.modules_to_save must name modules that can be trained whole (no module with "
+                    f"adapters, no list of modules), got {wanted}; remove {wanted}, or set "
                     "model.lora.targets to other layers"
                 )
             if module in tied and model.config.get_text_config().tie_word_embeddings:
                 raise UserError(
-                    "model.lora.modules_to_save must not name the embeddings of a model whose output "
-                    f"embeddings are its input embeddings (they would be two after training), got {wanted}; "
-                    "leave it out"
+                    "model.lora.modules_to_save must not name the embeddings of a model whose input and "
+                    f"output embeddings are tied (they would differ after training), got {wanted}; "
+                    f"remove {wanted}"
                 )
-        found += matching
-    return list(dict.fromkeys(found))
+        chosen += matching
+    return list(dict.fromkeys(chosen))
 
 
 def matches(name: str, wanted: str) -> bool:
-    """Whether the module `name` is meant by `wanted`, a full name or the end of one."""
+    """Return True if `wanted` is the full name `name` of a module, or its last parts."""
     return name == wanted or name.endswith(f".{wanted}")
 
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """The model as it was before `adapt`, modules that are trained whole too, for the time being."""
+    """Return a context in which `model` runs with its weights from before `adapt`.
+
+    Adapters are disabled, and modules that are trained whole use their original weights.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
@@ -155,10 +176,14 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 def whole_weights(
     model: PreTrainedModel, gather: Gather = lambda parameters: nullcontext()
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of `model` in the names of Hugging Face, one tensor at a time, without changing any.
+    """Yield name and tensor of every weight of `model`, under Hugging Face's names, one tensor at a time.
 
-    Adapters are merged, in float32: W + (alpha / rank) B A. Of a model without any, they are as they are.
-    `gather` is the context in which given parameters are whole, where a backend divides them over ranks.
+    The model is not changed. If it has adapters, weights are float32 and adapters are merged:
+    W + (alpha / rank) B A. Otherwise the tensors are yielded unchanged.
+
+    Args:
+        model: the model, with or without adapters.
+        gather: context manager in which the given parameters are whole, for a backend that shards them.
     """
     adapted = is_adapted(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -175,35 +200,38 @@ def whole_weights(
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What is trained of a model with adapters, by PEFT's names: the tensors themselves."""
+    """Return the trained tensors of a model with adapters (not copies), under PEFT's names."""
     from peft import get_peft_model_state_dict
 
-    found = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
-    return {f"{PREFIX}{name}": tensor for name, tensor in found.items()}
+    tensors = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write what is trained, for `load_adapter` and for `PeftModel.from_pretrained(base model, folder)`."""
+    """Write the trained tensors to `folder`.
+
+    Both `load_adapter` and `PeftModel.from_pretrained(base model, folder)` read them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     settings: Any = copy(model.peft_config[NAME])
     settings.inference_mode = True
-    settings.target_modules = sorted(settings.target_modules)  # PEFT makes a set of them
+    settings.target_modules = sorted(settings.target_modules)  # PEFT makes a set of the list
     settings.save_pretrained(str(folder))
     tensors = {name: tensor.detach().contiguous() for name, tensor in adapter_weights(model).items()}
     save_file(tensors, folder / FILE, metadata={"format": "pt"})
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Give a model with adapters the values that `save_adapter` wrote.
+    """Copy the tensors that `save_adapter` wrote into the adapters of `model`.
 
     Raises:
-        RunError: they are those of other adapters.
+        RunError: the file has other tensor names than the model's adapters.
     """
     saved, own = load_file(folder / FILE), adapter_weights(model)
-    if unlike := saved.keys() ^ own.keys():
+    if different := saved.keys() ^ own.keys():
         raise RunError(
-            f"{folder / FILE} must have the tensors of the adapters of this run, and only one of the two has "
-            f"{min(unlike)}; set resume=never to start again"
+            f"{folder / FILE} must have the tensors of the adapters of this run (file and adapters must have "
+            f"the same layers), got {min(different)} in only one of the two; set resume=never to start again"
         )
     for name, tensor in own.items():
         tensor.copy_(saved[name])

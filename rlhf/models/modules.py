@@ -1,7 +1,7 @@
-"""The models of a run: what they compute for rollouts, and how they are loaded, made and saved.
+"""PyTorch modules that run Hugging Face models over rollouts: policy, reward model and value model.
 
-A `Policy` gives log-probs, a `RewardModel` scores, a `ValueModel` values; each wraps a Hugging Face model
-that stays what it was (attribute `model`), so it is saved, sharded and generated from as such. An
+A `Policy` returns log-probs, a `RewardModel` rewards, a `ValueModel` values. Each wraps a Hugging Face model
+(attribute `model`), whose class does not change, so saving, sharding and generation work as usual. An
 `ActorCritic` is a policy and a value model that are trained together.
 """
 
@@ -25,34 +25,50 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Rollouts
 
 
+# Names that model configs of transformers use for a factor on the logits.
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 class LogprobHead(nn.Linear):
-    """The output embeddings of a causal LM; called with `targets`, it returns their log-probs, not logits.
+    """Output embeddings of a causal LM that return log-probs instead of logits if given `targets`.
 
-    It replaces the model's own `nn.Linear` and takes over its parameters, so names in a state dict stay.
-    Being called as a module matters: ZeRO-3 gathers a module's weights when it is called.
+    The head replaces the model's own `nn.Linear` and shares its parameters, so the names in a state dict stay
+    the same. Log-probs are computed by calling a module because ZeRO-3 gathers weights when a module is
+    called.
     """
 
     def forward(self, input: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Tensor:
-        """Logits [..., V] of input [..., H]; with targets [R], log-probs [R] float32 of input [R, H]."""
+        """Return logits or log-probs.
+
+        Args:
+            input: hidden states [..., H]; [R, H] with `targets`.
+            targets: token ids [R], or None.
+            temperature: divisor of the logits; used only with `targets`.
+
+        Returns:
+            Without `targets`, logits [..., V]; with `targets`, their log-probs [R] float32.
+        """
         if targets is None:
             return super().forward(input)
         return token_logprobs(input, self.weight, self.bias, targets, temperature)
 
     @staticmethod
     def of(linear: nn.Linear) -> LogprobHead:
-        """A head with the parameters of `linear`, the same objects."""
+        """Return a head that shares the parameters of `linear`."""
         head = LogprobHead(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
         return head.train(linear.training)
 
 
 class OverRollouts(nn.Module):
-    """A Hugging Face model (`model`) that is run over rollouts.
+    """A Hugging Face model (attribute `model`) that runs over rollouts.
 
-    Raises UserError where `shared_prefix` is asked for but the model's cache cannot be repeated.
+    Args:
+        model: the Hugging Face model.
+        shared_prefix: whether prompts are encoded once for their K responses.
+
+    Raises:
+        UserError: `shared_prefix` is True, but the model's cache cannot be repeated for the responses.
     """
 
     def __init__(self, model: PreTrainedModel, shared_prefix: bool) -> None:
@@ -62,10 +78,10 @@ class OverRollouts(nn.Module):
             raise UserError(problem)
         self.model = model
         self.shared_prefix = shared_prefix
-        self.whole = False  # whether each forward runs to its end, as hooks of ZeRO-3 need it
+        self.whole = False  # True: every forward runs to its end, which hooks of ZeRO-3 need
 
     def states(self, batch: Rollouts, last: bool) -> Tensor:
-        """Hidden states around the responses, as `rlhf.forward.encode` gives them."""
+        """Return the hidden states of the responses; see `rlhf.models.shared_prefix.encode`."""
         return encode(
             backbone(self.model),
             batch.prompt_ids,
@@ -79,9 +95,16 @@ class OverRollouts(nn.Module):
 
 
 class Policy(OverRollouts):
-    """A causal LM (`model`) that gives the log-probs of rollouts at `temperature`.
+    """A causal LM (attribute `model`) that returns the log-probs of rollouts at a sampling temperature.
 
-    Raises UserError also where its logits are more than the output embeddings of its hidden states.
+    Args:
+        model: the causal LM. Its output embeddings are replaced by a `LogprobHead` with the same parameters.
+        temperature: divisor of the logits.
+        shared_prefix: whether prompts are encoded once for their K responses.
+
+    Raises:
+        UserError: `shared_prefix` does not work with the model, or its logits are not a linear function of
+            its last hidden state.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, shared_prefix: bool) -> None:
@@ -97,61 +120,70 @@ class Policy(OverRollouts):
             model.set_output_embeddings(LogprobHead.of(head))
         self.temperature = temperature
         self.logit_scale = logit_scale(model)
-        self.adapters = True  # where the model has some
+        self.adapters = True  # False: a forward disables the model's adapters, if it has any
 
     def before_adapters(self) -> Policy:
-        """The same model, not a copy of it, run without its adapters."""
+        """Return a policy that shares this policy's model and runs the model without its adapters."""
         other = copy.copy(self)
         other.adapters = False
         return other
 
     def at(self, temperature: float) -> Policy:
-        """The same policy, the same modules where they are, at another temperature."""
+        """Return a policy that shares this policy's model and runs at another temperature."""
         other = copy.copy(self)
         other.temperature = temperature
         return other
 
     def forward(self, batch: Rollouts) -> Outputs:
-        """Log-probs [N, K, T] of the responses, 0 at padding; the head sees real response positions only."""
+        """Return the log-probs [N, K, T] of the responses, 0 at padding.
+
+        The output embeddings are applied to real response positions only.
+        """
         mask = batch.response_mask
         with nullcontext() if self.adapters else without_adapters(self.model):
             hidden = self.states(batch, last=False)
             head = self.model.get_output_embeddings()
-            found = head(
+            logprobs = head(
                 hidden[mask],
                 targets=batch.response_ids[mask],
                 temperature=self.temperature / self.logit_scale,
             )
-        zeros = torch.zeros(mask.shape, dtype=found.dtype, device=found.device)
-        return Outputs(logprobs=zeros.masked_scatter(mask, found))
+        zeros = torch.zeros(mask.shape, dtype=logprobs.dtype, device=logprobs.device)
+        return Outputs(logprobs=zeros.masked_scatter(mask, logprobs))
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head."""
+    """Return the model without its head."""
     base = model.base_model
     assert isinstance(base, PreTrainedModel)
     return base
 
 
 def score_head(model: PreTrainedModel) -> nn.Linear:
-    """The head of a sequence classifier; with adapters, what stands in its place."""
+    """Return the head of a sequence classifier; with adapters, the PEFT module that replaces the head."""
     return cast(nn.Linear, model.get_submodule("score"))
 
 
 def read(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """What a reward or value model says of hidden states [..., H]: [...] float32, centred where it is."""
+    """Return the output [...] float32 of a reward or value model's head for hidden states [..., H].
+
+    `config.reward_offset` is subtracted if the model's config has it.
+    """
     head = score_head(model)
-    with torch.autocast(states.device.type, enabled=False):  # one number a state: worth float32
-        said = head(states.to(head.weight.dtype))[..., 0].float()
-    return said - getattr(model.config, "reward_offset", 0.0)
+    with torch.autocast(states.device.type, enabled=False):  # float32 is cheap for one number per state
+        output = head(states.to(head.weight.dtype))[..., 0].float()
+    return output - getattr(model.config, "reward_offset", 0.0)
 
 
 @torch.no_grad()
 def logit_scale(model: PreTrainedModel) -> float:
-    """The factor between the model's logits and its output embeddings of its hidden states, 1 for most.
+    """Return the factor by which the model scales the output of its head; 1 for most models.
 
-    Models differ in what they do to logits (a scale, a soft cap) and how their configs call it, so it is
-    measured on two tokens. Raises UserError where it is no factor that the config names.
+    Models differ in how they change logits (a scale, a soft cap) and in how their configs name the change.
+    The factor is therefore measured on two tokens.
+
+    Raises:
+        UserError: the logits are not the head's output times 1 or a factor named in the config.
     """
     ids = torch.tensor([[0, 1]], device=model.device)
     training = model.training
@@ -168,20 +200,20 @@ def logit_scale(model: PreTrainedModel) -> float:
             return scale
     raise UserError(
         "model.policy must name a model whose logits are a linear function of its last hidden state "
-        f"(log-probs are computed from the head's weight), got {model.config.model_type}, which changes "
-        "them afterwards, for example by a soft cap; choose another model"
+        f"(log-probs are computed from the head's weight), got {model.config.model_type}, which transforms "
+        "the head's output, for example by a soft cap; choose another model"
     )
 
 
 class RewardModel(OverRollouts):
-    """A sequence classifier with one label (`model`) that scores rollouts.
+    """A sequence classifier with one label (attribute `model`) that scores rollouts.
 
-    It reads the state of the last real response token. Rewards are centred by `config.reward_offset`, where
-    the config has one.
+    The reward is read at the last real response token. `config.reward_offset` is subtracted if the model's
+    config has it.
     """
 
     def forward(self, batch: Rollouts) -> Outputs:
-        """Rewards [N, K] float32. An empty response is read at the last prompt token."""
+        """Return rewards [N, K] float32; the reward of an empty response is read at the last prompt token."""
         hidden = self.states(batch, last=True)
         place = batch.response_mask.sum(-1)  # position t is the state after t tokens
         state = hidden.gather(2, place[:, :, None, None].expand(-1, -1, 1, hidden.shape[-1]))[:, :, 0]
@@ -189,18 +221,18 @@ class RewardModel(OverRollouts):
 
 
 class ValueModel(OverRollouts):
-    """A sequence classifier with one label (`model`) that gives the value of every state of a response.
+    """A sequence classifier with one label (attribute `model`) that returns the value of every state.
 
-    Where it was a reward model, its values start as what that would say of the text so far.
+    If the model was a reward model, a state's initial value is the reward of the text up to that state.
     """
 
     def forward(self, batch: Rollouts) -> Outputs:
-        """Values [N, K, T+1] float32; beyond the state after the last response token they mean nothing."""
+        """Return values [N, K, T+1] float32; values after the last response token's state are meaningless."""
         return Outputs(values=read(self.model, self.states(batch, last=True)))
 
 
 class ActorCritic(nn.Module):
-    """A policy and its value model as one module: what one optimizer, or one ZeRO engine, trains."""
+    """A policy and its value model as one module, which one optimizer or one ZeRO engine trains."""
 
     def __init__(self, actor: Policy, critic: ValueModel) -> None:
         super().__init__()
@@ -209,9 +241,9 @@ class ActorCritic(nn.Module):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The Hugging Face model of the policy: what is generated from and left behind."""
+        """Return the Hugging Face model of the policy, which generates and is saved at the end of the run."""
         return self.actor.model
 
     def forward(self, batch: Rollouts) -> Outputs:
-        """Log-probs [N, K, T] and values [N, K, T+1]."""
+        """Return log-probs [N, K, T] and values [N, K, T+1]."""
         return Outputs(logprobs=self.actor(batch).logprobs, values=self.critic(batch).values)

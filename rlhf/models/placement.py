@@ -1,10 +1,10 @@
-"""How weights lie in memory.
+"""Memory layout of linear weights on a CPU.
 
-A linear layer multiplies by its weight [out, in] transposed. Where it takes in more than it gives out, as the
-second of an MLP does, a CPU's matrix product goes through the weight faster if memory holds it transposed:
-with 512 in and 128 out, 66 instead of 167 microseconds for 64 rows, 2.9 instead of 3.7 milliseconds for
-3,072 (MKL, float32, one thread). Forward and backward together are as fast either way. Shape, values and
-names stay.
+A linear layer multiplies by the transpose of its weight [out, in]. If in > out, as in the second layer of an
+MLP, the CPU's matrix product is faster when the weight is stored transposed in memory. With in = 512 and
+out = 128 the product took 66 instead of 167 microseconds for 64 rows, and 2.9 instead of 3.7 milliseconds for
+3,072 rows (MKL, float32, one thread). Forward and backward together take the same time in both layouts.
+Shapes, values and names of the weights do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def place(module: M, device: torch.device) -> M:
-    """Put `module` on `device`, its weights as a matrix product there goes through them fastest."""
+    """Move `module` to `device`; on a CPU, store the weights of layers with in > out transposed."""
     module = module.to(device)
     if device.type != "cpu":
         return module

@@ -11,12 +11,15 @@ from rlhf.config.model import Dtype
 
 
 def autocast(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:
-    """Compute in `dtype` on `device`: 16 bits are autocast over weights that stay as they are."""
+    """Return a context in which forwards on `device` compute in `dtype`.
+
+    float32 changes nothing. A 16-bit dtype uses autocast; the stored weights keep their dtype.
+    """
     if dtype is Dtype.float32:
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, dtype.value))
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """In which type matrix products of numbers in `dtype` are computed: that of autocast, where it is on."""
+    """Return the dtype of matrix products of `dtype` inputs: the autocast dtype if autocast is active."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype

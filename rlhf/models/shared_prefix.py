@@ -1,14 +1,14 @@
-"""Hidden states at response positions: the prompt is encoded once for its K responses.
+"""Shared-prefix forward: hidden states of K responses, with the prompt encoded once.
 
-    prompts without their last token [N, P-1] --backbone--> keys and values, where the last block is left
+    prompts without their last token [N, P-1] --backbone--> keys and values (the last block stops there)
                                                                   |
     last prompt token and responses [N, K, T] -----------------backbone--> states that predict tokens 0 .. T-1
 
-Responses of a prompt share a row of the batch, and so one copy of the prompt's keys, as long as they are
-short beside it; beyond that its keys are repeated, block by block. Autograd adds up the K gradients that
-arrive at them. Log-probs agree with the plain forward over concatenated rows to 2e-6 and gradients to 5e-7
-relative; the work on prompt tokens falls by K. With K = 1 nothing is shared, but the last block still leaves
-out most of its work on the prompt, which two passes are worth in a model of few blocks.
+Responses that are short compared with their prompt share a row of the batch, and so one copy of the prompt's
+keys. For longer responses the prompt's keys are repeated, block by block. Autograd adds up the K gradients of
+the prompt's keys and values. Log-probs agree with the plain forward over concatenated rows to 2e-6 and
+gradients to 5e-7 relative; the work on prompt tokens falls by a factor of K. With K = 1 nothing is shared,
+but the last block skips most of its work on the prompt, which pays for a second pass in a shallow model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlhf.core.errors import UserError
 from rlhf.models import sharing_rules as sharing
 from rlhf.models.precision import product_dtype
 
-ALIGNED = 16  # rows of a mask that lie a multiple of this apart are not copied by attention on a GPU
+ALIGNED = 16  # attention on a GPU copies a mask unless its row stride is a multiple of this many elements
 
 
 def encode(
@@ -43,16 +43,27 @@ def encode(
     last: bool,
     whole: bool = False,
 ) -> Tensor:
-    """Hidden states around the response tokens: [N, K, T, H], position t PREDICTS response token t.
+    """Return the hidden states [N, K, T, H] that predict the response tokens.
 
-    Position 0 is the last prompt token's state. With `last` there is one position more, [N, K, T+1, H]:
-    position t is then the state after t response tokens. `backbone` is the model without its head
-    (`model.base_model`); prompt_ids and prompt_mask [N, P] are padded left, response_ids and response_mask
-    [N, K, T] right. What padding holds has no influence. States of padding positions are there, and mean
-    nothing. `whole`: no forward may be left before its end, which hooks in the model wait for.
+    Position t predicts response token t; position 0 is the last prompt token's state. States of padding
+    positions are meaningless, and token ids at padding have no influence.
+
+    Args:
+        backbone: the model without its head (`model.base_model`).
+        prompt_ids: [N, P] int64, padded left.
+        prompt_mask: [N, P] bool.
+        response_ids: [N, K, T] int64, padded right.
+        response_mask: [N, K, T] bool.
+        shared_prefix: whether prompts may be encoded once for their K responses.
+        last: whether to return the state after the last token too: [N, K, T+1, H], where position t is the
+            state after t response tokens.
+        whole: whether every forward must run to its end, because hooks in the model wait for the end.
+
+    Raises:
+        UserError: `shared_prefix` does not work with the cache of this model.
     """
     n, k, t = response_ids.shape
-    inputs = t if last else t - 1  # the last token's own state predicts nothing
+    inputs = t if last else t - 1  # without `last`, the last token is no input: its state predicts nothing
     prompts = prompt_ids.masked_fill(~prompt_mask, 0)
     responses = response_ids.masked_fill(~response_mask, 0)[..., :inputs]
     real = response_mask[..., :inputs]
@@ -69,11 +80,11 @@ def encode(
     rows = torch.cat([prompts.repeat_interleave(k, 0), responses.flatten(0, 1)], 1)
     mask = torch.cat([prompt_mask.repeat_interleave(k, 0), real.flatten(0, 1)], 1)
     ids, _ = padded_right(rows, mask)
-    states = backbone(input_ids=ids, use_cache=False).last_hidden_state  # no token comes after padding
+    states = backbone(input_ids=ids, use_cache=False).last_hidden_state  # padding is last: no mask needed
     end = prompt_mask.sum(1).repeat_interleave(k, 0)[:, None] - 1
-    place = (end + torch.arange(inputs + 1, device=ids.device)).clamp_(min=0)  # no prompt: a row of padding
-    found = states.gather(1, place[..., None].expand(-1, -1, states.shape[2]))
-    return found.unflatten(0, (n, k))
+    place = (end + torch.arange(inputs + 1, device=ids.device)).clamp_(min=0)  # a row of padding: no prompt
+    chosen = states.gather(1, place[..., None].expand(-1, -1, states.shape[2]))
+    return chosen.unflatten(0, (n, k))
 
 
 def encode_shared(
@@ -84,20 +95,32 @@ def encode_shared(
     real: Tensor,
     whole: bool,
 ) -> Tensor:
-    """States [N, K, 1+S, H] of the last prompt token and of responses [N, K, S], which are `real`."""
+    """Return the hidden states [N, K, 1+S, H] of the last prompt token and the response tokens.
+
+    Args:
+        backbone: the model without its head.
+        prompts: [N, P] int64, padded left.
+        prompt_mask: [N, P] bool.
+        responses: [N, K, S] int64, padded right.
+        real: [N, K, S] bool, True at real response tokens.
+        whole: whether every forward must run to its end.
+
+    Raises:
+        UserError: the cache of this model cannot be repeated for the responses.
+    """
     if problem := shared_prefix_problem(backbone.config):
         raise UserError(problem)
     cache = PromptCache(DynamicCache(config=backbone.config), whole)
     ids, known = padded_right(prompts[:, :-1], prompt_mask[:, :-1])
     with suppress(Filled):
-        backbone(  # no token comes after padding, so attention is causal and needs no mask
+        backbone(  # padding is last, so causal attention needs no mask
             input_ids=ids,
             position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
             past_key_values=cache,
             use_cache=True,
         )
     if any(layer.get_seq_length() != ids.shape[1] for layer in cache.kept):
-        raise UserError(refused(backbone.config, "none here"))
+        raise UserError(refused(backbone.config, "no such cache"))
     n, k, _ = responses.shape
     end, seen = prompts[:, None, -1:].expand(-1, k, -1), prompt_mask[:, None, -1:].expand(-1, k, -1)
     tokens, real = torch.cat([end, responses], 2), torch.cat([seen, real], 2)
@@ -117,26 +140,42 @@ def encode_shared(
 
 
 def padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [N, P] and their mask with the padding behind the tokens, whose order stays."""
+    """Return tokens and mask [N, P] with all padding moved to the right; the order of tokens is kept."""
     order = torch.argsort((~mask).int(), dim=1, stable=True)
     return ids.gather(1, order), mask.gather(1, order)
 
 
 def samples_a_row(backbone: PreTrainedModel, samples: int, prompt: int, response: int) -> int:
-    """How many of a prompt's samples go into one row of the batch, and so read one copy of its keys."""
+    """Return how many samples of a prompt share one row of the batch, and so one copy of the prompt's keys.
+
+    Args:
+        backbone: the model without its head.
+        samples: samples per prompt, K.
+        prompt: prompt length in tokens.
+        response: response length in tokens.
+    """
     return sharing.in_forward(samples, prompt, response) if takes_any_mask(backbone) else 1
 
 
 def takes_any_mask(model: PreTrainedModel) -> bool:
-    """Whether the model hands a mask [B, 1, Q, S] to attention as it is."""
+    """Return True if the model passes a mask [B, 1, Q, S] to attention unchanged."""
     return model.is_backend_compatible() and model.config._attn_implementation == "sdpa"
 
 
 def mask_of_rows(model: PreTrainedModel, known: Tensor, real: Tensor, group: int) -> Tensor:
-    """What tokens of rows `real` [B, G*S] attend to, behind prompts `known` [B, P], G samples a row: the
-    prompt, and the tokens before of the same sample.
+    """Return the attention mask of rows with several samples behind one prompt.
 
-    As `additive` gives it, [B, 1, G*S, P+G*S], or [B, P+S] for a model that makes more of that itself.
+    A token attends to the prompt and to the earlier tokens of its own sample.
+
+    Args:
+        model: the model that runs the rows.
+        known: [B, P] bool, the real tokens of the prompts.
+        real: [B, G*S] bool, the real tokens of the samples.
+        group: samples per row, G.
+
+    Returns:
+        An additive mask [B, 1, G*S, P+G*S] (see `additive`). For a model that builds the mask itself, the
+        bool mask [B, P+S] of real tokens (G is then 1).
     """
     if not takes_any_mask(model):
         return torch.cat([known, real], 1)
@@ -147,26 +186,30 @@ def mask_of_rows(model: PreTrainedModel, known: Tensor, real: Tensor, group: int
 
 
 def additive(model: PreTrainedModel, seen: Tensor) -> Tensor:
-    """A mask `seen` as attention adds it, 0 or -inf in the dtype of its products.
+    """Return the bool mask `seen` as an additive mask: 0 or -inf in the dtype of the matrix products.
 
-    From a bool mask sdpa makes it in every layer, where autograd then keeps it.
+    Given a bool mask, sdpa would convert the mask in every layer, and autograd would keep every copy.
     """
     dtype = product_dtype(seen.device, model.dtype)
     *others, width = seen.shape
-    room = -(-width // ALIGNED) * ALIGNED if seen.device.type == "cuda" else width
-    mask = torch.zeros(*others, room, dtype=dtype, device=seen.device)[..., :width]
+    stride = -(-width // ALIGNED) * ALIGNED if seen.device.type == "cuda" else width
+    mask = torch.zeros(*others, stride, dtype=dtype, device=seen.device)[..., :width]
     return mask.masked_fill_(~seen, -torch.inf)
 
 
 class Filled(Exception):
-    """The cache has what the forward was made for."""
+    """Raised to end a forward over prompts as soon as the cache has the keys and values of every layer."""
 
 
 class PromptCache(Cache):
-    """Keeps the keys and values of prompts.
+    """A cache that keeps the keys and values of prompts.
 
-    Unless the forward is to be `whole`, it is left (`Filled`) as soon as all layers have some: nobody reads
-    what the last block makes of the prompt beyond them.
+    Unless `whole`, the cache ends the forward by raising `Filled` as soon as all layers have keys and values,
+    because the rest of the last block's output on the prompt is not used.
+
+    Args:
+        like: an empty cache of the model, which gives the number of layers.
+        whole: whether the forward must run to its end.
     """
 
     def __init__(self, like: DynamicCache, whole: bool) -> None:
@@ -177,21 +220,24 @@ class PromptCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, heads, P, head size] of a layer as they are."""
-        again = self.kept[layer_idx].is_initialized  # a block that is run again is not left, but ends
-        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        """Keep and return the keys and values [N, heads, P, head size] of a layer."""
+        again = self.kept[layer_idx].is_initialized  # a block recomputed for the backward pass must finish
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if not (again or self.whole) and all(layer.is_initialized for layer in self.kept):
             raise Filled
-        return found
+        return states
 
 
 class PromptLayer(DynamicLayer):
-    """Keeps the keys and values of prompts, as they come first: a block that is run again changes nothing."""
+    """A cache layer that keeps the first keys and values of prompts.
+
+    A block that is recomputed for the backward pass does not change the layer.
+    """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, heads, P, head size] as they are."""
+        """Return the given keys and values [N, heads, P, head size]; keep those of the first call."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states, value_states
@@ -199,7 +245,14 @@ class PromptLayer(DynamicLayer):
 
 
 class ResponseLayer(DynamicLayer):
-    """Puts the keys and values of `prompt` before those of its responses, in so many `rows`; keeps none."""
+    """A cache layer that puts the prompt's keys and values before those of the responses.
+
+    The keys and values of responses are not kept.
+
+    Args:
+        prompt: the layer with the keys and values of N prompts.
+        rows: rows of responses per prompt.
+    """
 
     def __init__(self, prompt: PromptLayer, rows: int) -> None:
         super().__init__()
@@ -209,72 +262,80 @@ class ResponseLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [N*rows, heads, P+S, head size] of both, given those of responses."""
+        """Return keys and values [N*rows, heads, P+S, head size] of prompts and responses.
+
+        Args:
+            key_states: keys of the responses [N*rows, heads, S, head size].
+            value_states: values of the responses [N*rows, heads, S, head size].
+            args: not used.
+            kwargs: not used.
+        """
         assert self.keys is not None and self.values is not None
         return self.behind(self.keys, key_states), self.behind(self.values, value_states)
 
     def behind(self, prompts: Tensor, responses: Tensor) -> Tensor:
-        """`responses` [N*rows, heads, S, size] behind `prompts` [N, heads, P, size], each in one copy."""
+        """Return `responses` [N*rows, heads, S, size] behind `prompts` [N, heads, P, size], copied once."""
         shape = (len(prompts), self.rows)
         repeated = prompts[:, None].expand(-1, self.rows, -1, -1, -1)
         return torch.cat([repeated, responses.unflatten(0, shape)], -2).flatten(0, 1)
 
 
 def checkpoint_blocks(model: PreTrainedModel) -> None:
-    """Have the blocks of `model` keep their inputs alone for the backward pass, which runs them again.
+    """Turn on gradient checkpointing: blocks keep only their inputs and are recomputed in the backward pass.
 
-    Not with the switch of transformers: that takes the cache away, and so the shared prefix. Without dropout
-    a block gives the same again, so gradients are the same (Chen et al., arXiv 1604.06174).
+    The switch of transformers is not used, because it disables the cache and so the shared prefix. Without
+    dropout a recomputed block gives the same output, so gradients do not change (Chen et al.,
+    arXiv 1604.06174).
 
     Raises:
-        UserError: transformers does not know which are its blocks.
+        UserError: transformers does not mark the blocks of this model.
     """
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not blocks:
         raise UserError(
             f"model.gradient_checkpointing must be false for a {model.config.model_type} model (its code "
-            "does not say which blocks can be run again), got true; set model.gradient_checkpointing=false"
+            "does not mark blocks that can be recomputed), got true; set model.gradient_checkpointing=false"
         )
     for block in blocks:
         setattr(block, "forward", partial(run_again, block.forward))  # noqa: B010 (mypy: it is a method)
 
 
 def run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`forward` of these inputs, which keeps them alone for the backward pass."""
+    """Return `forward(*args, **kwargs)`; with gradients, keep only the inputs for the backward pass."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
-    def again(*inputs: Any) -> Any:
+    def recomputed(*inputs: Any) -> Any:
         try:
             return forward(*inputs, **kwargs)
-        except Filled as filled:  # it must not pass through `checkpoint`
+        except Filled as filled:  # an exception must not pass through `checkpoint`
             return filled
 
-    found = checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False)
-    if isinstance(found, Filled):
-        raise found
-    return found
+    output = checkpoint(recomputed, *args, use_reentrant=False, preserve_rng_state=False)
+    if isinstance(output, Filled):
+        raise output
+    return output
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Positions [B, S] of the tokens of `mask` [B, S]: how many real tokens come before."""
+    """Return the position [B, S] of each token: the number of real tokens (`mask` [B, S]) before it."""
     counts = mask.long()
     return counts.cumsum(-1) - counts
 
 
 def plain(cache: DynamicCache) -> bool:
-    """Whether every layer keeps the keys and values of all tokens: no window, no recurrent state."""
+    """Return True if every layer of the cache keeps all keys and values (no window, no recurrent state)."""
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
-    """What forbids `model.shared_prefix` for a model with this config, or None."""
+    """Return the error message if a model with this config cannot use `model.shared_prefix`, else None."""
     kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - {DynamicLayer.__name__}
     return refused(config, f"a cache with {', '.join(sorted(kinds))}") if kinds else None
 
 
 def refused(config: PreTrainedConfig, kind: str) -> str:
-    """The error for a model with a cache of another `kind`."""
+    """Return the error message for a model whose cache, described by `kind`, cannot be repeated."""
     return (
         f"model.shared_prefix must be false for a {config.model_type} model (only a cache of all keys and "
         f"values can be repeated for the responses of a prompt; this model has {kind}), got true; set "

@@ -1,25 +1,34 @@
-"""What the samples of a prompt share: rules in plain numbers, for forwards, sampling and the memory plan."""
+"""Rules that decide when the samples of a prompt share its encoding, as functions of plain numbers.
+
+Forwards (`rlhf.models.shared_prefix`), sampling and the memory plan call the same functions. This module
+imports no torch.
+"""
 
 from __future__ import annotations
 
 import math
 
-SHALLOW = 8  # blocks
-
-
-GPU_LAYER = 3e11  # FLOP that a GPU does while the operations of a layer are launched: 0.75 ms at 400 TFLOP/s
-
-
-TOGETHER = 8  # samples that are decoded in one row, whatever the lengths
+SHALLOW = 8  # blocks: up to this depth a CPU encodes the prompt separately for a single sample too
+GPU_LAYER = 3e11  # FLOP of a GPU in the time that launching one layer takes: 0.75 ms at 400 TFLOP/s
+TOGETHER = 8  # least number of samples to aim at in one decoding row
 
 
 def prompt_apart(samples: int, tokens: int, *, layers: float, hidden: float, gpu: bool, whole: bool) -> bool:
-    """Whether a micro-batch's prompts, `tokens` together, are encoded in a pass of their own.
+    """Return True if the prompts of a micro-batch are encoded in a separate pass before their responses.
 
-    They are where several samples share them; of `whole` forwards on all ranks alike. For one sample, the
-    pass spares most of the last block's work on the prompt, and costs a second copy of its keys. With 2
-    blocks two passes took 0.70 of the time of one behind prompts of 384 tokens, with 6 blocks 0.89; a deep
-    model has nothing to gain. On a GPU a pass costs the launches of its operations: see `spared_from`.
+    If K > 1, the separate pass encodes each prompt once instead of K times. If K = 1, the pass saves most of
+    the last block's work on the prompt and costs a second copy of the prompt's keys. Behind prompts of 384
+    tokens, two passes took 0.70 of the time of one pass with 2 blocks and 0.89 with 6 blocks; a deep model
+    gains nothing. On a GPU the cost of a pass is launching its operations: see `spared_from`.
+
+    Args:
+        samples: samples per prompt, K.
+        tokens: prompt tokens of the micro-batch, padding included.
+        layers: blocks of the model.
+        hidden: hidden size of the model.
+        gpu: whether the forward runs on a GPU.
+        whole: whether every forward must run to its end. Then the rule is K > 1 alone, so that all ranks of
+            a sharded model decide alike.
     """
     if whole:
         return samples > 1
@@ -27,34 +36,44 @@ def prompt_apart(samples: int, tokens: int, *, layers: float, hidden: float, gpu
 
 
 def spared_from(samples: int, hidden: float) -> float:
-    """From how many tokens of prompts in a micro-batch on a pass of their own pays on a GPU.
+    """Return the number of prompt tokens in a micro-batch above which a separate prompt pass pays on a GPU.
 
-    It costs the launches of its operations, whatever it computes, and has to spare a layer of hidden size H
-    (of 12 H^2 weights) as much work as the GPU does in that time.
+    Launching the operations of a pass takes the same time whatever the pass computes. The pass pays if it
+    saves a layer of hidden size H (12 H^2 weights) more work than a GPU does in that time (`GPU_LAYER`).
     """
     return GPU_LAYER / (2 * 12 * hidden**2 * (samples - 1)) if samples > 1 else math.inf
 
 
 def in_forward(samples: int, known: int, response: int) -> int:
-    """How many of a prompt's samples go into one row of a forward, and so read one copy of the keys of its
-    `known` tokens.
+    """Return how many samples of a prompt share one row of a forward, and so one copy of the prompt's keys.
 
-    Each pays for the keys of the others, which it does not see: as many as add a quarter at most.
+    A sample in a shared row also pays for attention to the other samples' keys, which are masked. The result
+    is the largest divisor of `samples` for which these keys add at most a quarter.
+
+    Args:
+        samples: samples per prompt, K.
+        known: prompt tokens already encoded.
+        response: response tokens of one sample.
     """
     most = 1 + (known + response) // (4 * response)
     return max(g for g in divisors(samples) if g <= most)
 
 
 def in_decoding(samples: int, prompt: int, response: int) -> int:
-    """How many of a prompt's samples are decoded in one row of the batch, and so read one copy of its keys.
+    """Return how many samples of a prompt are decoded in one row, and so read one copy of the prompt's keys.
 
-    Each also computes, and masks away, attention to the tokens of the others. So about eight do, or as many
-    as there are quarters of a response in the prompt.
+    A sample in a shared row also computes attention to the other samples' tokens and masks it. The result is
+    the divisor of `samples` that is nearest, as a ratio, to 8 or to 4 * prompt / response if that is larger.
+
+    Args:
+        samples: samples per prompt, K.
+        prompt: prompt length in tokens.
+        response: response length in tokens.
     """
     wanted = max(TOGETHER, 4 * prompt // response)
     return min(divisors(samples), key=lambda g: max(g / wanted, wanted / g))
 
 
 def divisors(samples: int) -> list[int]:
-    """The numbers of samples a row with which all rows have equally many."""
+    """Return the divisors of `samples`: the group sizes that fill all rows equally."""
     return [g for g in range(1, samples + 1) if samples % g == 0]

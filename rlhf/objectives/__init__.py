@@ -1,1 +1,1 @@
-"""Learning objectives: one algorithm, one file. Their settings are in `config.py`, which imports no torch."""
+"""Learning objectives, one file per algorithm. Their config sections are in `rlhf.config.algo`."""

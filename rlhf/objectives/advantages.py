@@ -1,4 +1,4 @@
-"""From rewards to advantages: pure functions of tensors.
+"""Advantages from rewards, whitening and KL estimates: pure functions of tensors.
 
 leave one out    A_i = r_i - mean of the other K-1                   Ahmadian et al., arXiv 2402.14740
 group centred    A_i = (r_i - mean) / (std + 1e-4)                   Shao et al., arXiv 2402.03300
@@ -13,17 +13,21 @@ from torch import Tensor
 
 from rlhf.config.algo import KLEstimator, Scale
 
-STD_EPS = 1e-4  # of a group's standard deviation; that of TRL
+STD_EPS = 1e-4  # added to a standard deviation before dividing; the value of TRL
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """Each reward [N, K] minus the mean of the other K - 1 of its prompt."""
+    """Return each reward [N, K] minus the mean of the other K - 1 rewards of its prompt."""
     samples = rewards.shape[1]
     return centred(rewards) * (samples / (samples - 1))
 
 
 def group_centred(rewards: Tensor, scale: Scale) -> Tensor:
-    """Each reward [N, K] minus the mean of its prompt's K, over an unbiased standard deviation or not."""
+    """Return each reward [N, K] minus the mean of its prompt, scaled as `scale` says.
+
+    The divisor is the unbiased standard deviation of the prompt's rewards (`group`), that of all rewards
+    (`batch`), or none (`none`).
+    """
     if scale is Scale.group:
         return centred(rewards) / (rewards.std(1, keepdim=True) + STD_EPS)
     if scale is Scale.batch:
@@ -32,26 +36,36 @@ def group_centred(rewards: Tensor, scale: Scale) -> Tensor:
 
 
 def centred(rewards: Tensor) -> Tensor:
-    """Each reward [N, K] minus the mean of its prompt's K; exactly 0 where all K are equal."""
+    """Return each reward [N, K] minus the mean of its prompt; exactly 0 if all K rewards are equal."""
     tied = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
     return (rewards - rewards.mean(1, keepdim=True)).masked_fill(tied, 0.0)
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """Generalised advantage estimates of rewards and values, all [..., S]; 0 after the last state."""
+    """Return generalised advantage estimates [..., S], given rewards and values [..., S].
+
+    Value and advantage after the last state are 0.
+
+    Args:
+        rewards: reward of each step.
+        values: value of each state.
+        gamma: discount of later rewards.
+        lam: lambda of the estimate, between 0 (one step) and 1 (whole return).
+    """
     advantages = torch.empty_like(rewards)
-    following = torch.zeros_like(rewards[..., 0])  # the advantage of the next state
-    value = torch.zeros_like(following)  # its value
+    next_advantage = torch.zeros_like(rewards[..., 0])
+    next_value = torch.zeros_like(next_advantage)
     for t in reversed(range(rewards.shape[-1])):
-        following = rewards[..., t] + gamma * value - values[..., t] + gamma * lam * following
-        advantages[..., t] = following
-        value = values[..., t]
+        next_advantage = rewards[..., t] + gamma * next_value - values[..., t] + gamma * lam * next_advantage
+        advantages[..., t] = next_advantage
+        next_value = values[..., t]
     return advantages
 
 
 def whiten(x: Tensor, mask: Tensor, shift: bool = True) -> Tensor:
-    """`x` at unit variance (unbiased, + 1e-8) where `mask` is True, and mean 0 or, without `shift`, its own;
-    0 elsewhere.
+    """Return `x` scaled to unit variance over the elements where `mask` is True; 0 elsewhere.
+
+    The variance is unbiased, plus 1e-8. The mean becomes 0 with `shift`, and is kept without.
     """
     count = mask.sum()
     mean = (x * mask).sum() / count
@@ -61,8 +75,9 @@ def whiten(x: Tensor, mask: Tensor, shift: bool = True) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """KL to the reference at each token, from samples of the policy (Schulman 2020, "Approximating KL
-    divergence"): k1 = logp - ref, k3 = exp(-k1) - 1 + k1.
+    """Return the estimated KL to the reference at each token, for tokens sampled from the policy.
+
+    k1 = logp - ref, k3 = exp(-k1) - 1 + k1 (Schulman 2020, "Approximating KL divergence").
     """
     k1 = logprobs - ref_logprobs
     return k1 if estimator is KLEstimator.k1 else torch.expm1(-k1) + k1

@@ -1,11 +1,12 @@
-"""Best-of-K fine-tuning: maximum likelihood of the best of K samples.
+"""BoK: best-of-K fine-tuning, maximum likelihood of the best of K samples.
 
 Gulcehre et al., arXiv 2308.08998; Noukhovitch et al., arXiv 2410.18252, with K = 2.
 
     loss = - sum_t logp(best_t)        over the tokens of the best response; divided by the number of prompts
 
-Needs: K >= 2. The reference is measured against, not trained towards: nothing in the loss holds the policy
-near it. No signal: a prompt whose samples all score the same (`algo.ties`).
+Needs: K >= 2; reference log-probs for the KL metrics only. The loss has no term that keeps the policy near
+the reference. No signal: a prompt whose samples all have the same score; by default it is excluded from the
+sum and the count (`algo.ties`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BestOfK(Objective):
-    """Imitate the best of K."""
+    """The best-of-K objective: imitate the best of K samples."""
 
     needs = frozenset({"ref_logprobs"})  # for the KL in the metrics
 
@@ -33,18 +34,21 @@ class BestOfK(Objective):
         self.config = config
 
     def credit(self, batch: Batch) -> Batch:
-        """Keep the best sample of a prompt, the first of several; of a tied one only where ties are kept."""
+        """Return the batch with the best sample of each prompt, the first of equally good samples.
+
+        A tied prompt has no signal unless `algo.ties=keep`.
+        """
         best = batch.samples(batch.scores.argmax(1, keepdim=True))
         if self.config.ties is Ties.keep:
             return best
         return replace(best, signal=batch.scores.amax(1) > batch.scores.amin(1))
 
     def count(self, batch: Batch) -> Counts:
-        """Prompts with signal."""
+        """Return the number of prompts with signal."""
         return {"policy": prompts_with_signal(batch)}
 
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
-        """Minus the summed log-probs of the best responses."""
+        """Return minus the sum of the log-probs of the best responses, and metrics."""
         logprobs = forward(batch).logprobs
         assert logprobs is not None
         return {"policy": -logprobs.sum()}, {

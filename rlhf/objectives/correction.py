@@ -1,18 +1,18 @@
-"""Correction for samples of another policy: an importance weight on each term of a policy-gradient loss.
+"""Off-policy correction: an importance weight on each term of a policy-gradient loss.
 
-    w = exp(old - behaviour)        old: the trainer just before this update; behaviour: the sampler
+    w = exp(old - behaviour)        old: log-probs of the trainer just before this update; behaviour: sampler
 
-per token, or per sequence with both summed over it. Lag makes w differ from 1, and so does a sampler that
-computes otherwise than the trainer.
+The weight is per token, or per sequence with both log-probs summed over the response. w differs from 1
+because of lag, or because sampler and trainer compute with different numerics.
 
 | `algo.correction.kind` | weight                       | source                                            |
 |------------------------|------------------------------|---------------------------------------------------|
-| `none`                 | 1                            | the original                                      |
+| `none`                 | 1                            | Noukhovitch et al., arXiv 2410.18252              |
 | `truncate`             | min(w, cap)                  | Espeholt et al., arXiv 1802.01561                 |
 | `mask`                 | w within [low, high], else 0 | Ling Team, arXiv 2510.18855                       |
 | `decoupled`            | w                            | Hilton et al., 2110.00641; Fu et al., 2505.24298  |
 
-The clipped ratio of the loss is taken to `old` in every case: with `decoupled` and token weights that makes
+The clipped ratio of the loss is always relative to `old`; with `decoupled` and token weights this is
 decoupled PPO. Weights carry no gradient.
 """
 
@@ -35,8 +35,17 @@ if TYPE_CHECKING:
 def importance_weights(
     old: Tensor, behaviour: Tensor, mask: Tensor, config: CorrectionConfig
 ) -> tuple[Tensor, Metrics]:
-    """Weights [N, K, T], or [N, K, 1] of sequences, from log-probs [N, K, T] that carry no gradient; and how
-    many were changed.
+    """Return the importance weights of a micro-batch, and `correction/` metrics.
+
+    Args:
+        old: log-probs [N, K, T] of the trainer before this update, without gradient.
+        behaviour: log-probs [N, K, T] of the sampler.
+        mask: response mask [N, K, T] bool.
+        config: kind, level and bounds of the correction.
+
+    Returns:
+        Weights [N, K, T] of tokens, or [N, K, 1] of sequences (and for kind `none`); and the fraction of
+        weights that were truncated or masked, or the mean weight.
     """
     if config.kind is CorrectionKind.none:
         return torch.ones_like(old[..., :1]), {}

@@ -1,11 +1,16 @@
-"""DAPO: GRPO with every token of the batch counting alike, and more room upwards than downwards.
+"""DAPO: GRPO with a mean over all tokens of the minibatch and a higher upper clip.
 
-Yu et al., arXiv 2503.14476. Specialises GRPO: the mean is over all tokens of the minibatch, so long responses
-weigh more; ratios are clipped at 1 - 0.2 and 1 + 0.28; no KL. Of the paper's dynamic sampling there is
-`algo.ties=drop`, which leaves groups without signal out of the mean but samples no others in their place; its
-penalty on overlong responses is `scorer.missing_eos_penalty`.
+Yu et al., arXiv 2503.14476. Specialises GRPO: all tokens have the same weight, so long responses weigh more;
+ratios are clipped at 1 - 0.2 and 1 + 0.28; no KL penalty by default.
 
     loss = sum over tokens of max(-A u, -A clip(u, 1 - low, 1 + high)) / response tokens
+
+Two parts of the paper are settings. For dynamic sampling there is `algo.ties=drop`, which excludes prompts
+without signal from the mean but samples no replacements. For the penalty on overlong responses there is
+`scorer.missing_eos_penalty`.
+
+Needs: as GRPO, K >= 2 and reference log-probs. No signal: as GRPO, a prompt whose samples all have the same
+reward (`algo.ties`).
 """
 
 from __future__ import annotations
@@ -22,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class DAPO(GRPO):
-    """A mean over tokens."""
+    """The DAPO objective: GRPO with a mean over tokens."""
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Every token counts alike."""
+        """Return the sum over all response tokens."""
         return (losses * mask).sum()
 
     def count(self, batch: Batch) -> Counts:
-        """Response tokens."""
+        """Return the number of response tokens over which the mean is taken."""
         return {"policy": float(self.counted(batch).sum())}

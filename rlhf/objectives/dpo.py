@@ -1,9 +1,10 @@
-"""Direct preference optimisation, online and offline.
+"""DPO: direct preference optimisation, online and offline.
 
 Rafailov et al., arXiv 2305.18290; online: Guo et al., arXiv 2402.04792.
 
     z = (logp_c - logp_r) - (ref_c - ref_r)                 log-probs summed over the response
     right = -log sigmoid(beta z),   wrong = -log sigmoid(-beta z)
+    loss = mean over pairs of one of:
 
 | `algo.loss_type` | loss of a pair                        | source                             |
 |------------------|---------------------------------------|------------------------------------|
@@ -12,12 +13,14 @@ Rafailov et al., arXiv 2305.18290; online: Guo et al., arXiv 2402.04792.
 | `hinge`          | max(0, 1 - beta z)                    | Zhao et al., arXiv 2305.10425      |
 | `robust`         | ((1 - e) right - e wrong) / (1 - 2 e) | Chowdhury et al., arXiv 2403.00409 |
 
-with e = `algo.label_smoothing`, the part of labels that are taken to be wrong. `algo.length_normalised`
-divides each log-ratio by the tokens of its response (Lambert et al., arXiv 2411.15124, section 5).
+e is `algo.label_smoothing`, the fraction of labels that are assumed wrong. `algo.length_normalised` divides
+each log-ratio by the number of tokens of its response (Lambert et al., arXiv 2411.15124, section 5).
 
-The chosen response c is the best and r the worst of the K samples of a prompt by score; offline, the data
-set's pair. Needs: reference log-probs, K >= 2. No signal: a prompt whose best and worst scores are equal
-(`algo.ties`).
+Online, the chosen response c is the best and the rejected response r the worst of a prompt's K samples by
+score. Offline, c and r are the pair of the data set.
+
+Needs: K >= 2, reference log-probs. No signal: a prompt whose best and worst scores are equal; by default it
+is excluded from the sum and the count (`algo.ties`).
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class OnlineDPO(Objective):
-    """Best against worst of K."""
+    """The DPO objective: prefer the best of K samples over the worst."""
 
     needs = frozenset({"ref_logprobs"})
 
@@ -50,21 +53,24 @@ class OnlineDPO(Objective):
         self.kl_coef = config.beta
 
     def credit(self, batch: Batch) -> Batch:
-        """Keep two samples of each prompt, chosen first; a tied prompt has no signal unless ties are kept."""
+        """Return the batch with two samples of each prompt: the chosen response, then the rejected response.
+
+        A tied prompt has no signal unless `algo.ties=keep`.
+        """
         last = batch.scores.shape[1] - 1
-        chosen = batch.scores.argmax(1)  # the first of the best
-        rejected = last - batch.scores.flip(1).argmin(1)  # the last of the worst: another one, even in a tie
+        chosen = batch.scores.argmax(1)  # the first of equal maxima
+        rejected = last - batch.scores.flip(1).argmin(1)  # the last of equal minima, so never the chosen one
         pair = batch.samples(torch.stack([chosen, rejected], 1))
         if self.config.ties is Ties.keep:
             return pair
         return replace(pair, signal=pair.scores[:, 0] > pair.scores[:, 1])
 
     def count(self, batch: Batch) -> Counts:
-        """Pairs with signal."""
+        """Return the number of pairs with signal."""
         return {"policy": prompts_with_signal(batch)}
 
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
-        """Sum over pairs of the loss on their margin."""
+        """Return the sum over pairs of the loss on their margin, and metrics."""
         assert batch.ref_logprobs is not None
         logprobs = forward(batch).logprobs
         assert logprobs is not None
@@ -85,7 +91,7 @@ class OnlineDPO(Objective):
         }
 
     def pair_losses(self, z: Tensor) -> Tensor:
-        """The loss [N] of each pair from its margin z [N]."""
+        """Return the loss [N] of each pair, given its margin z [N]."""
         kind, beta, e = self.config.loss_type, self.config.beta, self.config.label_smoothing
         if kind is DPOLoss.ipo:
             return (z - 1 / (2 * beta)).square()

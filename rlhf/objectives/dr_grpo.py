@@ -1,10 +1,14 @@
-"""Dr. GRPO: GRPO without what favours long wrong answers and easy or hard prompts.
+"""Dr. GRPO: GRPO without the bias towards long wrong answers and towards easy or hard prompts.
 
 Liu et al., arXiv 2503.20783. Specialises GRPO: advantages are not divided by the standard deviation
-(`algo.scale=none`), and the sum over tokens is divided by a constant, the response length that was allowed,
-instead of each response's own.
+(`algo.scale=none`), and the sum over tokens is divided by a constant, the allowed response length, instead of
+the length of each response.
 
-    A_i = r_i - mean;    loss = sum over tokens of max(-A u, -A clip(u, ...)) / (responses x allowed tokens)
+    A_i = r_i - mean
+    loss = sum over tokens of max(-A u, -A clip(u, 1 - low, 1 + high)) / (responses x allowed tokens)
+
+Needs: as GRPO, K >= 2 and reference log-probs. No signal: as GRPO, a prompt whose samples all have the same
+reward (`algo.ties`).
 """
 
 from __future__ import annotations
@@ -21,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class DrGRPO(GRPO):
-    """A constant divisor."""
+    """The Dr. GRPO objective: GRPO with a constant divisor."""
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Every token counts alike."""
+        """Return the sum over all response tokens."""
         return (losses * mask).sum()
 
     def count(self, batch: Batch) -> Counts:
-        """Responses times the tokens that each was allowed."""
+        """Return the number of responses times the allowed tokens of a response."""
         return {"policy": float(self.counted(batch).numel())}

@@ -1,8 +1,13 @@
-"""GSPO: GRPO with one ratio for a whole response, the geometric mean of its tokens' ratios.
+"""GSPO: GRPO with one ratio per response, the geometric mean of the ratios of its tokens.
 
-Zheng et al., arXiv 2507.18071. Specialises GRPO: the ratio, whose clip is so much narrower; no KL.
+Zheng et al., arXiv 2507.18071. Specialises GRPO: only the ratio differs. The clip range is much narrower
+(1 - 3e-4 to 1 + 4e-4), and there is no KL penalty by default.
 
     u = exp(mean_t (logp - old))
+    loss = mean over responses of max(-A u, -A clip(u, 1 - low, 1 + high))
+
+Needs: as GRPO, K >= 2 and reference log-probs. No signal: as GRPO, a prompt whose samples all have the same
+reward (`algo.ties`).
 """
 
 from __future__ import annotations
@@ -18,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class GSPO(GRPO):
-    """A ratio of sequences, at the scale of a token."""
+    """The GSPO objective: GRPO with a length-normalised ratio of whole responses."""
 
     def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
-        """The mean over the tokens of a response: [N, K, 1]."""
+        """Return the mean of `difference` [N, K, T] over the tokens of each response: [N, K, 1]."""
         return (difference * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same; clipped is the response as a whole."""
+        """Return the loss of each token [N, K, T], and whether the response is clipped [N, K, 1]."""
         losses, clipped = super().surrogate(log_ratio, logprobs, batch)
         return losses, clipped[..., :1]

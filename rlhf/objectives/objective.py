@@ -1,4 +1,11 @@
-"""What an algorithm is to the rest: three pure functions and a list of needs."""
+"""The interface of a learning objective: credit, count, loss, and the tensors that they need.
+
+    credit(batch)          once per rollout batch, without gradient: advantages, or the samples to compare
+    count(batch)           denominators of the losses over a minibatch
+    loss(forward, batch)   the SUM of each loss over a micro-batch, and metrics
+
+The engine divides each sum by its global count. Shapes: N prompts, K samples of a prompt, T response tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +24,34 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics
 
 
-Forward = Callable[[Batch], Outputs]  # the module that is trained, on a micro-batch
-
-
-Losses = dict[str, Tensor]  # sums over a micro-batch (scalar, differentiable), by the name behind "loss/"
-
-
-Counts = dict[str, float]  # their denominators
-
+Forward = Callable[[Batch], Outputs]  # runs the trained module on a micro-batch
+Losses = dict[str, Tensor]  # sums over a micro-batch (differentiable scalars), by the name after "loss/"
+Counts = dict[str, float]  # denominators of the losses, with the same keys
 
 NEEDS = {
     "ref_logprobs": "log-probs of the frozen reference",
-    "old_logprobs": "log-probs of the trainer before this update; absent in an on-policy batch of one step, "
-    "where behaviour_logprobs are the same",
-    "ratio": "old_logprobs for ratios in the loss; absent where one step follows, whose forward gives them",
+    "old_logprobs": "log-probs of the trainer before this update; not computed for an on-policy batch with "
+    "one optimizer step, where behaviour_logprobs are the same",
+    "ratio": "old_logprobs for ratios in the loss; not computed for a batch with one optimizer step, whose "
+    "forward gives them",
     "values": "values of a value model",
 }
 
-
-MAX_LOG_WEIGHT = 20.0  # of an importance weight: its square still fits float32
+MAX_LOG_WEIGHT = 20.0  # bound of a log importance weight: the square of the weight still fits float32
 
 
 class Objective(ABC):
-    """A learning objective. It knows tensors and its own settings; no device, rank, generator or backend."""
+    """A learning objective: pure functions of tensors and settings, without device, ranks or backend."""
 
-    needs: frozenset[str] = frozenset()  # what annotate fills in, of the names in NEEDS
+    needs: frozenset[str] = frozenset()  # names from NEEDS that the engine fills in before credit
     kl_coef: float = 0.0  # weight of the KL penalty, for the reward metrics
-    loss_weights: Mapping[str, float] = MappingProxyType({})  # in what is minimised; 1 where not named
+    loss_weights: Mapping[str, float] = MappingProxyType({})  # weight of each loss in the total; default 1
 
     def describe(self, batch: Batch) -> Metrics:
-        """What sampling, scoring and annotation gave, before credit: the `objective/` metrics.
+        """Return the `objective/` metrics of an annotated rollout batch, before credit.
 
-        KL and entropy are those of the policy that sampled, estimated on its own samples, summed over a
-        response.
+        KL and entropy are estimated for the policy that sampled, on its own samples, and summed over the
+        tokens of a response.
         """
         spread = batch.scores.amax(1) - batch.scores.amin(1)
         figures = {
@@ -72,32 +74,37 @@ class Objective(ABC):
 
     @abstractmethod
     def credit(self, batch: Batch) -> Batch:
-        """Assign credit once for a rollout batch, without gradient: advantages, or the samples that are
-        compared.
+        """Return the batch with advantages, or with the samples to compare; no gradients are computed.
+
+        The engine calls `credit` once per rollout batch. The result's `signal` [N] is False for prompts that
+        are not trained on, or None if all are.
         """
 
     @abstractmethod
     def count(self, batch: Batch) -> Counts:
-        """The denominators of the losses over a minibatch; the engine adds up over ranks and divides once."""
+        """Return the denominators of the losses over a minibatch.
+
+        The engine adds up the counts of all ranks and divides each loss once.
+        """
 
     @abstractmethod
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
-        """The SUM of each loss over a micro-batch, and figures."""
+        """Return the SUM (not the mean) of each loss over a micro-batch, and metrics."""
 
     def state_dict(self) -> dict[str, float]:
-        """What credit carries from one batch to the next; most carry nothing."""
+        """Return the state that credit carries from batch to batch; empty for most objectives."""
         return {}
 
     def load_state_dict(self, saved: dict[str, float]) -> None:
-        """Go on from `saved`."""
-        assert not saved, "an objective that keeps a state takes it back"
+        """Restore the state that `state_dict` returned."""
+        assert not saved, "an objective with a state must override load_state_dict"
 
 
 class Supervised(Objective):
-    """An objective on stored completions, which nobody scores."""
+    """An objective on stored completions, which have no scores."""
 
     def describe(self, batch: Batch) -> Metrics:
-        """What the stored completions are like."""
+        """Return the mean length of the stored completions and the fraction with an end token."""
         return {
             "objective/eos_rate": mean(batch.ended.float()),
             "objective/response_tokens": mean(batch.response_mask.sum(-1).float()),
@@ -105,17 +112,25 @@ class Supervised(Objective):
 
 
 def prompts_with_signal(batch: Batch) -> float:
-    """How many prompts of a batch are trained on."""
+    """Return the number of prompts of a batch that are trained on."""
     return float(len(batch) if batch.signal is None else batch.signal.sum())
 
 
 def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
-    """How far the policy being trained ([N, K, T] log-probs) is from the one that sampled, per token, for an
-    objective that takes no ratio of its own: `mismatch`, the ratio, and how often it is beyond `clip`.
+    """Return metrics of the distance between the trained policy and the policy that sampled, per token.
+
+    For objectives without a ratio in their loss. The metrics are those of `mismatch`, the mean ratio, and the
+    fraction of tokens whose ratio differs from 1 by more than `clip`. Without `behaviour_logprobs` the result
+    is empty.
+
+    Args:
+        logprobs: log-probs [N, K, T] of the policy being trained.
+        batch: the micro-batch.
+        clip: bound for `policy/clipfrac`.
     """
     if batch.behaviour_logprobs is None:
         return {}
-    ratio = (logprobs.detach() - before(batch)).exp()
+    ratio = (logprobs.detach() - old_or_behaviour(batch)).exp()
     return {
         **mismatch(logprobs, batch),
         "policy/ratio": mean(ratio, batch.response_mask),
@@ -123,26 +138,29 @@ def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
     }
 
 
-def before(batch: Batch) -> Tensor:
-    """The log-probs [N, K, T] that the policy is compared with: of the trainer just before this update where
-    that was asked for, else of the sampler, so at the first step of an on-policy run the ratio is 1 only if
-    sampler and trainer agree.
+def old_or_behaviour(batch: Batch) -> Tensor:
+    """Return `old_logprobs` [N, K, T] of the trainer before this update, or the sampler's if not computed.
+
+    With the sampler's log-probs, the first ratio of an on-policy run is 1 only if sampler and trainer agree.
     """
-    found = batch.behaviour_logprobs if batch.old_logprobs is None else batch.old_logprobs
-    assert found is not None
-    return found
+    logprobs = batch.behaviour_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    assert logprobs is not None
+    return logprobs
 
 
 def mismatch(logprobs: Tensor, batch: Batch) -> Metrics:
-    """`policy/approxkl` since `before`; and the trainer (before the update where known) against the sampler:
-    k3 estimate of KL(sampler || trainer), largest ratio, and effective sample size of the importance weights
-    trainer / sampler as a part of the tokens (1: on-policy).
+    """Return `policy/approxkl` and the `mismatch/` metrics between trainer and sampler.
+
+    `policy/approxkl` compares `logprobs` [N, K, T] with `old_or_behaviour`. The `mismatch/` metrics compare
+    the trainer (before the update if `old_logprobs` exist) with the sampler: the k3 estimate of
+    KL(sampler || trainer), the largest ratio, and the effective sample size of the importance weights
+    trainer / sampler as a fraction of the tokens (1 on-policy).
     """
     assert batch.behaviour_logprobs is not None
     mask, now = batch.response_mask, logprobs.detach()
     lag = (now if batch.old_logprobs is None else batch.old_logprobs) - batch.behaviour_logprobs
     return {
-        "policy/approxkl": mean(0.5 * (now - before(batch)).square(), mask),
+        "policy/approxkl": mean(0.5 * (now - old_or_behaviour(batch)).square(), mask),
         "mismatch/kl": mean(torch.expm1(lag) - lag, mask),
         "mismatch/max_ratio": largest(lag.abs().exp(), mask),
         "mismatch/ess": sample_size(lag.clamp(max=MAX_LOG_WEIGHT).exp(), mask),

@@ -1,16 +1,19 @@
-"""What the policy-gradient objectives share: rewards, the ratio to the trainer before this update, clipping,
-KL, correction.
+"""The base class of the policy-gradient objectives: rewards, ratio, clipping, KL penalty and correction.
 
-    reward      r = score - beta sum_t k_t          the KL k of `algo.kl_estimator`, where `algo.kl_in=reward`
-    ratio       u = exp(logp - old)                   `old` is the trainer just before this update
+PPO's clipped surrogate: Schulman et al., arXiv 1707.06347.
+
+    reward      r = score - beta sum_t k_t          the KL term only with `algo.kl_in=reward`
+    ratio       u = exp(logp - old)                 `old`: log-probs of the trainer just before this update
     surrogate   max(-A u, -A clip(u, 1 - low, 1 + high))
-    loss        sum of correction * surrogate + beta u k    the last where `algo.kl_in=loss`
+    loss        sum of correction * surrogate + beta u k    the KL term only with `algo.kl_in=loss`
 
-The factor u of k makes the gradient of the estimate that of the KL (DeepSeek-V3.2, arXiv 2512.02556, section
-3.1); `algo.kl_unbiased=false` leaves it out.
+k is the KL estimate of a token (`algo.kl_estimator`), beta is `algo.kl_coef`. The factor u makes the gradient
+of the estimate the gradient of the KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1);
+`algo.kl_unbiased=false` omits u. The importance weights of `correction` are in
+`rlhf/objectives/correction.py`.
 
-An algorithm overrides what it does otherwise: `advantages`, `log_ratio`, `surrogate`, `reduce` and `count`.
-Schulman et al., arXiv 1707.06347; `correction` is in `rlhf/objectives/correction.py`.
+An algorithm overrides the methods in which it differs: `advantages`, `log_ratio`, `surrogate`, `reduce` and
+`count`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from rlhf.config.algo import KLIn
 from rlhf.core.metrics import mean
 from rlhf.objectives.advantages import kl_estimate
 from rlhf.objectives.correction import importance_weights
-from rlhf.objectives.objective import Objective, before, mismatch
+from rlhf.objectives.objective import Objective, mismatch, old_or_behaviour
 
 if TYPE_CHECKING:
     from rlhf.config.algo import PolicyGradientConfig
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class PolicyGradient(Objective):
-    """Tokens are made likelier by their advantage."""
+    """A policy-gradient objective: the log-probs of tokens are raised in proportion to their advantage."""
 
     def __init__(self, config: PolicyGradientConfig) -> None:
         self.config = config
@@ -47,21 +50,24 @@ class PolicyGradient(Objective):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether credit subtracts the KL."""
+        """Return True if the KL penalty is subtracted from the rewards."""
         return self.config.kl_in is KLIn.reward and self.config.kl_coef > 0
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the loss adds the KL."""
+        """Return True if the KL penalty is added to the loss."""
         return self.config.kl_in is KLIn.loss and self.config.kl_coef > 0
 
     @property
-    def spares_ties(self) -> bool:
-        """Whether prompts without advantage are spared the forward; they have no gradient but the KL's."""
+    def skips_ties(self) -> bool:
+        """Return True if prompts whose advantages are all 0 skip the forward pass.
+
+        The only gradient of such a prompt is that of a KL penalty in the loss.
+        """
         return not self.kl_in_loss
 
     def credit(self, batch: Batch) -> Batch:
-        """Advantages [N, K, T], one for all tokens of a response."""
+        """Return the batch with advantages [N, K, T], equal for all tokens of a response, and signal [N]."""
         rewards = self.scores(batch)
         if self.kl_in_reward:
             rewards = rewards - self.kl_coef * self.kl(batch).sum(-1)
@@ -69,11 +75,11 @@ class PolicyGradient(Objective):
         return replace(
             batch,
             advantages=advantages[:, :, None] * batch.response_mask,
-            signal=(advantages != 0).any(1) if self.spares_ties else None,
+            signal=(advantages != 0).any(1) if self.skips_ties else None,
         )
 
     def scores(self, batch: Batch) -> Tensor:
-        """The scores [N, K] as the algorithm sees them: normalised over the batch, then clipped, if asked."""
+        """Return the scores [N, K], normalised over the batch and clipped as configured, in this order."""
         scores = batch.scores
         if self.config.normalize_scores:
             scores = (scores - scores.mean()) / (scores.std() + 1e-8)
@@ -82,20 +88,27 @@ class PolicyGradient(Objective):
         return scores
 
     def kl(self, batch: Batch) -> Tensor:
-        """The estimated KL [N, K, T] of the trainer before this update to the reference, 0 at padding."""
+        """Return the KL [N, K, T] of the trainer before this update to the reference; 0 at padding."""
         assert batch.ref_logprobs is not None
-        return kl_estimate(before(batch), batch.ref_logprobs, self.config.kl_estimator) * batch.response_mask
+        kl = kl_estimate(old_or_behaviour(batch), batch.ref_logprobs, self.config.kl_estimator)
+        return kl * batch.response_mask
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Advantages [N, K] of responses from their rewards [N, K]."""
+        """Return the advantages [N, K] of responses, given their rewards [N, K]."""
 
     def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
-        """The logarithm of the ratio u, from `logp - old` [N, K, T] (0 at padding): here of each token."""
+        """Return the logarithm of the ratio u, given `logp - old` [N, K, T], 0 at padding; here per token."""
         return difference
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of each token [N, K, T] before correction and KL, and where the ratio was clipped."""
+        """Return the loss of each token [N, K, T] before correction and KL, and where the ratio is clipped.
+
+        Args:
+            log_ratio: logarithm of the ratio [N, K, T], or [N, K, 1] for a ratio of sequences.
+            logprobs: log-probs [N, K, T] of the policy being trained.
+            batch: the micro-batch with advantages [N, K, T].
+        """
         assert batch.advantages is not None
         ratio = log_ratio.exp()
         free = -batch.advantages * ratio
@@ -103,22 +116,22 @@ class PolicyGradient(Objective):
         return torch.maximum(free, bound), bound > free
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """The sum of losses [N, K, T] that `count` divides: here every token counts alike."""
+        """Return the sum of losses [N, K, T], to be divided by `count`; here tokens have equal weight."""
         return (losses * mask).sum()
 
     def count(self, batch: Batch) -> Counts:
-        """Response tokens."""
+        """Return the number of response tokens."""
         return {"policy": float(batch.response_mask.sum())}
 
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
-        """The sum of the policy's loss."""
+        """Return the sum of the policy loss over a micro-batch, and metrics."""
         logprobs = forward(batch).logprobs
         assert logprobs is not None
-        loss, figures = self.policy_loss(logprobs, batch)
-        return {"policy": loss}, figures
+        loss, metrics = self.policy_loss(logprobs, batch)
+        return {"policy": loss}, metrics
 
     def policy_loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The sum of the policy's loss from its log-probs [N, K, T], and figures."""
+        """Return the sum of the policy loss, given the policy's log-probs [N, K, T], and metrics."""
         mask, config = batch.response_mask, self.config
         assert batch.behaviour_logprobs is not None
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -130,7 +143,7 @@ class PolicyGradient(Objective):
             assert batch.ref_logprobs is not None
             kl = kl_estimate(logprobs, batch.ref_logprobs, config.kl_estimator)
             losses = losses + self.kl_coef * (kl * log_ratio.exp() if config.kl_unbiased else kl)
-        ratio = self.log_ratio(logprobs.detach() - before(batch), mask).exp()
+        ratio = self.log_ratio(logprobs.detach() - old_or_behaviour(batch), mask).exp()
         return self.reduce(losses, mask), {
             **mismatch(logprobs, batch),
             **corrected,
@@ -140,5 +153,5 @@ class PolicyGradient(Objective):
 
 
 def mean_of(x: Tensor, mask: Tensor) -> Stat:
-    """The mean of `x` over tokens [N, K, T], or over sequences [N, K, 1]."""
+    """Return the mean of `x`: over response tokens if `x` is [N, K, T], over sequences if [N, K, 1]."""
     return mean(x, mask if x.shape == mask.shape else None)

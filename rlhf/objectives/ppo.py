@@ -3,15 +3,18 @@
 Schulman et al., arXiv 1707.06347 and 1506.02438; for language models: Ziegler et al., arXiv 1909.08593;
 details after Huang et al., arXiv 2403.17031.
 
-    r_t = -beta k_t, and the score at the end      k: the KL of `algo.kl_estimator`, where `algo.kl_in=reward`
+    r_t = -beta k_t, plus the score at the end      k: KL estimate of a token, only with `algo.kl_in=reward`
     d_t = r_t + gamma V_t+1 - V_t;  A_t = d_t + gamma lambda A_t+1;  R_t = A_t + V_t
     policy:  mean over tokens of max(-A u, -A clip(u, 1 - low, 1 + high)),  A whitened over the rollout batch
     value:   0.5 mean over states of max((V - R)^2, (clip(V, V_old +- clip_value) - R)^2), times vf_coef
 
-The state after the last token is a step of its own, which gets the score, in a response shorter than allowed
-(`algo.end_state`, as in the original); else the last token gets it. The coefficient of the KL is fixed, or
-moves towards `algo.kl_target` (Ziegler et al., section 2.2). Needs: a value model, reference log-probs; any
-K. No signal: never quite; the value model learns from every score.
+With `algo.end_state=true` (default, as in Noukhovitch et al., arXiv 2410.18252), the state after the last
+token is a separate step, which receives the score. A response of the full allowed length has no such step,
+and neither has any response with `algo.end_state=false`; there the last token receives the score. beta is
+fixed, or adapts towards `algo.kl_target` (Ziegler et al., section 2.2).
+
+Needs: a value model, reference log-probs; any K. No signal: no prompt is skipped, because the value model
+learns from every score.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class PPO(PolicyGradient):
-    """Actor and critic."""
+    """The PPO objective: a clipped policy gradient and a value loss, for an `ActorCritic`."""
 
     config: PPOConfig
 
@@ -47,11 +50,14 @@ class PPO(PolicyGradient):
             self.needs |= {"old_logprobs"}
 
     def describe(self, batch: Batch) -> Metrics:
-        """The same, and the coefficient of the KL, which may move."""
+        """Return the `objective/` metrics of an annotated batch and the current KL coefficient."""
         return {**super().describe(batch), "objective/kl_coef": Stat(self.kl_coef)}
 
     def credit(self, batch: Batch) -> Batch:
-        """Advantages [N, K, T] and returns [N, K, T+1]."""
+        """Return the batch with advantages [N, K, T], returns and value mask [N, K, T+1].
+
+        The KL coefficient adapts once per call, after the rewards are computed.
+        """
         assert batch.values is not None
         states = self.states(batch.response_mask)
         rewards = torch.zeros_like(batch.values)
@@ -78,8 +84,10 @@ class PPO(PolicyGradient):
         )
 
     def states(self, mask: Tensor) -> Tensor:
-        """The states [N, K, T+1] whose value is learned, from the response mask: those that a token follows,
-        and the end.
+        """Return which states have a learned value, [N, K, T+1] bool, given the response mask [N, K, T].
+
+        They are the states before each token and, with `algo.end_state`, the state after the last token of a
+        response shorter than allowed.
         """
         if not self.config.end_state:
             return F.pad(mask, (0, 1))
@@ -87,34 +95,39 @@ class PPO(PolicyGradient):
         return F.pad(mask, (1, 0), value=True) & allowed
 
     def adapt(self, kl: float, episodes: int) -> None:
-        """Move the coefficient of the KL towards its target, by the KL of a response in this batch."""
+        """Adapt the KL coefficient towards `algo.kl_target`.
+
+        Args:
+            kl: mean KL of a response in this batch.
+            episodes: responses in this batch.
+        """
         if self.config.kl_target is not None:
             error = min(max(kl / self.config.kl_target - 1, -0.2), 0.2)
             self.kl_coef *= 1 + error * episodes / self.config.kl_horizon
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Not from rewards alone: see `credit`."""
+        """Not used: PPO computes advantages in `credit`, because they depend on values too."""
         raise NotImplementedError
 
     def count(self, batch: Batch) -> Counts:
-        """Response tokens, and states."""
+        """Return the number of response tokens and the number of states with a learned value."""
         assert batch.value_mask is not None
         return {**super().count(batch), "value": float(batch.value_mask.sum())}
 
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
-        """The sums of the policy's and the value model's loss."""
+        """Return the sums of the policy loss and the value loss over a micro-batch, and metrics."""
         out = forward(batch)
         assert out.logprobs is not None and out.values is not None
-        policy, figures = self.policy_loss(out.logprobs, batch)
-        value, more = self.value_loss(out.values, batch)
-        return {"policy": policy, "value": value}, {**figures, **more}
+        policy, policy_metrics = self.policy_loss(out.logprobs, batch)
+        value, value_metrics = self.value_loss(out.values, batch)
+        return {"policy": policy, "value": value}, {**policy_metrics, **value_metrics}
 
     def value_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The sum of the value model's loss from its values [N, K, T+1], and figures."""
+        """Return the sum of the value loss, given values [N, K, T+1] of the value model, and metrics."""
         assert batch.values is not None and batch.returns is not None and batch.value_mask is not None
-        room = self.config.clip_value
-        near = values.clamp(batch.values - room, batch.values + room)
-        free, bound = (values - batch.returns).square(), (near - batch.returns).square()
+        clip = self.config.clip_value
+        clipped = values.clamp(batch.values - clip, batch.values + clip)
+        free, bound = (values - batch.returns).square(), (clipped - batch.returns).square()
         losses = 0.5 * torch.maximum(free, bound)
         return (losses * batch.value_mask).sum(), {
             "value/clipfrac": mean((bound > free).float(), batch.value_mask),
@@ -123,9 +136,9 @@ class PPO(PolicyGradient):
         }
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient of the KL."""
+        """Return the KL coefficient."""
         return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, saved: dict[str, float]) -> None:
-        """Go on with the coefficient of the KL."""
+        """Restore the KL coefficient."""
         self.kl_coef = saved["kl_coef"]

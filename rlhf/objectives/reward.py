@@ -2,9 +2,10 @@
 
 Ouyang et al., arXiv 2203.02155; details after Huang et al., arXiv 2403.17031.
 
-    loss = -log sigmoid(r_c - r_r)
+    loss = -log sigmoid(r_c - r_r)        mean over pairs; c: chosen, r: rejected response
 
-Needs: a reward model and pairs (`generator=dataset`). No signal: a pair whose labels are equal.
+Needs: a reward model and preference pairs (`generator=dataset`). No signal: a pair with equal labels is
+excluded from the sum and the count.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ if TYPE_CHECKING:
 
 
 class RewardModelling(Supervised):
-    """The reward of the chosen response above that of the rejected one."""
+    """The reward-modelling objective: the chosen response gets a higher reward than the rejected one."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
 
     def credit(self, batch: Batch) -> Batch:
-        """Order each pair by its labels, chosen first."""
+        """Return the batch with the samples of each pair ordered by their labels, the chosen one first."""
         order = torch.argsort(batch.scores, dim=1, descending=True, stable=True)[:, [0, -1]]
         pair = batch.samples(order)
         return replace(pair, signal=pair.scores[:, 0] > pair.scores[:, 1])
 
     def count(self, batch: Batch) -> Counts:
-        """Pairs with signal."""
+        """Return the number of pairs with signal."""
         return {"policy": prompts_with_signal(batch)}
 
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
-        """Sum over pairs of the negative log-likelihood of the preference."""
+        """Return the sum over pairs of the negative log-likelihood of the preference, and metrics."""
         rewards = forward(batch).rewards
         assert rewards is not None
         margins = rewards[:, 0] - rewards[:, 1]

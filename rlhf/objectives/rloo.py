@@ -1,14 +1,15 @@
-"""RLOO: REINFORCE with the mean of a prompt's other samples as baseline.
+"""RLOO: REINFORCE with the mean reward of a prompt's other samples as baseline.
 
 Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; for language models: Ahmadian et al.,
 arXiv 2402.14740.
 
-    A_i = r_i - mean of the other K - 1,      r = score - beta sum_t (old - ref)
-    clip:       max(-A u, -A clip(u, 1 - low, 1 + high)),   u = exp(sum_t (logp - old)), of the whole response
+    A_i = r_i - mean of the other K - 1 rewards,      r = score - beta sum_t (old - ref)
+    clip:       max(-A u, -A clip(u, 1 - low, 1 + high)),   u = exp(sum_t (logp - old)) of the whole response
     reinforce:  -A sum_t logp
 
-divided by the number of responses. Needs: K >= 2, reference log-probs. No signal: a prompt whose samples all
-have the same reward.
+`algo.loss_type` selects `clip` (default) or `reinforce`. The sum is divided by the number of responses.
+
+Needs: K >= 2, reference log-probs. No signal: a prompt whose samples all have the same reward.
 """
 
 from __future__ import annotations
@@ -29,20 +30,24 @@ if TYPE_CHECKING:
 
 
 class RLOO(PolicyGradient):
-    """A whole response is one action."""
+    """The RLOO objective: a policy gradient that treats a whole response as one action."""
 
     config: RLOOConfig
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Leave one out."""
+        """Return each reward [N, K] minus the mean of the other rewards of its prompt."""
         return leave_one_out(rewards)
 
     def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
-        """Of the whole response: [N, K, 1]."""
+        """Return the sum of `difference` [N, K, T] over the tokens of each response: [N, K, 1]."""
         return (difference * mask).sum(-1, keepdim=True)
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of a response, in equal shares for its tokens; or REINFORCE, token by token."""
+        """Return the loss [N, K, T] and whether the response is clipped [N, K, 1].
+
+        With `clip`, the loss of a response is divided equally among its tokens. With `reinforce`, each token
+        has its own loss and nothing is clipped.
+        """
         assert batch.advantages is not None
         if self.config.loss_type is RLOOLoss.reinforce:
             return -batch.advantages * logprobs, torch.zeros_like(log_ratio, dtype=torch.bool)
@@ -50,5 +55,5 @@ class RLOO(PolicyGradient):
         return losses / batch.response_mask.sum(-1, keepdim=True), clipped[..., :1]
 
     def count(self, batch: Batch) -> Counts:
-        """Responses."""
+        """Return the number of responses."""
         return {"policy": float(batch.episodes)}

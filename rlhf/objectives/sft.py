@@ -1,8 +1,11 @@
-"""Supervised fine-tuning: cross-entropy of the reference response.
+"""SFT: supervised fine-tuning, the cross-entropy of the reference response.
+
+Ouyang et al., arXiv 2203.02155.
 
     loss = - sum_t logp(response_t)        over response tokens, EOS included; divided by the number of tokens
 
-Needs: prompts with reference responses (`generator=dataset`). The prompt is not trained on.
+The prompt is not trained on. Needs: prompts with reference responses (`generator=dataset`). No signal: never;
+every response is trained on.
 """
 
 from __future__ import annotations
@@ -19,21 +22,21 @@ if TYPE_CHECKING:
 
 
 class SFT(Supervised):
-    """Maximum likelihood of stored completions."""
+    """The SFT objective: maximum likelihood of stored completions."""
 
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
 
     def credit(self, batch: Batch) -> Batch:
-        """Every token counts alike."""
+        """Return the batch unchanged: every token has the same weight."""
         return batch
 
     def count(self, batch: Batch) -> Counts:
-        """Response tokens."""
+        """Return the number of response tokens."""
         return {"policy": float(batch.response_mask.sum())}
 
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
-        """Minus the sum of the log-probs of the response tokens."""
+        """Return minus the sum of the log-probs of the response tokens; no metrics."""
         logprobs = forward(batch).logprobs
         assert logprobs is not None
         return {"policy": -logprobs.sum()}, {}

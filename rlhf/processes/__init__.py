@@ -1,1 +1,1 @@
-"""Processes: data-parallel ranks, worker processes, services in them, signals."""
+"""Processes of a run: data-parallel ranks, worker processes and their services, signal handling."""

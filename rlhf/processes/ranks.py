@@ -1,13 +1,12 @@
-"""The processes that train one model together, as torchrun, the launcher of DeepSpeed or SLURM started them.
+"""Ranks: the processes that train one model together, started by torchrun, DeepSpeed's launcher or SLURM.
 
-Every rank holds the whole rollout batch (token ids and one number a token are small); what is divided is the
-work: each rank samples, annotates and differentiates its part, and the parts are put together. So credit,
-minibatches and metrics are those of one rank, whatever their number.
+Every rank stores the whole rollout batch, because token ids and one number per token are small. The work is
+divided: each rank samples, annotates and differentiates its part of the batch, then the parts are gathered.
+So credit assignment, minibatches and metrics do not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.core import launched
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.metrics import merge
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-
-BUCKET = 25_000_000  # numbers that are sent at once, in the type of the gradients
+BUCKET = 25_000_000  # maximum number of gradient elements that are sent at once
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those that train together, and its device. Without arguments: alone, on the CPU.
+    """The rank and device of this process, and collective operations with the other ranks.
 
-    All ranks must call the same methods in the same order. Where one does not come, the others raise
-    RunError: as soon as its connection breaks, or when the time limit that they joined with is over.
+    `Ranks()` is a single process on the CPU. All ranks must call the same methods in the same order. If a
+    rank does not take part, the others raise RunError: when its connection breaks, or after the time limit
+    that was passed to `join`.
     """
 
     device: torch.device = torch.device("cpu")
@@ -45,10 +45,15 @@ class Ranks:
 
     @classmethod
     def join(cls, device: torch.device, timeout_s: float) -> Ranks:
-        """Meet the others that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
-        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        """Connect to the other ranks, as the launcher's environment variables describe them.
+
+        Args:
+            device: the type of device to train on; with CUDA, each rank uses the GPU of its local rank.
+            timeout_s: time limit in seconds of each collective operation.
+        """
+        rank, size = launched.rank(), launched.world_size()
         if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            device = torch.device("cuda", launched.local_rank())
             torch.cuda.set_device(device)
         if size > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -57,15 +62,15 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank writes and speaks."""
+        """Whether this rank writes files and prints."""
         return self.rank == 0
 
     def rows(self, count: int) -> Tensor:
-        """This rank's part of `count` rows: [M] int64."""
+        """Return the indices of this rank's part of `count` rows: [M] int64."""
         return torch.arange(count).tensor_split(self.size)[self.rank]
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks of tensors of one shape."""
+        """Return the sum over all ranks of a tensor that has the same shape on each."""
         if self.size > 1:
             x = x.clone()
             with together():
@@ -73,27 +78,27 @@ class Ranks:
         return x
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag of any rank is set."""
+        """Return whether the flag is set on at least one rank."""
         return flag if self.size == 1 else bool(self.sum(torch.tensor(float(flag))))
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, by rank."""
+        """Return the values of all ranks, in the order of ranks."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with together():
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather_object(values, value)
+        return values
 
     def first_of(self, value: T | None) -> T | None:
-        """The first value of a rank that is not None, for every rank."""
-        return next((found for found in self.gather(value) if found is not None), None)
+        """Return on every rank the value of the lowest rank whose value is not None; None if all are None."""
+        return next((each for each in self.gather(value) if each is not None), None)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` gives the first rank, for every rank; the others do not call it.
+        """Call `make` on the first rank only, and return its result on every rank.
 
         Raises:
-            RunError, UserError: what it raised there, on every rank.
+            RunError, UserError: on every rank, if `make` raised it on the first rank.
         """
         if self.size == 1:
             return make()
@@ -111,12 +116,12 @@ class Ranks:
         return answer[0]
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up the gradients of all ranks, in place. Where no rank has a gradient, there is none after."""
+        """Sum the gradients over all ranks, in place; a gradient that is None on all ranks stays None."""
         if self.size == 1:
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        there = torch.tensor([float(parameter.grad is not None) for parameter in trained])
-        used = [p for p, has in zip(trained, self.sum(there).tolist(), strict=True) if has]
+        has_grad = torch.tensor([float(parameter.grad is not None) for parameter in trained])
+        used = [p for p, count in zip(trained, self.sum(has_grad).tolist(), strict=True) if count]
         for bucket in buckets(used):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = self.sum(torch.cat([grad.flatten() for grad in grads]))
@@ -125,7 +130,7 @@ class Ranks:
                 parameter.grad = piece.view_as(parameter)
 
     def merge(self, figures: Metrics) -> Metrics:
-        """The figures of all ranks, which have the same names, as those of one."""
+        """Return the metrics of all ranks, which must have the same names, merged into one."""
         if self.size == 1 or not figures:
             return figures
         own = torch.stack([stat.numbers() for stat in figures.values()]).cpu()
@@ -144,24 +149,25 @@ ALONE = Ranks()
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Say of a rank that was lost what torch says in its own words."""
+    """Raise RunError instead of torch's RuntimeError if another rank does not take part in a collective."""
     try:
         yield
     except RuntimeError as error:
         raise RunError(
-            "the ranks lost one another: one died (then it says why itself, or was killed), or did not come "
-            f"within backend.timeout_s ({type(error).__name__}: {str(error).splitlines()[0]:.200})"
+            "the connection between the ranks failed: a rank ended (it prints its own error, unless it was "
+            "killed), or did not respond within backend.timeout_s "
+            f"({type(error).__name__}: {str(error).splitlines()[0]:.200})"
         ) from error
 
 
 def buckets(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Parameters in order, in groups of one type and at most `BUCKET` numbers (one parameter at least)."""
-    found: list[list[torch.nn.Parameter]] = []
-    held = 0
+    """Group parameters in order, by dtype, with at most `BUCKET` elements per group (or one parameter)."""
+    groups: list[list[torch.nn.Parameter]] = []
+    elements = 0  # of the last group
     for parameter in parameters:
-        if not found or found[-1][0].dtype != parameter.dtype or held + parameter.numel() > BUCKET:
-            found.append([])
-            held = 0
-        found[-1].append(parameter)
-        held += parameter.numel()
-    return found
+        if not groups or groups[-1][0].dtype != parameter.dtype or elements + parameter.numel() > BUCKET:
+            groups.append([])
+            elements = 0
+        groups[-1].append(parameter)
+        elements += parameter.numel()
+    return groups

@@ -1,11 +1,11 @@
-"""A process that serves its trainer: answers one question after the other, and ends with it.
+"""Main program of a worker process: it answers one request of its trainer after the other.
 
-    python -m rlhf.processes.service <name> <number of an inherited socket> <pid of the trainer> <temporary folder>
+    python -m rlhf.processes.service <name> <inherited socket fd> <pid of the trainer> <temporary folder>
 
-The first question is `build`, with what makes the service; every other is a method of the service and its
-arguments, an answer what it returned or the error that it raised. Pickle travels only over that socket, which
-no other process has. The process ends with the trainer: at once where it waits for a question, within a
-second where it works on one. `rlhf/worker.py` is the trainer's side.
+The first request is `build`, with the factory of the service. Every other request is the name of a method of
+the service and its arguments. The answer is the returned value, or the error that the method raised. Messages
+are pickled; only trainer and worker process have the socket. When the trainer ends, the process ends too:
+within a second, also while it answers a request. `rlhf.processes.worker` is the trainer's side.
 """
 
 from __future__ import annotations
@@ -27,25 +27,28 @@ from typing import Any, Protocol
 from rlhf.core.errors import RunError, UserError
 from rlhf.processes.signals import SIGNALS
 
-LENGTH = struct.Struct("<Q")  # of a message, before it
-
-
-PIECE = 1 << 20  # bytes taken in at once
+LENGTH = struct.Struct("<Q")  # header of a message: its number of bytes
+PIECE = 1 << 20  # maximum number of bytes read at once
 
 
 class Channel:
-    """Python objects over a socket, both ways.
+    """A connection that sends and receives Python objects over a socket.
 
-    Who sends takes in meanwhile what arrives: two that send one another more than the socket holds, an
-    answer and weights that overtake it, do not wait for each other. A limit of the socket is a TimeoutError.
+    `send` also reads what arrives in the meantime. So two sides do not deadlock if both send more than the
+    socket buffers, for example an answer and weights that overtake it. If the time limit of the socket is
+    exceeded, TimeoutError is raised.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
-        self.inbox = bytearray()  # what has arrived, and was not received yet
+        self.inbox = bytearray()  # bytes that have arrived and were not yet returned by `receive`
 
     def send(self, message: Any) -> None:
-        """Send, or raise OSError."""
+        """Send a message.
+
+        Raises:
+            OSError: the connection failed; TimeoutError if the time limit was exceeded.
+        """
         data = pickle.dumps(message)
         left = memoryview(LENGTH.pack(len(data)) + data)
         reading = [self.socket]
@@ -54,27 +57,33 @@ class Channel:
             if not arrived and not free:
                 raise TimeoutError
             if arrived and not self.take():
-                reading = []  # the other side's end; sending says whether it still listens
+                reading = []  # the other side stopped sending; `socket.send` fails if it is closed
             if free:
                 left = left[self.socket.send(left, socket.MSG_DONTWAIT) :]
 
     def receive(self) -> Any:
-        """Wait for a message, or raise OSError, EOFError or UnpicklingError."""
+        """Wait for the next message and return it.
+
+        Raises:
+            OSError: the connection failed; TimeoutError if the time limit was exceeded.
+            EOFError: the other side closed the connection.
+            UnpicklingError: the message is damaged.
+        """
         (length,) = LENGTH.unpack(self.read(LENGTH.size))
         return pickle.loads(self.read(length))
 
     def answers(self, within_s: float) -> bool:
-        """Wait until a message begins to arrive, where all before have been received; False: none did."""
+        """Wait up to `within_s` seconds for the beginning of a message; return whether there is one."""
         return bool(self.inbox or select.select([self.socket], [], [], within_s)[0])
 
     def pending(self) -> bool:
-        """Whether a message has begun to arrive, or is here already behind the one received last."""
+        """Return without waiting whether the next message has arrived, at least its beginning."""
         if not self.inbox and self.answers(0):
             self.take()
         return bool(self.inbox)
 
     def read(self, count: int) -> bytes:
-        """Wait for as many bytes."""
+        """Wait for `count` bytes and return them."""
         while len(self.inbox) < count:
             if not self.take():
                 raise EOFError
@@ -83,51 +92,60 @@ class Channel:
         return data
 
     def take(self) -> bool:
-        """Wait for what arrives next; False: the other side has ended."""
+        """Wait for bytes and add them to the inbox; return False if the other side closed the connection."""
         data = self.socket.recv(PIECE)
         self.inbox += data
         return bool(data)
 
     def shut(self) -> None:
-        """Have whoever waits here, in another thread too, find the other side's end."""
+        """Shut the connection down, so that a thread that waits on either side gets EOFError."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """The other side reads its end."""
+        """Close the connection; the other side gets EOFError."""
         self.socket.close()
 
 
 class Service:
-    """What a process does for its trainer: any other method than these is what it can be asked for."""
+    """An object in a worker process whose methods the trainer calls."""
 
     def close(self) -> None:
-        """The trainer is done: release what is held; here nothing."""
+        """Release resources when the trainer no longer needs the service; by default, do nothing."""
 
     def orphaned(self) -> None:
-        """The trainer is gone: remove what would outlive both, from another thread; here nothing."""
+        """Remove resources that outlive the process, because the trainer has ended; by default, do nothing.
+
+        Called in another thread than the other methods.
+        """
 
 
 class ServiceFactory(Protocol):
-    """Makes a service in the process where it is to live. Goes there through pickle, so it is a dataclass of
-    plain values, and `build` alone imports what the service needs.
+    """A factory that creates a service in the worker process.
+
+    The factory is pickled and sent to the process. So it is a dataclass of plain values, and only `build`
+    imports what the service needs.
     """
 
     def build(self, channel: Channel) -> Service:
-        """Make the service, which may read from `channel` while it answers.
+        """Create the service.
 
-        Settings that cannot work raise UserError or RunError, which end the run.
+        Args:
+            channel: the connection to the trainer; the service may read from it while it answers.
+
+        Raises:
+            UserError, RunError: the settings cannot work; the run ends.
         """
 
 
 class Server:
-    """Answers the trainer's questions.
+    """The request handler of a worker process.
 
     Args:
-        name: of the process, in what it says; its log is `<name>.log`.
-        trainer: pid.
-        channel: to the trainer.
-        scratch: the temporary folder of this process, which goes with it.
+        name: name of the process in messages; its log is `<name>.log`.
+        trainer: process id of the trainer.
+        channel: connection to the trainer.
+        scratch: temporary folder of this process, removed when the process ends.
     """
 
     def __init__(self, name: str, trainer: int, channel: Channel, scratch: str) -> None:
@@ -138,7 +156,10 @@ class Server:
         self.service: Service | None = None
 
     def answer(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """The answer to one question; an error that is none of the user's is shown whole in the log."""
+        """Return the answer to one request: the result, or the error.
+
+        The traceback of an unexpected error is written to the log of the process.
+        """
         try:
             if method == "build":
                 return self.build(*arguments)
@@ -148,16 +169,16 @@ class Server:
         except Exception as error:
             traceback.print_exc()
             return RunError(
-                f"the {self.name} could not {method}: {type(error).__name__}: {error}; where it happened is "
-                f"in {self.name}.log"
+                f"the {self.name} failed to {method}: {type(error).__name__}: {error}; the traceback is in "
+                f"{self.name}.log"
             )
 
     def build(self, factory: ServiceFactory) -> None:
-        """Make the service."""
+        """Create the service."""
         self.service = factory.build(self.channel)
 
     def end_with_trainer(self) -> None:
-        """Wait for the trainer's end, then end this process and all that it started."""
+        """Wait until the trainer has ended, then kill this process and its child processes."""
         while os.getppid() == self.trainer:
             time.sleep(0.5)
         if self.service is not None:
@@ -167,9 +188,10 @@ class Server:
 
 
 def main() -> None:
-    """Serve until the trainer says `close` or is gone.
+    """Answer requests until the trainer requests `close` or ends.
 
-    What asks a run to stop may be sent to every process of it; it is the trainer's to say when this one ends.
+    The signals that stop a run are ignored: they may be sent to every process of a run, and the trainer
+    decides when this process ends.
     """
     for ignored in SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
@@ -184,7 +206,7 @@ def main() -> None:
     while method != "close":
         try:
             method, arguments = channel.receive()
-        except EOFError:  # the trainer is gone, or about to end this process
+        except EOFError:  # the trainer has ended, or will kill this process
             watcher.join()
         channel.send(server.answer(method, arguments))
 

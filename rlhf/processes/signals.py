@@ -1,15 +1,16 @@
-"""Signals that end a run early, to be gone on with: SIGTERM, and what SLURM sends before a limit, which is
-SIGUSR1 where a person asks for it and SIGUSR2 where submitit does.
+"""Signals that stop a run so that it can be resumed: SIGTERM, SIGUSR1 and SIGUSR2.
 
-    with interruptible() as interruption:  # around a run, a stage within it, the runs of a command
-        ...                                # a signal raises Interrupted here, where nothing is lost
+SLURM sends SIGUSR1 before a job's time limit if the batch script requests it, and SIGUSR2 to submitit's jobs.
+
+    with interruptible() as interruption:  # around a run, a stage of a run, or all runs of a command
+        ...                                # here a signal raises Interrupted, as no work is lost
         interruption.defer()
         while ...:
-            ...                            # from here on it waits until it is asked for,
-            if interruption.asked():       # where nothing is half done
+            ...                            # here a signal only sets a flag
+            if interruption.asked():       # at the end of an update
                 return
 
-A second SIGTERM ends the process at once, whatever it is doing. Imports no torch.
+A second SIGTERM ends the process immediately, whatever it is doing. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,69 +30,66 @@ from rlhf.core.launched import is_first_rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
-
-PATIENCE_S = 30.0  # seconds until it is said that something is still waited for
-
-
-ECHO_S = 1.0  # seconds; launchers pass on what their processes get too, so two signals so close are one
+PATIENCE_S = 30.0  # seconds between a signal and the message that the current update is not finished
+ECHO_S = 1.0  # seconds; two signals closer than this count as one: launchers forward what a process also got
 
 
 class Interruption:
-    """Whether this process was asked to stop."""
+    """The state of signal handling in this process: whether a signal asked it to stop."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first signal
-        self.deferred = False  # it waits until it is asked for
-        self.agree: Callable[[bool], bool] = bool  # whether any rank has a flag set
-        self.previous: dict[signal.Signals, Any] = {}  # what was done at a signal before
-        self.previous_wakeup = -1
+        self.deferred = False  # a signal does not raise Interrupted, but waits for `asked`
+        self.agree: Callable[[bool], bool] = bool  # returns whether a flag is set on any rank
+        self.previous: dict[signal.Signals, Any] = {}  # handlers to restore
+        self.previous_wakeup = -1  # file descriptor to restore
 
     @property
     def cause(self) -> str:
-        """Which signal it was, in words."""
+        """The name of the signal, for messages."""
         return self.received.name if self.received else "a signal to another rank"
 
     def defer(self, agree: Callable[[bool], bool] = bool) -> None:
-        """From here on a signal waits until it is asked for.
+        """Defer signals: from now on they do not raise Interrupted, but set the flag that `asked` returns.
 
         Args:
-            agree: says of a flag whether it is set on any rank (`Ranks.any`), so that all stop together.
+            agree: returns whether a flag is set on any rank (`Ranks.any`), so that all ranks stop together.
 
         Raises:
-            Interrupted: one has come already.
+            Interrupted: a signal was received before.
         """
         self.deferred, self.agree = True, agree
         self.check()
 
     def asked(self) -> bool:
-        """Whether to stop here; every rank has to ask, at the same point."""
+        """Return whether to stop now. All ranks must call this at the same point."""
         return self.agree(self.received is not None)
 
     def check(self) -> None:
-        """Stop where a signal has come.
-
-        Raises:
-            Interrupted: it has.
-        """
+        """Raise Interrupted if a signal was received."""
         if self.received is not None:
             raise Interrupted(
-                f"interrupted by {self.cause} outside of training, where there is nothing to save; the same "
-                "command goes on",
+                f"interrupted by {self.cause} outside of training, so there is nothing to save; the same "
+                "command resumes the run",
                 self.received,
             )
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Note the first signal, in the main thread; another is no reason to break off what cleans up."""
+        """Record the first signal, in the main thread. Later ones are ignored so that clean-up can finish."""
         if self.received is None:
             self.received = signal.Signals(number)
             if not self.deferred:
                 self.check()
 
     def listen(self, signals: socket.socket) -> None:
-        """Say what was asked for, and end the process at a second SIGTERM.
+        """Print a message for each stage of stopping, and end the process at a second SIGTERM.
 
-        A thread of its own, which gets the numbers of `signals` from the operating system's handler: the main
-        thread's turn comes only after a kernel or a collective that it may be in, or never.
+        Runs in a separate thread, because the main thread handles a signal only after the kernel or
+        collective that it is executing, which may never return. The C-level signal handler writes the number
+        of each signal to a socket (`signal.set_wakeup_fd`).
+
+        Args:
+            signals: the socket.
         """
         began: float | None = None  # when the first signal came
         terminated: float | None = None  # when the first SIGTERM came
@@ -101,30 +99,30 @@ class Interruption:
                     number = signals.recv(1)
                 except TimeoutError:
                     tell(
-                        f"still waiting for what is under way, {PATIENCE_S:g} seconds after the signal; a "
-                        "second SIGTERM ends the run at once, to go on from its last checkpoint"
+                        f"still waiting for the current operation, {PATIENCE_S:g} seconds after the signal; "
+                        "a second SIGTERM ends the run immediately, to be resumed from its last checkpoint"
                     )
                     signals.settimeout(None)
                     continue
                 if not number:
                     return
-                if number[0] not in SIGNALS:  # Ctrl-C, say
+                if number[0] not in SIGNALS:  # for example SIGINT (Ctrl-C)
                     continue
                 now = time.monotonic()
                 if began is None:
                     began = now
                     name = signal.Signals(number[0]).name
-                    when = " at the end of the update under way, with a checkpoint" if self.deferred else ""
-                    tell(f"{name}: stopping{when}; a second SIGTERM ends the run at once")
+                    when = " after the current update, with a checkpoint" if self.deferred else ""
+                    tell(f"{name}: stopping{when}; a second SIGTERM ends the run immediately")
                     signals.settimeout(PATIENCE_S)
                 if number[0] == signal.SIGTERM:
                     terminated = terminated or now
                     if now - terminated > ECHO_S:
-                        tell("ended at once by a second SIGTERM; the same command goes on")
+                        tell("ended immediately by a second SIGTERM; the same command resumes the run")
                         os._exit(128 + signal.SIGTERM)
 
     def install(self) -> threading.Thread:
-        """Take the signals over; returns the thread that listens to them."""
+        """Install the signal handlers, and return the thread that runs `listen`."""
         ours, self.theirs = socket.socketpair()
         self.theirs.setblocking(False)
         listener = threading.Thread(target=self.listen, args=(ours,), name="signals", daemon=True)
@@ -135,21 +133,22 @@ class Interruption:
         return listener
 
     def restore(self) -> None:
-        """Leave the signals to whom they were before."""
+        """Restore the previous signal handlers."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.previous_wakeup)
 
 
-active: Interruption | None = None  # of this process
+active: Interruption | None = None  # the Interruption of this process, inside `interruptible`
 
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Listen to the signals for a while; what is done at them before and after is left as it is.
+    """Handle the signals during the block; the previous handlers are restored after it.
 
-    Within another it is the same one, so that a stage that stops stops its run, and a run its sweep. In other
-    threads than the main thread, the one that signals come to, it hears nothing.
+    A nested call yields the same Interruption, so that an interrupted stage also stops its run, and an
+    interrupted run its sweep. In other threads than the main thread, which alone receives signals, the
+    yielded Interruption is never set.
     """
     global active
     if threading.current_thread() is not threading.main_thread():
@@ -167,26 +166,26 @@ def interruptible() -> Iterator[Interruption]:
             yield active
         finally:
             active.restore()
-            active.theirs.shutdown(socket.SHUT_RDWR)  # the listener's end
+            active.theirs.shutdown(socket.SHUT_RDWR)  # ends the listener thread
             active.theirs.close()
             active = None
             listener.join()
 
 
 def hold() -> None:
-    """Before a fork."""
+    """Block the signals before a fork."""
     if active is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def release() -> None:
-    """After it, in the parent."""
+    """Unblock the signals after a fork, in the parent process."""
     if active is not None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def leave_alone() -> None:
-    """After it, in the child."""
+    """Restore the previous handlers after a fork, in the child process."""
     global active
     if active is not None:
         active.restore()
@@ -199,7 +198,7 @@ os.register_at_fork(before=hold, after_in_parent=release, after_in_child=leave_a
 
 
 def tell(text: str) -> None:
-    """Say it once, whatever the number of ranks."""
+    """Print a line on the first rank only."""
     from rlhf.core.console import say
 
     if is_first_rank():

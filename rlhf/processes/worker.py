@@ -1,12 +1,12 @@
-"""Work in a process of its own, given by a trainer that does not wait for it.
+"""Worker processes: the trainer queues jobs for a process and continues without waiting for the results.
 
-    trainer's thread              carrier thread                     process (rlhf/serve.py)
+    trainer's thread              carrier thread                worker process (processes/service.py)
     put(job) ──▶ jobs ──▶ one job at a time ──── method, arguments ────▶ Service.<method>
     future ◀──────────────────── answer ◀────────────────────────────────
 
-The queue of jobs is in the trainer, and the process is asked the next thing only when it has answered: jobs
-are first in, first out, and when the process is lost, exactly one job is lost with it, which a new process is
-given again. The queue behind it has not moved.
+The queue is in the trainer, and the next job is sent only when the process has answered the one before. So
+jobs are done first in, first out. If the process is lost, exactly one job is lost, and a new process gets
+this job again; the jobs in the queue are not affected.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from rlhf.processes.service import ServiceFactory
 
 
-CLOSE_S = 10.0  # seconds that a process has to release what it holds
+CLOSE_S = 10.0  # seconds that a process has to release its resources
 
 
 class Lost(Exception):
-    """The process died or did not answer in time; says which."""
+    """The process ended or exceeded its time limit; the message says which."""
 
 
 class Closed(Exception):
@@ -53,16 +53,16 @@ class Closed(Exception):
 
 @dataclass(slots=True, frozen=True)
 class Limits:
-    """What a process may take, and how often it is replaced."""
+    """Time limits of a worker process, and the maximum number of restarts."""
 
-    start_s: float
-    request_s: float  # of any job
-    restarts: int  # of the whole session
+    start_s: float  # seconds until the service is ready
+    request_s: float  # seconds for one job
+    restarts: int  # per session
 
 
 @dataclass(slots=True)
 class Job:
-    """What the process is to do: a method of its service, and the arguments; None: only that it is there."""
+    """A call of a method of the service. Without a method, the job only starts the process."""
 
     method: str | None = None
     arguments: tuple[Any, ...] = ()
@@ -70,17 +70,17 @@ class Job:
 
 
 class Worker:
-    """Has jobs done in a process of its own, in their order.
+    """A queue of jobs that are executed in order in a worker process.
 
-    An error of the service stops the run, with the next call or future. So does a process that is lost too
-    often.
+    An error of the service is raised by the job's future and by the next call of `put`, which ends the run.
+    The same applies if the process is lost more often than `limits.restarts`.
 
     Args:
-        name: what it is, in messages: "generator".
-        factory: makes the service, in the process.
-        log: the file that takes the process's output.
-        environment: its environment variables, beside the trainer's own.
-        limits: of time, and of restarts.
+        name: name of the process in messages, for example "generator".
+        factory: creates the service in the process.
+        log: file for the output of the process.
+        environment: environment variables of the process, in addition to those of the trainer.
+        limits: time limits, and the maximum number of restarts.
     """
 
     def __init__(
@@ -96,28 +96,30 @@ class Worker:
         self.log = log
         self.environment = environment
         self.limits = limits
-        self.lock = threading.Lock()  # of what both threads use: the next six
-        self.changed = threading.Condition(self.lock)  # there is a job, or the end
-        self.jobs: deque[Job] = deque()  # those that wait
-        self.unanswered = 1  # jobs; the first starts the process
+        self.lock = threading.Lock()  # of jobs, unanswered, failure, closing, process and restarts
+        self.changed = threading.Condition(self.lock)  # a job was queued, or the worker is closing
+        self.jobs: deque[Job] = deque()  # jobs that have not been started
+        self.unanswered = 1  # number of unfinished jobs; the first one starts the process
         self.failure: RunError | UserError | None = None
         self.closing = False
         self.process: subprocess.Popen[bytes] | None = None
         self.channel: Channel | None = None
         self.scratch: str | None = None  # temporary folder of the process
         self.restarts = 0
-        self.counted = 0  # restarts that `figures` has told of
+        self.counted = 0  # restarts that `figures` has reported
         self.carrier = threading.Thread(target=self.carry, name=name, daemon=True)
-        say(f"starting the {name}'s process (its log: {log})")
+        say(f"starting the {name} process; log: {log}")
         self.carrier.start()
 
     # -- the trainer's side ------------------------------------------------------------------------
 
     def put(self, job: Job) -> Future[Any]:
-        """Queue a job; its future has what the process answers. May be called from any thread.
+        """Queue a job and return its future, whose result is the answer of the process.
+
+        May be called from any thread.
 
         Raises:
-            RunError, UserError: the worker failed since the last call.
+            RunError, UserError: the worker has failed since the last call.
         """
         with self.changed:
             if self.failure is not None:
@@ -128,13 +130,13 @@ class Worker:
         return job.future
 
     def figures(self) -> Metrics:
-        """Restarts since the last call."""
+        """Return the number of restarts since the last call as a metric."""
         with self.lock:
             new, self.counted = self.restarts - self.counted, self.restarts
         return {f"{self.name}/restarts": Stat(float(new), 1.0, How.sum)}
 
     def close(self) -> None:
-        """End the process: in peace where it waits, else at once."""
+        """End the process: it releases its resources if it is idle, and is killed if it is busy."""
         with self.changed:
             self.closing = True
             if self.unanswered and self.process is not None:
@@ -145,11 +147,11 @@ class Worker:
     # -- the carrier thread ------------------------------------------------------------------------
 
     def carry(self) -> None:
-        """Carry jobs to the process and answers back, until the end of the queue or a failure."""
+        """Send jobs to the process and set their results, until the worker is closed or fails."""
         job: Job | None = Job()
         try:
             while job is not None:
-                answer = self.work_off(job)
+                answer = self.complete(job)
                 with self.lock:
                     self.unanswered -= 1
                 job.future.set_result(answer)
@@ -160,23 +162,23 @@ class Worker:
             self.fail(error, job)
         except (Closed, Lost):
             self.fail(RunError(f"the {self.name} was closed"), job)
-        except BaseException as error:  # a defect; nobody may wait for the thread that it ends
-            self.fail(RunError(f"the {self.name}'s thread failed: {type(error).__name__}: {error}"), job)
+        except BaseException as error:  # a bug; the trainer must not wait for a thread that has ended
+            self.fail(RunError(f"the {self.name} thread failed: {type(error).__name__}: {error}"), job)
             raise
         finally:
             self.stop()
 
     def next(self) -> Job | None:
-        """Wait for the next job; None: the end."""
+        """Wait for the next job; return None if the worker is closing and the queue is empty."""
         with self.changed:
             self.changed.wait_for(lambda: self.jobs or self.closing)
             return self.jobs.popleft() if self.jobs else None
 
-    def work_off(self, job: Job) -> Any:
-        """Have the process do a job; where it is lost, have a new one do it.
+    def complete(self, job: Job) -> Any:
+        """Execute a job in the process and return its result; if the process is lost, restart it and repeat.
 
         Raises:
-            RunError, UserError: an error of the service, or too many processes lost.
+            RunError, UserError: an error of the service, or too many restarts.
         """
         while True:
             try:
@@ -190,20 +192,21 @@ class Worker:
                         raise Closed from None
                     if self.restarts == self.limits.restarts:
                         raise RunError(
-                            f"the {self.name}'s process must not be lost more than {self.restarts} times "
-                            f"(generator.restarts), got once more: it {lost}; its log is {self.log}; set "
-                            "generator.restarts or generator.request_limit_s higher where it says nothing"
+                            f"the {self.name} process must not fail more than {self.restarts} times "
+                            f"(generator.restarts), but it failed again: it {lost}; its log is {self.log}; "
+                            "if the log shows no cause, set generator.restarts or "
+                            "generator.request_limit_s higher"
                         ) from None
                     self.restarts += 1
-                say(f"the {self.name}'s process {lost}; starting a new one, with the job that was lost")
+                say(f"the {self.name} process {lost}; restarting it and repeating the lost job")
 
     def do(self, job: Job) -> Any:
-        """Have the process do a job that has a method, once; returns what its future is to have."""
+        """Execute a job with a method once, and return the result for its future."""
         assert job.method is not None
         return self.ask(job.method, *job.arguments)
 
     def fail(self, error: RunError | UserError, job: Job | None) -> None:
-        """Give up: the job in hand, all that are queued and all that come end with `error`."""
+        """Stop after an error: set `error` on the current job, all queued jobs and all later ones."""
         with self.lock:
             self.failure = error
             lost = [*([] if job is None else [job]), *self.jobs]
@@ -214,15 +217,16 @@ class Worker:
     # -- the process -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start a process and have it make its service.
+        """Start a process and create its service.
 
-        It leads a process group of its own: Ctrl-C in the terminal reaches the trainer alone, which then ends
-        the group. Temporary files are in a folder of its own, for a process that is killed removes none.
+        The process leads its own process group, so that Ctrl-C in the terminal reaches only the trainer,
+        which then kills the group. The process has its own folder for temporary files, because a killed
+        process does not remove them.
         """
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         self.scratch = tempfile.mkdtemp(prefix=f"rlhf-{self.name}-")
-        words = [
+        arguments = [
             "-m",
             "rlhf.processes.service",
             self.log.stem,
@@ -234,7 +238,7 @@ class Worker:
             if self.closing:
                 raise Closed
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-u", *words],  # -u: what it printed is in the log when it is killed
+                [sys.executable, "-P", "-u", *arguments],  # -u: output is in the log if the process is killed
                 env={
                     "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
                     **os.environ,
@@ -252,19 +256,24 @@ class Worker:
         try:
             self.ask("build", self.factory, limit=self.limits.start_s)
         except Lost as lost:
-            if (self.process.poll() or 0) < 0:  # killed, by whom or whatever: worth another try
+            if (self.process.poll() or 0) < 0:  # killed by a signal: try again
                 raise
             raise RunError(
-                f"the {self.name}'s process must be ready within {self.limits.start_s:g} seconds "
+                f"the {self.name} process must be ready within {self.limits.start_s:g} seconds "
                 f"(generator.start_limit_s), but it {lost}; its log is {self.log}"
             ) from None
 
     def ask(self, method: str, *arguments: Any, limit: float | None = None) -> Any:
-        """What the process answers to a question.
+        """Call a method of the service in the process and return its result.
+
+        Args:
+            method: name of the method.
+            arguments: positional arguments.
+            limit: time limit in seconds; None: the limit of a job.
 
         Raises:
-            Lost: it died, or did not answer within `limit` seconds (by default, those of a request).
-            RunError, UserError: what it raised.
+            Lost: the process ended, or exceeded the time limit.
+            RunError, UserError: raised by the method.
         """
         with self.lost(method, limit or self.limits.request_s) as channel:
             channel.send((method, arguments))
@@ -272,10 +281,11 @@ class Worker:
 
     @contextmanager
     def lost(self, method: str, limit: float) -> Iterator[Channel]:
-        """Raise Lost where the process dies, or lets `limit` seconds pass, while it is to do `method`.
+        """Translate errors of the connection, while the process executes `method`, into Lost.
 
         Raises:
-            RunError: the connection broke at this end, for a reason that `check` knows.
+            Lost: the process ended, or exceeded the limit of `limit` seconds.
+            RunError: the connection failed on the trainer's side, and `check` reports the cause.
         """
         assert self.channel is not None and self.process is not None
         self.channel.socket.settimeout(limit)
@@ -285,15 +295,15 @@ class Worker:
             raise Lost(f"did not {method} within {limit:g} seconds") from None
         except (OSError, EOFError, pickle.UnpicklingError):
             how = ending(self.process)
-            if self.process.poll() is None:  # it was not the process that ended
+            if self.process.poll() is None:  # the process is running, so the connection failed on this side
                 self.check()
             raise Lost(f"died ({how})") from None
 
     def check(self) -> None:  # noqa: B027
-        """Raise RunError where the connection broke at this end; here it does not."""
+        """Raise RunError if the connection failed on the trainer's side; by default, do nothing."""
 
     def stop(self) -> None:
-        """End the process, if it is there, and what is between."""
+        """Kill the process, if there is one, close its connection and remove its temporary folder."""
         if self.process is not None:
             kill(self.process)
         if self.channel is not None:
@@ -304,7 +314,7 @@ class Worker:
 
 
 def received(channel: Channel) -> Any:
-    """The next answer; raises it where it is an error."""
+    """Wait for the next answer; return it, or raise it if it is an error."""
     answer = channel.receive()
     if isinstance(answer, (RunError, UserError)):
         raise answer
@@ -312,14 +322,14 @@ def received(channel: Channel) -> Any:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started."""
+    """Kill a process and its process group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def ending(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended, in words."""
+    """Return how a process ended, for messages."""
     try:
         code = process.wait(timeout=1)
     except subprocess.TimeoutExpired:
@@ -328,15 +338,20 @@ def ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def environment(threads: int | None, device: torch.device, replica: int = 0) -> dict[str, str]:
-    """Variables of a process, the first or another of its kind: its CPU threads, and a GPU that is not the
-    trainer's, where there are two; replicas take all GPUs but the first in turn, from the last on.
+    """Return environment variables for a worker process: its CPU threads and its GPU.
+
+    Args:
+        threads: CPU threads; None: no limit.
+        device: the trainer's device. With CUDA and at least two GPUs, the process gets a GPU other than the
+            first one, which is the trainer's.
+        replica: number of the replica, from 0. Replicas use the GPUs in turn, starting with the last one.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if threads is not None:
-        found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        variables |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         every = ",".join(str(i) for i in range(torch.cuda.device_count()))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or every
         others = visible.split(",")[1:]
-        found["CUDA_VISIBLE_DEVICES"] = others[-1 - replica % len(others)]
-    return found
+        variables["CUDA_VISIBLE_DEVICES"] = others[-1 - replica % len(others)]
+    return variables

@@ -1,1 +1,4 @@
-"""A page, pictures and a table of run folders: `python -m rlhf.report <folders...>`. Imports no torch."""
+"""Report of run folders: an HTML page, PNG figures and a table (`python -m rlhf.report <folders...>`).
+
+The package imports no torch.
+"""

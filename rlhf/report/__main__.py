@@ -1,8 +1,9 @@
-"""The command: `python -m rlhf.report <folders...> [--out <folder>] [--samples <n>] [--markdown]`.
+"""Command `python -m rlhf.report <folders...> [--out <folder>] [--samples <n>] [--markdown]`.
 
-Reads run folders, finished or not, and writes `index.html`, one page that needs nothing else, with each of
-its figures as a PNG beside it; a table of final results goes to the terminal. Exit codes: 0 done; 2 a folder
-that holds no run, or another mistake, as `error: ...`.
+The command reads run folders, finished or not, and prints a table of final results. It writes `index.html`, a
+page that loads no other file, and each figure of the page as PNG beside it.
+
+Exit codes: 0 done; 2 invalid input (such as a folder without a run), reported as `error: ...`.
 """
 
 from __future__ import annotations
@@ -27,42 +28,51 @@ from rlhf.report.table import for_markdown, for_terminal, results
 if TYPE_CHECKING:
     from rlhf.report.groups import Group
 
+NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`
 
-def main(words: Sequence[str] | None = None) -> None:
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m rlhf.report",
-        description="One page of figures, and a table, of the runs in some folders.",
+        description="Write a page of figures, and print a table of final results, from run folders.",
         allow_abbrev=False,
     )
-    parser.add_argument("folders", nargs="+", help="run folders, folders that contain some, shell patterns")
+    parser.add_argument("folders", nargs="+", help="run folders, folders with run folders, shell patterns")
     parser.add_argument(
-        "--out", type=Path, default=Path("outputs/report"), help="where to write (%(default)s)"
+        "--out", type=Path, default=Path("outputs/report"), help="output folder (default: %(default)s)"
     )
-    parser.add_argument("--samples", type=int, default=6, help="prompts to show completions of (%(default)s)")
     parser.add_argument(
-        "--markdown", action="store_true", help="print the table as Markdown, and write nothing"
+        "--samples", type=int, default=6, help="number of prompts with completions (default: %(default)s)"
     )
-    asked = parser.parse_args(words)
+    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown, write no files")
+    options = parser.parse_args(arguments)
     try:
-        report(asked.folders, asked.out, asked.samples, asked.markdown)
+        report(options.folders, options.out, options.samples, options.markdown)
     except UserError as error:
         refuse(error.problems)
 
 
 def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False) -> None:
-    """Print the table of the runs in `folders`; write page and pictures to `out`, unless it is for Markdown.
+    """Print the table of the runs in `folders`, and write the page and its figures to `out`.
+
+    Args:
+        folders: run folders, folders that contain run folders, shell patterns.
+        out: output folder.
+        count: number of prompts of each task to show completions of.
+        markdown: print the table in Markdown, and write no files.
 
     Raises:
-        UserError: a folder holds no run, or matplotlib is missing.
+        UserError: a folder contains no run, or matplotlib or Jinja2 is not installed.
     """
-    if not markdown and find_spec("matplotlib") is None:
+    missing = [] if markdown else [name for name in NEEDS if find_spec(name) is None]
+    if missing:
         raise UserError(
-            "rlhf.report needs matplotlib (it draws the figures), which is not installed; run: "
-            "pip install 'rlhf[report]', or add --markdown for the table alone"
+            f"rlhf.report needs {' and '.join(missing)} (for the figures and the page), got no such package; "
+            "run: pip install -e '.[report]', or add --markdown to print only the table"
         )
     if count < 0:
-        raise UserError(f"--samples must be >= 0 (prompts to show answers to), got {count}; set --samples 6")
+        raise UserError(f"--samples must be >= 0 (a number of prompts), got {count}; set --samples 6")
     found = find_runs(folders, own=out)
     groups = group_runs(found.runs)
     table = results(groups)
@@ -73,8 +83,8 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
     from rlhf.report.figures import charts
     from rlhf.report.page import page
 
-    drawn, missing = charts(groups)
-    notes = [*cautions(groups), *(f"No figure of {text}." for text in missing)]
+    drawn, without_data = charts(groups)
+    notes = [*cautions(groups), *(f"No figure of {text}." for text in without_data)]
     made = f"made {datetime.now():%Y-%m-%d %H:%M} by rlhf {__version__}"
     out.mkdir(parents=True, exist_ok=True)
     for chart in drawn:
@@ -84,28 +94,29 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
     )
     for note in [*notes, *(f"Left out: {text}." for text in found.left_out)]:
         console.print(note, markup=False, style="yellow")
-    console.print(f"page: {out / 'index.html'}, with its {len(drawn)} figures as PNG beside it", markup=False)
+    console.print(f"page: {out / 'index.html'} ({len(drawn)} figures as PNG beside it)", markup=False)
 
 
 def cautions(groups: Sequence[Group]) -> list[str]:
-    """What is to be known before figures are compared."""
+    """Return remarks that a reader needs before comparing the groups."""
     runs = [run for group in groups for run in group.runs]
     notes = []
-    if open_runs := [run for group in groups for run in group.unfinished]:
+    if unfinished := [run for group in groups for run in group.unfinished]:
         notes.append(
-            f"{len(open_runs)} of {len(runs)} runs not finished: dashed in the figures, and no part of means."
+            f"{len(unfinished)} of {len(runs)} runs are unfinished: they are dashed in the figures, and not "
+            "part of the means."
         )
     for group in groups:
         seeds = [run.seed for run in group.runs]
-        if twice := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+        if repeated := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
             notes.append(
-                f"{group.label}: seed {', '.join(map(str, twice))} is there more than once (the same "
-                "settings in several folders), and counts as often."
+                f"{group.label}: more than one folder has the same settings and seed "
+                f"{', '.join(map(str, repeated))}; each folder counts as a run."
             )
     if len({run.commit for run in runs}) > 1:
-        notes.append("The runs were made by different commits of the code (see Runs).")
+        notes.append("The runs were made with different commits of the code (see Runs).")
     if len({run.hardware for run in runs}) > 1:
-        notes.append("The runs were made on different hardware: their times do not compare.")
+        notes.append("The runs were made on different hardware: their times are not comparable.")
     return notes
 
 

@@ -1,23 +1,36 @@
-"""One curve a group: the mean over its seeds, and their range."""
+"""Curves of a figure: for each group, the mean over its seeds and the range of the seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
+from typing import TYPE_CHECKING
 
-from rlhf.core.metrics import Row
-from rlhf.report.runs import Run
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-POINTS = 250  # of a curve at most; above it, a point is the mean of a block of updates
+    from rlhf.core.metrics import Row
+    from rlhf.report.runs import Run
 
+    # A function that returns a value of a row, or None if the row has no such value.
+    Read = Callable[[Run, Row], float | None]
 
-Read = Callable[[Run, Row], float | None]
+POINTS = 250  # largest number of points of a curve; longer curves are averaged over blocks of updates
 
 
 @dataclass(frozen=True)
 class Point:
-    """One update (or the mean of some): over the runs, the mean of x, and of y with its least and largest."""
+    """A point of a curve: statistics over the runs of a group at one update, or averaged over a few updates.
+
+    Attributes:
+        x: mean of x over the runs.
+        y: mean of y over the runs.
+        low: smallest y of a run.
+        high: largest y of a run.
+        x_low: smallest x of a run.
+        x_high: largest x of a run.
+    """
 
     x: float
     y: float
@@ -28,36 +41,38 @@ class Point:
 
 
 def figure(name: str) -> Read:
-    """Read a figure by its name in metrics.jsonl."""
+    """Return a function that reads the metric `name` from a row of metrics.jsonl."""
     return lambda run, row: row.get(name)
 
 
 def seconds(run: Run, row: Row) -> float | None:
-    """Seconds of training until a row."""
+    """Return the seconds of training that `run` had spent when it wrote `row`."""
     return run.seconds_at(row["update"])
 
 
 def curve(runs: Sequence[Run], x: Read, y: Read) -> list[Point]:
-    """The points at which all of `runs` have x and y, by update; rows are matched by `update`."""
-    points = []
-    by_update: list[dict[float, tuple[float, float]]] = []
+    """Return the curve of y over x, with at most `POINTS` points in the order of updates.
+
+    Rows of different runs are matched by `update`. Updates at which a run has no x or no y are skipped.
+    """
+    values_by_run: list[dict[float, tuple[float, float]]] = []
     for run in runs:
-        found: dict[float, tuple[float, float]] = {}
+        values: dict[float, tuple[float, float]] = {}
         for row in run.rows:
-            value = y(run, row)
-            at = None if value is None else x(run, row)
-            if at is not None and value is not None:
-                found[row["update"]] = (at, value)
-        by_update.append(found)
-    shared = sorted(set.intersection(*map(set, by_update))) if by_update else []
-    for update in shared:
-        xs, ys = zip(*(found[update] for found in by_update), strict=True)
+            y_value = y(run, row)
+            x_value = None if y_value is None else x(run, row)
+            if x_value is not None and y_value is not None:
+                values[row["update"]] = (x_value, y_value)
+        values_by_run.append(values)
+    points = []
+    for update in sorted(set.intersection(*map(set, values_by_run))) if values_by_run else []:
+        xs, ys = zip(*(values[update] for values in values_by_run), strict=True)
         points.append(Point(mean(xs), mean(ys), min(ys), max(ys), min(xs), max(xs)))
     return thin(points)
 
 
 def thin(points: list[Point]) -> list[Point]:
-    """At most `POINTS` points, each the mean of a block of neighbours."""
+    """Return at most `POINTS` points, each the mean of a block of neighbouring points."""
     size = -(-len(points) // POINTS)
     if size <= 1:
         return points

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone, and what to call each such group."""
+"""Groups of runs that differ only in their seed, and the labels of the groups."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from rlhf.report.runs import Status
 if TYPE_CHECKING:
     from rlhf.report.runs import Run
 
-
-# What a label says first, where runs differ in it; then other keys, in the order of the config.
+# Keys that come first in a label, if the runs differ in them. Other keys follow in the order of the config.
 FIRST = (
     "task.name",
     "model.name",
@@ -26,21 +25,20 @@ FIRST = (
     "backend.name",
 )
 
-
-# Nothing that a figure of a report depends on. Other keys that leave a run's name alone (threads, a worker,
-# transfer, ...) change its times, so they do tell groups apart.
+# Keys that change nothing in a report: runs that differ only in these keys form one group. Other keys outside
+# the run name (threads, worker, transfer, ...) change the times, so they split groups.
 SHOWN_NOWHERE = ("seed", *BOOKKEEPING)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one config.
+    """Runs with one config and different seeds.
 
     Attributes:
-        label: the settings in which it differs from the other groups, as short as they can be told.
-        runs: by seed.
-        index: place among all groups.
-        place: place among those of its task, which are drawn together; it chooses colour and marker.
+        label: the settings in which the group differs from the other groups, as short as possible.
+        runs: the runs, ordered by seed.
+        index: position among all groups.
+        place: position among the groups of the same task, which share figures; selects colour and marker.
     """
 
     label: str
@@ -50,48 +48,48 @@ class Group:
 
     @property
     def task(self) -> str:
-        """What its runs are trained on."""
+        """The task of the runs."""
         return str(self.runs[0].config["task.name"])
 
     @property
     def finished(self) -> list[Run]:
-        """The runs that came to their end; means, spreads and bands are over these."""
+        """The finished runs; means, standard deviations and bands are computed over these runs."""
         return [run for run in self.runs if run.status is Status.finished]
 
     @property
     def unfinished(self) -> list[Run]:
-        """The others."""
+        """The runs that are unfinished or failed."""
         return [run for run in self.runs if run.status is not Status.finished]
 
     @property
     def measured(self) -> list[Run]:
-        """The finished runs; where there are none, the others."""
+        """The finished runs; if no run is finished, the unfinished runs."""
         return self.finished or self.unfinished
 
     @property
     def seeds(self) -> str:
-        """How many seeds are finished, and what the other runs are."""
+        """The number of finished seeds, and the progress of each unfinished run."""
         others = [f"seed {run.seed} {run.progress}" for run in self.unfinished]
         return "; ".join([str(len(self.finished)), *others])
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs grouped by all settings but the seed, in the order in which they were given."""
+    """Group runs by all settings except the seed; groups are in the order of their first run."""
     keys = differing(runs)
-    told = telling(runs, keys)
+    label_keys = distinguishing(runs, keys)
     together: dict[str, list[Run]] = {}
     for run in runs:
         together.setdefault(values(run, keys), []).append(run)
     groups: list[Group] = []
-    for index, found in enumerate(together.values()):
-        ordered = tuple(sorted(found, key=lambda run: (run.seed, str(run.folder))))
+    for index, members in enumerate(together.values()):
+        ordered = tuple(sorted(members, key=lambda run: (run.seed, str(run.folder))))
         place = sum(group.task == ordered[0].config["task.name"] for group in groups)
-        groups.append(Group(label(ordered[0], told), ordered, index, place))
+        groups.append(Group(label(ordered[0], label_keys), ordered, index, place))
     return groups
 
 
 def by_task(groups: Sequence[Group]) -> list[list[Group]]:
-    """The groups of each task: figures of different tasks do not compare."""
+    """Return the groups of each task. Figures show one task, because metrics of tasks are not comparable."""
     tasks: dict[str, list[Group]] = {}
     for group in groups:
         tasks.setdefault(group.task, []).append(group)
@@ -99,7 +97,7 @@ def by_task(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """The keys in which runs differ, in the order in which labels tell them."""
+    """Return the keys in which runs differ, in the order in which labels use the keys."""
     every = list(dict.fromkeys(key for run in runs for key in run.config))
     kept = [key for key in every if key not in SHOWN_NOWHERE and not key.startswith("logger.")]
     found = [key for key in kept if len({values(run, [key]) for run in runs}) > 1]
@@ -107,49 +105,52 @@ def differing(runs: Sequence[Run]) -> list[str]:
     return sorted(found, key=lambda key: (key in NOT_IN_NAME, first.get(key, len(first))))
 
 
-def telling(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    """As many of `keys` as tell the groups apart: one that the keys before it decide says nothing new."""
+def distinguishing(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """Return the first of `keys` that together distinguish all groups.
+
+    A key is skipped if it splits no group that the keys before it leave together.
+    """
     groups = len({values(run, keys) for run in runs})
     chosen: list[str] = []
     for key in keys:
-        apart = len({values(run, chosen) for run in runs})
-        if apart == groups:
+        count = len({values(run, chosen) for run in runs})
+        if count == groups:
             break
-        if len({values(run, [*chosen, key]) for run in runs}) > apart:
+        if len({values(run, [*chosen, key]) for run in runs}) > count:
             chosen.append(key)
     return chosen
 
 
 def values(run: Run, keys: Sequence[str]) -> str:
-    """What a run has set `keys` to, for comparison."""
+    """Return the values that a run has for `keys` as one string, for comparison."""
     return json.dumps([[key, run.config[key]] for key in keys if key in run.config], default=str)
 
 
 def label(run: Run, keys: Sequence[str]) -> str:
-    """The settings `keys` of a run in words; `<algorithm>` where there is nothing to tell."""
-    words = [run.config["algo.name"]] if "algo.name" not in keys else []
+    """Return the values of `keys` in the config of `run` as a label; without keys, the algorithm's name."""
+    parts = [run.config["algo.name"]] if "algo.name" not in keys else []
     for key in keys:
-        if key not in run.config:  # another option of its group has it
+        if key not in run.config:  # a key of another option of the same config group
             continue
-        section, _, name = key.rpartition(".")
+        name = key.rpartition(".")[2]
         value = shown(run.config[key])
         if name == "name":
-            words.append(value)
+            parts.append(value)
         else:
             same = [other for other in keys if other.rpartition(".")[2] == name]
-            words.append(f"{key if len(same) > 1 else name}={value}")
-    return " ".join(words)
+            parts.append(f"{key if len(same) > 1 else name}={value}")
+    return " ".join(parts)
 
 
 def shown(value: Any) -> str:
-    """A value as a command line has it."""
+    """Return a value as it is written on a command line."""
     return value if isinstance(value, str) else json.dumps(value, default=str).replace('"', "")
 
 
 def common(runs: Sequence[Run]) -> dict[str, str]:
-    """The options that all runs share, by group."""
+    """Return the options that all runs share: config group -> option."""
     found = {}
     for key in ("task.name", "model.name", "algo.name", "generator.name", "backend.name", "gold.name"):
-        if len(set(values(run, [key]) for run in runs)) == 1 and key in runs[0].config:
+        if len({values(run, [key]) for run in runs}) == 1 and key in runs[0].config:
             found[key.partition(".")[0]] = shown(runs[0].config[key])
     return found

@@ -1,4 +1,4 @@
-// Pointing at a group anywhere dims the others everywhere.
+// Pointing at an element of a group dims the other groups in all figures and tables.
 const groupOf = (element) => [...element.classList].find((name) => /^series-\d+$/.test(name));
 for (const element of document.querySelectorAll(".series")) {
   element.addEventListener("pointerenter", () => {
@@ -10,7 +10,7 @@ for (const element of document.querySelectorAll(".series")) {
     for (const other of document.querySelectorAll(".focus")) other.classList.remove("focus");
   });
 }
-// A heading sorts its table: the largest first, then the smallest; rows without a figure stay last.
+// Clicking a heading sorts its table, first in descending, then in ascending order. Empty cells stay last.
 for (const button of document.querySelectorAll("thead button")) {
   button.addEventListener("click", () => {
     const heading = button.closest("th");

@@ -1,4 +1,4 @@
-"""Run folders as a report reads them: whatever is there, finished or not."""
+"""Run folders as the report reads them, finished or not."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """How far a run came."""
+    """State of a run."""
 
     finished = "finished"
-    unfinished = "unfinished"  # running, interrupted or killed: its folder does not tell which
-    failed = "failed"  # it stopped at a loss that is not finite
+    unfinished = "unfinished"  # running, interrupted or killed: the run folder does not show which
+    failed = "failed"  # stopped because the loss was not finite
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder.
+    """The contents of one run folder.
 
     Attributes:
-        config: the resolved config, flat: dotted key -> value.
-        rows: of metrics.jsonl, by update.
-        state: of trainer_state.json; empty before the first row.
-        environment: of environment.json.
+        folder: path of the run folder.
+        config: the resolved config as a flat dictionary: dotted key -> value.
+        rows: rows of metrics.jsonl, ordered by update.
+        state: contents of trainer_state.json; empty before the first row.
+        environment: contents of environment.json.
     """
 
     folder: Path
@@ -50,22 +51,22 @@ class Run:
 
     @property
     def seed(self) -> int:
-        """The run's seed."""
+        """The seed of the run."""
         return int(self.config["seed"])
 
     @property
     def update(self) -> int:
-        """The last update that there is a row of."""
+        """The update of the last row; 0 without rows."""
         return int(self.rows[-1]["update"]) if self.rows else 0
 
     @property
     def num_updates(self) -> int | None:
-        """Updates of the whole run; None before the first row."""
+        """The number of updates of the complete run; None before the first row."""
         return self.state.get("num_updates")
 
     @cached_property
     def status(self) -> Status:
-        """How far the run came; a failure that a later session left behind is none."""
+        """The state of the run. A failure no longer counts once the run has passed the failed update."""
         if self.state.get("finished") is True:
             return Status.finished
         failed = self.folder / "failed_batch.json"
@@ -75,11 +76,11 @@ class Run:
 
     @property
     def progress(self) -> str:
-        """The status in words."""
+        """The status and the last update, as text."""
         if self.status is Status.finished:
             return "finished"
         if not self.rows:
-            return f"{self.status}, no figures"
+            return f"{self.status}, no metrics"
         return f"{self.status}, update {self.update} of {self.num_updates or '?'}"
 
     @cached_property
@@ -93,19 +94,22 @@ class Run:
         return [row for row in self.rows if "lr" in row]
 
     def first(self, metric: str) -> float | None:
-        """The figure before training; None where that was not evaluated."""
+        """Return the value of `metric` before training; None if it was not evaluated."""
         return next((row.get(metric) for row in self.evaluations if row["update"] == 0), None)
 
     def last(self, metric: str) -> float | None:
-        """The figure of the last evaluation; None where there is none."""
+        """Return the value of `metric` at the last evaluation; None without one."""
         return self.evaluations[-1].get(metric) if self.evaluations else None
 
     def seconds(self, phase: str = "update") -> float:
-        """Seconds that all updates together spent in `time/<phase>_s`."""
+        """Return the seconds that all updates spent in `phase`, the sum of `time/<phase>_s`."""
         return sum(row.get(f"time/{phase}_s", 0.0) for row in self.trained)
 
     def seconds_at(self, update: float) -> float | None:
-        """Seconds of updates (without evaluations and loading) until `update`, between rows in proportion."""
+        """Return the seconds that the updates up to `update` took, interpolated linearly between rows.
+
+        Evaluations and loading are not counted. The result is None if `update` is after the last row.
+        """
         done, before = 0.0, 0.0
         for row in self.trained:
             took = row.get("time/update_s", 0.0)
@@ -116,19 +120,19 @@ class Run:
 
     @property
     def episodes(self) -> float:
-        """Responses trained on so far."""
+        """The number of responses trained on so far."""
         return self.state.get("episode", 0)
 
     @property
     def command(self) -> str:
-        """The command line, as it can be typed again."""
-        program, *words = self.environment.get("command") or ["train.py"]
+        """The command line, quoted for a shell."""
+        program, *arguments = self.environment.get("command") or ["train.py"]
         module = {"train.py": "python -m rlhf.train"}.get(program, program)
-        return " ".join([module, *map(shlex.quote, words)])
+        return " ".join([module, *map(shlex.quote, arguments)])
 
     @property
     def commit(self) -> str:
-        """The commit of the code, and whether files were changed since."""
+        """The commit of the code, marked if files differed from that commit."""
         git = self.environment.get("git")
         if not git:
             return "unknown"
@@ -136,65 +140,65 @@ class Run:
 
     @property
     def hardware(self) -> str:
-        """Accelerators, or the processor and its cores."""
+        """The GPUs, and the CPU with its number of cores."""
         devices = self.environment.get("devices") or []
         names = [f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)]
         cpu = f"{self.environment.get('cores', '?')} cores {self.environment.get('processor', '')}".strip()
         return ", ".join([*names, cpu])
 
     def completions(self) -> list[dict[str, Any]]:
-        """All completions of evaluations; empty where there are none."""
+        """Return the rows of completions.jsonl; an empty list if the file does not exist."""
         return read_lines(RunFolder(self.folder).completions)
 
 
 @dataclass(frozen=True)
-class Found:
-    """The runs that the folders of a command line name, and what was left out of them, in words."""
+class FoundRuns:
+    """The runs in the folders of a command line, and the paths left out, each with the reason."""
 
     runs: list[Run]
     left_out: list[str] = field(default_factory=list)
 
 
-def find_runs(arguments: Sequence[str], own: Path | None = None) -> Found:
-    """All runs in `arguments`: run folders, folders that contain some at any depth, shell patterns.
+def find_runs(arguments: Sequence[str], own: Path | None = None) -> FoundRuns:
+    """Read all runs in `arguments`: run folders, folders with run folders at any depth, shell patterns.
 
-    Within a folder, the stages of embedded tasks (in the cache of a run) and folders that `resume=never`
-    moved aside are left out; named themselves, they are read. Files, and the report's `own` folder, are
-    skipped.
+    Two kinds of run folders are left out unless an argument names them: the stages of embedded tasks (in the
+    cache folder of a run), and folders moved aside by `resume=never`. Files and the folder `own` of the
+    report are skipped.
 
     Raises:
-        UserError: for each argument that holds no run; a file of a run cannot be read.
+        UserError: an argument contains no run, or a file of a run cannot be read.
     """
     runs: dict[Path, Run] = {}
     problems, left_out = [], []
     paths = [Path(path) for argument in arguments for path in sorted(glob.glob(argument)) or [argument]]
     for path in paths:
         if path == own or (path.is_file() and len(paths) > 1):
-            left_out.append(f"{path} (no folder of runs)")
+            left_out.append(f"{path} (not a folder of runs)")
             continue
-        inside = [read_run(folder) for folder in ([path] if is_run(path) else below(path))]
-        skipped = {run.folder: why for run in inside if (why := no_run_of_its_own(run, path))}
+        inside = [read_run(folder) for folder in ([path] if is_run(path) else run_folders(path))]
+        skipped = {run.folder: reason for run in inside if (reason := reason_to_skip(run, path))}
         if len(skipped) == len(inside):
             nothing = "no run in it" if path.exists() else "no such folder"
             problems.append(
-                f"{path} must be a run folder, or contain some (a run folder holds config.yaml and "
-                f"environment.json), got {next(iter(skipped.values()), nothing)}; name what rlhf.train made, "
-                "outputs/<run name>"
+                f"{path} must be a run folder or contain run folders (a run folder has config.yaml and "
+                f"environment.json), got {next(iter(skipped.values()), nothing)}; pass a folder that "
+                "rlhf.train made: outputs/<run name>"
             )
-        left_out += [f"{folder} ({why})" for folder, why in skipped.items()]
+        left_out += [f"{folder} ({reason})" for folder, reason in skipped.items()]
         runs |= {run.folder.resolve(): run for run in inside if run.folder not in skipped}
     if problems:
         raise UserError(*problems)
-    return Found(list(runs.values()), left_out)
+    return FoundRuns(list(runs.values()), left_out)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether `folder` is that of one run."""
+    """Return whether `folder` is a run folder."""
     return (folder / "config.yaml").is_file() and (folder / "environment.json").is_file()
 
 
-def no_run_of_its_own(run: Run, argument: Path) -> str:
-    """Why a run that was found somewhere in `argument` is left out; empty where it is not."""
+def reason_to_skip(run: Run, argument: Path) -> str:
+    """Return why a run found inside the folder `argument` is left out; an empty string if it is not."""
     if run.folder == argument:
         return ""
     cache, output = (Path(str(run.config.get(key))).name for key in ("cache_dir", "output_dir"))
@@ -203,12 +207,12 @@ def no_run_of_its_own(run: Run, argument: Path) -> str:
     return "moved aside by resume=never" if ASIDE in run.folder.name else ""
 
 
-def below(folder: Path) -> list[Path]:
-    """The run folders in `folder`, by name; none is looked for within a run."""
+def run_folders(folder: Path) -> list[Path]:
+    """Return the run folders inside `folder`, ordered by name. Run folders are not searched."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.is_dir() and not path.is_symlink():
-            found += [path] if is_run(path) else below(path)
+            found += [path] if is_run(path) else run_folders(path)
     return found
 
 
@@ -216,7 +220,7 @@ def read_run(folder: Path) -> Run:
     """Read one run folder.
 
     Raises:
-        UserError: one of its files is not what a run writes.
+        UserError: a file is damaged, or does not have the keys that a run writes.
     """
     files = RunFolder(folder)
     try:
@@ -235,22 +239,22 @@ def read_run(folder: Path) -> Run:
     except (ValueError, KeyError, yaml.YAMLError) as error:
         problem = str(error).removeprefix("error: ")
         raise UserError(
-            f"{folder} must hold the files of a run as it wrote them (the report is made of them), got: "
-            f"{problem}; leave the folder out"
+            f"{folder} must contain undamaged files of a run (the report reads them), got: {problem}; "
+            "leave the folder out"
         ) from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object."""
+    """Read a JSON object from `file`."""
     return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
-def flat(tree: dict[Any, Any], at: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one with dotted keys; lists are values."""
-    found: dict[str, Any] = {}
+def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dictionaries as one dictionary with dotted keys; lists are values."""
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{at}{key}.")
+            leaves |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{at}{key}"] = value
-    return found
+            leaves[f"{prefix}{key}"] = value
+    return leaves

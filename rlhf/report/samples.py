@@ -1,4 +1,4 @@
-"""Completions of the same prompt by several groups."""
+"""Completions of the same held-out prompt by several groups, for comparison side by side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one run answered: its group, the run, the row of completions.jsonl."""
+    """A response of one run to a held-out prompt; `row` is the row of its completions.jsonl."""
 
     group: Group
     run: Run
@@ -24,9 +24,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sample:
-    """A held-out prompt, its reference response with the judge's score (None: no judge), and the answers.
+    """A held-out prompt with the reference response and the responses of the groups.
 
-    `before` is the answer of the untrained policy, where it is the same for all.
+    Attributes:
+        prompt: text of the prompt.
+        reference: text of the reference response.
+        reference_score: score of the reference response by the judge; None without a judge.
+        before: completions.jsonl row of the response before training; None if the groups differ in it.
+        answers: one response for each group that answered the prompt.
     """
 
     prompt: str
@@ -37,14 +42,15 @@ class Sample:
 
 
 def samples(groups: Sequence[Group], count: int) -> list[Sample]:
-    """`count` prompts of each task, those first that most groups have answered; of each group the run with
-    the lowest seed, at its last evaluation.
+    """Return up to `count` prompts of each task, ordered by the number of groups that answered the prompt.
+
+    The responses of a group are those of its run with the lowest seed, at the last evaluation of that run.
     """
     return [sample for task in by_task(groups) for sample in of_task(task, count)]
 
 
 def of_task(groups: Sequence[Group], count: int) -> list[Sample]:
-    """`samples` of groups that have one task."""
+    """Return the samples of groups that all have the same task; see `samples`."""
     answers: dict[str, list[Answer]] = {}
     before: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
@@ -71,5 +77,5 @@ def of_task(groups: Sequence[Group], count: int) -> list[Sample]:
 
 
 def same(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row whose response all rows have; None where they differ."""
+    """Return the first row if all rows have the same response, else None."""
     return rows[0] if len({row["response"] for row in rows}) == 1 else None

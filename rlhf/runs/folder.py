@@ -1,14 +1,15 @@
-"""A run's name and its folder: what lies where, how it gets there, and what there is to go on from.
+"""Layout of a run's folder: paths, config, progress, complete checkpoints.
 
     <output_dir>/<run name>/
         config.yaml  environment.json  metrics.jsonl  completions.jsonl  train.log
-        evaluations.jsonl       with completions in evaluations/, by rlhf.evaluate
-        trainer_state.json      counters, and when finished: {"finished": true, "result": {metric: value}}
-        checkpoint-<update>/    complete only with the file COMPLETE
+        evaluations.jsonl       results of rlhf.evaluate, with completions in evaluations/
+        trainer_state.json      counters; if finished also {"finished": true, "result": {metric: value}}
+        checkpoint-<update>/    complete only if it contains the file COMPLETE
         model/                  the final model, Hugging Face format
-        adapter/                with model.lora: its adapter alone, PEFT format
+        adapter/                its adapter, PEFT format (with model.lora)
+        generations/            all rollouts (with save_generations)
 
-Imports no torch, so that a finished run answers at once.
+Does not import torch, so that the command of a finished run ends quickly.
 """
 
 from __future__ import annotations
@@ -40,56 +41,56 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The resolved config."""
+        """The file of the resolved config."""
         return self.path / "config.yaml"
 
     @property
     def environment(self) -> Path:
-        """Versions, hardware, command line."""
+        """The file of the environment record: versions, hardware, command line."""
         return self.path / "environment.json"
 
     @property
     def metrics(self) -> Path:
-        """One row an update, and one an evaluation."""
+        """The file of metrics: one row per update and one per evaluation."""
         return self.path / "metrics.jsonl"
 
     @property
     def completions(self) -> Path:
-        """Samples of the evaluations."""
+        """The file of the completions of evaluations."""
         return self.path / "completions.jsonl"
 
     @property
     def evaluations(self) -> Path:
-        """One row a checkpoint or model that `rlhf.evaluate` measured."""
+        """The file of `rlhf.evaluate`: one row per evaluated checkpoint or model."""
         return self.path / "evaluations.jsonl"
 
     @property
     def log(self) -> Path:
-        """What the terminal showed."""
+        """The log file, with the messages that were printed in the terminal."""
         return self.path / "train.log"
 
     @property
     def state(self) -> Path:
-        """Where the run stands."""
+        """The file of the run's progress and result."""
         return self.path / "trainer_state.json"
 
     @property
     def generations(self) -> Path:
-        """Every rollout, with `save_generations`."""
+        """The folder of all rollouts, written with `save_generations`."""
         return self.path / "generations"
 
     @property
     def model(self) -> Path:
-        """The final model."""
+        """The folder of the final model."""
         return self.path / "model"
 
     @property
     def adapter(self) -> Path:
-        """The adapter of the final model, with `model.lora`."""
+        """The folder of the final model's adapter, written with `model.lora`."""
         return self.path / "adapter"
 
     def write_config(self, cfg: Config) -> None:
-        """Write the resolved config, for people and for `load_config`."""
+        """Write the resolved config in a form that people and `load_config` can read."""
         defaults: list[Any] = ["root_schema"]
         for key, section in sections(cfg):
             if stored := schema_of(type(section)):
@@ -100,50 +101,50 @@ class RunFolder:
         write_atomically(self.config, OmegaConf.to_yaml({"defaults": [*defaults, "_self_"]}) + "\n" + text)
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved config as it is written, nested, also with options of packages that are not here.
+        """Read the resolved config as nested dicts; packages whose options it uses need not be installed.
 
         Raises:
-            ValueError: it is no mapping.
+            ValueError: the file does not contain a mapping.
         """
         saved = OmegaConf.to_container(OmegaConf.load(self.config))
         if not isinstance(saved, dict):
-            raise ValueError(f"{self.config.name} is no mapping of keys")
+            raise ValueError(f"{self.config.name} is not a mapping of keys")
         return {str(key): value for key, value in saved.items() if key != "defaults"}
 
     def write_environment(self, devices: list[str] | None = None) -> None:
-        """Write what the run ran with; `devices` are the names of its accelerators."""
+        """Write the environment record; `devices` are the names of the accelerators."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.environment, environment(devices or []))
 
     def read_state(self) -> dict[str, Any] | None:
-        """Read trainer_state.json; None where there is none."""
+        """Read trainer_state.json; return None if it does not exist."""
         try:
             return dict(json.loads(self.state.read_text()))
         except FileNotFoundError:
             return None
         except ValueError as problem:
             raise UserError(
-                f"{self.state} must be a JSON object (it says where the run stands), got: {problem}; "
-                "delete it to go on from the last checkpoint, or set resume=never"
+                f"{self.state} must be a JSON object (it stores the progress of the run), got: {problem}; "
+                "delete the file to resume from the last checkpoint, or set resume=never"
             ) from None
 
     def write_state(self, state: dict[str, Any]) -> None:
-        """Write trainer_state.json, whole or not at all."""
+        """Write trainer_state.json completely or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.state, state)
 
     def finished(self) -> dict[str, Any] | None:
-        """The state of a run that came to its end; None where it did not."""
+        """Return the content of trainer_state.json if the run is finished, else None."""
         state = self.read_state()
         return state if state is not None and state.get("finished") is True else None
 
     def last_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint."""
-        found = complete_checkpoints(self.path)
-        return found[-1] if found else None
+        """Return the newest complete checkpoint, or None."""
+        checkpoints = complete_checkpoints(self.path)
+        return checkpoints[-1] if checkpoints else None
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run folder, oldest first."""
-    found = [path for path in folder.glob("checkpoint-*") if (path / COMPLETE).is_file()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    """Return the complete checkpoints of a run folder, oldest first."""
+    complete = [path for path in folder.glob("checkpoint-*") if (path / COMPLETE).is_file()]
+    return sorted(complete, key=lambda path: int(path.name.rpartition("-")[2]))

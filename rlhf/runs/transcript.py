@@ -1,4 +1,4 @@
-"""Log to the terminal and to train.log."""
+"""Logging of a run: terminal and train.log."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from rlhf.runs.folder import RunFolder
 
 
 def setup_logging(folder: RunFolder | Path) -> logging.Logger:
-    """Send what `logging.getLogger("rlhf")` is told to the terminal (first rank only) and to train.log.
+    """Send messages of the logger "rlhf" and Python warnings to the terminal and to the folder's train.log.
 
-    Called again (a sweep runs several jobs in one process), it changes over to the new folder.
+    Only the first rank logs. A sweep runs several jobs in one process and calls this once per job; the last
+    call determines the folder.
     """
     from rich.logging import RichHandler
 
@@ -32,7 +33,7 @@ def setup_logging(folder: RunFolder | Path) -> logging.Logger:
         log.addHandler(to_terminal)
         to_file = logging.FileHandler(folder.log, encoding="utf-8")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        to_file.handleError = lambda record: None  # type: ignore[method-assign]  # no traceback: a full disk
+        to_file.handleError = lambda record: None  # type: ignore[method-assign]  # no traceback if the disk is full
         log.addHandler(to_file)
     logging.captureWarnings(True)
     warnings_log = logging.getLogger("py.warnings")

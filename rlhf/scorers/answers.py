@@ -1,4 +1,4 @@
-"""Answers that can be checked, as texts and numbers. No torch here."""
+"""Comparison of verifiable answers, as texts and numbers. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from decimal import Decimal, InvalidOperation
 
 
 def find_answer(text: str, pattern: str) -> str | None:
-    """The last match of `pattern` in a text, its first group where it has one; None where there is none.
+    """Return the last match of `pattern` in a text, or the first group of the match if there are groups.
 
-    A worked solution may name numbers in the same form on its way, so what comes last is the answer.
+    The result is None if nothing matches. The last match counts because a worked solution may contain
+    intermediate results in the same form.
     """
     matches = list(re.finditer(pattern, text))
     if not matches:
@@ -18,7 +19,11 @@ def find_answer(text: str, pattern: str) -> str | None:
 
 
 def normalize_answer(answer: str) -> str | Decimal:
-    """An answer as it is compared: a number without thousands separators (5.0 == 5), else the bare text."""
+    """Return an answer in a form that can be compared.
+
+    A number becomes a Decimal without thousands separators (so that 5.0 == 5); any other answer is returned
+    without surrounding space, final dots and commas, thousands separators and a leading dollar sign.
+    """
     bare = answer.strip().rstrip(".,").replace(",", "").removeprefix("$")
     try:
         number = Decimal(bare)
@@ -28,8 +33,8 @@ def normalize_answer(answer: str) -> str | Decimal:
 
 
 def answer_matches(response: str, reference: str, pattern: str) -> bool:
-    """Whether the answer in `response` equals the one in `reference`; False where either has none."""
-    given, wanted = find_answer(response, pattern), find_answer(reference, pattern)
-    if given is None or wanted is None:
+    """Return True if the answers in `response` and `reference` are equal; False if either has no answer."""
+    answer, expected = find_answer(response, pattern), find_answer(reference, pattern)
+    if answer is None or expected is None:
         return False
-    return normalize_answer(given) == normalize_answer(wanted)
+    return normalize_answer(answer) == normalize_answer(expected)

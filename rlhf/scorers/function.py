@@ -1,4 +1,4 @@
-"""A Python function of the user's as scorer."""
+"""A scorer that calls a Python function of the user."""
 
 from __future__ import annotations
 
@@ -8,71 +8,59 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.address import load_function
 from rlhf.core.errors import RunError
-from rlhf.processes.ranks import ALONE
 from rlhf.scorers.scorer import Scorer, as_score, flat_texts
 
 if TYPE_CHECKING:
     from rlhf.config.scorer import FunctionScorerConfig
     from rlhf.core.batch import Rollouts
-    from rlhf.processes.ranks import Ranks
+    from rlhf.scorers.scorer import ScorerContext
 
 
 ONE = ("prompt", "response", "reference")
-
-
 MANY = ("prompts", "responses", "references")
 
 
 class FunctionScorer(Scorer):
-    """Calls a function of (prompt, response, reference), or of three lists where `config.batched`.
+    """Calls a function of (prompt, response, reference), or of three lists with `config.batched`.
+
+    Rank 0 calls the function for all ranks.
 
     Args:
-        config: its settings.
-        key: where they are in the config.
-        tokenizer: the policy's.
-        ranks: of which the first calls the function for all.
+        config: the section of the scorer.
+        context: what the run provides.
 
     Raises:
-        UserError: the function is not there, or takes other arguments.
+        UserError: the function does not exist, or takes other arguments.
     """
 
-    def __init__(
-        self,
-        config: FunctionScorerConfig,
-        key: str,
-        tokenizer: PreTrainedTokenizerBase,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        super().__init__(config)
+    config: FunctionScorerConfig
+
+    def __init__(self, config: FunctionScorerConfig, context: ScorerContext) -> None:
+        super().__init__(config, context)
         assert config.path is not None, "validated: a function is named"
-        self.function = load_function(f"{key}.path", config.path, MANY if config.batched else ONE)
-        self.batched = config.batched
-        self.key = key
-        self.name = f"{key}.path={config.path}"
-        self.tokenizer = tokenizer
-        self.ranks = ranks
+        self.function = load_function(f"{self.at}.path", config.path, MANY if config.batched else ONE)
+        self.name = f"{self.at}.path={config.path}"
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """What the function gives [N, K].
+        """Return the scores [N, K] of the function.
 
         Raises:
-            RunError: it raised an exception, or gave what is no score.
+            RunError: the function raised an exception, or returned something that is not a score.
         """
         return self.ranks.from_first(lambda: self.given(rollouts))
 
     def given(self, rollouts: Rollouts) -> Tensor:
-        """The same, asked for here."""
+        """Call the function in this process and return the scores [N, K]."""
         texts = flat_texts(rollouts, self.tokenizer)
         N, K, _ = rollouts.response_ids.shape
         examples = [
             f"row {row} of the data set, response {response!r:.200}"
             for row, response in zip(rollouts.index.repeat_interleave(K).tolist(), texts[1], strict=True)
         ]
-        if self.batched:
+        if self.config.batched:
             given = self.call(*texts, example=f"{N * K} responses, the first of {examples[0]}")
             given = self.listed(given, N * K, examples[0])
         else:
@@ -83,25 +71,25 @@ class FunctionScorer(Scorer):
         for score, value, example in zip(scores, given, examples, strict=True):
             if score is None:
                 raise RunError(
-                    f"{self.name} gave {value!r:.80} for {example}; a score must be a finite number: mend "
-                    "the function"
+                    f"{self.name} returned {value!r:.80} for {example}; a score must be a finite number that float32 "
+                    "can represent: correct the function"
                 )
         return torch.tensor(scores, dtype=torch.float32).view(N, K)
 
     def call(self, *arguments: Any, example: str) -> Any:
-        """What the function gives for `arguments`."""
+        """Return the result of the function for `arguments`."""
         try:
             return self.function(*arguments)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
-            where = frames[min(1, len(frames) - 1)]  # behind this one, the function itself
+            where = frames[min(1, len(frames) - 1)]  # frame 0 is this call, frame 1 the function
             raise RunError(
                 f"{self.name} raised {type(error).__name__}: {error} ({where.filename}, line {where.lineno}) "
-                f"for {example}; mend the function"
+                f"for {example}; correct the function"
             ) from error
 
     def listed(self, given: Any, count: int, example: str) -> Sequence[Any]:
-        """What a function of lists gave, as a list of `count` scores."""
+        """Return the result of a batched function as a list of `count` scores."""
         try:
             scores = list(given)
         except TypeError:
@@ -109,8 +97,8 @@ class FunctionScorer(Scorer):
         if scores is None or len(scores) != count:
             what = f"{type(given).__name__} {given!r:.80}" if scores is None else f"{len(scores)} scores"
             raise RunError(
-                f"{self.name} gave {what} for {count} responses, the first of {example}; with "
-                f"{self.key}.batched=true it must give a list of one score a response: mend the function, or "
-                f"set {self.key}.batched=false"
+                f"{self.name} returned {what} for {count} responses, the first of {example}; with "
+                f"{self.at}.batched=true it must return a list with one score per response: correct the function, or "
+                f"set {self.at}.batched=false"
             )
         return scores

@@ -1,4 +1,4 @@
-"""A service as scorer: texts are posted to it, scores come back. docs/rewards.md has the protocol."""
+"""A scorer that asks a service over HTTP. docs/rewards.md describes the protocol."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ import requests
 import torch
 from requests.adapters import HTTPAdapter
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from urllib3.util import Retry
 
 from rlhf.core.errors import RunError, UserError
-from rlhf.processes.ranks import ALONE
 from rlhf.scorers.scorer import Scorer, as_score, flat_texts
 
 if TYPE_CHECKING:
     from rlhf.config.scorer import HttpScorerConfig
     from rlhf.core.batch import Rollouts
-    from rlhf.processes.ranks import Ranks
+    from rlhf.scorers.scorer import ScorerContext
 
 
 BACKOFF_S = 0.5  # doubled before each further try, from the third try on
@@ -32,77 +30,71 @@ TRY_AGAIN = (429, *range(500, 600))
 
 
 class HttpScorer(Scorer):
-    """Posts prompts, responses and references in batches, several at once, and keeps their order.
+    """Posts prompts, responses and references in batches, several in parallel, and keeps their order.
+
+    Rank 0 asks for all ranks. Nothing is sent before the first call of `score`.
 
     Args:
-        config: its settings.
-        key: where they are in the config.
-        tokenizer: the policy's.
-        ranks: of which the first asks for all.
+        config: the section of the scorer.
+        context: what the run provides.
+
+    Raises:
+        UserError: the environment variable with the token is not set.
     """
 
-    def __init__(
-        self,
-        config: HttpScorerConfig,
-        key: str,
-        tokenizer: PreTrainedTokenizerBase,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        super().__init__(config)
+    config: HttpScorerConfig
+
+    def __init__(self, config: HttpScorerConfig, context: ScorerContext) -> None:
+        super().__init__(config, context)
         assert config.url is not None, "validated: a service is named"
         self.url = config.url
-        self.key = key
-        self.batch_size = config.batch_size
-        self.concurrency = config.concurrency
-        self.timeout_s = config.timeout_s
-        self.retries = config.retries
-        self.tokenizer = tokenizer
-        self.ranks = ranks
-        self.session = new_session(config, key)
+        self.session = new_session(config, context.at)
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """What the service answers [N, K].
+        """Return the scores [N, K] of the service.
 
         Raises:
-            RunError: it cannot be reached, refuses, or answers something else than scores.
+            RunError: the service cannot be reached, refuses the request, or does not answer with scores.
         """
         return self.ranks.from_first(lambda: self.answers(rollouts))
 
     def answers(self, rollouts: Rollouts) -> Tensor:
-        """The same, asked for here."""
+        """Ask the service from this process and return the scores [N, K]."""
         prompts, responses, references = flat_texts(rollouts, self.tokenizer)
 
         def ask(start: int) -> list[float]:
-            part = slice(start, start + self.batch_size)
+            part = slice(start, start + self.config.batch_size)
             return self.ask(prompts[part], responses[part], references[part])
 
-        with ThreadPoolExecutor(self.concurrency) as pool:  # map gives answers in the order of the questions
-            answers = list(pool.map(ask, range(0, len(responses), self.batch_size)))
+        with ThreadPoolExecutor(self.config.concurrency) as pool:  # map keeps the order of the requests
+            answers = list(pool.map(ask, range(0, len(responses), self.config.batch_size)))
         N, K, _ = rollouts.response_ids.shape
         scores = [score for answer in answers for score in answer]
         return torch.tensor(scores, dtype=torch.float32).view(N, K)
 
     def ask(self, prompts: list[str], responses: list[str], references: list[str]) -> list[float]:
-        """The scores of one batch of texts."""
+        """Return the scores of one batch of texts."""
         question = {"prompts": prompts, "responses": responses, "references": references}
         try:
-            # A redirected POST would arrive as a GET, and its token at another place.
-            answer = self.session.post(self.url, json=question, timeout=self.timeout_s, allow_redirects=False)
+            # A redirected POST would become a GET, and its token would go to another address.
+            answer = self.session.post(
+                self.url, json=question, timeout=self.config.timeout_s, allow_redirects=False
+            )
         except requests.RequestException as error:
             raise RunError(
-                f"{self.key}.url={self.url} gave no status in {self.retries + 1} tries of "
-                f"{self.timeout_s:g} s ({error}); see that the service runs there, or raise "
-                f"{self.key}.timeout_s"
+                f"{self.at}.url={self.url} did not answer in {self.config.retries + 1} tries of "
+                f"{self.config.timeout_s:g} s ({error}); check that the service runs there, or raise "
+                f"{self.at}.timeout_s"
             ) from error
         if answer.status_code != 200:
             raise RunError(
-                f"{self.key}.url={self.url} answered with status {answer.status_code} "
+                f"{self.at}.url={self.url} answered with status {answer.status_code} "
                 f"({answer.text!r:.200}); {self.remedy(answer.status_code)}"
             )
         return self.read(answer, len(responses))
 
     def read(self, answer: requests.Response, count: int) -> list[float]:
-        """The `count` scores of an answer."""
+        """Return the `count` scores of an answer."""
         try:
             body: Any = answer.json()
         except requests.JSONDecodeError:
@@ -120,30 +112,34 @@ class HttpScorer(Scorer):
             wrong = scores.index(None)
             problem = f"{given[wrong]!r:.80} as score {wrong} of {count}"
         raise RunError(
-            f"{self.key}.url={self.url} answered with status 200 and {problem}; the answer must be "
-            '{"scores": [...]} with one finite number a response: mend the service'
+            f"{self.at}.url={self.url} answered with status 200 and {problem}; the answer must be "
+            '{"scores": [...]} with one finite number per response; correct the service'
         )
 
     def remedy(self, status: int) -> str:
-        """What a person can do about a status that is no answer."""
+        """Return what the user can do about an HTTP status that is not 200."""
         if status in TRY_AGAIN:
-            tried = f"{self.retries + 1} tries were made"
-            return f"{tried}: see the service's log, lower {self.key}.concurrency or raise {self.key}.retries"
+            tried = f"{self.config.retries + 1} tries were made"
+            return (
+                f"{tried}: see the log of the service, lower {self.at}.concurrency or raise {self.at}.retries"
+            )
         if status in (401, 403):
-            return f"set {self.key}.token_variable=<environment variable that holds a token it accepts>"
+            return (
+                f"set {self.at}.token_variable=<environment variable with a token that the service accepts>"
+            )
         if status == 413:
-            return f"lower {self.key}.batch_size"
-        return f"mend {self.key}.url, or see the service's log"
+            return f"lower {self.at}.batch_size"
+        return f"correct {self.at}.url, or see the log of the service"
 
 
 def new_session(config: HttpScorerConfig, key: str) -> requests.Session:
-    """What requests go through: it tries again, sends the token, and reaches this machine without a proxy."""
+    """Return a session that retries, sends the token, and connects to this machine without a proxy."""
     session = requests.Session()
     retry = Retry(
         total=config.retries,
         backoff_factor=BACKOFF_S,
         status_forcelist=TRY_AGAIN,
-        allowed_methods={"POST"},  # the same texts get the same scores, so asking twice does no harm
+        allowed_methods={"POST"},  # the same texts get the same scores, so a repeated request is safe
         raise_on_status=False,
     )
     for scheme in ("http://", "https://"):
@@ -153,7 +149,7 @@ def new_session(config: HttpScorerConfig, key: str) -> requests.Session:
         token = os.environ.get(config.token_variable)
         if not token:
             raise UserError(
-                f"{key}.token_variable must name an environment variable that holds the token, got "
+                f"{key}.token_variable must name an environment variable that contains the token, got "
                 f"{config.token_variable!r}, which is not set; run: export {config.token_variable}=<token>"
             )
 
@@ -161,12 +157,12 @@ def new_session(config: HttpScorerConfig, key: str) -> requests.Session:
             request.headers["Authorization"] = f"Bearer {token}"
             return request
 
-        session.auth = bearer  # unlike a header, nothing in ~/.netrc replaces it
+        session.auth = bearer  # unlike a header, ~/.netrc does not replace it
     return session
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a URL means this machine."""
+    """Return whether a URL names this machine."""
     host = urlsplit(url).hostname or ""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

@@ -1,12 +1,12 @@
-"""A reward model as scorer."""
+"""A scorer that reads the score from a reward model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.models.inference import infer
@@ -15,75 +15,69 @@ from rlhf.models.modules import RewardModel
 from rlhf.scorers.scorer import Scorer, response_texts
 
 if TYPE_CHECKING:
-    from rlhf.config.model import Dtype
-    from rlhf.config.root import Config
     from rlhf.config.scorer import RewardModelScorerConfig
     from rlhf.core.batch import Rollouts
-    from rlhf.processes.ranks import Ranks
+    from rlhf.scorers.scorer import ScorerContext
 
 
 class RewardModelScorer(Scorer):
-    """Reads the reward at the last response token.
+    """Reads the score at the last response token.
 
     Args:
-        config: its settings.
-        model: the reward model, where the backend has placed it.
-        tokenizer: the policy's.
-        own_tokenizer: the reward model's, where it is another: prompts and responses are then tokenized
-            anew for it alone; None where token ids can be passed on as they are.
-        ranks: which divide the work.
+        config: the section of the scorer.
+        context: what the run provides.
+        model: the reward model, on the device or divided over ranks.
+        own_tokenizer: the reward model's tokenizer if it differs from the policy's: prompts and responses are
+            tokenized again for the reward model. None: token ids are passed on unchanged.
     """
+
+    config: RewardModelScorerConfig
 
     def __init__(
         self,
         config: RewardModelScorerConfig,
+        context: ScorerContext,
         model: RewardModel,
-        tokenizer: PreTrainedTokenizerBase,
         own_tokenizer: PreTrainedTokenizerBase | None,
-        ranks: Ranks,
-        dtype: Dtype,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, context)
         self.model = model
-        self.tokenizer = tokenizer
         self.own_tokenizer = own_tokenizer
-        self.batch_size = config.batch_size
-        self.ranks = ranks
-        self.dtype = dtype
+        self.dtype = context.model.dtype
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """The rewards [N, K]."""
+        """Return the scores [N, K] of the reward model."""
         if self.own_tokenizer is not None:
             rollouts = self.retokenize(rollouts, self.own_tokenizer)
-        return infer(self.model, rollouts, "rewards", self.batch_size, self.ranks, self.dtype)
+        return infer(self.model, rollouts, "rewards", self.config.batch_size, self.ranks, self.dtype)
 
     def retokenize(self, rollouts: Rollouts, own: PreTrainedTokenizerBase) -> Rollouts:
-        """The same texts in the reward model's tokens; only a response that had ended gets an EOS."""
+        """Return the same texts in the reward model's tokens; only a response that had ended gets an EOS."""
         texts = response_texts(rollouts, self.tokenizer)
         prompts = encode_prompts(rollouts.index, rollouts.texts, rollouts.references, own)
         return encode_completions(prompts, texts, own, response_length=None, ended=rollouts.ended)
 
 
-def load_scorer(
-    config: RewardModelScorerConfig, cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks
-) -> RewardModelScorer:
-    """The reward model at `config.path`, or at `model.reward`."""
-    path, key = (
-        (config.path, f"{config.key(cfg)}.path") if config.path else (cfg.model.reward, "model.reward")
-    )
+def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardModelScorer:
+    """Load the reward model at `config.path`, or at `model.reward`, and its tokenizer.
+
+    Raises:
+        UserError: the model or its tokenizer cannot be loaded.
+    """
+    model = context.model
+    path, key = (config.path, f"{context.at}.path") if config.path else (model.reward, "model.reward")
     assert path is not None, "validated: a reward model is named or made"
-    options: dict[str, Any] = {
-        "attention": cfg.model.attention,
-        "trust_remote_code": cfg.model.trust_remote_code,
-        "key": key,
-    }
-    model = load_reward_model(path, getattr(torch, cfg.model.dtype.value), **options)
-    own = load_tokenizer(path, cfg.model.pad_token, cfg.model.trust_remote_code, key)
+    loaded = load_reward_model(
+        path,
+        getattr(torch, model.dtype.value),
+        attention=model.attention,
+        trust_remote_code=model.trust_remote_code,
+        key=key,
+    )
+    own = load_tokenizer(path, model.pad_token, model.trust_remote_code, key)
     return RewardModelScorer(
         config,
-        cfg.backend.place(RewardModel(model, cfg.model.shared_prefix), ranks),
-        tokenizer,
-        None if same_tokens(own, tokenizer) else own,
-        ranks,
-        cfg.model.dtype,
+        context,
+        context.place(RewardModel(loaded, model.shared_prefix)),
+        None if same_tokens(own, context.tokenizer) else own,
     )

@@ -1,4 +1,4 @@
-"""Rollouts kept on disk as they are scored (`save_generations`); `rlhf/generations.py` has the format."""
+"""A scorer that saves scored rollouts to disk (`save_generations`) in the format of `rlhf.core.rollout_format`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ if TYPE_CHECKING:
     from rlhf.core.state import TrainState
 
 
-SCRATCH = ".tmp"
+SCRATCH = ".tmp"  # suffix of a file that is not completely written
 
 
 class Saved(Scorer):
-    """A scorer that writes down what it scored.
+    """A scorer that writes each scored rollout batch to a file.
+
+    Files left incomplete by an earlier run are removed.
 
     Args:
-        scorer: gives the scores.
-        folder: of the files.
-        tokenizer: the policy's, for the texts.
-        sampling: how the rollouts were sampled.
-        state: where the run stands.
+        scorer: the scorer that computes the scores.
+        folder: folder of the files, one per update.
+        tokenizer: tokenizer of the policy, for the texts.
+        sampling: temperature and other settings of the rollouts.
+        state: progress of the run, which gives the number of the update.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Saved(Scorer):
         sampling: Sampling,
         state: TrainState,
     ) -> None:
-        super().__init__(scorer.config)
+        self.config = scorer.config
         self.scorer = scorer
         self.folder = folder
         self.tokenizer = tokenizer
@@ -51,11 +53,11 @@ class Saved(Scorer):
             file.unlink()
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """The scores [N, K]."""
+        """Return the scores [N, K] of the wrapped scorer."""
         return self.scorer.score(rollouts)
 
     def __call__(self, rollouts: Rollouts) -> Batch:
-        """The rollouts with scores, which are on disk then."""
+        """Return the rollouts with scores, after writing them to disk."""
         batch = self.scorer(rollouts)
         write(batch, self.state.update + 1, self.folder, self.tokenizer, self.sampling, self.vocabulary)
         return batch
@@ -69,7 +71,18 @@ def write(
     sampling: Sampling,
     vocabulary: str,
 ) -> None:
-    """Write the file of one update."""
+    """Write the file of one update: one row per response, grouped by prompt.
+
+    The file is written under a temporary name and renamed, so that it is complete or missing.
+
+    Args:
+        batch: scored rollouts.
+        update: number of the update, from 1.
+        folder: folder of the files.
+        tokenizer: tokenizer of the policy.
+        sampling: temperature and other settings of the rollouts.
+        vocabulary: hash of the policy's vocabulary.
+    """
     N, K, T = batch.response_ids.shape
 
     def each(values: list[Any]) -> list[Any]:
@@ -95,8 +108,8 @@ def write(
         "response_ids": cut(batch.response_ids.flatten(0, 1), mask),
     }
     for column in ("behaviour_logprobs", "token_versions"):
-        if (found := getattr(batch, column)) is not None:
-            columns[column] = cut(found.flatten(0, 1), mask)
+        if (values := getattr(batch, column)) is not None:
+            columns[column] = cut(values.flatten(0, 1), mask)
     shared = Shared(
         prompts=N,
         samples=K,

@@ -1,10 +1,11 @@
-"""What a scorer is: rollouts in, scores [N, K] out."""
+"""The interface of a scorer: rollouts in, scores [N, K] out. Scorers of labels and of texts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,24 +14,57 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.core.batch import Batch
 
 if TYPE_CHECKING:
-    from rlhf.config.scorer import ScorerConfig
+    from rlhf.config.model import ModelConfig
+    from rlhf.config.scorer import LabelsScorerConfig, NoScorerConfig, ScorerConfig
     from rlhf.core.batch import Rollouts
+    from rlhf.processes.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerContext:
+    """What a scorer gets from its run, besides its own section.
+
+    Args:
+        at: the key of the scorer's section: `scorer`, `gold`, or `scorer.parts.<name>`; for messages.
+        tokenizer: the policy's tokenizer, in whose tokens rollouts are.
+        ranks: the ranks of the run, and the device of this one.
+        model: the section of the models.
+        place: puts a frozen module on the device, or divides it over ranks, as the backend does.
+        build: makes the scorer of another section and key, for a scorer that consists of scorers.
+    """
+
+    at: str
+    tokenizer: PreTrainedTokenizerBase
+    ranks: Ranks
+    model: ModelConfig
+    place: Callable[[Any], Any]
+    build: Callable[[ScorerConfig, str], Scorer | None]
 
 
 class Scorer(ABC):
-    """Scores rollouts. A response without a stop token is scored as `config` has it."""
+    """Scores rollouts, and applies the rules of `config` for responses without EOS.
 
-    def __init__(self, config: ScorerConfig) -> None:
+    Args:
+        config: the section of the scorer.
+        context: what the run provides.
+    """
+
+    config: ScorerConfig
+
+    def __init__(self, config: ScorerConfig, context: ScorerContext) -> None:
         self.config = config
+        self.at = context.at
+        self.tokenizer = context.tokenizer
+        self.ranks = context.ranks
 
     @abstractmethod
     def score(self, rollouts: Rollouts) -> Tensor:
-        """The scores [N, K], float32, as the judge gives them."""
+        """Return the scores [N, K], float32, without the rules for a missing EOS."""
 
     def __call__(self, rollouts: Rollouts) -> Batch:
-        """The rollouts with scores, as training sees them.
+        """Return the rollouts with the scores that training sees.
 
-        Those that were scored ahead (`rlhf/generators/annotated.py`) have them, and are passed on.
+        Rollouts that an annotator process has scored already (a `Batch`) are returned unchanged.
         """
         if isinstance(rollouts, Batch):
             return rollouts
@@ -38,50 +72,50 @@ class Scorer(ABC):
         return rollouts.extend(Batch, scores=scores, parts=parts)
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """The scores [N, K], a missing end accounted for; and those of their parts, where they have any."""
+        """Return the scores [N, K] after the rules for a missing EOS, and the scores of parts, if any."""
         return self.at_end(self.score(rollouts), rollouts.ended), None
 
     def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
-        """The scores [N, K], those of responses that have not `ended` ([N, K] bool) replaced or lowered."""
+        """Replace or lower the scores [N, K] of responses without EOS; `ended` is [N, K] bool."""
         replacement, penalty = self.config.missing_eos_score, self.config.missing_eos_penalty
         if replacement is not None:
             return torch.where(ended, scores, replacement)
         return scores if penalty is None else torch.where(ended, scores, scores - penalty)
 
 
+def no_scorer(config: NoScorerConfig, context: ScorerContext) -> None:
+    """Return None: `scorer@gold=none` has no judge."""
+
+
 class LabelsScorer(Scorer):
-    """The labels that stored completions came with; 0 where they have none."""
+    """The labels of stored completions; 0 for completions without labels."""
+
+    config: LabelsScorerConfig
 
     def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
-        """The labels: one is given, whether the text was cut or not."""
+        """Return the labels unchanged: a label is valid whether or not the text was truncated."""
         return scores
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """The labels [N, K]."""
+        """Return the labels [N, K]."""
         if rollouts.labels is None:
             return torch.zeros(rollouts.response_ids.shape[:2])
         return rollouts.labels
 
 
 class TextScorer(Scorer):
-    """A function of the texts: (prompt, response, reference) to a number."""
+    """A scorer that judges the text of each response. A subclass implements `judge`."""
 
-    def __init__(
-        self,
-        config: ScorerConfig,
-        function: Callable[[str, str, str], float],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
-        super().__init__(config)
-        self.function = function
-        self.tokenizer = tokenizer
+    @abstractmethod
+    def judge(self, prompt: str, response: str, reference: str) -> float:
+        """Return the score of one response."""
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """Call the function on each response's text."""
+        """Return the scores [N, K] of the responses' texts."""
         responses = response_texts(rollouts, self.tokenizer)
         return torch.tensor(
             [
-                [self.function(text, response, reference) for response in group]
+                [self.judge(text, response, reference) for response in group]
                 for text, reference, group in zip(rollouts.texts, rollouts.references, responses, strict=True)
             ],
             dtype=torch.float32,
@@ -89,7 +123,7 @@ class TextScorer(Scorer):
 
 
 def response_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """The responses as N lists of K texts, without special tokens."""
+    """Return the responses as N lists of K texts, without special tokens."""
     N, K, _ = rollouts.response_ids.shape
     ids = torch.where(rollouts.response_mask, rollouts.response_ids, tokenizer.pad_token_id)
     flat = tokenizer.batch_decode(ids.flatten(0, 1), skip_special_tokens=True)
@@ -99,7 +133,7 @@ def response_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> li
 def flat_texts(
     rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[str], list[str]]:
-    """Prompt, response and reference of each response: three lists of N times K texts."""
+    """Return prompt, response and reference of each response: three lists of N * K texts."""
     groups = response_texts(rollouts, tokenizer)
     K = rollouts.response_ids.shape[1]
     prompts = [text for text in rollouts.texts for _ in range(K)]
@@ -108,11 +142,11 @@ def flat_texts(
 
 
 def as_score(value: object) -> float | None:
-    """What somebody else's code gave as a score, as a number; None where it is none, or not finite."""
+    """Return a score from a user's code as a float; None if it is no number, or not finite in float32."""
     if isinstance(value, str | bytes):
         return None
     try:
-        number = float(value)  # type: ignore[arg-type]  # whatever has a number in it
+        number = float(value)  # type: ignore[arg-type]  # any object that converts to a number
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
-    return number if abs(number) <= torch.finfo(torch.float32).max else None  # NaN is not
+    return number if abs(number) <= torch.finfo(torch.float32).max else None  # False for NaN

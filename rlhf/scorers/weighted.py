@@ -1,4 +1,4 @@
-"""Several scorers as one: the weighted sum of what they say."""
+"""A scorer that is the weighted sum of other scorers."""
 
 from __future__ import annotations
 
@@ -12,29 +12,36 @@ from rlhf.scorers.scorer import Scorer
 if TYPE_CHECKING:
     from rlhf.config.scorer import WeightedScorerConfig
     from rlhf.core.batch import Rollouts
+    from rlhf.scorers.scorer import ScorerContext
 
 
 class WeightedScorer(Scorer):
-    """Adds up the scores of its parts, each times its weight.
+    """The sum of the scores of other scorers, each times its weight.
 
     Args:
-        config: its settings, and the weight of each part.
-        parts: scorers by name.
+        config: the section, with the sections and weights of the parts.
+        context: what the run provides; it builds the parts.
     """
 
-    def __init__(self, config: WeightedScorerConfig, parts: dict[str, Scorer]) -> None:
-        super().__init__(config)
-        self.parts = parts
+    config: WeightedScorerConfig
+
+    def __init__(self, config: WeightedScorerConfig, context: ScorerContext) -> None:
+        super().__init__(config, context)
+        self.parts: dict[str, Scorer] = {}
+        for name, section in config.parts.items():
+            part = context.build(section, f"{context.at}.parts.{name}")
+            assert part is not None, "validated: every part scores"
+            self.parts[name] = part
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """The weighted sum [N, K] of the scores as the parts give them."""
+        """Return the weighted sum [N, K] of the scores, without the rules for a missing EOS."""
         return self.total({name: part.score(rollouts) for name, part in self.parts.items()})
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the parts and their scores, [N, K] each, a missing end accounted for in both."""
+        """Return the weighted sum [N, K] and the score [N, K] of each part, after the rules for a missing EOS."""
         parts = {name: part.training_scores(rollouts)[0] for name, part in self.parts.items()}
         return self.at_end(self.total(parts), rollouts.ended), parts
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
-        """The weighted sum [N, K] of scores by part."""
+        """Return the weighted sum [N, K] of the scores by part."""
         return torch.stack([self.parts[name].config.weight * scores for name, scores in parts.items()]).sum(0)

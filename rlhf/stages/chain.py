@@ -1,20 +1,17 @@
-"""All stages of a run as one command: `python -m rlhf.pipeline task=... model=... [algo=...] [word ...]`.
+"""Stages of `rlhf.pipeline`: SFT model, preference pairs, reward model, RLHF and evaluation.
 
-    SFT model -> preference pairs, in the order of the judge -> reward model -> RLHF -> evaluation
+Each stage writes to a folder whose name is a digest of its settings. A finished stage is therefore skipped, and
+an interrupted stage is resumed.
 
-The words are those of the RLHF run; `stages.sft=[...]` and `stages.reward=[...]` are overrides of the stages
-before it. Each stage is kept in a folder whose name is made of its settings, so that what is there is not
-made again, and the same command goes on where it was ended, in the middle of a stage too. Exit codes are
-those of `rlhf.train`.
+| stage        | embedded tasks (`rlhf.stages.prerequisites`)     | other tasks                              |
+|--------------|--------------------------------------------------|------------------------------------------|
+| SFT model    | from random weights, or from `model.base`        | from `model.base`                        |
+| pairs        | sampled from the SFT model, ordered by the judge | those of the task, relabelled by the     |
+|              |                                                  | judge; unchanged with `scorer@gold=none` |
+| reward model | from the SFT model                               | from the SFT model                       |
 
-| stage        | embedded tasks (`rlhf/artefacts.py`)  | other tasks                                       |
-|--------------|---------------------------------------|---------------------------------------------------|
-| SFT model    | from nothing, or `model.base`         | from `model.base`; not where `model.policy=` is   |
-|              |                                       | among the words                                   |
-| pairs        | sampled from it, ordered by the judge | those of the task, relabelled by the judge        |
-| reward model | from the SFT model                    | the same; not where `model.reward=` is among them |
-
-Pairs and reward model are left out where nothing reads them (`scorer=answer`, say).
+The SFT stage is skipped if `model.policy` is set, and the reward stage if `model.reward` is set. Pairs and
+reward model are skipped if the RLHF run needs neither (for example with `scorer=answer`).
 """
 
 from __future__ import annotations
@@ -40,20 +37,12 @@ from rlhf.config.identity import run_name
 from rlhf.config.run import Resume
 from rlhf.core.console import console, say
 from rlhf.core.errors import UserError
-from rlhf.core.launched import rank_count
+from rlhf.core.launched import world_size
 from rlhf.loggers.display import JUDGED
 from rlhf.runs.folder import COMPLETE, RunFolder
-from rlhf.stages.evaluation import candidates as evaluate_candidates
-from rlhf.stages.evaluation import changed as evaluate_changed
-from rlhf.stages.evaluation import evaluate as evaluate_evaluate
-from rlhf.stages.evaluation import figure as evaluate_figure
-from rlhf.stages.evaluation import known as evaluate_known
-from rlhf.stages.evaluation import table as evaluate_table
-from rlhf.stages.prerequisites import checked, make_model, make_pairs, model_folder, pairs_folder, stage
-from rlhf.stages.relabelling import fingerprint as relabel_fingerprint
-from rlhf.stages.relabelling import finished as relabel_finished
-from rlhf.stages.relabelling import relabel as relabel_relabel
-from rlhf.stages.relabelling import told_of as relabel_told_of
+from rlhf.stages import evaluation as evaluating
+from rlhf.stages import relabelling
+from rlhf.stages.stage_config import checked, model_folder, pairs_folder, stage
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -61,31 +50,41 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-
-FIGURES = ("eval/win_rate", "eval/accuracy", "eval/gold_score", "eval/kl", "eval/loss")  # of a stage's result
+# Metrics of a stage that the summary shows.
+FIGURES = ("eval/win_rate", "eval/accuracy", "eval/gold_score", "eval/kl", "eval/loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A stage of the chain."""
+    """A stage of the chain.
+
+    Attributes:
+        name: name for messages.
+        folder: where the stage writes.
+        done: returns whether the stage is finished.
+        make: runs the stage; resumes it if it was interrupted.
+        figures: returns the results of the finished stage as text.
+    """
 
     name: str
     folder: Path
     done: Callable[[], bool]
-    make: Callable[[], object]  # goes on where it was ended
-    figures: Callable[[], str]  # what came out of it, in words
+    make: Callable[[], object]
+    figures: Callable[[], str]
 
 
-def config_of(words: list[str]) -> tuple[Config, frozenset[str]]:
-    """The checked config of the RLHF run, and which of its models the words name.
+def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
+    """Return the checked config of the RLHF run, and which of `policy` and `reward` the overrides set.
 
-    Models that a stage will make stand as `model.base` in it, which has their shape.
+    For a task that is not embedded, a model that a stage will make is set to `model.base`, which has the same
+    shape.
 
     Raises:
-        UserError: a word is wrong, or there is nothing to start from.
+        UserError: an override is invalid, or there is no model to start from.
     """
-    node = composed(words)
-    values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
+    node = composed(overrides)
+    arguments = (override.partition("=") for override in overrides)
+    values = {key.lstrip("+"): value for key, _, value in arguments}
     named = frozenset(name for name in ("policy", "reward") if values.get(f"model.{name}", "null") != "null")
     task = OmegaConf.get_type(node, "task")
     if not getattr(task, "embedded", False):
@@ -93,28 +92,33 @@ def config_of(words: list[str]) -> tuple[Config, frozenset[str]]:
         if start is None:
             raise UserError(
                 "model.base must name the model that the SFT stage starts from (only embedded tasks start "
-                "from nothing), got null; set model.base=<hub name or folder>, or model.policy=<SFT model>"
+                "from random weights), got null; set model.base=<hub name or folder>, or "
+                "model.policy=<SFT model>"
             )
         made = [name for name in ("policy", "reward") if name not in named]
-        words = [*words, *(f"model.{name}={json.dumps(start)}" for name in made)]
-    cfg = typed(composed(words), words)
+        overrides = [*overrides, *(f"model.{name}={json.dumps(start)}" for name in made)]
+    cfg = typed(composed(overrides), overrides)
     if cfg.algo.trains is not Trains.policy:
         raise UserError(
-            f"algo must be one that trains a policy (SFT and reward model are made on the way), got "
+            f"algo must be one that trains a policy (the chain makes the SFT and the reward model), got "
             f"{cfg.algo.name}; set algo=dpo, or use rlhf.train"
         )
     if cfg.resume is not Resume.auto:
         raise UserError(
-            f"resume must be auto (the chain goes on where it was ended), got {cfg.resume.name}; leave it "
+            f"resume must be auto (the chain resumes interrupted stages), got {cfg.resume.name}; leave it "
             "out, or use rlhf.train for one stage"
         )
     check_memory(cfg)
-    warn(warnings(replace(cfg, task=replace(cfg.task, preferences_path=None))))  # a stage reads them
+    warn(warnings(replace(cfg, task=replace(cfg.task, preferences_path=None))))  # a stage reads the pairs
     return cfg, named
 
 
 def embedded_chain(cfg: Config) -> tuple[Config, list[Link]]:
-    """`cfg` as it is, and the stages of an embedded task, as the run would make them itself."""
+    """Return the stages before the RLHF run of an embedded task.
+
+    Returns:
+        `cfg` unchanged (the run finds the models of the stages by itself), and the stages in order.
+    """
     links = []
     own = cfg
     if cfg.model.policy is None:
@@ -134,7 +138,15 @@ def embedded_chain(cfg: Config) -> tuple[Config, list[Link]]:
 
 
 def stored_chain(cfg: Config, named: frozenset[str]) -> tuple[Config, list[Link]]:
-    """`cfg` with the models and pairs that its stages make, and these, for a task whose data are stored."""
+    """Return the stages before the RLHF run of a task that is not embedded.
+
+    Args:
+        cfg: the config of the RLHF run.
+        named: models that the overrides set, of `policy` and `reward`; no stage makes these models.
+
+    Returns:
+        `cfg` with the models and pairs that the stages make, and the stages in order.
+    """
     wants_reward = cfg.scorer.reads_reward and "reward" not in named
     links = []
     if "policy" not in named:
@@ -159,29 +171,29 @@ def stored_chain(cfg: Config, named: frozenset[str]) -> tuple[Config, list[Link]
 
 
 def with_models(cfg: Config, **paths: Path | None) -> Config:
-    """`cfg` with other models."""
+    """Return `cfg` with other paths of models: `policy=...`, `reward=...`."""
     named: dict[str, Any] = {name: None if path is None else str(path) for name, path in paths.items()}
     return replace(cfg, model=replace(cfg.model, **named))
 
 
 def folder_of(cfg: Config) -> RunFolder:
-    """Where the run `cfg` is kept."""
+    """Return the run folder of `cfg`."""
     return RunFolder(Path(cfg.output_dir) / run_name(cfg))
 
 
 def training(name: str, folder: RunFolder, make: Callable[[], object]) -> Link:
-    """A stage that trains a model."""
+    """Return a stage that trains a model in `folder`."""
     return Link(
         name=name,
         folder=folder.path,
         done=lambda: folder.finished() is not None,
         make=make,
-        figures=lambda: in_words((folder.finished() or {"result": {}})["result"]),
+        figures=lambda: result_text((folder.finished() or {"result": {}})["result"]),
     )
 
 
 def sampled_pairs(reader: Config) -> Link:
-    """The stage that samples preference pairs for `reader`."""
+    """Return the stage that samples the preference pairs that the config `reader` reads."""
     folder = pairs_folder(reader)
     return Link(
         name="preference pairs",
@@ -193,32 +205,32 @@ def sampled_pairs(reader: Config) -> Link:
 
 
 def relabelled_pairs(cfg: Config) -> Link:
-    """The stage that brings the pairs of the task into the order of the judge."""
-    output = Path(cfg.output_dir) / f"{cfg.task.name}-pairs-{relabel_fingerprint(cfg)}"
+    """Return the stage that relabels the pairs of the task by the judge."""
+    output = Path(cfg.output_dir) / f"{cfg.task.name}-pairs-{relabelling.fingerprint(cfg)}"
     return Link(
         name="preference pairs",
         folder=output,
-        done=lambda: relabel_finished(cfg, output),
-        make=partial(relabel_relabel, cfg, output),
-        figures=lambda: f"{cfg.gold.described} agrees with {relabel_told_of(output)}",
+        done=lambda: relabelling.finished(cfg, output),
+        make=partial(relabelling.relabel, cfg, output),
+        figures=lambda: f"{cfg.gold.described} agrees with {relabelling.agreement_text(output)}",
     )
 
 
 def evaluation(folder: RunFolder, split: str) -> Link:
-    """The stage that evaluates checkpoints and model of the run in `folder`."""
+    """Return the stage that evaluates the checkpoints and the model of the run in `folder`."""
 
     def done() -> bool:
-        cfg = evaluate_changed(folder)
-        names = {candidate.name for candidate in evaluate_candidates(folder, cfg)}
-        return names <= evaluate_known(cfg, folder, split).keys()
+        cfg = evaluating.changed(folder)
+        names = {candidate.name for candidate in evaluating.candidates(folder, cfg)}
+        return names <= evaluating.known(cfg, folder, split).keys()
 
     def make() -> None:
-        rows = evaluate_evaluate(evaluate_changed(folder), folder, split)
-        console.print(evaluate_table(rows))
+        rows = evaluating.evaluate(evaluating.changed(folder), folder, split)
+        console.print(evaluating.table(rows))
 
     def figures() -> str:
-        rows = evaluate_known(evaluate_changed(folder), folder, split)
-        return in_words(rows[folder.model.name])
+        rows = evaluating.known(evaluating.changed(folder), folder, split)
+        return result_text(rows[folder.model.name])
 
     return Link(
         name=f"evaluation ({split})", folder=folder.evaluations, done=done, make=make, figures=figures
@@ -226,35 +238,50 @@ def evaluation(folder: RunFolder, split: str) -> Link:
 
 
 def carry_out(chain: list[Link], cfg: Config) -> None:
-    """Make what is not there, stage by stage, and show what came of each."""
-    told = []
+    """Run the unfinished stages in order, and print a summary of all stages."""
+    times = []
     for number, link in enumerate(chain, 1):
         title = f"[{number}/{len(chain)}] {link.name}"
-        there = link.done() if rank_count() == 1 else by_first(cfg, link.done)()
+        done = link.done() if world_size() == 1 else by_first(cfg, link.done)()
         started = time.monotonic()
-        if there:
-            say(f"{title}: there already, in {link.folder}", style="bold")
+        if done:
+            say(f"{title}: finished already, in {link.folder}", style="bold")
         else:
             say(f"{title}: {link.folder}", style="bold")
             link.make()
             free_memory()
         seconds = round(time.monotonic() - started)
-        took = "" if there else f"{seconds // 60}:{seconds % 60:02d}"
-        if not there:
+        took = "" if done else f"{seconds // 60}:{seconds % 60:02d}"
+        if not done:
             say(f"{title}: done in {took}", style="bold")
-        told.append((link, took))
-    console.print(summary(told))
+        times.append((link, took))
+    console.print(summary(times))
 
 
 def train(cfg: Config, folder: RunFolder) -> None:
-    """Carry out a run, from its last checkpoint on where there is one."""
+    """Carry out a training run; resume from its last checkpoint if there is one."""
     from rlhf.stages.run import run
 
     run(cfg, folder)
 
 
+def make_model(cfg: Config, what: str) -> Path:
+    """Return the folder of the model of the stage `cfg`; run the stage first if it is not finished."""
+    from rlhf.stages.prerequisites import make_model as make
+    from rlhf.stages.run import run
+
+    return make(cfg, what, run)
+
+
+def make_pairs(cfg: Config) -> Path:
+    """Return the folder of the preference pairs that `cfg` reads; sample them first if it does not exist."""
+    from rlhf.stages.prerequisites import make_pairs as make
+
+    return make(cfg)
+
+
 def by_first(cfg: Config, make: Callable[[], T]) -> Callable[[], T]:
-    """`make` for the first rank to call, while the others wait for what it gives."""
+    """Return a function that calls `make` on rank 0, and returns the result on every rank."""
 
     def call() -> T:
         from rlhf.assembly.device import build_device
@@ -266,7 +293,7 @@ def by_first(cfg: Config, make: Callable[[], T]) -> Callable[[], T]:
 
 
 def free_memory() -> None:
-    """Give back what the models of a stage took on a GPU, before the next stage loads its own."""
+    """Free the GPU memory of a stage's models before the next stage loads its own models."""
     import torch
 
     gc.collect()
@@ -274,17 +301,17 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def summary(told: list[tuple[Link, str]]) -> Table:
-    """The stages, each with its folder, its time in this call, and what came of it."""
+def summary(times: list[tuple[Link, str]]) -> Table:
+    """Return a table of the stages with time, result and folder; the time of a skipped stage is empty."""
     made = Table(box=box.SIMPLE)
     for name in ("stage", "time", "result", "folder"):
         made.add_column(name, justify="right" if name == "time" else "left", overflow="fold")
-    for link, took in told:
-        made.add_row(link.name, took or "was there", link.figures(), str(link.folder))
+    for link, took in times:
+        made.add_row(link.name, took or "skipped", link.figures(), str(link.folder))
     return made
 
 
-def in_words(figures: dict[str, Any]) -> str:
-    """The main figures of an evaluation, in words."""
-    shown = [name for name in FIGURES if name in figures]
-    return ", ".join(f"{JUDGED[name]} {evaluate_figure(figures, name)}" for name in shown)
+def result_text(figures: dict[str, Any]) -> str:
+    """Return the main metrics of an evaluation as text."""
+    present = [name for name in FIGURES if name in figures]
+    return ", ".join(f"{JUDGED[name]} {evaluating.figure(figures, name)}" for name in present)

@@ -23,12 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from rlhf.checks.check import MEASURED, problems
+from rlhf.checks.check import problems
 from rlhf.config.algo import Trains
 from rlhf.config.backend import RANKS_FILE, TorchConfig, ZeroConfig
 from rlhf.config.catalogue import options
 from rlhf.config.compose import composed
-from rlhf.config.generator import WorkerConfig, threads
+from rlhf.config.cores import threads
+from rlhf.config.generator import WorkerConfig
 from rlhf.config.identity import digest
 from rlhf.config.mistakes import CONFIG_ERRORS, explain, one_of
 from rlhf.config.root import Config
@@ -110,7 +111,7 @@ def changed(folder: RunFolder, words: Sequence[str] = ()) -> Config:
             raise
         raise UserError(explain(error, words)) from error
     assert isinstance(cfg, Config)
-    if found := problems(measuring(cfg), MEASURED):
+    if found := problems(measuring(cfg), training=False):
         raise UserError(*found)
     return cfg
 
@@ -278,8 +279,8 @@ def measure(
     """Evaluate each of `due`, and write and yield its row."""
     from rlhf.assembly.device import build_device
     from rlhf.processes.ranks import Ranks
-    from rlhf.stages.prerequisites import prepare
-    from rlhf.stages.run import quieten
+    from rlhf.stages.prerequisites import complete
+    from rlhf.stages.run import quieten, run
     from rlhf.training.checkpoint import damage
 
     ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
@@ -287,7 +288,7 @@ def measure(
     told = settings(cfg, split)
     # A value model, which the run's own engine has, may start as the reward model.
     own_engine = any(candidate.divided for candidate in due)
-    cfg = ranks.from_first(lambda: prepare(measuring(cfg), reward=own_engine))
+    cfg = ranks.from_first(lambda: complete(measuring(cfg), run, reward=own_engine))
     if ranks.first:
         setup_logging(folder)
         kept = "".join(map(as_line, read_lines(folder.evaluations)))  # without what a crash has cut off
@@ -369,9 +370,10 @@ def build_engine_for(
     What is whole is measured without an optimizer; what DeepSpeed divided is read by the run's own engine.
     """
     from rlhf.assembly.engine import build_engine, build_frozen
+    from rlhf.assembly.parts import part
 
     if candidate.divided:
-        cfg.backend.prepare(cfg, ranks, candidate.checkpoint)
+        part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks, candidate.checkpoint)
         return cfg, build_engine(cfg, tokenizer, ranks, TrainState(num_updates=1))
     own = cfg.backend
     plain = TorchConfig(

@@ -1,7 +1,7 @@
-"""Pushing results to the hub of Hugging Face: only where a command is told to (`push_to=<repository>`).
+"""Uploads to the Hugging Face hub, only if a command has `push_to=<owner>/<name>`.
 
-A repository that is made is private; one that is there stays as it is. The token comes from the environment
-variable HF_TOKEN alone, so that it is in no config, no command line and no log.
+A new repository is private; the visibility of an existing repository does not change. The token is read only
+from the environment variable HF_TOKEN, so that it is in no config, no command line and no log.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from rlhf.models.folders import HUB_NAME
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
-
 VARIABLE = "HF_TOKEN"
 
-
 MEANS = (
-    "<owner>/<name> on the hub to push to, made private where it is new, with the token in HF_TOKEN "
+    "hub repository <owner>/<name> to push to; a new repository is private; the token is read from HF_TOKEN "
     "(default: nothing is pushed)"
 )
 
 
 def check(repository: str | None) -> None:
-    """Look whether there is what a push needs, before anything is made to be pushed.
+    """Check the repository name and the token before anything is made.
+
+    Args:
+        repository: the value of `push_to=`; None: nothing is pushed.
 
     Raises:
-        UserError: the name is none of a repository, or there is no token.
+        UserError: the repository name is invalid, or there is no token.
     """
     if repository is None:
         return
@@ -41,16 +42,16 @@ def check(repository: str | None) -> None:
         )
     if not os.environ.get(VARIABLE):
         raise UserError(
-            f"push_to= needs a token in the environment variable {VARIABLE} (it is read from nowhere else), "
-            f"got none; run: export {VARIABLE}=<token>, or leave push_to out"
+            f"push_to= needs a token in the environment variable {VARIABLE} (no other place is read), got no "
+            f"{VARIABLE}; run: export {VARIABLE}=<token>, or leave push_to out"
         )
 
 
 def push_model(folder: Path, repository: str) -> str:
-    """Push a model folder as it is; returns its address.
+    """Upload a model folder, and return the address of the repository.
 
     Raises:
-        RunError: the hub did not take it.
+        RunError: the upload failed.
     """
     from huggingface_hub import HfApi
 
@@ -58,16 +59,16 @@ def push_model(folder: Path, repository: str) -> str:
         api = HfApi(token=os.environ[VARIABLE])
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=str(folder))
-    except Exception as error:  # refused, unreachable, offline: each library of the net has its own
+    except Exception as error:  # the exception depends on the HTTP library
         raise refused(repository, folder, error) from error
     return f"https://huggingface.co/{repository}"
 
 
 def push_data(data: DatasetDict, folder: Path, repository: str) -> str:
-    """Push the data set that is in `folder`; returns its address.
+    """Upload the data set stored in `folder`, and return the address of the repository.
 
     Raises:
-        RunError: the hub did not take it.
+        RunError: the upload failed.
     """
     try:
         data.push_to_hub(repository, private=True, token=os.environ[VARIABLE])
@@ -77,9 +78,9 @@ def push_data(data: DatasetDict, folder: Path, repository: str) -> str:
 
 
 def refused(repository: str, folder: Path, error: Exception) -> RunError:
-    """What to tell of a push that failed; nothing that was made is lost."""
+    """Return the error for a failed upload; `folder` is complete and can be pushed again."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return RunError(
-        f"push_to={repository} must be a repository that the token in {VARIABLE} may write to, and that can "
-        f"be reached, got: {first}; {folder} is complete, and the same command pushes it again"
+        f"push_to={repository} must be a reachable repository that the token in {VARIABLE} may write to, got: "
+        f"{first}; {folder} is complete, and the same command pushes it again"
     )

@@ -39,7 +39,7 @@ from rlhf.core.console import console, say
 from rlhf.core.errors import UserError
 from rlhf.core.files import append, as_line, read_lines, write_atomically, write_json
 from rlhf.core.launched import is_first_rank
-from rlhf.loggers.display import PLAIN_EVERY_S
+from rlhf.core.console import PLAIN_EVERY_S
 from rlhf.processes.signals import interruptible
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ def fingerprint(cfg: Config) -> str:
 
 def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
     """What texts go through to the judge: its own tokenizer where it is a model, so that nothing is lost."""
+    from rlhf.assembly.parts import make
     from rlhf.models.loading import load_tokenizer
 
     judge = cfg.gold.path if isinstance(cfg.gold, RewardModelScorerConfig) else None
@@ -173,7 +174,8 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
         if path is not None:
             return load_tokenizer(path, cfg.model.pad_token, cfg.model.trust_remote_code, key)
     assert isinstance(cfg.task, EmbeddedTaskConfig), "validated: other tasks have a policy"
-    return cfg.task.tokenizer()
+    tokenizer: PreTrainedTokenizerFast = make(cfg.task).tokenizer()
+    return tokenizer
 
 
 def finished(cfg: Config, output: Path) -> bool:
@@ -221,18 +223,19 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
 
     from rlhf.assembly.data import build_task
     from rlhf.assembly.device import build_device
+    from rlhf.assembly.scorer import build_scorer
     from rlhf.processes.ranks import Ranks
-    from rlhf.stages.prerequisites import prepare
-    from rlhf.stages.run import quieten
+    from rlhf.stages.prerequisites import complete
+    from rlhf.stages.run import quieten, run
 
     ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
     quieten(ranks)
     told = settings(cfg)
     if cfg.stand_ins:
-        cfg = ranks.from_first(partial(prepare, cfg))
+        cfg = ranks.from_first(partial(complete, cfg, run))
     work = output.with_name(f".tmp-{output.name}")
     tokenizer = tokenizer_of(cfg)
-    gold = cfg.gold.build(cfg, tokenizer, ranks)
+    gold = build_scorer(cfg, "gold", tokenizer, ranks)
     assert gold is not None, "validated: the judge judges"
     task = build_task(cfg, tokenizer, Data.preferences, 1)
     splits, found = {}, {}

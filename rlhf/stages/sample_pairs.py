@@ -1,4 +1,4 @@
-"""Preference pairs: two samples of a policy for each prompt, ordered by gold."""
+"""Sample preference pairs: two responses of a policy per prompt, ordered by gold score."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset, DatasetDict
-from rich.progress import track
 
+from rlhf.assembly.data import build_task
 from rlhf.assembly.device import build_device
+from rlhf.assembly.generator import build_sampler
 from rlhf.assembly.models import build_tokenizer
+from rlhf.assembly.scorer import build_scorer
 from rlhf.config.algo import Data
 from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.core.batch import Sampling
-from rlhf.core.console import console
+from rlhf.core.console import progress
 from rlhf.processes.ranks import Ranks
 from rlhf.scorers.scorer import response_texts
 
@@ -23,22 +25,18 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Rollouts
 
 
-CHUNK = 256  # prompts a request
+CHUNK = 256  # prompts per request
 
 
 def sample_pairs(cfg: Config) -> DatasetDict:
-    """Sample pairs on the training prompts and the held-out prompts of `cfg.task`; columns prompt, chosen,
-    rejected.
+    """Return pairs on the training prompts and on the held-out prompts, as splits train and validation.
 
-    Pairs whose gold scores are equal say nothing and are left out.
+    The columns are prompt, chosen and rejected. Pairs whose gold scores are equal are skipped.
     """
-    from rlhf.assembly.data import build_task
-    from rlhf.assembly.generator import build_sampler
-
     device = build_device(cfg)
     tokenizer = build_tokenizer(cfg)
     generator = build_sampler(cfg, tokenizer, device, seed=cfg.stages.seed)
-    gold = cfg.gold.build(cfg, tokenizer, Ranks(device))
+    gold = build_scorer(cfg, "gold", tokenizer, Ranks(device))
     assert gold is not None, "an embedded task has a judge"
     task = build_task(cfg, tokenizer, data=Data.prompts, prompts_per_update=min(CHUNK, cfg.stages.pairs))
 
@@ -47,34 +45,38 @@ def sample_pairs(cfg: Config) -> DatasetDict:
         for _ in range(-(-cfg.stages.pairs // task.prompts_per_update)):
             yield "train", next(batches)
         assert isinstance(cfg.task, EmbeddedTaskConfig)
-        held_out = task.held_out(min(2 * cfg.eval.prompts, cfg.task.validation_size))  # some are tied
+        held_out = task.held_out(
+            min(2 * cfg.eval.prompts, cfg.task.validation_size)
+        )  # twice as many as needed: some are tied
         for rows in torch.arange(len(held_out)).split(CHUNK):
             yield "validation", held_out.select(rows)
 
     columns: dict[str, dict[str, list[str]]] = {}
-    found = list(requests())
-    for request, (split, prompts) in enumerate(track(found, "sampling pairs", console=console)):
-        sampling = Sampling(
-            samples=2,
-            temperature=cfg.stages.pairs_temperature,
-            response_length=cfg.generator.response_length,
-            purpose="pairs",
-            request=request,
-        )
-        rollouts = generator.submit(prompts, sampling).result()
-        add_pairs(
-            columns.setdefault(split, {"prompt": [], "chosen": [], "rejected": []}),
-            rollouts,
-            gold.score(rollouts),
-            response_texts(rollouts, tokenizer),
-        )
+    all_requests = list(requests())
+    with progress("sampling pairs", len(all_requests), cfg.progress.value) as advance:
+        for request, (split, prompts) in enumerate(all_requests):
+            sampling = Sampling(
+                samples=2,
+                temperature=cfg.stages.pairs_temperature,
+                response_length=cfg.generator.response_length,
+                purpose="pairs",
+                request=request,
+            )
+            rollouts = generator.submit(prompts, sampling).result()
+            add_pairs(
+                columns.setdefault(split, {"prompt": [], "chosen": [], "rejected": []}),
+                rollouts,
+                gold.score(rollouts),
+                response_texts(rollouts, tokenizer),
+            )
+            advance(1)
     return DatasetDict({split: Dataset.from_dict(rows) for split, rows in columns.items()})
 
 
 def add_pairs(
     columns: dict[str, list[str]], rollouts: Rollouts, scores: torch.Tensor, texts: list[list[str]]
 ) -> None:
-    """Append the pairs of `rollouts` (K = 2) that are not tied."""
+    """Append the pairs of `rollouts` (K = 2) with different scores [N, 2] to `columns`."""
     for prompt, (first, second), (a, b) in zip(rollouts.texts, texts, scores.tolist(), strict=True):
         if a != b:
             columns["prompt"].append(prompt)

@@ -1,14 +1,13 @@
-"""Tiny models and data in place of those of the hub: any recipe runs offline in seconds (`debug=tiny`).
+"""Tiny stand-ins for models and data of the hub, with which every recipe runs offline in seconds (`debug=tiny`).
 
-The data have the columns and splits of the data sets that they stand for, so a run takes the same way through
-its task. The policy is trained on them for a second, just enough to end its responses and to be right at
-times; reward models are random. Figures mean nothing.
+The data have the columns and splits of the data sets that they replace, so a run uses the same code. The
+policy is trained on them for a second, until it ends its responses and is sometimes correct. Reward models
+are random. Metrics of such a run have no meaning.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import random
 import re
@@ -17,8 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
+from rlhf.assembly.parts import make as make_part
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
 from rlhf.config.task import ChatConfig
+from rlhf.core.files import digest
 from rlhf.models.folders import is_local
 from rlhf.stages.once import made_once
 
@@ -30,34 +33,20 @@ if TYPE_CHECKING:
 
 
 Row = dict[str, Any]
-
-
 Pair = tuple[str, str]  # prompt and reference
-
-
 SIZES = {"train": 64, "validation": 32}  # rows
-
-
-KNOWN_ROWS = 512  # of data of the user's: those whose words the tokenizer knows
-
-
-WORDS = r" ?\w+|\s| ?#+| ?[^\w\s]"  # a token
-
-
-LLAMAS = ("rho_1b", "llama_8b")  # model options that are of its architecture; others are GPT-NeoX
-
-
+KNOWN_ROWS = 512  # rows of a user's data whose words the tokenizer knows
+WORDS = r" ?\w+|\s| ?#+| ?[^\w\s]"  # regular expression of a token
+LLAMAS = ("rho_1b", "llama_8b")  # model options with the Llama architecture; others are GPT-NeoX
 POSITIONS = 8192  # longer than the sequences of any recipe
+STEPS, LEARNING_RATE = 60, 1e-2  # of the training of the policy
 
 
-STEPS, LEARNING_RATE = 60, 1e-2  # of the policy
-
-
-def prepare(cfg: Config) -> Config:
-    """`cfg` with stand-ins made and named for the models and data that it does not name as folders."""
+def complete(cfg: Config) -> Config:
+    """Return `cfg` with stand-ins for the models and data that it does not name as folders; make them first."""
     folder = stand_ins(cfg)
     cfg = copy.deepcopy(cfg)
-    if (folder / "data").is_dir():  # the task names none of its own
+    if (folder / "data").is_dir():  # the config names no folder of data
         cfg.task.path = str(folder / "data")
         cfg.task.preferences_path = cfg.task.preferences_path or str(folder / "pairs")
     model = cfg.model
@@ -70,14 +59,15 @@ def prepare(cfg: Config) -> Config:
 
 
 def stand_ins(cfg: Config) -> Path:
-    """The folder of the stand-ins for the task and the model of `cfg`, made if it is not there."""
-    digits = hashlib.sha256(repr((cfg.task, cfg.model.name in LLAMAS)).encode()).hexdigest()[:8]
+    """Return the folder of the stand-ins for the task and the model of `cfg`; make it first if it does not exist."""
+    task = OmegaConf.to_container(OmegaConf.structured(cfg.task), enum_to_str=True)
+    digits = digest([task, cfg.model.name in LLAMAS])
     folder = Path(cfg.cache_dir) / f"stand-ins-{cfg.task.name}-{digits}"
-    return made_once(folder, "stand-ins for models and data of the hub", partial(make, cfg))
+    return made_once(folder, "tiny stand-ins for models and data of the hub", partial(make, cfg))
 
 
 def make(cfg: Config, folder: Path) -> None:
-    """Write `data` and `pairs`, and the models `policy`, `reward` and `judge` with one tokenizer."""
+    """Write the folders `data` and `pairs`, and the models `policy`, `reward` and `judge` with one tokenizer."""
     task = copy.copy(cfg.task)
     made = task.path is None and task.name in ROWS
     if made:
@@ -94,7 +84,7 @@ def make(cfg: Config, folder: Path) -> None:
 
 
 def tldr_row(rng: random.Random) -> Row:
-    """A post and its summary."""
+    """Return a post and its summary."""
     who, where, how = (
         rng.choice(("friend", "sister", "boss")),
         rng.choice(("paris", "rome")),
@@ -108,7 +98,7 @@ def tldr_row(rng: random.Random) -> Row:
 
 
 def gsm8k_row(rng: random.Random) -> Row:
-    """A problem and its worked answer."""
+    """Return a problem and its worked answer."""
     a, b = rng.randint(1, 4), rng.randint(1, 4)
     return {
         "question": f"Anna has {a} apples and buys {b} more. How many has she now?",
@@ -117,7 +107,7 @@ def gsm8k_row(rng: random.Random) -> Row:
 
 
 def chat_row(rng: random.Random) -> Row:
-    """A dialogue, with or without a system prompt."""
+    """Return a dialogue, with or without a system prompt."""
     what, how = rng.choice(("tea", "bread", "soup")), rng.choice(MOODS)
     turns = [
         ("user", f"I am {how}. What do I need for {what}?"),
@@ -140,14 +130,14 @@ ROWS: dict[str, Callable[[random.Random], Row]] = {"tldr": tldr_row, "gsm8k": gs
 
 
 def preference(rng: random.Random, pairs: list[Pair]) -> Row:
-    """A prompt with its reference as the chosen, and another's as the rejected response."""
+    """Return a pair: the reference of a prompt is chosen, the reference of another prompt is rejected."""
     prompt, chosen = rng.choice(pairs)
     rejected = rng.choice([answer for _, answer in pairs if answer != chosen])
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def write_splits(folder: Path, row: Callable[[random.Random], Row], task: TaskConfig | None = None) -> None:
-    """Write a file of rows for each split, under the name that `task` has for it."""
+    """Write a file of rows for each split, with the name of the split in `task`."""
     folder.mkdir(parents=True)
     for split, size in SIZES.items():
         rng = random.Random(split)
@@ -157,14 +147,14 @@ def write_splits(folder: Path, row: Callable[[random.Random], Row], task: TaskCo
 
 
 def read(task: TaskConfig) -> list[Pair]:
-    """The first training examples as the task gives them."""
-    rows = task.source().prompts("train")
+    """Return the first training examples of the task as pairs of prompt and reference."""
+    rows = make_part(task).prompts("train")
     rows = rows.select(range(min(KNOWN_ROWS, len(rows))))
     return list(zip(rows["query"], rows["reference_response"], strict=True))
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """One token a word of `texts`."""
+    """Return a tokenizer with one token per word of `texts`."""
     from rlhf.tasks.word_tokenizer import SPECIAL, word_tokenizer
 
     words = {word for text in texts for word in re.findall(WORDS, text)}
@@ -172,7 +162,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def architecture(llama: bool, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """The config of a model of some 100,000 parameters; heads are as wide as vLLM takes them."""
+    """Return the config of a model of about 100,000 parameters, with a head size that vLLM supports."""
     from transformers import GPTNeoXConfig, LlamaConfig
 
     sizes: dict[str, Any] = {
@@ -192,7 +182,7 @@ def architecture(llama: bool, tokenizer: PreTrainedTokenizerFast) -> PreTrainedC
 def make_policy(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair], folder: Path
 ) -> None:
-    """Write a causal LM that has seen `pairs` for a few steps, and the tokenizer."""
+    """Train a causal LM on `pairs` for a few steps, and write it with the tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM
 

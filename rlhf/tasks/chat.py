@@ -1,49 +1,45 @@
-"""Dialogues as prompts: a chat model learns, and is compared with, what the assistant said last."""
+"""Dialogues as prompts: the last turn of the assistant is the reference."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
-from rlhf.config.task import PREFERENCE_COLUMNS
 from rlhf.core.errors import UserError
+from rlhf.tasks.source import load_pairs, pairs_of, prompts_of
 
 if TYPE_CHECKING:
-    from rlhf.tasks.source import Stored
+    from rlhf.config.task import ChatConfig
 
 
-Turn = dict[str, str]  # role and content
-
-
-@dataclass(kw_only=True, slots=True)
 class ChatSource:
-    """Dialogues in the column `messages`, lists of {role, content} that end with the assistant's turn."""
+    """Dialogues in the column `messages`, lists of {role, content} that end with the assistant's turn.
 
-    dialogues: Stored
-    pairs: Stored | None
-    validation_split: str  # what the dialogues call the split `validation`
-    turn: str  # with {role} and {content}
-    reply: str
+    Args:
+        config: the section of the task.
+    """
+
+    def __init__(self, config: ChatConfig) -> None:
+        self.config = config
+        self.dialogues = prompts_of(config, config.prompts_name)
+        self.pairs = pairs_of(config, config.preferences_name)
 
     def prompts(self, split: str) -> Dataset:
-        """The split as texts `query`, all turns but the last and `reply`, and `reference_response`.
+        """Return the split as texts `query` and `reference_response`.
 
-        Raises UserError where a dialogue does not end with the assistant's turn, after another.
+        A query is all turns except the last, followed by `task.reply`.
+
+        Raises:
+            UserError: a dialogue has only one turn, or does not end with a turn of the assistant.
         """
-        stored = self.validation_split if split == "validation" else split
+        stored = self.config.validation_split if split == "validation" else split
         rows = self.dialogues.load(stored, ["messages"], texts=False)
         return rows.map(self._texts, with_indices=True, remove_columns=rows.column_names)
 
     def preferences(self, split: str) -> Dataset:
-        """The split of the pairs that were named: texts `prompt`, `chosen` and `rejected`."""
-        if self.pairs is None:
-            raise UserError(
-                "task.preferences_path must name a folder of preference pairs for task=chat (No Robots has "
-                "none), got null; set task.preferences_path=<folder>"
-            )
-        return self.pairs.load(split, PREFERENCE_COLUMNS)
+        """Return the split of the pairs that the config names: texts `prompt`, `chosen` and `rejected`."""
+        return load_pairs(self.pairs, split, "chat", "No Robots has none")
 
     def _texts(self, row: dict[str, Any], index: int) -> dict[str, str]:
         try:
@@ -53,9 +49,11 @@ class ChatSource:
             whole = False
         if not whole:
             raise UserError(
-                f"{self.dialogues.key} must hold dialogues in its column messages (lists of role and content "
+                f"{self.dialogues.key} must have dialogues in its column messages (lists of role and content "
                 f"that end with a turn of the assistant, after another), got {self.dialogues.place} with "
-                f"something else in row {index}; mend or leave out that row"
+                f"another form in row {index}; correct or remove that row"
             )
-        written = (self.turn.replace("{role}", role).replace("{content}", text) for role, text in before)
-        return {"query": "".join(written) + self.reply, "reference_response": last[1]}
+        written = (
+            self.config.turn.replace("{role}", role).replace("{content}", text) for role, text in before
+        )
+        return {"query": "".join(written) + self.config.reply, "reference_response": last[1]}

@@ -1,8 +1,7 @@
-"""Local data folders, looked at without torch or datasets, so that they are checked before anything is
-loaded.
+"""Checks of local data folders: splits and columns, read without torch and without loading the data.
 
-A folder is either what `datasets.save_to_disk` writes (a DatasetDict, or a Dataset, which counts as
-the split `train`) or holds one file a split: `train.jsonl`, `validation.parquet`, ... .
+A folder was either written by `datasets.save_to_disk` (a DatasetDict, or a Dataset, which counts as the split
+`train`), or has one file per split: `train.jsonl`, `validation.parquet`, and so on.
 """
 
 from __future__ import annotations
@@ -12,28 +11,25 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-FORMATS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-}  # suffix -> builder of datasets
+# Suffix of a split file -> builder of the `datasets` library.
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `datasets.save_to_disk` wrote this folder."""
+    """Return True if `datasets.save_to_disk` wrote this folder."""
     return (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file()
 
 
 def split_files(folder: Path) -> dict[str, Path]:
-    """The split files of a folder that `save_to_disk` did not write: split -> file."""
+    """Return the split files of a folder that `save_to_disk` did not write: split -> file."""
     return {file.stem: file for file in sorted(folder.iterdir()) if file.suffix in FORMATS}
 
 
 def split_columns(folder: Path) -> dict[str, list[str]]:
-    """The columns of each split of a folder: split -> names.
+    """Return the column names of each split of a folder: split -> names.
 
-    Raises ValueError, OSError or a format's own error where a file is not what its name says.
+    Raises:
+        ValueError, OSError, or an error of the format's library: a file cannot be read in its format.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
@@ -56,49 +52,57 @@ def _file_columns(file: Path) -> list[str]:
         if file.suffix == ".csv":
             return next(csv.reader(lines), [])
         first = next((line for line in lines if line.strip()), "")
-        if first.lstrip().startswith("["):  # one array of objects instead of one object a line
+        if first.lstrip().startswith("["):  # one array of objects instead of one object per line
             lines.seek(0)
             record: object = next(iter(json.load(lines)), {})
         else:
             record = json.loads(first or "{}")
     if not isinstance(record, dict):
-        raise ValueError("a row is not an object with named columns")
+        raise ValueError("a row is not a JSON object with named columns")
     return list(record)
 
 
 def folder_problems(
     key: str, path: str, columns: Iterable[str], splits: Iterable[str], reason: str
 ) -> Iterator[str]:
-    """Yield what keeps the folder `path` of the config key `key` from serving `columns` in `splits`."""
+    """Yield an error message for each reason why a data folder cannot be used.
+
+    Args:
+        key: config key that names the folder, for the messages.
+        path: the folder.
+        columns: required columns of every split.
+        splits: required splits.
+        reason: why the folder is needed, for the messages.
+    """
     folder = Path(path).expanduser()
-    wanted = list(columns)
+    required = list(columns)
     if not folder.is_dir():
-        state = "a file" if folder.exists() else "nothing there"
+        state = "a file" if folder.exists() else "no such folder"
         yield (
-            f"{key} must be a folder with one .jsonl, .json, .parquet or .csv file a split, or one that "
-            f"datasets.save_to_disk wrote ({reason}), got {path} ({state}); set {key}=<folder>"
+            f"{key} must be a folder with one .jsonl, .json, .parquet or .csv file per split, or a folder "
+            f"written by datasets.save_to_disk ({reason}), got {path} ({state}); set {key}=<folder>"
         )
         return
     try:
-        found = split_columns(folder)
-    except Exception as error:  # each format has its own; the user is told which folder it is in
+        available = split_columns(folder)
+    except Exception as error:  # each format raises its own errors; the message names the folder
         yield (
-            f"{key} must hold readable data ({reason}), got {path}: {type(error).__name__}: {error}; "
-            "repair the folder"
+            f"{key} must contain readable data ({reason}), got {path}: {type(error).__name__}: {error}; "
+            "repair the files of the folder"
         )
         return
     for split in splits:
-        if split not in found:
-            present = ", ".join(found) or "no data file"
+        if split not in available:
+            present = ", ".join(available) or "no data file"
             yield (
-                f"{key} must hold the split {split} ({reason}), got {path} with {present}; "
-                f"add {split}.jsonl with the columns {', '.join(wanted)}"
+                f"{key} must contain the split {split} ({reason}), got {path} with {present}; "
+                f"add {split}.jsonl with the columns {', '.join(required)}"
             )
             continue
-        missing = [column for column in wanted if column not in found[split]]
+        missing = [column for column in required if column not in available[split]]
         if missing:
-            present = ", ".join(found[split]) or "none"
+            present = ", ".join(available[split]) or "none"
             yield (
-                f"{key} must have the columns {', '.join(wanted)} in its split {split} ({reason}), "
+                f"{key} must have the columns {', '.join(required)} in its split {split} ({reason}), "
                 f"got {path} with {present}; rename or add {', '.join(missing)}"
             )

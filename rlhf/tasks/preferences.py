@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
-from rlhf.config.task import PREFERENCE_COLUMNS
+from rlhf.tasks.source import load_pairs, pairs_of
 
 if TYPE_CHECKING:
-    from rlhf.tasks.source import Stored
+    from rlhf.config.task import PreferencesConfig
 
 
-@dataclass(kw_only=True, slots=True)
 class PreferencesSource:
-    """Pairs as they are stored; their prompts are prompts data too, with the chosen ones for references."""
+    """Preference pairs as they are stored. Their prompts are also the prompts, with the chosen responses as references.
 
-    pairs: Stored
-    validation_split: str  # what the data set calls the split `validation`
+    Args:
+        config: the section of the task.
+    """
+
+    def __init__(self, config: PreferencesConfig) -> None:
+        self.config = config
+        self.pairs = pairs_of(config, config.preferences_name, beside_prompts=True)
 
     def prompts(self, split: str) -> Dataset:
-        """The split as texts `query` and `reference_response`, the prompt and the chosen response."""
+        """Return the split as texts `query` (the prompt) and `reference_response` (the chosen response)."""
         pairs = self.preferences(split).remove_columns("rejected")
         return pairs.rename_columns({"prompt": "query", "chosen": "reference_response"})
 
     def preferences(self, split: str) -> Dataset:
-        """The split as texts `prompt`, `chosen` and `rejected`."""
-        stored = self.validation_split if split == "validation" else split
-        return self.pairs.load(stored, PREFERENCE_COLUMNS)
+        """Return the split as texts `prompt`, `chosen` and `rejected`."""
+        stored = self.config.validation_split if split == "validation" else split
+        return load_pairs(self.pairs, stored, "preferences", "it has no data set of its own")

@@ -1,4 +1,4 @@
-"""A task's data as tokenized batches that can be taken up again at any update."""
+"""The data of a task as tokenized batches; a run can resume at any batch."""
 
 from __future__ import annotations
 
@@ -28,15 +28,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-END_TEXTS = ("<|endoftext|>",)  # ends that published data sets spell out, whatever the tokenizer's own is
+END_TEXTS = ("<|endoftext|>",)  # end markers in the texts of published data sets, for any tokenizer
 
 
 class Task:
     """Training batches and held-out examples of one source.
 
-    Training prompts are tokenized once, when they are first asked for; those longer than `max_prompt_tokens`
-    are left out, with a logged count. Batches depend on (seed, number of the batch) alone, so a run goes on
-    at any batch without replaying the ones before.
+    Training prompts are tokenized once, when they are first needed. Prompts longer than `max_prompt_tokens`
+    are skipped, and their number is logged. A batch depends only on the seed and the number of the batch, so
+    a run resumes at any batch without replaying the batches before.
+
+    Args:
+        source: the texts.
+        tokenizer: the tokenizer of the policy.
+        data: what a training example contains.
+        prompts_per_update: N, over all ranks.
+        max_prompt_tokens: longest prompt in tokens.
+        seed: seed of the run.
+
+    Raises:
+        UserError: the tokenizer has no pad token.
     """
 
     def __init__(
@@ -51,38 +62,40 @@ class Task:
     ) -> None:
         if tokenizer.pad_token_id is None:
             raise UserError(
-                "model.pad_token must be set for this tokenizer (it has none of its own, and prompts "
-                "are padded), "
-                "got null; set model.pad_token=<an unused token of it>"
+                "model.pad_token must be set for this tokenizer (it has no pad token, and prompts are "
+                "padded), got null; set model.pad_token=<an unused token of its vocabulary>"
             )
         self.source = source
         self.tokenizer = tokenizer
         self.data = data
-        self.prompts_per_update = prompts_per_update  # N, over all ranks
+        self.prompts_per_update = prompts_per_update
         self.max_prompt_tokens = max_prompt_tokens
         self.seed = seed
-        self._order = lru_cache(maxsize=2)(self._permutation)  # a batch spans two epochs at most, mostly
+        self._order = lru_cache(maxsize=2)(self._permutation)  # a batch usually spans at most two epochs
 
     @cached_property
     def _train(self) -> Dataset:
         return self._examples("train", self.data)
 
     def __len__(self) -> int:
-        """Training examples that are not too long."""
+        """Return the number of training examples, without those whose prompt is too long."""
         return len(self._train)
 
     def fingerprint(self) -> str:
-        """16 hex digits of the training examples: their rows, texts and completions, and the vocabulary."""
+        """Return a hash (16 hex digits) of the training examples and the vocabulary.
+
+        The hash covers row numbers, texts and completions of the examples.
+        """
         digest = xxhash.xxh3_64(vocabulary(self.tokenizer.get_vocab()).encode())
         for rows in self._train.remove_columns("ids").iter(1000):  # the ids follow from the texts
             digest.update(json.dumps(rows, sort_keys=True).encode())
         return digest.hexdigest()
 
     def prompts(self, start: int = 0) -> Iterator[Prompts]:
-        """Training batches of N examples without end, beginning with batch number `start`.
+        """Yield training batches of N examples without end, beginning with batch number `start`.
 
-        Epochs are permutations drawn from (seed, epoch); batch t holds the places [tN, (t+1)N) of all epochs
-        in a row.
+        The examples of an epoch are permuted by (seed, epoch). Batch t has the examples [tN, (t+1)N) of the
+        sequence of all epochs.
         """
         number = start
         while True:
@@ -93,27 +106,34 @@ class Task:
             number += 1
 
     def held_out(self, count: int, split: str = "validation", data: Data | None = None) -> Prompts:
-        """The first `count` examples of a split, or all where it has fewer.
+        """Return the first `count` examples of a split, or all examples if the split has fewer.
 
-        `data` says what they hold; None: what the training examples hold. Offline DPO, say, trains on pairs
-        but is evaluated on `Data.prompts`.
+        Args:
+            count: number of examples.
+            split: name of the split.
+            data: what an example contains; None: the same as a training example. For example, offline DPO
+                trains on pairs but is evaluated on `Data.prompts`.
         """
         examples = self._examples(split, data or self.data)
         if len(examples) < count:
             log.warning(
-                "the split %s has %d examples, fewer than the %d asked for", split, len(examples), count
+                "the split %s has %d examples, fewer than the requested %d", split, len(examples), count
             )
         return self._batch(examples[: min(count, len(examples))])
 
     def by_length(self, split: str, size: int, done: Collection[int] = ()) -> tuple[int, Iterator[Prompts]]:
-        """How many examples a split has but the rows `done`, and these in batches of at most `size`, the
-        longest first.
+        """Return the number of examples of a split, and an iterator over them in batches, the longest first.
+
+        Args:
+            split: name of the split.
+            size: largest number of examples of a batch.
+            done: rows of the split to skip.
         """
         examples = self._examples(split, self.data)
         texts = zip(examples["text"], examples["completions"], strict=True)
         lengths = [len(text) + max(map(len, completions)) for text, completions in texts]
         rows = [i for i, row in enumerate(examples["index"]) if row not in done]
-        rows.sort(key=lambda i: -lengths[i])  # so that one too long for the memory is met at once
+        rows.sort(key=lambda i: -lengths[i])  # so that too little memory shows in the first batch
         parts = (rows[first : first + size] for first in range(0, len(rows), size))
         return len(rows), (self._batch(examples[part]) for part in parts)
 
@@ -121,12 +141,15 @@ class Task:
         return np.random.default_rng(derive(self.seed, "order of examples", epoch)).permutation(len(self))
 
     def _examples(self, split: str, data: Data) -> Dataset:
-        """A split as index, text, reference, ids and, for stored completions, completions and labels."""
+        """Return a tokenized split with the columns index, text, reference and ids.
+
+        With stored completions there are the columns completions and, for pairs, labels too.
+        """
         pairs = data is Data.preferences
         stored = self.source.preferences(split) if pairs else self.source.prompts(split)
         ends = (self.tokenizer.eos_token, *END_TEXTS)
 
-        tokenizer, limit = self.tokenizer, self.max_prompt_tokens  # map hashes all that encode holds
+        tokenizer, limit = self.tokenizer, self.max_prompt_tokens  # not `self`: `map` hashes what encode uses
 
         def clean(texts: list[str]) -> list[str]:
             return [_without_end(text, ends) for text in texts]
@@ -140,7 +163,7 @@ class Task:
                 "reference": chosen,
                 "ids": tokenizer(texts)["input_ids"],
             }
-            if pairs:  # some published pairs repeat the prompt in both responses
+            if pairs:  # in some published data sets, both responses of a pair repeat the prompt
                 both = zip(texts, chosen, clean(columns["rejected"]), strict=True)
                 made["completions"] = [[a.removeprefix(text), b.removeprefix(text)] for text, a, b in both]
                 made["reference"] = [pair[0] for pair in made["completions"]]
@@ -157,16 +180,17 @@ class Task:
             remove_columns=stored.column_names,
             desc=f"tokenize {split}",
         )
-        left_out = len(stored) - len(examples)
-        if left_out:
+        skipped = len(stored) - len(examples)
+        if skipped:
             log.info(
-                "left out %d of %d prompts of the split %s: longer than task.max_prompt_tokens=%d",
-                left_out, len(stored), split, self.max_prompt_tokens,
+                "skipped %d of %d prompts of the split %s: longer than task.max_prompt_tokens=%d",
+                skipped, len(stored), split, self.max_prompt_tokens,
             )  # fmt: skip
         if not len(examples):
             raise UserError(
-                f"task.max_prompt_tokens must leave some of the {len(stored)} prompts of the split {split}, "
-                f"got {self.max_prompt_tokens}, which leaves none; raise task.max_prompt_tokens"
+                f"task.max_prompt_tokens must be at least the length of some of the {len(stored)} prompts of "
+                f"the split {split} (longer prompts are skipped), got {self.max_prompt_tokens}; set "
+                "task.max_prompt_tokens higher"
             )
         return examples
 

@@ -27,11 +27,9 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from rlhf.config.task import Difficulty
+from rlhf.tasks.source import EmbeddedSource
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerFast
-
     from rlhf.config.task import TLDRMiniConfig
 
 
@@ -354,49 +352,30 @@ HEADINGS = ("SUBREDDIT:", "TITLE:", "POST:", "TL;DR:")
 TOKEN_PATTERN = rf"{'|'.join(HEADINGS)}|\n+| ?[A-Za-z0-9/']+|[^\sA-Za-z0-9]"
 
 
-@cache
-def vocabulary() -> tuple[str, ...]:
-    """Every token of the generator but the special ones. Words carry the space before them."""
-    texts = [*FILLER, *FOCUS, "What now?"]
-    for slot in SLOTS:
-        texts += [*slot.values, slot.title, slot.phrase, slot.vague, *slot.facts, *slot.distractors]
-    pieces = {piece for text in texts for piece in re.findall(TOKEN_PATTERN, f" {text}") if piece.strip(" _")}
-    return (*HEADINGS, "\n\n", *sorted(pieces))
+class TLDRMiniSource(EmbeddedSource):
+    """Posts with references from the seed; preference pairs from a folder."""
 
+    config: TLDRMiniConfig
+    pattern = TOKEN_PATTERN
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer whose decoding gives back the very text that was encoded."""
-    from rlhf.tasks.word_tokenizer import word_tokenizer
+    @classmethod
+    @cache
+    def vocabulary(cls) -> tuple[str, ...]:
+        """Return every token of the generator except the special ones. Words include the space before them."""
+        texts = [*FILLER, *FOCUS, "What now?"]
+        for slot in SLOTS:
+            texts += [*slot.values, slot.title, slot.phrase, slot.vague, *slot.facts, *slot.distractors]
+        pieces = {
+            piece for text in texts for piece in re.findall(TOKEN_PATTERN, f" {text}") if piece.strip(" _")
+        }
+        return (*HEADINGS, "\n\n", *sorted(pieces))
 
-    return word_tokenizer(vocabulary(), TOKEN_PATTERN)
-
-
-class TLDRMiniSource:
-    """Posts with references from the seed, pairs from a folder."""
-
-    def __init__(self, config: TLDRMiniConfig) -> None:
-        self.config = config
-
-    def prompts(self, split: str) -> Dataset:
-        """The split as texts `query` and `reference_response`; a larger split begins with the smaller one."""
-        from datasets import Dataset
-
-        from rlhf.config.task import PROMPT_COLUMNS
-        from rlhf.tasks.source import Stored
-
-        if self.config.path is not None:
-            return Stored(key="task.path", place=self.config.path).load(split, PROMPT_COLUMNS)
-        size = getattr(self.config, f"{split}_size")
+    def generate(self, split: str, size: int) -> dict[str, list[str]]:
+        """Return posts and flawed references; a larger split begins with the examples of a smaller one."""
         rng = random.Random(f"tldr_mini/{self.config.data_seed}/{split}")  # noqa: S311
         rows: dict[str, list[str]] = {"query": [], "reference_response": []}
         for _ in range(size):
             post = make_post(rng, LEVELS[self.config.difficulty])
             rows["query"].append(post.query)
             rows["reference_response"].append(make_reference(rng, post))
-        return Dataset.from_dict(rows)
-
-    def preferences(self, split: str) -> Dataset:
-        """The split of the pairs that were sampled and labelled: texts `prompt`, `chosen` and `rejected`."""
-        from rlhf.tasks.source import sampled_pairs
-
-        return sampled_pairs(self.config, split)
+        return rows

@@ -14,49 +14,31 @@ if TYPE_CHECKING:
 
 
 def ideal_summary(query: str) -> str:
-    """The summary that says every relevant fact of a post and nothing else."""
+    """Return the summary that states every relevant fact of a post and nothing else."""
     facts = read_facts(query)
     weights = fact_weights(query, list(facts))
-    words = {
+    phrases = {
         name: fill(BY_NAME[name].phrase, value) if weights[name] else BY_NAME[name].vague
         for name, value in facts.items()
         if weights[name] or name in BACKBONE
     }
-    return " " + " ".join(write(words))
+    return " " + " ".join(write(phrases))
 
 
-POINTS = 10.0  # for all relevant facts together
-
-
+POINTS = 10.0  # points of all relevant facts together
 VAGUE = 0.15  # credit of a vague phrase
-
-
-BARE = 0.4  # credit of the right value outside its phrase
-
-
-CLUTTER_COST = 2.0  # a fact that is not relevant
-
-
-VAGUE_CLUTTER_COST = 0.2  # the same, stated vaguely
-
-
-WORD_COST = 0.02
-
-
-JUNK_COST = 0.2  # a word that belongs to no phrase
-
-
-REPEAT_COST = 0.7
-
-
-ORDER_COST = 0.3
-
-
-OVERLONG_COST = 0.3  # a word beyond the limit of 4 a fact
+BARE = 0.4  # credit of the correct value outside its phrase
+CLUTTER_COST = 2.0  # per fact that is not relevant
+VAGUE_CLUTTER_COST = 0.2  # per irrelevant fact in a vague phrase
+WORD_COST = 0.02  # per word
+JUNK_COST = 0.2  # per word that belongs to no phrase
+REPEAT_COST = 0.7  # per repeated fact
+ORDER_COST = 0.3  # per two consecutive phrases in the wrong order
+OVERLONG_COST = 0.3  # per word above the limit of 4 words per fact
 
 
 def split_words(text: str) -> list[str]:
-    """Words and marks, in lower case."""
+    """Return the words and punctuation marks of a text in lower case."""
     return re.findall(r"[a-z0-9']+|[^\sa-z0-9']", text.lower())
 
 
@@ -67,21 +49,25 @@ def _fact_pattern(slot: Slot) -> re.Pattern[str]:
 
 
 def read_facts(query: str) -> dict[str, str]:
-    """The facts that a post states: slot -> value."""
+    """Return the facts that a post states: slot -> value."""
     post = " ".join(query.partition("POST:")[2].split())
     facts = {}
     for slot in SLOTS:
-        found = _fact_pattern(slot).search(post)
-        if found:
-            facts[slot.name] = next(value for value in found.groups() if value)
+        match = _fact_pattern(slot).search(post)
+        if match:
+            facts[slot.name] = next(value for value in match.groups() if value)
     return facts
 
 
 def fact_weights(query: str, names: list[str]) -> dict[str, float]:
-    """How many points of POINTS each fact of a post is worth.
+    """Return the points of each fact of a post; they add up to POINTS.
 
-    Half of the facts are relevant, a matter of the subreddit, and the one in the title is; the others are
-    worth 0.
+    The subreddit decides which half of the facts is relevant; the fact in the title is always relevant. Other
+    facts have 0 points.
+
+    Args:
+        query: the prompt with subreddit, title and post.
+        names: slots of the facts that the post states.
     """
     subreddit = query.partition("SUBREDDIT:")[2].split("\n")[0].strip()
     relevant = relevant_slots(subreddit, names)
@@ -93,7 +79,7 @@ def fact_weights(query: str, names: list[str]) -> dict[str, float]:
 
 
 def title_slot(query: str) -> str | None:
-    """The slot whose fact is the title of a post."""
+    """Return the slot whose fact is the title of a post, or None."""
     title = query.partition("TITLE:")[2].split("\n")[0].strip()
     for slot in SLOTS:
         before, _, after = slot.title.partition("_")
@@ -103,29 +89,32 @@ def title_slot(query: str) -> str | None:
     return None
 
 
-def value_credit(slot: Slot, said: str, fact: str) -> float:
-    """1 for the fact, -1 for another value; numbers lose credit with their distance."""
+def value_credit(slot: Slot, stated: str, fact: str) -> float:
+    """Return the credit of the value `stated` for a slot: 1 for the fact, -1 for a wrong value.
+
+    The credit of a number falls with its distance from the fact, down to -1.
+    """
     if slot.name == "worth":
-        return max(-1.0, 1.0 - 1.2 * abs(math.log2(float(said) / float(fact))))
+        return max(-1.0, 1.0 - 1.2 * abs(math.log2(float(stated) / float(fact))))
     if slot.name == "age":
-        return max(-1.0, 1.0 - 0.3 * abs(int(said) - int(fact)))
-    return 1.0 if said == fact else -1.0
+        return max(-1.0, 1.0 - 0.3 * abs(int(stated) - int(fact)))
+    return 1.0 if stated == fact else -1.0
 
 
 def gold_score(query: str, response: str) -> float:
-    """Judge the summary `response` of the post in `query`: nearly POINTS for the relevant facts and no more.
+    """Return the gold score of the summary `response` of the post in `query`.
 
-    Each relevant fact has its weight (`fact_weights`), paid in full for the right value in its phrase, in
-    part for a vague phrase or a bare value, and taken away for each wrong value. Facts that are not relevant
-    cost. Repeated facts earn nothing and cost, as do words outside any phrase, phrases out of order, and
-    every word beyond a limit. An empty response scores 0.
+    A summary that states the relevant facts and nothing else scores nearly POINTS; an empty response scores
+    0. A relevant fact earns its weight (`fact_weights`) in full for the correct value in its phrase, and in
+    part for a vague phrase or a value outside its phrase. A wrong value costs the weight. Irrelevant facts,
+    repeated facts, words outside any phrase, phrases out of order, and words above a limit cost points.
     """
     facts = read_facts(query)
     weights = fact_weights(query, list(facts))
     words = split_words(response)
     used = [False] * len(words)
     score = 0.0
-    mentions: list[tuple[int, str]] = []  # place, slot
+    mentions: list[tuple[int, str]] = []  # place of the word, slot
 
     def claim(phrase: list[str], start: int) -> bool:
         if start < 0 or words[start : start + len(phrase)] != phrase:
@@ -167,7 +156,7 @@ def gold_score(query: str, response: str) -> float:
     order = [list(facts).index(name) for _, name in sorted(mentions)]
     score -= ORDER_COST * sum(later < earlier for earlier, later in zip(order, order[1:], strict=False))
     marks = [not word[0].isalnum() for word in words]
-    junk = sum(
+    junk = sum(  # a mark counts only at the start or after another mark
         not was_used and (not mark or place == 0 or marks[place - 1])
         for place, (was_used, mark) in enumerate(zip(used, marks, strict=True))
     )

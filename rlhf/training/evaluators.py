@@ -1,4 +1,4 @@
-"""What measures a model on held-out examples: in training, and in `rlhf.evaluate`."""
+"""Evaluators of a model on held-out examples, used during training and by `rlhf.evaluate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from rlhf.core.encoding import encode_completions
 from rlhf.core.metrics import Evaluation
@@ -29,21 +29,23 @@ Evaluator = Callable[[TrainState], Evaluation]
 
 
 class PolicyEvaluator:
-    """Near-greedy completions of held-out prompts against the reference responses, judged by gold.
+    """An evaluator of a policy, which compares near-greedy completions with reference responses.
 
-    `eval/win_rate` is the part of prompts whose completion scores strictly higher than the reference
-    response (a tie is no win; `eval/tie_rate` says how many there were). `eval/kl` is estimated on samples
-    at the temperature of training; `eval/ppl` is the perplexity of the near-greedy completions under the
-    reference model, at temperature 1.
+    With a judge (`gold`), `eval/win_rate` is the fraction of prompts whose completion scores strictly higher
+    than the reference response. A tie is not a win; `eval/tie_rate` is the fraction of ties. `eval/kl` is
+    estimated on samples at the training temperature. `eval/ppl` is the perplexity of the near-greedy
+    completions under the reference model, at temperature 1. Without a reference model, `eval/loss` replaces
+    both.
 
     Args:
         prompts: held-out examples.
-        generator: answers them.
-        gold: the judge that training never sees; None: only figures without a judge.
-        scorer: what training sees, for the completions' `score`; None where there is none.
-        engine: policy and reference.
-        sampling: near-greedy, one sample a prompt.
-        train_temperature: of the samples for the KL.
+        generator: samples the completions.
+        gold: the judge, which is not used for training; None: only metrics that need no judge.
+        scorer: the scorer used for training, for the column `score` of the completions; None: no column.
+        engine: engine with policy and reference model.
+        tokenizer: tokenizer of the policy.
+        sampling: near-greedy sampling, one sample per prompt.
+        train_temperature: temperature of the samples for the KL estimate.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class PolicyEvaluator:
         gold: Scorer | None,
         scorer: Scorer | None,
         engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerFast,
         sampling: Sampling,
         train_temperature: float,
     ) -> None:
@@ -68,7 +70,7 @@ class PolicyEvaluator:
         self.reference_gold: Tensor | None = None
 
     def __call__(self, state: TrainState) -> Evaluation:
-        """Evaluate the policy as it stands."""
+        """Evaluate the policy with its present weights."""
         rollouts = self.generate_completions(self.sampling)
         columns: dict[str, list[Any]] = {
             "prompt": rollouts.texts,
@@ -99,22 +101,22 @@ class PolicyEvaluator:
         return Evaluation(figures, samples, len(samples))
 
     def generate_completions(self, sampling: Sampling) -> Rollouts:
-        """One response to each held-out prompt, with the generator's present weights."""
+        """Sample one response to each held-out prompt, with the generator's present weights."""
         return self.generator.submit(self.prompts, sampling).result()
 
     def score_references(self, gold: Scorer) -> Tensor:
-        """The judge's scores [N] of the reference responses; they never change."""
+        """Return the judge's scores [N] of the reference responses, computed once."""
         if self.reference_gold is None:
             self.reference_gold = gold.score(self.references())[:, 0]
         return self.reference_gold
 
     def references(self) -> Rollouts:
-        """The reference responses as rollouts, uncut."""
+        """Return the reference responses as rollouts, without truncation."""
         texts = [[text] for text in self.prompts.references]
         return encode_completions(self.prompts, texts, self.tokenizer, response_length=None)
 
     def against_reference(self, rollouts: Rollouts) -> Row:
-        """KL to the reference, and perplexity of `rollouts` under it."""
+        """Return the KL to the reference model, and the perplexity of `rollouts` under that model."""
         engine = self.engine
         assert engine.reference is not None
         sampling = replace(self.sampling, temperature=self.train_temperature, purpose="eval-kl")
@@ -128,21 +130,21 @@ class PolicyEvaluator:
         }
 
     def likelihood(self) -> Row:
-        """Cross-entropy a token of the held-out reference responses: what supervised fine-tuning lowers."""
+        """Return the cross-entropy per token of the held-out reference responses, the loss of SFT."""
         references = self.references()
         logprobs = self.engine.infer(self.engine.policy, references, "logprobs").double().sum()
         return {"eval/loss": -logprobs.item() / int(references.response_mask.sum())}
 
 
 class RewardEvaluator:
-    """How often a reward model prefers the chosen of two held-out responses (a tie is a miss)."""
+    """An evaluator of a reward model on held-out pairs; equal rewards count as a wrong preference."""
 
     def __init__(self, pairs: Rollouts, engine: Engine) -> None:
         self.pairs = pairs
         self.engine = engine
 
     def __call__(self, state: TrainState) -> Evaluation:
-        """Evaluate the reward model as it stands."""
+        """Evaluate the reward model with its present weights."""
         assert isinstance(self.engine.module, RewardModel)
         rewards = self.engine.infer(self.engine.module, self.pairs, "rewards").double()
         margins = rewards[:, 0] - rewards[:, 1]

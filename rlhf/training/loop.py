@@ -1,4 +1,4 @@
-"""The loop. One for every algorithm, generator and backend; it knows none of them.
+"""The training loop. It is the same for every algorithm, generator and backend, and imports none of them.
 
   prompts          rollouts            batch                 minibatches
 Task ──▶ Stream ──▶ Generator ──▶ Scorer ──▶ Engine.annotate ──▶ Objective.credit ──▶ Engine.step
@@ -7,13 +7,14 @@ Task ──▶ Stream ──▶ Generator ──▶ Scorer ──▶ Engine.anno
 
 | step     | waits for                        | unblocked by                              |
 |----------|----------------------------------|-------------------------------------------|
-| rollouts | the oldest request in flight     | the generator, `max_lag` batches ahead    |
-| step     | the batch: scores, log-probs     | nothing else; the next request may be running |
-| load     | the optimizer step               | first in, first out behind requests made before |
+| rollouts | the oldest request in flight     | the generator, up to `max_lag` batches ahead |
+| step     | scores and log-probs of the batch | nothing else; the next request may be running |
+| load     | the optimizer steps              | earlier requests: first in, first out      |
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,21 +31,30 @@ if TYPE_CHECKING:
     from rlhf.training.stream import Stream
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of a training run."""
+
+    generator: Generator
+    scorer: Scorer
+    engine: Engine
+    objective: Objective
+    recorder: Recorder
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+
+
 def train(
+    parts: Parts,
     stream: Stream,
-    generator: Generator,
-    scorer: Scorer,
-    engine: Engine,
-    objective: Objective,
     state: TrainState,
     schedule: ScheduleConfig,
-    recorder: Recorder,
-    evaluator: Evaluator,
-    checkpoints: Checkpoints,
     interruption: Interruption,
     seed: int,
 ) -> None:
-    """Train until the stream ends, or a signal asks to stop: then a checkpoint says where to go on."""
+    """Train until the stream ends, or until a signal asks to stop; then a checkpoint is saved first."""
+    generator, scorer, engine, objective = parts.generator, parts.scorer, parts.engine, parts.objective
+    recorder, evaluator = parts.recorder, parts.evaluator
     timer = recorder.timer
     if state.update == 0 and schedule.eval_every:
         recorder.evaluation(state, evaluator(state))
@@ -66,6 +76,6 @@ def train(
             recorder.evaluation(state, evaluator(state))
         stop = interruption.asked()
         if (stop or state.due(schedule.save_every)) and not state.done:
-            checkpoints.save(state, engine, stream, recorder)
+            parts.checkpoints.save(state, engine, stream, recorder)
         if stop:
             return

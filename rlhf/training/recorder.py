@@ -1,4 +1,4 @@
-"""Gathers the figures of an update, and writes them as one row to every logger when the update ends."""
+"""The recorder: collects the metrics of an update and writes them as one row to every logger."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from rlhf.loggers.logger import Logger
 
 
-PHASES = ("wait", "score", "annotate", "train", "sync")  # together, an update
+PHASES = ("wait", "score", "annotate", "train", "sync")  # the timed phases of an update
 
 
 class Recorder:
-    """One row an update, of means over everything since the row before.
+    """A collector of metrics: each row summarizes all updates since the row before.
 
     Args:
-        log_every: updates (a fraction of the run below 1) between rows.
-        metric: the evaluation figure whose best value the state keeps.
-        tolerance: of the invariants that hold at the first update, by dtype.
+        log_every: number of updates between rows; below 1: a fraction of the run.
+        metric: name of the evaluation metric whose best value is stored in the state.
+        tolerance: tolerance of the invariants of the first update; depends on the dtype.
         expected: names of those that are to hold.
     """
 
@@ -41,18 +41,18 @@ class Recorder:
         self.metric = metric
         self.tolerance = tolerance
         self.timer = Timer()
-        self.unchecked = set(expected)  # invariants of the first step, not seen yet
-        self.figures: Metrics = {}
-        self.first: Row = {}  # figures of the evaluation before training
-        self.evaluated: Row = {}  # figures of the last evaluation
+        self.unchecked = set(expected)  # names of invariants that have not been checked
+        self.figures: Metrics = {}  # the unfinished row
+        self.first: Row = {}  # metrics of the evaluation before training
+        self.evaluated: Row = {}  # metrics of the last evaluation
 
     def open(self, loggers: list[Logger], generator: Generator | None = None) -> None:
-        """Send rows to `loggers` from now on, with what `generator` says of itself."""
+        """Write rows to `loggers` from now on, including the metrics of `generator`."""
         self.loggers = loggers
         self.generator = generator
 
     def add(self, figures: Metrics) -> None:
-        """Add figures to the row in the making; the very first of the invariants' figures are checked."""
+        """Add metrics to the unfinished row, and check the first value of each invariant."""
         seen = {
             name: value
             for name in self.unchecked & figures.keys()
@@ -64,7 +64,7 @@ class Recorder:
         merge(self.figures, figures)
 
     def flush(self, state: TrainState, rollouts: Rollouts, engine: Engine) -> None:
-        """End an update: add its times, and write the row if one is due."""
+        """End an update: add times and throughput, and write the row if it is due."""
         times = self.timer.drain()
         seconds = sum(float(times[f"time/{phase}_s"].total) for phase in PHASES if f"time/{phase}_s" in times)
         tokens = float(rollouts.response_mask.sum())
@@ -86,7 +86,7 @@ class Recorder:
                 "memory/peak_gib": Stat(engine.peak_gib(), 1.0, How.max),
             }
         )
-        # Numbers from here on: a row that spans a checkpoint then adds up the same after a resume.
+        # Converted to floats, so that a row that spans a checkpoint gets the same sums after a resume.
         self.figures = {name: stat.plain() for name, stat in self.figures.items()}
         if state.due(self.log_every, at_end=True):
             row = state.position()
@@ -97,13 +97,13 @@ class Recorder:
                 if math.isfinite(value):
                     row[name] = value
                 else:
-                    self.warn(f"{name} is {value} at update {state.update}; it is left out of the row")
+                    self.warn(f"{name} is {value} at update {state.update}; the row does not contain it")
             self.figures = {}
             for logger in self.loggers:
                 logger.log(row, state)
 
     def evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
-        """Write a row of evaluation figures, and its completions."""
+        """Write the metrics of an evaluation as a row, and its completions."""
         self.evaluated = evaluation.figures
         if state.update == 0:
             self.first = evaluation.figures
@@ -112,15 +112,15 @@ class Recorder:
             state.best = value
         for logger in self.loggers:
             logger.evaluation({**state.position(), **evaluation.figures}, evaluation, state)
-        self.timer.drain()  # an evaluation is no part of an update
+        self.timer.drain()  # the time of an evaluation does not belong to an update
 
     def warn(self, text: str) -> None:
-        """Say something that the user must see, on every logger."""
+        """Show a warning on every logger."""
         for logger in self.loggers:
             logger.warn(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """The row in the making and the last evaluation, as plain numbers."""
+        """Return the unfinished row and the first and last evaluation, as plain numbers."""
         figures = {
             name: [stat.total, stat.count, stat.how.value, stat.squares]
             for name, stat in self.figures.items()
@@ -128,13 +128,13 @@ class Recorder:
         return {"figures": figures, "first": self.first, "evaluated": self.evaluated}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with the row that `saved` had begun."""
+        """Restore the unfinished row and the evaluations from `saved`."""
         self.figures = {
             name: Stat(total, count, How(how), squares)
             for name, (total, count, how, squares) in saved["figures"].items()
         }
         self.first, self.evaluated = saved["first"], saved["evaluated"]
-        self.unchecked = set()  # the first step was in an earlier session
+        self.unchecked = set()  # the first update was in an earlier session
 
     def close(self) -> None:
         """Close every logger."""

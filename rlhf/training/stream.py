@@ -1,4 +1,4 @@
-"""Rollouts in order, with a bounded number of later requests in flight."""
+"""The stream of rollouts: yielded in order, with a bounded number of later requests in flight."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """Yields finished rollouts in the order of their prompts; at most `max_lag` later requests are in flight.
+    """An iterator over finished rollouts, in the order of their prompts.
 
-    The generator works first in, first out and is given new weights after each batch, so the request of
-    batch t (from 0) is sampled by version max(0, t - max_lag): 0 is synchronous, 1 is the paper's
-    asynchronous RLHF. With `schedule.update=in_flight` none of its tokens is of an older version than that.
+    At most `max_lag` later requests are in flight. The generator works first in, first out and gets new
+    weights after each batch. So batch t (from 0) is sampled by version max(0, t - max_lag): max_lag=0 is
+    synchronous, max_lag=1 is the asynchronous RLHF of Noukhovitch et al. (2410.18252). With
+    `schedule.update=in_flight`, some tokens may be of a newer version, but none of an older one.
 
     Args:
         generator: answers the requests.
-        prompts: the prompts of the batches that are still to be requested, in order; its end ends the stream.
-        sampling: of every request; `sampling.request` is the number of the first.
-        max_lag: later requests in flight while a batch is trained on.
-        timer: counts the seconds that the caller waits for rollouts under `wait`.
-        in_flight: rollouts of an earlier session that were requested but not yet trained on; they come first.
+        prompts: prompts of the batches that have not been requested, in order; the stream ends after them.
+        sampling: sampling settings of all requests; `sampling.request` is the number of the first request.
+        max_lag: maximum number of later requests in flight while a batch is trained on.
+        timer: measures the seconds that the caller waits for rollouts, as `wait`.
+        in_flight: rollouts of an earlier session that were not trained on; they are yielded first.
     """
 
     def __init__(
@@ -60,5 +61,5 @@ class Stream:
             yield rollouts
 
     def in_flight(self) -> list[Rollouts]:
-        """The requests that are not yet trained on, finished (waits for them): a checkpoint keeps them."""
+        """Wait for all requests in flight and return their rollouts, for a checkpoint."""
         return [future.result() for future in self.pending]

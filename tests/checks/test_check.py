@@ -60,7 +60,7 @@ PROBLEMS = {  # overrides: what one of the problems must hold
     "algo=sft algo.samples_per_prompt=2": "algo.samples_per_prompt must be 1 for algo=sft generator=dataset "
     "(an example holds one reference response), got 2",
     f"{STORED} algo.samples_per_prompt=4": "algo.samples_per_prompt must be 2 for algo=dpo generator=dataset",
-    "task.max_prompt_tokens=600": "must be <= 512 (the model has no more positions)",
+    "task.max_prompt_tokens=600": "must be <= 512 (the context length of the model)",
     "model.context=100": "must be <= 100",
     "model.heads=3": "model.hidden_size must be divisible by model.heads",
     "model.heads=0": "model.hidden_size must be divisible by model.heads",
@@ -217,7 +217,7 @@ def local_model(folder: Path, positions: int) -> Path:
 def test_a_local_model_must_be_whole_and_have_room(tmp_path):
     folder = local_model(tmp_path / "policy", 128)
     found = validate.problems(compose([f"model.policy={folder}"]))
-    assert len(found) == 1 and "must be <= 128 (the model has no more positions), got 192 + 40" in found[0]
+    assert len(found) == 1 and "must be <= 128 (the context length of the model), got 192 + 40" in found[0]
     assert not validate.problems(compose([f"model.policy={folder}", "task.max_prompt_tokens=88"]))
     (folder / "model.safetensors").unlink()
     assert any("no *.safetensors" in text for text in validate.problems(compose([f"model.policy={folder}"])))

@@ -63,7 +63,7 @@ MISTAKES = {  # what is typed: what the message must hold
     "--config-name foo": ["--config-name must name a file"],
     "--config-dir ./nowhere": ["--config-dir must name a folder laid out like conf/", "nowhere"],
     "algo.samples_per_prompt=1": ["algo.samples_per_prompt must be >= 2 for dpo", "got 1"],
-    "resume=must": ["resume=must needs a complete checkpoint to go on from (no such folder)"],
+    "resume=must": ["resume=must needs a complete checkpoint to resume from (no such folder)"],
     "model.policy=./nowhere": ["model.policy must name a model on the hub or a folder", "'./nowhere'"],
     "scorer=reward_model scorer.path=./nowhere": ["scorer.path must name a model"],
     "scorer@gold=reward_model": ["gold.path must name a reward model"],

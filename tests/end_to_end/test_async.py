@@ -168,7 +168,7 @@ def test_a_run_samples_and_annotates_in_processes_of_their_own_and_says_so(undis
     assert all(row["time/generate_s"] > 0 and row["time/annotate_ahead_s"] > 0 for row in updates)
     for name in PROCESSES:
         assert (undisturbed.path / f"{name}.log").exists()
-        assert f"starting the {name}'s process" in undisturbed.log.read_text()
+        assert f"starting the {name} process" in undisturbed.log.read_text()
 
 
 def test_two_equal_runs_give_equal_rows(undisturbed, tiny, tmp_path):
@@ -317,7 +317,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_run(tiny, tmp_path, monkeypat
         load(self, weights, version)
 
     monkeypatch.setattr(WorkerGenerator, "load", kill)
-    with pytest.raises(RunError, match="must not be lost more than 0 times"):
+    with pytest.raises(RunError, match="must not fail more than 0 times"):
         run(tiny(*RUN, "generator.restarts=0"), RunFolder(tmp_path / "run"))
     assert not workers(os.getpid())
 

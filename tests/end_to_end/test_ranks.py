@@ -174,7 +174,7 @@ def test_a_rank_that_hangs_ends_the_run_when_the_others_have_waited(command, tmp
     stopped.kill()  # torchrun would, after half a minute
     out = ended(process)
     assert process.returncode != 0
-    assert "the ranks lost one another" in out and "backend.timeout_s" in out, out
+    assert "the connection between the ranks failed" in out and "backend.timeout_s" in out, out
 
 
 def test_an_error_of_one_rank_is_told(command, tmp_path):

@@ -60,13 +60,13 @@ main()
 DIES_IN_A_CHECKPOINT = (
     AT
     + """
-import rlhf.checkpoint as checkpoint
-write = checkpoint__files.sync
+import rlhf.training.checkpoint as checkpoint
+write = checkpoint.sync
 def sync(path):
     if "checkpoint-2" in str(path):
         os.kill(os.getpid(), signal.SIGKILL)
     write(path)
-checkpoint__files.sync = sync
+checkpoint.sync = sync
 main()
 """
 )
@@ -209,7 +209,7 @@ def test_sigterm_ends_the_command_with_a_checkpoint_and_75(tiny, command, tmp_pa
     process = start(words, "-c", SIGTERM_AFTER_UPDATE_2)
     told, _ = process.communicate(timeout=500)
     assert process.returncode == os.EX_TEMPFAIL == 75, told
-    assert "SIGTERM: stopping at the end of the update under way, with a checkpoint" in told
+    assert "SIGTERM: stopping after the current update, with a checkpoint" in told
     last = folder.path / "checkpoint-2"
     assert told.splitlines()[-1] == (
         "interrupted by SIGTERM after update 2 of 5 (dpo of pythia on tldr_mini); "
@@ -280,8 +280,8 @@ def test_interrupted_while_the_generator_is_waited_for(tiny, tmp_path, monkeypat
     ):
         patch.setattr(WorkerGenerator, "submit", stop_the_generator)
         run(cfg, folder)
-    assert "SIGUSR1: stopping at the end of the update" in told[0]
-    assert "still waiting for what is under way" in told[1] and len(told) == 2
+    assert "SIGUSR1: stopping after the current update" in told[0]
+    assert "still waiting for the current operation" in told[1] and len(told) == 2
     run(cfg, folder)
     assert_same_end(folder, undisturbed(*LAG))
 
@@ -375,7 +375,7 @@ def test_where_every_checkpoint_is_damaged_the_run_starts_again_unless_it_must_g
 def test_other_settings_are_refused(crashed, tiny):
     _, folder = crashed
     before = folder.config.read_text()
-    with pytest.raises(UserError, match=r"must be a folder of this run .* set resume=never to move it aside"):
+    with pytest.raises(UserError, match=r"must not be the folder of a run with other .* set resume=never"):
         run(tiny(*RUN, "algo.beta=0.3"), folder)
     assert folder.config.read_text() == before
 
@@ -389,7 +389,7 @@ def test_other_data_are_refused_before_a_model_is_loaded(crashed, monkeypatch, u
         )
         patch.setattr("rlhf.assembly.engine.build_engine", raising(AssertionError("too late")))
         with pytest.raises(
-            UserError, match=r"task must give the examples that the run began with .* resume=never"
+            UserError, match=r"task must give the same training examples as .* resume=never"
         ):
             run(cfg, folder)
     run(cfg, folder)
@@ -402,7 +402,7 @@ def test_other_libraries_are_warned_of(crashed, monkeypatch, undisturbed, capsys
     monkeypatch.setattr(checkpoint, "versions", lambda: now)
     run(cfg, folder)
     told = capsys.readouterr().out
-    assert "warning: transformers is 9.9, and was " in told and told.count("figures may differ") == 1
+    assert "warning: transformers is 9.9, and was " in told and told.count("metrics may differ") == 1
     assert_same_end(folder, undisturbed(*RUN))
 
 
@@ -417,7 +417,7 @@ def test_a_checkpoint_without_room_costs_nothing_but_itself(tiny, tmp_path, monk
         at(patch, TorchEngine, "save", lambda path: path.name.endswith(("-2", "-3")), raising(FULL))
         run(tiny(*RUN, "progress=plain"), folder)
     told = capsys.readouterr().out
-    assert told.count("warning: no room for ") == 2
+    assert told.count("warning: no space for ") == 2
     assert [path.name for path in complete_checkpoints(folder.path)] == ["checkpoint-1", "checkpoint-4"]
     assert_same_end(folder, undisturbed(*RUN))
 
@@ -428,9 +428,7 @@ def test_a_model_without_room_is_an_error_that_names_the_last_checkpoint(
     cfg, folder = tiny(*RUN), RunFolder(tmp_path / "run")
     with monkeypatch.context() as patch:
         at(patch, TorchEngine, "save_model", lambda path: path.name == ".tmp-model", raising(FULL))
-        with pytest.raises(
-            RunError, match=r"/model must be written, .* the last checkpoint is .*/checkpoint-4;"
-        ):
+        with pytest.raises(RunError, match=r"cannot write .*/model: .* last checkpoint: .*/checkpoint-4;"):
             run(cfg, folder)
     assert not folder.finished() and not list(folder.path.glob(".tmp*"))
     run(cfg, folder)
@@ -455,7 +453,7 @@ def test_a_row_without_room_is_an_error_that_names_the_file(tiny, tmp_path, monk
 
         patch.setattr(JsonlLogger, method, without_room)
         with pytest.raises(
-            RunError, match=r"metrics.jsonl must be written, .* the last checkpoint is .*/checkpoint-1;"
+            RunError, match=r"cannot write .*metrics.jsonl: .* last checkpoint: .*/checkpoint-1;"
         ):
             run(cfg, folder)
     run(cfg, folder)
@@ -489,7 +487,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_then_the_model(tiny, disk, u
     cfg, folder = tiny(*RUN, "progress=plain"), RunFolder(place / "run")
     filler = place / "filler"
     filler.write_bytes(bytes(2**20))
-    with pytest.raises(RunError, match=r"/model must be written, .* No space left .* is .*/checkpoint-2;"):
+    with pytest.raises(RunError, match=r"cannot write .*/model: No space left .*: .*/checkpoint-2;"):
         run(cfg, folder)
     told = capsys.readouterr().out
     assert told.count("(No space left on device): it needs more than the") == 2

@@ -209,7 +209,7 @@ def test_a_replica_that_fails_stops_the_run_when_its_request_is_waited_for(start
     load(generator, 0)
     futures = [ask(generator, 0), ask(generator, 1)]
     assert answers(futures[:1]) == [(0, 0, 0)]
-    with pytest.raises(RunError, match=r"out of ideas; where it happened is in generator-replica1\.log"):
+    with pytest.raises(RunError, match=r"out of ideas; the traceback is in generator-replica1\.log"):
         futures[1].result(SECONDS)
     assert "out of ideas" in (tmp_path / "generator-replica1.log").read_text()
     with pytest.raises(RunError, match="out of ideas"):

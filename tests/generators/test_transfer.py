@@ -63,7 +63,8 @@ def test_another_process_reads_them(either):
     manifest = either.write(WEIGHTS.items(), 3)
     code = (
         "import pickle, sys\n"
-        "from rlhf.generators.transfer import checksum, read\n"
+        "from rlhf.generators.transfer.shared_memory import read\n"
+        "from rlhf.generators.transfer.weights import checksum\n"
         "manifest = pickle.load(sys.stdin.buffer)\n"
         "pickle.dump({name: checksum(tensor) for name, tensor in read(manifest)}, sys.stdout.buffer)"
     )
@@ -128,7 +129,9 @@ def test_a_write_that_broke_off_is_not_taken(shared):
     shared.release(first)
     with pytest.raises(ValueError, match="gathering failed"):
         shared.write(breaks(), 2)
-    with pytest.raises(TransferError, match="must hold version 1, got a version that is not written"):
+    with pytest.raises(
+        TransferError, match="must hold version 1, got a version that is not completely written"
+    ):
         taken(first)
 
 
@@ -157,7 +160,7 @@ def test_a_file_that_is_gone_is_an_error(shared):
 @pytest.mark.parametrize(
     ("version", "change", "message"),
     [
-        (4, {}, "must confirm version 5, .* got version 4"),
+        (4, {}, r"must confirm version 5 \(the version that the trainer sent\), got version 4"),
         (5, {"a": 1}, "must hold a of version 5 with the checksum .* got 0000000000000001"),
         (5, {"a": None}, "must hold a of version 5 .* got none: there is no such tensor"),
         (5, {"c": 1}, "must hold c of version 5 with the checksum none: there is no such tensor"),

@@ -35,11 +35,11 @@ def wait_for(condition):
 @pytest.mark.parametrize("number", SIGNALS)
 def test_outside_of_training_a_signal_ends_the_run_at_once(told, number):
     with (
-        pytest.raises(Interrupted, match=f"by {number.name} outside of training.* same command goes on"),
+        pytest.raises(Interrupted, match=f"by {number.name} outside of training.* command resumes the run"),
         interruptible(),
     ):
         signal.raise_signal(number)
-    assert told == [f"{number.name}: stopping; a second SIGTERM ends the run at once"]
+    assert told == [f"{number.name}: stopping; a second SIGTERM ends the run immediately"]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -51,7 +51,7 @@ def test_in_training_a_signal_waits_until_it_is_asked_for(told, number):
         signal.raise_signal(signal.SIGUSR1)
         assert interruption.asked() and interruption.cause == number.name
     (text,) = told
-    assert f"{number.name}: stopping at the end of the update under way, with a checkpoint" in text
+    assert f"{number.name}: stopping after the current update, with a checkpoint" in text
 
 
 def test_a_signal_that_came_before_training_does_not_wait_for_an_update(told):
@@ -112,7 +112,8 @@ def test_what_is_waited_for_long_is_said_once(told, monkeypatch):
         signal.raise_signal(signal.SIGUSR1)
         wait_for(lambda: len(told) == 2)
         time.sleep(0.2)
-    assert len(told) == 2 and told[1].startswith("still waiting for what is under way, 0.05 seconds after")
+    assert len(told) == 2
+    assert told[1].startswith("still waiting for the current operation, 0.05 seconds after")
 
 
 def test_in_another_thread_nothing_is_heard_and_nothing_changed(told):
@@ -151,7 +152,7 @@ def in_a_thread(function):
 # The main thread is deep in a library: it runs no handler of Python's.
 STUCK = """
 import ctypes, signal, sys
-from rlhf import signals
+from rlhf.processes import signals
 signals.ECHO_S = float(sys.argv[1])
 with signals.interruptible() as interruption:
     interruption.defer()
@@ -184,13 +185,13 @@ def stuck():
 def test_a_second_sigterm_ends_the_process_at_once_whatever_it_is_doing(stuck):
     process = stuck(0.1)
     process.send_signal(signal.SIGUSR1)
-    assert "SIGUSR1: stopping at the end of the update" in process.stdout.readline()
+    assert "SIGUSR1: stopping after the current update" in process.stdout.readline()
     process.terminate()
     time.sleep(0.2)
     assert process.poll() is None, "the first SIGTERM"
     process.terminate()
     assert process.wait(SECONDS) == 128 + signal.SIGTERM
-    assert "ended at once by a second SIGTERM; the same command goes on" in process.stdout.read()
+    assert "ended immediately by a second SIGTERM; the same command resumes the run" in process.stdout.read()
 
 
 def test_a_sigterm_that_a_launcher_passes_on_too_is_the_first_one(stuck):

@@ -258,10 +258,10 @@ def test_a_process_lost_too_often_stops_the_run(start):
 @pytest.mark.parametrize(
     ("factory", "error", "message"),
     [
-        (Fake("build"), RunError, "could not build: RuntimeError: no such model"),
+        (Fake("build"), RunError, "failed to build: RuntimeError: no such model"),
         (Fake("user"), UserError, "model.policy must be another one"),
         (Fake("dies at start"), RunError, r"ready within 120 seconds .*, but it died \(exit code 3\)"),
-        (Fake("raises"), RunError, "could not sample: ValueError: out of ideas"),
+        (Fake("raises"), RunError, "failed to sample: ValueError: out of ideas"),
         (lambda: None, RunError, "thread failed: PicklingError|AttributeError"),
     ],
 )

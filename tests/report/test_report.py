@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhf.core.errors import UserError
-from rlhf.report import figures
+from rlhf.report import drawing, figures
 from rlhf.report.__main__ import main
 from rlhf.report.curves import POINTS, curve, figure, seconds
 from rlhf.report.groups import group_runs
@@ -133,8 +133,8 @@ def test_a_run_that_is_not_finished_is_shown_as_such_and_no_part_of_means(tmp_pa
     assert group.seeds == "1; seed 2 unfinished, update 2 of 4"
     (_, cells), *_ = results([group]).rows
     assert cells[0].after == pytest.approx(0.4) and cells[0].spread is None
-    drawn = list(figures.lines(group, figure("episode"), figure("eval/win_rate")))
-    assert [whole for _, whole in drawn] == [True, False]
+    drawn = list(drawing.lines(group, figure("episode"), figure("eval/win_rate")))
+    assert [finished for _, finished in drawn] == [True, False]
 
 
 def test_a_run_that_stopped_at_its_loss_has_failed_until_it_goes_beyond(tmp_path):
@@ -151,7 +151,7 @@ def test_a_run_without_a_row_is_listed(tmp_path, capsys):
         (folder / name).unlink()
     main([str(folder), "--out", str(tmp_path / "report")])
     html = (tmp_path / "report" / "index.html").read_text()
-    assert "unfinished, no figures" in html and "No figure of win-rate against KL" in html
+    assert "unfinished, no metrics" in html and "No figure of win rate vs. KL" in html
     assert html.count("<figure") == 0
 
 
@@ -196,7 +196,7 @@ def test_a_folder_that_is_no_run_is_an_error_with_exit_code_2(tmp_path, capsys, 
 def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path):
     folder = write_run(tmp_path / "a")
     (folder / "metrics.jsonl").write_text('{"update": 1}\nnot json\n')
-    with pytest.raises(UserError, match=r"a must hold the files of a run as it wrote them"):
+    with pytest.raises(UserError, match=r"a must contain undamaged files of a run"):
         find_runs([str(folder)])
     (folder / "metrics.jsonl").write_text('{"update": 1}\n{"upd')  # a run that is writing, or was killed
     assert len(find_runs([str(folder)]).runs[0].rows) == 1
@@ -210,7 +210,7 @@ def test_without_matplotlib_the_error_names_the_extra_and_the_table_is_still_to_
     monkeypatch.setattr("rlhf.report.__main__.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
         main([str(folder), "--out", str(tmp_path / "report")])
-    assert ended.value.code == 2 and "rlhf[report]" in capsys.readouterr().err
+    assert ended.value.code == 2 and "pip install -e '.[report]'" in capsys.readouterr().err
     main([str(folder), "--markdown"])
     assert "| `dpo` | 1 | 0.000 → 0.400 |" in capsys.readouterr().out
 
@@ -252,11 +252,12 @@ def test_the_page_needs_nothing_from_outside_and_shows_text_as_text(tmp_path):
     out = tmp_path / "report"
     main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)])
     html = (out / "index.html").read_text()
-    assert html.count("<script>") == 1 and "alert(1)&lt;/script&gt;" in html
+    assert html.count("<script>") == 1 and html.count("alert(1)&lt;/script&gt;") > 3
     assert "default-src 'none'" in html
     loads = [word for word in ("src=", "@import", "<link", "url(http", 'href="http') if word in html]
     assert loads == []
-    assert "python -m rlhf.train -m &#x27;x=[1, 2]&#x27;" in html and "cccccccccc + changes" in html
+    assert "python -m rlhf.train -m &#39;x=[1, 2]&#39;" in html and "cccccccccc + changes" in html
+    assert " · seed 1 · update 4</h3>" in html
     for name in ("win_rate_against_kl", "learning_curves", "win_rate_against_time", "time_per_phase"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
         assert f'<section id="{name}">' in html

@@ -158,7 +158,7 @@ def test_a_finished_run_is_given_back_only_where_it_may_be_left_alone(tmp_path, 
     folder.write_config(cfg)
     folder.write_state({"finished": True, "result": {}})
     assert prepare(folder, cfg) == {"finished": True, "result": {}}
-    with pytest.raises(UserError, match=r"result be taken for theirs.*config\.yaml differs"):
+    with pytest.raises(UserError, match=r"of a run with other settings.*config\.yaml differs"):
         prepare(folder, replace(cfg, seed=7))
     assert prepare(folder, never) is None and not folder.path.exists()
     with pytest.raises(UserError, match="no such folder"):

@@ -46,7 +46,7 @@ def test_validation_is_the_split_that_the_dialogues_have(tmp_path):
     assert found == []
     (tmp_path / "test.jsonl").rename(tmp_path / "held_out.jsonl")
     (found,) = problems(compose(["task=chat", "model=llama_8b", "algo=sft", f"task.path={path}"]))
-    assert "task.path must hold the split test" in found
+    assert "task.path must contain the split test" in found
     more = f"task.path={path}", "task.validation_split=held_out"
     assert problems(compose(["task=chat", "model=llama_8b", "algo=sft", *more])) == []
 

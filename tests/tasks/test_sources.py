@@ -78,7 +78,7 @@ def test_a_missing_column_is_named_with_those_present(tmp_path: Path, kind: str)
 def test_a_missing_folder_is_a_problem_before_anything_is_loaded(tmp_path: Path):
     (problem,) = problems(TLDRConfig(path=str(tmp_path / "none")))
     assert problem.startswith("task.path must be a folder")
-    assert "none (nothing there); set task.path=<folder>" in problem
+    assert "none (no such folder); set task.path=<folder>" in problem
 
 
 def test_a_file_in_place_of_a_folder_is_a_problem(tmp_path: Path):
@@ -90,7 +90,7 @@ def test_a_file_in_place_of_a_folder_is_a_problem(tmp_path: Path):
 def test_a_missing_split_is_a_problem(tmp_path: Path):
     (write(tmp_path, "jsonl", ROWS) / "validation.jsonl").unlink()
     (problem,) = problems(TLDRConfig(path=str(tmp_path)))
-    assert "must hold the split validation" in problem
+    assert "must contain the split validation" in problem
     assert "with train; add validation.jsonl with the columns query, reference_response" in problem
 
 
@@ -103,8 +103,8 @@ def test_a_saved_data_set_without_splits_is_train(tmp_path: Path):
 def test_a_broken_file_is_a_problem_not_a_crash(tmp_path: Path):
     (tmp_path / "train.jsonl").write_text("{not json\n")
     (problem,) = folder_problems("task.path", str(tmp_path), ["query"], ["train"], "why")
-    assert "must hold readable data (why)" in problem
-    assert "repair the folder" in problem
+    assert "must contain readable data (why)" in problem
+    assert "repair the files of the folder" in problem
 
 
 def test_a_column_that_holds_no_text_is_refused(tmp_path: Path):

@@ -104,7 +104,7 @@ def alter(file):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     ("fault", "why"),
-    [(cut, "bytes, and was written with"), (alter, "has the checksum"), (Path.unlink, "cannot be read")],
+    [(cut, "bytes instead of"), (alter, "has the checksum"), (Path.unlink, "cannot be read")],
 )
 def test_a_file_that_is_not_as_it_was_written_is_noticed_and_named(a_run, fault, why, name):
     path = a_run.save(1)
@@ -116,7 +116,7 @@ def test_a_file_that_is_not_as_it_was_written_is_noticed_and_named(a_run, fault,
 def test_a_marker_that_does_not_say_what_was_written_is_damage(a_run, text):
     path = a_run.save(1)
     (path / COMPLETE).write_text(text)
-    assert "COMPLETE does not say what was written" in damage(path)
+    assert "COMPLETE does not list the files" in damage(path)
 
 
 def test_the_newest_good_checkpoint_is_taken_and_the_damaged_are_told_of(a_run, told, tmp_path):
@@ -175,7 +175,7 @@ def test_a_checkpoint_without_room_is_a_warning_and_the_last_one_stays(a_run, tm
     assert str(tmp_path / "checkpoint-2") in warning and str(tmp_path / "checkpoint-1") in warning
     reason = os.strerror(errno.EDQUOT if words == "a quota" else errno.ENOSPC)
     assert f"({reason}): it needs more than the" in warning and "MiB that are free" in warning
-    assert "the run goes on, and tries again" in warning
+    assert "training continues, and the next checkpoint is written" in warning
     assert run.names() == ["checkpoint-1"] and not list(tmp_path.glob(".tmp*"))
     run.engine.fault = None
     run.save(3)
@@ -204,7 +204,7 @@ def test_where_a_library_has_words_of_its_own_the_disk_is_asked(tmp_path, monkey
 def test_a_full_disk_is_explained_and_another_error_is_not(tmp_path):
     folder = RunFolder(tmp_path)
     with (
-        pytest.raises(RunError, match=r"x.jsonl must be written, .* MiB free .* none was written"),
+        pytest.raises(RunError, match=r"cannot write x.jsonl: No space left .* MiB free .*: none;"),
         explained(folder),
     ):
         raise OSError(errno.ENOSPC, "no room", "x.jsonl")
@@ -215,7 +215,7 @@ def test_a_full_disk_is_explained_and_another_error_is_not(tmp_path):
 def test_a_checkpoint_goes_on_with_the_data_that_it_was_written_with(a_run, told, tmp_path):
     path = a_run.save(1)
     compare(path, "the data")
-    with pytest.raises(UserError, match=r"fingerprint is other, and was the data .* resume=never"):
+    with pytest.raises(UserError, match=r"fingerprint is other and was the data .* resume=never"):
         compare(path, "other")
     assert told == []
 

@@ -173,8 +173,9 @@ def test_a_resumed_run_has_its_first_step_behind_it():
 
 
 def test_a_reference_of_another_kind_may_differ_from_the_policy():
-    assert "objective/kl" in expected(compose([]))
-    assert expected(compose(["model.reference=another"])) == set(EXPECTED) - {"objective/kl"}
+    assert "objective/kl" in expected(compose([]).model.starts_as_reference)
+    another = compose(["model.reference=another"]).model.starts_as_reference
+    assert expected(another) == set(EXPECTED) - {"objective/kl"}
     recorder = Recorder(1, "eval/win_rate", 1e-4, {"policy/ratio"})
     kept = Kept()
     recorder.open([kept])

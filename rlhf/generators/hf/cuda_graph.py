@@ -1,9 +1,10 @@
-"""A step of decoding as a CUDA graph: recorded once, then launched as one piece.
+"""Decoding steps as CUDA graphs: a step is recorded once, then replayed with a single launch.
 
-One token a row is little work, and launching its hundreds of operations one by one takes the CPU ten times as
-long as the GPU needs to carry them out. A graph repeats them on the same memory, so all that a step reads and
-writes stays in its place: it attends to the whole of the cache that its graph may fill, behind a mask that
-shows more of it with every step, and rows that have ended stay until the next graph.
+A decoding step computes one token per row, which is little work. Launching its hundreds of operations one by
+one takes the CPU ten times as long as the GPU needs to execute them. A graph repeats the operations on the
+same memory, so every tensor that a step reads or writes must keep its place. Each step attends to all cache
+slots that its graph may fill, under a mask that shows more slots with every step. Rows that have ended stay
+in the batch until the next graph.
 """
 
 from __future__ import annotations
@@ -26,92 +27,89 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-
-STEPS = 128  # that a graph serves; the next has fewer rows, where some have ended, and a longer cache
-
-
-REFUSED: WeakSet[PreTrainedModel] = WeakSet()  # models of which that failed; it is tried once
-
-
-LOOK = 16  # steps after which is looked whether any row goes on: the CPU waits for the GPU there
+STEPS = 128  # steps of one graph; the next graph drops rows that have ended and has a longer cache
+REFUSED: WeakSet[PreTrainedModel] = WeakSet()  # models whose recording failed; recording is tried once
+LOOK = 16  # steps between checks whether any row is still running: the CPU waits for the GPU there
 
 
 class GraphStep(Step):
-    """A `Step` whose first call for some rows is carried out as it is, the second recorded, others replayed.
+    """A `Step` that runs as a CUDA graph.
 
-    The cache must be of `RoomyLayer`, the mask additive and as wide as their room. Where a model cannot be
-    recorded (it looks at a number on the CPU, or asks for the length of the cache) it is a plain `Step`.
+    For a given set of rows, the first call runs normally, the second call is recorded, and later calls are
+    replayed. The layers of the cache must be `RoomyLayer`, and the mask must be additive and as wide as their
+    room. If a model cannot be recorded (it reads a number on the CPU, or asks for the length of the cache),
+    the step runs as a plain `Step`.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.length = self.cache.get_seq_length()
-        self.left = 0  # steps of the graph
-        self.carry_out: Callable[[], tuple[Tensor, Tensor]] | None = None
-        self.fresh = True  # nothing of these rows was carried out yet
+        self.left = 0  # steps left until the end of the graph
+        self.replay: Callable[[], tuple[Tensor, Tensor]] | None = None
+        self.fresh = True  # no step of the current graph has run yet
 
     @property
     def recordable(self) -> bool:
-        """Whether it did not fail so far."""
+        """Return True until recording this model has failed."""
         return self.model not in REFUSED
 
     @property
     def layers(self) -> list[RoomyLayer]:
-        """Those of the cache."""
+        """Return the layers of the cache."""
         return [layer for layer in self.cache.layers if isinstance(layer, RoomyLayer)]
 
     @property
     def settled(self) -> bool:
-        """Whether rows may leave: between two graphs."""
+        """Return True if rows may be removed, which is the case only between two graphs."""
         return not (self.recordable and self.left)
 
     def looks(self, t: int) -> bool:
-        """Not in every step: it waits for the GPU."""
+        """Return True every `LOOK` steps and between graphs, because a check waits for the GPU."""
         return self.settled or t % LOOK == 0
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with the rows `rows` [B'] alone."""
+        """Remove all rows except `rows` [B']."""
         self.free()
         super().keep(rows)
 
     def free(self) -> None:
-        """Let the cache be one that grows again."""
-        self.left, self.carry_out = 0, None
+        """End the graph, so that the cache grows with every step again."""
+        self.left, self.replay = 0, None
         for layer in self.layers:
             layer.free(self.length)
 
     def __call__(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs [B, G], as of `Step`."""
+        """Return the next tokens and their log-probs [B, G]; the arguments are those of `Step.__call__`."""
         if self.recordable:
             try:
                 return self.fixed(token, place, numbers)
-            except (RuntimeError, LengthAsked) as why:
-                log.warning("decoding is not recorded as a CUDA graph, and slower: %s", why)
+            except (RuntimeError, LengthAsked) as error:
+                log.warning("decoding is not recorded as a CUDA graph and is slower: %s", error)
                 REFUSED.add(self.model)
                 self.free()
         return super().__call__(token, place, numbers)
 
     def fixed(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The step, on memory that stays."""
+        """Return the next tokens and their log-probs [B, G], computed on the fixed memory of a graph."""
         if not self.left:
             self.begin(token, place, numbers)
         end = self.length + self.group
         self.seen[..., self.length : end] = self.mask[..., self.length : end]
-        for own, given in zip(self.inputs, (token, place, numbers), strict=True):
-            own.copy_(given)
-        if self.carry_out is not None:
-            found = self.carry_out()
+        for fixed, given in zip(self.inputs, (token, place, numbers), strict=True):
+            fixed.copy_(given)
+        if self.replay is not None:
+            outputs = self.replay()
         elif self.fresh:
-            self.fresh, found = False, self.run()
+            self.fresh, outputs = False, self.run()
         else:
-            self.carry_out = record(self.run)
-            found = self.carry_out()
+            self.replay = record(self.run)
+            outputs = self.replay()
         self.slots += self.group
         self.length, self.left = end, self.left - 1
-        return found[0].clone(), found[1].clone()
+        return outputs[0].clone(), outputs[1].clone()
 
     def begin(self, token: Tensor, place: Tensor, numbers: Tensor) -> None:
-        """Make what the steps of the next graph have in common."""
+        """Create the fixed tensors of the next graph: inputs, mask, cache slots and cache length."""
         self.free()
         room = self.mask.shape[-1]
         self.left = min(STEPS, (room - self.length) // self.group)
@@ -125,36 +123,42 @@ class GraphStep(Step):
             layer.fix(self.slots, until)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """What is recorded."""
+        """Run one step on the fixed tensors: the operations that a graph records."""
         token, place, numbers = self.inputs
         return self.choose(self.logits(token, place, self.seen), numbers=numbers)
 
 
 def can_record(device: torch.device) -> bool:
-    """Whether there are graphs of what `device` does."""
+    """Return True if operations on `device` can be recorded as graphs."""
     return device.type == "cuda"
 
 
 def record(run: Callable[[], T]) -> Callable[[], T]:
-    """`run` as a graph; called, it carries out what `run` did, and gives what lies where its result lay."""
+    """Record `run` as a graph and return a function that replays the graph.
+
+    Every replay returns the same tensors, with the values of that replay.
+    """
     graph, side = torch.cuda.CUDAGraph(), side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the GPU meanwhile
         try:
-            found = run()
+            outputs = run()
         finally:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(side)
 
     def replay() -> T:
         graph.replay()
-        return found
+        return outputs
 
     return replay
 
 
 @cache
 def side_stream(device: int) -> torch.cuda.Stream:
-    """Where graphs are recorded: always the same, whose workspace of matrix products stays."""
+    """Return the stream of `device` on which graphs are recorded.
+
+    The stream is reused for all graphs, so that only one workspace for matrix products is allocated.
+    """
     return torch.cuda.Stream(device)

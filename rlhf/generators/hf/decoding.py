@@ -1,5 +1,7 @@
-"""Forwards of decoding with a Hugging Face causal LM: prompts into a key-value cache, then one token a sample
-after the other."""
+"""Forwards of decoding with a Hugging Face causal LM: prompts into a key-value cache, then decoding steps.
+
+Each step computes one token per sample. Shapes: B rows of the batch, G samples per row, P prompt tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,29 @@ from transformers.masking_utils import sdpa_mask
 from rlhf.models.precision import product_dtype
 from rlhf.models.shared_prefix import positions, takes_any_mask
 
-TOKENS = {"cpu": 2**12, "cuda": 2**14}  # of prompts that are encoded at once: enough to fill a device
-
-
-GROUPED = "sdpa_grouped"  # the name of `grouped_attention` in transformers
+TOKENS = {"cpu": 2**12, "cuda": 2**14}  # prompt tokens of one forward, by device: enough to fill the device
+GROUPED = "sdpa_grouped"  # name under which transformers knows `grouped_attention`
 
 
 def encode(
     model: PreTrainedModel, ids: Tensor, seen: Tensor, layers: list[RoomyLayer], copies: int
 ) -> Tensor:
-    """Logits [B * copies, 1, V] after prompts `ids` and `seen` [B, P]; `layers` get their keys and values,
-    `copies` times each.
+    """Encode prompts into cache layers and return the logits of the next token.
 
-    Some prompts a forward, trimmed to the longest of them: less is wasted where they come by length.
+    Each forward encodes some of the prompts, trimmed to the longest of them. So there is less padding if the
+    prompts are sorted by length.
+
+    Args:
+        model: the causal LM.
+        ids: prompts [B, P] int64, padded left.
+        seen: [B, P] bool, True at real tokens.
+        layers: cache layers, which get the keys and values of every prompt `copies` times.
+        copies: rows of the cache per prompt.
+
+    Returns:
+        logits [B * copies, 1, V].
     """
-    found, tokens = [], TOKENS[ids.device.type]
+    outputs, tokens = [], TOKENS[ids.device.type]
     for rows in torch.arange(len(ids), device=ids.device).split(max(1, tokens // ids.shape[1])):
         mask = seen[rows, -int(seen[rows].sum(1).max()) :]
         parts: list[Any] = [PartLayer(layer, int(rows[0]) * copies, copies) for layer in layers]
@@ -42,31 +52,41 @@ def encode(
             position_ids=positions(mask),
             past_key_values=Cache(layers=parts),
             use_cache=True,
-            # An index, not 1, which gives the head a view: it would go through its weights once a row.
+            # With 1 instead of an index, the head would get a view and read its weights once per row.
             logits_to_keep=torch.tensor([mask.shape[1] - 1], device=ids.device),
         ).logits
-        found.append(logits.repeat_interleave(copies, 0))
-    return torch.cat(found)
+        outputs.append(logits.repeat_interleave(copies, 0))
+    return torch.cat(outputs)
 
 
 def attention(seen: Tensor, group: int, room: int) -> Tensor:
-    """What the tokens of one decoding step attend to, for prompts `seen` [B, P] and all steps to come, G
-    samples a row, which take turns in the `room` of the cache: [B, 1, G, P + room], the prompt and every G-th
-    token after it.
+    """Return the attention mask of all decoding steps.
+
+    The samples of a row take turns in the cache, so a sample attends to its prompt and to every G-th slot
+    after the prompt.
+
+    Args:
+        seen: [B, P] bool, the real tokens of the prompts.
+        group: samples per row, G.
+        room: cache slots after the prompt.
+
+    Returns:
+        [B, 1, G, P + room] bool. A step uses the columns up to its own slots.
     """
     own = torch.eye(group, dtype=torch.bool, device=seen.device).repeat(1, -(-room // group))[:, :room]
     return torch.cat([seen[:, None].expand(-1, group, -1), own.expand(len(seen), -1, -1)], 2)[:, None]
 
 
 class Step:
-    """One token more for each sample: a forward, and a choice from the logits that it gives.
+    """A decoding step: a forward, and the choice of the next token of each sample from its logits.
 
     Args:
-        model, cache: what is decoded with; the cache has the tokens before.
-        mask: of all steps to come, of which each is given what it attends to: additive [B, 1, G, S], or
-            [B, S] with True for tokens.
-        group: samples a row, G.
-        choose: tokens and log-probs [B, G] of logits [B, G, V] and `numbers` [B, G].
+        model: the causal LM.
+        cache: keys and values of all earlier tokens.
+        mask: attention mask of all steps: additive [B, 1, G, S], or bool [B, S] with True at tokens. A step
+            uses the columns up to its own slots.
+        group: samples per row, G.
+        choose: returns tokens and log-probs [B, G], given logits [B, G, V] and uniform numbers [B, G].
     """
 
     def __init__(
@@ -84,51 +104,56 @@ class Step:
         self.choose = choose
 
     def __call__(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs [B, G] after `token` at positions `place`, at the quantiles `numbers`."""
+        """Return the next tokens and their log-probs [B, G].
+
+        Args:
+            token: the last token of each sample [B, G].
+            place: positions of these tokens [B, G].
+            numbers: quantiles at which the next tokens are chosen [B, G].
+        """
         seen = self.mask[..., : self.cache.get_seq_length() + self.group]
-        return self.choose(
-            self.logits(token, place, seen), numbers=numbers
-        )  # they go before the next are made
+        # No variable for the logits: their memory is freed before the next step allocates its own.
+        return self.choose(self.logits(token, place, seen), numbers=numbers)
 
     def logits(self, token: Tensor, place: Tensor, seen: Tensor) -> Tensor:
-        """The forward: [B, G, V]."""
-        found: Tensor = self.model(
+        """Return the logits [B, G, V] of a forward."""
+        logits: Tensor = self.model(
             input_ids=token,
             attention_mask=seen,
             position_ids=place,
             past_key_values=self.cache,
             use_cache=True,
         ).logits
-        return found
+        return logits
 
     @property
     def settled(self) -> bool:
-        """Whether rows may leave."""
+        """Return True if rows may be removed now."""
         return True
 
     def looks(self, t: int) -> bool:
-        """Whether to look, before step `t`, which rows go on."""
+        """Return True if the caller should check, before step `t`, which rows are still running."""
         return True
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with the rows `rows` [B'] alone."""
+        """Remove all rows except `rows` [B']."""
         self.cache.batch_select_indices(rows)
         self.mask = self.mask[rows]
 
 
 class LengthAsked(Exception):
-    """A model asks for the length of a cache that has a fixed one."""
+    """The model asked for the length of a cache while a graph has fixed the length."""
 
 
 class RoomyLayer(DynamicLayer):
-    """A cache layer with room for all tokens: a step writes its own in place, the others stay.
+    """A cache layer that allocates room for all tokens, so that a step writes in place and copies nothing.
 
-    Under autocast it keeps what attention would make of keys and values: those in the dtype of its products.
+    Under autocast, keys and values are kept in the dtype of the matrix products of attention.
 
     Args:
-        rows: of the batch.
-        prompt: tokens of the longest prompt.
-        room: tokens that there is room for after the prompt.
+        rows: rows of the batch.
+        prompt: length of the longest prompt in tokens.
+        room: slots after the prompt, in tokens.
     """
 
     def __init__(self, rows: int, prompt: int, room: int) -> None:
@@ -137,10 +162,15 @@ class RoomyLayer(DynamicLayer):
         self.slots: Tensor | None = None
 
     def put(self, keys: Tensor, values: Tensor, first: int, copies: int) -> None:
-        """Keys and values [B, heads, P, head size] of prompts, for the B * copies rows from `first` on.
+        """Write the keys and values [B, heads, P, head size] of prompts, `copies` times each.
 
-        What shorter prompts leave of the room is 0: a mask takes away the weight of what is there, but a NaN
-        would stay one.
+        Slots before a shorter prompt are 0: the mask removes their weight, but a NaN would remain a NaN.
+
+        Args:
+            keys: keys of the prompts.
+            values: values of the prompts.
+            first: first of the B * copies rows that are written.
+            copies: rows per prompt.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -158,8 +188,10 @@ class RoomyLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, heads, S, head size]; returns all so far, or up to the length that is
-        fixed, as views."""
+        """Append keys and values [B, heads, S, head size]; return views of all keys and values so far.
+
+        If a graph has fixed the length, the views have the fixed length.
+        """
         if self.slots is not None:
             for whole, new in ((self.all_keys, key_states), (self.all_values, value_states)):
                 whole.index_copy_(2, self.slots, new.to(whole.dtype))
@@ -172,31 +204,37 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def fix(self, slots: Tensor, until: int) -> None:
-        """Write to the places `slots` [S] from here on, whatever they are then, and give what is before
-        `until`: nothing depends on the number of tokens that are there. What no token has been written to is
-        0."""
+        """Fix the length of the cache for a graph.
+
+        Later updates write to the slots in `slots`, whose values may change, and return the first `until`
+        slots. So no shape depends on the number of tokens in the cache. Unused slots are set to 0.
+
+        Args:
+            slots: [S] int64, indices of the slots that the next update writes.
+            until: length of the returned keys and values, in slots.
+        """
         start = self.get_seq_length()
         for x in (self.all_keys, self.all_values):
             x[:, :, start:until] = 0
         self.slots, self.until = slots, until
 
     def free(self, length: int) -> None:
-        """Grow again, behind `length` tokens."""
+        """Let the cache grow with every update again, after `length` tokens."""
         self.slots = None
         self.keys, self.values = self.all_keys[:, :, :length], self.all_values[:, :, :length]
 
     def get_seq_length(self) -> int:
-        """Tokens so far.
+        """Return the number of tokens in the cache.
 
         Raises:
-            LengthAsked: they are not known, for it is fixed.
+            LengthAsked: a graph has fixed the length, so the number is not known on the CPU.
         """
         if self.slots is not None:
             raise LengthAsked("the model asks for the length of the cache")
         return super().get_seq_length()
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`; only those are copied whose place changes."""
+        """Keep only the rows `indices`; only rows that change their place are copied."""
         left, length = len(indices), self.get_seq_length()
         moved = (indices != torch.arange(left, device=indices.device)).nonzero()[:, 0]
         for x in (self.all_keys, self.all_values):
@@ -206,7 +244,15 @@ class RoomyLayer(DynamicLayer):
 
 
 class PartLayer(DynamicLayer):
-    """Puts the keys and values of some prompts into `whole`. It keeps none: they can be views of more."""
+    """A cache layer that copies the keys and values of some prompts into the layer of all prompts.
+
+    The part layer keeps no keys or values, because they may be views of larger tensors.
+
+    Args:
+        whole: the layer of all prompts.
+        first: first row of these prompts in `whole`.
+        copies: rows per prompt.
+    """
 
     def __init__(self, whole: RoomyLayer, first: int, copies: int) -> None:
         super().__init__()
@@ -215,14 +261,17 @@ class PartLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, heads, P, head size] as they are."""
+        """Copy the keys and values [B, heads, P, head size] into `whole`, and return them unchanged."""
         self.whole.put(key_states, value_states, self.first, self.copies)
         return key_states, value_states
 
 
 @contextmanager
 def grouped(model: PreTrainedModel) -> Iterator[None]:
-    """Have a model with sdpa whose heads share keys and values (GQA) attend with `grouped_attention`."""
+    """Return a context in which a model with sdpa and GQA uses `grouped_attention`.
+
+    Other models are not changed.
+    """
     before = model.config._attn_implementation
     heads = getattr(model.config, "num_attention_heads", None)
     if not takes_any_mask(model) or getattr(model.config, "num_key_value_heads", heads) == heads:
@@ -244,26 +293,32 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query [B, heads, Q, D] to key and value [B, key heads, S, D] under a mask [B, 1, Q, S]:
-    [B, Q, heads, D].
+    """Return the attention output [B, Q, heads, D] of a model whose heads share keys and values (GQA).
 
-    The heads that share a key are queries of one head. sdpa of transformers, given a mask, repeats all keys
-    and values of the cache for them instead, at every step.
+    Heads that share a key are computed as several queries of one head. The sdpa function of transformers
+    would instead repeat all keys and values of the cache at every step if there is a mask.
+
+    Args:
+        module: the attention module.
+        query: [B, heads, Q, D].
+        key: [B, key heads, S, D].
+        value: [B, key heads, S, D].
+        attention_mask: [B, 1, Q, S] additive; with another mask, the sdpa function of transformers is used.
+        scaling: factor of the scores; None: 1 / sqrt(D).
+        kwargs: further arguments of the attention interface of transformers.
     """
     heads, shared, count = query.shape[1], key.shape[1], query.shape[2]
     if attention_mask is None or attention_mask.shape[1] > 1 or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    found = scaled_dot_product_attention(
+    output = scaled_dot_product_attention(
         query.reshape(len(query), shared, heads // shared * count, -1),
         key,
         value,
         attn_mask=attention_mask.repeat(1, 1, heads // shared, 1),
         scale=scaling,
     )
-    return found.reshape(len(query), heads, count, -1).transpose(1, 2).contiguous(), None
+    return output.reshape(len(query), heads, count, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(GROUPED, grouped_attention)
-
-
 AttentionMaskInterface.register(GROUPED, sdpa_mask)

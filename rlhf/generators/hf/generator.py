@@ -1,9 +1,11 @@
-"""Sampling with a Hugging Face model: the trainer's own, at the moment of the request, or a copy of it in the
-process of a `WorkerGenerator`."""
+"""Sampling with a Hugging Face model: with the trained model in the trainer's process, or with a copy of the
+model in a process of its own.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -18,30 +20,53 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from rlhf.core.batch import Rollouts
 from rlhf.core.seeding import derive
-from rlhf.generators.generator import Generator, finished
+from rlhf.generators.generator import Generator, GeneratorContext, finished
 from rlhf.generators.hf.sampling import sample, uniforms
+from rlhf.generators.own_process import start
 from rlhf.generators.transfer.shared_memory import read
 from rlhf.generators.transfer.weights import TransferError, checksum
 from rlhf.models.placement import place
 from rlhf.models.precision import autocast
+from rlhf.processes.worker import environment
 
 if TYPE_CHECKING:
+    from rlhf.config.generator import HFConfig
     from rlhf.config.model import Dtype
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.generators.transfer.weights import Manifest
 
 
-class HFGenerator(Generator):
-    """The policy itself as generator.
+def build(config: HFConfig, context: GeneratorContext) -> Generator:
+    """Return a generator that samples with the trained model, or with a copy of it in a process of its own."""
+    if not config.has_worker(context.max_lag):
+        return HFGenerator(context.borrow, context.tokenizer, config.batch_size, context.seed)
+    model = context.policy
+    factory = HFSamplerFactory(
+        config=model.config.to_json_string(use_diff=False),
+        attention=context.model.attention,
+        remote=model.config.name_or_path if context.model.trust_remote_code else None,
+        device=model.device.type,
+        dtype=context.model.dtype,
+        stop_ids=[context.tokenizer.eos_token_id],
+        pad_id=context.tokenizer.pad_token_id,
+        batch_size=config.batch_size,
+        seed=context.seed,
+    )
+    first = int(os.environ.get("LOCAL_RANK", "0")) if config.per_rank else 0
+    variables = [environment(context.threads, model.device, first + i) for i in range(config.replicas)]
+    return start(config, context, factory, variables)
 
-    A request is sampled when it is submitted, by the weights as they are then; that is the
-    first-in-first-out order of requests and loads. `load` therefore has nothing to copy: the trainer's
-    weights are the generator's.
+
+class HFGenerator(Generator):
+    """A generator that samples with the trained model in the trainer's process.
+
+    A request is sampled when it is submitted, with the weights of that moment. This is the
+    first-in-first-out order of requests and loads, so `load` has nothing to copy.
 
     Args:
-        borrow: gives the model for the time of a request (`engine.borrow_policy`).
+        borrow: gives the model for the duration of a request (`engine.borrow_policy`).
         tokenizer: for the ids of stop and pad tokens.
-        batch_size: sequences decoded at once.
+        batch_size: sequences decoded in parallel.
         seed: of the run.
     """
 
@@ -60,7 +85,7 @@ class HFGenerator(Generator):
         self.version = 0
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Sample now."""
+        """Sample K responses to each prompt before returning."""
         start = time.perf_counter()
         with self.borrow() as model:
             rollouts = respond(
@@ -70,21 +95,24 @@ class HFGenerator(Generator):
         return finished(replace(rollouts, version=self.version, generate_s=seconds))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take note of the version that the borrowed weights now have."""
+        """Record the version of the borrowed weights."""
         self.version = version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFSamplerFactory:
-    """Makes a sampler with a model of its own; that gets its weights with the first load.
+    """Makes a sampler with a model of its own, inside its process. The first load gives it weights.
 
     Args:
-        config: of the model, as json.
-        attention: implementation, as `model.attention`.
-        remote: where the code of a model is that transformers does not have; None: it has it.
-        device: where the model goes.
-        dtype: what forwards compute in; bfloat16 is autocast over the weights as they are sent.
-        stop_ids, pad_id, batch_size, seed: as of `HFGenerator`.
+        config: the config of the model, as JSON.
+        attention: the attention implementation (`model.attention`).
+        remote: hub name or folder with the code of the model; None: transformers has the code.
+        device: the type of the device.
+        dtype: the dtype of forward passes; bfloat16 is autocast over the float32 weights.
+        stop_ids: ids of the tokens that end a response.
+        pad_id: id of the pad token.
+        batch_size: sequences decoded in parallel.
+        seed: of the run.
     """
 
     config: str
@@ -98,7 +126,7 @@ class HFSamplerFactory:
     seed: int
 
     def build(self) -> HFSampler:
-        """Make it."""
+        """Return the sampler, with a model of random weights."""
         if self.remote is not None:
             config = AutoConfig.from_pretrained(self.remote, trust_remote_code=True)
         else:
@@ -114,7 +142,7 @@ class HFSamplerFactory:
 
 
 class HFSampler:
-    """Samples as `HFGenerator` does, same tokens for the same weights, with a copy of the model."""
+    """Samples with its own copy of the model: the same tokens as `HFGenerator` for the same weights."""
 
     def __init__(self, model: PreTrainedModel, made_by: HFSamplerFactory) -> None:
         self.model = model
@@ -123,9 +151,9 @@ class HFSampler:
     def sample(
         self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None = None
     ) -> Rollouts:
-        """K responses to each prompt."""
+        """Return K responses to each prompt; `update` may load weights before each forward pass."""
         made_by = self.made_by
-        # Autocast keeps 16-bit weights of those that require a gradient: not where they change in flight.
+        # Autocast caches 16-bit copies of weights that require a gradient; weights that change must not be cached.
         self.model.requires_grad_(update is None)
         with autocast(self.model.device, made_by.dtype):
             return respond(
@@ -140,10 +168,10 @@ class HFSampler:
             )
 
     def load(self, manifest: Manifest) -> dict[str, int]:
-        """Copy the weights into the model; returns the checksums of what it then holds.
+        """Copy the weights of a manifest into the model; return the checksums of the copied tensors.
 
         Raises:
-            TransferError: they did not arrive as they were sent, or are those of another model.
+            TransferError: the weights changed on the way, or belong to another model.
         """
         own = self.model.state_dict()
         if unlike := own.keys() ^ manifest.checksums().keys():
@@ -156,7 +184,7 @@ class HFSampler:
         return {name: checksum(tensor) for name, tensor in own.items()}
 
     def close(self) -> None:
-        """The model goes with the process."""
+        """Do nothing: the model is freed with the process."""
 
 
 def respond(
@@ -171,7 +199,7 @@ def respond(
 ) -> Rollouts:
     """Sample K responses to each prompt, in chunks of `batch_size` sequences, the longest prompts first.
 
-    `update` may change the model's weights before a forward, and returns their version.
+    `update` may change the model's weights before a forward pass; it returns their version.
     """
     chunk = max(1, batch_size // sampling.samples)
     length = sampling.response_length
@@ -211,10 +239,10 @@ def respond(
 
 
 def note(update: Callable[[], int], held: list[int]) -> None:
-    """Have weights updated, and take note of the version."""
+    """Call `update` and append the version of the weights to `held`."""
     held.append(update())
 
 
 def pad_to(x: Tensor, length: int, value: float) -> Tensor:
-    """`x` [..., T] padded on the right with `value` to [..., length]."""
+    """Pad `x` [..., T] on the right with `value` to [..., length]."""
     return torch.nn.functional.pad(x, (0, length - x.shape[-1]), value=value)

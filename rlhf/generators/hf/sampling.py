@@ -1,9 +1,8 @@
-"""Sampling from a Hugging Face causal LM: one lean decode loop, and tokens that depend on a row's own numbers
-alone.
+"""Sampling from a Hugging Face causal LM: the decode loop and the choice of tokens.
 
-A token is chosen by inverting the cumulative distribution at a given uniform number, so a row's tokens do not
-depend on which rows share its batch, on their order, or on the rank that decodes it (to float rounding of the
-logits).
+A token is chosen by inverting the cumulative distribution at one uniform number per token. So the tokens of a
+sample depend only on its own uniform numbers: not on the other rows of the batch, on their order, or on the
+rank that decodes it (up to float rounding of the logits).
 """
 
 from __future__ import annotations
@@ -25,19 +24,24 @@ from rlhf.models.shared_prefix import ALIGNED, additive, plain, positions, takes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
-CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities at once: on a CPU as many as its cache holds
-
-
-BLOCK = 128  # words that are summed up before the running sum
+CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities computed at a time; on a CPU they fit in the cache
+BLOCK = 128  # token ids of a block in the search for a token
 
 
 def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) -> Tensor:
-    """Uniform numbers in [0, 1) for the examples `index` [N]: [N, samples, length] float64, on the CPU.
+    """Return uniform numbers in [0, 1) for a request: [N, samples, length] float64, on the CPU.
 
-    An example's numbers depend on (seed, request, its index, length) only: a counter-based generator (Philox,
-    Salmon et al. 2011) whose key is made of seed and request and whose counter starts at the index, so any
-    slice of the examples, on any rank, gets the same. More samples leave those before as they are.
+    An example's numbers depend only on seed, request, index and length. They come from a counter-based
+    generator (Philox, Salmon et al. 2011): its key is derived from seed and request, and its counter starts
+    at the index of the example. So any slice of the examples, on any rank, gets the same numbers. With more
+    samples, the numbers of the first samples stay the same.
+
+    Args:
+        seed: seed of the run and the purpose of the request.
+        request: number of the request.
+        index: [N] int64, row of each example in the task's data set.
+        samples: samples per example, K.
+        length: numbers per sample, one per token.
     """
     key = derive(seed, "sampling", request)
     rows = [
@@ -48,8 +52,11 @@ def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) 
 
 
 def without_gradient(sample: F) -> F:
-    """Inference mode, which spares small operations some time. Under autocast no more than no gradient: in
-    inference mode it would make 16-bit weights anew in every forward, and here keeps them from the first."""
+    """Decorate a sampling function to run in inference mode, which makes small operations faster.
+
+    Under autocast the function runs with `no_grad` instead, where autocast caches the 16-bit copies of
+    weights; in inference mode it would copy the weights in every forward.
+    """
 
     @wraps(sample)
     def called(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -75,20 +82,29 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample K responses for each prompt.
 
-    prompt_ids and prompt_mask [N, P] are padded left; uniforms [N, K, response_length], one number a token.
-    Returns response_ids [N, K, T] int64 padded right with `pad_id`, response_mask [N, K, T], logprobs
-    [N, K, T] float32 at `temperature` (0 at padding) and ended [N, K]: a token of `stop_ids` was sampled; it
-    belongs to the response. T is the longest response.
+    Each prompt is encoded once. If attention accepts any mask (sdpa), several samples of a prompt share a row
+    of the batch (`rlhf.models.sharing_rules`) and read one copy of the prompt's keys; otherwise the cache is
+    repeated. Rows whose samples have all ended are removed from the batch. On a GPU a step runs as a CUDA
+    graph (`rlhf.generators.hf.cuda_graph`).
 
-    Each prompt is encoded once. Where attention takes any mask (sdpa), samples of a prompt share a row of the
-    batch (`rlhf.sharing`), a token of each a step, and read one copy of the prompt's keys; else the cache is
-    repeated. Rows that have ended leave the batch. On a GPU a step is a graph (`rlhf.generators.cuda_graph`).
+    Args:
+        model: the causal LM.
+        prompt_ids: [N, P] int64, padded left.
+        prompt_mask: [N, P] bool.
+        samples_per_prompt: K.
+        response_length: most tokens of a response.
+        temperature: sampling temperature.
+        uniforms: uniform numbers [N, K, response_length], one per token.
+        stop_ids: token ids that end a response; the stop token belongs to the response.
+        pad_id: token id of padding.
+        before_forward: called before the forwards of every step, the t-th time before the forwards for token
+            t. It may change the model's weights; keys and values of earlier tokens are not recomputed.
 
-    `before_forward` is called before the forwards of every step, the t-th time before those which give token
-    t; it may change the model's weights. Keys and values of the tokens before stay those of the weights
-    before.
-
-    What is returned can be inference tensors: no backward pass can save them, but what is made of them.
+    Returns:
+        response_ids [N, K, T] int64, padded right with `pad_id`; response_mask [N, K, T] bool; log-probs
+        [N, K, T] float32 at `temperature`, 0 at padding; ended [N, K] bool, True if a stop token was sampled.
+        T is the longest response. The tensors may be inference tensors, which autograd cannot save for a
+        backward pass; copies of them can be saved.
     """
     n, k, device = len(prompt_ids), samples_per_prompt, prompt_ids.device
     stops = torch.as_tensor(list(stop_ids) if not isinstance(stop_ids, Tensor) else stop_ids, device=device)
@@ -96,7 +112,7 @@ def sample(
     seen = prompt_mask[:, -longest:]
     ids = prompt_ids[:, -longest:].masked_fill(~seen, 0)
     cache: Cache = (kinds := DynamicCache(config=model.config))
-    movable = plain(kinds)  # its rows can be repeated and dropped
+    movable = plain(kinds)  # rows of such a cache can be repeated and removed
     masked = movable and takes_any_mask(model)
     group = sharing.in_decoding(k, longest, response_length) if masked else 1
     recorded = masked and can_record(device) and before_forward is None
@@ -127,33 +143,33 @@ def sample(
     kind = GraphStep if recorded else Step
     step = kind(model, cache, mask, group, partial(choose, temperature=temperature))
 
-    shape = (len(seen), group, response_length)  # = [N*K/G, G, T], G samples in a row
+    shape = (len(seen), group, response_length)  # [N*K/G, G, T] with G samples per row
     numbers = uniforms.reshape(shape).to(device)
     tokens = torch.full(shape, pad_id, device=device)
     logprobs = torch.zeros(shape, device=device)
     real = torch.zeros(shape, dtype=torch.bool, device=device)
-    rows = torch.arange(len(seen), device=device)  # rows of the outputs that are still decoded
+    rows = torch.arange(len(seen), device=device)  # output rows that are still being decoded
     running = torch.ones(shape[:2], dtype=torch.bool, device=device)
-    steps: list[tuple[Tensor, Tensor, Tensor]] = []  # of `rows`, not written to the outputs yet
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []  # results for `rows` that are not in the outputs yet
     token, logprob = choose(logits.expand(-1, group, -1), temperature, numbers[..., 0])
     del logits
     with grouped(model):
         for t in range(response_length):
             steps.append((token, logprob, running))
             running = running & ~torch.isin(token, stops)
-            over = t + 1 == response_length
-            if over or step.looks(t):
-                going = running.any(1)
-                left = int(going.sum())
-                over, fewer = over or not left, movable and step.settled and left < len(rows)
-                if over or fewer:
+            done = t + 1 == response_length
+            if done or step.looks(t):
+                active = running.any(1)
+                left = int(active.sum())
+                done, fewer = done or not left, movable and step.settled and left < len(rows)
+                if done or fewer:
                     for whole, parts in zip((tokens, logprobs, real), zip(*steps, strict=True), strict=True):
                         whole[rows, :, t + 1 - len(steps) : t + 1] = torch.stack(parts, -1)
                     steps.clear()
-                if over:
+                if done:
                     break
                 if fewer:
-                    kept = front(going)
+                    kept = front(active)
                     step.keep(kept)
                     rows, token, running, place = (x[kept] for x in (rows, token, running, place))
             place = place + 1
@@ -172,17 +188,25 @@ def sample(
     )
 
 
-def front(going: Tensor) -> Tensor:
-    """The rows of `going` [B] that are true, those at the end moved to where others have gone."""
-    left = int(going.sum())
-    kept = torch.arange(left, device=going.device)
-    kept[~going[:left]] = left + going[left:].nonzero()[:, 0]
+def front(active: Tensor) -> Tensor:
+    """Return the indices of the active rows, given `active` [B] bool; rows from the end fill the gaps."""
+    left = int(active.sum())
+    kept = torch.arange(left, device=active.device)
+    kept[~active[:left]] = left + active[left:].nonzero()[:, 0]
     return kept
 
 
 def choose(logits: Tensor, temperature: float, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens at the quantiles `numbers` [...] of `softmax(logits / temperature)`, logits [..., V], and their
-    log-probs [...] float32."""
+    """Choose tokens from `softmax(logits / temperature)` and return them with their log-probs.
+
+    Args:
+        logits: [..., V].
+        temperature: sampling temperature.
+        numbers: quantiles in [0, 1) at which the tokens are chosen, [...].
+
+    Returns:
+        tokens [...] int64 and their log-probs [...] float32.
+    """
     chunk = max(1, (CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1])
     tokens, chosen = [], []
     for some, own in zip(logits.flatten(0, -2).split(chunk), numbers.flatten().split(chunk), strict=True):
@@ -194,30 +218,35 @@ def choose(logits: Tensor, temperature: float, numbers: Tensor) -> tuple[Tensor,
 
 
 def pick(probs: Tensor, numbers: Tensor) -> Tensor:
-    """Tokens [B, 1] at the quantiles `numbers` [B] of `probs` [B, V].
+    """Return the tokens [B, 1] at the quantiles `numbers` [B] of the distributions `probs` [B, V].
 
-    Of a large vocabulary first a block of words and then a word of it, so that only the sums of blocks are
-    added up in float64; a running sum in float32 would starve the last of 50k words.
+    In a large vocabulary, first a block of token ids is searched and then a token of the block. So only the
+    sums of blocks are accumulated in float64. A float32 running sum over 50k token ids would be too imprecise
+    for the last ones.
     """
-    words = probs.shape[-1]
-    if words <= 8 * BLOCK:
+    vocabulary = probs.shape[-1]
+    if vocabulary <= 8 * BLOCK:
         return quantile(probs, numbers)[0]
-    whole = words - words % BLOCK
+    whole = vocabulary - vocabulary % BLOCK
     sums = probs[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
     weights = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], -1)
     block, target, until = quantile(weights, numbers)
     own = weights.gather(-1, block)
-    part = (target - until.gather(-1, block) + own) / own  # of the block's weight, which the number passes
+    part = (target - until.gather(-1, block) + own) / own  # the quantile within the block
     places = block * BLOCK + torch.arange(BLOCK, device=block.device)
-    inside = probs.gather(-1, places.clamp(max=words - 1)).masked_fill_(places >= words, 0.0)
+    inside = probs.gather(-1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0.0)
     within = quantile(inside, part[:, 0].clamp(0, 1 - 2**-53))[0]
-    return (block * BLOCK + within).clamp_(max=words - 1)
+    return (block * BLOCK + within).clamp_(max=vocabulary - 1)
 
 
 def quantile(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the running sum of `weights` [B, S] passes the parts `numbers` [B] of the whole: the indices
-    [B, 1], never one without weight, those parts [B, 1] and the running sum [B, S], both float64."""
+    """Find the quantiles `numbers` [B] of the weights [B, S].
+
+    Returns:
+        the index [B, 1] at which the running sum passes the quantile, never an index with weight 0; the
+        running sum's value at the quantile [B, 1]; the running sum [B, S]. The last two are float64.
+    """
     until = weights.cumsum(-1, dtype=torch.float64)
     target = numbers[:, None] * until[:, -1:]
     index = torch.searchsorted(until, target, right=True)
-    return index.clamp_(max=weights.shape[1] - 1), target, until  # beyond it: NaN
+    return index.clamp_(max=weights.shape[1] - 1), target, until  # clamp: NaN weights give an index of S

@@ -1,16 +1,16 @@
-"""Weights from the trainer's GPU to vLLM's, by vLLM's own engines: CUDA IPC on one GPU, NCCL between GPUs.
+"""Weight transfer from the trainer's GPU to vLLM, by vLLM's engines: CUDA IPC on one GPU, NCCL between GPUs.
 
-A version is a snapshot on the trainer's GPU, a copy of each tensor, so that the trainer goes on training
-while the version waits for its turn. The process holds the other half (`rlhf/generators/vllm_worker.py`):
+A version is a snapshot on the trainer's GPU, a copy of each tensor. So the trainer continues while the
+version waits for its load. The receiving side is in `rlhf/generators/vllm/worker_extension.py`.
 
-    CudaIpc   the manifest carries a handle of each tensor; vLLM maps the snapshot and copies it
-    Nccl      vLLM and a thread of the trainer form a group of 1 + tensor_parallel_size ranks; that thread
-              broadcasts the snapshot while vLLM receives it. A new process makes a new group.
+    CudaIpc   the manifest contains a handle of each tensor; vLLM maps the snapshot and copies it
+    Nccl      vLLM and a thread of the trainer form a group of 1 + tensor_parallel_size ranks; the thread
+              broadcasts the snapshot while vLLM receives it. Each new process gets a new group.
 
-Memory: as many snapshots as `rlhf.generators.worker` keeps versions, each of the policy's size in the type
-that vLLM computes in, and with NCCL two buffers of BUFFER bytes at each end. A released snapshot goes back to
-the caching allocator, which gives the same blocks to the next one. It is not written again, as a shared file
-is, because torch counts the readers of memory that goes through CUDA IPC: each export has one.
+Memory: one snapshot per version that `rlhf.generators.worker` keeps, each of the policy's size in vLLM's
+dtype, and with NCCL two buffers of BUFFER bytes on each side. A released snapshot goes back to the caching
+allocator, which gives the same blocks to the next snapshot. A snapshot is never overwritten, unlike a shared
+file, because torch counts the readers of memory that is exported by CUDA IPC: each export has one reader.
 """
 
 from __future__ import annotations
@@ -31,42 +31,35 @@ from torch.multiprocessing.reductions import reduce_tensor
 from rlhf.core.errors import RunError
 from rlhf.generators.transfer.weights import Entry, Manifest, WeightStore
 
-Weights = list[tuple[str, Tensor]]
+Weights = list[tuple[str, Tensor]]  # name and tensor
 
+BUFFER = 256 << 20  # least number of bytes packed into one broadcast; two broadcasts overlap
+CHUNK = 1 << 22  # elements whose fingerprint is computed at a time; two temporaries of 32 MiB each
 
-BUFFER = 256 << 20  # bytes that are packed into one broadcast, at least; two are under way
-
-
-CHUNK = 1 << 22  # elements whose fingerprint is computed at once; 32 MiB each of two temporaries
-
-
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by element size
-
-
-STEP = 0x9E3779B97F4A7C15 - 2**64  # golden ratio; this and the next two as in SplitMix64, signed
-
-
+# Integer dtype that has the bits of an element, by element size in bytes; 16 bytes count as two elements.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+STEP = 0x9E3779B97F4A7C15 - 2**64  # golden ratio; STEP and FACTORS as in SplitMix64, as signed numbers
 FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """[] int64: a checksum of a tensor's bits, computed where it lies, the same on every device.
+    """Return a checksum ([] int64) of a tensor's bits, computed on its device, the same on every device.
 
         start(type, shape) + sum over elements i of mix(bits_i + (i + 1) STEP)    mod 2^64
 
-    `mix` is a finaliser like that of SplitMix64 (Steele, Lea and Flood 2014), one to one on 64 bits. So one
-    element that changed, in whatever bits, always changes the sum; several that changed, moved or were
-    swapped leave it as it is with a probability of about 2^-64. Against accidents, not against intent. Costs
-    some ten passes over 8 bytes an element, and no copy to the host.
+    `mix` is a finaliser like that of SplitMix64 (Steele, Lea and Flood 2014), a bijection of 64-bit numbers.
+    So a change of a single element always changes the sum. Several elements that are changed, moved or
+    swapped leave the sum unchanged with a probability of about 2^-64. The checksum detects corruption, not
+    tampering. It costs about ten passes over 8 bytes per element, and no copy to the host.
     """
-    words = tensor.detach().contiguous().reshape(-1).view(WORDS[tensor.element_size()])
+    numbers = tensor.detach().contiguous().reshape(-1).view(INTEGERS[tensor.element_size()])
     start = xxhash.xxh3_64_intdigest(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) - 2**63
     total = torch.full((), start, dtype=torch.int64, device=tensor.device)
-    for first in range(0, len(words), CHUNK):
-        x = words[first : first + CHUNK].to(torch.int64, copy=True)
+    for first in range(0, len(numbers), CHUNK):
+        x = numbers[first : first + CHUNK].to(torch.int64, copy=True)
         x += torch.arange(first + 1, first + 1 + len(x), device=x.device).mul_(STEP)
         for factor in FACTORS:
-            x ^= (x >> 31) & (2**33 - 1)  # a shift that brings in zeros
+            x ^= (x >> 31) & (2**33 - 1)  # a logical shift: zeros come in from the left
             x *= factor
         x ^= (x >> 31) & (2**33 - 1)
         total += x.sum()
@@ -74,17 +67,18 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def checksums(sums: dict[str, Tensor]) -> dict[str, int]:
-    """Fingerprints by name as numbers of 64 bits, copied from the GPU at once."""
+    """Return fingerprints by name as unsigned 64-bit numbers, with a single copy from the GPU."""
     values = torch.stack(list(sums.values())).tolist() if sums else []
     return {name: value % 2**64 for name, value in zip(sums, values, strict=True)}
 
 
 class GpuWeights(WeightStore):
-    """Snapshots on the trainer's device, by version. How they go from there is up to what derives from it.
+    """A store of snapshots on the trainer's device. Subclasses send the snapshots to the process.
 
     Args:
         device: the trainer's GPU.
-        dtype: of the floating-point tensors of a snapshot: that of vLLM, which would round them to it.
+        dtype: dtype of the floating-point tensors of a snapshot: the dtype of vLLM, which would round the
+            weights to it anyway.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -93,78 +87,80 @@ class GpuWeights(WeightStore):
         self.snapshots: dict[int, Weights] = {}
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
-        """Copy `weights` on the GPU, one tensor at a time, each before the next is asked for; returns when
-        the copies are there, for readers on any stream.
+        """Copy the weights of a version on the GPU, one tensor at a time, and return their manifest.
+
+        The copies are complete, for readers on any stream, when the method returns.
 
         Raises:
             RunError: there is not enough memory.
         """
-        kept: Weights = []
+        copies: Weights = []
         sums = {}
         try:
             for name, tensor in weights:
                 dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
                 copy = torch.empty(tensor.shape, dtype=dtype, device=self.device).copy_(tensor.detach())
-                kept.append((name, copy))
+                copies.append((name, copy))
                 sums[name] = fingerprint(copy)
-            found = checksums(sums)  # waits for all that was asked of the GPU
+            values = checksums(sums)  # also waits until the copies are complete
         except torch.OutOfMemoryError as problem:
             raise RunError(
                 f"the weights of version {version} must fit a second time into the trainer's GPU (the "
-                f"generator's process takes them from there), got: {problem}; free memory, or set "
+                f"generator process reads them from there), got: {problem}; free memory, or set "
                 "generator.transfer=shared_memory"
             ) from problem
-        self.snapshots[version] = kept
+        self.snapshots[version] = copies
         return Manifest(
             version,
             "",
-            tuple(Entry(name, x.dtype, tuple(x.shape), 0, x.nbytes, found[name]) for name, x in kept),
+            tuple(Entry(name, x.dtype, tuple(x.shape), 0, x.nbytes, values[name]) for name, x in copies),
         )
 
     def release(self, manifest: Manifest) -> None:
-        """Give the memory back to the allocator."""
+        """Free the memory of a version, which goes back to the caching allocator."""
         self.snapshots.pop(manifest.version, None)
 
     def close(self) -> None:
-        """The same, of all versions."""
+        """Abandon all transfers and free the memory of all versions."""
         self.forget()
         self.snapshots.clear()
 
 
 class CudaIpc(GpuWeights):
-    """To a process on the same GPU."""
+    """A store that sends snapshots to a process on the same GPU by CUDA IPC."""
 
     def offer(self, manifest: Manifest, fail: Callable[[], None]) -> Manifest:
-        """The manifest with handles of the snapshot, for one reader."""
+        """Return the manifest with handles of the snapshot's tensors, for one reader."""
         gpu = str(torch.cuda.get_device_properties(self.device).uuid)
         handles = [{gpu: reduce_tensor(tensor)[1]} for _, tensor in self.snapshots[manifest.version]]
         return replace(manifest, update={"ipc_handles": handles})
 
     def finish(self, manifest: Manifest) -> None:
-        """Have torch note that the reader is through."""
+        """Let torch notice that the reader has closed the handles."""
         torch.cuda.ipc_collect()
 
 
 class Nccl(GpuWeights):
-    """To a process on other GPUs.
+    """A store that sends snapshots to a process on other GPUs by NCCL.
 
-    The group's identity goes through the socket that trainer and process share: no port is open for it but
-    those that NCCL itself opens, on the loopback interface where the trainer is on one host.
+    The identity of the group is sent through the socket between trainer and process. No port is opened except
+    by NCCL itself, on the loopback interface if the trainer runs on one host.
 
     Args:
-        device, dtype: as for all.
-        workers: ranks of vLLM, one a GPU.
+        device: the trainer's GPU.
+        dtype: dtype of the floating-point tensors of a snapshot.
+        workers: number of ranks of vLLM, one per GPU.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, workers: int) -> None:
         super().__init__(device, dtype)
         self.workers = workers
-        self.sender: Sender | None = None  # to the process that is there now
+        self.sender: Sender | None = None  # thread that sends to the current process
 
     def offer(self, manifest: Manifest, fail: Callable[[], None]) -> Manifest:
-        """Begin to send the snapshot, behind those offered before; calls `fail` where that cannot be done.
+        """Queue the snapshot for sending and return the manifest; `fail` is called if sending fails.
 
-        The first manifest for a process carries its group, which the process has to join.
+        The first manifest for a process contains the group that the process must join.
         """
         group = None
         if self.sender is None:
@@ -175,8 +171,8 @@ class Nccl(GpuWeights):
         return replace(manifest, update={}, group=group)
 
     def finish(self, manifest: Manifest) -> None:
-        """Wait until the snapshot is sent, which it is by all who have received it."""
-        assert self.sender is not None, "it was offered"
+        """Wait until the snapshot is sent completely."""
+        assert self.sender is not None, "finish requires a preceding offer"
         while True:
             try:
                 return self.sender.done.get(timeout=0.1)
@@ -184,7 +180,7 @@ class Nccl(GpuWeights):
                 self.check()
 
     def check(self) -> None:
-        """Raise RunError where the snapshot could not be sent."""
+        """Raise RunError if the snapshot could not be sent."""
         if self.sender is not None and (error := self.sender.error) is not None:
             raise RunError(
                 f"the trainer must be able to send weights by NCCL, got {type(error).__name__}: {error}; "
@@ -192,13 +188,13 @@ class Nccl(GpuWeights):
             ) from error
 
     def forget(self) -> None:
-        """Give up what is being sent, and leave the group."""
+        """Abandon all transfers and leave the group."""
         if self.sender is not None:
             self.sender.abandon()
             self.sender = None
 
     def new_group(self) -> dict[str, Any]:
-        """What vLLM's ranks have to know to join a new group, as vLLM's engine takes it."""
+        """Return the information with which vLLM's ranks join a new group, in the format of vLLM's engine."""
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):
@@ -214,16 +210,16 @@ class Nccl(GpuWeights):
         }
 
     def join(self, group: dict[str, Any]) -> Any:
-        """Join the group as rank 0, when all others do; returns vLLM's communicator."""
+        """Join the group as rank 0, wait for the other ranks, and return vLLM's communicator."""
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-        torch.cuda.set_device(self.device)  # of this thread
+        torch.cuda.set_device(self.device)  # the current device is set per thread
         identity = base64.b64decode(group["nccl_unique_id_b64"])
         index = torch.cuda.current_device()
         return uid_init_process_group(identity, rank=0, world_size=group["world_size"], device=index)
 
     def broadcast(self, communicator: Any, weights: Weights) -> None:
-        """Send a snapshot to all ranks, as vLLM's engine receives it; returns when it is sent."""
+        """Send a snapshot to all ranks in the format of vLLM's engine, and wait until it is sent."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         packed_nccl_broadcast_producer(
@@ -237,10 +233,15 @@ class Nccl(GpuWeights):
 
 
 class Sender(threading.Thread):
-    """The trainer's half of all transfers to one process, first in, first out.
+    """A thread that sends snapshots to one process, first in, first out.
 
-    A thread of its own, because a collective waits for the process, which may be busy with a request. A
-    daemon: where the process died before it joined, NCCL waits for ever.
+    A collective waits for the process, which may be busy with a request, so it must not block the trainer.
+    The thread is a daemon because NCCL waits forever if the process dies before it joins the group.
+
+    Args:
+        store: the store whose snapshots are sent.
+        group: the group that trainer and process join.
+        fail: called if sending fails.
     """
 
     def __init__(self, store: Nccl, group: dict[str, Any], fail: Callable[[], None]) -> None:
@@ -248,15 +249,15 @@ class Sender(threading.Thread):
         self.store = store
         self.group = group
         self.fail = fail
-        self.todo: SimpleQueue[Weights | None] = SimpleQueue()  # None: the end
-        self.done: SimpleQueue[None] = SimpleQueue()  # one for each that was sent
+        self.todo: SimpleQueue[Weights | None] = SimpleQueue()  # snapshots to send; None ends the thread
+        self.done: SimpleQueue[None] = SimpleQueue()  # one item per snapshot that was sent
         self.error: BaseException | None = None
         self.communicator: Any = None
         self.abandoned = False
-        self.lock = threading.Lock()  # of the last two
+        self.lock = threading.Lock()  # protects `communicator` and `abandoned`
 
     def run(self) -> None:
-        """Send what comes."""
+        """Join the group, then send each queued snapshot until the queue yields None."""
         try:
             communicator = self.store.join(self.group)
             with self.lock:
@@ -265,7 +266,7 @@ class Sender(threading.Thread):
                     communicator.destroy()
             while (weights := self.todo.get()) is not None and not self.abandoned:
                 self.store.broadcast(communicator, weights)
-                del weights  # else the last one would never be released
+                del weights  # otherwise this reference keeps the last snapshot in memory
                 self.done.put(None)
         except BaseException as error:
             self.error = error
@@ -273,7 +274,7 @@ class Sender(threading.Thread):
                 self.fail()
 
     def abandon(self) -> None:
-        """End: a collective that is under way is broken off."""
+        """End the thread; a running collective is aborted."""
         self.todo.put(None)
         with self.lock:
             self.abandoned = True

@@ -1,4 +1,20 @@
-"""Policy weights in shared memory: the transfer between processes of one machine."""
+"""Weight transfer through shared memory, between processes of one host.
+
+A version of the weights is a file in memory. The generator process maps the file and accepts no tensor whose
+checksum differs:
+
+    shared = SharedWeights()                        # trainer
+    manifest = shared.write(engine.weights(), 3)
+    for name, tensor in read(manifest): ...         # generator: views of the file, to be copied
+    shared.release(manifest)                        # trainer: the file may be overwritten
+
+Several processes may load the same file: `hold` registers one more user, and the file is overwritten only
+after all users have released it.
+
+On Linux the file has no name (memfd). So nothing is left behind however the processes end, and the size of
+/dev/shm is no limit; the other process opens the file as /proc/<trainer's pid>/fd/<number>. On other systems
+the file is in a temporary folder whose name contains the trainer's pid.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +44,21 @@ from rlhf.generators.transfer.weights import (
 
 
 class SharedWeights(WeightStore):
-    """Files in shared memory, each with the weights of one version.
+    """A store of files in shared memory, each with the weights of one version.
 
-    A file is written again once its version has been released by all that hold it, so there are as many as
-    versions in use.
+    A file is reused after all users of its version have released it. So the number of files is the largest
+    number of versions in use at the same time.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # of the next
-        self.holders: dict[str, int] = {}  # how many hold a file, by path
-        self.files: dict[str, BinaryIO] = {}  # by path
-        self.free: deque[str] = deque()  # paths; `release` may be called from another thread
-        self.folder: str | None = None  # of files that have names
+        self.lock = threading.Lock()  # protects `holders`
+        self.holders: dict[str, int] = {}  # number of users of each file, by path
+        self.files: dict[str, BinaryIO] = {}  # open files, by path
+        self.free: deque[str] = deque()  # paths of unused files; another thread may call `release`
+        self.folder: str | None = None  # folder of the files, where files have names
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
-        """Copy `weights`, one tensor at a time, into a file that is free; each before the next is asked for.
+        """Copy the weights of a version into an unused file, one tensor at a time, and return their manifest.
 
         Raises:
             RunError: there is not enough shared memory.
@@ -67,19 +83,19 @@ class SharedWeights(WeightStore):
             file.flush()
         except OSError as problem:
             raise RunError(
-                f"the weights of version {version} must fit into shared memory (the generator's process takes"
-                f" them from there), got: {problem}; free memory, or set generator.worker=false"
+                f"the weights of version {version} must fit into shared memory (the generator process reads "
+                f"them from there), got: {problem}; free memory, or set generator.worker=false"
             ) from problem
         self.holders[path] = 1
         return Manifest(version, path, tuple(entries))
 
     def hold(self, manifest: Manifest) -> None:
-        """One more needs this version, and will release it."""
+        """Register one more user of this version, who must release the version too."""
         with self.lock:
             self.holders[manifest.path] += 1
 
     def create(self) -> str:
-        """One more file; returns the path at which any process of this user opens it."""
+        """Create a file and return its path, which any process of the same user can open."""
         if hasattr(os, "memfd_create"):  # Linux
             number = os.memfd_create("rlhf-weights")
             file: BinaryIO = os.fdopen(number, "w+b")
@@ -93,14 +109,14 @@ class SharedWeights(WeightStore):
         return path
 
     def release(self, manifest: Manifest) -> None:
-        """One that held this version needs it no more."""
+        """Release this version for one user; after the last user, the file can be reused."""
         with self.lock:
             self.holders[manifest.path] -= 1
             if not self.holders[manifest.path]:
                 self.free.append(manifest.path)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Close and remove all files, which frees their memory."""
         for file in self.files.values():
             file.close()
         for path in self.files:
@@ -109,16 +125,21 @@ class SharedWeights(WeightStore):
 
 
 def remove(path: str) -> None:
-    """Remove the shared files of the trainer that `path` is of; those without names go with their trainer."""
+    """Remove the folder of shared files that contains `path`.
+
+    Files without a name (memfd) need no removal: they end with the processes that have opened them.
+    """
     if not path.startswith("/proc/"):
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
 
 def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as they were written: views of the file, on the CPU, to be copied at once.
+    """Yield name and tensor of each entry of a manifest from its shared file.
+
+    The tensors are views of the file, on the CPU. The caller must copy them before the version is released.
 
     Raises:
-        TransferError: the file is cut short, holds another version, or a tensor differs from what was sent.
+        TransferError: the file is truncated or has another version, or a checksum differs.
     """
     version = manifest.version
     try:
@@ -127,24 +148,24 @@ def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
             head = file.read(HEADER.size)
     except OSError as problem:
         raise TransferError(f"the weights of version {version} cannot be read: {problem}") from problem
-    held = HEADER.unpack(head)[0] if len(head) == HEADER.size else NOTHING
+    written = HEADER.unpack(head)[0] if len(head) == HEADER.size else NOTHING
     for entry in manifest.entries:
         if entry.offset + entry.bytes > size:
             raise TransferError(
                 f"{entry.name} of version {version} must reach to byte {entry.offset + entry.bytes} of the "
-                f"shared file, got a file of {size} bytes: the transfer was cut short"
+                f"shared file, got a file of {size} bytes: the file is truncated"
             )
-    if held != version:
+    if written != version:
         raise TransferError(
             f"the shared file must hold version {version}, got "
-            + ("a version that is not written to its end" if held == NOTHING else f"version {held}")
+            + ("a version that is not completely written" if written == NOTHING else f"version {written}")
         )
     memory = torch.from_file(manifest.path, shared=False, size=size, dtype=torch.uint8)
     for entry in manifest.entries:
         data = memory[entry.offset : entry.offset + entry.bytes]
-        if (found := digest(data.numpy().data)) != entry.checksum:
+        if (computed := digest(data.numpy().data)) != entry.checksum:
             raise TransferError(
                 f"{entry.name} of version {version} must have the checksum {entry.checksum:016x} in the "
-                f"shared file, got {found:016x}: it is not what the trainer wrote"
+                f"shared file, got {computed:016x}: the tensor differs from what the trainer wrote"
             )
         yield entry.name, data.view(entry.dtype).view(entry.shape)

@@ -1,21 +1,8 @@
-"""Weights from the trainer to another process of the same host: what all ways have, and shared memory.
+"""The interface of weight transfer from the trainer to a generator process: manifest, store and checksums.
 
-A `WeightStore` keeps versions, each written tensor by tensor; a `Manifest` says which tensors and checksums
-they are, and the process confirms it. `rlhf/generators/gpu_transfer.py` has the stores that keep them on a
-GPU. Here is the one that works everywhere, where a version is a file in memory. The other side maps the file,
-and takes no tensor whose checksum differs:
-
-    shared = SharedWeights()                        # trainer
-    manifest = shared.write(engine.weights(), 3)
-    for name, tensor in read(manifest): ...         # generator: views of the file, to be copied
-    shared.release(manifest)                        # trainer: the file may be written again
-
-Several processes may take the same file over: `hold` says that one more needs it, and it is written again
-when all have released it.
-
-On Linux the file has no name (memfd), so that nothing is left behind however the processes end, and its size
-is not bounded by /dev/shm; the other process opens it as /proc/<trainer's pid>/fd/<number>. Elsewhere it is a
-file in a temporary folder, whose name has the trainer's pid.
+A `WeightStore` keeps versions of the weights. A `Manifest` lists the tensors of a version with their
+checksums, and the generator process confirms them. The stores are in `rlhf/generators/transfer/`:
+`shared_memory.py` works everywhere, and `gpu.py` keeps versions on a GPU for CUDA IPC and NCCL.
 """
 
 from __future__ import annotations
@@ -32,100 +19,106 @@ from torch import Tensor
 
 from rlhf.core.errors import RunError
 
-HEADER = struct.Struct("<q")  # the version that the file holds
-
-
-NOTHING = -1  # in its place while the file is written
-
-
-ALIGNMENT = 64  # bytes; a view of the file needs that of its type
+HEADER = struct.Struct("<q")  # header of a shared file: the version in the file
+NOTHING = -1  # header while the file is written
+ALIGNMENT = 64  # bytes; a view of the file must be aligned for its dtype
 
 
 class TransferError(RunError):
-    """Weights that did not arrive as they were sent; says which tensor and which versions."""
+    """Weights arrived incomplete or changed; the message names the tensor or the versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor."""
+    """One tensor of a manifest."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int  # bytes, in the file
+    offset: int  # position in the shared file, in bytes
     bytes: int
-    checksum: int  # `checksum(tensor)`; on a GPU `fingerprint(tensor)`
+    checksum: int  # `checksum(tensor)`; for weights on a GPU `transfer.gpu.fingerprint(tensor)`
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Which tensors the weights of `version` are. Small, and goes through pickle."""
+    """The tensors of one version of the weights. A manifest is small and is sent to the process by pickle."""
 
     version: int
-    path: str  # of the file that holds them; empty: they are on a GPU
+    path: str  # the shared file with the tensors; empty: the tensors are on a GPU
     entries: tuple[Entry, ...]
-    update: dict[str, Any] | None = None  # on a GPU: how vLLM's engine gets them, beside names, types, shapes
-    group: dict[str, Any] | None = None  # NCCL: a group that has to be joined first
+    update: dict[str, Any] | None = None  # GPU: information for vLLM's engine beside names, dtypes, shapes
+    group: dict[str, Any] | None = None  # NCCL: the group that the process must join first
 
     def checksums(self) -> dict[str, int]:
-        """Checksums by tensor name: what who takes the weights over has to confirm."""
+        """Return the checksums by tensor name, which the process must confirm."""
         return {entry.name: entry.checksum for entry in self.entries}
 
 
 class WeightStore(ABC):
-    """The trainer's side: keeps versions of the weights until the generator's process has taken them over.
+    """The trainer's side of a transfer: keeps versions of the weights until the process has loaded them.
 
-        manifest = store.write(engine.weights(), 3)   a copy; the trainer goes on
-        told = store.offer(manifest, fail)            when its turn comes: what the process is told
-        store.finish(manifest)                        the process says that it has taken them over
-        store.release(manifest)                       nobody needs them any more
+        manifest = store.write(engine.weights(), 3)   copy the weights; the trainer continues
+        manifest = store.offer(manifest, fail)        the load's turn: manifest for the process
+        store.finish(manifest)                        the process has confirmed the load
+        store.release(manifest)                       the version is no longer needed
 
-    `write` and `close` are called by the trainer's thread, the others by the thread that carries jobs.
+    The trainer's thread calls `write` and `close`; the carrier thread calls the other methods.
     """
 
     @abstractmethod
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
-        """Copy `weights`. A tensor is whole only until the next is asked for (an engine that gathers it from
-        shards uses the memory again), so each is copied before that.
+        """Copy the weights of a version and return their manifest.
+
+        Each tensor is copied before the next one is requested from `weights`, because an engine that gathers
+        shards reuses the memory of a tensor for the next one.
 
         Raises:
             RunError: there is not enough memory.
         """
 
     def offer(self, manifest: Manifest, fail: Callable[[], None]) -> Manifest:
-        """What the process is to be told about a version now. Where the trainer has to send, it begins to,
-        and calls `fail` from another thread where it cannot; `check` then says why.
+        """Return the manifest to send to the process, and start sending the weights if necessary.
+
+        Args:
+            manifest: the version to load.
+            fail: called from another thread if the weights cannot be sent; `check` then raises the cause.
         """
         return manifest
 
     def finish(self, manifest: Manifest) -> None:  # noqa: B027
-        """The process has taken over what was offered."""
+        """Note that the process has loaded the offered weights; by default, do nothing."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise RunError where what was offered could not be sent."""
+        """Raise RunError if offered weights could not be sent; by default, do nothing."""
 
     def forget(self) -> None:  # noqa: B027
-        """The process is gone, and whatever was being sent to it is given up."""
+        """Abandon all transfers to a process that has ended; by default, do nothing."""
 
     @abstractmethod
     def release(self, manifest: Manifest) -> None:
-        """Nobody needs this version any more."""
+        """Release a version that is no longer needed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory of all versions."""
 
 
 def confirm(manifest: Manifest, version: int, taken: dict[str, int]) -> None:
-    """Compare what a generator says that it holds, checksums `taken` by name, with what was sent.
+    """Check that the generator process has loaded the weights that the trainer sent.
+
+    Args:
+        manifest: the weights that were sent.
+        version: the version that the process reports.
+        taken: the checksums that the process reports, by tensor name.
 
     Raises:
-        TransferError: another version, or tensors that are missing, unknown or different.
+        TransferError: the version differs, or tensors are missing, unknown or different.
     """
     sent = manifest.checksums()
     if version != manifest.version:
         raise TransferError(
-            f"the generator must confirm version {manifest.version}, the weights that it was sent, "
+            f"the generator must confirm version {manifest.version} (the version that the trainer sent), "
             f"got version {version}"
         )
     for name in sent.keys() | taken.keys():
@@ -137,21 +130,24 @@ def confirm(manifest: Manifest, version: int, taken: dict[str, int]) -> None:
 
 
 def shown(value: int | None) -> str:
-    """A checksum in words."""
+    """Return a checksum as text for a message; None means that there is no such tensor."""
     return "none: there is no such tensor" if value is None else f"{value:016x}"
 
 
 def checksum(tensor: Tensor) -> int:
-    """64 bits of a tensor's bytes, the same wherever they lie. Against accidents, not against intent."""
+    """Return a 64-bit checksum of a tensor's bytes, the same on every device.
+
+    The checksum detects corruption, not tampering.
+    """
     return digest(raw(tensor))
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, row by row; of one on a GPU, a copy."""
+    """Return the bytes of a tensor in row-major order; a tensor on a GPU is copied."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def digest(data: memoryview) -> int:
-    """The checksum of bytes: XXH3, at half the cost of copying them."""
+    """Return the 64-bit XXH3 checksum of bytes, which takes half the time of copying them."""
     return xxhash.xxh3_64_intdigest(data)

@@ -8,31 +8,81 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf.config.generator import Transfer
+from rlhf.core.console import say
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_ranks
+from rlhf.generators.generator import Generator, GeneratorContext
+from rlhf.generators.own_process import start
 from rlhf.generators.transfer.gpu import CudaIpc, Nccl
 from rlhf.generators.transfer.shared_memory import SharedWeights
+from rlhf.generators.vllm.sampler import VLLMFactory
+from rlhf.processes.worker import environment
 
 if TYPE_CHECKING:
     from rlhf.config.generator import VLLMConfig
     from rlhf.generators.transfer.weights import WeightStore
 
 
-def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
-    """The GPUs of the generator, on a host with `gpus`, whose first ones the ranks have; none: the CPU.
+def build(config: VLLMConfig, context: GeneratorContext) -> Generator:
+    """Return a generator that samples with vLLM. vLLM starts from the config of the policy; `load` gives it weights."""
+    devices = place(config, torch.cuda.device_count())
+    variables = [environment(context.threads, torch.device("cpu")) for _ in range(config.replicas)]
+    if devices:
+        each, now = config.tensor_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES")
+        for i, own in enumerate(variables):
+            own["CUDA_VISIBLE_DEVICES"] = visible(devices[i * each : (i + 1) * each], now)
+            own["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")  # all on this host
+    elif config.shares_gpu:
+        say(f"generator={config.name} frees no memory between requests: on a CPU vLLM cannot sleep")
+    trainer = context.policy.device
+    transfer = route(config, devices, trainer, torch.distributed.is_nccl_available())
+    made = factory(config, context, bool(devices), transfer)
+    store = build_store(transfer, trainer, getattr(torch, made.dtype), len(devices))
+    return start(config, context, made, variables, store)
 
-    With `per_rank` each rank's generator has GPUs of its own behind these, or shares the rank's; those of
-    replicas follow one another.
+
+def factory(
+    config: VLLMConfig,
+    context: GeneratorContext,
+    gpu: bool,
+    transfer: Transfer = Transfer.shared_memory,
+) -> VLLMFactory:
+    """Return the settings that start vLLM for the policy of a run, on GPUs (`gpu`) or on the CPU."""
+    assert context.model.policy is not None, "validated: a policy is named or made"
+    return VLLMFactory(
+        model=context.model.policy,
+        trust_remote_code=context.model.trust_remote_code,
+        dtype=(config.dtype or context.model.dtype).value,
+        max_model_len=context.prompt_tokens + config.response_length,
+        max_num_seqs=config.max_num_seqs,
+        memory=config.memory or (config.on_gpu if gpu else config.in_ram),
+        enforce_eager=not gpu if config.enforce_eager is None else config.enforce_eager,
+        tensor_parallel_size=config.tensor_parallel_size,
+        gpu=gpu,
+        sleeps=config.shares_gpu and gpu,
+        in_flight=context.in_flight,
+        transfer=transfer.value,
+        stop_ids=(context.tokenizer.eos_token_id,),
+        pad_id=context.tokenizer.pad_token_id,
+        seed=context.seed,
+    )
+
+
+def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
+    """Return the GPUs of the generator on a host with `gpus` GPUs; empty: vLLM uses the CPU.
+
+    The ranks of the trainer use the first GPUs of the host. With `per_rank`, the generator of each rank has
+    GPUs of its own after those, or shares the GPU of its rank. The GPUs of replicas follow one another.
 
     Raises:
-        UserError: there are not as many as that, or the trainer has one of them.
+        UserError: the host has too few GPUs, or the trainer uses one of them.
     """
     size, name = config.gpus, config.name
     if gpus == 0:
         if config.devices or (size := config.tensor_parallel_size) > 1:
             raise UserError(
                 "generator.devices must be null and generator.tensor_parallel_size 1 without GPUs (torch "
-                f"finds none), got {config.devices or 'null'} and {size}; set generator.devices=null "
+                f"finds no GPU), got {config.devices or 'null'} and {size}; set generator.devices=null "
                 "generator.tensor_parallel_size=1"
             )
         return ()
@@ -50,22 +100,22 @@ def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
 
 
 def route(config: VLLMConfig, devices: tuple[int, ...], trainer: torch.device, nccl: bool) -> Transfer:
-    """How weights go from the trainer's device to vLLM's GPUs `devices` (none: the CPU).
+    """Return how weights go from the trainer's device to vLLM.
 
     Args:
-        config: of the generator.
-        devices: as `place` gives them.
-        trainer: the device of the policy that is trained.
+        config: the section of the generator.
+        devices: the GPUs of vLLM, from `place`; empty: the CPU.
+        trainer: the device of the trained policy.
         nccl: whether torch has NCCL.
 
     Raises:
-        UserError: they cannot go as generator.transfer says.
+        UserError: `generator.transfer` is not possible on these devices.
     """
     asked, gpus = config.transfer, bool(devices) and trainer.type == "cuda"
     if asked is Transfer.auto:
         if gpus and config.shares_gpu and len(devices) == 1:
             return Transfer.ipc
-        alone = config.replicas == 1  # else all take one snapshot over
+        alone = config.replicas == 1  # replicas all read one snapshot
         return Transfer.nccl if gpus and alone and not config.shares_gpu and nccl else Transfer.shared_memory
     if asked is not Transfer.shared_memory and not gpus:
         raise UserError(
@@ -82,13 +132,13 @@ def route(config: VLLMConfig, devices: tuple[int, ...], trainer: torch.device, n
 
 
 def build_store(transfer: Transfer, trainer: torch.device, dtype: torch.dtype, workers: int) -> WeightStore:
-    """The trainer's side of a transfer to vLLM, which computes in `dtype` on so many GPUs."""
+    """Return the trainer's side of a transfer to vLLM, which computes in `dtype` on `workers` GPUs."""
     if transfer is Transfer.ipc:
         return CudaIpc(trainer, dtype)
     return Nccl(trainer, dtype, workers) if transfer is Transfer.nccl else SharedWeights()
 
 
 def visible(devices: tuple[int, ...], visible_now: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for the GPUs `devices`, counted among those that are visible now."""
+    """Return CUDA_VISIBLE_DEVICES for the GPUs `devices`, numbered among the GPUs in `visible_now`."""
     names = visible_now.split(",") if visible_now else None
     return ",".join(names[i] if names else str(i) for i in devices)

@@ -1,7 +1,8 @@
-"""Sampling with vLLM, in a process of its own (`rlhf.generators.worker`), on vLLM's public interface.
+"""The vLLM sampler, which runs in a generator process and uses vLLM's public interface.
 
-The engine of vLLM lives in that very process (no further processes below it), so that a message to it is a
-call. It must not be the trainer's process: vLLM changes classes of transformers for all of its process.
+vLLM's engine runs in the generator process itself, without child processes on a single GPU, so that a message
+to the engine is a function call. The trainer's process cannot be used, because vLLM changes classes of
+transformers for its whole process.
 """
 
 from __future__ import annotations
@@ -28,56 +29,59 @@ if TYPE_CHECKING:
     from rlhf.generators.transfer.weights import Manifest
 
 
-TOKENS_ON_CPU = 8192  # of prompts that are encoded at once
+TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMFactory:
-    """What the process of vLLM is started with. Plain values: it goes there through pickle."""
+    """The settings of a vLLM sampler. They are plain values, because they are pickled for the process."""
 
-    model: str  # hub name or folder; its config alone is read, the weights come from the trainer
+    model: str  # hub name or folder; only its config is read, the weights come from the trainer
     trust_remote_code: bool
     dtype: str
-    max_model_len: int  # tokens of a prompt and its response
-    max_num_seqs: int  # sequences decoded at once
-    memory: float  # share of the GPU's memory; on a CPU of RAM, for keys and values alone
+    max_model_len: int  # most tokens of a prompt and its response
+    max_num_seqs: int  # sequences decoded in parallel
+    memory: float  # share of the GPU's memory; on a CPU, share of RAM for keys and values
     enforce_eager: bool  # do not compile
     tensor_parallel_size: int
-    gpu: bool  # else on the CPU
-    sleeps: bool  # give GPU memory back between requests
+    gpu: bool  # False: on the CPU
+    sleeps: bool  # free the GPU memory between requests
     in_flight: bool  # weights are loaded while requests run
-    transfer: str  # how weights come: shared_memory, ipc, nccl
+    transfer: str  # transfer of weights: shared_memory, ipc or nccl
     stop_ids: tuple[int, ...]
     pad_id: int
-    seed: int  # of the run
+    seed: int  # seed of the run
 
     def build(self) -> VLLMSampler:
-        """Start vLLM in this process."""
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+        """Start vLLM in this process and return its sampler."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run the engine in this process
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if self.enforce_eager and not self.gpu:
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else helpers of the sampler are compiled, for 20 s
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise parts of vLLM's sampler compile for 20 s
         return VLLMSampler(self)
 
 
 class VLLMSampler:
-    """Answers prompts with vLLM (a `rlhf.generators.sampler.Sampler`).
+    """A sampler that answers prompts with vLLM; see `rlhf.generators.sampler.Sampler`.
 
-    A sample's random numbers depend on the run's seed, on purpose and request, and on its example and place
-    among the K: not on the order of the batch, nor on what is decoded beside it (to float rounding of the
-    logits).
+    The random numbers of a sample depend on the run's seed, the purpose and number of the request, the
+    example and the sample's index. They do not depend on the order of the batch or on other requests (up to
+    float rounding of the logits).
+
+    Args:
+        settings: the settings of vLLM.
 
     Attributes:
         llm: vLLM. It starts with random weights; nothing is sampled before the first `load`.
-        tensors: what every version must hold.
+        tensors: the tensors that every version of the weights must have; see `tensors`.
     """
 
     def __init__(self, settings: VLLMFactory) -> None:
         self.settings = settings
         folder = config_folder(settings.model)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-        self.tensors = tensors(config, settings.trust_remote_code)  # before vLLM changes the model's class
+        self.tensors = tensors(config, settings.trust_remote_code)  # must precede vLLM, which changes classes
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
@@ -86,7 +90,7 @@ class VLLMSampler:
         if not settings.gpu:
             check_head_size(config)
         special: dict[str, Any] = {} if settings.gpu else on_cpu(settings)
-        self.asleep: set[str] = set()  # parts of the GPU's memory that are given back
+        self.asleep: set[str] = set()  # parts of the GPU memory that are freed at the moment
         self.llm = LLM(
             model=folder,
             runner="generate",
@@ -101,35 +105,33 @@ class VLLMSampler:
             load_format="dummy",
             skip_tokenizer_init=True,
             enable_sleep_mode=settings.sleeps,
-            generation_config="vllm",  # not the model's own
+            generation_config="vllm",  # ignore the model's own generation config
             logprobs_mode="processed_logprobs",  # at the sampling temperature
-            enable_prefix_caching=True,  # the K samples of a prompt share it
+            enable_prefix_caching=True,  # the K samples of a prompt share its keys and values
             weight_transfer_config=WeightTransferConfig(backend=NAME.format(settings.transfer)),
             worker_extension_cls="rlhf.generators.vllm.worker_extension.WorkerExtension",
-            async_scheduling=False if settings.in_flight else None,  # no step under way when weights change
+            async_scheduling=False if settings.in_flight else None,  # no step may run while weights change
             **special,
         )
-        if settings.transfer != "nccl":  # whose group the first manifest names
+        if settings.transfer != "nccl":  # for nccl, the first manifest contains the group to join
             self.llm.init_weight_transfer_engine({"init_info": {}})
         self.sleep()
 
     @property
     def version(self) -> int | None:
-        """The version of the weights, as vLLM reports it; None before the first load."""
+        """Return the version of the weights that vLLM reports; None before the first load."""
         reported = self.llm.get_weight_version()
         return int(reported) if reported.isdigit() else None
 
     def load(self, manifest: Manifest) -> dict[str, int]:
-        """Take the weights over through vLLM's weight transfer, and forget all prefixes; where requests are
-        running, when these have ended.
+        """Load weights through vLLM's weight transfer, and return their checksums by tensor name.
 
-        The weights alone are awake then, which the next request needs, and not yet the cache.
-
-        Returns checksums by name.
+        The prefix cache is cleared, or, if requests are running, after they have ended. With sleep mode, only
+        the weights are awake afterwards; the next request wakes the key-value cache.
 
         Raises:
-            TransferError: they are not what the trainer sent; nothing was changed then.
-            RunError: vLLM reports another version than that, or keeps prefixes.
+            TransferError: the tensors differ from those that the trainer sent.
+            RunError: vLLM reports another version, or does not clear the prefix cache.
         """
         compare(manifest, *self.tensors)
         self.wake("weights")
@@ -141,33 +143,45 @@ class VLLMSampler:
         if not self.llm.llm_engine.has_unfinished_requests():
             self.forget()
         if self.version != manifest.version:
-            raise RunError(f"vLLM must report version {manifest.version}, just loaded, got {self.version}")
+            raise RunError(
+                f"vLLM must report version {manifest.version} (the version just loaded), got {self.version}"
+            )
         taken: list[dict[str, int]] = self.llm.collective_rpc("taken_checksums")
         if any(other != taken[0] for other in taken):
             raise RunError(f"the workers of vLLM must hold the same tensors of version {manifest.version}")
         return taken[0]
 
     def forget(self) -> None:
-        """Clear the cache of prefixes."""
+        """Clear the prefix cache.
+
+        Raises:
+            RunError: vLLM does not clear the cache.
+        """
         if not self.llm.reset_prefix_cache():
             raise RunError(
-                f"vLLM must forget the prefixes of the weights before version {self.version}, and did not"
+                f"vLLM must clear the prefix cache after loading version {self.version} (the cache was "
+                "computed with older weights), but vLLM did not"
             )
 
     def sample(
         self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None = None
     ) -> Rollouts:
-        """K responses to each prompt, [N, K, T] on the CPU, T = `sampling.response_length`.
+        """Return K responses to each prompt, [N, K, T] on the CPU, T = `sampling.response_length`.
 
-        At temperature 0 the most likely tokens, K = 1, their log-probs at temperature 1; vLLM raises
-        temperatures below 0.01 to it.
+        Temperature 0 requires K = 1 and gives the most likely tokens, with log-probs at temperature 1. vLLM
+        raises other temperatures below 0.01 to 0.01.
+
+        Args:
+            prompts: the prompts.
+            sampling: number of samples, temperature and response length of the request.
+            update: with in-flight updates, a function that may load newer weights; called before every step.
 
         Raises:
-            RunError: a token was sampled by other weights than those of `version`, without `update`.
+            RunError: without `update`, a token was sampled by weights of another version than `version`.
         """
         from vllm import TokensPrompt
 
-        assert self.version is not None, "nothing was loaded yet"
+        assert self.version is not None, "load weights before the first request"
         start = time.perf_counter()
         self.wake("weights", "kv_cache")
         unpadded = [
@@ -191,8 +205,8 @@ class VLLMSampler:
             for span in completion.weight_versions or []:
                 if update is None and span.version != str(self.version):
                     raise RunError(
-                        f"tokens must be sampled by version {self.version}, which was loaded last, "
-                        f"got some by {span.version}"
+                        f"tokens must be sampled by version {self.version} (the version loaded last), "
+                        f"got tokens of version {span.version}"
                     )
         shape = (len(prompts), sampling.samples, sampling.response_length)
         ids, mask, logprobs = (
@@ -212,7 +226,7 @@ class VLLMSampler:
         )
 
     def parameters(self, sampling: Sampling, example: int) -> Any:
-        """Settings of a request for the K samples of one prompt, as vLLM's; sample k has `seed` + k."""
+        """Return vLLM's sampling parameters for the K samples of one prompt; sample k uses `seed` + k."""
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -220,32 +234,32 @@ class VLLMSampler:
             temperature=sampling.temperature,
             max_tokens=sampling.response_length,
             stop_token_ids=list(self.settings.stop_ids),
-            ignore_eos=True,  # that of the model's config, which the trainer does not stop at
+            ignore_eos=True,  # stop only at stop_token_ids, not at the end token of the model's config
             seed=derive(self.settings.seed, "sample", sampling.purpose, sampling.request, example),
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # only of the sampled token
             flat_logprobs=True,
             detokenize=False,
         )
 
     def sleep(self) -> None:
-        """Give the GPU's memory back until `wake`: weights to RAM, prefixes forgotten."""
+        """Free the GPU memory until `wake`: weights are moved to RAM, the key-value cache is discarded."""
         if self.settings.sleeps:
             self.llm.sleep(level=1)
             self.asleep = {"weights", "kv_cache"}
 
     def wake(self, *parts: str) -> None:
-        """Take the GPU's memory for these parts again."""
+        """Allocate the GPU memory for the given parts ("weights", "kv_cache") again."""
         if wanted := [part for part in parts if part in self.asleep]:
             self.llm.wake_up(wanted)
             self.asleep -= set(wanted)
 
     def close(self) -> None:
-        """Stop vLLM; its memory goes with the process."""
+        """Stop vLLM; its memory is freed when the process ends."""
         del self.llm
 
 
 def update_info(manifest: Manifest) -> dict[str, Any]:
-    """What the engine of vLLM is told that receives the weights."""
+    """Return the information with which vLLM's weight-transfer engine receives the weights."""
     if manifest.update is None:
         return {"manifest": manifest}
     return {
@@ -257,11 +271,11 @@ def update_info(manifest: Manifest) -> dict[str, Any]:
 
 
 def on_cpu(settings: VLLMFactory) -> dict[str, Any]:
-    """What vLLM is told on a CPU in addition.
+    """Return additional arguments of vLLM on a CPU.
 
-    A prompt is never encoded in parts: between parts vLLM winds the request's random numbers back, which a
-    generator on a CPU cannot do. Blocks of the prefix cache are of 32 tokens: of vLLM's 128, prompts that are
-    shorter share nothing. Keys and values have a size, not what a share of RAM leaves beside the weights.
+    Prompts are never encoded in chunks: between chunks vLLM resets the request's random generator, which is
+    not possible on a CPU. Blocks of the prefix cache have 32 tokens, because with vLLM's 128 a shorter prompt
+    would not be shared. The cache of keys and values has a fixed size, which does not depend on the weights.
     """
     return {
         "kv_cache_memory_bytes": int(settings.memory * psutil.virtual_memory().total),
@@ -272,14 +286,14 @@ def on_cpu(settings: VLLMFactory) -> dict[str, Any]:
 
 
 def config_folder(model: str) -> str:
-    """The folder with the config of `model`: itself, or where the trainer's download of it is cached."""
+    """Return the folder with the config of `model`: a local folder, or the cache of the hub download."""
     file = cached_file(os.path.expanduser(model), "config.json", local_files_only=True)
-    assert file is not None, "cached_file raises where there is none"
+    assert file is not None, "cached_file raises an error if the file does not exist"
     return os.path.dirname(file)
 
 
 def check_head_size(config: PreTrainedConfig) -> None:
-    """Raise UserError where the attention kernels of vLLM for CPUs have no such heads."""
+    """Raise UserError if vLLM's attention kernels for CPUs do not support the model's head size."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     text = config.get_text_config()
@@ -287,16 +301,16 @@ def check_head_size(config: PreTrainedConfig) -> None:
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if size not in sizes:
         raise UserError(
-            f"model.policy must have attention heads of a size that vLLM has on a CPU "
+            "model.policy must have attention heads of a size that vLLM supports on a CPU "
             f"({', '.join(map(str, sizes))}), got {size}; set generator=hf"
         )
 
 
 def tensors(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Shapes by name of the tensors of the Hugging Face model, and which of them there must be.
+    """Return the shapes of a Hugging Face model's tensors by name, and the names that a version must contain.
 
-    The others are these under a second name, as the output embeddings are where they are tied. Made on the
-    meta device, so that it costs no memory.
+    The other names are second names of the same tensors, for example of tied output embeddings. The model is
+    created on the meta device, which needs no memory.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -306,7 +320,7 @@ def tensors(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[dict[str
 
 
 def pad(completions: list[Any], length: int, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, masks and log-probs of vLLM's completions, each [len(completions), length] padded right."""
+    """Return token ids, mask and log-probs of vLLM's completions, each [completions, length] padded right."""
     ids = torch.full((len(completions), length), pad_id)
     logprobs = torch.zeros(len(completions), length)
     lengths = torch.tensor([len(completion.token_ids) for completion in completions])
@@ -317,16 +331,25 @@ def pad(completions: list[Any], length: int, pad_id: int) -> tuple[Tensor, Tenso
 
 
 def versions(completions: list[Any], mask: Tensor) -> Tensor:
-    """Of the weights that sampled each token of vLLM's completions, as it says: [N, K, T] like `mask`."""
-    found = torch.zeros(mask.shape, dtype=torch.int64)
-    for row, completion in zip(found.flatten(0, 1), completions, strict=True):
+    """Return the version that sampled each token, as reported by vLLM: [N, K, T] int64 like `mask`."""
+    token_versions = torch.zeros(mask.shape, dtype=torch.int64)
+    for row, completion in zip(token_versions.flatten(0, 1), completions, strict=True):
         for span in completion.weight_versions:
             row[span.start : span.end] = int(span.version)
-    return found
+    return token_versions
 
 
 def compare(manifest: Manifest, shapes: dict[str, tuple[int, ...]], required: set[str]) -> None:
-    """Raise TransferError where a manifest does not hold exactly these tensors (`tensors`)."""
+    """Check that a manifest contains the tensors of the model, before vLLM receives them.
+
+    Args:
+        manifest: the weights to load.
+        shapes: shapes of the model's tensors by name.
+        required: names that the manifest must contain.
+
+    Raises:
+        TransferError: tensors are missing, unknown or of another shape.
+    """
     sent = {entry.name: entry.shape for entry in manifest.entries}
     wrong = [
         *(f"{name}: missing" for name in sorted(required - sent.keys())),

@@ -1,14 +1,15 @@
-"""Weights into vLLM, by engines of vLLM's own weight-transfer interface.
+"""vLLM's side of the weight transfer: engines of vLLM's weight-transfer interface that record checksums.
 
-vLLM imports this module in each of its workers (`worker_extension_cls`), which registers the engines there. A
-round of the interface, driven by `rlhf.generators.vllm.VLLMSampler`:
+vLLM imports this module in each of its workers (`worker_extension_cls`), which registers the engines there.
+`rlhf.generators.vllm.sampler.VLLMSampler` calls for every load:
 
     start_weight_update()
-    update_weights(...)                 tensors are received, their checksums noted, and loaded
-    finish_weight_update(version)       vLLM reports this version from here on
+    update_weights(...)                 receive the tensors, record their checksums, load them
+    finish_weight_update(version)       from here on vLLM reports this version
 
-The engine for shared memory is our own, and verifies all tensors before it loads the first. Those for CUDA
-IPC and NCCL are vLLM's, with a `Witness` in the model's place that sees each tensor before the model does.
+The engine for shared memory is defined here; it verifies all tensors before it loads the first one. The
+engines for CUDA IPC and NCCL are vLLM's; a `Witness` in place of the model records each tensor's checksum
+before the model loads it.
 """
 
 from __future__ import annotations
@@ -33,44 +34,50 @@ if TYPE_CHECKING:
     from rlhf.generators.transfer.weights import Manifest
 
 
-NAME = "rlhf_{}"  # of an engine, by generator.transfer
+NAME = "rlhf_{}"  # name of an engine, with the value of generator.transfer
 
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Nothing: a manifest says all."""
+    """Information for initialisation: none is needed, because every update brings a manifest."""
 
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """The weights of one version."""
+    """Information for an update: the manifest of one version of the weights."""
 
     manifest: Manifest
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Loads what a `Manifest` names. A manifest that is refused leaves the model as it was."""
+    """A weight-transfer engine that loads the tensors of a `Manifest` from shared memory.
+
+    If the verification of a manifest fails, the model is not changed.
+    """
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Nothing is loaded yet."""
+        """Start without recorded checksums."""
         self.taken: dict[str, int] = {}
 
     def start_weight_update(self) -> None:
-        """Nothing yet: layers are taken apart for loading once there is what to load (`receive_weights`)."""
+        """Discard the recorded checksums.
+
+        The layers are prepared for loading later, in `receive_weights`, after the tensors are verified.
+        """
         self.taken = {}
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Verify all tensors, then load them.
 
         Raises:
-            TransferError: a tensor is not what the trainer wrote (then nothing is changed), or vLLM has a
-                parameter that no tensor went to.
+            TransferError: a tensor differs from what the trainer wrote (then the model is not changed), or a
+                parameter of vLLM's model received no tensor.
         """
         manifest = update_info.manifest
-        weights = list(read(manifest))  # views of the shared memory: nothing is copied here
+        weights = list(read(manifest))  # verified views of the shared memory, no copies
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(weights))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -78,24 +85,32 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
         self.taken = manifest.checksums()
 
     def finish_weight_update(self) -> None:
-        """Refuse to call a version loaded that was not."""
+        """Check that weights were loaded.
+
+        Raises:
+            TransferError: no weights were loaded since `start_weight_update`.
+        """
         if not self.taken:
-            raise TransferError("an update of weights must load some before it is finished, got none")
+            raise TransferError("an update of weights must load tensors before it is finished, got none")
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Do nothing: the engine has no resources between updates."""
 
 
 class Witness:
-    """Stands in the model's place while an engine receives: notes each tensor, then hands it on."""
+    """A stand-in for the model while an engine receives tensors: it records checksums and loads the tensors.
+
+    Args:
+        model: vLLM's model.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self.sums: dict[str, Tensor] = {}  # fingerprints, on the device
-        self.reached: set[str] | None = set()  # parameters; None: the model does not say
+        self.sums: dict[str, Tensor] = {}  # fingerprints by tensor name, on the device
+        self.reached: set[str] | None = set()  # loaded parameters; None: the model does not report them
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some of the tensors."""
+        """Record the fingerprints of some tensors and load the tensors into the model."""
         weights = list(weights)
         self.sums |= {name: fingerprint(tensor) for name, tensor in weights}
         loaded: set[str] | None = self.model.load_weights(weights)  # type: ignore[operator]
@@ -103,15 +118,18 @@ class Witness:
 
 
 class Witnessed:
-    """What is added to an engine of vLLM, which follows it in the bases: `taken`, and nothing left out."""
+    """A mixin for an engine of vLLM that records checksums (`taken`) and checks that no parameter is skipped.
+
+    The mixin precedes the engine in the bases of a class.
+    """
 
     def start_weight_update(self: Any) -> None:
-        """As the engine does."""
+        """Discard the recorded checksums, then start the engine's update."""
         self.taken: dict[str, int] = {}
         super().start_weight_update()  # type: ignore[misc]
 
     def receive_weights(self: Any, update_info: Any) -> None:
-        """As the engine does, with the witness as its target."""
+        """Receive tensors with a `Witness` in place of the model."""
         self.witness = Witness(self.model)
         self.set_weight_update_target(self.witness, self.model_config)
         try:
@@ -120,10 +138,10 @@ class Witnessed:
             self.reset_weight_update_target()
 
     def finish_weight_update(self: Any) -> None:
-        """As the engine does, then check that nothing was left as it was.
+        """Finish the engine's update, check that all parameters were loaded, and record the checksums.
 
         Raises:
-            TransferError: vLLM has a parameter that no tensor went to.
+            TransferError: a parameter of vLLM's model received no tensor.
         """
         super().finish_weight_update()  # type: ignore[misc]
         check_reached(self.model, self.witness.reached)
@@ -131,20 +149,28 @@ class Witnessed:
 
 
 class IpcEngine(Witnessed, IPCWeightTransferEngine):
-    """vLLM's engine for CUDA IPC."""
+    """vLLM's engine for CUDA IPC, with recorded checksums."""
 
 
 class NcclEngine(Witnessed, NCCLWeightTransferEngine):
-    """vLLM's engine for NCCL."""
+    """vLLM's engine for NCCL, with recorded checksums."""
 
 
 def check_reached(model: torch.nn.Module, reached: set[str] | None) -> None:
-    """Raise TransferError where some parameters were not `reached`; None: it is not known."""
+    """Check that every parameter of vLLM's model was loaded.
+
+    Args:
+        model: vLLM's model.
+        reached: names of the loaded parameters; None: unknown, which is accepted.
+
+    Raises:
+        TransferError: a parameter was not loaded.
+    """
     names = {name for name, _ in model.named_parameters()} if reached is not None else set()
     if untouched := sorted(names - (reached or set())):
         raise TransferError(
-            f"weights must reach every parameter of vLLM's model, got none for {', '.join(untouched[:3])}: "
-            "vLLM maps this architecture's names otherwise"
+            f"weights must reach every parameter of vLLM's model, got none for {', '.join(untouched[:3])} "
+            "(vLLM maps the names of this architecture differently)"
         )
 
 
@@ -153,8 +179,8 @@ for transfer, engine in (("shared_memory", SharedMemoryEngine), ("ipc", IpcEngin
 
 
 class WorkerExtension:
-    """What a worker of vLLM can be asked in addition (`LLM.collective_rpc`)."""
+    """Methods added to vLLM's workers, called through `LLM.collective_rpc`."""
 
     def taken_checksums(self) -> dict[str, int]:
-        """Checksums by name of the tensors that this worker loaded last."""
+        """Return the checksums, by name, of the tensors that this worker loaded last."""
         return self.weight_transfer_engine.taken  # type: ignore[attr-defined]

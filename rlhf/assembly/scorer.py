@@ -1,0 +1,42 @@
+"""Build the scorers of a run: the training score and the judge."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerFast
+
+from rlhf.assembly.parts import make, part
+from rlhf.scorers.scorer import Scorer, ScorerContext
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+    from rlhf.config.scorer import ScorerConfig
+    from rlhf.processes.ranks import Ranks
+
+
+def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
+    """Return the scorer at the key `at`: `scorer` or `gold`; None: `scorer@gold=none`."""
+    place = partial(part(cfg.backend).place, cfg.backend)
+
+    def build(section: ScorerConfig, key: str) -> Scorer | None:
+        context = ScorerContext(
+            at=key,
+            tokenizer=tokenizer,
+            ranks=ranks,
+            model=cfg.model,
+            place=lambda module: place(module, ranks),
+            build=build,
+        )
+        scorer: Scorer | None = make(section, context)
+        return scorer
+
+    return build(cfg.scorer if at == "scorer" else cfg.gold, at)
+
+
+def build_training_scorer(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
+    """Return the scorer that training sees."""
+    scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
+    assert scorer is not None, "validated: training needs a scorer"
+    return scorer

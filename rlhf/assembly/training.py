@@ -1,0 +1,87 @@
+"""Build the parts of a training run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerFast
+
+from rlhf.assembly.engine import build_engine
+from rlhf.assembly.evaluator import build_evaluator
+from rlhf.assembly.generator import build_generator
+from rlhf.assembly.parts import make
+from rlhf.assembly.scorer import build_training_scorer
+from rlhf.config.model import Dtype
+from rlhf.core.batch import Sampling
+from rlhf.scorers.saved import Saved
+from rlhf.training.checkpoint import Checkpoints
+from rlhf.training.invariants import expected
+from rlhf.training.loop import Parts
+from rlhf.training.recorder import Recorder
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+    from rlhf.core.state import TrainState
+    from rlhf.processes.ranks import Ranks
+    from rlhf.runs.folder import RunFolder
+    from rlhf.tasks.task import Task
+
+# How far a metric of the first update may be from its expected value.
+TOLERANCE = {Dtype.float32: 1e-4, Dtype.bfloat16: 5e-2, Dtype.float16: 1e-2}
+
+
+def training_sampling(cfg: Config) -> Sampling:
+    """Return how the generator samples the rollouts of a run."""
+    return Sampling(
+        samples=cfg.algo.samples_per_prompt,
+        temperature=cfg.generator.temperature,
+        response_length=cfg.generator.response_length,
+        purpose="train",
+    )
+
+
+def assemble(
+    cfg: Config,
+    task: Task,
+    tokenizer: PreTrainedTokenizerFast,
+    data: str,
+    state: TrainState,
+    folder: RunFolder,
+    ranks: Ranks,
+    ends: ExitStack,
+) -> Parts:
+    """Return the parts of a training run.
+
+    Args:
+        cfg: the config of the run.
+        task: its data.
+        data: the fingerprint of the training examples.
+        tokenizer: the policy's tokenizer.
+        state: the counters of the run.
+        folder: the run folder.
+        ranks: the ranks of the run.
+        ends: closes the generator, also if a later part cannot be built.
+    """
+    engine = build_engine(cfg, tokenizer, ranks, state)
+    generator = build_generator(cfg, engine, tokenizer, folder, ranks)
+    ends.callback(generator.close)
+    scorer = build_training_scorer(cfg, tokenizer, ranks)
+    evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks)
+    objective = make(cfg.algo)
+    if cfg.save_generations and ranks.first:
+        scorer = Saved(scorer, folder.generations, tokenizer, training_sampling(cfg), state)
+    return Parts(
+        generator=generator,
+        scorer=scorer,
+        engine=engine,
+        objective=objective,
+        recorder=Recorder(
+            cfg.schedule.log_every,
+            cfg.metric,
+            TOLERANCE[cfg.model.dtype],
+            expected(cfg.model.starts_as_reference),
+        ),
+        evaluator=evaluator,
+        checkpoints=Checkpoints(folder.path, cfg.save_total_limit, objective, data, ranks),
+    )

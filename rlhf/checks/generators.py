@@ -1,0 +1,188 @@
+"""Rules between the generator and the rest of the config: processes, replicas, cores, transfer, rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf.checks.rules import doubt, rule
+from rlhf.config.backend import Device
+from rlhf.config.cores import threads
+from rlhf.config.generator import (
+    DatasetConfig,
+    Transfer,
+    VLLMColocatedConfig,
+    VLLMConfig,
+    WorkerConfig,
+    least_temperature,
+)
+from rlhf.config.root import Config
+from rlhf.core.launched import cpu_cores, local_ranks, rank_count
+from rlhf.core.rollout_format import files, shared
+
+
+@rule
+def worker_process(cfg: Config) -> Iterator[str]:
+    """An annotator process needs a generator process, and both fit the cores of the machine."""
+    generator = cfg.generator
+    if not isinstance(generator, WorkerConfig):
+        return
+    if generator.annotate and not cfg.has_worker:
+        yield (
+            "generator.annotate must be null or false without a generator in a process of its own (rollouts "
+            "are scored while the trainer trains), got true; set generator.annotate=null, or "
+            "schedule.max_lag=1"
+        )
+    trainer, own = (count or 0 for count in threads(cfg))
+    cores, here, n = cpu_cores(), local_ranks(), max(1, generator.replicas)
+    used = trainer * here + own * n * (here if generator.per_rank else 1)
+    typed = [name for name in ("generator", "backend") if getattr(cfg, name).threads]
+    if cfg.has_worker and cfg.schedule.max_lag > 0 and typed and used > max(cores, (1 + n) * here):
+        many = (" x generator.replicas", f" x {n}") if n > 1 else ("", "")
+        yield (
+            f"backend.threads + generator.threads{many[0]} must be <= the cores of this machine (trainer "
+            f"and generator run in parallel), got {trainer} + {own}{many[1]} on {cores} cores"
+            + (f" of {here} ranks; " if here > 1 else "; ")
+            + f"set {typed[0]}.threads=null"
+        )
+
+
+@rule
+def replicas(cfg: Config) -> Iterator[str]:
+    """Replicas are processes, can all be busy, and serve one trainer."""
+    generator, lag = cfg.generator, cfg.schedule.max_lag
+    if not isinstance(generator, WorkerConfig) or generator.replicas <= 1:
+        return
+    if isinstance(generator, VLLMColocatedConfig):
+        return  # its section refuses any replicas
+    if not cfg.has_worker and lag > 0:
+        yield (
+            "generator.replicas must be 1 without a generator in a process of its own (replicas are "
+            f"processes), got {generator.replicas}; set generator.worker=null"
+        )
+    elif generator.replicas > lag + 1:
+        yield (
+            "generator.replicas must be <= schedule.max_lag + 1 (the largest number of requests in flight, and "
+            f"a replica samples one at a time), got {generator.replicas} with schedule.max_lag={lag}; "
+            f"set schedule.max_lag={generator.replicas} or generator.replicas={lag + 1}"
+        )
+    if generator.per_rank:
+        yield (
+            "generator.per_rank must be false with generator.replicas above 1 (the replicas of rank 0 "
+            f"serve all ranks), got true with {generator.replicas}; set generator.per_rank=false, and "
+            "generator.replicas to the number of processes"
+        )
+
+
+@doubt
+def idle_processes(cfg: Config) -> Iterator[str]:
+    """Processes, replicas or threads save no time in this combination."""
+    generator, lag = cfg.generator, cfg.schedule.max_lag
+    if not isinstance(generator, WorkerConfig):
+        return
+    if generator.annotate and lag == 0:
+        yield (
+            "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for the scores)"
+        )
+    if generator.threads is not None and not cfg.has_worker:
+        yield (
+            f"generator.threads={generator.threads} has no effect without a process of its own "
+            "(generator.worker=true, or schedule.max_lag above 0)"
+        )
+    if generator.replicas > 1 and lag < generator.replicas:
+        yield (
+            f"generator.replicas={generator.replicas} are not all busy while the trainer trains, with "
+            f"schedule.max_lag={lag} (the number of requests in flight); "
+            f"schedule.max_lag={generator.replicas} keeps all busy"
+        )
+    if generator.replicas > 1 and generator.replicas + local_ranks() > cpu_cores():
+        yield (
+            f"generator.replicas={generator.replicas} and the trainer share {cpu_cores()} CPU cores: more "
+            "processes than cores save no time unless they sample on GPUs"
+        )
+
+
+@rule
+def vllm(cfg: Config) -> Iterator[str]:
+    """The settings of vLLM allow the temperature of evaluation and the configured transfer of weights."""
+    generator = cfg.generator
+    if not isinstance(generator, VLLMConfig):
+        return
+    yield from least_temperature(generator, "eval.temperature", cfg.eval.temperature, 0.01)
+    if generator.transfer not in (Transfer.ipc, Transfer.nccl):
+        return
+    why = None
+    if cfg.backend.device is Device.cpu:
+        why = "backend.device=cpu (the weights must be on a GPU)"
+    elif generator.transfer is Transfer.ipc and not generator.shares_gpu:
+        why = f"generator={generator.name} (CUDA IPC shares memory of one GPU, and vLLM has another)"
+    elif generator.transfer is Transfer.ipc and generator.tensor_parallel_size > 1:
+        why = "generator.tensor_parallel_size above 1 (CUDA IPC shares memory of one GPU)"
+    elif generator.transfer is Transfer.nccl and generator.shares_gpu:
+        why = f"generator={generator.name} (NCCL does not connect two processes on one GPU)"
+    elif generator.replicas > 1:
+        why = "generator.replicas above 1 (all replicas read one snapshot of the weights in shared memory)"
+    if why is not None:
+        yield (
+            f"generator.transfer must not be {generator.transfer.value} with {why}, got "
+            f"{generator.transfer.value}; set generator.transfer=auto"
+        )
+
+
+@rule
+def colocated(cfg: Config) -> Iterator[str]:
+    """A vLLM on the trainer's GPU takes turns with the trainer, and shares the GPU of its own rank."""
+    generator = cfg.generator
+    if not isinstance(generator, VLLMColocatedConfig):
+        return
+    if cfg.schedule.max_lag > 0:
+        yield (
+            "schedule.max_lag must be 0 with generator=vllm_colocated (it sleeps while the trainer uses "
+            f"the device), got {cfg.schedule.max_lag}; set generator=vllm"
+        )
+    if rank_count() > 1 and not generator.per_rank and cfg.backend.device is not Device.cpu:
+        yield (
+            "generator.per_rank must be true with generator=vllm_colocated and several ranks (each rank "
+            "shares its GPU with a generator), got false; set generator.per_rank=true"
+        )
+
+
+@rule
+def saved_rollouts_fit(cfg: Config) -> Iterator[str]:
+    """Saved rollouts exist, are enough, and have the shape that the run trains on."""
+    generator = cfg.generator
+    if not isinstance(generator, DatasetConfig) or generator.path is None:
+        return
+    if cfg.algo.supervised:
+        yield (
+            f"generator.path must be null for algo={cfg.algo.name} (it trains on completions of the "
+            f"task), got {generator.path}; set generator.path=null"
+        )
+    found = files(Path(generator.path).expanduser())
+    try:
+        common = shared(found[0]) if found else None
+        state = "no such files"
+    except (OSError, ValueError) as error:
+        common, state = None, str(error)
+    if common is None:
+        yield (
+            "generator.path must be a folder of saved rollouts (save_generations=true writes one to the "
+            f"run folder), got {generator.path} ({state}); set generator.path=<run folder>/generations"
+        )
+        return
+    for key, value, theirs in (
+        ("generator.temperature", generator.temperature, common.temperature),
+        ("schedule.prompts_per_update", cfg.schedule.prompts_per_update, common.prompts),
+        ("algo.samples_per_prompt", cfg.algo.samples_per_prompt, common.samples),
+    ):
+        if value != theirs:
+            yield (
+                f"{key} must be that of the rollouts in generator.path (they are used unchanged), "
+                f"got {value}; set {key}={theirs}"
+            )
+    if cfg.schedule.total_episodes is not None and cfg.num_updates() > len(found):
+        most = len(found) * cfg.episodes_per_update
+        yield (
+            f"schedule.total_episodes must be <= {most} (generator.path has rollouts of {len(found)} "
+            f"updates), got {cfg.schedule.total_episodes}; set schedule.total_episodes={most}"
+        )

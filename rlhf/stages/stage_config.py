@@ -1,0 +1,129 @@
+"""Configs and folders of the stages before a run: SFT, preference pairs, reward model. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from rlhf.checks.check import problems
+from rlhf.config import identity
+from rlhf.config.algo import Trains
+from rlhf.config.backend import ZeroConfig
+from rlhf.config.compose import compose
+from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.config.model import LoRAConfig
+from rlhf.config.run import StagesConfig
+from rlhf.config.schema import Section
+from rlhf.core.errors import UserError
+from rlhf.core.files import digest
+from rlhf.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+
+
+def model_folder(cfg: Config) -> RunFolder:
+    """Return the folder of the stage `cfg` of an embedded task."""
+    return RunFolder(Path(cfg.cache_dir) / f"{cfg.algo.name}-{cfg.task.name}-{stage_digest(cfg)}")
+
+
+def stage(cfg: Config, algo: str) -> Config:
+    """Return the config of the stage `algo` before the run `cfg`.
+
+    It consists of the defaults of `algo`, the task and model of `cfg`, and the overrides of the stage
+    (`stages.sft`, `stages.reward`). The stage of an embedded task uses plain torch, trains all weights and has
+    the judge of the task, so that many runs share it. The stage of another task uses the backend, the adapters
+    and the judge of `cfg`.
+
+    Raises:
+        UserError: the overrides do not compose.
+    """
+    own, embedded = cfg.backend, cfg.task.embedded
+    overrides = [
+        f"algo={algo}",
+        f"task={cfg.task.name}",
+        f"model={cfg.model.name}",
+        f"backend={'torch' if embedded else own.name}",
+        f"generator.response_length={cfg.generator.response_length}",
+    ]
+    if not embedded:
+        overrides.append(f"backend.micro_batch={own.micro_batch}")
+    overrides += getattr(cfg.stages, algo)
+    try:
+        made = compose(overrides)
+    except CONFIG_ERRORS as error:
+        raise in_stage(algo, [explain(error, overrides)]) from error
+    model = replace(cfg.model, reference=None, reward=None)  # a stage needs neither
+    backend = replace(made.backend, device=own.device, threads=own.threads, timeout_s=own.timeout_s)
+    if embedded:
+        model = replace(model, lora=LoRAConfig())
+    elif isinstance(backend, ZeroConfig) and isinstance(own, ZeroConfig):
+        backend = replace(backend, deepspeed=own.deepspeed)
+    return replace(
+        made,
+        gold=made.gold if embedded else cfg.gold,
+        task=cfg.task,
+        model=model,
+        backend=backend,
+        stages=cfg.stages,
+        seed=cfg.stages.seed,
+        output_dir=cfg.output_dir,
+        cache_dir=cfg.cache_dir,
+        progress=cfg.progress,
+    )
+
+
+def checked(cfg: Config) -> Config:
+    """Return the config of a stage after all checks.
+
+    Raises:
+        UserError: with every problem that was found.
+    """
+    if found := problems(cfg):
+        raise in_stage(cfg.algo.name, found)
+    return cfg
+
+
+def in_stage(algo: str, found: list[str]) -> UserError:
+    """Return the problems of the stage `algo` as an error."""
+    return UserError(*(f"in the stage algo={algo} that this run needs: {text}" for text in found))
+
+
+def stage_digest(cfg: Config) -> str:
+    """Return a hash of the settings that the result of a stage depends on.
+
+    Models and pairs of earlier stages count by the name of their folder, which contains a hash.
+    """
+    policy, pairs = cfg.model.policy, cfg.task.preferences_path
+    task = replace(cfg.task, preferences_path=pairs and name_in_cache(pairs, cfg))
+    stages = StagesConfig()  # without the settings of other stages
+    if cfg.algo.trains is Trains.reward:
+        stages = replace(cfg.stages, sft=[], reward=[])
+    model = replace(cfg.model, policy=policy and name_in_cache(policy, cfg))
+    return identity.digest(replace(cfg, model=model, task=task, stages=stages))
+
+
+def name_in_cache(path: str, cfg: Config) -> str:
+    """Return the name of the folder in `cache_dir` that `path` is in; any other path is returned unchanged."""
+    made = Path(path).parent if Path(path).name == "model" else Path(path)
+    return made.name if made.parent == Path(cfg.cache_dir) else path
+
+
+def pairs_folder(cfg: Config) -> Path:
+    """Return the folder of the preference pairs that are sampled from the policy of `cfg`."""
+    depends = {
+        "policy": name_in_cache(cfg.model.policy or "", cfg),
+        "task": values(cfg.task),
+        "gold": values(cfg.gold),
+        "pairs": [cfg.stages.pairs, cfg.stages.pairs_temperature, cfg.stages.seed],
+        "lengths": [cfg.generator.response_length, cfg.eval.prompts],
+    }
+    return Path(cfg.cache_dir) / f"pairs-{cfg.task.name}-{digest(depends)}"
+
+
+def values(section: Section) -> Any:
+    """Return the values of a section as plain dictionaries, lists and texts."""
+    return OmegaConf.to_container(OmegaConf.structured(section), enum_to_str=True)

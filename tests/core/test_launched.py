@@ -1,0 +1,42 @@
+"""The rank of a process and the number of ranks are what its launcher says."""
+
+import pytest
+
+from rlhf.core.launched import is_first_rank, local_rank, local_world_size, rank, world_size
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_PROCID")
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    def launch(**variables):
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return launch
+
+
+def test_a_process_without_a_launcher_is_the_only_rank(launch):
+    launch()
+    assert (rank(), world_size(), local_rank(), local_world_size(), is_first_rank()) == (0, 1, 0, 1, True)
+
+
+def test_a_launcher_numbers_the_ranks(launch):
+    launch(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4")
+    assert (rank(), world_size(), local_rank(), local_world_size(), is_first_rank()) == (5, 8, 1, 4, False)
+
+
+def test_all_ranks_are_on_this_host_unless_the_launcher_gives_their_number(launch):
+    launch(WORLD_SIZE="4")
+    assert local_world_size() == 4
+    launch(WORLD_SIZE="4", LOCAL_SIZE="2")  # DeepSpeed's launcher
+    assert local_world_size() == 2
+
+
+def test_only_the_first_task_of_slurm_prints_before_the_ranks_have_their_numbers(launch):
+    launch(SLURM_PROCID="3")
+    assert not is_first_rank() and rank() == 0
+    launch(SLURM_PROCID="3", RANK="0")
+    assert is_first_rank()
