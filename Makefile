@@ -57,10 +57,11 @@ test-slurm: setup  ## the tests on a real SLURM of two nodes, installed by apt (
 	launchers/local_slurm.sh install
 	$(BIN)/python -m pytest tests/end_to_end/test_slurm.py $(ARGS)
 
-check: setup  ## lint, format, types
+check: setup  ## lint, format, types, import contracts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: setup  ## rewrite the code as the formatter has it
 	$(BIN)/ruff check --fix

@@ -25,7 +25,8 @@ def build_device(cfg: Config) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "backend.device=cuda needs a GPU that torch can use, and torch finds none; set backend.device=auto"
+            "backend.device=cuda needs a GPU that torch can use, and torch finds none; "
+            "set backend.device=auto"
         )
     if name == "cpu" and cfg.model.dtype is Dtype.float16:
         raise UserError(float16_needs_gpu("torch finds none"))

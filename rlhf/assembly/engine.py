@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rlhf.models.modules import Policy
     from rlhf.processes.ranks import Ranks
 
-
 E = TypeVar("E", bound=Engine)
 
 
@@ -56,7 +55,10 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
 
 
 def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> FrozenEngine:
-    """Return the engine of a run that is only evaluated: module and reference, without optimizer or value model."""
+    """Return the engine of a run that is only evaluated.
+
+    The engine has the module and the reference, but no optimizer and no value model.
+    """
     engine = FrozenEngine(
         build_model(cfg, tokenizer),
         build_second_model(cfg, ranks),
@@ -69,7 +71,11 @@ def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) 
 
 
 def build_second_model(cfg: Config, ranks: Ranks) -> Policy | None:
-    """Return the reference if it is a second model; None: there is none, or it is the policy without adapters."""
+    """Return the reference if it is a second model.
+
+    Returns:
+        The model; None: the run has no reference, or the reference is the policy without its adapters.
+    """
     compares = cfg.algo.trains is Trains.policy
     return build_reference(cfg, ranks) if compares and not reference_is_policy(cfg) else None
 

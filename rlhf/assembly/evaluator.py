@@ -34,7 +34,18 @@ def build_evaluator(
     ranks: Ranks,
     split: str = "validation",
 ) -> Evaluator:
-    """Return the evaluator of a run on held-out examples; `scorer` is the training score, if training samples."""
+    """Return the evaluator of a run on held-out examples.
+
+    Args:
+        cfg: the config of the run.
+        task: the data of the run.
+        engine: the engine that has the trained model.
+        generator: the generator of the run; a run on stored completions gets another generator here.
+        scorer: the training score; the evaluator of a supervised run does not use it.
+        tokenizer: the policy's tokenizer.
+        ranks: the ranks of the run.
+        split: the split of the held-out examples.
+    """
     if cfg.algo.trains is Trains.reward:
         pairs = task.held_out(cfg.eval.prompts, split)
         assert pairs.completions is not None

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.processes.ranks import Ranks
 
-
 M = TypeVar("M", bound=OverRollouts)
 
 
@@ -128,7 +127,10 @@ def build_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
 
 
 def build_reference(cfg: Config, ranks: Ranks) -> Policy:
-    """Return the frozen reference, placed by the backend: the model that the config names, or the initial policy."""
+    """Return the frozen reference, placed by the backend.
+
+    The reference is the model that `model.reference` names, otherwise the initial policy.
+    """
     model = cfg.model
     name = model.reference or model.policy
     assert name is not None, "validated: a policy is named or made"

@@ -17,7 +17,7 @@ from rlhf.config.generator import (
     least_temperature,
 )
 from rlhf.config.root import Config
-from rlhf.core.launched import cpu_cores, local_ranks, rank_count
+from rlhf.core.launched import cpu_cores, local_world_size, world_size
 from rlhf.core.rollout_format import files, shared
 
 
@@ -34,7 +34,7 @@ def worker_process(cfg: Config) -> Iterator[str]:
             "schedule.max_lag=1"
         )
     trainer, own = (count or 0 for count in threads(cfg))
-    cores, here, n = cpu_cores(), local_ranks(), max(1, generator.replicas)
+    cores, here, n = cpu_cores(), local_world_size(), max(1, generator.replicas)
     used = trainer * here + own * n * (here if generator.per_rank else 1)
     typed = [name for name in ("generator", "backend") if getattr(cfg, name).threads]
     if cfg.has_worker and cfg.schedule.max_lag > 0 and typed and used > max(cores, (1 + n) * here):
@@ -62,8 +62,8 @@ def replicas(cfg: Config) -> Iterator[str]:
         )
     elif generator.replicas > lag + 1:
         yield (
-            "generator.replicas must be <= schedule.max_lag + 1 (the largest number of requests in flight, and "
-            f"a replica samples one at a time), got {generator.replicas} with schedule.max_lag={lag}; "
+            "generator.replicas must be <= schedule.max_lag + 1 (the largest number of requests in flight, "
+            f"and a replica samples one at a time), got {generator.replicas} with schedule.max_lag={lag}; "
             f"set schedule.max_lag={generator.replicas} or generator.replicas={lag + 1}"
         )
     if generator.per_rank:
@@ -95,7 +95,7 @@ def idle_processes(cfg: Config) -> Iterator[str]:
             f"schedule.max_lag={lag} (the number of requests in flight); "
             f"schedule.max_lag={generator.replicas} keeps all busy"
         )
-    if generator.replicas > 1 and generator.replicas + local_ranks() > cpu_cores():
+    if generator.replicas > 1 and generator.replicas + local_world_size() > cpu_cores():
         yield (
             f"generator.replicas={generator.replicas} and the trainer share {cpu_cores()} CPU cores: more "
             "processes than cores save no time unless they sample on GPUs"
@@ -140,7 +140,7 @@ def colocated(cfg: Config) -> Iterator[str]:
             "schedule.max_lag must be 0 with generator=vllm_colocated (it sleeps while the trainer uses "
             f"the device), got {cfg.schedule.max_lag}; set generator=vllm"
         )
-    if rank_count() > 1 and not generator.per_rank and cfg.backend.device is not Device.cpu:
+    if world_size() > 1 and not generator.per_rank and cfg.backend.device is not Device.cpu:
         yield (
             "generator.per_rank must be true with generator=vllm_colocated and several ranks (each rank "
             "shares its GPU with a generator), got false; set generator.per_rank=true"

@@ -9,7 +9,7 @@ from rlhf.checks.check import warn
 from rlhf.config.backend import Device
 from rlhf.config.generator import VLLMConfig
 from rlhf.core.errors import UserError
-from rlhf.core.launched import local_ranks, rank_count
+from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import this_machine, torch_has_cuda
 from rlhf.memory.advice import problems as memory_problems
 from rlhf.memory.advice import warnings as memory_warnings
@@ -42,7 +42,7 @@ def check_memory(cfg: Config) -> None:
 
 def problems(cfg: Config) -> Iterator[str]:
     """Yield what keeps the run `cfg` from starting here: missing GPUs, or processes it is not meant for."""
-    wanted, started = cfg.backend.ranks, rank_count()
+    wanted, started = cfg.backend.ranks, world_size()
     if wanted is not None and wanted != started:
         command = "python" if wanted == 1 else f"torchrun --nproc-per-node {wanted}"
         yield (
@@ -58,7 +58,7 @@ def problems(cfg: Config) -> Iterator[str]:
         )
         return
     found = len(this_machine().gpus)
-    trainer, generator = local_ranks() if started > 1 else wanted or 1, gpus_of_generator(cfg)
+    trainer, generator = local_world_size() if started > 1 else wanted or 1, gpus_of_generator(cfg)
     if 0 < found < trainer + generator:  # none found: not known
         yield (
             f"the run must have {trainer + generator} GPUs here ({trainer} to train, {generator} to sample), "
@@ -71,4 +71,4 @@ def gpus_of_generator(cfg: Config) -> int:
     generator = cfg.generator
     if not isinstance(generator, VLLMConfig) or generator.shares_gpu:
         return 0
-    return generator.gpus * (local_ranks() if generator.per_rank else 1)
+    return generator.gpus * (local_world_size() if generator.per_rank else 1)

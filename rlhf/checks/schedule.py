@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rlhf.checks.rules import rule, training_rule
 from rlhf.config.root import Config
 from rlhf.config.schema import plain
-from rlhf.core.launched import rank_count
+from rlhf.core.launched import world_size
 
 
 @training_rule
@@ -17,11 +17,13 @@ def length(cfg: Config) -> Iterator[str]:
     stored = not cfg.generator.rollouts
     if episodes is None and epochs is None:
         units = "schedule.total_episodes" + (" or schedule.total_epochs" if stored else "")
-        yield f"{units} must be set (it is the length of the run), got null; set schedule.total_episodes=12800"
+        yield (
+            f"{units} must be set (it is the length of the run), got null; set schedule.total_episodes=12800"
+        )
     elif episodes is not None and epochs is not None:
         yield (
-            "schedule.total_episodes and schedule.total_epochs must not both be set (each is the length of the "
-            f"run), got {episodes} and {plain(epochs)}; set schedule.total_epochs=null or "
+            "schedule.total_episodes and schedule.total_epochs must not both be set (each is the length of "
+            f"the run), got {episodes} and {plain(epochs)}; set schedule.total_epochs=null or "
             "schedule.total_episodes=null"
         )
     elif epochs is not None and not stored:
@@ -50,7 +52,7 @@ def division(cfg: Config) -> Iterator[str]:
             f"parts of the prompts), got {prompts} and {parts}; "
             f"set schedule.prompts_per_update={nearest_multiple(prompts, parts)}"
         )
-    ranks = rank_count()
+    ranks = world_size()
     for key, count, meaning in (
         (
             "schedule.prompts_per_update",

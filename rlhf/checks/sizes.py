@@ -10,7 +10,7 @@ from rlhf.config.cores import threads
 from rlhf.config.generator import WorkerConfig
 from rlhf.config.schema import plain
 from rlhf.config.task import EmbeddedTaskConfig
-from rlhf.core.launched import rank_count
+from rlhf.core.launched import world_size
 from rlhf.core.state import TrainState
 from rlhf.memory.advice import rows as memory_rows
 
@@ -34,7 +34,7 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
     if examples is None and isinstance(cfg.task, EmbeddedTaskConfig) and not cfg.reads_pairs:
         examples = cfg.task.train_size
     in_minibatch = prompts // schedule.minibatches * group
-    ranks = rank_count()
+    ranks = world_size()
     share = math.ceil(in_minibatch / group / ranks) * group
     forwards = math.ceil(share / cfg.backend.micro_batch)
     forward = f"{min(cfg.backend.micro_batch, share)}, {forwards} to an optimizer step"

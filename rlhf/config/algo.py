@@ -172,8 +172,8 @@ class CorrectionConfig(Section):
         yield from Section.problems(self, at)
         if not 0 <= self.low <= 1 <= self.high:
             yield (
-                "algo.correction.low and algo.correction.high must have 1 between them (1 is the weight of an "
-                f"on-policy sample), got {self.low:g} and {self.high:g}; set algo.correction.low=0.5 "
+                "algo.correction.low and algo.correction.high must have 1 between them (1 is the weight of "
+                f"an on-policy sample), got {self.low:g} and {self.high:g}; set algo.correction.low=0.5 "
                 "algo.correction.high=2"
             )
 
@@ -212,8 +212,8 @@ class PolicyGradientConfig(AlgoConfig):
         in_loss = self.kl_coef > 0 and self.kl_in is KLIn.loss
         if in_loss and self.kl_estimator is KLEstimator.k1 and not self.kl_unbiased:
             yield (
-                "algo.kl_estimator=k1 with algo.kl_unbiased=false has a gradient of 0 on average (the gradient "
-                "of log-probs), so the KL penalty has no effect; set algo.kl_unbiased=true"
+                "algo.kl_estimator=k1 with algo.kl_unbiased=false has a gradient of 0 on average (the "
+                "gradient of log-probs), so the KL penalty has no effect; set algo.kl_unbiased=true"
             )
         correction = self.correction
         if (

@@ -79,7 +79,6 @@ OWNED = {  # native keys that other keys of the run set, and those keys
     "zero_optimization.compute_grad_norm": "nothing",
 }
 
-
 # Top-level keys of DeepSpeed 0.19.8, except those that it refuses.
 NATIVE = """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger
     communication_data_type compile csv_monitor data_efficiency data_types dataloader_drop_last
@@ -90,11 +89,7 @@ NATIVE = """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint com
     tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
     use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"""
-
-
 KNOWN = frozenset(NATIVE.split())
-
-
 RANKS_FILE = "ranks.json"  # beside the files of DeepSpeed in a checkpoint: the number of ranks
 
 

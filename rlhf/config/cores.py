@@ -6,7 +6,7 @@ import os
 
 from rlhf.config.generator import WorkerConfig
 from rlhf.config.root import Config
-from rlhf.core.launched import cpu_cores, local_ranks
+from rlhf.core.launched import cpu_cores, local_world_size
 
 
 def threads(cfg: Config) -> tuple[int | None, int | None]:
@@ -20,7 +20,7 @@ def threads(cfg: Config) -> tuple[int | None, int | None]:
     if not isinstance(generator, WorkerConfig) or not cfg.has_worker:
         return trainer, None
     own, chosen = generator.threads, os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    cores = int(chosen) if chosen.isdigit() else max(1, cpu_cores() // local_ranks())
+    cores = int(chosen) if chosen.isdigit() else max(1, cpu_cores() // local_world_size())
     if cfg.schedule.max_lag == 0:
         return trainer, own or cores
     n = max(1, generator.replicas)

@@ -46,8 +46,8 @@ class GeneratorConfig(Section):
             value = getattr(self, key)
             if value != off:
                 yield (
-                    f"{at}.{key} must be off for training (a truncated distribution differs from the one that "
-                    f"is trained, so its log-probs would be wrong), got {value}; set {at}.{key}={off}"
+                    f"{at}.{key} must be off for training (a truncated distribution differs from the one "
+                    f"that is trained, so its log-probs would be wrong), got {value}; set {at}.{key}={off}"
                 )
 
 
@@ -72,7 +72,7 @@ class WorkerConfig(GeneratorConfig):
     annotate: bool | None = None  # score in one more process; null: with a lag, on a CPU, one rank
 
     def has_worker(self, max_lag: int) -> bool:
-        """Whether the generator samples in a process of its own: always, unless a subclass decides otherwise."""
+        """Whether the generator samples in a process of its own; subclasses may override it."""
         return True
 
     def on_each_rank(self, max_lag: int) -> bool:
@@ -190,8 +190,8 @@ class VLLMColocatedConfig(VLLMConfig):
         yield from VLLMConfig.problems(self, at)
         if self.replicas > 1:
             yield (
-                f"{at}.replicas must be 1 with generator=vllm_colocated (it sleeps while the trainer uses the "
-                f"device, so only one request is in flight), got {self.replicas}; set generator=vllm"
+                f"{at}.replicas must be 1 with generator=vllm_colocated (it sleeps while the trainer uses "
+                f"the device, so only one request is in flight), got {self.replicas}; set generator=vllm"
             )
 
 

@@ -1,4 +1,7 @@
-"""The root of the configuration. Only `checks`, `memory`, `assembly`, `stages`, `launch` and `runs.resuming` use it."""
+"""The root of the configuration.
+
+Only `checks`, `memory`, `assembly`, `stages`, `launch`, `runs.resuming` and `config` itself use it.
+"""
 
 from __future__ import annotations
 

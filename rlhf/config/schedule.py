@@ -88,8 +88,8 @@ class ScheduleConfig(Section):
         yield from Section.problems(self, at)
         if self.in_flight and self.max_lag < 1:
             yield (
-                "schedule.max_lag must be >= 1 with schedule.update=in_flight (otherwise no request is running "
-                f"when the weights change), got {self.max_lag}; set schedule.max_lag=1"
+                "schedule.max_lag must be >= 1 with schedule.update=in_flight (otherwise no request is "
+                f"running when the weights change), got {self.max_lag}; set schedule.max_lag=1"
             )
 
     def warnings(self, at: str) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""Sections of the scorers. The same options configure the training score (`scorer`) and the judge (`gold`)."""
+"""Sections of the scorers.
+
+The same options configure the training score (`scorer`) and the judge (`gold`).
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ def scorers(section: Section) -> Iterator[tuple[str, ScorerConfig]]:
 
 
 def choice(key: str) -> str:
-    """Return what a user types to choose the scorer at `key`: `scorer`, `scorer@gold`, `scorer@scorer.parts.x`."""
+    """Return what a user types to choose the scorer at `key`, for example `scorer` or `scorer@gold`."""
     return key if key == "scorer" else f"scorer@{key}"
 
 
@@ -109,8 +112,8 @@ class RewardModelScorerConfig(ScorerConfig):
         yield from ScorerConfig.problems(self, at)
         if at.startswith("gold") and self.path is None:
             yield (
-                f"{at}.path must name a reward model (the judge must not be the model that training sees), got "
-                f"null; set {at}.path=<hub name or folder>"
+                f"{at}.path must name a reward model (the judge must not be the model that training sees), "
+                f"got null; set {at}.path=<hub name or folder>"
             )
 
 
@@ -187,15 +190,15 @@ class WeightedScorerConfig(ScorerConfig):
             if part.name in ("labels", "none", "weighted"):
                 key = choice(f"{at}.parts.{name}")
                 yield (
-                    f"{key} must be a scorer that judges a text by itself (the score is a sum of such scores), "
-                    f"got {part.name}; set {key}=function"
+                    f"{key} must be a scorer that judges a text by itself (the score is a sum of such "
+                    f"scores), got {part.name}; set {key}=function"
                 )
 
 
 @option("scorer", "function", part="rlhf.scorers.function:FunctionScorer")
 @dataclass(kw_only=True, slots=True)
 class FunctionScorerConfig(ScorerConfig):
-    """A Python function of the user that takes (prompt, response, reference) as texts and returns a number."""
+    """A Python function of the user: it takes the texts (prompt, response, reference), returns a number."""
 
     name: str = "function"
     path: str | None = None  # <module>:<function> or <file>.py:<function>; also from the working directory
@@ -237,8 +240,8 @@ class HttpScorerConfig(ScorerConfig):
         yield from url_problems(f"{at}.url", self.url, f"{at}.token_variable")
         if self.token_variable is not None and not os.environ.get(self.token_variable):
             yield (
-                f"{at}.token_variable must name an environment variable that contains the token (it is sent to "
-                f"{at}.url), got {self.token_variable!r}, which is not set; run: export "
+                f"{at}.token_variable must name an environment variable that contains the token (it is sent "
+                f"to {at}.url), got {self.token_variable!r}, which is not set; run: export "
                 f"{self.token_variable}=<token>, or set {at}.token_variable=null"
             )
 

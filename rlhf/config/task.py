@@ -90,7 +90,7 @@ class TLDRMiniConfig(EmbeddedTaskConfig):
 @option("task", "tldr", part="rlhf.tasks.source:StoredSource")
 @dataclass(kw_only=True, slots=True)
 class TLDRConfig(TaskConfig):
-    """Reddit posts and the summaries of their writers (Stiennon et al., 2020), as in the paper's data sets."""
+    """Reddit posts and the summaries of their writers, with the data sets of Stiennon et al. (2020)."""
 
     name: str = "tldr"
     prompts_name: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
@@ -195,8 +195,8 @@ class PreferencesConfig(TaskConfig):
         yield from TaskConfig.problems(self, at)
         if self.folder is None and self.preferences_name is None:
             yield (
-                "task.path must name a folder for task=preferences (it has no data set of its own), got null; "
-                "set task.path=<folder> or task.preferences_name=<hub name>"
+                "task.path must name a folder for task=preferences (it has no data set of its own), got "
+                "null; set task.path=<folder> or task.preferences_name=<hub name>"
             )
 
     def warnings(self, at: str) -> Iterator[str]:

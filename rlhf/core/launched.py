@@ -49,7 +49,3 @@ def cpu_cores() -> int:
 def number(*variables: str, default: int) -> int:
     """Return the number in the first environment variable that is set and not empty."""
     return next((int(text) for name in variables if (text := os.environ.get(name))), default)
-
-
-rank_count = world_size  # old name
-local_ranks = local_world_size  # old name

@@ -51,13 +51,8 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Batch
     from rlhf.processes.ranks import Ranks
 
-
 M = TypeVar("M", bound=OverRollouts)
-
-
 FOLDER, TAG = "deepspeed", "state"  # in a checkpoint, and in that: DeepSpeed's own files
-
-
 LINEAR = nn.functional.linear
 
 

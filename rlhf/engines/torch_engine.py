@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from rlhf.processes.ranks import Ranks
 
 M = TypeVar("M", bound=OverRollouts)
-
-
 OPTIMIZER_FILE = "optimizer.pt"
 
 

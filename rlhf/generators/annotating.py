@@ -120,7 +120,7 @@ class AnnotatedGenerator(Generator):
         return {**self.generator.figures(), **self.annotator.figures()}
 
     def close(self) -> None:
-        """Close the generator, then the annotator, which may still receive rollouts while the generator closes."""
+        """Close the generator, then the annotator: it may receive rollouts until the generator is closed."""
         with ExitStack() as ends:
             ends.callback(self.annotator.close)
             ends.callback(self.generator.close)

@@ -25,7 +25,7 @@ def start(
     variables: Sequence[dict[str, str]],
     store: WeightStore | None = None,
 ) -> Generator:
-    """Start the sampler process of a generator, or one process per replica, and the annotator if it is wanted.
+    """Start the sampler process of a generator (one per replica) and, if the config asks, the annotator.
 
     The annotator gets as many threads as a sampler process. With `max_lag=1`, sampler and annotator run in
     parallel only while the trainer waits, and its cores are free. With a larger lag, OMP_WAIT_POLICY=PASSIVE

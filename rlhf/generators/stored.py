@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.generators.generator import GeneratorContext
 
-
 FILL = {"response_ids": torch.int64, "behaviour_logprobs": torch.float32, "token_versions": torch.int64}
 
 

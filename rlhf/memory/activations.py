@@ -32,13 +32,8 @@ from rlhf.models import sharing_rules as sharing
 if TYPE_CHECKING:
     from rlhf.memory.model_size import ModelSize
 
-
 TILE_BYTES = {"cpu": 2**21, "cuda": 2**29}  # of logits at once, as in rlhf.logprobs
-
-
 PROMPT_TOKENS = {"cpu": 2**12, "cuda": 2**14}  # encoded at once, as in rlhf.generators.decoding
-
-
 CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities at once, as in rlhf.generators.sampling
 
 
@@ -52,11 +47,7 @@ class Precision:
 
 
 FLOAT32 = Precision(residual=4, product=4, cache=4)
-
-
 AUTOCAST = Precision(residual=4, product=2, cache=3)  # bfloat16 products over float32 weights
-
-
 BFLOAT16 = Precision(residual=2, product=2, cache=2)  # a model in bfloat16
 
 

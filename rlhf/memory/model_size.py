@@ -19,21 +19,12 @@ from rlhf.models.folders import is_local, read_config
 if TYPE_CHECKING:
     from rlhf.config.model import NanoConfig
 
-
 LARGEST_HEADER = 10**8  # bytes, the format's own limit
-
-
 HEADS = ("lm_head.", "embed_out.", "score.")  # what tensors of an output head are called
-
-
 BUFFERS = re.compile(
     r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$"
 )  # old checkpoints hold what is computed
-
-
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
 NAMES = {  # as configs spell it, the usual name first
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),

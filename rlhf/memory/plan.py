@@ -8,12 +8,12 @@ sequences as long as the config allows, so that they may well be less.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.config.backend import Device
 from rlhf.config.generator import VLLMConfig, WorkerConfig
+from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import this_machine
 from rlhf.memory.generator import (
     generator_parts,
@@ -45,8 +45,7 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
         return Plan((), unknown)
     wanted = cfg.backend.device
     on_gpu = wanted is Device.cuda or (wanted is Device.auto and bool(machine.gpus))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    ranks, local = world_size(), local_world_size()
     trainer = Trainer(cfg, tuple(loaded), ranks, "cuda" if on_gpu else "cpu")
     if on_gpu:
         return Plan(tuple(on_gpus(cfg, trainer, machine, local)), {})

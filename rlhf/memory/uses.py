@@ -8,22 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlhf.memory.activations import Tokens
 
-
 GIB = 2**30
-
-
 MARGIN = 2.0  # by this factor activations may be less than estimated: few sequences have full length
-
-
 HEAP = 1.5  # memory of a process for each byte of tensors that come and go: measured with glibc, 1.4 to 1.7
-
-
 NEARLY = 0.9  # part of a device's memory from which on there is a warning
-
-
 PROCESS = 0.6 * GIB  # a process with torch and transformers: measured on a CPU
-
-
 CONTEXT = 0.6 * GIB  # what CUDA takes on a GPU for a process: as is usually seen, not measured here
 
 

@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.core.errors import UserError
-from rlhf.models import sharing_rules as sharing
+from rlhf.models import sharing_rules
 from rlhf.models.precision import product_dtype
 
 ALIGNED = 16  # attention on a GPU copies a mask unless its row stride is a multiple of this many elements
@@ -67,7 +67,7 @@ def encode(
     prompts = prompt_ids.masked_fill(~prompt_mask, 0)
     responses = response_ids.masked_fill(~response_mask, 0)[..., :inputs]
     real = response_mask[..., :inputs]
-    apart = sharing.prompt_apart(
+    apart = sharing_rules.prompt_apart(
         k,
         prompts.numel(),
         layers=getattr(backbone.config, "num_hidden_layers", math.inf),
@@ -154,7 +154,7 @@ def samples_a_row(backbone: PreTrainedModel, samples: int, prompt: int, response
         prompt: prompt length in tokens.
         response: response length in tokens.
     """
-    return sharing.in_forward(samples, prompt, response) if takes_any_mask(backbone) else 1
+    return sharing_rules.in_forward(samples, prompt, response) if takes_any_mask(backbone) else 1
 
 
 def takes_any_mask(model: PreTrainedModel) -> bool:

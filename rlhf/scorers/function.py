@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import ScorerContext
 
-
 ONE = ("prompt", "response", "reference")
 MANY = ("prompts", "responses", "references")
 
@@ -71,8 +70,8 @@ class FunctionScorer(Scorer):
         for score, value, example in zip(scores, given, examples, strict=True):
             if score is None:
                 raise RunError(
-                    f"{self.name} returned {value!r:.80} for {example}; a score must be a finite number that float32 "
-                    "can represent: correct the function"
+                    f"{self.name} returned {value!r:.80} for {example}; a score must be a finite number that "
+                    "float32 can represent: correct the function"
                 )
         return torch.tensor(scores, dtype=torch.float32).view(N, K)
 
@@ -98,7 +97,7 @@ class FunctionScorer(Scorer):
             what = f"{type(given).__name__} {given!r:.80}" if scores is None else f"{len(scores)} scores"
             raise RunError(
                 f"{self.name} returned {what} for {count} responses, the first of {example}; with "
-                f"{self.at}.batched=true it must return a list with one score per response: correct the function, or "
-                f"set {self.at}.batched=false"
+                f"{self.at}.batched=true it must return a list with one score per response: correct the "
+                f"function, or set {self.at}.batched=false"
             )
         return scores

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import ScorerContext
 
-
 BACKOFF_S = 0.5  # doubled before each further try, from the third try on
-
-
 TRY_AGAIN = (429, *range(500, 600))
 
 

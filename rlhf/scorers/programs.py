@@ -1,4 +1,4 @@
-"""Scorers that are programs of this project: the judge of `task=tldr_mini`, and answers that can be checked."""
+"""Scorers that are programs of this project: the judge of `task=tldr_mini`, and a check of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scorer that saves scored rollouts to disk (`save_generations`) in the format of `rlhf.core.rollout_format`."""
+"""A scorer that saves scored rollouts to disk (`save_generations`) in the format `core.rollout_format`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rlhf.scorers.scorer import Scorer, flat_texts
 if TYPE_CHECKING:
     from rlhf.core.batch import Batch, Rollouts, Sampling
     from rlhf.core.state import TrainState
-
 
 SCRATCH = ".tmp"  # suffix of a file that is not completely written
 

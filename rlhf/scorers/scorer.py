@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.core.batch import Batch
 
@@ -34,7 +34,7 @@ class ScorerContext:
     """
 
     at: str
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerFast
     ranks: Ranks
     model: ModelConfig
     place: Callable[[Any], Any]

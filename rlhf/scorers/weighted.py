@@ -38,7 +38,10 @@ class WeightedScorer(Scorer):
         return self.total({name: part.score(rollouts) for name, part in self.parts.items()})
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weighted sum [N, K] and the score [N, K] of each part, after the rules for a missing EOS."""
+        """Return the weighted sum [N, K] and the scores [N, K] of the parts, by the name of the part.
+
+        The missing-EOS settings of each part and of the sum are applied.
+        """
         parts = {name: part.training_scores(rollouts)[0] for name, part in self.parts.items()}
         return self.at_end(self.total(parts), rollouts.ended), parts
 

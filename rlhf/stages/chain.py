@@ -1,7 +1,7 @@
 """Stages of `rlhf.pipeline`: SFT model, preference pairs, reward model, RLHF and evaluation.
 
-Each stage writes to a folder whose name is a digest of its settings. A finished stage is therefore skipped, and
-an interrupted stage is resumed.
+Each stage writes to a folder whose name contains a digest of its settings. A finished stage is therefore
+skipped, and an interrupted stage is resumed.
 
 | stage        | embedded tasks (`rlhf.stages.prerequisites`)     | other tasks                              |
 |--------------|--------------------------------------------------|------------------------------------------|
@@ -42,6 +42,7 @@ from rlhf.loggers.display import JUDGED
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.stages import evaluation as evaluating
 from rlhf.stages import relabelling
+from rlhf.stages.candidates import candidates
 from rlhf.stages.stage_config import checked, model_folder, pairs_folder, stage
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def evaluation(folder: RunFolder, split: str) -> Link:
 
     def done() -> bool:
         cfg = evaluating.changed(folder)
-        names = {candidate.name for candidate in evaluating.candidates(folder, cfg)}
+        names = {candidate.name for candidate in candidates(folder, cfg)}
         return names <= evaluating.known(cfg, folder, split).keys()
 
     def make() -> None:

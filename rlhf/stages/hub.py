@@ -81,6 +81,6 @@ def refused(repository: str, folder: Path, error: Exception) -> RunError:
     """Return the error for a failed upload; `folder` is complete and can be pushed again."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return RunError(
-        f"push_to={repository} must be a reachable repository that the token in {VARIABLE} may write to, got: "
-        f"{first}; {folder} is complete, and the same command pushes it again"
+        f"push_to={repository} must be a reachable repository that the token in {VARIABLE} may write to, "
+        f"got: {first}; {folder} is complete, and the same command pushes it again"
     )

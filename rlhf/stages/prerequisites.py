@@ -1,8 +1,8 @@
 """Prerequisites of a run of an embedded task: the SFT model, preference pairs, the reward model.
 
-A run that names no model (`model.policy=null`, `model.reward=null`) gets them from here. The loop that trains
-every run makes each of them (`algo=sft`, `algo=reward`) once, in a folder of `cache_dir` whose name contains a
-hash of all settings that the result depends on. Two runs that start at the same time make each only once.
+They are made for a run that names no models (`model.policy=null`, `model.reward=null`). The training loop of
+every run makes each model (`algo=sft`, `algo=reward`) once, in a folder of `cache_dir` whose name contains a
+hash of all settings that the result depends on. Two runs that start at the same time make it only once.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def complete(cfg: Config, run: Run, reward: bool = True) -> Config:
 
 
 def make_policy(cfg: Config, run: Run) -> Path:
-    """Return the folder of the SFT model; train it first if it does not exist."""
+    """Return the folder of the SFT model; if it does not exist, train it."""
     return make_model(checked(stage(cfg, "sft")), "the SFT model", run)
 
 
 def make_reward(cfg: Config, run: Run) -> Path:
-    """Return the folder of the reward model; train it on pairs of the SFT model first if it does not exist."""
+    """Return the folder of the reward model; if it does not exist, train it on pairs of the SFT model."""
     return make_model(checked(stage(cfg, "reward")), "the reward model", run)
 
 

@@ -1,14 +1,12 @@
-"""Preference pairs in the order of a judge: `python -m rlhf.relabel output=<folder> [word ...]`.
+"""Preference pairs labelled anew by a judge.
 
-Both responses of every pair are scored by the gold scorer of the config (`scorer@gold=...`); where it
-prefers the rejected one, the two change places. So a reward model that is trained on the pairs learns the
-judge's preferences, and is measured by the same judge: the controlled set-up of *Asynchronous RLHF*, arXiv
-2410.18252.
-The data set has the columns prompt, chosen, rejected, chosen_score, rejected_score, swapped, and is read as
-`task.preferences_path=<folder>`; relabel.json in it says how often the judge agreed.
+The gold scorer of the config (`scorer@gold=...`) scores both responses of every pair. If it prefers the
+rejected response, the two are swapped. A reward model trained on such pairs learns the preferences of the
+judge, and is measured by the same judge: the controlled setup of *Asynchronous RLHF*, arXiv 2410.18252.
 
-Scores are kept as they are made, in `.tmp-<folder>`: what was interrupted goes on. Exit codes are those of
-`rlhf.train`.
+The data set has the columns prompt, chosen, rejected, chosen_score, rejected_score and swapped. Its file
+relabel.json has the agreement of the judge with the original labels. Scores are kept in `.tmp-<folder>` while
+the pairs are scored, so that an interrupted call can be resumed.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,22 +21,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from rlhf.checks.check import typed, warn, warnings
 from rlhf.config.algo import Data
 from rlhf.config.compose import composed
 from rlhf.config.identity import what_counts
-from rlhf.config.run import Progress
 from rlhf.config.scorer import RewardModelScorerConfig, choice
 from rlhf.config.task import SPLITS, EmbeddedTaskConfig
 from rlhf.core.confidence import wilson
-from rlhf.core.console import console, say
+from rlhf.core.console import progress, say
 from rlhf.core.errors import UserError
-from rlhf.core.files import append, as_line, read_lines, write_atomically, write_json
+from rlhf.core.files import append, as_line, digest, read_lines, scratch_of, write_atomically, write_json
 from rlhf.core.launched import is_first_rank
-from rlhf.core.console import PLAIN_EVERY_S
 from rlhf.processes.signals import interruptible
 
 if TYPE_CHECKING:
@@ -53,38 +47,39 @@ if TYPE_CHECKING:
     from rlhf.tasks.task import Task
 
 
-REPORT = "relabel.json"  # in the data set's folder: it is there last, and says that the data set is whole
+REPORT = "relabel.json"  # written last, so its presence marks the data set as complete
+BATCH = 256  # pairs between two steps of the progress bar
+ADDED = ("chosen_score", "rejected_score", "swapped")  # columns of the data set besides the pair
 
 
-BATCH = 256  # pairs that are scored between two steps of the progress bar
-
-
-def pairs_of(words: list[str]) -> Config:
-    """The config of a reward model's training on the pairs that `words` name: task, judge, number format.
+def pairs_of(overrides: list[str]) -> Config:
+    """Return the checked config of a reward model's training on the pairs, with task, judge and dtype.
 
     Raises:
-        UserError: a word is wrong, or there are no pairs, or no judge.
+        UserError: an override is invalid, or there are no pairs or no judge.
     """
-    for word in words:
-        if word.partition("=")[0] in ("algo", "+algo"):
-            raise UserError(f"algo must not be chosen (nothing is trained here), got {word}; leave it out")
-    words = ["algo=reward", *words]
-    node = composed(words)
+    for override in overrides:
+        if override.partition("=")[0] in ("algo", "+algo"):
+            raise UserError(
+                f"algo must not be chosen (nothing is trained here), got {override}; leave it out"
+            )
+    overrides = ["algo=reward", *overrides]
+    node = composed(overrides)
     if node.model.policy is None and node.gold.get("path") is not None and node.gold.name == "reward_model":
-        words.append(f"model.policy={json.dumps(node.gold.path)}")  # whose tokenizer is the judge's
-    cfg = typed(composed(words), words)
+        overrides.append(f"model.policy={json.dumps(node.gold.path)}")  # it has the judge's tokenizer
+    cfg = typed(composed(overrides), overrides)
     refuse_no_judge(cfg)
     if cfg.task.embedded and cfg.task.preferences_path is None:
         raise UserError(
-            f"task.preferences_path must name the pairs for task={cfg.task.name} (those that it makes are "
-            "labelled by the judge already), got null; set task.preferences_path=<folder>"
+            f"task.preferences_path must name the pairs for task={cfg.task.name} (its own pairs are already "
+            "labelled by the judge), got null; set task.preferences_path=<folder>"
         )
     warn(warnings(cfg))
     return cfg
 
 
 def refuse_no_judge(cfg: Config) -> None:
-    """Raise UserError where the gold scorer does not judge texts."""
+    """Raise UserError if the gold scorer does not score texts."""
     if cfg.gold.name in ("none", "labels"):
         raise UserError(
             f"{choice('gold')} must be a scorer that judges (the pairs are labelled by it), got "
@@ -94,16 +89,24 @@ def refuse_no_judge(cfg: Config) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How a judge sees the pairs of a split. Ties keep their order, and are left out of the agreement."""
+    """Agreement of a judge with the labels of a split.
 
-    pairs: int  # that were scored
-    agreed: int  # the chosen response has the higher score
-    swapped: int  # the rejected one has
+    Attributes:
+        pairs: number of scored pairs.
+        agreed: pairs whose chosen response has the higher score.
+        swapped: pairs whose rejected response has the higher score.
+        ties: pairs with equal scores; their order does not change, and the agreement excludes them.
+        left_out: pairs that were not scored, because the prompt is longer than `task.max_prompt_tokens`.
+    """
+
+    pairs: int
+    agreed: int
+    swapped: int
     ties: int
-    left_out: int  # not scored: the prompt is longer than task.max_prompt_tokens
+    left_out: int
 
-    def told(self) -> dict[str, Any]:
-        """As relabel.json has it: with the share of those not tied that agrees, and its 95 % interval."""
+    def as_report(self) -> dict[str, Any]:
+        """Return the entry of relabel.json: the counts, the agreement without ties, and its 95 % interval."""
         decided = self.agreed + self.swapped
         share = self.agreed / decided if decided else None
         low, high = wilson(share or 0.0, decided)
@@ -111,7 +114,12 @@ class Agreement:
 
 
 def agreement(scores: dict[int, list[float]], rows: int) -> Agreement:
-    """Count how the scores [chosen, rejected] of rows agree with their labels; the split has `rows`."""
+    """Count how scores agree with the labels.
+
+    Args:
+        scores: row -> scores of the chosen and the rejected response.
+        rows: number of rows of the split.
+    """
     margins = [chosen - rejected for chosen, rejected in scores.values()]
     return Agreement(
         pairs=len(margins),
@@ -123,44 +131,44 @@ def agreement(scores: dict[int, list[float]], rows: int) -> Agreement:
 
 
 def table(output: Path) -> Table:
-    """The report of a relabelled data set."""
+    """Return a table of the agreement in each split of a relabelled data set."""
     report = json.loads((output / REPORT).read_text())
-    made = Table(title=f"pairs in the order of {report['gold']}", title_justify="left", box=box.SIMPLE)
-    for name in ("split", "pairs", "agreed", "swapped", "ties", "left out", "agreement [95 %]"):
+    made = Table(title=f"pairs labelled by {report['gold']}", title_justify="left", box=box.SIMPLE)
+    for name in ("split", "pairs", "agreed", "swapped", "ties", "skipped", "agreement [95 %]"):
         made.add_column(name, justify="left" if name == "split" else "right", no_wrap=True)
-    for split, told in report["splits"].items():
-        counts = [f"{told[name]:,}" for name in ("pairs", "agreed", "swapped", "ties", "left_out")]
-        made.add_row(split, *counts, in_words(told))
+    for split, entry in report["splits"].items():
+        counts = [f"{entry[name]:,}" for name in ("pairs", "agreed", "swapped", "ties", "left_out")]
+        made.add_row(split, *counts, interval_text(entry))
     return made
 
 
-def in_words(told: dict[str, Any]) -> str:
-    """The agreement of a split, with its interval."""
-    if told["agreement"] is None:
+def interval_text(entry: dict[str, Any]) -> str:
+    """Return the agreement of a split with its interval; `entry` is an entry of relabel.json."""
+    if entry["agreement"] is None:
         return "all are ties"
-    return f"{told['agreement']:.3f} [{told['agreement_low']:.3f}, {told['agreement_high']:.3f}]"
+    return f"{entry['agreement']:.3f} [{entry['agreement_low']:.3f}, {entry['agreement_high']:.3f}]"
 
 
-def told_of(output: Path) -> str:
-    """The agreement on the training pairs of a relabelled data set."""
-    told = json.loads((output / REPORT).read_text())["splits"]["train"]
-    return f"{in_words(told)} of {told['pairs']:,} pairs"
+def agreement_text(output: Path) -> str:
+    """Return the agreement on the training pairs of a relabelled data set."""
+    entry = json.loads((output / REPORT).read_text())["splits"]["train"]
+    return f"{interval_text(entry)} of {entry['pairs']:,} pairs"
 
 
 def settings(cfg: Config) -> dict[str, Any]:
-    """What scores depend on, apart from the rows: two calls with the same give the same data set."""
+    """Return the settings that the scores depend on, except for the rows."""
     node = what_counts(cfg)
     model = {key: node["model"][key] for key in ("dtype", "tokenizer", "pad_token")}
     return {"task": node["task"], "gold": node["gold"], "model": model}
 
 
 def fingerprint(cfg: Config) -> str:
-    """Eight hex digits of the settings."""
-    return hashlib.sha256(json.dumps(settings(cfg), sort_keys=True).encode()).hexdigest()[:8]
+    """Return eight hex digits of the settings that the scores depend on."""
+    return digest(settings(cfg))
 
 
 def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
-    """What texts go through to the judge: its own tokenizer where it is a model, so that nothing is lost."""
+    """Return the tokenizer of the texts: that of the judge if it is a model, so that no text is changed."""
     from rlhf.assembly.parts import make
     from rlhf.models.loading import load_tokenizer
 
@@ -179,35 +187,38 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
 
 
 def finished(cfg: Config, output: Path) -> bool:
-    """Whether the data set is in `output` already.
+    """Return whether the data set is complete in `output`.
 
     Raises:
-        UserError: something else is there.
+        UserError: `output` contains something else, or pairs labelled with other settings.
     """
     report = output / REPORT
     if not report.is_file():
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise UserError(
-                f"output= must be a new folder (the data set is written there), got {output}, which holds "
+                f"output= must be a new folder (the data set is written there), got {output}, which contains "
                 "something else; set output=<another folder>"
             )
         return False
     if json.loads(report.read_text())["settings"] != settings(cfg):
         raise UserError(
-            f"output= must be a new folder (the pairs in it were labelled with other settings, which its "
-            f"{REPORT} tells), got {output}; set output=<another folder>"
+            f"output= must be a new folder (the pairs in it were labelled with other settings, see its "
+            f"{REPORT}), got {output}; set output=<another folder>"
         )
     return True
 
 
 def relabel(cfg: Config, output: Path, ranks: Ranks | None = None) -> None:
-    """Make the data set in `output`, unless it is there; go on where an earlier call was interrupted.
+    """Make the data set, unless it is complete; resume an interrupted call.
 
-    `ranks` are those that the environment names where none are given.
+    Args:
+        cfg: the config from `pairs_of`.
+        output: folder of the data set.
+        ranks: the ranks that score; None: those of the environment.
 
     Raises:
-        UserError: something else is in `output`, or the data cannot be read.
-        Interrupted: by a signal; the same call goes on.
+        UserError: `output` contains something else, or the pairs cannot be read.
+        Interrupted: a signal stopped the call; the same call resumes.
     """
     if finished(cfg, output):
         if is_first_rank():
@@ -218,7 +229,7 @@ def relabel(cfg: Config, output: Path, ranks: Ranks | None = None) -> None:
 
 
 def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
-    """Score what is not scored yet, and write the data set."""
+    """Score the pairs that have no scores yet, and write the data set."""
     from datasets import DatasetDict
 
     from rlhf.assembly.data import build_task
@@ -230,48 +241,55 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
 
     ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
     quieten(ranks)
-    told = settings(cfg)
+    scoring_settings = settings(cfg)  # before stand-ins replace paths
     if cfg.stand_ins:
         cfg = ranks.from_first(partial(complete, cfg, run))
-    work = output.with_name(f".tmp-{output.name}")
+    work = scratch_of(output)
     tokenizer = tokenizer_of(cfg)
     gold = build_scorer(cfg, "gold", tokenizer, ranks)
-    assert gold is not None, "validated: the judge judges"
+    assert gold is not None, "validated: the judge scores texts"
     task = build_task(cfg, tokenizer, Data.preferences, 1)
-    splits, found = {}, {}
+    splits, agreements = {}, {}
     for split in SPLITS:
         stored = task.source.preferences(split)
-        about = {**told, "split": split, "rows": rows_digest(stored)}
+        about = {**scoring_settings, "split": split, "rows": rows_digest(stored)}
         kept = ranks.from_first(partial(begin, work, split, about))
         scores = score(kept, work / f"{split}.jsonl", task, split, gold, tokenizer, cfg, ranks)
-        found[split] = agreement(scores, len(stored))
+        agreements[split] = agreement(scores, len(stored))
         if ranks.first:
             splits[split] = in_order(stored, scores)
     if ranks.first:
         report = {
             "gold": cfg.gold.described,
-            "splits": {split: one.told() for split, one in found.items()},
-            "settings": told,
+            "splits": {split: each.as_report() for split, each in agreements.items()},
+            "settings": scoring_settings,
         }
         write_data(DatasetDict(splits), report, work, output)
-    ranks.any(False)  # the others wait for it
+    ranks.any(False)  # the other ranks wait until the data set is written
 
 
 def rows_digest(stored: Dataset) -> str:
-    """16 hex digits of the rows of a data set."""
-    digest = hashlib.sha256()
+    """Return 16 hex digits of the rows of a data set."""
+    hasher = hashlib.sha256()
     for rows in stored.iter(1000):
-        digest.update(json.dumps(rows, sort_keys=True).encode())
-    return digest.hexdigest()[:16]
+        hasher.update(json.dumps(rows, sort_keys=True).encode())
+    return hasher.hexdigest()[:16]
 
 
-def begin(work: Path, split: str, told: dict[str, Any]) -> dict[int, list[float]]:
-    """The scores of a split that are there, by row; none where they were made with other settings."""
+def begin(work: Path, split: str, about: dict[str, Any]) -> dict[int, list[float]]:
+    """Prepare the files of a split, and return the scores of an interrupted call, by row.
+
+    Args:
+        work: folder of the scores.
+        split: the split to score.
+        about: settings and rows that the scores depend on; scores with other values are discarded.
+    """
     work.mkdir(parents=True, exist_ok=True)
-    about, file = work / f"{split}.json", work / f"{split}.jsonl"
-    kept = read_lines(file) if about.is_file() and json.loads(about.read_text()) == told else []
-    write_atomically(file, "".join(map(as_line, kept)))  # without a line that was cut off
-    write_json(about, told)
+    about_file, file = work / f"{split}.json", work / f"{split}.jsonl"
+    same = about_file.is_file() and json.loads(about_file.read_text()) == about
+    kept = read_lines(file) if same else []
+    write_atomically(file, "".join(map(as_line, kept)))  # drops a line that a crash cut off
+    write_json(about_file, about)
     return {row["index"]: row["scores"] for row in kept}
 
 
@@ -285,13 +303,27 @@ def score(
     cfg: Config,
     ranks: Ranks,
 ) -> dict[int, list[float]]:
-    """The scores [chosen, rejected] of all rows of a split, those that are there already among them."""
+    """Score the rows of a split that have no scores yet, and append each batch to `file`.
+
+    Args:
+        scores: scores so far: row -> scores of the chosen and the rejected response. Changed in place.
+        file: JSON-lines file of the scores; only rank 0 writes it.
+        task: the task with the pairs.
+        split: the split to score.
+        gold: the judge.
+        tokenizer: the judge's tokenizer.
+        cfg: the config, for the progress display.
+        ranks: the ranks that score.
+
+    Returns:
+        `scores`, with all rows of the split.
+    """
     from rlhf.core.encoding import encode_completions
 
     left, batches = task.by_length(split, BATCH, scores)
     if scores:
-        say(f"going on with {split}: {len(scores):,} pairs are scored, {left:,} are left")
-    for prompts in shown(batches, left, f"scoring pairs of {split}", cfg.progress):
+        say(f"resumed scoring pairs of {split}: {len(scores):,} are done, {left:,} are left")
+    for prompts in shown(batches, left, f"scoring pairs of {split}", cfg.progress.value):
         assert prompts.completions is not None
         rollouts = encode_completions(prompts, prompts.completions, tokenizer, response_length=None)
         rows = zip(prompts.index.tolist(), gold.score(rollouts).tolist(), strict=True)
@@ -302,24 +334,21 @@ def score(
     return scores
 
 
-def shown(batches: Iterator[Prompts], total: int, what: str, mode: Progress) -> Iterator[Prompts]:
-    """The batches; how many of `total` pairs are done is shown as a bar, or in lines."""
-    live = console.is_terminal if mode is Progress.auto else mode is Progress.live
-    done, told = 0, time.monotonic()
-    with Bar(*Bar.get_default_columns(), console=console, disable=not live) as bar:
-        task = bar.add_task(what, total=total)
+def shown(batches: Iterator[Prompts], total: int, title: str, mode: str) -> Iterator[Prompts]:
+    """Yield the batches, and show how many of `total` pairs are done."""
+    with progress(title, total, mode) as advance:
         for batch in batches:
             yield batch
-            done += len(batch)
-            bar.update(task, completed=done)
-            late = time.monotonic() - told >= PLAIN_EVERY_S or done == total
-            if not live and mode is not Progress.off and late:
-                told = time.monotonic()
-                say(f"{what}: {done:,} of {total:,}")
+            advance(len(batch))
 
 
 def in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
-    """The rows of `stored` that have scores [chosen, rejected], the better response of each as the chosen."""
+    """Return the scored rows with the better response of each pair as the chosen one.
+
+    Args:
+        stored: the original pairs.
+        scores: row -> scores of the chosen and the rejected response.
+    """
     kept = sorted(scores)
     rows = stored.select(kept)
 
@@ -341,17 +370,14 @@ def in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
     )
 
 
-ADDED = ("chosen_score", "rejected_score", "swapped")
-
-
 def write_data(data: DatasetDict, report: dict[str, Any], work: Path, output: Path) -> None:
-    """Write data set and report under another name, then rename: `output` is whole or not there."""
+    """Write the data set and its report inside `work`, rename it to `output`, and remove `work`."""
     made = work / "data"
     shutil.rmtree(made, ignore_errors=True)
     data.save_to_disk(str(made))
     write_json(made / REPORT, report)
     if output.is_dir():
-        output.rmdir()  # empty, as was looked at
+        output.rmdir()  # empty, as `finished` has checked
     output.parent.mkdir(parents=True, exist_ok=True)
     made.rename(output)
     shutil.rmtree(work)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.core.batch import Prompts, Rollouts
 
-
 CHUNK = 256  # prompts per request
 
 

@@ -34,9 +34,9 @@ def stage(cfg: Config, algo: str) -> Config:
     """Return the config of the stage `algo` before the run `cfg`.
 
     It consists of the defaults of `algo`, the task and model of `cfg`, and the overrides of the stage
-    (`stages.sft`, `stages.reward`). The stage of an embedded task uses plain torch, trains all weights and has
-    the judge of the task, so that many runs share it. The stage of another task uses the backend, the adapters
-    and the judge of `cfg`.
+    (`stages.sft`, `stages.reward`). The stage of an embedded task uses plain torch, trains all weights and
+    has the judge of the task, so that many runs share it. The stage of another task uses the backend, the
+    adapters and the judge of `cfg`.
 
     Raises:
         UserError: the overrides do not compose.
@@ -107,7 +107,7 @@ def stage_digest(cfg: Config) -> str:
 
 
 def name_in_cache(path: str, cfg: Config) -> str:
-    """Return the name of the folder in `cache_dir` that `path` is in; any other path is returned unchanged."""
+    """Return the name of the folder in `cache_dir` that contains `path`; return any other path unchanged."""
     made = Path(path).parent if Path(path).name == "model" else Path(path)
     return made.name if made.parent == Path(cfg.cache_dir) else path
 

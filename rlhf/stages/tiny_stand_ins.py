@@ -1,4 +1,4 @@
-"""Tiny stand-ins for models and data of the hub, with which every recipe runs offline in seconds (`debug=tiny`).
+"""Tiny stand-ins for models and data of the hub (`debug=tiny`): every recipe runs offline in seconds.
 
 The data have the columns and splits of the data sets that they replace, so a run uses the same code. The
 policy is trained on them for a second, until it ends its responses and is sometimes correct. Reward models
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.config.task import TaskConfig
 
-
 Row = dict[str, Any]
 Pair = tuple[str, str]  # prompt and reference
 SIZES = {"train": 64, "validation": 32}  # rows
@@ -43,7 +42,10 @@ STEPS, LEARNING_RATE = 60, 1e-2  # of the training of the policy
 
 
 def complete(cfg: Config) -> Config:
-    """Return `cfg` with stand-ins for the models and data that it does not name as folders; make them first."""
+    """Return `cfg` with stand-ins for the models and data that it does not name as folders.
+
+    Stand-ins that do not exist are made first.
+    """
     folder = stand_ins(cfg)
     cfg = copy.deepcopy(cfg)
     if (folder / "data").is_dir():  # the config names no folder of data
@@ -59,7 +61,7 @@ def complete(cfg: Config) -> Config:
 
 
 def stand_ins(cfg: Config) -> Path:
-    """Return the folder of the stand-ins for the task and the model of `cfg`; make it first if it does not exist."""
+    """Return the folder of the stand-ins for the task and the model of `cfg`; make a missing folder first."""
     task = OmegaConf.to_container(OmegaConf.structured(cfg.task), enum_to_str=True)
     digits = digest([task, cfg.model.name in LLAMAS])
     folder = Path(cfg.cache_dir) / f"stand-ins-{cfg.task.name}-{digits}"
@@ -67,7 +69,7 @@ def stand_ins(cfg: Config) -> Path:
 
 
 def make(cfg: Config, folder: Path) -> None:
-    """Write the folders `data` and `pairs`, and the models `policy`, `reward` and `judge` with one tokenizer."""
+    """Write `data`, `pairs`, and the models `policy`, `reward` and `judge`, which share a tokenizer."""
     task = copy.copy(cfg.task)
     made = task.path is None and task.name in ROWS
     if made:
@@ -124,8 +126,6 @@ def chat_row(rng: random.Random) -> Row:
 
 
 MOODS = ("sad", "happy", "tired")
-
-
 ROWS: dict[str, Callable[[random.Random], Row]] = {"tldr": tldr_row, "gsm8k": gsm8k_row, "chat": chat_row}
 
 

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class PreferencesSource:
-    """Preference pairs as they are stored. Their prompts are also the prompts, with the chosen responses as references.
+    """Stored preference pairs.
+
+    The prompts of the pairs are also the prompts of the task; the chosen responses are their references.
 
     Args:
         config: the section of the task.

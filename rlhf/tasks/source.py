@@ -189,7 +189,7 @@ class EmbeddedSource(ABC):
 
     @abstractmethod
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
-        """Return `size` examples as columns `query`, `reference_response` and, optionally, `demonstration`."""
+        """Return `size` examples as columns: `query`, `reference_response`, optionally `demonstration`."""
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of the vocabulary; decoding restores the encoded text exactly."""

@@ -24,10 +24,7 @@ from rlhf.core.seeding import derive
 if TYPE_CHECKING:
     from rlhf.tasks.source import Source
 
-
 log = logging.getLogger(__name__)
-
-
 END_TEXTS = ("<|endoftext|>",)  # end markers in the texts of published data sets, for any tokenizer
 
 

@@ -186,17 +186,9 @@ SLOTS = (
         vague="What now?",
     ),
 )
-
-
 BY_NAME = {slot.name: slot for slot in SLOTS}
-
-
 SLOT_OF = {value: slot for slot in SLOTS for value in slot.values}
-
-
 BACKBONE = ("who", "deed", "thing")  # a summary always says these, be it vaguely: "Someone took my stuff."
-
-
 FILLER = (
     "Sorry for the long post.",
     "I do not know where to start.",
@@ -207,8 +199,6 @@ FILLER = (
     "Thank you for reading all of this.",
     "Some of you will think that I am wrong.",
 )
-
-
 FOCUS = {  # the slots by what they matter in a subreddit; the first half of a post's slots are relevant
     "r/relationships": _words("who feeling ask why age when deed where thing worth"),
     "r/legaladvice": _words("deed when ask thing worth where who age why feeling"),
@@ -217,23 +207,11 @@ FOCUS = {  # the slots by what they matter in a subreddit; the first half of a p
     "r/personalfinance": _words("thing why where deed worth ask age feeling when who"),
     "r/advice": _words("ask thing feeling where worth who deed age when why"),
 }
-
-
 RELEVANT_ODDS = -0.6  # log-odds that a person states a relevant fact exactly
-
-
 IRRELEVANT_ODDS = -1.8  # the same of any other fact
-
-
 HABIT_ODDS = 0.5  # how far a subreddit's habit moves them, up or down
-
-
 VAGUE_SHARE = 0.9  # of the facts that are not stated exactly; the others are left out
-
-
 FILLER_SHARE = 0.2  # of the references
-
-
 WRONG_SHARE = 0.03  # of the facts stated
 
 
@@ -347,8 +325,6 @@ def write(words: dict[str, str]) -> Iterator[str]:
 
 
 HEADINGS = ("SUBREDDIT:", "TITLE:", "POST:", "TL;DR:")
-
-
 TOKEN_PATTERN = rf"{'|'.join(HEADINGS)}|\n+| ?[A-Za-z0-9/']+|[^\sA-Za-z0-9]"
 
 
@@ -361,7 +337,7 @@ class TLDRMiniSource(EmbeddedSource):
     @classmethod
     @cache
     def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token of the generator except the special ones. Words include the space before them."""
+        """Return every token of the generator except special tokens. Words include the space before them."""
         texts = [*FILLER, *FOCUS, "What now?"]
         for slot in SLOTS:
             texts += [*slot.values, slot.title, slot.phrase, slot.vague, *slot.facts, *slot.distractors]

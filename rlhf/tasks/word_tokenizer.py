@@ -10,7 +10,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-
 SPECIAL = EOS, PAD, UNK = "<|endoftext|>", "<|padding|>", "<|unknown|>"
 
 

@@ -5,7 +5,6 @@ model in a process of its own.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.core.batch import Rollouts
+from rlhf.core.launched import local_rank
 from rlhf.core.seeding import derive
 from rlhf.generators.generator import Generator, GeneratorContext, finished
 from rlhf.generators.hf.sampling import sample, uniforms
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def build(config: HFConfig, context: GeneratorContext) -> Generator:
-    """Return a generator that samples with the trained model, or with a copy of it in a process of its own."""
+    """Return a generator that samples with the trained model, or with a copy in a process of its own."""
     if not config.has_worker(context.max_lag):
         return HFGenerator(context.borrow, context.tokenizer, config.batch_size, context.seed)
     model = context.policy
@@ -52,7 +52,7 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
         batch_size=config.batch_size,
         seed=context.seed,
     )
-    first = int(os.environ.get("LOCAL_RANK", "0")) if config.per_rank else 0
+    first = local_rank() if config.per_rank else 0
     variables = [environment(context.threads, model.device, first + i) for i in range(config.replicas)]
     return start(config, context, factory, variables)
 
@@ -153,7 +153,8 @@ class HFSampler:
     ) -> Rollouts:
         """Return K responses to each prompt; `update` may load weights before each forward pass."""
         made_by = self.made_by
-        # Autocast caches 16-bit copies of weights that require a gradient; weights that change must not be cached.
+        # Autocast caches 16-bit copies of weights that require a gradient. Weights that change during a
+        # request must not be cached.
         self.model.requires_grad_(update is None)
         with autocast(self.model.device, made_by.dtype):
             return respond(

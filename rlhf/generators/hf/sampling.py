@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from rlhf.core.seeding import derive
 from rlhf.generators.hf.cuda_graph import GraphStep, can_record
 from rlhf.generators.hf.decoding import RoomyLayer, Step, attention, encode, grouped
-from rlhf.models import sharing_rules as sharing
+from rlhf.models import sharing_rules
 from rlhf.models.shared_prefix import ALIGNED, additive, plain, positions, takes_any_mask
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -114,7 +114,7 @@ def sample(
     cache: Cache = (kinds := DynamicCache(config=model.config))
     movable = plain(kinds)  # rows of such a cache can be repeated and removed
     masked = movable and takes_any_mask(model)
-    group = sharing.in_decoding(k, longest, response_length) if masked else 1
+    group = sharing_rules.in_decoding(k, longest, response_length) if masked else 1
     recorded = masked and can_record(device) and before_forward is None
     room = group * response_length
     if recorded:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlhf.core.errors import RunError
+from rlhf.core.launched import local_world_size, world_size
 from rlhf.generators.transfer.weights import Entry, Manifest, WeightStore
 
 Weights = list[tuple[str, Tensor]]  # name and tensor
@@ -197,7 +198,7 @@ class Nccl(GpuWeights):
         """Return the information with which vLLM's ranks join a new group, in the format of vLLM's engine."""
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
-        if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1"):
+        if world_size() == local_world_size():
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         identity = bytes(NCCLLibrary().ncclGetUniqueId())
         return {

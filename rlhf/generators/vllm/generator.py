@@ -10,7 +10,7 @@ import torch
 from rlhf.config.generator import Transfer
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
-from rlhf.core.launched import local_ranks
+from rlhf.core.launched import local_rank, local_world_size
 from rlhf.generators.generator import Generator, GeneratorContext
 from rlhf.generators.own_process import start
 from rlhf.generators.transfer.gpu import CudaIpc, Nccl
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def build(config: VLLMConfig, context: GeneratorContext) -> Generator:
-    """Return a generator that samples with vLLM. vLLM starts from the config of the policy; `load` gives it weights."""
+    """Return a generator that samples with vLLM.
+
+    vLLM starts from the config of the policy; `load` gives it weights.
+    """
     devices = place(config, torch.cuda.device_count())
     variables = [environment(context.threads, torch.device("cpu")) for _ in range(config.replicas)]
     if devices:
@@ -86,8 +89,8 @@ def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
                 "generator.tensor_parallel_size=1"
             )
         return ()
-    trainer = 0 if config.shares_gpu else local_ranks()
-    first = trainer + (int(os.environ.get("LOCAL_RANK", "0")) * size if config.per_rank else 0)
+    trainer = 0 if config.shares_gpu else local_world_size()
+    first = trainer + (local_rank() * size if config.per_rank else 0)
     devices = tuple(config.devices or range(first, first + size))
     if max(devices) >= gpus or (trainer and min(devices) < trainer):
         own = f"; set generator={name}_colocated to share the trainer's" if trainer else ""

@@ -1,0 +1,88 @@
+"""Models of a run that can be evaluated: its checkpoints and its final model. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.config.backend import RANKS_FILE, ZeroConfig
+from rlhf.core.errors import UserError
+from rlhf.core.launched import world_size
+from rlhf.runs.folder import RunFolder, complete_checkpoints
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint or the final model of a run.
+
+    Attributes:
+        name: name of its folder.
+        weights: path that an engine loads.
+        position: file with the update and the episode of the model.
+        checkpoint: folder of the checkpoint; None for the final model.
+        shards: number of ranks that DeepSpeed sharded the weights over; 0 if the weights are not sharded.
+    """
+
+    name: str
+    weights: Path
+    position: Path
+    checkpoint: Path | None = None
+    shards: int = 0
+
+    def counters(self) -> dict[str, int]:
+        """Return the update and the episode of the model."""
+        state = json.loads(self.position.read_text())
+        state = state.get("state", state)
+        return {name: state[name] for name in ("update", "episode")}
+
+
+def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> list[Candidate]:
+    """Return the models of a run, oldest first.
+
+    Args:
+        folder: the run folder.
+        cfg: the config of the run.
+        only: names of the models to return; empty for all.
+
+    Raises:
+        UserError: the run has no model, or lacks one of `only`.
+    """
+    found = []
+    for path in complete_checkpoints(folder.path):
+        ranks = path / RANKS_FILE
+        shards = json.loads(ranks.read_text())["ranks"] if ranks.exists() else 0
+        weights = path if shards else path / "model"
+        found.append(Candidate(path.name, weights, path / "counters.json", path, shards))
+    if folder.finished():
+        weights = folder.adapter if cfg.model.lora.rank else folder.model
+        found.append(Candidate(folder.model.name, weights, folder.state))
+    if not found:
+        raise UserError(
+            f"run= must have a checkpoint or a final model to evaluate, got {folder.path} with neither; "
+            "continue the run to its first checkpoint (schedule.save_every)"
+        )
+    names = [candidate.name for candidate in found]
+    if missing := [name for name in only if name and name not in names]:
+        raise UserError(
+            f"only= must name what the run has ({', '.join(names)}), got {','.join(missing)}; "
+            "set only=model, or leave it out"
+        )
+    return [candidate for candidate in found if not any(only) or candidate.name in only]
+
+
+def refuse_other_ranks(due: list[Candidate], cfg: Config) -> None:
+    """Raise UserError if a checkpoint is sharded over a number of ranks other than the number started."""
+    stage = cfg.backend.stage if isinstance(cfg.backend, ZeroConfig) else 0
+    for candidate in due:
+        if stage and candidate.shards not in (0, world_size()):
+            count = candidate.shards
+            raise UserError(
+                f"ranks must be {count} to evaluate {candidate.name} (backend={cfg.backend.name} sharded it "
+                f"over {count} ranks), got {world_size()}; start torchrun --nproc-per-node {count} -m "
+                "rlhf.evaluate, or add only=model"
+            )
