@@ -18,8 +18,8 @@ from rlhf.checks.machine import check_memory
 from rlhf.config.compose import composed
 from rlhf.core.console import console
 from rlhf.launch.command_line import Command
-from rlhf.memory.advice import not_known as memory_not_known
-from rlhf.memory.plan import plan as memory_plan
+from rlhf.memory.advice import unknown_models
+from rlhf.memory.plan import plan
 from rlhf.memory.uses import gib
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def show(overrides: list[str]) -> None:
         UserError: the config is invalid, or a device has too little memory.
     """
     cfg = typed(composed(overrides), overrides)
-    plan = memory_plan(cfg)
-    if plan.unknown:
-        console.print(f"memory: {memory_not_known(plan.unknown)}")
-    for use in plan.uses:
+    needed = plan(cfg)
+    if needed.unknown:
+        console.print(f"memory: {unknown_models(needed.unknown)}")
+    for use in needed.uses:
         console.print(table(use))
     check_memory(cfg)
 

@@ -27,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.check import refuse, typed, words
+from rlhf.checks.check import as_objects, refuse, typed, words
 from rlhf.checks.machine import check_machine
 from rlhf.config import catalogue, plugins
 from rlhf.config.identity import run_name
@@ -65,7 +65,8 @@ def run_job(config: DictConfig) -> float | None:
     sweep = job.mode == RunMode.MULTIRUN
     folder = RunFolder(Path(job.runtime.output_dir))
     try:
-        cfg = typed(config, overrides)
+        # The callback has checked a single run already; a job of a sweep may run in another process.
+        cfg = typed(config, overrides) if sweep else as_objects(config, overrides)
         if sweep:
             print(f"job {job.job.num}: {' '.join(overrides)}")
             if (finished := prepare(folder, cfg)) is not None:

@@ -23,7 +23,7 @@ want() { # <what> <command that it brings>... -- <command that installs it>...
   fi
 }
 
-browser() { # any that tests/integration/browser.py knows will do
+browser() { # any that tests/end_to_end/browser.py knows will do
   local name
   for name in chromium-headless-shell chromium chromium-browser google-chrome google-chrome-stable; do
     command -v "$name" >/dev/null && return

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "system.sh"
+SCRIPT = Path(__file__).parent / "system.sh"
 WANTED = ("SLURM", "browser")
 TOOLS = ("bash", "env", "dirname", "timeout", "sleep")
 

@@ -1,5 +1,7 @@
 """Random models and rollouts small enough for a test."""
 
+from functools import partial
+
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -9,11 +11,18 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
 
+from rlhf.assembly.parts import make
+from rlhf.config.model import Dtype, ModelConfig
+from rlhf.config.scorer import ScorerConfig
 from rlhf.core.batch import Rollouts
+from rlhf.models.placement import place
+from rlhf.processes.ranks import ALONE, Ranks
+from rlhf.scorers.scorer import Scorer, ScorerContext
 
 VOCABULARY = 97
 KINDS = ("gpt_neox", "llama", "qwen2")
@@ -85,6 +94,28 @@ def tiny_tokenizer(words: int = VOCABULARY - 3, **special: str) -> PreTrainedTok
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     special = special or {"pad_token": "<pad>", "eos_token": "<eos>"}
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **special)
+
+
+def scorer_context(
+    tokenizer: PreTrainedTokenizerBase,
+    at: str = "scorer",
+    ranks: Ranks = ALONE,
+    dtype: Dtype = Dtype.float32,
+) -> ScorerContext:
+    """Return what a run on plain torch provides for the scorer at the key `at`."""
+
+    def build(section: ScorerConfig, key: str) -> Scorer | None:
+        scorer: Scorer | None = make(section, scorer_context(tokenizer, key, ranks, dtype))
+        return scorer
+
+    return ScorerContext(
+        at=at,
+        tokenizer=tokenizer,
+        ranks=ranks,
+        model=ModelConfig(name="tiny", dtype=dtype),
+        place=partial(place, device=ranks.device),
+        build=build,
+    )
 
 
 @torch.no_grad()

@@ -11,8 +11,7 @@ from rlhf.config.generator import VLLMConfig
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import this_machine, torch_has_cuda
-from rlhf.memory.advice import problems as memory_problems
-from rlhf.memory.advice import warnings as memory_warnings
+from rlhf.memory import advice
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -35,9 +34,9 @@ def check_memory(cfg: Config) -> None:
     Raises:
         UserError: a device has clearly too little.
     """
-    if found := memory_problems(cfg):
+    if found := advice.problems(cfg):
         raise UserError(*found)
-    warn(memory_warnings(cfg))
+    warn(advice.warnings(cfg))
 
 
 def problems(cfg: Config) -> Iterator[str]:

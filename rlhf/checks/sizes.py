@@ -12,7 +12,7 @@ from rlhf.config.schema import plain
 from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.core.launched import world_size
 from rlhf.core.state import TrainState
-from rlhf.memory.advice import rows as memory_rows
+from rlhf.memory import advice
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -23,7 +23,7 @@ def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
 
     `examples` is the size of the training data, where that is known.
     """
-    return [*counts(cfg, examples), *memory_rows(cfg)]
+    return [*counts(cfg, examples), *advice.rows(cfg)]
 
 
 def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rlhf.checks.rules import doubt, rule
 from rlhf.config.algo import Trains
 from rlhf.config.root import Config
-from rlhf.config.task import ChatConfig
+from rlhf.config.task import ChatConfig, PreferencesConfig
 from rlhf.tasks.folders import folder_problems
 
 
@@ -33,7 +33,9 @@ def dialogues_have_no_pairs(cfg: Config) -> Iterator[str]:
 
 @doubt
 def unused_pairs(cfg: Config) -> Iterator[str]:
-    """A run that reads no preference pairs names a folder of them."""
+    """A run names a folder of preference pairs that it does not read."""
+    if isinstance(cfg.task, PreferencesConfig):
+        return  # its prompts and references come from the pairs
     if cfg.task.preferences_path is not None and not cfg.reads_pairs:
         yield (
             f"task.preferences_path has no effect with algo={cfg.algo.name} and "

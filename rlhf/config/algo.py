@@ -244,8 +244,8 @@ class PPOConfig(PolicyGradientConfig):
     lam: float = number(0.95, least=0, most=1, means="lambda of the advantage estimation")
     vf_coef: float = number(0.1, least=0, means="weight of the value loss")
     clip_value: float = number(0.2, above=0, means="values are clipped to +- this around the old values")
-    whiten_advantages: bool = True
-    whiten_rewards: bool = False  # keeps their mean
+    whiten_advantages: bool = True  # scale advantages to mean 0 and standard deviation 1
+    whiten_rewards: bool = False  # scale rewards to standard deviation 1; keep their mean
     end_state: bool = True  # the state after the end is a step of its own, which receives the score
     value_from: ValueFrom | None = None  # null: the reward model if the scorer is one, else the policy
     value_lr: float | None = number(

@@ -22,9 +22,9 @@ class GeneratorConfig(Section):
     name: str = MISSING
     temperature: float = number(0.7, above=0, means="log-probs are those of logits / temperature")
     response_length: int = number(53, least=1, means="tokens of a response; longer responses are truncated")
-    top_p: float = 1.0  # must stay off: see problems
-    top_k: int = 0  # must stay off: see problems
-    min_p: float = 0.0  # must stay off: see problems
+    top_p: float = 1.0  # must be 1.0: training with top-p sampling is refused
+    top_k: int = 0  # must be 0: training with top-k sampling is refused
+    min_p: float = 0.0  # must be 0.0: training with min-p sampling is refused
 
     @property
     def rollouts(self) -> bool:
@@ -139,7 +139,7 @@ class VLLMConfig(WorkerConfig):
     enforce_eager: bool | None = None  # do not compile; null: compile on GPUs only
     tensor_parallel_size: int = number(1, least=1, means="GPUs that share the model")
     devices: list[int] | None = None  # GPUs of all replicas, by number; null: the GPUs after the trainer's
-    transfer: Transfer = Transfer.auto  # of the weights
+    transfer: Transfer = Transfer.auto  # how weights go from the trainer to vLLM
 
     @property
     def gpus(self) -> int:
@@ -203,7 +203,7 @@ class DatasetConfig(GeneratorConfig):
     samples: ClassVar[bool] = False
 
     name: str = "dataset"
-    temperature: float = 1.0  # of the log-probs
+    temperature: float = 1.0  # temperature of the log-probs
     path: str | None = None  # saved rollouts (generations/ of a run); null: completions of the task
 
     @property

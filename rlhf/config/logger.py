@@ -22,10 +22,10 @@ class WandbMode(StrEnum):
 class WandbConfig(Section):
     """Weights & Biases."""
 
-    project: str = "rlhf"
-    entity: str | None = None
-    group: str | None = None
-    tags: list[str] | None = None
+    project: str = "rlhf"  # project at W&B
+    entity: str | None = None  # user or team at W&B; null: the default of the account
+    group: str | None = None  # groups runs in the W&B interface
+    tags: list[str] | None = None  # labels of the run at W&B
     mode: WandbMode | None = None  # null: the value of the variable WANDB_MODE, online if that is not set
 
     def problems(self, at: str) -> Iterator[str]:
@@ -38,7 +38,7 @@ class WandbConfig(Section):
 class TensorboardConfig(Section):
     """TensorBoard event files in `tensorboard/` of the run folder."""
 
-    flush_secs: int = 30
+    flush_secs: int = 30  # seconds until buffered rows are written to disk
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the package tensorboard is missing."""

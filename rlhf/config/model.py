@@ -67,7 +67,7 @@ class ModelConfig(Section):
     reward: str | None = None  # the model of scorer=reward_model; null: made by algo=reward (embedded tasks)
     tokenizer: str | None = None  # null: the tokenizer of the policy (of the base model, for sft)
     pad_token: str | None = None  # for a tokenizer without a pad token
-    dtype: Dtype = Dtype.float32  # of forward passes
+    dtype: Dtype = Dtype.float32  # dtype of forward passes; trained weights stay float32
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     gradient_checkpointing: bool = False  # store only the inputs of blocks, and recompute the rest
     shared_prefix: bool = True  # encode a prompt once for its K responses
@@ -93,10 +93,10 @@ def float16_needs_gpu(found: str) -> str:
 class NanoConfig(ModelConfig):
     """A GPT-NeoX (Pythia) small enough for a laptop's CPU, with random weights if `base` is null."""
 
-    hidden_size: int = 128
-    layers: int = 2
-    heads: int = 4
-    context: int = 512  # positions
+    hidden_size: int = 128  # width of the model
+    layers: int = 2  # number of blocks
+    heads: int = 4  # attention heads per block
+    context: int = 512  # largest number of tokens of prompt and response
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error for heads that do not divide the width."""

@@ -33,7 +33,7 @@ class StagesConfig(Section):
     tasks load them from the hub, or use tiny stand-ins, to try a recipe offline.
     """
 
-    seed: int = 0  # of every stage; the run's own seed does not change the stages
+    seed: int = 0  # seed of every stage; the run's own seed does not change the stages
     sft: list[str] = field(default_factory=list)  # overrides of the SFT stage
     reward: list[str] = field(default_factory=list)  # overrides of the reward-model stage
     pairs: int = 4096  # prompts for which two responses are sampled

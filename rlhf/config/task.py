@@ -60,7 +60,7 @@ class EmbeddedTaskConfig(TaskConfig):
     embedded: ClassVar[bool] = True
     vocabulary_size: ClassVar[int]  # of the task's tokenizer, for the memory plan
 
-    data_seed: int = 0  # of the data; the run's own seed does not change the data
+    data_seed: int = 0  # seed of the generated data; the run's own seed does not change the data
     train_size: int = number(MISSING, least=1, means="examples to generate", remedy="512")
     validation_size: int = number(512, least=1, means="examples to generate")
     test_size: int = number(512, least=1, means="examples to generate")
@@ -93,7 +93,9 @@ class TLDRConfig(TaskConfig):
     """Reddit posts and the summaries of their writers, with the data sets of Stiennon et al. (2020)."""
 
     name: str = "tldr"
+    # hub name of the prompts and references
     prompts_name: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+    # hub name of the preference pairs
     preferences_name: str = "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b"
 
 
@@ -106,6 +108,7 @@ class GSM8KConfig(TaskConfig):
     prompt_splits: ClassVar[tuple[str, ...]] = ("train",)
 
     name: str = "gsm8k"
+    # hub name of the prompts and references
     prompts_name: str = "openai/gsm8k"
     template: str = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # of a prompt
     validation_size: int = number(
@@ -143,6 +146,7 @@ class ChatConfig(TaskConfig):
     prompt_columns: ClassVar[tuple[str, ...]] = ("messages",)
 
     name: str = "chat"
+    # hub name of the prompts and references
     prompts_name: str = "HuggingFaceH4/no_robots"
     preferences_name: str | None = None  # hub name of pairs with prompt, chosen, rejected in this format
     validation_split: str = "test"  # the name of the validation split in the data set

@@ -1,17 +1,18 @@
-"""The engine on DeepSpeed: optimizer state, gradients and weights divided over ranks, by the stage of ZeRO.
+"""The engine on DeepSpeed ZeRO, which divides optimizer state, gradients and weights over ranks.
 
 Rajbhandari et al., arXiv 1910.02054; with the optimizer on the CPU: Ren et al., arXiv 2101.06840.
 
-| stage | divided over ranks                      | gradients are added up over ranks |
+| stage | divided over ranks                      | gradients are summed over ranks   |
 |-------|-----------------------------------------|-----------------------------------|
-| 0     | nothing                                 | once a step                       |
-| 1     | optimizer state                         | once a step                       |
+| 0     | nothing                                 | once per step                     |
+| 1     | optimizer state                         | once per step                     |
 | 2     | and gradients                           | with every micro-batch            |
 | 3     | and weights, those of frozen models too | with every micro-batch            |
 
-Weights are float32, as on plain torch; with `model.dtype=bfloat16` forwards are autocast over them. DeepSpeed
-is imported where it is first used: that takes seconds. Where its public interface does not reach (the norm
-before a step, forgetting gradients), this follows the `step()` of its optimizers, version 0.19.8.
+Weights are float32, as on plain torch; with `model.dtype=bfloat16`, forward passes are autocast over them.
+DeepSpeed is imported at its first use, because the import takes seconds. It has no public interface for the
+gradient norm before a step and for discarding gradients; there this module follows the `step()` of the
+optimizers of version 0.19.8.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from rlhf.processes.ranks import Ranks
 
 M = TypeVar("M", bound=OverRollouts)
-FOLDER, TAG = "deepspeed", "state"  # in a checkpoint, and in that: DeepSpeed's own files
+FOLDER, TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's folder in it
 LINEAR = nn.functional.linear
 
 
@@ -87,7 +88,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(*args, **settings)
         self.stage = config.stage
         self.offload = config.offload_optimizer
-        # Under stage 3 the model is nowhere whole: what is generated from is put together by this plan.
+        # At stage 3 no rank has the whole model; to generate, a copy is assembled from this plan.
         self.plan = hollow(self.module.model) if self.stage == 3 else None
         native = config.settings(self.dtype, self.optim.max_grad_norm)
         settle(self.module, native, self.ranks)
@@ -105,17 +106,18 @@ class DeepSpeedEngine(Engine):
         self.deep.checkpoint_engine.load = load_tensors
 
     def forward(self, batch: Batch) -> Outputs:
-        """The module that is trained, on a micro-batch."""
+        """Run the trained module on a micro-batch."""
         return cast(Outputs, self.deep(batch))
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add to the gradients; DeepSpeed divides their sum over ranks by the number of these."""
+        """Add to the gradients; the factor undoes the mean over ranks that DeepSpeed takes."""
         self.deep.set_gradient_accumulation_boundary(last)
         self.deep.backward(loss * self.ranks.size)
 
     def gradient_norm(self) -> Tensor:
-        """The norm of the gradients. From stage 1 on, DeepSpeed clips them in its step, and says infinite
-        where the norm is NaN.
+        """Return the norm of the gradients before clipping.
+
+        From stage 1 on, DeepSpeed clips the gradients in its step, and the norm is infinite if it is NaN.
         """
         if self.stage == 0:
             return self.clip_gradients()
@@ -126,42 +128,38 @@ class DeepSpeedEngine(Engine):
         return cast(Tensor, self.optimizer.scaled_global_norm())
 
     def update(self, lr: float) -> None:
-        """One step of AdamW, in which each rank moves its part of the weights."""
+        """Run one step of AdamW; each rank updates its part of the weights."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         self.deep.step()
 
     def discard(self) -> None:
-        """Forget the gradients, as a step of DeepSpeed does that it skips."""
+        """Delete the gradients, like a step that DeepSpeed skips."""
         self.deep.zero_grad()
         if self.stage == 3:
             self.optimizer._overflow_clean_up(self.optimizer.loss_scale)
         elif self.stage > 0:
             self.optimizer.zero_grad()
-            self.optimizer.micro_step_id = -1  # what an optimizer on the CPU begins to add up anew by
+            self.optimizer.micro_step_id = -1  # makes the CPU optimizer start a new sum
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the Hugging Face model that is trained, float32; under stage 3 one is gathered after
-        the other.
-        """
+        """Yield name and float32 tensor of the trained model; stage 3 gathers one tensor at a time."""
         yield from whole_weights(self.module.model, self.gathered)
 
     def gathered(self, parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """While `parameters` are whole on every rank."""
+        """Return a context in which `parameters` are whole on every rank."""
         found = deepspeed(self.ranks).zero.GatheredParameters(list(parameters))
         return cast(AbstractContextManager[Any], found)
 
     @contextmanager
     def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """The Hugging Face model that is trained; under stage 3 a whole copy of it, which no rank has to wait
-        for another to run.
-        """
+        """Give the trained model; at stage 3 a whole copy, which each rank can run independently."""
         model = self.module.model if self.plan is None else self.whole(self.plan)
         with autocast(self.ranks.device, self.dtype):
             yield model
 
     def whole(self, plan: PreTrainedModel) -> PreTrainedModel:
-        """A model by `plan` with the present weights."""
+        """Return a copy of `plan` with the current weights."""
         model = copy.deepcopy(plan)
         model.load_state_dict({name: tensor.clone() for name, tensor in self.weights()}, assign=True)
         model.tie_weights()
@@ -169,32 +167,32 @@ class DeepSpeedEngine(Engine):
         return model
 
     def save_model(self, folder: Path) -> None:
-        """Write the model that is trained in Hugging Face format."""
+        """Write the trained model in Hugging Face format."""
         first = self.ranks.first
         state = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights() if first}
         if first:
             save(self.module.model, self.tokenizer, folder, state)
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapter of the model that is trained in the format of PEFT, where it has one."""
+        """Write the adapter of the trained model in PEFT format, if the model has one."""
         with self.gathered(trained(self.module.model)):
             super().save_adapter(folder)
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer state for `load`, each rank its part."""
+        """Write weights and optimizer state for `load`; each rank writes its part."""
         kept = {"step_index": self.step_index}
         self.deep.save_checkpoint(str(folder / FOLDER), TAG, client_state=kept, save_latest=False)
         if self.ranks.first:
             (folder / RANKS_FILE).write_text(json.dumps({"ranks": self.ranks.size}))
 
     def load(self, folder: Path) -> None:
-        """Stand where `save(folder)` stood, by as many ranks (but stage 0 by any number)."""
+        """Restore the state that `save(folder)` wrote, with as many ranks (stage 0: any number)."""
         _, kept = self.deep.load_checkpoint(str(folder / FOLDER), TAG)
         self.step_index = kept["step_index"]
 
 
 def hollow(model: PreTrainedModel) -> PreTrainedModel:
-    """A model like `model`, without adapters and without weights: it takes no memory but that of buffers."""
+    """Return a model like `model` without adapters and weights; only its buffers use memory."""
     with torch.device("meta"):
         made = type(model)(model.config).eval().requires_grad_(False)
     for name, buffer in model.named_buffers():
@@ -204,13 +202,13 @@ def hollow(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
-    """Put a module on the device; under stage 3 parameter by parameter, of which each rank keeps its part."""
+    """Put a module on the device; at stage 3 each rank keeps its part of every parameter."""
     if native["zero_optimization"]["stage"] < 3:
         module.to(ranks.device)
         return
     for part in module.modules():
         if isinstance(part, OverRollouts):
-            part.whole = True  # a module's weights are given back when its forward has ended
+            part.whole = True  # stage 3 releases the weights of a module when its forward pass ends
     deepspeed(ranks).zero.Init(module=module, config_dict_or_path=native, dtype=torch.float32)
     nn.functional.linear = linear  # type: ignore[assignment]
     for buffer in module.buffers():
@@ -218,11 +216,11 @@ def settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, by DeepSpeed's function where the weight is divided.
+    """Compute `torch.nn.functional.linear`, with DeepSpeed's function if the weight is divided.
 
-    That function holds no whole weight until the backward pass. DeepSpeed puts it in the place of torch's for
-    all weights and for good: models that are not divided, and later runs of the process, would compute other
-    last digits.
+    DeepSpeed's function does not keep the whole weight until the backward pass. DeepSpeed replaces torch's
+    function by it permanently and for all weights. Models that are not divided, and later runs of this
+    process, would then differ in their last digits.
     """
     if not hasattr(weight, "ds_id"):
         return LINEAR(rows, weight, bias)
@@ -232,10 +230,10 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def shard(frozen: M, config: ZeroConfig, ranks: Ranks) -> M:
-    """Divide a model that is not trained over ranks; it is whole where and while it computes."""
+    """Divide a model that is not trained over ranks; a layer is whole while it computes."""
     native = config.settings(Dtype.float32)
     settle(frozen.requires_grad_(False), native, ranks)
-    deepspeed(ranks).initialize(model=frozen, config=native)  # kept alive by its hooks in the model
+    deepspeed(ranks).initialize(model=frozen, config=native)  # its hooks in the model keep it alive
     return frozen
 
 
@@ -272,9 +270,9 @@ def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
 
 @cache
 def deepspeed(ranks: Ranks) -> ModuleType:
-    """The package, ready for these ranks.
+    """Import and initialise DeepSpeed for these ranks, and return the package.
 
-    It wants a process group where there is but one rank, too; that is one without a network.
+    DeepSpeed requires a process group even for one rank; that group uses no network.
     """
     os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -286,14 +284,14 @@ def deepspeed(ranks: Ranks) -> ModuleType:
 
     package.logger.setLevel("ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    # All-reduce through shared memory would be compiled first, with a compiler that may not be there.
+    # All-reduce through shared memory would need a compiler, which may be missing.
     package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     package.init_distributed(dist_init_required=False, verbose=False)
     return package
 
 
 def loopback() -> str:
-    """The name of the network interface that reaches this machine alone."""
+    """Return the name of the loopback network interface."""
     return next(
         name
         for name, addresses in psutil.net_if_addrs().items()
@@ -302,29 +300,29 @@ def loopback() -> str:
 
 
 def build_cpu_adam(name: str) -> None:
-    """Build DeepSpeed's optimizer for CPUs, where that was not done before.
+    """Build DeepSpeed's CPU optimizer, unless it was built before.
 
     Raises:
-        UserError: it cannot be built.
+        UserError: the optimizer cannot be built.
     """
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    say("loading DeepSpeed's optimizer for CPUs (the first time it is built, which takes minutes)")
+    say("loading DeepSpeed's CPU optimizer (the first time it is compiled, which takes minutes)")
     try:
         CPUAdamBuilder().load()
     except (RuntimeError, OSError, ImportError) as error:
         wanted = (os.environ.get("CXX", "c++"), "ninja")
         missing = [program for program in wanted if shutil.which(program) is None]
-        reason = f"there is no {' and no '.join(missing)} here" if missing else first_line(error)
+        reason = f"{' and '.join(missing)} not found" if missing else first_line(error)
         raise UserError(
-            f"backend={name} needs DeepSpeed's optimizer for CPUs, which is built with a C++ compiler and "
-            f"ninja ({reason}), got {name}; install what is missing, or set "
+            f"backend={name} needs DeepSpeed's CPU optimizer, which is compiled with a C++ compiler and "
+            f"ninja ({reason}), got {name}; install them, or set "
             f"backend={name.removesuffix('_offload')}"
         ) from error
 
 
 def load_tensors(path: str, map_location: Any = None) -> Any:
-    """Read one of DeepSpeed's files: tensors, plain values, and its records of them; no other code is run."""
+    """Load tensors, plain values and DeepSpeed's own records from a file; no other code is executed."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

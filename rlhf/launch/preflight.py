@@ -15,8 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from rlhf.checks.check import refuse, typed, warn, words
-from rlhf.checks.check import warnings as check_warnings
+from rlhf.checks.check import refuse, typed, warn, warnings, words
 from rlhf.checks.machine import check_machine
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.run import Resume
@@ -50,7 +49,7 @@ class Preflight(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the config of every job of a sweep before the first job starts."""
         problems: list[str] = []
-        warnings: list[str] = []
+        doubts: list[str] = []
         jobs = sweep_jobs(config)
         for overrides, distinct in zip(jobs, distinct_overrides(jobs), strict=True):
             label = distinct or "every job"
@@ -62,10 +61,10 @@ class Preflight(Callback):
             except CONFIG_ERRORS as error:
                 problems.append(f"{label}: {explain(error, overrides)}")
             else:
-                warnings += [f"{label}: {warning}" for warning in check_warnings(cfg)]
+                doubts += [f"{label}: {warning}" for warning in warnings(cfg)]
         if problems:
             refuse(problems)
-        warn(warnings)
+        warn(doubts)
 
 
 def checked(config: DictConfig, overrides: Sequence[str]) -> Config:
@@ -77,7 +76,7 @@ def checked(config: DictConfig, overrides: Sequence[str]) -> Config:
         cfg = typed(config, overrides)
     except UserError as error:
         refuse(error.problems)
-    warn(check_warnings(cfg))
+    warn(warnings(cfg))
     return cfg
 
 

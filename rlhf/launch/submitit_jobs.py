@@ -59,18 +59,18 @@ def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> l
         UserError: SLURM is not installed here, rejects the jobs, or would stop them at once.
         KeyboardInterrupt, Interrupted: the wait was interrupted.
     """
+    limit, warning = launcher.params["timeout_min"], launcher.params.get("signal_delay_s", 0)
+    if limit * 60 <= warning:
+        raise UserError(
+            "hydra.launcher.timeout_min must be longer than hydra.launcher.signal_delay_s (otherwise a job "
+            f"is stopped when it starts), got {limit} minutes and {warning} seconds; "
+            f"set hydra.launcher.timeout_min={warning // 60 + 60}"
+        )
     slurm = submitit_executor(launcher) == "slurm"
     if slurm and shutil.which("sbatch") is None:
         raise UserError(
             "hydra/launcher=slurm needs SLURM (sbatch is not found here), got a machine without SLURM; run "
             "the command on a login node, or choose hydra/launcher=local"
-        )
-    limit, warning = launcher.params["timeout_min"], launcher.params.get("signal_delay_s", 0)
-    if limit * 60 <= warning:
-        raise UserError(
-            "hydra.launcher.timeout_min must be longer than hydra.launcher.signal_delay_s (a job receives "
-            f"its warning signal so long before the time limit), got {limit} minutes and {warning} seconds; "
-            f"set hydra.launcher.timeout_min={warning // 60 + 60}"
         )
     queue = Queue(Path(launcher.params["submitit_folder"].partition("%")[0]), slurm)
     running = {job.folder.path: there for job in jobs if (there := queue.find(job)) is not None}

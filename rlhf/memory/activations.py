@@ -1,24 +1,25 @@
-"""Peak memory of a forward, of a forward with its backward, and of sampling: formulas, in bytes.
+"""Peak memory, in bytes, of a training step, of a forward pass without gradients, and of sampling.
 
-What autograd keeps of a layer for one token. h: hidden size, q: width of the queries, m: width inside the
-MLP; a number of the residual stream has r bytes, one that products read a: 4 and 4 in float32, 4 and 2 under
-bfloat16 autocast.
+The formulas count what autograd keeps per layer and token. h: hidden size; q: width of the queries; m: width
+inside the MLP. A number of the residual stream has r bytes, an operand of a matrix product has a bytes: 4 and
+4 in float32, 4 and 2 under bfloat16 autocast.
 
-    two layer norms     r h (each, but once where attention and MLP read the same state) + a 2h, their outputs
-    two RMS norms       2 (2 r h + a h): they are written out, so what they normalised is kept too
-    attention           a 2q, queries and what attention gives
-    keys and values     a 2q for each token that is attended to: repeated for every head, in every sequence
-    mask                a for each pair of tokens, if any, and once for all layers with a shared prefix; eager
-                        attention keeps a probability a head
-    MLP                 a 2m (before and after the activation), a 4m with a gate
+    two layer norms     inputs 2 r h (r h if attention and MLP read the same state), outputs 2 a h
+    two RMS norms       2 (2 r h + a h): they run as separate operations, so the normalised state is kept too
+    attention           2 a q: queries and output
+    keys and values     2 a q per token that is attended to: they are repeated for every head and sequence
+    mask                a per pair of tokens, if there is a mask; one for all layers with a shared prefix.
+                        Eager attention also keeps the probabilities of every head
+    MLP                 2 a m (before and after the activation function), 4 a m with a gate
 
-With a shared prefix and several samples, or in a model of few layers, the prompt's tokens count once, without
-mask, and in the last layer only for their keys and values; these count once for the responses that share a
-row, else once a response; without gradient only one layer at a time repeats them (`rlhf.forward`). The head
-holds tiles of logits (`rlhf.logprobs`), and its weight's gradient. With gradient checkpointing a layer keeps
-its input, and the prompt's keys and values, and one layer at a time is whole.
+If prompts are encoded in a separate pass (`rlhf.models.sharing_rules`), their tokens count once and without a
+mask, and in the last layer only their keys and values count. Keys and values count once per row of responses
+that share them, otherwise once per response. Without gradients only one layer at a time repeats them
+(`rlhf.models.shared_prefix`). The output head needs tiles of logits (`rlhf.models.logprobs`) and the gradient
+of its weight. With gradient checkpointing, every layer keeps its input and the prompts' keys and values, and
+one layer at a time keeps everything.
 
-`tests/unit/test_activations.py` compares with what the engine allocates.
+tests/memory/test_activations.py compares these formulas with what torch allocates.
 """
 
 from __future__ import annotations
@@ -32,59 +33,59 @@ from rlhf.models import sharing_rules as sharing
 if TYPE_CHECKING:
     from rlhf.memory.model_size import ModelSize
 
-TILE_BYTES = {"cpu": 2**21, "cuda": 2**29}  # of logits at once, as in rlhf.logprobs
-PROMPT_TOKENS = {"cpu": 2**12, "cuda": 2**14}  # encoded at once, as in rlhf.generators.decoding
-CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities at once, as in rlhf.generators.sampling
+TILE_BYTES = {"cpu": 2**21, "cuda": 2**29}  # of a tile of logits, as in rlhf.models.logprobs
+PROMPT_TOKENS = {"cpu": 2**12, "cuda": 2**14}  # encoded in parallel, as in rlhf.generators.hf.decoding
+CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities in a chunk, as in rlhf.generators.hf.sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Bytes a number: of the residual stream, of what products read, of cached keys and values on average."""
+    """Bytes per number of a forward pass."""
 
-    residual: int
-    product: int
-    cache: int  # under autocast keys are float32, which rotary positions make of them, and values are not
+    residual: int  # residual stream
+    product: int  # operands of matrix products
+    cache: int  # cached keys and values, on average: under autocast rotary positions make keys float32
 
 
 FLOAT32 = Precision(residual=4, product=4, cache=4)
 AUTOCAST = Precision(residual=4, product=2, cache=3)  # bfloat16 products over float32 weights
-BFLOAT16 = Precision(residual=2, product=2, cache=2)  # a model in bfloat16
+BFLOAT16 = Precision(residual=2, product=2, cache=2)  # bfloat16 weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The tokens of one forward, all sequences as long as the longest may be.
-
-    `apart`: a prompt is encoded in a pass of its own (`model.shared_prefix`), and responses run against its
-    keys and values.
-    """
+    """The tokens of one forward pass; every sequence has the maximum length."""
 
     prompts: int
-    samples: int
-    prompt: int  # tokens
-    response: int  # tokens
-    apart: bool = True
+    samples: int  # per prompt
+    prompt: int  # tokens of a prompt
+    response: int  # tokens of a response
+    apart: bool = True  # prompts have a separate pass; responses use its keys and values
 
     @property
     def sequences(self) -> int:
-        """Responses."""
+        """The number of sequences: prompts times samples."""
         return self.prompts * self.samples
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """The number of tokens of a sequence."""
         return self.prompt + self.response
 
     def a_row(self, eager: bool) -> int:
-        """Responses in a row of a forward."""
+        """Return the number of responses in a row of a forward pass."""
         return 1 if eager else sharing.in_forward(self.samples, self.prompt - 1, self.response)
 
     def decoded_a_row(self, eager: bool) -> int:
-        """Responses in a row of the batch while they are sampled."""
+        """Return the number of responses in a row of the batch while they are sampled."""
         return 1 if eager else sharing.in_decoding(self.samples, self.prompt, self.response)
 
     def passes(self, eager: bool) -> Iterator[tuple[int, int, int]]:
-        """Rows, tokens that are encoded in a row, tokens that they attend to: one or two passes."""
+        """Yield the passes of a forward: one, or two if prompts have a separate pass.
+
+        Yields:
+            The number of rows, of tokens encoded per row, and of tokens that they attend to per row.
+        """
         if self.apart:
             group = self.a_row(eager)
             yield self.prompts, self.prompt, self.prompt
@@ -102,7 +103,16 @@ def training(
     device: str = "cpu",
     checkpointing: bool = False,
 ) -> float:
-    """What a forward with its backward holds beside weights and gradients."""
+    """Return the peak bytes of a forward and backward pass, besides weights and gradients.
+
+    Args:
+        size: the trained model.
+        tokens: the tokens of a micro-batch.
+        precision: bytes per number.
+        eager: whether attention computes and keeps a matrix of probabilities.
+        device: "cpu" or "cuda".
+        checkpointing: whether blocks store only their inputs and are recomputed in the backward pass.
+    """
     encoded = sum(rows * queries for rows, queries, _ in tokens.passes(eager))
     layer = [kept_pass(size, tokens, precision, eager, *each) for each in tokens.passes(eager)]
     prompts = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.apart else 0
@@ -113,11 +123,11 @@ def training(
     normed = encoded - (tokens.prompts * tokens.prompt if tokens.apart else 0)  # after the last layer
     kept += mask_bytes(tokens, precision, eager)
     ends = (encoded + normed + 3 * tokens.sequences * tokens.response) * size.hidden * precision.residual
-    repeated = size.kv_heads < size.heads or precision.product < precision.cache
+    copied = size.kv_heads < size.heads or precision.product < precision.cache
     on_top = max(
-        prompts if repeated else 0,  # else what is cached is what autograd keeps
+        prompts if copied else 0,  # otherwise the cache is the tensors that autograd keeps
         head_bytes(size, tokens, precision, device, backward=True),
-        encoded * size.intermediate * precision.product,  # the first gradients
+        encoded * size.intermediate * precision.product,  # the first gradients of the backward pass
     )
     return kept + ends + on_top + autocast_copies(size, precision)
 
@@ -125,13 +135,24 @@ def training(
 def kept_pass(
     size: ModelSize, tokens: Tokens, precision: Precision, eager: bool, rows: int, queries: int, keys: int
 ) -> float:
-    """What autograd keeps of one pass through one layer."""
+    """Return the bytes that autograd keeps of one pass through one layer.
+
+    Args:
+        size: the model.
+        tokens: the tokens of the forward.
+        precision: bytes per number.
+        eager: whether attention keeps its probabilities.
+        rows: rows of the pass.
+        queries: tokens encoded per row.
+        keys: tokens attended to per row.
+    """
     r, a, h = precision.residual, precision.product, size.hidden
     norms = 2 * (2 * r + a) * h if size.rms else ((1 if size.parallel else 2) * r + 2 * a) * h
     mlp = (4 if size.gated else 2) * a * size.intermediate
     token = norms + mlp + 2 * a * size.query_width
     if size.fused and not tokens.apart:
-        token += 2 * a * size.query_width  # the values are a view of the product that made all three
+        # The values are a view of the product of queries, keys and values, which is kept as a whole.
+        token += 2 * a * size.query_width
     kept = rows * queries * token + rows * keys * 2 * a * size.query_width
     if eager:
         return kept + rows * queries * keys * size.heads * (4 + (a if a < 4 else 0))
@@ -139,7 +160,7 @@ def kept_pass(
 
 
 def mask_bytes(tokens: Tokens, precision: Precision, eager: bool) -> float:
-    """The mask of responses that run against their prompts' keys, which all layers share."""
+    """Return the bytes of the mask of responses behind separately encoded prompts; all layers share it."""
     if not tokens.apart or eager:
         return 0
     rows, queries, keys = list(tokens.passes(eager))[-1]
@@ -154,12 +175,12 @@ def inference(
     eager: bool = False,
     device: str = "cpu",
 ) -> float:
-    """What a forward without gradient holds beside the weights."""
-    held = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.apart else 0
+    """Return the peak bytes of a forward pass without gradients, besides the weights; see `training`."""
+    cache = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.apart else 0
     largest = 0.0
     for rows, queries, keys in tokens.passes(eager):
-        again = 2 * size.kv_width * rows * keys * precision.cache if keys > queries else 0
-        largest = max(largest, held + again + one_layer(size, rows, queries, keys, precision, eager))
+        copy = 2 * size.kv_width * rows * keys * precision.cache if keys > queries else 0
+        largest = max(largest, cache + copy + one_layer(size, rows, queries, keys, precision, eager))
     states = 2 * tokens.sequences * tokens.response * size.hidden * precision.residual
     head = head_bytes(size, tokens, precision, device, backward=False)
     return max(largest, states + head) + autocast_copies(size, precision)
@@ -173,27 +194,39 @@ def sampling(
     eager: bool = False,
     device: str = "cpu",
 ) -> float:
-    """What sampling all of `tokens` at once holds beside the weights (`rlhf.generators.sampling`)."""
+    """Return the peak bytes of sampling all `tokens` in parallel, besides the weights; see `training`.
+
+    The formula follows `rlhf.generators.hf.sampling`.
+    """
     rows = tokens.sequences // tokens.decoded_a_row(eager)
     cached = replace(precision, cache=precision.product)
-    held = cache_bytes(size, rows * tokens.prompt + tokens.sequences * tokens.response, cached)
-    at_once = min(tokens.prompts, max(1, PROMPT_TOKENS[device] // tokens.prompt))
-    prefill = one_layer(size, at_once, tokens.prompt, tokens.prompt, precision, eager)
+    cache = cache_bytes(size, rows * tokens.prompt + tokens.sequences * tokens.response, cached)
+    prompts = min(tokens.prompts, max(1, PROMPT_TOKENS[device] // tokens.prompt))
+    prefill = one_layer(size, prompts, tokens.prompt, tokens.prompt, precision, eager)
     logits = tokens.sequences * size.vocabulary
     chunk = min(logits, max(CHOICE_CHUNK[device], size.vocabulary))
     choice = 4 * (logits + tokens.prompts * size.vocabulary + 2 * chunk)
-    # A CUDA graph has memory of its own, which does not take over what is free of the rest.
+    # A CUDA graph has a memory pool of its own: it cannot reuse the memory that the prefill has freed.
     most = prefill + choice if device == "cuda" else max(prefill, choice)
-    return held + most + autocast_copies(size, precision)
+    return cache + most + autocast_copies(size, precision)
 
 
 def one_layer(
     size: ModelSize, rows: int, queries: int, keys: int, precision: Precision, eager: bool
 ) -> float:
-    """The most that a layer holds at a time when nothing is kept: its MLP, or its attention."""
+    """Return the peak bytes of one layer without gradients: of its MLP or its attention.
+
+    Args:
+        size: the model.
+        rows: rows of the pass.
+        queries: tokens encoded per row.
+        keys: tokens attended to per row.
+        precision: bytes per number.
+        eager: whether attention computes a matrix of probabilities.
+    """
     r, a, h = precision.residual, precision.product, size.hidden
     mlp = rows * queries * (2 * r * h + a * h + (3 if size.gated else 2) * a * size.intermediate)
-    cast = r if a < r and size.kv_heads < size.heads else 0  # keys are repeated before they are cast
+    cast = r if a < r and size.kv_heads < size.heads else 0  # keys are repeated in r bytes, then cast
     attended = (2 * a + cast) * size.query_width * rows * keys
     pairs = rows * queries * keys * (2 * 4 * size.heads if eager else 1 + a)
     attention = rows * queries * (r * h + a * h + 3 * a * size.query_width) + attended + pairs
@@ -201,14 +234,14 @@ def one_layer(
 
 
 def cache_bytes(size: ModelSize, tokens: int, precision: Precision) -> float:
-    """Keys and values of so many tokens, in all layers."""
+    """Return the bytes of the keys and values of `tokens` tokens in all layers."""
     return size.layers * 2 * size.kv_width * tokens * precision.cache
 
 
 def head_bytes(size: ModelSize, tokens: Tokens, precision: Precision, device: str, backward: bool) -> float:
-    """The log-probs of the responses: two tiles of float32 logits, and the gradient of the weight.
+    """Return the bytes of the output head: two tiles of float32 logits, and the gradient of its weight.
 
-    In bfloat16 there are copies of a tile of logits, and of the weight's, in that type too.
+    With 16-bit products there is a 16-bit copy of a tile as well.
     """
     weight = size.vocabulary * size.hidden
     logits = tokens.sequences * tokens.response * size.vocabulary * 4
@@ -218,7 +251,7 @@ def head_bytes(size: ModelSize, tokens: Tokens, precision: Precision, device: st
 
 
 def autocast_copies(size: ModelSize, precision: Precision) -> float:
-    """The weights of the layers in the type of the products, which autocast keeps while it is on."""
+    """Return the bytes of the copies of the layers' weights in the product dtype, which autocast caches."""
     if precision.product == precision.residual:
         return 0
     return precision.product * max(0, size.parameters - 2 * size.vocabulary * size.hidden)

@@ -1,4 +1,4 @@
-"""Messages of the memory plan: tables, warnings, errors with a remedy."""
+"""Messages of the memory plan: rows of the summary, warnings, errors with a remedy."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ if TYPE_CHECKING:
 
 
 def rows(cfg: Config) -> Iterator[tuple[str, str]]:
-    """The plan in short, a row for each device: name and value."""
+    """Yield the memory plan for the summary of a run: name and value for each device."""
     made = plan(cfg)
     if made.unknown:
-        yield "memory (estimate)", not_known(made.unknown)
+        yield "memory (estimate)", unknown_models(made.unknown)
     for use in made.uses:
         total = "" if use.total is None else f" of {gib(use.total)}"
         yield f"memory ({use.device})", f"about {gib(use.bytes)}{total}: {in_short(use)}"
 
 
 def in_short(use: Use, count: int = 4) -> str:
-    """The largest things in a use."""
-    named: dict[str, float] = {}
+    """Return the largest items of a device as text: permanent parts by model, and the largest phase."""
+    sizes: dict[str, float] = {}
     for part in use.parts:
         role = part.name.partition(":")[0]
-        named[role] = named.get(role, 0) + part.bytes
+        sizes[role] = sizes.get(role, 0) + part.bytes
     if use.largest.bytes:
-        named[use.largest.name] = use.largest.bytes
-    largest = sorted(named.items(), key=lambda item: -item[1])
-    told = [f"{name} {gib(amount)}" for name, amount in largest[:count]]
-    return ", ".join(told) + (", ..." if len(largest) > count else "")
+        sizes[use.largest.name] = use.largest.bytes
+    largest = sorted(sizes.items(), key=lambda item: -item[1])
+    texts = [f"{name} {gib(amount)}" for name, amount in largest[:count]]
+    return ", ".join(texts) + (", ..." if len(largest) > count else "")
 
 
-def not_known(unknown: dict[str, str]) -> str:
-    """What is said where models are not here yet."""
-    return "not known before these are downloaded: " + ", ".join(f"{k}={v}" for k, v in unknown.items())
+def unknown_models(unknown: dict[str, str]) -> str:
+    """Return the text for a plan with models that are not on this machine."""
+    return "unknown until these models are downloaded: " + ", ".join(f"{k}={v}" for k, v in unknown.items())
 
 
 def problems(cfg: Config) -> list[str]:
-    """One sentence for each device that has clearly too little memory for the run `cfg`."""
+    """Return an error for each device that certainly has too little memory for the run `cfg`."""
     return [too_little(cfg, use) for use in plan(cfg).uses if not use.fits]
 
 
 def warnings(cfg: Config) -> list[str]:
-    """One sentence for each device that may have too little."""
+    """Return a warning for each device that may have too little memory for the run `cfg`."""
     return [
         f"the run may need about {gib(use.bytes)} of the {gib(use.total)} of {use.device} "
-        f"({in_short(use)}); python -m rlhf.plan with the same words tells what for"
+        f"({in_short(use)}); python -m rlhf.plan with the same arguments lists all parts"
         for use in plan(cfg).uses
         if use.fits and use.total is not None and use.bytes > NEARLY * use.total
     ]
 
 
-ADJUSTABLE = {  # by phase: what makes it smaller
+ADJUSTABLE = {  # phase -> section and name of the key that makes the phase smaller
     "training": ("backend", "micro_batch"),
     "log-probs and scores": ("backend", "micro_batch"),
     "sampling": ("generator", "batch_size"),
@@ -68,7 +68,7 @@ ADJUSTABLE = {  # by phase: what makes it smaller
 
 
 def too_little(cfg: Config, use: Use) -> str:
-    """The error for a device with too little memory: key, rule, reason, value, remedy."""
+    """Return the error for a device with too little memory: key, rule, reason, value, remedy."""
     assert use.total is not None
     section, name = ADJUSTABLE.get(use.largest.name, ("", ""))
     if section == "generator" and not cfg.generator.samples:
@@ -83,15 +83,25 @@ def too_little(cfg: Config, use: Use) -> str:
         remedy = "set model.hidden_size=128"
     else:
         key, got = first.key, first.name
-        remedy = ", or ".join([f"set {key} to a smaller model", *(f"set {word}" for word in others(cfg))])
+        alternatives = [f"set {override}" for override in smaller_settings(cfg)]
+        remedy = ", or ".join([f"set {key} to a smaller model", *alternatives])
     return (
-        f"{key} must leave the run within the {gib(use.total)} of {use.device} (it is estimated to need "
+        f"{key} must be small enough for the {gib(use.total)} of {use.device} (the run is estimated to need "
         f"{gib(use.bytes)}: {in_short(use)}), got {got}; {remedy}"
     )
 
 
 def smaller(cfg: Config, device: str, section: str, name: str) -> int | None:
-    """The largest smaller value of a key with which the device has enough; None where there is none."""
+    """Return a smaller value of a key for which the device has enough memory, or None if there is none.
+
+    Values are tried from half the configured value down, always a multiple of `algo.samples_per_prompt`.
+
+    Args:
+        cfg: the config of the run.
+        device: the device that has too little memory.
+        section: the section of the key.
+        name: the name of the key.
+    """
     part = getattr(cfg, section)
     group = cfg.algo.samples_per_prompt
     value = getattr(part, name, 0) // 2 // group * group
@@ -103,18 +113,18 @@ def smaller(cfg: Config, device: str, section: str, name: str) -> int | None:
     return None
 
 
-def others(cfg: Config) -> list[str]:
-    """Other settings that make a run smaller, of those that there are and that it has not."""
-    found = []
+def smaller_settings(cfg: Config) -> list[str]:
+    """Return overrides that reduce the memory of the run and that the run does not have yet."""
+    overrides = []
     if cfg.model.dtype is Dtype.float32:
-        found.append("model.dtype=bfloat16")
+        overrides.append("model.dtype=bfloat16")
     if not cfg.model.gradient_checkpointing:
-        found.append("model.gradient_checkpointing=true")
+        overrides.append("model.gradient_checkpointing=true")
     if not cfg.model.lora.rank:
-        found.append("model.lora.rank=16")
-    found += [
+        overrides.append("model.lora.rank=16")
+    overrides += [
         f"backend={name}"
         for name in ("zero3", "zero3_offload")
         if name in options("backend") and name != cfg.backend.name
     ]
-    return found
+    return overrides

@@ -1,4 +1,4 @@
-"""Memory of the generator and the annotator."""
+"""Memory of generator processes, of weights in transfer to them, and of the annotator process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
 
 def generators(cfg: Config, local: int) -> int:
-    """How many times a host with `local` ranks has the generator, all its replicas."""
+    """Return the number of generators on a host with `local` ranks; each has all its replicas."""
     return local if isinstance(cfg.generator, WorkerConfig) and cfg.generator.per_rank else 1
 
 
 def on_gpu_store(generator: GeneratorConfig) -> bool:
-    """Whether versions in transfer lie on the trainer's GPU: as `rlhf.generators.vllm.route` has it there."""
+    """Return whether weights in transfer are stored on the trainer's GPU.
+
+    Follows `rlhf.generators.vllm.generator.route`, for a trainer and a vLLM on GPUs.
+    """
     if not isinstance(generator, VLLMConfig) or generator.transfer is Transfer.shared_memory:
         return False
     shares = generator.shares_gpu and generator.tensor_parallel_size > 1
@@ -32,27 +35,36 @@ def on_gpu_store(generator: GeneratorConfig) -> bool:
 
 
 def generator_parts(cfg: Config, trainer: Trainer, ram: int) -> Iterator[Part]:
-    """A generator's own process and what is shared with it, all in RAM."""
+    """Yield the parts of the generator processes, of weights in transfer and of the annotator, all in RAM."""
     generator = cfg.generator
     if not cfg.has_worker:
         return
     yield shared_weights(cfg, trainer)
-    held = [Part("generator's process", PROCESS, "Python, torch, libraries")]
+    parts = [Part("generator's process", PROCESS, "Python, torch, libraries")]
     if isinstance(generator, VLLMConfig):
         share = generator.memory or generator.in_ram
-        held.append(Part("vLLM: weights", vllm_weights(generator, trainer), precision_of(generator, cfg)))
-        held.append(Part("vLLM: keys and values", share * ram, f"{share:g} of RAM (generator.memory)"))
+        parts.append(Part("vLLM: weights", vllm_weights(generator, trainer), precision_of(generator, cfg)))
+        parts.append(Part("vLLM: keys and values", share * ram, f"{share:g} of RAM (generator.memory)"))
     else:
-        held += hf_process(cfg, trainer)
-    for part in held:
+        parts += hf_process(cfg, trainer)
+    for part in parts:
         yield times(part, replicas(cfg))
-    if isinstance(generator, WorkerConfig) and generator.annotates(cfg.schedule.max_lag, trainer.ranks, on_gpu=False):
+    if annotates(cfg, trainer.ranks, on_gpu=False):
         yield from annotator_parts(trainer)
 
 
+def annotates(cfg: Config, ranks: int, on_gpu: bool) -> bool:
+    """Return whether the run has an annotator process."""
+    generator = cfg.generator
+    return isinstance(generator, WorkerConfig) and generator.annotates(
+        cfg.schedule.max_lag, ranks, on_gpu=on_gpu
+    )
+
+
 def annotator_parts(trainer: Trainer) -> Iterator[Part]:
-    """A process that scores ahead, with models of its own: a whole reference also where the trainer's is
-    the policy without its adapters.
+    """Yield the parts of the annotator process, which loads a reference and a reward model of its own.
+
+    Its reference is a whole model, also if the reference of the trainer is the policy without its adapters.
     """
     yield Part("annotator's process", PROCESS, "Python, torch, libraries")
     loaded = {model.role: model for model in trainer.models}
@@ -60,13 +72,13 @@ def annotator_parts(trainer: Trainer) -> Iterator[Part]:
         loaded.setdefault("reference", replace(trainer.models[0], trained=False, adapters=None))
     for role, model in loaded.items():
         if role in ("reference", "reward model"):
-            count, held_as = trainer.weights(model)
-            held = count * held_as.weights
-            yield Part(f"annotator: {role}", held, parameters(count, held))
+            count, footprint = trainer.weights(model)
+            size = count * footprint.weights
+            yield Part(f"annotator: {role}", size, parameters(count, size))
 
 
 def replicas(cfg: Config) -> int:
-    """How many processes the generator has."""
+    """Return the number of processes of one generator; 0 without a process of its own."""
     generator = cfg.generator
     if not cfg.has_worker:
         return 0
@@ -74,42 +86,46 @@ def replicas(cfg: Config) -> int:
 
 
 def hf_process(cfg: Config, trainer: Trainer) -> Iterator[Part]:
-    """A copy of the policy, and its decoding, on the trainer's device."""
+    """Yield the parts of a process of `generator=hf`: a float32 copy of the policy, and decoding."""
     assert isinstance(cfg.generator, HFConfig)
     count = trainer.policy.parameters
     yield Part("generator: weights", 4 * count, parameters(count, 4 * count))
-    held = trainer.sampling(cfg.generator.batch_size, trainer.precision(True))
-    yield replace(held, name="generator: keys, values, choice")
+    sampling = trainer.sampling(cfg.generator.batch_size, trainer.precision(True))
+    yield replace(sampling, name="generator: keys, values, choice")
 
 
 def shared_weights(cfg: Config, trainer: Trainer) -> Part:
-    """Versions of the weights: the one confirmed last, and those that wait."""
+    """Return the part of the weights in transfer: the last confirmed version and the versions after it.
+
+    They are on the trainer's GPU if `on_gpu_store`, otherwise in shared memory.
+    """
     generator = cfg.generator
     versions = max(2, replicas(cfg) + cfg.schedule.max_lag)
     if isinstance(generator, VLLMConfig) and on_gpu_store(generator):
-        held = versions * vllm_weights(generator, trainer)
-        said = f"{versions} versions in {precision_of(generator, cfg)}, on the trainer's GPU"
-        return Part("weights in transfer", held, said)
-    held = versions * 4 * trainer.policy.parameters
-    return Part("weights in transfer", held, f"{versions} versions in float32, in shared memory")
+        size = versions * vllm_weights(generator, trainer)
+        made_of = f"{versions} versions in {precision_of(generator, cfg)}, on the trainer's GPU"
+        return Part("weights in transfer", size, made_of)
+    size = versions * 4 * trainer.policy.parameters
+    return Part("weights in transfer", size, f"{versions} versions in float32, in shared memory")
 
 
 def vllm_weights(generator: VLLMConfig, trainer: Trainer) -> float:
-    """The weights of one vLLM, on all its GPUs together."""
+    """Return the bytes of the weights of one vLLM, summed over its GPUs."""
     low = precision_of(generator, trainer.cfg) != "float32"
     return (2 if low else 4) * trainer.policy.parameters
 
 
 def precision_of(generator: VLLMConfig, cfg: Config) -> str:
-    """What vLLM computes in."""
+    """Return the name of the dtype in which vLLM computes."""
     return str((generator.dtype or cfg.model.dtype).value)
 
 
 def vllm_on_gpu(generator: VLLMConfig, trainer: Trainer) -> Iterator[Part]:
-    """The least that vLLM needs of its share of a GPU; it takes all of that for keys and values."""
+    """Yield the minimum that vLLM needs on a GPU: its weights, and the keys and values of one sequence."""
     weights = vllm_weights(generator, trainer) / generator.tensor_parallel_size
     yield Part("vLLM: weights", weights, precision_of(generator, trainer.cfg))
     precision = FLOAT32 if precision_of(generator, trainer.cfg) == "float32" else BFLOAT16
     tokens = replace(trainer.tokens(1, 1), prompts=1)
-    held = activations.cache_bytes(trainer.policy, tokens.length, precision)
-    yield Part("vLLM: keys and values", held, f"{in_words(tokens)}; it uses the rest for more")
+    cache = activations.cache_bytes(trainer.policy, tokens.length, precision)
+    made_of = f"{in_words(tokens)}; vLLM uses the rest of its share for more"
+    yield Part("vLLM: keys and values", cache, made_of)

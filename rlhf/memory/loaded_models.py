@@ -1,4 +1,4 @@
-"""The models that a run loads, and their sizes."""
+"""The models that the trainer process of a run loads, and their sizes."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model of the trainer's process. `key`: where the config names it; `size`: None where not known."""
+    """A model in the trainer process."""
 
-    role: str
-    key: str
-    name: str | None  # hub name or folder; None: made on the way
-    size: ModelSize | None
+    role: str  # for the table: "policy", "reference", ...
+    key: str  # config key that names the model
+    name: str | None  # hub name or folder; None: made as a prerequisite
+    size: ModelSize | None  # None: unknown
     trained: bool = False
-    batch_size: int = 0  # sequences a forward without gradient
-    adapters: int | None = None  # parameters of these, which are then trained alone
+    batch_size: int = 0  # sequences per forward pass without gradients
+    adapters: int | None = None  # parameters of the adapters; None: all weights are trained
 
     @property
     def counted(self) -> ModelSize:
-        """The size; a plan is made only where all are known."""
+        """The size of the model, which is known: a plan with an unknown model has no parts."""
         assert self.size is not None
         return self.size
 
     @property
     def trainable(self) -> int:
-        """Parameters that have gradients and optimizer states."""
+        """The number of parameters that have gradients and optimizer states."""
         if not self.trained:
             return 0
         return self.counted.parameters if self.adapters is None else self.adapters
 
 
 def models(cfg: Config) -> Iterator[Model]:
-    """The models that the trainer's process of `cfg` loads, those that are trained first."""
+    """Yield the models that the trainer process of the run `cfg` loads, trained models first."""
     model, algo, batch = cfg.model, cfg.algo, cfg.backend.micro_batch
     start = cfg.start
     policy = size_of(cfg, start)
@@ -72,9 +72,9 @@ def models(cfg: Config) -> Iterator[Model]:
 
 
 def adapted(cfg: Config, model: Model) -> Model:
-    """A model that is trained, with the adapters that the config wants; `modules_to_save` are not counted.
+    """Return a trained model with the adapters that the config sets; `modules_to_save` are not counted.
 
-    A head of one number is trained whole.
+    A head with one output is trained whole.
     """
     lora = cfg.model.lora
     if not lora.rank or model.size is None:
@@ -84,7 +84,12 @@ def adapted(cfg: Config, model: Model) -> Model:
 
 
 def size_of(cfg: Config, name: str | None) -> ModelSize | None:
-    """The size of the model `name`, or of the one that embedded tasks make; None where it is not known."""
+    """Return the size of a model, or None if it is unknown.
+
+    Args:
+        cfg: the config of the run.
+        name: hub name or folder; None: the model that an embedded task makes.
+    """
     if name is not None:
         return named_size(name)
     if isinstance(cfg.model, NanoConfig) and isinstance(cfg.task, EmbeddedTaskConfig):
@@ -93,5 +98,5 @@ def size_of(cfg: Config, name: str | None) -> ModelSize | None:
 
 
 def made_size(model: NanoConfig, task: EmbeddedTaskConfig) -> ModelSize:
-    """The size of the embedded model with the vocabulary of an embedded task."""
+    """Return the size of the embedded model with the vocabulary of an embedded task."""
     return nano_size(model, task.vocabulary_size)

@@ -1,8 +1,8 @@
-"""How large a model is, before torch is imported: from its config.json, the headers of its safetensors files,
-or the section of an embedded model.
+"""The size of a model, from its config.json, the headers of its safetensors files, or its config section.
 
-Parameters are counted exactly where weights are on this machine (a safetensors file opens with the shapes of
-its tensors), else by the formula of a decoder, exact for GPT-NeoX (Pythia), Llama, Mistral and Qwen2.
+If the weights are on this machine, parameters are counted exactly: the header of a safetensors file lists the
+shapes of its tensors. Otherwise they are computed by the formula of a decoder, which is exact for GPT-NeoX
+(Pythia), Llama, Mistral and Qwen2. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from rlhf.models.folders import is_local, read_config
 if TYPE_CHECKING:
     from rlhf.config.model import NanoConfig
 
-LARGEST_HEADER = 10**8  # bytes, the format's own limit
-HEADS = ("lm_head.", "embed_out.", "score.")  # what tensors of an output head are called
-BUFFERS = re.compile(
-    r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$"
-)  # old checkpoints hold what is computed
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-NAMES = {  # as configs spell it, the usual name first
+LARGEST_HEADER = 10**8  # bytes; the limit of the safetensors format
+HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
+BUFFERS = re.compile(r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$")  # buffers in old checkpoints
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of a mixture of experts
+NAMES = {  # size -> its keys in config.json, the most common key first
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "heads": ("num_attention_heads", "n_head", "num_heads"),
@@ -35,50 +33,54 @@ NAMES = {  # as configs spell it, the usual name first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """The sizes of a decoder that its memory depends on."""
+    """The sizes of a decoder that determine its memory."""
 
     backbone: int  # parameters without the output head
-    head: int  # parameters of the head; 0 where it is the input embeddings
+    head: int  # parameters of the output head; 0 if it is tied to the input embeddings
     hidden: int
     layers: int
-    heads: int  # of queries
-    kv_heads: int  # of keys and values
+    heads: int  # query heads
+    kv_heads: int  # key and value heads
     head_size: int
     intermediate: int  # width inside the MLP
-    vocabulary: int  # outputs of the head: 1 of a reward model
-    gated: bool = False  # the MLP has a gate (Llama); else two products (GPT-NeoX)
-    rms: bool = False  # norms are RMS norms, written out; else layer norms, one kernel
+    vocabulary: int  # outputs of the head; 1 for a reward model
+    gated: bool = False  # the MLP has a gate, so three products (Llama); otherwise two (GPT-NeoX)
+    rms: bool = False  # RMS norms, which run as separate operations; otherwise layer norms, one kernel
     parallel: bool = False  # attention and MLP read the same state
-    fused: bool = False  # one product makes queries, keys and values
+    fused: bool = False  # one product computes queries, keys and values
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """The number of parameters, output head included."""
         return self.backbone + self.head
 
     @property
     def query_width(self) -> int:
-        """Numbers of one token's queries."""
+        """The width of a token's queries, all heads together."""
         return self.heads * self.head_size
 
     @property
     def kv_width(self) -> int:
-        """Numbers of one token's keys; its values have as many."""
+        """The width of a token's keys, all heads together, and also of its values."""
         return self.kv_heads * self.head_size
 
     def scoring(self) -> ModelSize:
-        """The same backbone with a head of one number: a reward or value model."""
+        """Return the size of a reward or value model: the same backbone, a head with one output."""
         return replace(self, head=self.hidden, vocabulary=1)
 
 
 def named_size(name: str) -> ModelSize | None:
-    """The size of the model `name`, a folder or a hub name; None where it is not here, or cannot be told."""
+    """Return the size of the model `name`, a folder or a hub name.
+
+    Returns:
+        None if the model is not on this machine, or its config.json lacks sizes.
+    """
     folder = Path(name).expanduser() if is_local(name) else cached_folder(name)
     return None if folder is None else folder_size(folder)
 
 
 def cached_folder(name: str) -> Path | None:
-    """Where the hub's cache on this machine keeps the model `name`; None where it was not downloaded."""
+    """Return the folder of the model `name` in the hub's cache; None if it was not downloaded."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(name, "config.json")
@@ -86,9 +88,13 @@ def cached_folder(name: str) -> Path | None:
 
 
 def adapter_parameters(size: ModelSize, rank: int, targets: list[str] | None) -> int:
-    """Parameters of low-rank adapters beside the linear layers `targets`; None: all below the head.
+    """Return the number of parameters of low-rank adapters.
 
-    Layers are named by the last part of their names; one that GPT-NeoX or Llama has not counts for nothing.
+    Args:
+        size: the adapted model.
+        rank: rank of the adapters.
+        targets: the adapted linear layers, by the last part of their names; None: all below the head. Layers
+            that neither GPT-NeoX nor Llama has are not counted.
     """
     h, q, kv, inner = size.hidden, size.query_width, size.kv_width, size.intermediate
     if size.gated:
@@ -106,7 +112,11 @@ def adapter_parameters(size: ModelSize, rank: int, targets: list[str] | None) ->
 
 
 def folder_size(folder: Path) -> ModelSize | None:
-    """The size of the model in `folder`: exact from its weights' headers, else by its config."""
+    """Return the size of the model in `folder`, from the headers of its weights, otherwise from config.json.
+
+    Returns:
+        None if config.json lacks sizes, or describes a mixture of experts whose weights are missing.
+    """
     size = config_size(read_config(str(folder)) or {})
     shapes = weight_shapes(folder)
     if size is None or shapes is None:
@@ -117,7 +127,11 @@ def folder_size(folder: Path) -> ModelSize | None:
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """Shapes of the weights in `folder` by name, read from file headers; None where there are none whole."""
+    """Return the shapes of the weights in `folder` by name, from the headers of the files.
+
+    Returns:
+        None if there are no safetensors files, or one of them is missing or damaged.
+    """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
         if whole.is_file():
@@ -126,19 +140,21 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
             files = {folder / name for name in json.loads(index.read_bytes())["weight_map"].values()}
         else:
             files = set(folder.glob("*.safetensors"))
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
-            found |= header_shapes(file)
+            shapes |= header_shapes(file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # weights that cannot be read are refused where they are loaded
-    return found or None
+        return None  # loading the model reports damaged weights
+    return shapes or None
 
 
 def header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a safetensors file by name: 8 bytes of length, then JSON.
+    """Return the shapes of the tensors in a safetensors file by name.
+
+    The file starts with the length of its header in 8 bytes, and the header in JSON.
 
     Raises:
-        ValueError: it is not such a file.
+        ValueError: the file is not a safetensors file.
     """
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -149,14 +165,14 @@ def header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def config_size(config: dict[str, Any]) -> ModelSize | None:
-    """The size of a model with this config.json; None where it lacks what is needed.
+    """Return the size of a model from the content of its config.json; None if the config lacks a size.
 
-    The backbone of a mixture of experts is given as 0 parameters: only its weights tell how many there are.
+    The backbone of a mixture of experts gets 0 parameters: only its weights show the real number.
     """
     nested = config.get("text_config")
     config = {**config, **(nested if isinstance(nested, dict) else {})}
-    found = {key: first_number(config, names) for key, names in NAMES.items()}
-    hidden, layers, heads = (found[key] for key in ("hidden", "layers", "heads"))
+    sizes = {key: first_number(config, names) for key, names in NAMES.items()}
+    hidden, layers, heads = (sizes[key] for key in ("hidden", "layers", "heads"))
     vocabulary = first_number(config, ("vocab_size",))
     if hidden is None or layers is None or heads is None or vocabulary is None:
         return None
@@ -164,7 +180,7 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
     gated = "num_key_value_heads" in config and kind not in ("phi", "falcon", "gpt_bigcode", "starcoder2")
     kv_heads = first_number(config, ("num_key_value_heads",)) or heads
     head_size = first_number(config, ("head_dim",)) or hidden // heads
-    intermediate = found["intermediate"] or 4 * hidden
+    intermediate = sizes["intermediate"] or 4 * hidden
     size = ModelSize(
         backbone=0,
         head=0,
@@ -181,7 +197,7 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
         fused=kind == "gpt_neox",
     )
     scores = any("SequenceClassification" in str(name) for name in config.get("architectures") or ())
-    tied = config.get("tie_word_embeddings", True) is True  # what configs leave out was true
+    tied = config.get("tie_word_embeddings", True) is True  # true if the key is missing
     if any(first_number(config, (name,)) for name in EXPERTS):
         return size.scoring() if scores else size
     backbone = llama_parameters(size, config) if gated else neox_parameters(size, config)
@@ -191,7 +207,7 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
 
 
 def llama_parameters(size: ModelSize, config: dict[str, Any]) -> int:
-    """Parameters of a gated decoder without its head: three products in the MLP, RMS norms."""
+    """Return the parameters, without the head, of a decoder with a gated MLP and RMS norms."""
     h, q, kv = size.hidden, size.query_width, size.kv_width
     kind = config.get("model_type")
     attention = h * (q + 2 * kv) + q * h
@@ -204,8 +220,9 @@ def llama_parameters(size: ModelSize, config: dict[str, Any]) -> int:
 
 
 def neox_parameters(size: ModelSize, config: dict[str, Any]) -> int:
-    """Parameters of a decoder with two products in the MLP and layer norms, without its head: GPT-NeoX, and
-    with learned positions GPT-2.
+    """Return the parameters, without the head, of a decoder with an ungated MLP and layer norms.
+
+    The formula is that of GPT-NeoX and, with learned positions, of GPT-2.
     """
     h, q, kv, inner = size.hidden, size.query_width, size.kv_width, size.intermediate
     attention = h * (q + 2 * kv) + q * h
@@ -217,7 +234,7 @@ def neox_parameters(size: ModelSize, config: dict[str, Any]) -> int:
 
 
 def nano_size(nano: NanoConfig, vocabulary: int) -> ModelSize:
-    """The size of the embedded model that `rlhf.models.new_nano` makes."""
+    """Return the size of the embedded model that `rlhf.models.loading.new_nano` makes."""
     size = config_size(
         {
             "model_type": "gpt_neox",
@@ -234,5 +251,5 @@ def nano_size(nano: NanoConfig, vocabulary: int) -> ModelSize:
 
 
 def first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    """The first of `names` that is a whole number in `config`."""
+    """Return the first value of `config` at a key of `names` that is a whole number, or None."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)

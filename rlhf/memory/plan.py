@@ -1,9 +1,10 @@
-"""The memory plan of a run: what each device will need, estimated before anything is loaded, without torch.
+"""The memory plan of a run: the memory that each device needs, estimated before anything is loaded.
 
-A device holds some parts all the time (weights, optimizer states, a generator's process) and others in turn
-(training, sampling, log-probs and scores); what it needs is the first and the largest of the second. Weights,
-gradients and optimizer states are counted; activations are estimated (`rlhf.memory.activations`), for
-sequences as long as the config allows, so that they may well be less.
+A device needs some parts during the whole run (weights, optimizer states, processes) and others in phases,
+one after the other (training, sampling, log-probs and scores). Its peak memory is that of the permanent parts
+and of the largest phase. Weights, gradients and optimizer states are counted exactly. Activations are
+estimated (`rlhf.memory.activations`) for sequences of the maximum length, so the real need is often smaller.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.config.backend import Device
-from rlhf.config.generator import VLLMConfig, WorkerConfig
+from rlhf.config.generator import VLLMConfig
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import this_machine
 from rlhf.memory.generator import (
+    annotates,
     generator_parts,
     generators,
     hf_process,
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 
 
 def plan(cfg: Config, machine: Machine | None = None) -> Plan:
-    """What the run `cfg` needs on `machine`, by default this one."""
-    if cfg.stand_ins:  # so small that nothing is to be planned
+    """Return the memory plan of the run `cfg` on `machine`, by default this machine."""
+    if cfg.stand_ins:  # tiny models, which fit everywhere
         return Plan((), {})
     machine = machine or this_machine()
     loaded = list(models(cfg))
@@ -60,27 +62,35 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
 
 
 def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iterator[Use]:
-    """GPUs of the trainer's ranks, GPUs of a generator that has its own, and RAM."""
+    """Yield the memory needed on the GPUs of vLLM, on the GPUs of the trainer's ranks, and in RAM.
+
+    Args:
+        cfg: the config of the run.
+        trainer: the memory of one rank.
+        machine: the memory of this host.
+        local: the number of ranks on this host.
+    """
     gpus, generator, many = machine.gpus, cfg.generator, generators(cfg, local)
     total = min(gpus[:local], default=None)
-    parts, phases = [Part("CUDA", CONTEXT, "a process"), *trainer.parts()], list(trainer.phases())
+    parts, phases = [Part("CUDA", CONTEXT, "one process"), *trainer.parts()], list(trainer.phases())
     if isinstance(generator, VLLMConfig):
         share = generator.memory or generator.on_gpu
-        theirs = tuple(generator.devices or range(local, local + generator.gpus * many))
+        devices = tuple(generator.devices or range(local, local + generator.gpus * many))
         if generator.shares_gpu:
-            theirs = tuple(range(local))
-            held = f"{share:g} of the GPU (generator.memory), given back in between"
-            phases.append(Phase("sampling", (Part("vLLM", share * (total or 0), held),)))
-        own = min((gpus[i] for i in theirs if i < len(gpus)), default=None)
+            devices = tuple(range(local))
+            made_of = f"{share:g} of the GPU (generator.memory), freed during training"
+            phases.append(Phase("sampling", (Part("vLLM", share * (total or 0), made_of),)))
+        smallest = min((gpus[i] for i in devices if i < len(gpus)), default=None)
         yield Use(
-            f"vLLM's share of GPU {' '.join(map(str, theirs))}",
-            None if own is None else int(share * own),
+            f"vLLM's share of GPU {' '.join(map(str, devices))}",
+            None if smallest is None else int(share * smallest),
             tuple(vllm_on_gpu(generator, trainer)),
         )
     elif cfg.has_worker:
         process = [Part("CUDA", CONTEXT, "the generator's process"), *hf_process(cfg, trainer)]
-        together = -(-replicas(cfg) * many // max(1, len(gpus) - 1))  # on one GPU; rlhf.worker.environment
-        parts += [times(part, together) for part in process]
+        # Processes on one GPU: rlhf.processes.worker.environment gives them the GPUs after the first in turn.
+        per_gpu = -(-replicas(cfg) * many // max(1, len(gpus) - 1))
+        parts += [times(part, per_gpu) for part in process]
     if on_gpu_store(generator):
         parts.append(shared_weights(cfg, trainer))
     names = " ".join(map(str, range(local)))
@@ -92,6 +102,6 @@ def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iter
     if isinstance(generator, VLLMConfig) and generator.shares_gpu:
         asleep = Part("vLLM asleep", vllm_weights(generator, trainer), "its weights while the trainer trains")
         ram.append(times(asleep, many))
-    if isinstance(generator, WorkerConfig) and generator.annotates(cfg.schedule.max_lag, trainer.ranks, on_gpu=True):
+    if annotates(cfg, trainer.ranks, on_gpu=True):
         ram.append(Part("annotator's process", PROCESS, "Python, torch, libraries"))
     yield Use("RAM", machine.ram, kept(ram), (Phase("loading", (times(trainer.loading(), local),)),))

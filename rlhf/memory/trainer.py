@@ -1,4 +1,4 @@
-"""Memory of the trainer, by phase of an update."""
+"""Memory of one rank of the trainer: permanent parts, and the phases of an update."""
 
 from __future__ import annotations
 
@@ -24,31 +24,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """What one rank of the trainer needs on its device, `cpu` or `cuda`."""
+    """The memory that one rank of the trainer needs."""
 
     cfg: Config
-    models: tuple[Model, ...]
+    models: tuple[Model, ...]  # trained models first
     ranks: int
-    device: str
+    device: str  # "cpu" or "cuda"
 
     @property
     def policy(self) -> ModelSize:
-        """The size of what is sampled from, or trained where nothing is."""
+        """The size of the first model: the policy, or the reward model of `algo=reward`."""
         return self.models[0].counted
 
     @property
     def eager(self) -> bool:
-        """Whether attention keeps its probabilities."""
+        """Whether attention computes and keeps a matrix of probabilities."""
         return self.cfg.model.attention == "eager"
 
     def precision(self, trained: bool) -> Precision:
-        """Of a model that is trained, or of a frozen one."""
+        """Return the bytes per number of the forward pass of a trained or of a frozen model."""
         if self.cfg.model.dtype is Dtype.float32:
             return FLOAT32
         return AUTOCAST if trained and not self.cfg.model.lora.rank else BFLOAT16
 
     def tokens(self, sequences: int, samples: int) -> Tokens:
-        """A forward of at most so many sequences (one prompt's at least), as long as the config allows."""
+        """Return the tokens of a forward pass with sequences of the maximum length.
+
+        Args:
+            sequences: the maximum number of sequences; all samples of one prompt are always included.
+            samples: samples per prompt.
+        """
         cfg = self.cfg
         share = -(-cfg.schedule.prompts_per_update // self.ranks)
         prompts = max(1, min(sequences // samples, share))
@@ -62,11 +67,11 @@ class Trainer:
 
     @property
     def gathers(self) -> bool:
-        """Whether weights are divided over ranks, which then go through forwards together."""
+        """Whether weights are sharded or offloaded, so that all ranks run every forward pass together."""
         return self.cfg.backend.footprint().gathered
 
     def prompt_apart(self, prompts: int, samples: int) -> bool:
-        """Whether prompts of full length are encoded in a pass of their own."""
+        """Return whether prompts of the maximum length are encoded in a separate pass."""
         return sharing.prompt_apart(
             samples,
             prompts * self.cfg.task.max_prompt_tokens,
@@ -77,69 +82,76 @@ class Trainer:
         )
 
     def encoded(self, tokens: Tokens) -> Iterator[Tokens]:
-        """`tokens` and, where shorter prompts would not have a pass of their own, the longest of those."""
+        """Yield `tokens` and, on a GPU, the longest prompts that are not encoded in a separate pass.
+
+        Shorter prompts without a separate pass may need more memory than longer prompts with one.
+        """
         yield tokens
         if tokens.apart and self.device == "cuda" and not self.gathers:
             shorter = sharing.spared_from(tokens.samples, self.policy.hidden) / tokens.prompts
             yield replace(tokens, prompt=max(1, int(shorter)), apart=False)
 
     def weights(self, model: Model) -> tuple[int, Footprint]:
-        """How many weights are held as they are, and how: frozen ones in `model.dtype`."""
+        """Return the number of weights without adapters, and their footprint.
+
+        Frozen weights are stored in `model.dtype`.
+        """
         footprint, count = self.cfg.backend.footprint(), model.counted.parameters
         if model.trained and model.adapters is None:
             return count, footprint
         return count, replace(footprint, weights=self.precision(False).residual)
 
     def parts(self) -> Iterator[Part]:
-        """Weights, adapters and optimizer states on the device."""
+        """Yield the permanent parts on the device: weights, adapters, optimizer states."""
         footprint = self.cfg.backend.footprint()
         if self.device == "cpu":
             yield Part("process", PROCESS, "Python, torch, libraries")
         for model in self.models:
-            count, held_as = self.weights(model)
-            held = held_as.on_device("weights", count, self.ranks)
-            yield Part(f"{model.role}: weights", held, parameters(count, held))
+            count, stored = self.weights(model)
+            size = stored.on_device("weights", count, self.ranks)
+            yield Part(f"{model.role}: weights", size, parameters(count, size))
             if model.adapters is not None:
-                held = footprint.on_device("weights", model.adapters, self.ranks)
-                yield Part(f"{model.role}: adapters", held, parameters(model.adapters, held))
+                size = footprint.on_device("weights", model.adapters, self.ranks)
+                yield Part(f"{model.role}: adapters", size, parameters(model.adapters, size))
             if model.trained:
-                held = footprint.on_device("optimizer", model.trainable, self.ranks)
-                yield Part(f"{model.role}: optimizer", held, parameters(model.trainable, held))
+                size = footprint.on_device("optimizer", model.trainable, self.ranks)
+                yield Part(f"{model.role}: optimizer", size, parameters(model.trainable, size))
 
     def in_ram(self) -> Iterator[Part]:
-        """What the backend offloads."""
+        """Yield the parts that the backend offloads to RAM."""
         footprint = self.cfg.backend.footprint()
         for model in self.models:
-            count, held_as = self.weights(model)
-            held = held_as.in_ram("weights", count, self.ranks)
+            count, stored = self.weights(model)
+            size = stored.in_ram("weights", count, self.ranks)
             if model.adapters is not None:
-                held += footprint.in_ram("weights", model.adapters, self.ranks)
+                size += footprint.in_ram("weights", model.adapters, self.ranks)
             for kind in ("gradients", "optimizer"):
-                held += footprint.in_ram(kind, model.trainable, self.ranks)
-            yield Part(f"{model.role}: offloaded", held, parameters(count, held))
+                size += footprint.in_ram(kind, model.trainable, self.ranks)
+            yield Part(f"{model.role}: offloaded", size, parameters(count, size))
 
     def loading(self) -> Part:
-        """All models, before they go to the GPU."""
-        each = (count * held_as.weights for count, held_as in map(self.weights, self.models))
-        return Part("models", sum(each), "before they go to the GPU")
+        """Return the part of all models in RAM, before they are moved to the GPU."""
+        each = (count * stored.weights for count, stored in map(self.weights, self.models))
+        return Part("models", sum(each), "before they are moved to the GPU")
 
     def gradients(self) -> Iterator[Part]:
-        """Of what is trained, on the device; and a layer whose weights are brought together."""
+        """Yield the gradients on the device and, with sharded weights, the largest gathered layer."""
         footprint = self.cfg.backend.footprint()
         for model in self.models:
             if model.trained:
-                held = footprint.on_device("gradients", model.trainable, self.ranks)
-                yield Part(f"{model.role}: gradients", held, parameters(model.trainable, held))
+                size = footprint.on_device("gradients", model.trainable, self.ranks)
+                yield Part(f"{model.role}: gradients", size, parameters(model.trainable, size))
                 if footprint.gathered:
-                    size, held_as = model.counted, self.weights(model)[1]
-                    layer = max(size.backbone // max(1, size.layers), size.vocabulary * size.hidden)
-                    gradients = footprint.gradients if model.adapters is None else 0
-                    yield Part(
-                        f"{model.role}: one layer", layer * (held_as.weights + gradients), "from all ranks"
+                    counted, stored = model.counted, self.weights(model)[1]
+                    layer = max(
+                        counted.backbone // max(1, counted.layers), counted.vocabulary * counted.hidden
                     )
+                    gradients = footprint.gradients if model.adapters is None else 0
+                    each = stored.weights + gradients
+                    yield Part(f"{model.role}: one layer", layer * each, "gathered from all ranks")
 
     def phases(self) -> Iterator[Phase]:
-        """Training, the optimizer step, log-probs and scores, sampling in this process."""
+        """Yield the phases: training, optimizer step, log-probs and scores, sampling in this process."""
         cfg, gradients = self.cfg, tuple(self.gradients())
         samples = cfg.algo.samples_per_prompt
         trained = cfg.algo.keeps or samples
@@ -173,8 +185,8 @@ class Trainer:
         footprint = cfg.backend.footprint()
         if self.device == "cuda" and "optimizer" not in footprint.offloaded:
             count = sum(model.trainable for model in self.models)
-            held = footprint.step * count / (self.ranks if "optimizer" in footprint.sharded else 1)
-            yield Phase("optimizer step", (*gradients, Part("updates", held, parameters(count, held))))
+            size = footprint.step * count / (self.ranks if "optimizer" in footprint.sharded else 1)
+            yield Phase("optimizer step", (*gradients, Part("updates", size, parameters(count, size))))
         reads = [
             Part(
                 model.role,
@@ -186,13 +198,13 @@ class Trainer:
                         eager=self.eager,
                         device=self.device,
                     )
-                    for each in self.encoded(asked)
+                    for each in self.encoded(requested)
                 ),
-                in_words(asked),
+                in_words(requested),
                 estimated=True,
             )
             for model in self.models
-            for asked in (self.tokens(model.batch_size, samples), self.tokens(model.batch_size, 1))
+            for requested in (self.tokens(model.batch_size, samples), self.tokens(model.batch_size, 1))
         ]
         yield Phase("log-probs and scores", (max(reads, key=lambda part: part.bytes),))
         if cfg.algo.trains is not Trains.reward and not isinstance(cfg.generator, WorkerConfig):
@@ -201,12 +213,17 @@ class Trainer:
             yield Phase("sampling", (self.sampling(cfg.generator.batch_size, self.precision(True)),))
 
     def sampling(self, batch_size: int, precision: Precision) -> Part:
-        """What decoding takes beside the weights, in training or for an evaluation."""
+        """Return the part of decoding besides the weights: for rollouts or evaluation, whichever is larger.
+
+        Args:
+            batch_size: sequences decoded in parallel.
+            precision: bytes per number.
+        """
         cfg = self.cfg
-        asked = [self.tokens(batch_size, cfg.algo.samples_per_prompt)] if cfg.generator.samples else []
+        requests = [self.tokens(batch_size, cfg.algo.samples_per_prompt)] if cfg.generator.samples else []
         if cfg.schedule.eval_every:
-            alone = self.tokens(batch_size, 1)
-            asked.append(replace(alone, prompts=min(batch_size, cfg.eval.prompts)))
+            single = self.tokens(batch_size, 1)
+            requests.append(replace(single, prompts=min(batch_size, cfg.eval.prompts)))
         parts = [
             Part(
                 "keys, values, choice",
@@ -214,12 +231,12 @@ class Trainer:
                 in_words(tokens),
                 estimated=True,
             )
-            for tokens in asked
+            for tokens in requests
         ]
         return max(parts, key=lambda part: part.bytes, default=Part("nothing", 0))
 
 
 def minibatch(cfg: Config, ranks: int) -> int:
-    """Sequences of an optimizer step on one rank."""
+    """Return the number of sequences of one optimizer step on one rank."""
     prompts = cfg.schedule.prompts_per_update // max(1, cfg.schedule.minibatches)
     return -(-prompts // ranks) * (cfg.algo.keeps or cfg.algo.samples_per_prompt)

@@ -1,4 +1,4 @@
-"""Units of the memory plan: parts, phases, uses."""
+"""The memory of a device as parts and phases, and how sizes are formatted."""
 
 from __future__ import annotations
 
@@ -9,109 +9,112 @@ if TYPE_CHECKING:
     from rlhf.memory.activations import Tokens
 
 GIB = 2**30
-MARGIN = 2.0  # by this factor activations may be less than estimated: few sequences have full length
-HEAP = 1.5  # memory of a process for each byte of tensors that come and go: measured with glibc, 1.4 to 1.7
-NEARLY = 0.9  # part of a device's memory from which on there is a warning
-PROCESS = 0.6 * GIB  # a process with torch and transformers: measured on a CPU
-CONTEXT = 0.6 * GIB  # what CUDA takes on a GPU for a process: as is usually seen, not measured here
+MARGIN = 2.0  # activations may be smaller than estimated by this factor: few sequences have full length
+HEAP = 1.5  # bytes of RAM per byte of temporary tensors: measured with glibc, 1.4 to 1.7
+NEARLY = 0.9  # fraction of a device's memory above which there is a warning
+PROCESS = 0.6 * GIB  # RAM of a process with torch and transformers, measured on a CPU
+CONTEXT = 0.6 * GIB  # GPU memory of CUDA for a process: a common value, not measured here
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that takes `bytes`; `made_of` says how many of what."""
+    """An item that uses memory, for example the weights of the policy."""
 
     name: str
     bytes: float
-    made_of: str = ""
-    estimated: bool = False  # else it is counted
+    made_of: str = ""  # the factors of `bytes`, for the table
+    estimated: bool = False  # for the maximum length of sequences; otherwise counted exactly
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What is there only for a time."""
+    """A phase of an update, for example training, with the parts that exist only during it."""
 
     name: str
     parts: tuple[Part, ...]
 
     @property
     def bytes(self) -> float:
-        """All of it."""
+        """The memory of all parts of the phase."""
         return sum(part.bytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a device needs. `device` is RAM, or the GPU's number; `total`: None where it is not known."""
+    """The memory that a run needs on a device."""
 
-    device: str
-    total: int | None
-    parts: tuple[Part, ...]  # there all the time
-    phases: tuple[Phase, ...] = ()  # one at a time
+    device: str  # "RAM", or "GPU" with the numbers of the GPUs
+    total: int | None  # bytes of the device; None: unknown
+    parts: tuple[Part, ...]  # in memory during the whole run
+    phases: tuple[Phase, ...] = ()  # one after the other
 
     @property
     def largest(self) -> Phase:
-        """The phase that needs most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.bytes, default=Phase("nothing else", ()))
 
     @property
     def bytes(self) -> float:
-        """The most that is needed at a time."""
+        """The peak memory: the permanent parts and the largest phase."""
         return sum(part.bytes for part in self.parts) + self.largest.bytes
 
     @property
     def least(self) -> float:
-        """The same if activations are as much smaller as they may be."""
-        at_once = [self.parts + phase.parts for phase in self.phases or (self.largest,)]
-        return max(sum(part.bytes / (MARGIN if part.estimated else 1) for part in parts) for parts in at_once)
+        """The lowest peak memory that is plausible: estimated parts divided by `MARGIN`."""
+        peaks = [self.parts + phase.parts for phase in self.phases or (self.largest,)]
+        return max(sum(part.bytes / (MARGIN if part.estimated else 1) for part in parts) for parts in peaks)
 
     @property
     def fits(self) -> bool:
-        """False where the device has clearly too little; True also where that is not known."""
+        """Whether the device may have enough memory; True if its memory is unknown."""
         return self.total is None or self.least <= self.total
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the devices need; nothing is known where models are not on this machine: `unknown`, by key."""
+    """The memory plan of a run."""
 
-    uses: tuple[Use, ...]
-    unknown: dict[str, str]
+    uses: tuple[Use, ...]  # one per device; empty if a model is unknown
+    unknown: dict[str, str]  # models that are not on this machine, by config key
 
 
 def on_heap(part: Part) -> Part:
-    """A part in RAM, where what was freed is not all given back."""
+    """Return the part as it counts in RAM.
+
+    Temporary tensors count `HEAP` times, because the C library does not return all freed memory.
+    """
     return replace(part, bytes=part.bytes * HEAP) if part.estimated else part
 
 
 def times(part: Part, count: int) -> Part:
-    """The same part in `count` processes."""
-    return (
-        part if count == 1 else replace(part, bytes=part.bytes * count, made_of=f"{count} x {part.made_of}")
-    )
+    """Return the part for `count` processes."""
+    if count == 1:
+        return part
+    return replace(part, bytes=part.bytes * count, made_of=f"{count} x {part.made_of}")
 
 
 def kept(parts: list[Part]) -> tuple[Part, ...]:
-    """The parts that take anything."""
+    """Return the parts that need any memory."""
     return tuple(part for part in parts if part.bytes)
 
 
-def parameters(count: int, held: float) -> str:
-    """A number of parameters in words, and bytes of each."""
-    return f"{millions(count)} parameters x {held / max(1, count):.3g} bytes"
+def parameters(count: int, size: float) -> str:
+    """Return the number of parameters and the bytes per parameter as text; `size` is in bytes."""
+    return f"{millions(count)} parameters x {size / max(1, count):.3g} bytes"
 
 
 def millions(count: int) -> str:
-    """A count with its unit."""
+    """Return a count in millions or billions as text."""
     return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.2f} million"
 
 
 def in_words(tokens: Tokens) -> str:
-    """The tokens of a forward."""
+    """Return the number and length of the sequences of a forward pass as text."""
     return f"{tokens.sequences} x ({tokens.prompt} + {tokens.response}) tokens"
 
 
 def gib(amount: float) -> str:
-    """An amount of memory in words."""
+    """Return an amount of memory as text, in MiB or GiB."""
     if amount < 0.1 * GIB:
         return f"{amount / 2**20:.0f} MiB"
     return f"{amount / GIB:,.0f} GiB" if amount >= 99.5 * GIB else f"{amount / GIB:.1f} GiB"

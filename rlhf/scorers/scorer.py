@@ -54,7 +54,7 @@ class Scorer(ABC):
     def __init__(self, config: ScorerConfig, context: ScorerContext) -> None:
         self.config = config
         self.at = context.at
-        self.tokenizer = context.tokenizer
+        self.tokenizer: PreTrainedTokenizerBase = context.tokenizer
         self.ranks = context.ranks
 
     @abstractmethod

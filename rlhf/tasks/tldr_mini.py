@@ -1,19 +1,20 @@
-"""TL;DR in miniature: posts, flawed references and a gold score, all from a program.
+"""TL;DR in miniature: generated posts and flawed references.
 
-A post states one fact for each of several slots (who did what to which thing, when, where, why, ...) among
-filler and distractors, sentences that mention another value of a slot. A good summary states the facts that
-matter, which half that is the subreddit decides, and the one in the title; the others are clutter:
+A post states one fact for each of several slots (who did what to which thing, when, where, why, ...). Between
+the facts are filler sentences and distractors, which mention another value of a slot. A good summary states
+the relevant facts and the fact of the title; all other facts are clutter. The subreddit decides which half of
+the facts is relevant:
 
     Someone just sold my guitar last monday. Maybe I should sue them.               (r/legaladvice)
     My sister took my stuff because of their wedding. I feel furious.               (r/offmychest)
 
-A fact has a word before it that the summary needs too ("last monday"), so a model of two layers learns to
-copy in minutes; a distractor has another ("until friday").
+A word precedes each fact that the summary needs, too ("last monday"), so a model of two layers learns to copy
+in minutes. Another word precedes a distractor ("until friday").
 
-References are human-like: people state what matters more often than the rest, each subreddit with habits of
-its own, but mostly they are vague ("recently"), and some copy filler or confuse a fact with a distractor. So
-greedy decoding after SFT is vague too, and RLHF has to find out, slot by slot and subreddit by subreddit,
-what to state. The gold score reads the facts from the post and judges the summary by them.
+References imitate people: they state relevant facts more often than others, with habits per subreddit. Mostly
+they are vague ("recently"), and some copy filler or confuse a fact with a distractor. Greedy decoding after
+SFT is therefore vague, too, and RLHF must find out for each slot and subreddit what to state. The gold score
+(`tldr_mini_judge`) reads the facts from the post and compares the summary with them.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One kind of fact. `_` stands for the value in every template."""
+    """A kind of fact. `_` is replaced by the value in every template."""
 
     name: str
     values: tuple[str, ...]
-    facts: tuple[str, ...]  # sentences of a post that state it
+    facts: tuple[str, ...]  # sentences of a post that state the fact
     distractors: tuple[str, ...]  # sentences that mention another value
     title: str
-    phrase: str  # what a summary says
-    vague: str  # what a lazy summary says instead
+    phrase: str  # how a summary states the fact
+    vague: str  # how a vague summary mentions it
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -188,7 +189,7 @@ SLOTS = (
 )
 BY_NAME = {slot.name: slot for slot in SLOTS}
 SLOT_OF = {value: slot for slot in SLOTS for value in slot.values}
-BACKBONE = ("who", "deed", "thing")  # a summary always says these, be it vaguely: "Someone took my stuff."
+BACKBONE = ("who", "deed", "thing")  # in every summary, at least vaguely: "Someone took my stuff."
 FILLER = (
     "Sorry for the long post.",
     "I do not know where to start.",
@@ -199,7 +200,7 @@ FILLER = (
     "Thank you for reading all of this.",
     "Some of you will think that I am wrong.",
 )
-FOCUS = {  # the slots by what they matter in a subreddit; the first half of a post's slots are relevant
+FOCUS = {  # slots by relevance in a subreddit, most relevant first; half of a post's slots are relevant
     "r/relationships": _words("who feeling ask why age when deed where thing worth"),
     "r/legaladvice": _words("deed when ask thing worth where who age why feeling"),
     "r/tifu": _words("where deed when thing age why feeling who worth ask"),
@@ -207,22 +208,22 @@ FOCUS = {  # the slots by what they matter in a subreddit; the first half of a p
     "r/personalfinance": _words("thing why where deed worth ask age feeling when who"),
     "r/advice": _words("ask thing feeling where worth who deed age when why"),
 }
-RELEVANT_ODDS = -0.6  # log-odds that a person states a relevant fact exactly
-IRRELEVANT_ODDS = -1.8  # the same of any other fact
-HABIT_ODDS = 0.5  # how far a subreddit's habit moves them, up or down
-VAGUE_SHARE = 0.9  # of the facts that are not stated exactly; the others are left out
-FILLER_SHARE = 0.2  # of the references
-WRONG_SHARE = 0.03  # of the facts stated
+RELEVANT_ODDS = -0.6  # log-odds that a reference states a relevant fact exactly
+IRRELEVANT_ODDS = -1.8  # log-odds that a reference states any other fact exactly
+HABIT_ODDS = 0.5  # largest change of these log-odds by the habit of a subreddit
+VAGUE_SHARE = 0.9  # share of the other facts that are stated vaguely; the rest is skipped
+FILLER_SHARE = 0.2  # share of references with a filler sentence
+WRONG_SHARE = 0.03  # share of stated facts with a wrong value
 
 
 def relevant_slots(subreddit: str, names: list[str]) -> list[str]:
-    """The half of the slots `names` that matters in a subreddit, what matters most first."""
+    """Return the relevant half of the slots `names` in a subreddit, most relevant first."""
     return [name for name in FOCUS.get(subreddit, names) if name in names][: len(names) // 2]
 
 
 @cache
 def habits(subreddit: str, slots: tuple[str, ...]) -> dict[str, float]:
-    """What people of a subreddit like to state: slot -> log-odds in even steps, in an order of its own."""
+    """Return the habit of a subreddit: slot -> change of the log-odds, in even steps and a random order."""
     order = list(slots)
     random.Random(f"habits/{subreddit}").shuffle(order)
     return {name: HABIT_ODDS * (2 * rank / (len(order) - 1) - 1) for rank, name in enumerate(order)}
@@ -230,11 +231,11 @@ def habits(subreddit: str, slots: tuple[str, ...]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a difficulty means."""
+    """The settings of a difficulty."""
 
-    subreddits: int  # the first of FOCUS
+    subreddits: int  # how many subreddits of FOCUS
     slots: tuple[str, ...]
-    values: int  # of each slot that are used
+    values: int  # how many values of each slot
     distractors: int
     filler: int
 
@@ -248,7 +249,7 @@ LEVELS = {
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """A post before it is written down."""
+    """The content of a post."""
 
     subreddit: str
     title: str  # the slot in the title
@@ -258,18 +259,18 @@ class Post:
 
     @property
     def query(self) -> str:
-        """The prompt, in TL;DR's own format."""
+        """The prompt, in the format of TL;DR."""
         title = fill(BY_NAME[self.title].title, self.facts[self.title])
         return f"SUBREDDIT: {self.subreddit}\n\nTITLE: {title}\n\nPOST: {' '.join(self.sentences)}\n\nTL;DR:"
 
 
 def fill(template: str, value: str) -> str:
-    """A template with its value."""
+    """Return a template with `_` replaced by the value."""
     return template.replace("_", value)
 
 
 def make_post(rng: random.Random, level: Level) -> Post:
-    """Draw a post."""
+    """Return a random post."""
     facts = {name: rng.choice(BY_NAME[name].values[: level.values]) for name in level.slots}
     distractors = {
         name: rng.choice([value for value in BY_NAME[name].values[: level.values] if value != facts[name]])
@@ -290,7 +291,7 @@ def make_post(rng: random.Random, level: Level) -> Post:
 
 
 def make_reference(rng: random.Random, post: Post) -> str:
-    """Draw a summary as people write it by habit."""
+    """Return a random reference: a flawed summary of the post."""
     usual = habits(post.subreddit, tuple(post.facts))
     relevant = relevant_slots(post.subreddit, list(post.facts))
     words: dict[str, str] = {}
@@ -313,7 +314,7 @@ def make_reference(rng: random.Random, post: Post) -> str:
 
 
 def write(words: dict[str, str]) -> Iterator[str]:
-    """The sentences of a summary from its phrases (slot -> phrase)."""
+    """Yield the sentences of a summary from its phrases (slot -> phrase)."""
     main = [words[name] for name in words if name not in ("feeling", "age", "ask")]
     if main:
         yield " ".join(main) + "."

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checks import check as validate
-from rlhf.checks import sizes as validate__sizes
-from rlhf.config import generator as generators
+from rlhf.checks import check, generators, sizes
+from rlhf.config import cores
 from rlhf.config.backend import TorchConfig
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
@@ -20,7 +19,7 @@ STORED = "generator=dataset"
 PROBLEMS = {  # overrides: what one of the problems must hold
     "schedule.total_episodes=null": "schedule.total_episodes must be set",
     "algo=reward schedule.total_epochs=null": "schedule.total_episodes or schedule.total_epochs must be set",
-    "schedule.total_episodes=640 schedule.total_epochs=1": "must not both be set (each says how long",
+    "schedule.total_episodes=640 schedule.total_epochs=1": "must not both be set (each is the length",
     "schedule.total_epochs=1 schedule.total_episodes=null": "schedule.total_epochs must be null for algo=dpo",
     "schedule.total_episodes=1000": "(schedule.prompts_per_update x algo.samples_per_prompt = 64 x 2 = 128), "
     "got 1000; set schedule.total_episodes=1024",
@@ -39,10 +38,10 @@ PROBLEMS = {  # overrides: what one of the problems must hold
     "schedule.update=in_flight": "schedule.max_lag must be >= 1 with schedule.update=in_flight",
     "schedule.update=in_flight schedule.max_lag=1 generator.worker=false": "schedule.update must be between",
     f"schedule.max_lag=1 {STORED}": "schedule.max_lag must be 0 with generator=dataset",
-    "schedule.eval_every=2.5": "schedule.eval_every must be whole from 1 on (it counts updates;",
+    "schedule.eval_every=2.5": "schedule.eval_every must be whole if it is 1 or more: then it counts updates",
     "schedule.save_every=-1": "schedule.save_every must be >= 0",
-    "schedule.log_every=inf": "schedule.log_every must be >= 0",
-    "optim.warmup=1.5": "optim.warmup must be whole from 1 on (it counts optimizer steps;",
+    "schedule.log_every=inf": "schedule.log_every must be finite",
+    "optim.warmup=1.5": "optim.warmup must be whole if it is 1 or more: then it counts optimizer steps (",
     "optim.lr=nan": "optim.lr must be > 0",
     "optim.eps=0": "optim.eps must be > 0",
     "optim.max_grad_norm=0": "optim.max_grad_norm must be > 0",
@@ -51,14 +50,14 @@ PROBLEMS = {  # overrides: what one of the problems must hold
     "eval.temperature=0": "eval.temperature must be > 0",
     "save_total_limit=0": "save_total_limit must be >= 1",
     "algo=sft generator=hf": "generator must be dataset for algo=sft (it trains on stored responses), got hf",
-    "scorer=labels": "scorer must not be labels with generator=hf (fresh samples have no labels)",
+    "scorer=labels": "scorer must not be labels with generator=hf (new samples have no labels)",
     "scorer@gold=labels": "scorer@gold must not be labels",
-    "scorer=none": "scorer must be one that scores",
+    "scorer=none": "scorer must not be none (training needs scores), got none; set scorer=reward_model",
     "scorer=facts task=tldr": "scorer must not be facts for task=tldr",
     "scorer@gold=facts model=pythia_410m task=tldr": "scorer@gold must not be facts for task=tldr",
     "scorer=answer": "scorer must not be answer for task=tldr_mini",
     "algo=sft algo.samples_per_prompt=2": "algo.samples_per_prompt must be 1 for algo=sft generator=dataset "
-    "(an example holds one reference response), got 2",
+    "(an example has one reference response), got 2",
     f"{STORED} algo.samples_per_prompt=4": "algo.samples_per_prompt must be 2 for algo=dpo generator=dataset",
     "task.max_prompt_tokens=600": "must be <= 512 (the context length of the model)",
     "model.context=100": "must be <= 100",
@@ -81,9 +80,9 @@ PROBLEMS = {  # overrides: what one of the problems must hold
     "schedule.max_lag=2 generator.replicas=2 generator.threads=9999": "+ 9999 x 2 on",
     "generator=vllm_colocated generator.replicas=2": "generator.replicas must be 1 with generator=vllm_coloc",
     "generator=vllm schedule.max_lag=2 generator.replicas=2 generator.transfer=nccl": "with "
-    "generator.replicas above 1 (all take one snapshot",
-    "generator=vllm schedule.max_lag=2 generator.replicas=2 generator.devices=[1]": "as "
-    "generator.tensor_parallel_size x generator.replicas says (2,",
+    "generator.replicas above 1 (all replicas read one snapshot",
+    "generator=vllm schedule.max_lag=2 generator.replicas=2 generator.devices=[1]": "must name "
+    "generator.tensor_parallel_size x generator.replicas = 2 GPUs",
     "generator.start_limit_s=0": "generator.start_limit_s must be >= 1",
     "generator.request_limit_s=0": "generator.request_limit_s must be >= 1",
     "generator.restarts=-1": "generator.restarts must be >= 0",
@@ -93,23 +92,23 @@ PROBLEMS = {  # overrides: what one of the problems must hold
     "schedule.max_lag=1 backend.threads=9999": "set backend.threads=null",
     "generator.temperature=0": "generator.temperature must be > 0",
     "algo=sft scorer=reward_model": "scorer must be labels for algo=sft (it maximises no score)",
-    "algo.label_smoothing=0.5": "algo.label_smoothing must be from 0 to below 0.5",
+    "algo.label_smoothing=0.5": "algo.label_smoothing must be >= 0 and < 0.5",
     "algo=bok algo.samples_per_prompt=1": "algo.samples_per_prompt must be >= 2 for bok",
     "algo=rloo algo.samples_per_prompt=1": "algo.samples_per_prompt must be >= 2 for rloo",
     "algo=grpo generator=dataset": "generator must be one that samples for algo=grpo",
-    "algo=grpo algo.clip_low=2": "algo.clip_low must be from 0 to 1",
+    "algo=grpo algo.clip_low=2": "algo.clip_low must be >= 0 and <= 1",
     "algo=dapo algo.clip_high=0": "algo.clip_high must be > 0",
     "algo=rloo algo.kl_coef=-0.1": "algo.kl_coef must be >= 0",
     "algo=grpo algo.clip_scores=0": "algo.clip_scores must be > 0",
-    "algo=ppo algo.gamma=1.5": "algo.gamma must be from 0 to 1",
-    "algo=ppo algo.lam=-1": "algo.lam must be from 0 to 1",
+    "algo=ppo algo.gamma=1.5": "algo.gamma must be >= 0 and <= 1",
+    "algo=ppo algo.lam=-1": "algo.lam must be >= 0 and <= 1",
     "algo=ppo algo.clip_value=0": "algo.clip_value must be > 0",
     "algo=ppo algo.vf_coef=-1": "algo.vf_coef must be >= 0",
     "algo=ppo algo.value_lr=0": "algo.value_lr must be > 0",
     "algo=ppo algo.kl_coef=0 algo.kl_target=6": "algo.kl_coef must be > 0 with algo.kl_target",
     "algo=ppo algo.value_from=reward scorer=facts": "model.reward must name a reward model",
     "algo=ppo algo.correction.cap=0": "algo.correction.cap must be > 0",
-    "algo=ppo algo.correction.low=1.5": "algo.correction.low and algo.correction.high must hold 1",
+    "algo=ppo algo.correction.low=1.5": "algo.correction.low and algo.correction.high must have 1 between",
     "objective_metric=eval/kl schedule.eval_every=0": "schedule.eval_every must be > 0 with objective_metric",
 }
 
@@ -122,7 +121,7 @@ WARNINGS = {
     "schedule.max_lag=1 generator.worker=false generator.threads=1": "generator.threads=1 has no effect",
     "generator.annotate=true generator.worker=true": "generator.annotate=true saves no time",
     "schedule.max_lag=1 generator.replicas=2": "schedule.max_lag=2 keeps all busy",
-    "schedule.max_lag=999 generator.replicas=1000": "as many processes are at work at the same time",
+    "schedule.max_lag=999 generator.replicas=1000": "more processes than cores save no time",
     "algo=sft schedule.epochs=2": "schedule.epochs=2 repeats each batch",
     "algo=sft model.reference=x/y": "model.reference has no effect with algo=sft",
     "schedule.total_episodes=256 schedule.max_lag=2": "schedule.max_lag=2 is never reached in a run of 2",
@@ -130,14 +129,14 @@ WARNINGS = {
     "algo=grpo algo.kl_estimator=k1 algo.kl_unbiased=false": "has a gradient of 0 on average",
     "algo=gspo algo.correction.kind=mask": "set algo.correction.level=sequence",
     "algo=grpo algo.correction.cap=3": "algo.correction.cap has no effect with algo.correction.kind=none",
-    "schedule.max_lag=1 schedule.update=in_flight": "two equal runs will differ",
+    "schedule.max_lag=1 schedule.update=in_flight": "two runs with the same config will differ",
     "schedule.total_episodes=256 optim.warmup=2": "lasts the whole run of 2 optimizer steps",
 }
 
 
 @pytest.mark.parametrize("overrides", PROBLEMS)
 def test_problem_is_found_with_its_rule_value_and_remedy(overrides):
-    found = validate.problems(compose(overrides.split()))
+    found = check.problems(compose(overrides.split()))
     assert any(PROBLEMS[overrides] in text for text in found), found
     assert all(", got " in text and "; " in text for text in found)
 
@@ -145,8 +144,8 @@ def test_problem_is_found_with_its_rule_value_and_remedy(overrides):
 @pytest.mark.parametrize("overrides", WARNINGS)
 def test_warning_is_given_and_is_no_problem(overrides):
     cfg = compose(overrides.split())
-    assert any(WARNINGS[overrides] in text for text in validate.warnings(cfg))
-    assert not validate.problems(cfg)
+    assert any(WARNINGS[overrides] in text for text in check.warnings(cfg))
+    assert not check.problems(cfg)
 
 
 @pytest.mark.parametrize(
@@ -168,22 +167,22 @@ def test_warning_is_given_and_is_no_problem(overrides):
 )
 def test_sound_runs_have_neither_problems_nor_warnings(overrides):
     cfg = compose(overrides.split())
-    assert not validate.problems(cfg) and not validate.warnings(cfg)
+    assert not check.problems(cfg) and not check.warnings(cfg)
 
 
 def test_adapters_need_peft(monkeypatch):
     cfg = compose(["model.lora.rank=4"])
-    assert not validate.problems(cfg)
+    assert not check.problems(cfg)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = validate.problems(cfg)
-    assert "model.lora.rank needs PEFT" in problem and "pip install 'rlhf[lora]'" in problem
+    (problem,) = check.problems(cfg)
+    assert "model.lora.rank needs PEFT" in problem and "pip install -e '.[lora]'" in problem
 
 
 def test_float16_needs_a_backend_that_scales_the_loss(monkeypatch):
     cfg = compose(["model.dtype=float16"])
-    assert not validate.problems(cfg)
+    assert not check.problems(cfg)
     monkeypatch.setattr(TorchConfig, "scales_loss", False)
-    assert "model.dtype must be float32 or bfloat16 with backend=torch" in validate.problems(cfg)[0]
+    assert "model.dtype must be float32 or bfloat16 with backend=torch" in check.problems(cfg)[0]
 
 
 def test_recomputing_changes_no_figure_and_so_not_the_name_of_a_run():
@@ -203,7 +202,7 @@ def test_no_rule_trips_over_what_another_refuses(key):
         "backend.micro_batch=0",
         f"optim.{key}",
     ]
-    found = validate.problems(compose([*words, "algo.samples_per_prompt=0", "model.heads=0"]))
+    found = check.problems(compose([*words, "algo.samples_per_prompt=0", "model.heads=0"]))
     assert len(found) == 6
 
 
@@ -216,11 +215,11 @@ def local_model(folder: Path, positions: int) -> Path:
 
 def test_a_local_model_must_be_whole_and_have_room(tmp_path):
     folder = local_model(tmp_path / "policy", 128)
-    found = validate.problems(compose([f"model.policy={folder}"]))
+    found = check.problems(compose([f"model.policy={folder}"]))
     assert len(found) == 1 and "must be <= 128 (the context length of the model), got 192 + 40" in found[0]
-    assert not validate.problems(compose([f"model.policy={folder}", "task.max_prompt_tokens=88"]))
+    assert not check.problems(compose([f"model.policy={folder}", "task.max_prompt_tokens=88"]))
     (folder / "model.safetensors").unlink()
-    assert any("no *.safetensors" in text for text in validate.problems(compose([f"model.policy={folder}"])))
+    assert any("no *.safetensors" in text for text in check.problems(compose([f"model.policy={folder}"])))
 
 
 def test_sizes_are_derived_before_anything_is_loaded():
@@ -230,7 +229,7 @@ def test_sizes_are_derived_before_anything_is_loaded():
         "backend.micro_batch=16",
         "schedule.total_episodes=1280",
     ]
-    rows = dict(validate__sizes.counts(compose([*words, "schedule.eval_every=0.5", "schedule.save_every=4"])))
+    rows = dict(sizes.counts(compose([*words, "schedule.eval_every=0.5", "schedule.save_every=4"])))
     assert rows == {
         "episodes per update": "128 = 64 prompts x 2 samples",
         "updates": "10 = 1,280 episodes / 128",
@@ -242,14 +241,10 @@ def test_sizes_are_derived_before_anything_is_loaded():
 
 
 def test_the_share_of_the_cores_is_told_where_two_processes_work():
-    rows = dict(
-        validate__sizes.describe(compose(["schedule.max_lag=1", "backend.threads=1", "generator.threads=1"]))
-    )
+    rows = dict(sizes.describe(compose(["schedule.max_lag=1", "backend.threads=1", "generator.threads=1"])))
     assert rows["CPU threads"] == "1 of the trainer, 1 of the generator's process"
     rows = dict(
-        validate__sizes.describe(
-            compose(["schedule.max_lag=2", "generator.replicas=2", "generator.threads=1"])
-        )
+        sizes.describe(compose(["schedule.max_lag=2", "generator.replicas=2", "generator.threads=1"]))
     )
     assert rows["CPU threads"].endswith(" of the trainer, 1 of each of 2 generator processes")
 
@@ -261,12 +256,10 @@ def test_sizes_of_a_run_in_epochs_follow_from_the_size_of_the_data():
         "schedule.total_episodes=null",
         "schedule.prompts_per_update=64",
     ]
-    rows = dict(validate__sizes.describe(compose([*sft, "schedule.total_epochs=2"])))
+    rows = dict(sizes.describe(compose([*sft, "schedule.total_epochs=2"])))
     assert rows["updates"] == "20 = 2 epochs of 640 examples / 64"
-    assert (
-        "known when the data are read" in dict(validate__sizes.describe(compose(["algo=reward"])))["updates"]
-    )
-    pairs = dict(validate__sizes.describe(compose(["algo=reward"]), examples=128))
+    assert "known when the data are read" in dict(sizes.describe(compose(["algo=reward"])))["updates"]
+    pairs = dict(sizes.describe(compose(["algo=reward"]), examples=128))
     assert pairs["updates"] == "32 = 2 epochs of 128 examples / 8"
 
 
@@ -291,8 +284,9 @@ def test_sizes_of_a_run_in_epochs_follow_from_the_size_of_the_data():
     ],
 )
 def test_trainer_and_generator_share_the_cores(monkeypatch, overrides, environment, trainer, generator):
-    monkeypatch.setattr(generators, "cpu_cores", lambda: 8)
+    for module in (cores, generators):
+        monkeypatch.setattr(module, "cpu_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", environment)
     cfg = compose(overrides.split())
-    assert generators.threads(cfg) == (trainer, generator)
-    assert not validate.problems(cfg)
+    assert cores.threads(cfg) == (trainer, generator)
+    assert not check.problems(cfg)

@@ -1,4 +1,4 @@
-"""The words of evaluate, relabel and pipeline: mistakes are told with their remedy, before torch is there."""
+"""Arguments of evaluate, relabel and pipeline: mistakes are reported with a remedy, before torch is there."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from rlhf import evaluate as evaluate_command
+from rlhf import pipeline as pipeline_command
+from rlhf import relabel as relabel_command
 from rlhf.config.compose import compose
 from rlhf.config.saved import load_config
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import chain as pipeline
 from rlhf.stages import evaluation as evaluate
-from rlhf.stages import prerequisites as pipeline__prerequisites
-from rlhf.stages import relabelling as relabel
+from rlhf.stages.stage_config import stage
 
-COMMANDS = {"evaluate": evaluate, "relabel": relabel, "pipeline": pipeline}
+COMMANDS = {"evaluate": evaluate_command, "relabel": relabel_command, "pipeline": pipeline_command}
 
 
 @pytest.fixture
@@ -55,8 +57,8 @@ def call(monkeypatch, capsys, tmp_path, run):
 
 
 MISTAKES = [
-    ("evaluate", "", "run= must be given (folder of the run), got none; add run=<...>"),
-    ("evaluate", "runs=x", "did you mean run= by runs=?"),
+    ("evaluate", "", "run= is required (run folder), got no run=; add run=<...>"),
+    ("evaluate", "runs=x", "did you mean run= instead of runs=?"),
     ("evaluate", "run=nowhere", "run= must be the folder of a run, with its config.yaml (no such folder)"),
     ("evaluate", "run=there", "(no config.yaml in it), got there"),
     ("evaluate", "run={run} run={run}", "run= must be given once"),
@@ -74,8 +76,8 @@ MISTAKES = [
     ("evaluate", "run={run} generator=dataset", "generator must be one of hf, vllm, vllm_colocated, got 'da"),
     ("evaluate", "run={run} scorer@gold=reward_model", "gold.path must name a reward model"),
     ("evaluate", "run={run} -m", "-m must not be given"),
-    ("evaluate", "run={run}", "ranks must be 4 to evaluate checkpoint-1 (backend=zero2 has divided it among"),
-    ("relabel", "", "output= must be given (folder of the data set that is made)"),
+    ("evaluate", "run={run}", "ranks must be 4 to evaluate checkpoint-1 (backend=zero2 sharded it over 4"),
+    ("relabel", "", "output= is required (folder of the new data set)"),
     ("relabel", "output=x algo=dpo", "algo must not be chosen (nothing is trained here)"),
     ("relabel", "output=x", "task.preferences_path must name the pairs for task=tldr_mini"),
     ("relabel", "output=x task.preferences_path=no", "task.preferences_path must be a folder"),
@@ -85,7 +87,7 @@ MISTAKES = [
     ("relabel", "output=x push_to=me/it", "push_to= needs a token in the environment variable HF_TOKEN"),
     ("pipeline", "algo=sft", "algo must be one that trains a policy"),
     ("pipeline", "algo.beat=1", "did you mean algo.beta?"),
-    ("pipeline", "resume=never", "resume must be auto (the chain goes on where it was ended), got never"),
+    ("pipeline", "resume=never", "resume must be auto (the chain resumes interrupted stages), got never"),
     ("pipeline", "task=tldr", "model.base must name the model that the SFT stage starts from"),
     ("pipeline", 'stages.sft=["algo.beta=1"]', "needs: algo.beta must be a setting of algo=sft"),
     ("pipeline", 'stages.reward=["optim.lr=-1"]', "in the stage algo=reward that this run needs: optim.lr"),
@@ -230,6 +232,6 @@ def test_each_stage_reads_what_the_one_before_it_made(monkeypatch):
 def test_overrides_of_a_stage_are_its_own():
     words = [*STORED, "backend.micro_batch=8", 'stages.sft=["optim.lr=2e-5","backend.micro_batch=4"]']
     cfg, _ = pipeline.config_of(words)
-    sft, reward = pipeline__prerequisites.stage(cfg, "sft"), pipeline__prerequisites.stage(cfg, "reward")
+    sft, reward = stage(cfg, "sft"), stage(cfg, "reward")
     assert (sft.optim.lr, sft.backend.micro_batch) == (2e-5, 4)
     assert (reward.optim.lr, reward.backend.micro_batch) == (1e-5, 8)

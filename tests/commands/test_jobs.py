@@ -71,7 +71,7 @@ def test_resume_never_moves_the_old_run_aside_and_counts(command, tmp_path):
     name = command(during=finish).runs[0][1].path.name
     for _ in range(2):
         answer = command("resume=never", during=finish)
-        assert answer.code == 0 and len(answer.runs) == 1 and "moved the run" in answer.err
+        assert answer.code == 0 and len(answer.runs) == 1 and "moved the existing run" in answer.err
     assert run_folders(tmp_path) == [name, f"{name}.old-1", f"{name}.old-2"]
     assert (tmp_path / "outputs" / f"{name}.old-1" / "trainer_state.json").is_file()
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlhf.checks import check as validate
+from rlhf.checks import check
 from rlhf.config.backend import KNOWN, OWNED
 from rlhf.config.catalogue import options
 from rlhf.config.compose import compose
@@ -19,7 +19,7 @@ MISTAKES = {  # what is set in backend.deepspeed: what the message must hold
         "backend.deepspeed.zero_optimisation must be a key of DeepSpeed's configuration",
         "did you mean zero_optimization?",
     ],
-    "{xyz: 1}": ["backend.deepspeed.xyz must be a key", "look it up"],
+    "{xyz: 1}": ["backend.deepspeed.xyz must be a key", "got xyz; see DeepSpeed's documentation"],
     "{amp: {enabled: true}}": ["backend.deepspeed.amp must be a key"],
     "{gradient_clipping: 0.5}": [
         "backend.deepspeed.gradient_clipping must not be set",
@@ -44,31 +44,28 @@ MISTAKES = {  # what is set in backend.deepspeed: what the message must hold
 @pytest.mark.parametrize("name", ZERO)
 def test_the_defaults_are_sound(name):
     assert len(ZERO) == 6
-    assert not validate.problems(compose([f"backend={name}"]))
+    assert not check.problems(compose([f"backend={name}"]))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_sentence_with_its_remedy(mistake):
-    (problem,) = validate.problems(compose(["backend=zero2", f"+backend.deepspeed={mistake}"]))
+    (problem,) = check.problems(compose(["backend=zero2", f"+backend.deepspeed={mistake}"]))
     for part in MISTAKES[mistake]:
         assert part in problem
     assert "\n" not in problem
 
 
 def test_every_mistake_is_told():
-    found = validate.problems(
-        compose(["backend=zero2", "+backend.deepspeed={xyz: 1, fp16: {}, optimizer: {}}"])
-    )
+    found = check.problems(compose(["backend=zero2", "+backend.deepspeed={xyz: 1, fp16: {}, optimizer: {}}"]))
     assert len(found) == 3
 
 
 def test_without_deepspeed_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = validate.problems(compose(["backend=zero2"]))
-    assert (
-        "backend=zero2 needs the package deepspeed" in problem and "pip install 'rlhf[deepspeed]'" in problem
-    )
-    assert not validate.problems(compose(["backend=torch"]))
+    (problem,) = check.problems(compose(["backend=zero2"]))
+    assert "backend=zero2 needs the package deepspeed" in problem
+    assert "pip install -e '.[deepspeed]'" in problem
+    assert not check.problems(compose(["backend=torch"]))
 
 
 def test_native_settings_are_merged_over_ours():
@@ -101,8 +98,8 @@ def test_a_native_setting_is_added_on_the_command_line(command):
 
 def test_composing_imports_neither_deepspeed_nor_torch():
     program = (
-        "import sys; from rlhf.compose import compose; from rlhf import validate;"
-        "assert not validate.problems(compose(['backend=zero3']));"
+        "import sys; from rlhf.config.compose import compose; from rlhf.checks import check;"
+        "assert not check.problems(compose(['backend=zero3']));"
         "assert not {'deepspeed', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -24,7 +24,7 @@ def table(heading: str) -> dict[str, list[str]]:
     return {name.strip(" `"): [cell.strip() for cell in cells] for name, *cells in rows[1:]}
 
 
-@pytest.mark.parametrize("heading", ["Formulas", "Keys, needs, silence"])
+@pytest.mark.parametrize("heading", ["Formulas", "Settings and requirements"])
 def test_every_algorithm_has_its_row(heading):
     assert sorted(table(heading)) == ALGORITHMS
 
@@ -42,7 +42,7 @@ def test_the_commands_pass_validation(words):
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_keys_and_defaults_are_those_of_the_section(algo):
     section = SCHEMAS[f"schema/algo/{algo}"]()
-    own = table("Keys, needs, silence")[algo][0]
+    own = table("Settings and requirements")[algo][0]
     for key, default in re.findall(r"`(\w+)`(?: \(([^),:]+))?", own):
         value = getattr(section, key)
         value = value.value if isinstance(value, Enum) else value

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf import evaluate as evaluate_command
+from rlhf import pipeline as pipeline_command
+from rlhf import relabel as relabel_command
 from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import chain as pipeline
@@ -29,8 +32,8 @@ def test_a_command_of_the_docs_is_taken(tmp_path, name, typed):
     folder.write_config(compose([]))
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    module = {"evaluate": evaluate, "relabel": relabel, "pipeline": pipeline}[name]
-    own, words = module.COMMAND.sorted(words_of(typed, tmp_path))
+    module = {"evaluate": evaluate_command, "relabel": relabel_command, "pipeline": pipeline_command}[name]
+    own, words = module.COMMAND.split(words_of(typed, tmp_path))
     if name == "evaluate":
         assert evaluate.run_folder(own["run"]) == folder
         evaluate.changed(folder, words)
@@ -45,7 +48,7 @@ def test_there_are_commands_of_each(tmp_path):
 
 
 def test_every_figure_of_the_table_is_one_that_an_evaluation_has():
-    from rlhf.training import evaluators as evaluators
+    from rlhf.training import evaluators
 
     source = Path(evaluators.__file__).read_text()
     docs = (ROOT / "docs" / "pipeline.md").read_text()

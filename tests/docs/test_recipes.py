@@ -16,9 +16,9 @@ from rlhf.checks import machine as hardware
 from rlhf.checks.check import typed
 from rlhf.config.root import Config
 from rlhf.core.machine import Machine
-from rlhf.memory import activations, model_size
+from rlhf.memory import activations, loaded_models, model_size
 from rlhf.memory import plan as memory
-from rlhf.memory import uses as memory__uses
+from rlhf.memory.uses import CONTEXT, GIB
 from rlhf.stages import relabelling as relabel
 from tests.docs import snapshots
 from tests.docs.snapshots import FOLDER, RECIPES, RELABELS, SWEEPS, header, objects, resolved
@@ -387,7 +387,7 @@ def judging(cfg: Config) -> float:
     batch = cfg.gold.batch_size
     tokens = activations.Tokens(prompts=batch, samples=1, prompt=512, response=128, apart=False)
     forward = activations.inference(size, tokens, activations.BFLOAT16, eager=False, device="cuda")
-    return memory__uses.CONTEXT + 2 * size.parameters + forward
+    return CONTEXT + 2 * size.parameters + forward
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -395,12 +395,12 @@ def test_the_memory_in_the_opening_is_that_of_the_plan(name, pairs, monkeypatch)
     cfg = objects(*words(name, pairs))
     for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(variable, str(cfg.backend.ranks))
-    monkeypatch.setattr(memory, "named_size", published_size)
+    monkeypatch.setattr(loaded_models, "named_size", published_size)
     if name in RELABELS:
-        needed = judging(cfg) / memory__uses.GIB
+        needed = judging(cfg) / GIB
     else:
-        plan = memory.plan(cfg, Machine(2**42, (80 * memory__uses.GIB,) * 8))
-        needed = next(use.bytes for use in plan.uses if use.device.startswith("GPU")) / memory__uses.GIB
+        plan = memory.plan(cfg, Machine(2**42, (80 * GIB,) * 8))
+        needed = next(use.bytes for use in plan.uses if use.device.startswith("GPU")) / GIB
     (said,) = re.findall(r"about (\d+) GiB", header("experiment", name)["Hardware"])
     assert math.isclose(int(said), needed, rel_tol=0.1, abs_tol=1), f"it is {needed:.0f} GiB now"
 
@@ -482,7 +482,7 @@ def value(cfg: Config, key: str) -> Any:
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_the_command_of_a_sweep_starts_its_runs(command, monkeypatch, everything_installed, name):
-    monkeypatch.setattr("rlhf.checks.machine.check_machine", lambda cfg: None)
+    monkeypatch.setattr("rlhf.train.check_machine", lambda cfg: None)
     said = header("sweep", name)["Command"].partition(" -m rlhf.train ")[2].split()
     answer = command(*said)
     key, values = SWEPT[name]

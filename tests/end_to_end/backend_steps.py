@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf.assembly.parts import part
 from rlhf.config.algo import DPOConfig, PPOConfig
 from rlhf.config.backend import ZeroConfig
 from rlhf.config.model import Dtype
@@ -28,11 +29,13 @@ from rlhf.core.batch import Batch
 from rlhf.engines.engine import Engine, NonFinite
 from rlhf.models.inference import infer
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
+from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import Objective
+from rlhf.objectives.ppo import PPO
 from rlhf.processes.ranks import Ranks
 from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
 
-OBJECTIVES = {"dpo": DPOConfig().build(), "ppo": PPOConfig().build()}
+OBJECTIVES = {"dpo": OnlineDPO(DPOConfig()), "ppo": PPO(PPOConfig())}
 # A large eps: where a gradient is but rounding noise (the bias of keys has none), Adam would make a step of
 # it that is another on every backend.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.5)
@@ -64,10 +67,14 @@ class Steps:
         module: Any = Policy(tiny_lm(kind, **settings), 0.7, shared_prefix=True)
         if critic:
             module = ActorCritic(module, ValueModel(tiny_classifier(kind), shared_prefix=True))
-        return self.build(module, self.config.place(Policy(reference, 0.7, shared_prefix=True), self.ranks))
+        return self.build(module, self.place(Policy(reference, 0.7, shared_prefix=True)))
+
+    def place(self, frozen: Any) -> Any:
+        return part(self.config).place(self.config, frozen, self.ranks)
 
     def build(self, module: Any, reference: Policy | None, dtype: Dtype = Dtype.float32) -> Engine:
-        return self.config.build(
+        engine: Engine = part(self.config).build(
+            self.config,
             module=module,
             reference=reference,
             tokenizer=tiny_tokenizer(),
@@ -78,6 +85,7 @@ class Steps:
             dtype=dtype,
             value_lr=3e-2,
         )
+        return engine
 
     def all(self) -> dict[str, Any]:
         found: dict[str, Any] = {name: self.trained(name) for name in OBJECTIVES}
@@ -178,7 +186,7 @@ class Steps:
 
     def bfloat16(self) -> dict[str, Any]:
         objective = OBJECTIVES["dpo"]
-        reference = self.config.place(Policy(tiny_lm(dtype=torch.bfloat16), 0.7, True), self.ranks)
+        reference = self.place(Policy(tiny_lm(dtype=torch.bfloat16), 0.7, True))
         engine = self.build(Policy(tiny_lm(), 0.7, shared_prefix=True), reference, Dtype.bfloat16)
         batch = objective.credit(engine.annotate(scored(), objective.needs))
         rows = [figures(engine, batch, objective) for _ in range(2)]
@@ -193,9 +201,9 @@ class Steps:
     def frozen(self) -> dict[str, Any]:
         """A reward model that is not trained."""
         rollouts = tiny_rollouts(3, 2)
-        model = self.config.place(RewardModel(tiny_classifier("llama"), shared_prefix=True), self.ranks)
+        model = self.place(RewardModel(tiny_classifier("llama"), shared_prefix=True))
         rewards = infer(model, rollouts, "rewards", 2, self.ranks, Dtype.float32)
-        reference = self.config.place(Policy(tiny_lm(), 0.7, shared_prefix=True), self.ranks)
+        reference = self.place(Policy(tiny_lm(), 0.7, shared_prefix=True))
         found = {
             temperature: infer(reference.at(temperature), rollouts, "logprobs", 2, self.ranks, Dtype.float32)
             for temperature in (1.0, 0.7)

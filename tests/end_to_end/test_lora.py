@@ -12,7 +12,7 @@ from rlhf.assembly import models as build
 from rlhf.assembly.device import build_device
 from rlhf.assembly.models import build_module, build_tokenizer
 from rlhf.core.errors import UserError
-from rlhf.models import loading as running__loading
+from rlhf.models import loading
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import run as running
 from rlhf.stages.prerequisites import prepare
@@ -25,7 +25,7 @@ LORA = ("model.lora.rank=4", "optim.lr=1e-2", "algo.ties=keep")
 @pytest.fixture
 def loaded(monkeypatch):
     """The keys of the causal LMs that a run loads."""
-    keys, load = [], running__loading.load_causal_lm
+    keys, load = [], loading.load_causal_lm
 
     def note(*args, **settings):
         keys.append(settings.get("key"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import pipeline as pipeline__pipeline
+from rlhf import pipeline
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.config.saved import load_config
@@ -29,16 +29,16 @@ WORDS += ['stages.sft=["debug=tiny","schedule.save_every=1"]', "eval.samples=0"]
 KILLED = """
 import os, signal, sys
 from rlhf import pipeline
-import rlhf.evaluate, rlhf.pairs
+from rlhf.stages import evaluation, sample_pairs
 from rlhf.training.recorder import Recorder
 place = sys.argv.pop(1)
 def strike():
     os.kill(os.getpid(), signal.SIGKILL)
 if place == "pairs":
-    rlhf.pairs.add_pairs = lambda *_: strike()
+    sample_pairs.add_pairs = lambda *_: strike()
 elif place == "evaluation":
-    write = rlhf.evaluate.write
-    rlhf.evaluate.write = lambda *given: (write(*given), strike())
+    write = evaluation.write
+    evaluation.write = lambda *given: (write(*given), strike())
 else:
     algo, update = place.split(":")
     flush = Recorder.flush
@@ -48,14 +48,14 @@ else:
         if title.startswith(algo) and state.update == int(update):
             strike()
     Recorder.flush = struck
-pipeline__pipeline.main()
+pipeline.main()
 """
 PLACES = {  # where it is killed: what the next start says of it
-    "sft:2": "going on at update 1 of 2",
-    "pairs": "[1/5] SFT model: there already",
-    "reward:2": "[2/5] preference pairs: there already",
-    "dpo:3": "[3/5] reward model: there already",
-    "evaluation": "[4/5] RLHF (dpo): there already",
+    "sft:2": "resumed from update 1 of 2",
+    "pairs": "[1/5] SFT model: finished already",
+    "reward:2": "[2/5] preference pairs: finished already",
+    "dpo:3": "[3/5] reward model: finished already",
+    "evaluation": "[4/5] RLHF (dpo): finished already",
 }
 
 
@@ -82,7 +82,7 @@ def test_killed_in_every_stage_it_goes_on_and_ends_as_it_would_have(tmp_path):
     assert [row["model"] for row in rows] == ["checkpoint-2", "checkpoint-3", "model"]
     assert "eval/win_rate_low" in rows[-1] and rows[-1]["update"] == 4
     table = done.stdout[done.stdout.rindex("stage ") :]
-    assert table.count("was there") == 4 and "evaluation (validation)" in table
+    assert table.count("skipped") == 4 and "evaluation (validation)" in table
 
     # The same run without the chain, with stages that nothing happened to.
     alone = RunFolder(tmp_path / "alone")
@@ -125,7 +125,7 @@ def stored(tmp_path_factory):
 
 def told(monkeypatch, capsys, *words) -> str:
     monkeypatch.setattr(sys, "argv", ["pipeline", *words])
-    pipeline__pipeline.main()
+    pipeline.main()
     return capsys.readouterr().out
 
 
@@ -143,7 +143,7 @@ def test_a_chain_on_stored_data_trains_each_stage_on_the_one_before(stored, monk
     assert "[5/5] evaluation (validation): done in" in said
 
     again = told(monkeypatch, capsys, *stored)
-    assert again.count("there already, in ") == 5 and again.count("was there") == 5
+    assert again.count("finished already, in ") == 5 and again.count("skipped") == 5
 
 
 def test_a_model_that_is_named_is_not_made(stored, monkeypatch, capsys, tmp_path):
@@ -173,6 +173,6 @@ def test_the_final_model_is_pushed_only_where_it_is_told_to_and_privately(stored
 def test_a_token_is_read_from_the_environment_alone(monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     assert os.environ.get(hub.VARIABLE) is None
-    with pytest.raises(ValueError, match="it is read from nowhere else"):
+    with pytest.raises(ValueError, match="no other place is read"):
         hub.check("me/model")
     assert hub.check(None) is None

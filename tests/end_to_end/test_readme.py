@@ -10,7 +10,7 @@ from rlhf import plan
 from rlhf.config.algo import AlgoConfig
 from rlhf.core.machine import Machine
 from rlhf.memory import plan as memory
-from rlhf.memory import uses as memory__uses
+from rlhf.memory.uses import GIB
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
@@ -65,7 +65,7 @@ def test_the_algorithm_of_the_readme_composes(tmp_path, reinforce):
 def test_the_plan_of_the_readme_is_what_the_command_prints(monkeypatch, capsys):
     shown = README.partition("## What a run needs")[2].partition("```text\n$ python -m rlhf.plan ")[2]
     words, _, table = shown.partition("```")[0].partition("\n")
-    monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=16 * memory__uses.GIB))
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=16 * GIB))
     monkeypatch.setattr(sys, "argv", ["plan.py", *words.split()])
     plan.main()
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]

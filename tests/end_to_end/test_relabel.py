@@ -6,15 +6,14 @@ import os
 import datasets
 import pytest
 
-from rlhf import relabel as relabel__relabel
+from rlhf import relabel as relabel_command
 from rlhf.assembly.data import build_task
 from rlhf.assembly.models import build_tokenizer
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
 from rlhf.config.root import Config
-from rlhf.core import files as relabel__files
 from rlhf.core.errors import Interrupted, RunError, UserError
-from rlhf.core.files import read_lines
+from rlhf.core.files import append, read_lines
 from rlhf.processes.ranks import ALONE
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import relabelling as relabel
@@ -95,7 +94,7 @@ def test_a_reward_model_is_trained_on_what_was_made(relabelled, cache_dir, tmp_p
 def test_what_was_interrupted_goes_on_and_ends_the_same(source, relabelled, tmp_path, monkeypatch):
     output, scored = tmp_path / "pairs", []
     monkeypatch.setattr(relabel, "BATCH", 8)
-    write = relabel__files.append
+    write = append
 
     def struck(file, rows):
         write(file, rows)
@@ -166,7 +165,7 @@ def test_what_is_there_is_left_alone(source, relabelled, tmp_path, capsys, monke
     with pytest.raises(UserError, match="output= must be a new folder .*labelled with other settings"):
         relabel.relabel(config(source, "task.max_prompt_tokens=100"), relabelled)
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(UserError, match="output= must be a new folder .*holds something else"):
+    with pytest.raises(UserError, match="output= must be a new folder .*contains something else"):
         relabel.relabel(config(source), tmp_path)
 
 
@@ -176,9 +175,9 @@ def test_nothing_is_pushed_unless_told_and_then_privately(source, relabelled, mo
     monkeypatch.setattr(relabel, "is_first_rank", lambda: True)
     words = [*TINY, f"task.preferences_path={source}"]
     monkeypatch.setenv("HF_TOKEN", "of-the-test")
-    relabel__relabel.command({"output": str(relabelled)}, words)
+    relabel_command.command({"output": str(relabelled)}, words)
     assert pushed == []
-    relabel__relabel.command({"output": str(relabelled), "push_to": "me/pairs"}, words)
+    relabel_command.command({"output": str(relabelled), "push_to": "me/pairs"}, words)
     assert pushed == [{"private": True, "token": "of-the-test"}]
 
 
@@ -186,7 +185,7 @@ def test_a_push_that_fails_says_what_to_do_and_no_token(source, relabelled, monk
     monkeypatch.setenv("HF_TOKEN", "of-the-test")
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     with pytest.raises(RunError, match="push_to=me/pairs must be a repository .* is complete") as told:
-        relabel__relabel.command(
+        relabel_command.command(
             {"output": str(relabelled), "push_to": "me/pairs"}, [*TINY, f"task.preferences_path={source}"]
         )
     assert "of-the-test" not in str(told.value)

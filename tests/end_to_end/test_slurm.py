@@ -136,8 +136,8 @@ def limited(slurm, words, tmp_path_factory, undisturbed):
 
 def test_each_task_of_a_step_is_a_rank_and_finds_the_others(slurm):
     program = (
-        "from rlhf.slurm import name_rank; name_rank()\n"
-        "import json, os, torch; from rlhf.ranks import Ranks\n"
+        "from rlhf.launch.slurm import name_rank; name_rank()\n"
+        "import json, os, torch; from rlhf.processes.ranks import Ranks\n"
         "ranks = Ranks.join(torch.device('cpu'), 60)\n"
         "names = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR'\n"
         "total = ranks.sum(torch.tensor(2.0 ** ranks.rank)).item()\n"
@@ -156,7 +156,8 @@ def test_each_task_of_a_step_is_a_rank_and_finds_the_others(slurm):
 
 def test_a_batch_script_is_no_rank_however_many_tasks_its_job_has(slurm, tmp_path):
     program = (
-        "import os; from rlhf.slurm import name_rank; name_rank(); print(os.environ.get('RANK', 'alone'))"
+        "import os; from rlhf.launch.slurm import name_rank; name_rank();"
+        " print(os.environ.get('RANK', 'alone'))"
     )
     out = tmp_path / "out"
     wrapped = f'--wrap={sys.executable} -c "{program}"'
@@ -187,7 +188,7 @@ def test_a_job_that_fails_or_dies_is_listed_and_the_others_are_kept(slurm, limit
     text = told(train([*sweep, *SLURM, *words, f"output_dir={tmp_path}"], slurm), code=1)
     assert text.count(": done, in") == 1
     _, _, listed = text.partition("error: 2 of 3 jobs failed; the others are kept")
-    assert "no score for these" in listed and "it ended without a word" in listed
+    assert "no score for these" in listed and "the job ended without a result" in listed
     assert listed.count(f"{tmp_path}/tldr_mini-pythia-rloo") == 2
     assert listed.count("_log.") == 1, "what a job printed that said nothing itself"
 

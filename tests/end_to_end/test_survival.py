@@ -22,11 +22,11 @@ from rlhf.generators.hf.generator import HFGenerator
 from rlhf.generators.worker import WorkerGenerator
 from rlhf.loggers.jsonl import JsonlLogger
 from rlhf.processes import signals
-from rlhf.runs import environment as checkpoint__environment
+from rlhf.runs.environment import versions
 from rlhf.runs.folder import RunFolder, complete_checkpoints
 from rlhf.stages.run import run
 from rlhf.tasks.tldr_mini import TLDRMiniSource
-from rlhf.training import checkpoint as checkpoint
+from rlhf.training import checkpoint
 from rlhf.training.evaluators import PolicyEvaluator
 from rlhf.training.recorder import Recorder
 from tests.end_to_end.conftest import TINY, assert_same_end, wait_for
@@ -388,9 +388,7 @@ def test_other_data_are_refused_before_a_model_is_loaded(crashed, monkeypatch, u
             TLDRMiniSource, "prompts", lambda self, split: prompts(self, split).select(range(1, 120))
         )
         patch.setattr("rlhf.assembly.engine.build_engine", raising(AssertionError("too late")))
-        with pytest.raises(
-            UserError, match=r"task must give the same training examples as .* resume=never"
-        ):
+        with pytest.raises(UserError, match=r"task must give the same training examples as .* resume=never"):
             run(cfg, folder)
     run(cfg, folder)
     assert_same_end(folder, undisturbed(*RUN))
@@ -398,7 +396,7 @@ def test_other_data_are_refused_before_a_model_is_loaded(crashed, monkeypatch, u
 
 def test_other_libraries_are_warned_of(crashed, monkeypatch, undisturbed, capsys):
     cfg, folder = crashed
-    now = {**checkpoint__environment.versions(), "transformers": "9.9"}
+    now = {**versions(), "transformers": "9.9"}
     monkeypatch.setattr(checkpoint, "versions", lambda: now)
     run(cfg, folder)
     told = capsys.readouterr().out

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlhf.assembly.parts import make
 from rlhf.config.algo import DPOConfig, PPOConfig, SFTConfig
 from rlhf.config.model import Dtype
 from rlhf.config.schedule import LRSchedule, OptimConfig
@@ -82,7 +83,7 @@ OBJECTIVES = {
     "dpo": OnlineDPO(DPOConfig()),
     "sft": SFT(SFTConfig()),
     **{
-        name: SCHEMAS[f"schema/algo/{name}"]().build()
+        name: make(SCHEMAS[f"schema/algo/{name}"]())
         for name in ("bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
     },
 }

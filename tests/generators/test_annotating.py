@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlhf.assembly.annotator import AnnotatorFactory
+from rlhf.assembly.generator import build_generator
 from rlhf.config.compose import compose
 from rlhf.config.model import Dtype
 from rlhf.config.scorer import AnswerScorerConfig, LabelsScorerConfig, WeightedScorerConfig
@@ -23,10 +24,11 @@ from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import ALONE, Ranks
 from rlhf.processes.worker import Limits, Worker
+from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import LabelsScorer, TextScorer
 from rlhf.scorers.weighted import WeightedScorer
 from rlhf.training.checkpoint import pack, unpack
-from tests.tiny_models import tiny_lm, tiny_rollouts, tiny_tokenizer
+from tests.tiny_models import scorer_context, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 SECONDS = 30  # until a test gives up
 
@@ -157,24 +159,32 @@ def test_rollouts_are_annotated_where_that_runs_beside_training_and_costs_no_gpu
     def start(kind):
         return lambda *arguments: started.append((kind, *arguments)) or Asked(kind)
 
-    monkeypatch.setattr("rlhf.generators.worker.WorkerGenerator", start("generator"))
-    monkeypatch.setattr("rlhf.processes.worker.Worker", start("annotator"))
-    engine = SimpleNamespace(ranks=Ranks(torch.device(device)))
-    cfg, variables = compose(words.split()), {"OMP_NUM_THREADS": "3"}
-    made = cfg.generator.start(cfg, engine, "sampler", tmp_path, [variables])
+    monkeypatch.setattr("rlhf.generators.own_process.WorkerGenerator", start("generator"))
+    monkeypatch.setattr("rlhf.generators.own_process.Worker", start("annotator"))
+    engine = SimpleNamespace(module=SimpleNamespace(model=tiny_lm()), borrow_policy=None)
+    cfg, ranks = compose(["model.policy=somewhere", *words.split()]), Ranks(torch.device(device))
+    made = build_generator(cfg, engine, tiny_tokenizer(), RunFolder(tmp_path), ranks)
     assert isinstance(made, AnnotatedGenerator) == annotated
     assert [kind for kind, *_ in started] == ["generator"] + ["annotator"] * annotated
     if annotated:
         _, name, factory, log, environment, limits = started[1]
         assert (name, factory.cfg, log) == ("annotator", cfg, tmp_path / "annotator.log")
-        assert environment == variables and limits == started[0][4], "those of the generator"
+        assert [environment, limits] == list(started[0][3:5]), "those of the generator"
 
 
 # -- what the process does -------------------------------------------------------------------------
 
 
+def labels_scorer(kind=LabelsScorer):
+    return kind(LabelsScorerConfig(), scorer_context(tiny_tokenizer()))
+
+
+def weighted_scorer(**parts):
+    return WeightedScorer(WeightedScorerConfig(parts=parts), scorer_context(tiny_tokenizer()))
+
+
 def annotator(scorer=None, reference=None):
-    return Annotator(scorer or LabelsScorer(LabelsScorerConfig()), reference, 4, ALONE, Dtype.float32)
+    return Annotator(scorer or labels_scorer(), reference, 4, ALONE, Dtype.float32)
 
 
 def test_a_batch_has_scores_reference_and_the_seconds_they_took():
@@ -188,19 +198,27 @@ def test_a_batch_has_scores_reference_and_the_seconds_they_took():
 
 
 def test_a_weighted_score_keeps_its_parts():
-    settings = LabelsScorerConfig(weight=2.0)
-    parts = {"labels": LabelsScorer(settings), "again": LabelsScorer(LabelsScorerConfig())}
-    batch = annotator(WeightedScorer(WeightedScorerConfig(), parts)).annotate(rollouts := labelled())
+    parts = {"labels": LabelsScorerConfig(weight=2.0), "again": LabelsScorerConfig()}
+    batch = annotator(weighted_scorer(**parts)).annotate(rollouts := labelled())
     assert torch.equal(batch.scores, 3 * rollouts.labels)
     assert all(torch.equal(part, rollouts.labels) for part in batch.parts.values())
     assert batch.parts.keys() == parts.keys()
 
 
+class Never(TextScorer):
+    """Fails on every text."""
+
+    def judge(self, prompt, response, reference):
+        raise AssertionError("there is nothing to score")
+
+
 def test_a_batch_keeps_its_scores_through_a_scorer():
     batch = annotator().annotate(labelled())
-    never = TextScorer(AnswerScorerConfig(), lambda *_: 1 / 0, tiny_tokenizer())
+    never = Never(AnswerScorerConfig(), scorer_context(tiny_tokenizer()))
     assert never(batch) is batch
-    assert WeightedScorer(WeightedScorerConfig(), {"never": never})(batch) is batch
+    weighted = weighted_scorer(never=AnswerScorerConfig())
+    weighted.parts["never"] = never
+    assert weighted(batch) is batch
 
 
 def test_an_error_of_the_scorer_names_the_log_and_is_in_it(capsys):
@@ -209,7 +227,7 @@ def test_an_error_of_the_scorer_names_the_log_and_is_in_it(capsys):
             raise RunError("no score for row 3") from ValueError("out of ideas")
 
     with pytest.raises(RunError, match=r"no score for row 3 \(.* annotator\.log\)"):
-        annotator(Broken(LabelsScorerConfig())).annotate(labelled())
+        annotator(labels_scorer(Broken)).annotate(labelled())
     assert "out of ideas" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhf.core.errors import RunError
-from rlhf.generators.transfer import weights as transfer
+from rlhf.generators.transfer import shared_memory
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
 from rlhf.generators.transfer.weights import TransferError, checksum, confirm
 
@@ -177,7 +177,7 @@ def test_memory_that_runs_out_is_an_error_for_the_user(shared, monkeypatch):
     def full(data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(transfer, "digest", full)
+    monkeypatch.setattr(shared_memory, "digest", full)
     with pytest.raises(RunError, match="version 2 must fit into shared memory"):
         shared.write([("a", torch.ones(3))], 2)
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlhf.assembly.generator import build_generator
 from rlhf.checks import check as validate
 from rlhf.config.compose import compose
 from rlhf.config.generator import Transfer
@@ -17,8 +18,10 @@ from rlhf.core.errors import UserError
 from rlhf.generators.transfer.gpu import CudaIpc, Nccl
 from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.generators.transfer.weights import TransferError
-from rlhf.generators.vllm.generator import build_store, place, route, visible
+from rlhf.generators.vllm.generator import build_store, factory, place, route, visible
 from rlhf.generators.vllm.sampler import VLLMSampler, compare, pad, tensors
+from rlhf.processes.ranks import ALONE
+from rlhf.runs.folder import RunFolder
 from tests.tiny_models import tiny_config, tiny_lm, tiny_tokenizer
 
 MISTAKES = {
@@ -26,10 +29,10 @@ MISTAKES = {
     "generator.memory=1.5": "set generator.memory=null",
     "generator.max_num_seqs=0": "generator.max_num_seqs must be >= 1",
     "generator.tensor_parallel_size=0": "generator.tensor_parallel_size must be >= 1",
-    "generator.devices=[1,2]": "generator.devices must name as many GPUs as generator.tensor_parallel_size",
+    "generator.devices=[1,2]": "generator.devices must name generator.tensor_parallel_size = 1 GPUs",
     "generator.devices=[-1]": "got [-1]; set generator.devices=null",
     "generator.temperature=0.001": "generator.temperature must be >= 0.01 with generator=vllm",
-    "eval.temperature=0.005": "(vLLM raises lower ones to that), got 0.005; set eval.temperature=0.01",
+    "eval.temperature=0.005": "(vLLM raises lower values to 0.01), got 0.005; set eval.temperature=0.01",
     "generator.top_p=0.9": "generator.top_p must be off for training",
 }
 
@@ -48,7 +51,7 @@ def test_the_defaults_are_sound(name):
 def test_without_vllm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = validate.problems(compose(["generator=vllm"]))
-    assert "generator=vllm needs vLLM" in problem and "pip install 'rlhf[vllm]'" in problem
+    assert "generator=vllm needs vLLM" in problem and "pip install -e '.[vllm]'" in problem
 
 
 def test_a_generator_that_sleeps_while_training_is_never_late():
@@ -59,7 +62,7 @@ def test_a_generator_that_sleeps_while_training_is_never_late():
 
 def test_composing_imports_neither_vllm_nor_torch():
     program = (
-        "import sys; from rlhf.compose import compose; from rlhf import validate;"
+        "import sys; from rlhf.config.compose import compose; from rlhf.checks import check as validate;"
         "assert not validate.problems(compose(['generator=vllm', 'schedule.max_lag=1']));"
         "assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
     )
@@ -71,18 +74,21 @@ def test_the_trainers_side_imports_no_vllm():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_factory_takes_its_sizes_from_the_run():
+def test_the_factory_takes_its_sizes_from_the_run(monkeypatch, tmp_path):
     cfg = compose(["generator=vllm", "model.policy=somewhere", "generator.response_length=20", "seed=5"])
     tokenizer = tiny_tokenizer()
-    made = cfg.generator.factory(cfg, tokenizer, gpu=False)
+    engine = SimpleNamespace(module=SimpleNamespace(model=tiny_lm()), borrow_policy=None)
+    monkeypatch.setattr("rlhf.assembly.generator.make", lambda section, context: context)
+    context = build_generator(cfg, engine, tokenizer, RunFolder(tmp_path), ALONE)
+    made = factory(cfg.generator, context, gpu=False)
     assert made.max_model_len == cfg.task.max_prompt_tokens + 20
     assert (made.stop_ids, made.pad_id, made.seed) == ((tokenizer.eos_token_id,), tokenizer.pad_token_id, 5)
     assert (made.memory, made.enforce_eager, made.dtype, made.sleeps) == (0.1, True, "float32", False)
-    made = cfg.generator.factory(cfg, tokenizer, gpu=True)
+    made = factory(cfg.generator, context, gpu=True)
     assert (made.memory, made.enforce_eager, made.sleeps) == (0.9, False, False)
     shared = compose(["generator=vllm_colocated"]).generator
-    assert shared.factory(cfg, tokenizer, gpu=True).sleeps
-    assert not shared.factory(cfg, tokenizer, gpu=False).sleeps
+    assert factory(shared, context, gpu=True).sleeps
+    assert not factory(shared, context, gpu=False).sleeps
 
 
 def settings(
@@ -152,7 +158,7 @@ def test_several_ranks_that_share_their_gpus_need_a_generator_each(monkeypatch):
             1,
             "generator=vllm_colocated must have 2 of the 1 GPUs here, got [0, 1]",
         ),
-        (settings("vllm", 2), 0, "without GPUs (torch finds none), got null and 2"),
+        (settings("vllm", 2), 0, "without GPUs (torch finds no GPU), got null and 2"),
     ],
 )
 def test_gpus_that_are_not_there_or_taken_are_refused(config, gpus, said):
@@ -220,7 +226,7 @@ def test_a_way_that_was_asked_for_is_taken_or_refused():
         ),
         (
             ["generator=vllm", "generator.transfer=nccl", "backend.device=cpu"],
-            "not be nccl with backend.device=cpu (the weights must lie on a GPU), got nccl",
+            "not be nccl with backend.device=cpu (the weights must be on a GPU), got nccl",
         ),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from rlhf.assembly.parts import make
 from rlhf.config.algo import DPOConfig, Scale, Ties
 from rlhf.config.schedule import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
@@ -105,7 +106,8 @@ def grad_norms(model) -> dict[str, float]:
 
 
 def algorithm(name: str, **settings) -> Objective:
-    return SCHEMAS[f"schema/algo/{name}"](**settings).build()
+    objective: Objective = make(SCHEMAS[f"schema/algo/{name}"](**settings))
+    return objective
 
 
 # Case, batch, objective, and whether the trainer before the update is the one that sampled.

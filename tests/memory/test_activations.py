@@ -25,6 +25,7 @@ from rlhf.memory.uses import HEAP
 from rlhf.models import logprobs
 from rlhf.models.modules import Policy
 from rlhf.models.shared_prefix import checkpoint_blocks
+from rlhf.objectives.grpo import GRPO
 from rlhf.processes.ranks import ALONE
 
 PYTHIA_14M = GPTNeoXConfig(
@@ -128,7 +129,7 @@ def test_the_estimate_is_near_what_torch_allocates(case):
     checkpointing = settings.get("checkpointing", False)
     model, size = made(config, eager, checkpointing), size_of(config)
     engine = engine_of(model, prompts * samples, dtype)
-    objective = GRPOConfig(samples_per_prompt=samples).build()
+    objective = GRPO(GRPOConfig(samples_per_prompt=samples))
     rows = batch(2 * prompts, samples, prompt, response, config.vocab_size)  # two micro-batches
     precision = FLOAT32 if dtype is Dtype.float32 else AUTOCAST
     tokens = Tokens(prompts=prompts, samples=samples, prompt=prompt, response=response)
@@ -175,11 +176,12 @@ import torch
 from tests.memory.test_activations import NANO, batch, engine_of, made
 from rlhf.config.model import Dtype
 from rlhf.config.algo import GRPOConfig
+from rlhf.objectives.grpo import GRPO
 
 torch.set_num_threads(1)
 peak = lambda: 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 small = engine_of(made(NANO), 2, Dtype.float32)  # what torch loads at its first step
-objective = GRPOConfig(samples_per_prompt=2).build()
+objective = GRPO(GRPOConfig(samples_per_prompt=2))
 small.step(batch(1, 2, 8, 4, 250), objective)
 before = peak()
 engine = engine_of(made(NANO), 128, Dtype.float32)

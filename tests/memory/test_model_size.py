@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf.assembly.parts import make
 from rlhf.config.compose import compose
 from rlhf.config.model import LoRAConfig
 from rlhf.memory.model_size import (
@@ -77,12 +78,11 @@ def test_a_scoring_model_has_the_backbone_and_one_number(name):
 
 def test_the_embedded_model_is_as_large_as_it_is_made():
     model = compose(["model.hidden_size=64", "model.layers=3"]).model
-    tokenizer = compose([]).task.tokenizer()
-    size = nano_size(model, compose([]).task.vocabulary_size())
-    assert size.parameters == sum(p.numel() for p in new_nano(model, tokenizer).parameters())
-    assert compose(["task=arithmetic"]).task.vocabulary_size() == len(
-        compose(["task=arithmetic"]).task.tokenizer()
-    )
+    task = compose([]).task
+    size = nano_size(model, task.vocabulary_size)
+    assert size.parameters == sum(p.numel() for p in new_nano(model, make(task).tokenizer()).parameters())
+    arithmetic = compose(["task=arithmetic"]).task
+    assert arithmetic.vocabulary_size == len(make(arithmetic).tokenizer())
 
 
 @pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj", "query_key_value"]])

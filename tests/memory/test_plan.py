@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 
 from rlhf import plan
-from rlhf.checks import sizes as validate__sizes
+from rlhf.checks.sizes import describe
 from rlhf.config.backend import TorchConfig
 from rlhf.config.compose import compose
 from rlhf.config.footprint import Footprint, zero
 from rlhf.core.machine import Machine
-from rlhf.memory import advice as memory__advice
-from rlhf.memory import loaded_models as memory__loaded_models
+from rlhf.memory import advice, loaded_models
 from rlhf.memory import plan as memory
-from rlhf.memory import uses as memory__uses
-from rlhf.memory.uses import GIB, Part, Phase, Use
+from rlhf.memory.uses import GIB, PROCESS, Part, Phase, Use
 from rlhf.models import sharing_rules as sharing
 
 LAPTOP = Machine(ram=16 * GIB)
@@ -97,7 +95,7 @@ def test_ppo_trains_a_second_model():
 
 def test_each_kind_of_run_names_the_models_that_it_loads(tmp_path):
     def roles(*words: str) -> list[str]:
-        return [model.role for model in memory__loaded_models.models(compose(list(words)))]
+        return [model.role for model in loaded_models.models(compose(list(words)))]
 
     assert roles() == ["policy", "reference", "reward model"]
     assert roles("algo=ppo") == ["policy", "value model", "reference", "reward model"]
@@ -211,7 +209,7 @@ def test_a_process_that_scores_ahead_has_models_of_its_own(pythia):
 
     (alone,) = memory.plan(compose([])).uses
     assert annotator("schedule.max_lag=1") == {
-        "annotator's process": memory__uses.PROCESS,
+        "annotator's process": PROCESS,
         "annotator: reference": parts(alone)["reference: weights"],
         "annotator: reward model": parts(alone)["reward model: weights"],
     }
@@ -321,13 +319,13 @@ def test_zero3_divides_frozen_models_too(monkeypatch, pythia):
 
 
 def test_models_that_are_not_here_leave_the_plan_unknown(monkeypatch):
-    monkeypatch.setattr(memory, "named_size", lambda name: None)
+    monkeypatch.setattr(loaded_models, "named_size", lambda name: None)
     cfg = compose(["model=pythia_410m", "task=tldr"])
     made = memory.plan(cfg)
     assert not made.uses and made.unknown["model.policy"] == "mnoukhov/pythia410m-sft-tldr"
-    assert memory__advice.problems(cfg) == memory__advice.warnings(cfg) == []
-    ((_, told),) = memory__advice.rows(cfg)
-    assert told.startswith("not known before these are downloaded: model.policy=mnoukhov/")
+    assert advice.problems(cfg) == advice.warnings(cfg) == []
+    ((_, told),) = advice.rows(cfg)
+    assert told.startswith("unknown until these models are downloaded: model.policy=mnoukhov/")
 
 
 def test_a_device_of_unknown_size_refuses_nothing(pythia):
@@ -347,27 +345,30 @@ def test_refused_is_what_is_too_much_even_with_short_sequences():
 def test_a_run_that_may_not_fit_is_warned_of(monkeypatch):
     cfg = compose([])
     needed = memory.plan(cfg).uses[0].bytes
-    assert memory__advice.warnings(cfg) == []
+    assert advice.warnings(cfg) == []
     monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=int(needed * 1.05)))
-    (warning,) = memory__advice.warnings(cfg)
+    (warning,) = advice.warnings(cfg)
     assert warning.startswith("the run may need about 1.") and "RAM (process 0.6 GiB, " in warning
-    assert memory__advice.problems(cfg) == []
+    assert advice.problems(cfg) == []
 
 
 def test_too_large_a_micro_batch_is_answered_by_one_that_fits():
     cfg = compose(["backend.micro_batch=16384", "schedule.prompts_per_update=8192",
                    "schedule.total_episodes=163840"])  # fmt: skip
-    (problem,) = memory__advice.problems(cfg)
-    assert problem.startswith("backend.micro_batch must leave the run within the 16.0 GiB of RAM")
+    (problem,) = advice.problems(cfg)
+    assert problem.startswith("backend.micro_batch must be small enough for the 16.0 GiB of RAM")
     fitting = int(problem.rpartition("set backend.micro_batch=")[2])
-    assert not memory__advice.problems(replace(cfg, backend=replace(cfg.backend, micro_batch=fitting)))
+    assert not advice.problems(replace(cfg, backend=replace(cfg.backend, micro_batch=fitting)))
     assert 256 <= fitting < 16384 and "got 16384;" in problem
 
 
 def test_too_large_a_batch_of_sampling_is_answered_too():
     words = ["generator.batch_size=16384", "eval.prompts=16384", "model.layers=8"]
-    (problem,) = memory__advice.problems(compose(words))
-    assert problem.startswith("generator.batch_size must leave") and "set generator.batch_size=" in problem
+    (problem,) = advice.problems(compose(words))
+    assert (
+        problem.startswith("generator.batch_size must be small enough for")
+        and "set generator.batch_size=" in problem
+    )
 
 
 def test_evaluation_where_nothing_is_sampled_decodes_what_eval_batch_size_says():
@@ -375,17 +376,18 @@ def test_evaluation_where_nothing_is_sampled_decodes_what_eval_batch_size_says()
         return phases(memory.plan(compose(["algo=sft", *words])).uses[0])["sampling"].bytes
 
     assert sampling() > 3 * sampling("eval.batch_size=32"), "256 by default"
-    (problem,) = memory__advice.problems(
+    (problem,) = advice.problems(
         compose(["algo=sft", "eval.batch_size=16384", "eval.prompts=16384", "model.layers=8"])
     )
-    assert problem.startswith("eval.batch_size must leave") and "set eval.batch_size=" in problem
+    assert (
+        problem.startswith("eval.batch_size must be small enough for") and "set eval.batch_size=" in problem
+    )
 
 
 def test_an_embedded_model_that_is_too_large_is_told_by_its_width():
-    (problem,) = memory__advice.problems(compose(["model.hidden_size=8192", "model.layers=32"]))
-    assert (
-        problem.startswith("model.hidden_size must leave") and "got 8192; set model.hidden_size=" in problem
-    )
+    (problem,) = advice.problems(compose(["model.hidden_size=8192", "model.layers=32"]))
+    assert problem.startswith("model.hidden_size must be small enough for")
+    assert "got 8192; set model.hidden_size=" in problem
 
 
 def test_a_model_of_70_billion_parameters_is_refused_at_once_and_leaves_nothing(tmp_path):
@@ -394,7 +396,7 @@ def test_a_model_of_70_billion_parameters_is_refused_at_once_and_leaves_nothing(
 import sys
 from rlhf.memory import plan as memory
 from rlhf.core.machine import Machine
-memory__machine.this_machine = lambda: Machine(ram=64 * 2**30)
+memory.this_machine = lambda: Machine(ram=64 * 2**30)
 sys.argv = ["train.py", "model.policy={folder}", "scorer=facts"]
 from rlhf.train import main
 try:
@@ -405,7 +407,7 @@ except SystemExit as stop:
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "2 []\n"
     (error,) = [line for line in done.stderr.splitlines() if not line.startswith("warning")]
-    assert error.startswith("error: model.policy must leave the run within the 64.0 GiB of RAM")
+    assert error.startswith("error: model.policy must be small enough for the 64.0 GiB of RAM")
     for said in ("policy 788 GiB", f"got {folder}; ", "set model.policy to a smaller model", "model.dtype"):
         assert said in error
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
@@ -415,7 +417,7 @@ def test_a_job_of_a_sweep_is_refused_where_it_runs(command, tmp_path):
     folder = local_model(tmp_path / "llama", LLAMA_70B)
     answer = command("-m", f"model.policy={folder}", "scorer=facts", "seed=1")
     assert answer.code == 2 and not answer.runs
-    assert "model.policy must leave the run within the 16.0 GiB of RAM" in answer.err
+    assert "model.policy must be small enough for the 16.0 GiB of RAM" in answer.err
 
 
 def test_a_finished_run_answers_on_a_machine_too_small_for_it(command, monkeypatch):
@@ -428,10 +430,10 @@ def test_a_finished_run_answers_on_a_machine_too_small_for_it(command, monkeypat
 
 
 def test_the_short_form_is_a_line_for_each_device(monkeypatch, pythia):
-    rows = dict(validate__sizes.describe(compose([])))
+    rows = dict(describe(compose([])))
     assert rows["memory (RAM)"].startswith("about 1.0 GiB of 16.0 GiB: process 0.6 GiB, training 0.4 GiB")
     monkeypatch.setattr(memory, "this_machine", lambda: TWO_GPUS)
-    names = [name for name, _ in memory__advice.rows(compose([*pythia, "generator=vllm"]))]
+    names = [name for name, _ in advice.rows(compose([*pythia, "generator=vllm"]))]
     assert names == ["memory (vLLM's share of GPU 1)", "memory (GPU 0)", "memory (RAM)"]
 
 
@@ -462,7 +464,7 @@ def test_the_command_says_what_does_not_fit_after_the_table(monkeypatch, capsys,
     folder = local_model(tmp_path / "llama", LLAMA_70B)
     code, out, err = planned(monkeypatch, capsys, f"model.policy={folder}", "scorer=facts")
     assert code == 2 and "70.55 billion parameters x 4 bytes" in out
-    assert err.startswith("error: model.policy must leave the run within the 16.0 GiB of RAM")
+    assert err.startswith("error: model.policy must be small enough for the 16.0 GiB of RAM")
 
 
 @pytest.mark.parametrize(

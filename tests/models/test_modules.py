@@ -350,7 +350,7 @@ def test_a_missing_pad_token_or_one_that_is_the_end_is_refused_until_another_is_
         load_tokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="model.pad_token must be set"):
         load_tokenizer(str(tmp_path), pad_token="<eos>")
-    with pytest.raises(ValueError, match=r"model.pad_token must be a token .*got '<new>'"):
+    with pytest.raises(ValueError, match=r"model.pad_token must be in the vocabulary .*got '<new>'"):
         load_tokenizer(str(tmp_path), pad_token="<new>")
     assert load_tokenizer(str(tmp_path), pad_token="<pad>").pad_token_id == 0
 

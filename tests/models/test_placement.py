@@ -8,6 +8,7 @@ from rlhf.config.algo import DPOConfig
 from rlhf.models.loading import load_causal_lm, save
 from rlhf.models.modules import Policy
 from rlhf.models.placement import place
+from rlhf.objectives.dpo import OnlineDPO
 from tests.engines.test_engine import engine_of, scored
 from tests.tiny_models import KINDS, tiny_lm, tiny_rollouts, tiny_tokenizer
 
@@ -42,7 +43,7 @@ def test_a_model_whose_weights_lie_transposed_is_saved_as_any_other(tmp_path):
 
 
 def test_moments_written_where_weights_lay_otherwise_are_taken_up_rightly(tmp_path):
-    one, other, objective = engine_of(), engine_of(), DPOConfig().build()
+    one, other, objective = engine_of(), engine_of(), OnlineDPO(DPOConfig())
     batch = objective.credit(one.annotate(scored(), objective.needs))
     one.tokenizer = other.tokenizer = tiny_tokenizer()
     one.step(batch, objective)

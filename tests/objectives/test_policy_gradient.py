@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlhf.assembly.parts import make
 from rlhf.config.algo import (
     CorrectionConfig,
     CorrectionKind,
@@ -27,7 +28,8 @@ SAMPLED = ("ppo", "rloo", *GROUPS)  # those that take ratios
 
 
 def objective_of(name: str, **settings) -> Objective:
-    return SCHEMAS[f"schema/algo/{name}"](**settings).build()
+    objective: Objective = make(SCHEMAS[f"schema/algo/{name}"](**settings))
+    return objective
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -19,7 +19,7 @@ from rlhf.runs.environment import redact
 from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
 from rlhf.runs.resuming import prepare
 from rlhf.runs.transcript import setup_logging
-from rlhf.stages.prerequisites import key
+from rlhf.stages.stage_config import stage_digest
 
 
 @pytest.fixture(scope="module")
@@ -140,15 +140,18 @@ def test_a_run_with_stand_ins_has_a_name_of_its_own(cfg):
 
 def test_what_was_made_here_counts_by_name_and_what_a_user_has_by_path(cfg):
     def keys(*folders: str) -> set[str]:
-        return {key(replace(cfg, model=replace(cfg.model, policy=f"{folder}/model"))) for folder in folders}
+        return {
+            stage_digest(replace(cfg, model=replace(cfg.model, policy=f"{folder}/model")))
+            for folder in folders
+        }
 
     assert len(keys("a/sft", "b/sft")) == 2
     moved = replace(cfg, cache_dir="elsewhere")
     made = f"{cfg.cache_dir}/sft-1"
     there = replace(moved, model=replace(moved.model, policy="elsewhere/sft-1/model"))
-    assert keys(made) == {key(there)}
+    assert keys(made) == {stage_digest(there)}
     pairs = [replace(cfg, task=replace(cfg.task, preferences_path=f"{x}/pairs")) for x in "ab"]
-    assert key(pairs[0]) != key(pairs[1])
+    assert stage_digest(pairs[0]) != stage_digest(pairs[1])
 
 
 def test_a_finished_run_is_given_back_only_where_it_may_be_left_alone(tmp_path, cfg):

@@ -15,6 +15,7 @@ from rlhf.config.scorer import (
     AnswerScorerConfig,
     FunctionScorerConfig,
     LabelsScorerConfig,
+    ScorerConfig,
     WeightedScorerConfig,
 )
 from rlhf.core.batch import Batch, Rollouts, microbatches
@@ -24,7 +25,7 @@ from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.function import FunctionScorer
 from rlhf.scorers.scorer import LabelsScorer, TextScorer, as_score
 from rlhf.scorers.weighted import WeightedScorer
-from tests.tiny_models import tiny_tokenizer
+from tests.tiny_models import scorer_context, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 RESPONSES = [["w1", "w1 w2"], ["w1 w2 w3", "w4"], ["w5 w6", "w7"]]
@@ -37,12 +38,22 @@ def rollouts() -> Rollouts:
     return encode_completions(prompts, RESPONSES, TOKENIZER, response_length=None, ended=ENDED)
 
 
-def words(prompt: str, response: str, reference: str) -> float:
-    return len(response.split())
+class WordCount(TextScorer):
+    """Counts the words of the response."""
+
+    def judge(self, prompt: str, response: str, reference: str) -> float:
+        return len(response.split())
+
+
+class Same(TextScorer):
+    """1 if the response is the reference."""
+
+    def judge(self, prompt: str, response: str, reference: str) -> float:
+        return float(response == reference)
 
 
 def words_scorer(**settings) -> TextScorer:
-    return TextScorer(AnswerScorerConfig(**settings), words, TOKENIZER)
+    return WordCount(AnswerScorerConfig(**settings), scorer_context(TOKENIZER))
 
 
 def test_a_response_without_end_gets_the_score_that_stands_for_it():
@@ -59,15 +70,21 @@ def test_a_judge_takes_scores_as_they_are():
 
 def test_a_label_stands_whether_the_text_has_an_end_or_not():
     stored = replace(rollouts(), labels=torch.ones(3, 2))
-    assert LabelsScorer(LabelsScorerConfig(missing_eos_score=-5))(stored).scores.tolist() == [[1, 1]] * 3
+    scorer = LabelsScorer(LabelsScorerConfig(missing_eos_score=-5), scorer_context(TOKENIZER))
+    assert scorer(stored).scores.tolist() == [[1, 1]] * 3
 
 
 def weighted(**settings) -> WeightedScorer:
-    parts = {
-        "words": words_scorer(weight=2.0, missing_eos_penalty=1.0),
-        "same": TextScorer(AnswerScorerConfig(weight=-1.0), lambda p, r, ref: float(r == ref), TOKENIZER),
+    parts: dict[str, ScorerConfig] = {
+        "words": AnswerScorerConfig(weight=2.0, missing_eos_penalty=1.0),
+        "same": AnswerScorerConfig(weight=-1.0),
     }
-    return WeightedScorer(WeightedScorerConfig(**settings), parts)
+    kinds = {"scorer.parts.words": WordCount, "scorer.parts.same": Same}
+    context = replace(
+        scorer_context(TOKENIZER),
+        build=lambda section, key: kinds[key](section, scorer_context(TOKENIZER, key)),
+    )
+    return WeightedScorer(WeightedScorerConfig(parts=parts, **settings), context)
 
 
 def test_a_weighted_score_is_the_weighted_sum_and_parts_are_kept_unweighted():
@@ -112,9 +129,8 @@ def function(tmp_path: Path, body: str, arguments: str = "prompt, response, refe
     """A scorer of a function with the given body, in a file of its own."""
     file = tmp_path / "own.py"
     file.write_text(f"import math\ndef score({arguments}):\n    {body}\n")
-    return FunctionScorer(
-        FunctionScorerConfig(path=f"{file}:score", **settings), "scorer.parts.own", TOKENIZER
-    )
+    config = FunctionScorerConfig(path=f"{file}:score", **settings)
+    return FunctionScorer(config, scorer_context(TOKENIZER, "scorer.parts.own"))
 
 
 LISTS = "prompts, responses, references"
@@ -140,7 +156,7 @@ def test_what_is_no_finite_number_stops_the_run_and_names_the_row(tmp_path, valu
     with pytest.raises(RunError) as stopped:
         function(tmp_path, f"return 1.0 if response != 'w4' else {value}")(rollouts())
     text = str(stopped.value)
-    assert text.startswith(f"scorer.parts.own.path={tmp_path}/own.py:score gave ")
+    assert text.startswith(f"scorer.parts.own.path={tmp_path}/own.py:score returned ")
     assert "row 8 of the data set, response 'w4'; a score must be a finite number" in text
 
 
@@ -156,7 +172,7 @@ def test_whatever_has_a_number_in_it_is_a_score(value):
 def test_a_batched_function_must_give_a_score_for_each_response(tmp_path, body, got):
     with pytest.raises(RunError) as stopped:
         function(tmp_path, body, LISTS, batched=True)(rollouts())
-    assert f"gave {got} for 6 responses, the first of row 7" in str(stopped.value)
+    assert f"returned {got} for 6 responses, the first of row 7" in str(stopped.value)
     assert "scorer.parts.own.batched=true" in str(stopped.value)
 
 
@@ -189,7 +205,7 @@ def test_what_is_no_such_function_is_the_users_to_mend(tmp_path, source, name, s
     file = tmp_path / "own.py"
     file.write_text(source + "\n")
     with pytest.raises(UserError) as refused:
-        FunctionScorer(FunctionScorerConfig(path=f"{file}:{name}"), "gold", TOKENIZER)
+        FunctionScorer(FunctionScorerConfig(path=f"{file}:{name}"), scorer_context(TOKENIZER, "gold"))
     text = str(refused.value)
     assert (
         "gold.path must name" in text
@@ -203,7 +219,7 @@ def test_a_module_of_the_working_directory_is_imported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])  # as a console script
     path = "own_module_of_the_tests:score"
-    scorer = FunctionScorer(FunctionScorerConfig(path=path), "scorer", TOKENIZER)
+    scorer = FunctionScorer(FunctionScorerConfig(path=path), scorer_context(TOKENIZER))
     assert scorer(rollouts()).scores.tolist() == [[1, 2], [3, 1], [2, 1]]
 
 
@@ -215,7 +231,7 @@ def test_a_file_may_hold_dataclasses_and_keeps_its_state_between_scorers(tmp_pat
         "def score(p, r, ref):\n    c.n += 1\n    return c.n\n"
     )
     for first in (1, 7):
-        scorer = FunctionScorer(FunctionScorerConfig(path=f"{file}:score"), "scorer", TOKENIZER)
+        scorer = FunctionScorer(FunctionScorerConfig(path=f"{file}:score"), scorer_context(TOKENIZER))
         assert scorer(rollouts()).scores[0, 0] == first
 
 

@@ -20,7 +20,7 @@ from rlhf.core.batch import Rollouts
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import RunError, UserError
 from rlhf.scorers.http import HttpScorer
-from tests.tiny_models import tiny_tokenizer
+from tests.tiny_models import scorer_context, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 COUNT = 12  # prompts, of two responses
@@ -91,7 +91,7 @@ EXPECTED = [[2 * i, 2 * i + 1] for i in range(COUNT)]
 
 
 def scorer_of(service: Service, **settings) -> HttpScorer:
-    return HttpScorer(HttpScorerConfig(url=service.url, **settings), "scorer", TOKENIZER)
+    return HttpScorer(HttpScorerConfig(url=service.url, **settings), scorer_context(TOKENIZER))
 
 
 def test_texts_are_posted_in_batches_with_prompts_and_references(service):
@@ -141,13 +141,14 @@ def test_a_late_answer_is_asked_for_again_then_stops_the_run(service):
     with pytest.raises(RunError) as stopped:
         scorer_of(service, timeout_s=0.5, retries=0)(rollouts())
     text = str(stopped.value)
-    assert f"scorer.url={service.url} gave no status in 1 tries of 0.5 s" in text
+    assert f"scorer.url={service.url} did not answer in 1 tries of 0.5 s" in text
     assert "imed out" in text and "raise scorer.timeout_s" in text
 
 
 def test_a_service_that_is_not_there_stops_the_run(service):
-    scorer = HttpScorer(HttpScorerConfig(url="http://127.0.0.1:1/score", retries=1), "gold", TOKENIZER)
-    with pytest.raises(RunError, match=r"gold.url=http://127.0.0.1:1/score gave no status in 2 tries"):
+    config = HttpScorerConfig(url="http://127.0.0.1:1/score", retries=1)
+    scorer = HttpScorer(config, scorer_context(TOKENIZER, "gold"))
+    with pytest.raises(RunError, match=r"gold.url=http://127.0.0.1:1/score did not answer in 2 tries"):
         scorer.score(rollouts())
 
 
@@ -169,17 +170,17 @@ def test_what_are_no_scores_stops_the_run(service, answer, said):
         scorer_of(service)(rollouts())
     text = str(stopped.value)
     assert f"scorer.url={service.url} answered with status 200 and" in text and said in text
-    assert "mend the service" in text and len(service.requests) == 1
+    assert "correct the service" in text and len(service.requests) == 1
 
 
 @pytest.mark.parametrize(
     ("status", "remedy"),
     [
-        (400, "mend scorer.url, or see the service's log"),
+        (400, "correct scorer.url, or see the log of the service"),
         (401, "scorer.token_variable"),
         (404, "scorer.url"),
         (413, "lower scorer.batch_size"),
-        (307, "mend scorer.url"),
+        (307, "correct scorer.url"),
     ],
 )
 def test_a_refusal_is_not_repeated_and_names_its_remedy(service, status, remedy):
@@ -214,7 +215,7 @@ def test_this_machine_is_reached_without_a_proxy(service, monkeypatch):
     assert scorer_of(service, retries=0)(rollouts()).scores.tolist() == EXPECTED
     service.url = service.url.replace("127.0.0.1", "localhost")
     assert scorer_of(service, retries=0)(rollouts()).scores.tolist() == EXPECTED
-    away = HttpScorer(HttpScorerConfig(url="http://scores.example/x"), "scorer", TOKENIZER)
+    away = HttpScorer(HttpScorerConfig(url="http://scores.example/x"), scorer_context(TOKENIZER))
     assert away.session.trust_env, "another machine may be behind the proxy of a cluster"
 
 
@@ -228,7 +229,7 @@ def test_the_service_of_the_docs_answers():
     server = ThreadingHTTPServer(("127.0.0.1", 0), names["Scores"])
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}/score"
-    scores = HttpScorer(HttpScorerConfig(url=url), "scorer", TOKENIZER)(rollouts()).scores
+    scores = HttpScorer(HttpScorerConfig(url=url), scorer_context(TOKENIZER))(rollouts()).scores
     server.shutdown()
     server.server_close()
     assert scores.tolist() == [[1, 1]] * COUNT

@@ -4,6 +4,7 @@ from itertools import islice
 
 import pytest
 
+from rlhf.assembly.parts import make
 from rlhf.config.algo import Data
 from rlhf.config.task import ArithmeticConfig, Difficulty
 from rlhf.scorers.answers import answer_matches, find_answer
@@ -57,8 +58,9 @@ def test_a_pattern_without_group_gives_the_whole_match():
 @pytest.mark.parametrize("difficulty", list(Difficulty))
 def test_sums_are_right_in_references_and_readable_for_the_tokenizer(difficulty: Difficulty):
     config = ArithmeticConfig(train_size=300, difficulty=difficulty)
-    tokenizer = config.tokenizer()
-    for row in config.source().prompts("train"):
+    source = make(config)
+    tokenizer = source.tokenizer()
+    for row in source.prompts("train"):
         total = sum(int(word) for word in row["query"].split() if word.isdigit())
         assert answer_matches(row["reference_response"], f"#### {total}", PATTERN)
         for text in (row["query"] + row["reference_response"], row["query"] + row["demonstration"]):
@@ -68,7 +70,7 @@ def test_sums_are_right_in_references_and_readable_for_the_tokenizer(difficulty:
 
 
 def test_demonstrated_sums_are_right_two_times_in_five():
-    rows = ArithmeticConfig(train_size=4000).source().prompts("train")
+    rows = make(ArithmeticConfig(train_size=4000)).prompts("train")
     right = sum(answer_matches(row["demonstration"], row["reference_response"], PATTERN) for row in rows)
     assert 0.38 < right / 4000 < 0.46
 
@@ -80,18 +82,18 @@ def test_a_forgotten_carry_is_ten_too_little_and_only_where_there_is_one():
 
 
 def test_sums_of_a_split_are_the_same_each_time_and_those_of_another_seed_are_not():
-    first = ArithmeticConfig(train_size=50).source().prompts("train").to_dict()
-    assert first == ArithmeticConfig(train_size=50).source().prompts("train").to_dict()
-    assert first != ArithmeticConfig(train_size=50, data_seed=1).source().prompts("train").to_dict()
-    longer = ArithmeticConfig(train_size=80).source().prompts("train").to_dict()
+    first = make(ArithmeticConfig(train_size=50)).prompts("train").to_dict()
+    assert first == make(ArithmeticConfig(train_size=50)).prompts("train").to_dict()
+    assert first != make(ArithmeticConfig(train_size=50, data_seed=1)).prompts("train").to_dict()
+    longer = make(ArithmeticConfig(train_size=80)).prompts("train").to_dict()
     assert longer["query"][:50] == first["query"]
 
 
 def test_sft_imitates_the_demonstrations():
-    config = ArithmeticConfig(train_size=64)
+    source = make(ArithmeticConfig(train_size=64))
     task = Task(
-        config.source(),
-        config.tokenizer(),
+        source,
+        source.tokenizer(),
         data=Data.references,
         prompts_per_update=64,
         max_prompt_tokens=32,

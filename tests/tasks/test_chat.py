@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.assembly.parts import make
 from rlhf.checks.check import problems
 from rlhf.config.compose import compose
 from rlhf.config.task import ChatConfig
@@ -23,7 +24,7 @@ def write(folder: Path, *dialogues: object, splits: tuple[str, ...] = ("train", 
 
 def test_the_last_turn_is_the_reference_and_all_before_it_the_prompt(tmp_path):
     path = write(tmp_path, [FIRST, REPLY], [SYSTEM, FIRST, REPLY, SECOND, LAST])
-    short, long = ChatConfig(path=path).source().prompts("train")
+    short, long = make(ChatConfig(path=path)).prompts("train")
     assert short == {
         "query": "<|user|>\nHi {role}\n<|assistant|>\n",
         "reference_response": "Hello.",
@@ -36,12 +37,12 @@ def test_the_last_turn_is_the_reference_and_all_before_it_the_prompt(tmp_path):
 
 def test_turns_are_written_as_the_task_says(tmp_path):
     config = ChatConfig(path=write(tmp_path, [FIRST, REPLY]), turn="{role}: {content}\n", reply="assistant:")
-    assert config.source().prompts("train")[0]["query"] == "user: Hi {role}\nassistant:"
+    assert make(config).prompts("train")[0]["query"] == "user: Hi {role}\nassistant:"
 
 
 def test_validation_is_the_split_that_the_dialogues_have(tmp_path):
     path = write(tmp_path, [FIRST, REPLY])
-    assert len(ChatConfig(path=path).source().prompts("validation")) == 1
+    assert len(make(ChatConfig(path=path)).prompts("validation")) == 1
     found = problems(compose(["task=chat", "model=llama_8b", "algo=sft", f"task.path={path}"]))
     assert found == []
     (tmp_path / "test.jsonl").rename(tmp_path / "held_out.jsonl")
@@ -57,14 +58,14 @@ def test_validation_is_the_split_that_the_dialogues_have(tmp_path):
 )
 def test_what_is_no_dialogue_is_refused_with_its_row(tmp_path, messages):
     path = write(tmp_path, messages)
-    with pytest.raises(ValueError, match=r"task\.path must hold dialogues .* in row 0; mend or leave out"):
-        ChatConfig(path=path).source().prompts("train")
+    with pytest.raises(ValueError, match=r"task\.path must have dialogues .* in row 0; correct or remove"):
+        make(ChatConfig(path=path)).prompts("train")
 
 
 def test_a_row_in_the_middle_is_named(tmp_path):
     path = write(tmp_path, [FIRST, REPLY], [FIRST])
     with pytest.raises(ValueError, match="in row 1"):
-        ChatConfig(path=path).source().prompts("train")
+        make(ChatConfig(path=path)).prompts("train")
 
 
 def test_pairs_of_a_chatbot_are_the_users(tmp_path):
@@ -77,9 +78,9 @@ def test_pairs_of_a_chatbot_are_the_users(tmp_path):
         (tmp_path / f"{split}.jsonl").write_text(rows)
     chosen = compose([*words, f"task.preferences_path={tmp_path}"])
     assert problems(chosen) == []
-    assert list(chosen.task.source().preferences("train")) == [json.loads(rows)]
+    assert list(make(chosen.task).preferences("train")) == [json.loads(rows)]
     with pytest.raises(ValueError, match="No Robots has none"):
-        ChatConfig().source().preferences("train")
+        make(ChatConfig()).preferences("train")
 
 
 def test_dialogues_are_not_asked_for_the_columns_of_pairs(tmp_path):

@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
 
+from rlhf.assembly.parts import make
+from rlhf.checks.tasks import data_folders, unused_pairs
 from rlhf.config.algo import Data, Trains
 from rlhf.config.task import GSM8KConfig, PreferencesConfig, TaskConfig, TLDRConfig, TLDRMiniConfig
 from rlhf.tasks.folders import folder_problems, split_columns
@@ -44,15 +46,15 @@ def write(folder: Path, kind: str, columns: dict[str, list[str]]) -> Path:
 KINDS = ["jsonl", "json", "parquet", "csv", "saved"]
 
 
-def run(data: Data = Data.prompts, trains: Trains = Trains.policy) -> SimpleNamespace:
-    """What `problems` and `warnings` read of a whole config."""
+def run(task: TaskConfig, data: Data = Data.prompts, trains: Trains = Trains.policy) -> Any:
+    """What the rules of `rlhf.checks.tasks` read of a whole config."""
     algo = SimpleNamespace(name="some", trains=trains)
-    return SimpleNamespace(data=data, algo=algo, generator=SimpleNamespace(name="hf"))
+    pairs = data is Data.preferences
+    return SimpleNamespace(task=task, reads_pairs=pairs, algo=algo, generator=SimpleNamespace(name="hf"))
 
 
-def problems(task: TaskConfig, **of_run: object) -> list[str]:
-    found: Iterator[str] = task.problems(run(**of_run))  # type: ignore[arg-type]
-    return list(found)
+def problems(task: TaskConfig, **of_run: Any) -> list[str]:
+    return [*task.problems("task"), *data_folders(run(task, **of_run))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +63,7 @@ def test_a_folder_of_each_kind_is_checked_and_loaded(tmp_path: Path, kind: str):
     assert split_columns(folder) == {"train": list(ROWS), "validation": list(ROWS)}
     config = TLDRConfig(path=str(folder))
     assert problems(config) == []
-    assert config.source().prompts("validation").to_dict() == ROWS
+    assert make(config).prompts("validation").to_dict() == ROWS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,7 +74,7 @@ def test_a_missing_column_is_named_with_those_present(tmp_path: Path, kind: str)
     assert "with query, answer; rename or add reference_response" in first
     assert "split validation" in second
     with pytest.raises(ValueError, match="rename or add reference_response"):
-        TLDRConfig(path=str(folder)).source().prompts("train")
+        make(TLDRConfig(path=str(folder))).prompts("train")
 
 
 def test_a_missing_folder_is_a_problem_before_anything_is_loaded(tmp_path: Path):
@@ -97,7 +99,7 @@ def test_a_missing_split_is_a_problem(tmp_path: Path):
 def test_a_saved_data_set_without_splits_is_train(tmp_path: Path):
     Dataset.from_dict(ROWS).save_to_disk(str(tmp_path / "one"))
     assert split_columns(tmp_path / "one") == {"train": list(ROWS)}
-    assert TLDRConfig(path=str(tmp_path / "one")).source().prompts("train").to_dict() == ROWS
+    assert make(TLDRConfig(path=str(tmp_path / "one"))).prompts("train").to_dict() == ROWS
 
 
 def test_a_broken_file_is_a_problem_not_a_crash(tmp_path: Path):
@@ -110,18 +112,18 @@ def test_a_broken_file_is_a_problem_not_a_crash(tmp_path: Path):
 def test_a_column_that_holds_no_text_is_refused(tmp_path: Path):
     write(tmp_path, "jsonl", {"query": ["a"], "reference_response": [["b"]]})  # type: ignore[list-item]
     with pytest.raises(ValueError, match="must have texts in its column reference_response"):
-        TLDRConfig(path=str(tmp_path)).source().prompts("train")
+        make(TLDRConfig(path=str(tmp_path))).prompts("train")
 
 
 def test_pairs_come_from_the_preferences_folder_else_from_path(tmp_path: Path):
     rows, pairs = write(tmp_path / "rows", "jsonl", ROWS), write(tmp_path / "pairs", "jsonl", PAIRS)
     both = TLDRConfig(path=str(rows), preferences_path=str(pairs))
     assert problems(both, data=Data.preferences) == []
-    assert both.source().preferences("train").to_dict() == PAIRS
-    assert both.source().prompts("train").to_dict() == ROWS
+    assert make(both).preferences("train").to_dict() == PAIRS
+    assert make(both).prompts("train").to_dict() == ROWS
     only = TLDRConfig(path=str(pairs))
     assert problems(only, data=Data.preferences, trains=Trains.reward) == []
-    assert only.source().preferences("train").to_dict() == PAIRS
+    assert make(only).preferences("train").to_dict() == PAIRS
 
 
 def test_a_policy_trained_on_pairs_needs_references_to_be_evaluated(tmp_path: Path):
@@ -132,17 +134,19 @@ def test_a_policy_trained_on_pairs_needs_references_to_be_evaluated(tmp_path: Pa
 
 
 def test_pairs_that_nothing_reads_are_a_warning():
-    (warning,) = TLDRConfig(preferences_path="x").warnings(run())  # type: ignore[arg-type]
+    (warning,) = unused_pairs(run(TLDRConfig(preferences_path="x")))
     assert warning.startswith("task.preferences_path has no effect")
+    assert not list(unused_pairs(run(TLDRConfig(preferences_path="x"), data=Data.preferences)))
+    assert not list(unused_pairs(run(PreferencesConfig(preferences_path="x")))), "prompts come from the pairs"
 
 
 def test_an_embedded_task_says_where_pairs_are_to_come_from():
     with pytest.raises(ValueError, match=r"task\.preferences_path must name a folder of preference pairs"):
-        TLDRMiniConfig().source().preferences("train")
+        make(TLDRMiniConfig()).preferences("train")
 
 
 def test_an_unreachable_hub_data_set_is_a_user_error():
-    source = TLDRConfig(prompts_name="nobody/nothing-of-this-name").source()
+    source = make(TLDRConfig(prompts_name="nobody/nothing-of-this-name"))
     with pytest.raises(ValueError, match=r"task\.prompts_name must name .* set task\.path=<local folder>"):
         source.prompts("train")
 
@@ -150,7 +154,7 @@ def test_an_unreachable_hub_data_set_is_a_user_error():
 def test_preferences_give_prompts_with_chosen_as_reference(tmp_path: Path):
     config = PreferencesConfig(path=str(write(tmp_path, "parquet", PAIRS)))
     assert problems(config, data=Data.preferences) == []
-    prompts = config.source().prompts("validation")
+    prompts = make(config).prompts("validation")
     assert prompts.to_dict() == {"query": PAIRS["prompt"], "reference_response": PAIRS["chosen"]}
 
 
@@ -160,7 +164,7 @@ def test_preferences_may_call_their_validation_split_otherwise(tmp_path: Path):
     assert problems(PreferencesConfig(path=str(tmp_path)))
     config = PreferencesConfig(path=str(tmp_path), validation_split="test")
     assert problems(config) == []
-    assert config.source().preferences("validation").to_dict() == PAIRS
+    assert make(config).preferences("validation").to_dict() == PAIRS
 
 
 def test_preferences_without_a_data_set_are_a_problem():
@@ -172,7 +176,7 @@ def test_checking_a_folder_imports_neither_torch_nor_datasets(tmp_path: Path):
     write(tmp_path, "parquet", ROWS)
     code = (
         "import sys; from rlhf.tasks.folders import split_columns; from pathlib import Path; import "
-        "rlhf.tasks.config;"
+        "rlhf.config.task;"
         f"split_columns(Path({str(tmp_path)!r})); print([m for m in ('torch', 'datasets') if m in "
         "sys.modules])"
     )
@@ -184,7 +188,7 @@ def test_checking_a_folder_imports_neither_torch_nor_datasets(tmp_path: Path):
 def test_gsm8k_folder_as_published_loads_with_the_papers_prompt():
     config = GSM8KConfig(path=str(GSM8K))
     assert problems(config) == []
-    row = config.source().prompts("train")[0]
+    row = make(config).prompts("train")[0]
     assert row["query"].startswith("[MATH_TASK] Problem:\nNatalia sold clips to 48 of her friends")
     assert row["query"].endswith("May?\n\nSolution:")
     assert row["reference_response"].endswith("#### 72")
@@ -192,7 +196,7 @@ def test_gsm8k_folder_as_published_loads_with_the_papers_prompt():
 
 @needs_gsm8k
 def test_gsm8k_validation_is_the_end_of_train_and_test_stays_apart():
-    source = GSM8KConfig(path=str(GSM8K)).source()
+    source = make(GSM8KConfig(path=str(GSM8K)))
     parts = [set(source.prompts(split)["query"]) for split in ("train", "validation", "test")]
     assert [len(source.prompts(split)) for split in ("train", "validation", "test")] == [7000, 473, 1319]
     assert not parts[0] & parts[1]

@@ -5,6 +5,7 @@ from statistics import mean
 
 import pytest
 
+from rlhf.assembly.parts import make
 from rlhf.config.task import Difficulty, TLDRMiniConfig
 from rlhf.tasks.tldr_mini import BY_NAME, FILLER, LEVELS, SLOTS, fill, make_post, make_reference
 from rlhf.tasks.tldr_mini_judge import (
@@ -57,7 +58,7 @@ def test_facts_are_read_from_every_post_as_they_were_drawn(difficulty: Difficult
 
 @pytest.mark.parametrize("difficulty", list(Difficulty))
 def test_every_text_is_encoded_without_unknown_words_and_decoded_as_it_was(difficulty: Difficulty):
-    tokenizer = TLDRMiniConfig().tokenizer()
+    tokenizer = make(TLDRMiniConfig()).tokenizer()
     for query, reference in posts(300, difficulty):
         for text in (query, reference, ideal_summary(query), query + reference):
             ids = tokenizer(text)["input_ids"]
@@ -66,14 +67,14 @@ def test_every_text_is_encoded_without_unknown_words_and_decoded_as_it_was(diffi
 
 
 def test_special_tokens_are_three_different_ones():
-    tokenizer = TLDRMiniConfig().tokenizer()
+    tokenizer = make(TLDRMiniConfig()).tokenizer()
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|padding|>")
     assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}) == 3
     assert tokenizer("<|endoftext|>")["input_ids"] == [tokenizer.eos_token_id]
 
 
 def test_medium_posts_and_references_are_of_the_planned_length():
-    tokenizer = TLDRMiniConfig().tokenizer()
+    tokenizer = make(TLDRMiniConfig()).tokenizer()
     prompts, references = zip(*posts(300), strict=True)
     lengths = [len(ids) for ids in tokenizer(list(prompts))["input_ids"]]
     assert max(lengths) <= 110
@@ -84,14 +85,14 @@ def test_medium_posts_and_references_are_of_the_planned_length():
 
 def test_splits_are_disjoint_and_a_larger_one_begins_with_the_smaller():
     def texts(split: str, **changes: int) -> list[str]:
-        source = TLDRMiniConfig(train_size=400, validation_size=300, test_size=300).source()
+        source = make(TLDRMiniConfig(train_size=400, validation_size=300, test_size=300))
         return list(source.prompts(split)["query"])
 
     train, validation, test = texts("train"), texts("validation"), texts("test")
     assert len({*train, *validation, *test}) == 1000
     assert texts("train") == train
-    assert list(TLDRMiniConfig(train_size=500).source().prompts("train")["query"])[:400] == train
-    assert list(TLDRMiniConfig(train_size=400, data_seed=1).source().prompts("train")["query"]) != train
+    assert list(make(TLDRMiniConfig(train_size=500)).prompts("train")["query"])[:400] == train
+    assert list(make(TLDRMiniConfig(train_size=400, data_seed=1)).prompts("train")["query"]) != train
 
 
 def test_half_of_the_facts_and_the_one_in_the_title_are_relevant():

