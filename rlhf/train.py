@@ -27,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.check import as_objects, refuse, typed, words
+from rlhf.checks.check import as_objects, overrides_of, refuse, typed
 from rlhf.checks.machine import check_machine
 from rlhf.config import catalogue, plugins
 from rlhf.config.identity import run_name
@@ -61,7 +61,7 @@ def run_job(config: DictConfig) -> float | None:
     composed = True
     slurm.name_rank()
     job = HydraConfig.get()
-    overrides = words(job.overrides)
+    overrides = overrides_of(job.overrides)
     sweep = job.mode == RunMode.MULTIRUN
     folder = RunFolder(Path(job.runtime.output_dir))
     try:

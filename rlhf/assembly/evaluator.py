@@ -10,7 +10,7 @@ from rlhf.assembly.scorer import build_scorer
 from rlhf.config.algo import Data, Trains
 from rlhf.core.batch import Sampling
 from rlhf.core.encoding import encode_completions
-from rlhf.generators.across_ranks import OneForEach
+from rlhf.generators.across_ranks import PerRankGenerator
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.training.evaluators import PolicyEvaluator, RewardEvaluator
 
@@ -53,7 +53,7 @@ def build_evaluator(
         return RewardEvaluator(encode_completions(pairs, pairs.completions, tokenizer, length), engine)
     if not cfg.generator.samples:  # the generator has no completions of held-out prompts
         sampler = HFGenerator(engine.borrow_policy, tokenizer, cfg.eval.batch_size, cfg.seed)
-        generator = OneForEach(sampler, ranks) if ranks.size > 1 else sampler
+        generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler
     return PolicyEvaluator(
         task.held_out(cfg.eval.prompts, split, Data.prompts),
         generator,

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.assembly.annotator import AnnotatorFactory
 from rlhf.assembly.parts import make
 from rlhf.config.cores import threads
-from rlhf.generators.across_ranks import OneForAll, OneForEach
+from rlhf.generators.across_ranks import PerRankGenerator, SharedGenerator
 from rlhf.generators.generator import GeneratorContext
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.models.loading import load_causal_lm
@@ -60,5 +60,5 @@ def build_generator(
     if ranks.size == 1 or not cfg.generator.samples:
         return build()
     if cfg.generator.on_each_rank(cfg.schedule.max_lag):
-        return OneForEach(build(), ranks)
-    return OneForAll(build() if ranks.first else None, ranks)
+        return PerRankGenerator(build(), ranks)
+    return SharedGenerator(build() if ranks.first else None, ranks)

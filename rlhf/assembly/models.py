@@ -24,14 +24,14 @@ from rlhf.models.loading import (
     same_tokens,
 )
 from rlhf.models.lora import adapt
-from rlhf.models.modules import ActorCritic, OverRollouts, Policy, RewardModel, ValueModel, score_head
+from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, score_head
 from rlhf.models.shared_prefix import checkpoint_blocks
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.processes.ranks import Ranks
 
-M = TypeVar("M", bound=OverRollouts)
+M = TypeVar("M", bound=RolloutModule)
 
 
 def build_module(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel | ActorCritic:

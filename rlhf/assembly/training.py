@@ -14,7 +14,7 @@ from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_training_scorer
 from rlhf.config.model import Dtype
 from rlhf.core.batch import Sampling
-from rlhf.scorers.saved import Saved
+from rlhf.scorers.saved import SavingScorer
 from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.invariants import expected
 from rlhf.training.loop import Parts
@@ -70,7 +70,7 @@ def assemble(
     evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks)
     objective = make(cfg.algo)
     if cfg.save_generations and ranks.first:
-        scorer = Saved(scorer, folder.generations, tokenizer, training_sampling(cfg), state)
+        scorer = SavingScorer(scorer, folder.generations, tokenizer, training_sampling(cfg), state)
     return Parts(
         generator=generator,
         scorer=scorer,

@@ -99,7 +99,7 @@ def unknown_tuning(overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def words(overrides: Any) -> list[str]:
+def overrides_of(overrides: Any) -> list[str]:
     """Return the overrides of the command line as typed; interpolations in them are not resolved."""
     return list(OmegaConf.to_container(overrides.task, resolve=False))  # type: ignore[arg-type]
 

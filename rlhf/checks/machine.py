@@ -1,4 +1,4 @@
-"""Whether a run can start on this machine: its processes and its GPUs. Imports no torch."""
+"""Check whether this machine has the processes, GPUs and memory of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def check_machine(cfg: Config) -> None:
-    """Look whether this machine has the processes, the GPUs and the memory for the run.
+    """Check the processes, the GPUs and the memory of this machine for a run.
 
     Raises:
-        UserError: it has not.
+        UserError: with every problem that was found.
     """
     if found := list(problems(cfg)):
         raise UserError(*found)
@@ -29,10 +29,10 @@ def check_machine(cfg: Config) -> None:
 
 
 def check_memory(cfg: Config) -> None:
-    """Look whether this machine has the memory for the run; a sweep's jobs may run on another than we do.
+    """Check the memory of this machine for a run. Only the process of a job can check its machine.
 
     Raises:
-        UserError: a device has clearly too little.
+        UserError: a device has clearly too little memory.
     """
     if found := advice.problems(cfg):
         raise UserError(*found)
@@ -40,7 +40,7 @@ def check_memory(cfg: Config) -> None:
 
 
 def problems(cfg: Config) -> Iterator[str]:
-    """Yield what keeps the run `cfg` from starting here: missing GPUs, or processes it is not meant for."""
+    """Yield an error for missing GPUs, and for another number of processes than `backend.ranks`."""
     wanted, started = cfg.backend.ranks, world_size()
     if wanted is not None and wanted != started:
         command = "python" if wanted == 1 else f"torchrun --nproc-per-node {wanted}"
@@ -52,21 +52,21 @@ def problems(cfg: Config) -> Iterator[str]:
         return
     if not torch_has_cuda():
         yield (
-            "backend.device must be cpu or auto where torch was not built for GPUs, got cuda; install it for "
-            "GPUs (make setup LOCK=gpu), or try the run with debug=tiny"
+            "backend.device must be cpu or auto with a torch that was built without CUDA, got cuda; install "
+            "torch with CUDA (make setup LOCK=gpu), or try the run with debug=tiny"
         )
         return
     found = len(this_machine().gpus)
     trainer, generator = local_world_size() if started > 1 else wanted or 1, gpus_of_generator(cfg)
-    if 0 < found < trainer + generator:  # none found: not known
+    if 0 < found < trainer + generator:  # 0: the number of GPUs is unknown
         yield (
             f"the run must have {trainer + generator} GPUs here ({trainer} to train, {generator} to sample), "
-            f"got {found}; start it where there are as many, or choose other hardware (--help lists it)"
+            f"got {found}; use a machine with enough GPUs, or choose another hardware= option (see --help)"
         )
 
 
 def gpus_of_generator(cfg: Config) -> int:
-    """How many GPUs the generators of this host have for themselves."""
+    """Return the number of GPUs that the generators of this host do not share with the trainer."""
     generator = cfg.generator
     if not isinstance(generator, VLLMConfig) or generator.shares_gpu:
         return 0

@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 
 
 def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
-    """Name and value of the sizes that follow from the config, and of the memory that they need.
+    """Return name and value of the derived sizes of a run, and of the memory that the run needs.
 
-    `examples` is the size of the training data, where that is known.
+    Args:
+        cfg: the config of the run.
+        examples: the size of the training data; None: not known yet.
     """
     return [*counts(cfg, examples), *advice.rows(cfg)]
 
 
 def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
-    """Name and value of what is counted in a run."""
+    """Return name and value of the counts of a run: episodes, updates, optimizer steps and others."""
     schedule, per_update = cfg.schedule, cfg.episodes_per_update
     prompts, group = schedule.prompts_per_update, cfg.algo.samples_per_prompt
     rows = [("episodes per update", f"{per_update:,} = {prompts:,} prompts x {group} samples")]
@@ -37,11 +39,16 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
     ranks = world_size()
     share = math.ceil(in_minibatch / group / ranks) * group
     forwards = math.ceil(share / cfg.backend.micro_batch)
-    forward = f"{min(cfg.backend.micro_batch, share)}, {forwards} to an optimizer step"
+    forward = f"{min(cfg.backend.micro_batch, share)}, {forwards} per optimizer step"
     if ranks > 1:
         forward += f" on each of {ranks} ranks"
     if schedule.total_episodes is None and examples is None:
-        rows.append(("updates", f"{plain(schedule.total_epochs or 0)} epochs; known when the data are read"))
+        rows.append(
+            (
+                "updates",
+                f"{plain(schedule.total_epochs or 0)} epochs; the number is known when the data are read",
+            )
+        )
         rows.append(("sequences per forward", forward))
         return rows
     updates = cfg.num_updates(examples)
@@ -64,26 +71,26 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
 
 
 def cores(cfg: Config) -> Iterator[tuple[str, str]]:
-    """How trainer and generator share the cores, where both work at the same time."""
+    """Yield how trainer and generator share the CPU cores, if they run in parallel."""
     trainer, generator = threads(cfg)
     if generator is not None and cfg.schedule.max_lag > 0:
-        assert isinstance(cfg.generator, WorkerConfig), "others have no threads"
+        assert isinstance(cfg.generator, WorkerConfig), "only worker processes have threads"
         n = cfg.generator.replicas
-        whose = "the generator's process" if n == 1 else f"each of {n} generator processes"
-        yield "CPU threads", f"{trainer} of the trainer, {generator} of {whose}"
+        which = "generator process" if n == 1 else f"each of {n} generator processes"
+        yield "CPU threads", f"trainer {trainer}, {which} {generator}"
 
 
 def due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:
-    """Updates after which something that happens `every` so often happens."""
+    """Return the updates after which something happens that is due every `every` updates."""
     states = (TrainState(num_updates=updates, update=update) for update in range(1, updates + 1))
     return [state.update for state in states if state.due(every, at_end)]
 
 
 def at_updates(updates: list[int]) -> str:
-    """A list of updates in words, its middle left out where it is long."""
+    """Format a list of updates; a long list is shortened in the middle."""
     if not updates:
         return "none"
-    words = [f"{update:,}" for update in updates]
-    if len(words) > 8:
-        words = [*words[:4], "...", words[-1]]
-    return f"{len(updates)}, after updates {' '.join(words)}"
+    shown = [f"{update:,}" for update in updates]
+    if len(shown) > 8:
+        shown = [*shown[:4], "...", shown[-1]]
+    return f"{len(updates)}, after updates {' '.join(shown)}"

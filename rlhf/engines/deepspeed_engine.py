@@ -43,7 +43,7 @@ from rlhf.core.errors import UserError
 from rlhf.engines.engine import Engine, adam, groups, trained
 from rlhf.models.loading import first_line, save
 from rlhf.models.lora import whole_weights
-from rlhf.models.modules import OverRollouts
+from rlhf.models.modules import RolloutModule
 from rlhf.models.placement import place
 from rlhf.models.precision import autocast
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Batch
     from rlhf.processes.ranks import Ranks
 
-M = TypeVar("M", bound=OverRollouts)
+M = TypeVar("M", bound=RolloutModule)
 FOLDER, TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's folder in it
 LINEAR = nn.functional.linear
 
@@ -207,7 +207,7 @@ def settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
         module.to(ranks.device)
         return
     for part in module.modules():
-        if isinstance(part, OverRollouts):
+        if isinstance(part, RolloutModule):
             part.whole = True  # stage 3 releases the weights of a module when its forward pass ends
     deepspeed(ranks).zero.Init(module=module, config_dict_or_path=native, dtype=torch.float32)
     nn.functional.linear = linear  # type: ignore[assignment]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlhf.config.schedule import OptimConfig
     from rlhf.core.batch import Batch, Outputs, Rollouts
     from rlhf.core.metrics import Metrics
-    from rlhf.models.modules import OverRollouts, RewardModel
+    from rlhf.models.modules import RewardModel, RolloutModule
     from rlhf.objectives.objective import Objective
     from rlhf.processes.ranks import Ranks
 
@@ -165,7 +165,7 @@ class Engine(ABC):
         assert isinstance(policy, Policy)
         return policy
 
-    def infer(self, module: OverRollouts, rollouts: Rollouts, field: str) -> Tensor:
+    def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
         """Return the output `field` of `module` without gradient; see `rlhf.models.inference.infer`."""
         return infer(module, rollouts, field, self.micro_batch, self.ranks, self.dtype)
 

@@ -16,7 +16,7 @@ from rlhf.core.batch import Outputs
 from rlhf.engines.engine import Engine, adam, groups
 from rlhf.models.loading import save
 from rlhf.models.lora import is_adapted, load_adapter, save_adapter, whole_weights
-from rlhf.models.modules import ActorCritic, OverRollouts
+from rlhf.models.modules import ActorCritic, RolloutModule
 from rlhf.models.placement import place
 from rlhf.models.precision import autocast
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf.models.modules import Policy, RewardModel
     from rlhf.processes.ranks import Ranks
 
-M = TypeVar("M", bound=OverRollouts)
+M = TypeVar("M", bound=RolloutModule)
 OPTIMIZER_FILE = "optimizer.pt"
 
 

@@ -98,7 +98,7 @@ def joined(parts: list[Any]) -> Any:
     return None if parts[0] is None else max(parts)
 
 
-class OneForAll(Generator):
+class SharedGenerator(Generator):
     """A generator for all ranks, which runs on the first rank.
 
     Args:
@@ -136,7 +136,7 @@ class OneForAll(Generator):
             self.generator.close()
 
 
-class OneForEach(Generator):
+class PerRankGenerator(Generator):
     """One generator per rank, each of which answers its rank's share of a request.
 
     Args:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Rollouts, Sampling
 
 
-class InParts(Generator):
+class ChunkedGenerator(Generator):
     """A generator that answers a request in chunks of `size` prompts.
 
     After each chunk the attribute `advance` is called with the number of prompts in the chunk. The samples do

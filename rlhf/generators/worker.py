@@ -139,7 +139,7 @@ class WorkerGenerator(Worker, Generator):
     def hand_over(self, manifest: Manifest) -> None:
         """Load weights into the process, and compare the reported version and checksums."""
         start = time.perf_counter()
-        self.took(manifest, *self.ask("load", self.offer(manifest)))
+        self.check_loaded(manifest, *self.ask("load", self.offer(manifest)))
         with self.lock:
             self.load_s += time.perf_counter() - start
 
@@ -151,7 +151,7 @@ class WorkerGenerator(Worker, Generator):
         assert self.channel is not None
         return self.store.offer(manifest, self.channel.shut)
 
-    def took(self, manifest: Manifest, version: int, checksums: dict[str, int]) -> None:
+    def check_loaded(self, manifest: Manifest, version: int, checksums: dict[str, int]) -> None:
         """Check that the process has loaded the weights that were sent, and release the previous version.
 
         Raises:
@@ -195,7 +195,7 @@ class WorkerGenerator(Worker, Generator):
             rollouts, in_time = received(channel)
             late = [received(channel) for _ in range(len(self.loads) - len(in_time))]
         for answer in (*in_time, *late):
-            self.took(self.loads[0], *answer)
+            self.check_loaded(self.loads[0], *answer)
             self.loads.popleft()
         known += [version for version, _ in in_time]
         if not rollouts.versions() <= set(known):

@@ -56,15 +56,15 @@ class Job:
     def done(self) -> JobReturn | None:
         """The result of the run if it is finished, else None."""
         state = self.folder.finished()
-        return None if state is None else gave(state["result"].get(self.metric))
+        return None if state is None else completed(state["result"].get(self.metric))
 
 
-def gave(value: float | None) -> JobReturn:
+def completed(value: float | None) -> JobReturn:
     """Return the result of a completed job; `value` is the metric that a sweeper optimises."""
     return JobReturn(_return_value=value, status=JobStatus.COMPLETED)
 
 
-def raised(error: BaseException) -> JobReturn:
+def failed(error: BaseException) -> JobReturn:
     """Return the result of a failed job."""
     return JobReturn(_return_value=error, status=JobStatus.FAILED)
 

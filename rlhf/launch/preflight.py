@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from rlhf.checks.check import refuse, typed, warn, warnings, words
+from rlhf.checks.check import overrides_of, refuse, typed, warn, warnings
 from rlhf.checks.machine import check_machine
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.run import Resume
@@ -34,7 +34,7 @@ class Preflight(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check a single run: its config, the machine and its run folder."""
-        cfg = checked(config, words(config.hydra.overrides))
+        cfg = checked(config, overrides_of(config.hydra.overrides))
         try:
             folder = RunFolder(Path(config.hydra.run.dir))
             if cfg.resume is Resume.never or folder.finished() is None:
@@ -86,7 +86,7 @@ def sweep_jobs(config: DictConfig) -> list[list[str]]:
     If the sweeper chooses values during the sweep, the result is one job without the overrides it chooses.
     """
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    arguments = words(config.hydra.overrides)
+    arguments = overrides_of(config.hydra.overrides)
     if not uses_basic_sweeper(config):
         overrides = parser.parse_overrides(arguments)
         return [[each.input_line or "" for each in overrides if not each.is_sweep_override()]]

@@ -25,7 +25,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.launch.hydra_internals import submitit_calls, submitit_executor, submitit_general_settings
-from rlhf.launch.jobs import raised
+from rlhf.launch.jobs import failed
 
 if TYPE_CHECKING:
     from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
@@ -109,8 +109,8 @@ def wait(jobs: Sequence[Job], submitted: Sequence[Submitted], queue: Queue) -> l
         for number, (job, sent) in enumerate(zip(jobs, submitted, strict=True)):
             if number not in results and (result := queue.result(sent)) is not None:
                 results[number] = result
-                failed = result.status is JobStatus.FAILED
-                print(f"{job.label}: {'failed' if failed else 'done'}, in {job.folder.path}")
+                state = "failed" if result.status is JobStatus.FAILED else "done"
+                print(f"{job.label}: {state}, in {job.folder.path}")
         if len(results) == len(jobs):
             return [results[number] for number in range(len(jobs))]
         time.sleep(POLL_S)
@@ -173,7 +173,7 @@ class Queue:
         if result.is_file():
             with suppress(EOFError), result.open("rb") as stream:
                 outcome, value = pickle.load(stream)
-                return value if outcome == "success" else raised(RunError(failure(str(value), sent)))
+                return value if outcome == "success" else failed(RunError(failure(str(value), sent)))
             return None
         if self.alive(sent):
             self.missing_since.pop(sent.job_id, None)
@@ -181,7 +181,7 @@ class Queue:
         missing_since = self.missing_since.setdefault(sent.job_id, time.monotonic())
         if time.monotonic() - missing_since < (LINGER_S if self.slurm else POLL_S):
             return None
-        return raised(RunError(failure("the job ended without a result (killed, or out of memory)", sent)))
+        return failed(RunError(failure("the job ended without a result (killed, or out of memory)", sent)))
 
     def alive(self, sent: Submitted) -> bool:
         """Return whether a job is running or queued."""

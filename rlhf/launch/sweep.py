@@ -23,7 +23,7 @@ from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.run import Resume
 from rlhf.core.errors import RunError, UserError
 from rlhf.launch.hydra_internals import launchers_wrapped_by, submitit_executor, uses_basic_sweeper
-from rlhf.launch.jobs import Job, distinct_overrides, failure_message, finished_message, gave, raised
+from rlhf.launch.jobs import Job, completed, distinct_overrides, failed, failure_message, finished_message
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import refuse_another_run
 
@@ -100,7 +100,7 @@ class WatchedLauncher(Launcher):
                 done = None if resume is Resume.never else job.done
             except UserError as error:
                 self.sweep.failures.append((label, None, error))
-                jobs.append(raised(error))
+                jobs.append(failed(error))
                 continue
             jobs.append(job)
             path = job.folder.path
@@ -119,7 +119,7 @@ class WatchedLauncher(Launcher):
                 self.sweep.failures.append((job.label, job.folder, results[path]._return_value))
         returns = [results[job.folder.path] if isinstance(job, Job) else job for job in jobs]
         if self.hide_failures:
-            return [gave(None) if result.status is JobStatus.FAILED else result for result in returns]
+            return [completed(None) if result.status is JobStatus.FAILED else result for result in returns]
         return returns
 
     def run(self, jobs: list[Job], first: int) -> Sequence[JobReturn]:
@@ -137,7 +137,7 @@ class WatchedLauncher(Launcher):
             return self.launcher.launch([job.overrides for job in jobs], initial_job_idx=first)
         except Exception as error:  # joblib raises if one of its processes died
             reason = f"the launcher stopped: {failure_message(error)}"
-            return [job.done or raised(RunError(reason)) for job in jobs]
+            return [job.done or failed(RunError(reason)) for job in jobs]
 
     def compose(self, number: int, overrides: list[str], label: str) -> tuple[Job, Resume]:
         """Compose the config of a job as its launcher will, and return the job with its `resume` setting.

@@ -25,7 +25,7 @@ FIGURES = {  # metrics of an update that are shown, and their short names
     "throughput/episodes_per_s": "ep/s",
 }
 
-JUDGED = {  # metrics of an evaluation that are shown, and their short names
+EVALUATION_METRICS = {  # metrics of an evaluation that are shown, and their short names
     "eval/win_rate": "win-rate",
     "eval/gold_score": "gold",
     "eval/norm_reward": "gold vs reference",
@@ -93,7 +93,7 @@ class Display(Logger):
             return
         figures = [
             f"{short} {evaluation.figures[name]:.3g}"
-            for name, short in JUDGED.items()
+            for name, short in EVALUATION_METRICS.items()
             if name in evaluation.figures
         ]
         say(f"{self.title}  evaluated at update {state.update}:  {'  '.join(figures)}")

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rlhf.models import sharing_rules as sharing
+from rlhf.models import sharing_rules
 
 if TYPE_CHECKING:
     from rlhf.memory.model_size import ModelSize
@@ -74,11 +74,11 @@ class Tokens:
 
     def a_row(self, eager: bool) -> int:
         """Return the number of responses in a row of a forward pass."""
-        return 1 if eager else sharing.in_forward(self.samples, self.prompt - 1, self.response)
+        return 1 if eager else sharing_rules.in_forward(self.samples, self.prompt - 1, self.response)
 
     def decoded_a_row(self, eager: bool) -> int:
         """Return the number of responses in a row of the batch while they are sampled."""
-        return 1 if eager else sharing.in_decoding(self.samples, self.prompt, self.response)
+        return 1 if eager else sharing_rules.in_decoding(self.samples, self.prompt, self.response)
 
     def passes(self, eager: bool) -> Iterator[tuple[int, int, int]]:
         """Yield the passes of a forward: one, or two if prompts have a separate pass.

@@ -12,7 +12,7 @@ from rlhf.config.model import Dtype
 from rlhf.memory import activations
 from rlhf.memory.activations import AUTOCAST, BFLOAT16, FLOAT32, Tokens
 from rlhf.memory.uses import PROCESS, Part, Phase, in_words, parameters
-from rlhf.models import sharing_rules as sharing
+from rlhf.models import sharing_rules
 
 if TYPE_CHECKING:
     from rlhf.config.footprint import Footprint
@@ -72,7 +72,7 @@ class Trainer:
 
     def prompt_apart(self, prompts: int, samples: int) -> bool:
         """Return whether prompts of the maximum length are encoded in a separate pass."""
-        return sharing.prompt_apart(
+        return sharing_rules.prompt_apart(
             samples,
             prompts * self.cfg.task.max_prompt_tokens,
             layers=self.policy.layers,
@@ -88,7 +88,7 @@ class Trainer:
         """
         yield tokens
         if tokens.apart and self.device == "cuda" and not self.gathers:
-            shorter = sharing.spared_from(tokens.samples, self.policy.hidden) / tokens.prompts
+            shorter = sharing_rules.prompt_pass_pays_from(tokens.samples, self.policy.hidden) / tokens.prompts
             yield replace(tokens, prompt=max(1, int(shorter)), apart=False)
 
     def weights(self, model: Model) -> tuple[int, Footprint]:

@@ -29,7 +29,7 @@ Tile = tuple[int, int]  # rows, vocabulary entries
 
 CPU_TILE_BYTES = 2**21  # bytes of logits in a tile: they fit in the cache of a core
 GPU_TILE_BYTES = 2**29  # bytes of logits in a tile: about 1,000 rows per product with a vocabulary of 128k
-WORDS = 512  # fewest vocabulary entries of a tile; with fewer the matrix products are slow
+MIN_TILE_VOCABULARY = 512  # fewest vocabulary entries of a tile; with fewer the matrix products are slow
 
 
 def token_logprobs(
@@ -67,11 +67,11 @@ def token_logprobs(
 def tile_for(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tile:
     """Return rows and vocabulary entries of a tile within the memory bound.
 
-    A tile has all rows if at least `WORDS` vocabulary entries then fit.
+    A tile has all rows if at least `MIN_TILE_VOCABULARY` vocabulary entries then fit.
     """
     bound = CPU_TILE_BYTES if weight.device.type == "cpu" else GPU_TILE_BYTES
     numbers = bound // accumulator(dtype).itemsize
-    entries = min(len(weight), max(WORDS, numbers // max(1, len(hidden))))
+    entries = min(len(weight), max(MIN_TILE_VOCABULARY, numbers // max(1, len(hidden))))
     return max(1, numbers // entries), entries
 
 

@@ -60,7 +60,7 @@ class LogprobHead(nn.Linear):
         return head.train(linear.training)
 
 
-class OverRollouts(nn.Module):
+class RolloutModule(nn.Module):
     """A Hugging Face model (attribute `model`) that runs over rollouts.
 
     Args:
@@ -94,7 +94,7 @@ class OverRollouts(nn.Module):
         )
 
 
-class Policy(OverRollouts):
+class Policy(RolloutModule):
     """A causal LM (attribute `model`) that returns the log-probs of rollouts at a sampling temperature.
 
     Args:
@@ -205,7 +205,7 @@ def logit_scale(model: PreTrainedModel) -> float:
     )
 
 
-class RewardModel(OverRollouts):
+class RewardModel(RolloutModule):
     """A sequence classifier with one label (attribute `model`) that scores rollouts.
 
     The reward is read at the last real response token. `config.reward_offset` is subtracted if the model's
@@ -220,7 +220,7 @@ class RewardModel(OverRollouts):
         return Outputs(rewards=read(self.model, state))
 
 
-class ValueModel(OverRollouts):
+class ValueModel(RolloutModule):
     """A sequence classifier with one label (attribute `model`) that returns the value of every state.
 
     If the model was a reward model, a state's initial value is the reward of the text up to that state.

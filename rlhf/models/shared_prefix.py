@@ -125,7 +125,7 @@ def encode_shared(
     end, seen = prompts[:, None, -1:].expand(-1, k, -1), prompt_mask[:, None, -1:].expand(-1, k, -1)
     tokens, real = torch.cat([end, responses], 2), torch.cat([seen, real], 2)
     place = known.sum(1)[:, None, None] + positions(real)
-    group = samples_a_row(backbone, k, known.shape[1], real.shape[2])
+    group = samples_per_row(backbone, k, known.shape[1], real.shape[2])
     rows = (n * k // group, group * real.shape[2])
     states = backbone(
         input_ids=tokens.reshape(rows),
@@ -145,7 +145,7 @@ def padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return ids.gather(1, order), mask.gather(1, order)
 
 
-def samples_a_row(backbone: PreTrainedModel, samples: int, prompt: int, response: int) -> int:
+def samples_per_row(backbone: PreTrainedModel, samples: int, prompt: int, response: int) -> int:
     """Return how many samples of a prompt share one row of the batch, and so one copy of the prompt's keys.
 
     Args:

@@ -19,7 +19,7 @@ def prompt_apart(samples: int, tokens: int, *, layers: float, hidden: float, gpu
     If K > 1, the separate pass encodes each prompt once instead of K times. If K = 1, the pass saves most of
     the last block's work on the prompt and costs a second copy of the prompt's keys. Behind prompts of 384
     tokens, two passes took 0.70 of the time of one pass with 2 blocks and 0.89 with 6 blocks; a deep model
-    gains nothing. On a GPU the cost of a pass is launching its operations: see `spared_from`.
+    gains nothing. On a GPU the cost of a pass is launching its operations: see `prompt_pass_pays_from`.
 
     Args:
         samples: samples per prompt, K.
@@ -32,10 +32,10 @@ def prompt_apart(samples: int, tokens: int, *, layers: float, hidden: float, gpu
     """
     if whole:
         return samples > 1
-    return tokens >= spared_from(samples, hidden) if gpu else samples > 1 or layers <= SHALLOW
+    return tokens >= prompt_pass_pays_from(samples, hidden) if gpu else samples > 1 or layers <= SHALLOW
 
 
-def spared_from(samples: int, hidden: float) -> float:
+def prompt_pass_pays_from(samples: int, hidden: float) -> float:
     """Return the number of prompt tokens in a micro-batch above which a separate prompt pass pays on a GPU.
 
     Launching the operations of a pass takes the same time whatever the pass computes. The pass pays if it

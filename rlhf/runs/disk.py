@@ -67,7 +67,7 @@ def mib(count: int) -> str:
 
 
 @contextmanager
-def explained(folder: RunFolder) -> Iterator[None]:
+def explain_full_disk(folder: RunFolder) -> Iterator[None]:
     """Raise RunError instead of OSError if the block fails because the disk of the run's folder is full."""
     try:
         yield

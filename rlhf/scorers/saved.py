@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCRATCH = ".tmp"  # suffix of a file that is not completely written
 
 
-class Saved(Scorer):
+class SavingScorer(Scorer):
     """A scorer that writes each scored rollout batch to a file.
 
     Files left incomplete by an earlier run are removed.

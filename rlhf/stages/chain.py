@@ -38,7 +38,7 @@ from rlhf.config.run import Resume
 from rlhf.core.console import console, say
 from rlhf.core.errors import UserError
 from rlhf.core.launched import world_size
-from rlhf.loggers.display import JUDGED
+from rlhf.loggers.display import EVALUATION_METRICS
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.stages import evaluation as evaluating
 from rlhf.stages import relabelling
@@ -315,4 +315,4 @@ def summary(times: list[tuple[Link, str]]) -> Table:
 def result_text(figures: dict[str, Any]) -> str:
     """Return the main metrics of an evaluation as text."""
     present = [name for name in FIGURES if name in figures]
-    return ", ".join(f"{JUDGED[name]} {evaluating.figure(figures, name)}" for name in present)
+    return ", ".join(f"{EVALUATION_METRICS[name]} {evaluating.figure(figures, name)}" for name in present)

@@ -38,9 +38,9 @@ from rlhf.core.errors import UserError
 from rlhf.core.files import append, as_line, read_lines, write_atomically
 from rlhf.core.launched import is_first_rank
 from rlhf.core.state import TrainState
-from rlhf.loggers.display import JUDGED, samples_table
+from rlhf.loggers.display import EVALUATION_METRICS, samples_table
 from rlhf.processes.signals import interruptible
-from rlhf.runs.disk import explained
+from rlhf.runs.disk import explain_full_disk
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.transcript import setup_logging
 from rlhf.stages.candidates import Candidate, candidates, refuse_other_ranks
@@ -213,7 +213,7 @@ def evaluate(
             say(f"evaluated already with these settings: {folder.path / candidate.name}")
     refuse_other_ranks(due, cfg)
     if due:
-        with interruptible(), explained(folder):
+        with interruptible(), explain_full_disk(folder):
             for row in measure(due, cfg, folder, split, ranks):
                 rows[row["model"]] = row
     return [rows[candidate.name] for candidate in wanted if candidate.name in rows]
@@ -286,7 +286,7 @@ def evaluations(
     from rlhf.assembly.generator import build_generator
     from rlhf.assembly.models import build_tokenizer
     from rlhf.core.seeding import derive
-    from rlhf.generators.chunked import InParts
+    from rlhf.generators.chunked import ChunkedGenerator
     from rlhf.stages.run import THREADS
     from rlhf.training.evaluators import PolicyEvaluator
 
@@ -303,7 +303,7 @@ def evaluations(
         ends.callback(generator.close)
         evaluator = build_evaluator(cfg, task, engine, generator, None, tokenizer, ranks, split)
         if isinstance(evaluator, PolicyEvaluator):
-            evaluator.generator = chunks = InParts(evaluator.generator, CHUNK)
+            evaluator.generator = chunks = ChunkedGenerator(evaluator.generator, CHUNK)
         for version, candidate in enumerate(group):
             engine.load(candidate.weights)
             if cfg.algo.trains is Trains.reward:
@@ -383,6 +383,10 @@ def progress_by_model(
             started += 1
             display.close()  # the display of the model before
             title = f"evaluating {candidate.name} ({started} of {models})"
+            if total == 0:  # the evaluation of a reward model does not count prompts
+                if cfg.progress is not Progress.off:
+                    say(title)
+                return lambda count: None
             return display.enter_context(progress(title, total, cfg.progress.value, transient=True))
 
         yield begin
@@ -392,7 +396,7 @@ def show(row: dict[str, Any], evaluation: Evaluation, cfg: Config, last: bool) -
     """Print the metrics of a model, and completions: `eval.samples` of the last model, one of the others."""
     if cfg.progress is Progress.off:
         return
-    figures = [f"{short} {row[name]:.3g}" for name, short in JUDGED.items() if name in row]
+    figures = [f"{short} {row[name]:.3g}" for name, short in EVALUATION_METRICS.items() if name in row]
     say(f"{row['model']} (update {row['update']}):  {'  '.join(figures)}")
     if evaluation.samples and cfg.eval.samples:
         state = TrainState(num_updates=row["update"], update=row["update"])
@@ -407,7 +411,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     made.add_column("model", no_wrap=True)
     for heading in ("update", "episode", "examples"):
         made.add_column(heading, justify="right", no_wrap=True)
-    names = {name: short for name, short in JUDGED.items() if any(name in row for row in rows)}
+    names = {name: short for name, short in EVALUATION_METRICS.items() if any(name in row for row in rows)}
     for name, short in names.items():
         made.add_column(short + " [95 %]" * (name in RATES), justify="right", no_wrap=True)
     for row in rows:

@@ -36,11 +36,11 @@ from rlhf.models.lora import is_adapted
 from rlhf.models.modules import RewardModel
 from rlhf.processes.ranks import Ranks
 from rlhf.processes.signals import interruptible
-from rlhf.runs.disk import explained, no_room
+from rlhf.runs.disk import explain_full_disk, no_room
 from rlhf.runs.resuming import refuse_another_run
 from rlhf.runs.transcript import setup_logging
 from rlhf.stages.prerequisites import complete
-from rlhf.training.checkpoint import compare, last_good, no_room_to
+from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import train
 from rlhf.training.stream import Stream
 
@@ -68,7 +68,7 @@ def run(cfg: Config, folder: RunFolder, ranks: Ranks | None = None) -> float | N
         RunError: the run had to stop, for example because a loss is not finite.
         Interrupted: a signal asked to stop; the same call resumes the run.
     """
-    with interruptible() as interruption, explained(folder):
+    with interruptible() as interruption, explain_full_disk(folder):
         ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
         return carry_out(cfg, folder, ranks, interruption)
 
@@ -188,7 +188,7 @@ def write_model(engine: Engine, folder: RunFolder, ranks: Ranks) -> None:
         writers.append((engine.save_adapter, folder.adapter))
     for write, final in writers:
         with whole(final, durable=True, publish=ranks.first) as scratch:
-            reason = ranks.first_of(no_room_to(lambda: write(scratch), folder.path))  # noqa: B023
+            reason = ranks.first_of(full_disk_reason(lambda: write(scratch), folder.path))  # noqa: B023
             if reason is not None:
                 raise no_room(folder, final, reason)
 

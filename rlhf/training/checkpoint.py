@@ -99,9 +99,9 @@ class Checkpoints:
         try:
             with whole(final, publish=self.ranks.first) as scratch:
                 reason = (
-                    first(lambda: no_room_to(lambda: scratch.mkdir(parents=True), scratch))
-                    or self.ranks.first_of(no_room_to(lambda: engine.save(scratch), scratch))
-                    or first(lambda: no_room_to(lambda: write_rest(scratch), scratch))
+                    first(lambda: full_disk_reason(lambda: scratch.mkdir(parents=True), scratch))
+                    or self.ranks.first_of(full_disk_reason(lambda: engine.save(scratch), scratch))
+                    or first(lambda: full_disk_reason(lambda: write_rest(scratch), scratch))
                 )
                 if reason is not None:
                     raise NoSpace(reason)
@@ -184,7 +184,7 @@ def libraries() -> dict[str, str]:
     return {name: version for name, version in versions().items() if name in LIBRARIES}
 
 
-def no_room_to(write: Callable[[], object], folder: Path) -> str | None:
+def full_disk_reason(write: Callable[[], object], folder: Path) -> str | None:
     """Call `write`, which writes into `folder`; return None, or the system's message if the disk is full."""
     try:
         write()

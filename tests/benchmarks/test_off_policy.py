@@ -41,7 +41,7 @@ def test_a_cell_is_the_mean_over_seeds_with_their_range(tmp_path):
     assert [run.seed for run in cells[Setting("dpo", 32)]] == [1, 2]
     first, *_ = off_policy.tables(cells).split("\n\n")
     heading, _, dpo, *_, bok = first.splitlines()
-    assert heading == "| Gold win-rate | 1 | 2 | 4 | 8 | 16 | 32 | 1, lag 1 |"
+    assert heading == "| Win rate | 1 | 2 | 4 | 8 | 16 | 32 | 1, lag 1 |"
     assert dpo == "| `dpo` | 0.850 (0.830, 0.870) |  |  |  |  | 0.540 (0.520, 0.560) | 0.850 (0.830, 0.870) |"
     assert bok == "| `bok` |  |  |  |  |  |  |  |"
     assert off_policy.cell(cells[Setting("dpo", 32)][:1], "eval/win_rate", 3) == "0.520"
@@ -52,7 +52,7 @@ def test_a_run_that_is_not_finished_is_not_read_and_one_too_many_is_refused(tmp_
     write_run(folder / "open", finished=False, **{"schedule.minibatches": 2})
     assert Setting("dpo", 2) not in off_policy.read(folder)
     write_run(folder / "other", **{"schedule.minibatches": 1, "optim.lr": 0.1})
-    with pytest.raises(UserError, match="one run of a setting and seed"):
+    with pytest.raises(UserError, match="one run per setting and seed"):
         off_policy.read(folder)
 
 
@@ -69,7 +69,7 @@ def test_the_document_keeps_what_is_written_by_hand(tmp_path, monkeypatch, capsy
     assert figure.read_bytes().startswith(b"\x89PNG")
     off_policy.main(["--draw"])
     assert document.read_text() == text, "the same again"
-    with pytest.raises(UserError, match="must hold"):
+    with pytest.raises(UserError, match="must contain"):
         off_policy.fill("no marks", "text")
 
 

@@ -234,7 +234,7 @@ def test_sizes_are_derived_before_anything_is_loaded():
         "episodes per update": "128 = 64 prompts x 2 samples",
         "updates": "10 = 1,280 episodes / 128",
         "optimizer steps": "40 = 10 updates x 2 minibatches x 2 epochs",
-        "sequences per forward": "16, 4 to an optimizer step",
+        "sequences per forward": "16, 4 per optimizer step",
         "evaluations": "3, after updates 0 5 10",
         "checkpoints": "2, after updates 4 8",
     }
@@ -242,11 +242,11 @@ def test_sizes_are_derived_before_anything_is_loaded():
 
 def test_the_share_of_the_cores_is_told_where_two_processes_work():
     rows = dict(sizes.describe(compose(["schedule.max_lag=1", "backend.threads=1", "generator.threads=1"])))
-    assert rows["CPU threads"] == "1 of the trainer, 1 of the generator's process"
+    assert rows["CPU threads"] == "trainer 1, generator process 1"
     rows = dict(
         sizes.describe(compose(["schedule.max_lag=2", "generator.replicas=2", "generator.threads=1"]))
     )
-    assert rows["CPU threads"].endswith(" of the trainer, 1 of each of 2 generator processes")
+    assert rows["CPU threads"].endswith(", each of 2 generator processes 1")
 
 
 def test_sizes_of_a_run_in_epochs_follow_from_the_size_of_the_data():

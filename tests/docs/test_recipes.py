@@ -416,7 +416,7 @@ def test_a_recipe_for_several_gpus_is_shown_anywhere(command):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("tldr_410m_dpo", ["backend.device must be cpu or auto where torch was not built for GPUs"]),
+        ("tldr_410m_dpo", ["backend.device must be cpu or auto with a torch that was built without CUDA"]),
         ("tldr_410m_dpo_async", ["backend.device must be", "torchrun --nproc-per-node 3 -m rlhf.train"]),
         ("tldr_2_8b_dpo_4gpu", ["backend.device must be", "got 4 with 1 started"]),
     ],

@@ -1,14 +1,15 @@
 """Rollouts that are scored ahead, in a process beside the generator's: the run is the same without it."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
-from rlhf.config.generator import HFConfig
 from rlhf.core.errors import RunError
 from rlhf.core.rollout_format import files
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.annotating import AnnotatedGenerator
+from rlhf.generators.hf import generator as hf
 from rlhf.generators.stored import read
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.reward_model import RewardModelScorer
@@ -30,14 +31,14 @@ RUN = [
 def lend(tmp_path_factory):
     """`lend(patch)` gives runs one generator and one annotator; they are started by the first that asks."""
     kept: list[AnnotatedGenerator] = []
-    build = HFConfig.build
+    build = hf.build
 
-    def lent(config, cfg, engine, tokenizer, folder):
+    def lent(config, context):
         if not kept:
-            kept.append(build(config, cfg, engine, tokenizer, tmp_path_factory.mktemp("log")))
+            kept.append(build(config, replace(context, folder=tmp_path_factory.mktemp("log"))))
         return Lent(kept[0])
 
-    yield lambda patch: patch.setattr(HFConfig, "build", lent)
+    yield lambda patch: patch.setattr(hf, "build", lent)
     for generator in kept:
         generator.close()
 

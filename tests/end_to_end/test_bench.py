@@ -355,8 +355,8 @@ def test_an_origin_names_machines_versions_commands_and_which_trl_ppo_is():
 def test_the_value_model_of_ppo_starts_as_the_reward_model_as_theirs(tmp_path):
     (case,) = cases(["tldr-nano"], ["ppo"], [1])
     cfg = compose(overrides(case, tmp_path))
-    assert cfg.algo.starts_value(cfg) is ValueFrom.reward
-    assert cfg.algo.reward_model(cfg) == str(case.reward(tmp_path))
+    assert cfg.value_starts_as is ValueFrom.reward
+    assert cfg.value_reward == str(case.reward(tmp_path))
 
 
 @pytest.mark.parametrize("algo", SAMPLES)

@@ -8,14 +8,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf.assembly import models as build
+from rlhf.assembly import generator, models
 from rlhf.assembly.device import build_device
 from rlhf.assembly.models import build_module, build_tokenizer
 from rlhf.core.errors import UserError
 from rlhf.models import loading
 from rlhf.runs.folder import RunFolder
-from rlhf.stages import run as running
-from rlhf.stages.prerequisites import prepare
+from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
 
@@ -31,13 +30,13 @@ def loaded(monkeypatch):
         keys.append(settings.get("key"))
         return load(*args, **settings)
 
-    for module in (running, build):
+    for module in (generator, models):
         monkeypatch.setattr(module, "load_causal_lm", note)
     return keys
 
 
 def test_the_reference_is_the_policy_without_its_adapters_and_no_second_model(tiny, tmp_path, loaded):
-    cfg, folder = prepare(tiny(*LORA, "schedule.eval_every=1")), RunFolder(tmp_path / "run")
+    cfg, folder = complete(tiny(*LORA, "schedule.eval_every=1"), run), RunFolder(tmp_path / "run")
     loaded.clear()
     run(cfg, folder)
     assert loaded == ["model.policy"]
@@ -58,7 +57,7 @@ def test_the_reference_is_the_policy_without_its_adapters_and_no_second_model(ti
 
 
 def test_a_run_leaves_the_merged_model_and_the_adapter(tiny, tmp_path):
-    cfg, folder = prepare(tiny(*LORA)), RunFolder(tmp_path / "run")
+    cfg, folder = complete(tiny(*LORA), run), RunFolder(tmp_path / "run")
     run(cfg, folder)
     merged, before, base = (
         AutoModelForCausalLM.from_pretrained(path)
@@ -75,7 +74,7 @@ def test_a_run_leaves_the_merged_model_and_the_adapter(tiny, tmp_path):
 
 
 def test_adapters_of_a_reward_model_and_of_ppo_with_its_value_model(tiny, tmp_path):
-    cfg, judge = prepare(tiny("algo=reward", "model.lora.rank=4")), RunFolder(tmp_path / "reward")
+    cfg, judge = complete(tiny("algo=reward", "model.lora.rank=4"), run), RunFolder(tmp_path / "reward")
     run(cfg, judge)
     merged = AutoModelForSequenceClassification.from_pretrained(judge.model)
     assert merged.config.reward_offset != 0
@@ -92,7 +91,7 @@ def test_adapters_of_a_reward_model_and_of_ppo_with_its_value_model(tiny, tmp_pa
 
 
 def test_adapters_of_sft_start_from_the_base(tiny, tmp_path):
-    base = prepare(tiny()).model.policy
+    base = complete(tiny(), run).model.policy
     folder = RunFolder(tmp_path / "run")
     run(tiny("algo=sft", f"model.base={base}", "model.lora.rank=4", "optim.lr=1e-2"), folder)
     losses = [row["eval/loss"] for row in rows(folder) if "eval/loss" in row]
@@ -125,7 +124,7 @@ def test_gradient_checkpointing_changes_no_figure(tiny, tmp_path, rank):
 @pytest.mark.parametrize("algo", ["dpo", "ppo", "reward"])
 def test_frozen_weights_are_held_in_the_dtype_and_trained_ones_in_float32(tiny, algo):
     for rank, frozen in ((4, {torch.bfloat16}), (0, set())):
-        cfg = prepare(tiny(f"algo={algo}", f"model.lora.rank={rank}", "model.dtype=bfloat16"))
+        cfg = complete(tiny(f"algo={algo}", f"model.lora.rank={rank}", "model.dtype=bfloat16"), run)
         parameters = list(build_module(cfg, build_tokenizer(cfg)).parameters())
         assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
         assert {p.dtype for p in parameters if not p.requires_grad} == frozen

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rlhf.config.generator import HFConfig, VLLMConfig
 from rlhf.generators.annotating import AnnotatedGenerator
 from rlhf.generators.generator import Generator
+from rlhf.generators.hf import generator as hf
+from rlhf.generators.vllm import generator as vllm
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
@@ -36,22 +37,22 @@ def processes(tmp_path_factory):
     kept: dict[str, AnnotatedGenerator] = {}
     patch = pytest.MonkeyPatch()
 
-    def lend(kind):
-        build = kind.build
+    def lend(module):
+        build = module.build
 
-        def lent(config, cfg, engine, tokenizer, folder):
-            if not config.has_worker(cfg):
-                return build(config, cfg, engine, tokenizer, folder)
+        def lent(config, context):
+            if not config.has_worker(context.max_lag):
+                return build(config, context)
             if config.name not in kept:
-                config = replace(config, annotate=True)
-                kept[config.name] = build(config, cfg, engine, tokenizer, tmp_path_factory.mktemp("log"))
+                logs = replace(context, folder=tmp_path_factory.mktemp("log"))
+                kept[config.name] = build(replace(config, annotate=True), logs)
             both = kept[config.name]
-            return Lent(both if cfg.schedule.max_lag else both.generator)
+            return Lent(both if context.max_lag else both.generator)
 
-        patch.setattr(kind, "build", lent)
+        patch.setattr(module, "build", lent)
 
-    lend(HFConfig)
-    lend(VLLMConfig)
+    lend(hf)
+    lend(vllm)
     yield kept
     patch.undo()
     for generator in kept.values():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import pipeline
+from rlhf.assembly.parts import make
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.config.saved import load_config
@@ -99,13 +100,14 @@ def stored(tmp_path_factory):
 
     base = tmp_path_factory.mktemp("stored")
     cfg = compose([*TINY, "algo=sft"])
-    tokenizer = cfg.task.tokenizer()
+    source = make(cfg.task)
+    tokenizer = source.tokenizer()
     torch.manual_seed(0)
     save(new_nano(cfg.model, tokenizer), tokenizer, base / "base")
     for folder in ("data", "pairs"):
         (base / folder).mkdir()
     for split in ("train", "validation"):
-        rows = cfg.task.source().prompts(split).select(range(24))
+        rows = source.prompts(split).select(range(24))
         with (base / "data" / f"{split}.jsonl").open("w") as data:
             data.writelines(json.dumps(row) + "\n" for row in rows)
         texts = rows["reference_response"]

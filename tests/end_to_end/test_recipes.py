@@ -8,12 +8,14 @@ import datasets
 import pytest
 from omegaconf import OmegaConf
 
+from rlhf.assembly.parts import make
 from rlhf.checks import check as validate
 from rlhf.config.catalogue import options
 from rlhf.config.compose import compose
 from rlhf.config.root import Config
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import relabelling as relabel
+from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run
 from tests.docs.snapshots import RELABELS
 from tests.end_to_end.conftest import rows
@@ -103,12 +105,10 @@ def test_the_far_end_of_a_sweep_runs_tiny(cache_dir, tmp_path, job, steps):
 def test_stand_ins_have_the_columns_of_the_data_that_they_stand_for(cache_dir, task):
     from datasets import load_dataset
 
-    from rlhf.stages.prerequisites import prepare
-
     model = {"tldr": "pythia_410m", "gsm8k": "rho_1b", "chat": "llama_8b"}[task]
     words = [f"task={task}", f"model={model}", "debug=tiny", f"cache_dir={cache_dir}"]
-    cfg = prepare(compose(words))
-    again = prepare(compose(words))
+    cfg = complete(compose(words), run)
+    again = complete(compose(words), run)
     assert cfg == again
     columns = {
         "tldr": {"train": {"query", "reference_response"}, "validation": {"query", "reference_response"}},
@@ -120,17 +120,15 @@ def test_stand_ins_have_the_columns_of_the_data_that_they_stand_for(cache_dir, t
         data = load_dataset("json", data_files=f"{cfg.task.path}/{split}.jsonl", split="train")
         assert set(data.column_names) == names and len(data) >= 32
     for split in ("train", "validation"):
-        pairs = cfg.task.source().preferences(split)
+        pairs = make(cfg.task).preferences(split)
         assert set(pairs.column_names) == {"prompt", "chosen", "rejected"}
         assert all(row["chosen"] != row["rejected"] for row in pairs)
 
 
 def test_what_a_user_names_is_no_stand_in(cache_dir, tmp_path):
-    from rlhf.stages.prerequisites import prepare
-
-    made = prepare(tiny_recipe("tldr_410m_dpo", cache_dir))
+    made = complete(tiny_recipe("tldr_410m_dpo", cache_dir), run)
     own = [f"model.policy={made.model.policy}", f"task.path={made.task.path}"]
-    cfg = prepare(tiny_recipe("tldr_410m_dpo", cache_dir, *own))
+    cfg = complete(tiny_recipe("tldr_410m_dpo", cache_dir, *own), run)
     assert (cfg.model.policy, cfg.task.path) == (made.model.policy, made.task.path)
     assert cfg.task.preferences_path is None, "pairs are looked for where the user's data are"
     assert cfg.model.reward != made.model.reward and "stand-ins-tldr" in str(cfg.model.reward)
@@ -138,10 +136,8 @@ def test_what_a_user_names_is_no_stand_in(cache_dir, tmp_path):
 
 
 def test_without_debug_nothing_of_the_hub_is_replaced():
-    from rlhf.stages.prerequisites import prepare
-
     cfg = compose(["experiment=tldr_410m_dpo"])
-    assert prepare(cfg) is cfg and cfg.model.policy == "mnoukhov/pythia410m-sft-tldr"
+    assert complete(cfg, run) is cfg and cfg.model.policy == "mnoukhov/pythia410m-sft-tldr"
 
 
 def test_embedded_tasks_need_no_stand_ins():

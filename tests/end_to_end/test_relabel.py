@@ -9,6 +9,8 @@ import pytest
 from rlhf import relabel as relabel_command
 from rlhf.assembly.data import build_task
 from rlhf.assembly.models import build_tokenizer
+from rlhf.assembly.parts import make
+from rlhf.assembly.scorer import build_scorer
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
 from rlhf.config.root import Config
@@ -28,7 +30,7 @@ PAIRS = {"train": 40, "validation": 12}
 def source(tmp_path_factory):
     """A folder of pairs: references of one's own post, and of another's; every tenth pair is a tie."""
     folder = tmp_path_factory.mktemp("pairs")
-    made = compose([*TINY]).task.source()
+    made = make(compose([*TINY]).task)
     for split, count in PAIRS.items():
         rows = made.prompts(split).select(range(count))
         texts = rows["reference_response"]
@@ -144,12 +146,12 @@ def test_a_reward_model_judges_in_its_own_tokens(source, cache_dir, tmp_path):
     from rlhf.stages.prerequisites import make_policy, make_reward
 
     cfg = compose([*TINY, f"cache_dir={cache_dir}"])
-    policy = str(make_policy(cfg))
-    model = make_reward(compose([*TINY, f"cache_dir={cache_dir}", f"model.policy={policy}"]))
+    policy = str(make_policy(cfg, run))
+    model = make_reward(compose([*TINY, f"cache_dir={cache_dir}", f"model.policy={policy}"]), run)
     cfg = config(source, "scorer@gold=reward_model", f"gold.path={model}")
     relabel.relabel(cfg, tmp_path / "pairs")
     tokenizer = relabel.tokenizer_of(cfg)
-    gold = cfg.gold.build(cfg, tokenizer, ALONE)
+    gold = build_scorer(cfg, "gold", tokenizer, ALONE)
     assert gold.own_tokenizer is None, "texts are cut into tokens once"
     held_out = build_task(cfg, tokenizer, Data.preferences, 1).held_out(12)
     rollouts: Rollouts = encode_completions(held_out, held_out.completions, tokenizer, None)
@@ -172,7 +174,7 @@ def test_what_is_there_is_left_alone(source, relabelled, tmp_path, capsys, monke
 def test_nothing_is_pushed_unless_told_and_then_privately(source, relabelled, monkeypatch):
     pushed = []
     monkeypatch.setattr(datasets.DatasetDict, "push_to_hub", lambda *_, **more: pushed.append(more))
-    monkeypatch.setattr(relabel, "is_first_rank", lambda: True)
+    monkeypatch.setattr(relabel_command, "is_first_rank", lambda: True)
     words = [*TINY, f"task.preferences_path={source}"]
     monkeypatch.setenv("HF_TOKEN", "of-the-test")
     relabel_command.command({"output": str(relabelled)}, words)

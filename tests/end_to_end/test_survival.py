@@ -157,7 +157,7 @@ def test_killed_in_the_middle_of_a_run(tiny, command, tmp_path, undisturbed):
     told = finish(words)
 
     assert "going on at update" in told
-    assert "model:" in told.splitlines()[-1] and "win-rate" in told.splitlines()[-1]
+    assert "model:" in told.splitlines()[-1] and "win rate" in told.splitlines()[-1]
     assert_same_end(folder, undisturbed(*RUN))
 
 
@@ -387,7 +387,7 @@ def test_other_data_are_refused_before_a_model_is_loaded(crashed, monkeypatch, u
         patch.setattr(
             TLDRMiniSource, "prompts", lambda self, split: prompts(self, split).select(range(1, 120))
         )
-        patch.setattr("rlhf.assembly.engine.build_engine", raising(AssertionError("too late")))
+        patch.setattr("rlhf.assembly.training.build_engine", raising(AssertionError("too late")))
         with pytest.raises(UserError, match=r"task must give the same training examples as .* resume=never"):
             run(cfg, folder)
     run(cfg, folder)

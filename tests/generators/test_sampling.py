@@ -12,7 +12,7 @@ from rlhf.generators.hf.decoding import GROUPED, grouped_attention
 from rlhf.generators.hf.generator import respond
 from rlhf.generators.hf.sampling import choose, sample, uniforms
 from rlhf.memory.activations import Tokens
-from rlhf.models import sharing_rules as sharing
+from rlhf.models import sharing_rules
 from rlhf.models.modules import Policy
 from tests.tiny_models import KINDS, VOCABULARY, tiny_lm, tiny_rollouts
 
@@ -70,7 +70,7 @@ def test_tokens_do_not_depend_on_how_samples_are_laid_out(kind):
     [(4, 24, 48, 4), (128, 64, 32, 8), (128, 512, 32, 64), (12, 24, 480, 6), (11, 24, 48, 11), (1, 9, 1, 1)],
 )
 def test_so_many_samples_share_a_row_as_responses_are_short_beside_prompts(samples, prompt, response, group):
-    assert sharing.in_decoding(samples, prompt, response) == group
+    assert sharing_rules.in_decoding(samples, prompt, response) == group
     planned = Tokens(prompts=3, samples=samples, prompt=prompt, response=response)
     assert planned.decoded_a_row(eager=False) == group and planned.decoded_a_row(eager=True) == 1
 
@@ -79,7 +79,7 @@ def test_so_many_samples_share_a_row_as_responses_are_short_beside_prompts(sampl
 def test_tokens_do_not_depend_on_how_many_samples_share_a_row(monkeypatch, group):
     model, sizes = tiny_lm(), []
     expected = run(model, samples=6)
-    monkeypatch.setattr(sharing, "in_decoding", lambda *_: group)
+    monkeypatch.setattr(sharing_rules, "in_decoding", lambda *_: group)
     model.base_model.register_forward_hook(lambda *call: sizes.append(call[2].last_hidden_state.shape[:2]))
     for found, wanted in zip(run(model, samples=6), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)

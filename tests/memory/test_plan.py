@@ -19,7 +19,7 @@ from rlhf.core.machine import Machine
 from rlhf.memory import advice, loaded_models
 from rlhf.memory import plan as memory
 from rlhf.memory.uses import GIB, PROCESS, Part, Phase, Use
-from rlhf.models import sharing_rules as sharing
+from rlhf.models import sharing_rules
 
 LAPTOP = Machine(ram=16 * GIB)
 TWO_GPUS = Machine(ram=256 * GIB, gpus=(80 * GIB, 40 * GIB))
@@ -144,7 +144,7 @@ def test_shorter_prompts_never_take_more_where_a_gpu_has_them_in_one_pass(pythia
         words = ["backend.micro_batch=64", f"task.max_prompt_tokens={prompt}", "algo.samples_per_prompt=2"]
         return phases(memory.plan(compose([*pythia, *words]), TWO_GPUS).uses[0])[phase].bytes
 
-    edge = int(sharing.spared_from(2, 2560) / 32)  # tokens of a prompt; 32 prompts a micro-batch
+    edge = int(sharing_rules.prompt_pass_pays_from(2, 2560) / 32)  # tokens of a prompt; 32 prompts
     for phase in ("training", "log-probs and scores"):
         needed = [bytes_of(prompt, phase) for prompt in (edge // 2, edge - 1, edge + 1, 2 * edge)]
         assert needed == sorted(needed) and needed[0] < needed[3]

@@ -126,13 +126,13 @@ def test_words_that_are_ruled_out_have_no_influence_and_no_gradient():
 @pytest.mark.parametrize(("rows", "tile"), [(1, (1, V)), (3, (3, 20)), (60, (12, 5))])
 def test_a_tile_has_all_rows_if_that_leaves_it_enough_words(monkeypatch, rows, tile):
     monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 60)
-    monkeypatch.setattr(logprobs, "WORDS", 5)
+    monkeypatch.setattr(logprobs, "MIN_TILE_VOCABULARY", 5)
     assert logprobs.tile_for(torch.empty(rows, H), torch.empty(V, H), torch.bfloat16) == tile
 
 
 def test_no_more_logits_than_a_tile_are_held(monkeypatch):
     monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 30)
-    monkeypatch.setattr(logprobs, "WORDS", 10)
+    monkeypatch.setattr(logprobs, "MIN_TILE_VOCABULARY", 10)
     hidden, weight, offset, targets = inputs()
     with Watch() as seen:
         token_logprobs(hidden, weight, offset, targets, 0.7).sum().backward()

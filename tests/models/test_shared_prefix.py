@@ -12,7 +12,7 @@ from rlhf.core.batch import trim
 from rlhf.core.errors import UserError
 from rlhf.memory.activations import Tokens
 from rlhf.models import shared_prefix as forward
-from rlhf.models import sharing_rules as sharing
+from rlhf.models import sharing_rules
 from rlhf.models.lora import adapt
 from rlhf.models.modules import Policy
 from rlhf.models.shared_prefix import PromptLayer, checkpoint_blocks, encode, positions, shared_prefix_problem
@@ -146,7 +146,7 @@ def test_the_prompt_is_encoded_once_for_its_samples():
 )
 def test_on_a_gpu_a_prompt_has_a_pass_of_its_own_where_that_spares_enough(hidden, samples, tokens, apart):
     def decided(gpu: bool, whole: bool = False) -> bool:
-        return sharing.prompt_apart(samples, tokens, layers=2, hidden=hidden, gpu=gpu, whole=whole)
+        return sharing_rules.prompt_apart(samples, tokens, layers=2, hidden=hidden, gpu=gpu, whole=whole)
 
     assert decided(gpu=True) == apart and decided(gpu=False)
     assert decided(gpu=True, whole=True) == (samples > 1), "on all ranks alike"
@@ -190,7 +190,7 @@ def blocks(model):
 def test_samples_that_share_a_row_do_not_see_each_other(kind, monkeypatch):
     batch, found = tiny_rollouts(samples=4), []
     for group in (1, 2, 4):
-        monkeypatch.setattr(forward, "samples_a_row", lambda *_, group=group: group)
+        monkeypatch.setattr(forward, "samples_per_row", lambda *_, group=group: group)
         policy, rows = Policy(tiny_lm(kind), 0.7, shared_prefix=True), []
         policy.model.base_model.register_forward_pre_hook(
             lambda module, args, kwargs, rows=rows: rows.append(len(kwargs["input_ids"])), with_kwargs=True
@@ -210,11 +210,11 @@ def test_samples_that_share_a_row_do_not_see_each_other(kind, monkeypatch):
 )
 def test_samples_share_a_row_while_that_adds_a_quarter_of_the_keys_at_most(samples, prompt, response, group):
     model = tiny_lm()
-    assert forward.samples_a_row(model.base_model, samples, prompt, response) == group
+    assert forward.samples_per_row(model.base_model, samples, prompt, response) == group
     planned = Tokens(prompts=3, samples=samples, prompt=prompt + 1, response=response)
     assert planned.a_row(eager=False) == group and planned.a_row(eager=True) == 1
     model.set_attn_implementation("eager")
-    assert forward.samples_a_row(model.base_model, samples, prompt, response) == 1
+    assert forward.samples_per_row(model.base_model, samples, prompt, response) == 1
 
 
 @pytest.mark.parametrize("samples", [1, 2])

@@ -24,7 +24,7 @@ PROMPT = "TITLE: one\n\nTL;DR:"
 def write_run(
     folder: Path, updates: int = 4, finished: bool = True, completions: tuple = (), **settings
 ) -> Path:
-    """A run of 4 updates with evaluations at 0, 2 and 4; its win-rate at update u is `won * u`."""
+    """A run of 4 updates with evaluations at 0, 2 and 4; its win rate at update u is `won * u`."""
     settings = {"seed": 1, "algo.name": "dpo", "schedule.max_lag": 0, **settings}
     config = OmegaConf.create(
         {"task": {"name": "tldr_mini"}, "cache_dir": "made/artefacts", "output_dir": "made"}

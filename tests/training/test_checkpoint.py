@@ -11,7 +11,7 @@ import torch
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import sync
 from rlhf.core.state import TrainState
-from rlhf.runs.disk import explained, full
+from rlhf.runs.disk import explain_full_disk, full
 from rlhf.runs.environment import versions
 from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
 from rlhf.training import checkpoint
@@ -204,10 +204,10 @@ def test_a_full_disk_is_explained_and_another_error_is_not(tmp_path):
     folder = RunFolder(tmp_path)
     with (
         pytest.raises(RunError, match=r"cannot write x.jsonl: No space left .* MiB free .*: none;"),
-        explained(folder),
+        explain_full_disk(folder),
     ):
         raise OSError(errno.ENOSPC, "no room", "x.jsonl")
-    with pytest.raises(PermissionError), explained(folder):
+    with pytest.raises(PermissionError), explain_full_disk(folder):
         raise PermissionError(errno.EACCES, "no")
 
 
