@@ -4,7 +4,8 @@
     python docs/generate.py --check    write nothing; exit with 1 if a page is out of date
 
 commands.md is the --help of every command. config.md has one row per config key. The meaning of a key is its
-`means=` (see `number` in rlhf/config/schema.py) or else the comment behind its field; the range is its bound.
+`means=` (see `number` in rlhf/config/schema.py), else the comment behind its field, else the comment above
+the field. The range is the bound of the field.
 """
 
 from __future__ import annotations
@@ -355,13 +356,14 @@ def meaning(key: Key) -> str:
 
 @cache
 def comments(cls: type) -> dict[str, str]:
-    """Return the trailing comments of the fields (or members) of a class, by name."""
+    """Return the comments of the fields (or members) of a class by name: behind the field, else above it."""
     source = Path(inspect.getsourcefile(cls) or "").read_text(encoding="utf-8")
-    behind = {
-        token.start[0]: token.string.lstrip("# ").rstrip()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT and token.line[: token.start[1]].strip()
-    }
+    behind: dict[int, str] = {}  # line -> comment behind code
+    above: dict[int, str] = {}  # line -> comment without code
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            place = behind if token.line[: token.start[1]].strip() else above
+            place[token.start[0]] = token.string.lstrip("# ").rstrip()
     found: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
@@ -371,9 +373,19 @@ def comments(cls: type) -> dict[str, str]:
                     target = each.targets[0]
                 lines = range(each.lineno, (each.end_lineno or each.lineno) + 1)
                 comment = " ".join(behind[line] for line in lines if line in behind)
+                if not comment:
+                    comment = block_before(each.lineno, above)
                 if isinstance(target, ast.Name) and comment:
                     found[target.id] = comment
     return found
+
+
+def block_before(line: int, above: dict[int, str]) -> str:
+    """Return the comment block that ends directly above a line, as one text."""
+    first = line
+    while first - 1 in above:
+        first -= 1
+    return " ".join(above[each] for each in range(first, line))
 
 
 def described(cls: type) -> list[str]:
@@ -418,8 +430,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def settings() -> Iterator[str]:
     """Yield the tables of the values that the files in conf/ set."""
-    yield "`tuned` is selected by task, model and algorithm. The values of recipes (`experiment`) are in"
-    yield "`conf/experiment/`."
+    yield "The `tuned` option is selected by task, model and algorithm; `~tuned` omits the option. The values"
+    yield "of recipes are in `conf/experiment/`."
     for group in SETTING:
         rows = [
             (path.stem, values(path, group)) for path in sorted((catalogue.conf_dir() / group).glob("*.yaml"))

@@ -1,3 +1,3 @@
-"""Experiments in reinforcement learning from human feedback, synchronous and asynchronous, in one loop."""
+"""A framework for RLHF experiments, with one training loop for synchronous and asynchronous runs."""
 
 __version__ = "0.1.0"

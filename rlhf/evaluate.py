@@ -2,12 +2,12 @@
 
     python -m rlhf.evaluate run=<folder> [split=test] [only=<name>,...] [group=option ...] [key=value ...]
 
-Every model answers held-out prompts, and is measured as in training. Settings are those of the run; overrides
-change them (such as `generator=vllm`, `scorer@gold=...`, `eval.prompts=1000`). Models that were evaluated
-with the same settings are skipped. Results go to evaluations.jsonl of the run folder, completions to
-evaluations/.
+Each model is evaluated on held-out examples, as during training. The config is the config of the run, changed
+by overrides such as `generator=vllm`, `scorer@gold=...` or `eval.prompts=1000`. Models that were already
+evaluated with the same settings are skipped. Results are appended to evaluations.jsonl in the run folder,
+completions are written to evaluations/.
 
-Exit codes are those of `rlhf.train`.
+The exit codes are the exit codes of `rlhf.train`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
 
     Args:
         own: the command's own arguments, by name.
-        overrides: changes of the run's config.
+        overrides: overrides that change the config of the run.
 
     Raises:
         UserError: the run does not exist, or an argument is invalid.

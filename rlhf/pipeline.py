@@ -4,11 +4,11 @@
 
     SFT model -> preference pairs -> reward model -> RLHF -> evaluation
 
-Overrides are those of the RLHF run; `stages.sft=[...]` and `stages.reward=[...]` are overrides of the stages
-before it. Finished stages are skipped, and the same command resumes an interrupted stage. All stages are
-checked before the first one starts. `rlhf.stages.chain` describes the stages.
+Overrides apply to the RLHF run; `stages.sft=[...]` and `stages.reward=[...]` are overrides of the SFT and
+reward-model stages. Finished stages are skipped, and the same command resumes an interrupted stage. All
+stages are checked before the first stage starts. `rlhf.stages.chain` describes the stages.
 
-Exit codes are those of `rlhf.train`.
+The exit codes are the exit codes of `rlhf.train`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
         overrides: overrides of the config of the RLHF run.
 
     Raises:
-        UserError: an argument is invalid, or the config of a stage is; no stage has been started.
+        UserError: an argument or the config of a stage is invalid; no stage was started.
     """
     console.quiet = not is_first_rank()
     split = own.get("split", "validation")

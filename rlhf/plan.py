@@ -1,9 +1,11 @@
 """Command `python -m rlhf.plan [group=option ...] [key=value ...]`: print the memory plan of a run.
 
-Arguments are those of `rlhf.train`. The command composes and checks the config, prints what each device will
-need, part by part, and runs nothing.
+The arguments are the arguments of `rlhf.train`. The command composes and checks the config and prints the
+memory that each device needs, part by part. The command starts no run.
 
-Exit codes: 0 the run fits, or its memory is not known; 2 the run does not fit, or the config is invalid.
+Exit codes:
+    0: the memory suffices, or the memory that the run needs is unknown.
+    2: the memory does not suffice, or the config is invalid.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from rlhf.memory.uses import gib
 
 if TYPE_CHECKING:
     from rlhf.memory.uses import Use
-
 
 COMMAND = Command(
     name="rlhf.plan",
@@ -54,7 +55,7 @@ def show(overrides: list[str]) -> None:
 
 
 def table(use: Use) -> Table:
-    """Return the table of a device: the memory used all the time, then the memory of each phase."""
+    """Return the table of a device: permanent parts, then the parts of each phase."""
     total = "" if use.total is None else f" of {gib(use.total)}"
     made = Table(
         title=f"{use.device}: about {gib(use.bytes)}{total}",

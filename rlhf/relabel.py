@@ -1,12 +1,12 @@
-"""Command `python -m rlhf.relabel output=<folder>`: label preference pairs anew by a judge.
+"""Command `python -m rlhf.relabel output=<folder>`: relabel preference pairs with a judge.
 
     python -m rlhf.relabel output=<folder> [push_to=<owner>/<name>] [group=option ...] [key=value ...]
 
-The judge (`scorer@gold`) scores both responses of every preference pair of the task. If it prefers the
-rejected response, the two are swapped. The pairs are saved in <folder> with their scores;
-`task.preferences_path=<folder>` reads them. An interrupted command resumes when run again.
+The judge (`scorer@gold`) scores both responses of every preference pair of the task. If the judge prefers
+the rejected response, the two responses are swapped. The pairs are saved in <folder> with their scores; runs
+with `task.preferences_path=<folder>` read these pairs. The same command resumes an interrupted command.
 
-Exit codes are those of `rlhf.train`.
+The exit codes are the exit codes of `rlhf.train`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     compose the config (Hydra) -> check it (rlhf.launch.preflight) -> run (rlhf.stages.run)
 
-The checks come before the run folder is created. The run imports torch; nothing before it does.
+The checks come before the run folder is created. Only the run imports torch; the steps before it do not.
 
 Exit codes:
     0: finished, or already finished.
@@ -48,14 +48,19 @@ OmegaConf.register_new_resolver("rlhf_keys", catalogue.keys_help, replace=True)
 
 CONF = catalogue.conf_dir()
 
-composed = False  # True once a job has started: a later exception is not about the config
+composed = False  # True after the first job has started: a later exception is not about the config
 
 
 def run_job(config: DictConfig) -> float | None:
     """Run one job, in this process or in a process of a launcher.
 
     Returns:
-        The metric that a sweeper optimises (`objective_metric`).
+        The value of the metric that a sweeper optimises (`Config.metric`).
+
+    Raises:
+        UserError, RunError: the job of a sweep failed.
+        SystemExit: a single run failed.
+        Interrupted: a signal stopped the run.
     """
     global composed
     composed = True
@@ -65,7 +70,7 @@ def run_job(config: DictConfig) -> float | None:
     sweep = job.mode == RunMode.MULTIRUN
     folder = RunFolder(Path(job.runtime.output_dir))
     try:
-        # The callback has checked a single run already; a job of a sweep may run in another process.
+        # `Preflight` has already checked a single run; a job of a sweep may run in another process.
         cfg = typed(config, overrides) if sweep else as_objects(config, overrides)
         if sweep:
             print(f"job {job.job.num}: {' '.join(overrides)}")
@@ -86,7 +91,7 @@ def run_job(config: DictConfig) -> float | None:
             raise
         stop(error)
     except Exception:
-        if sweep:  # an exception that comes back from another process may have lost its traceback
+        if sweep:  # an exception from another process may arrive without its traceback
             traceback.print_exc()
         raise
 
@@ -99,7 +104,7 @@ def main() -> None:
     global composed
     composed = False
     slurm.name_rank()
-    # DeepSpeed's launcher adds this argument; the environment has the same value.
+    # DeepSpeed's launcher adds this argument; the variable LOCAL_RANK has the same value.
     sys.argv[1:] = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let Hydra raise errors instead of printing them
     if "--hydra-help" not in sys.argv:

@@ -1,1 +1,1 @@
-"""The only folder that turns the whole config into parts."""
+"""Construction of the parts of a run from the root config. Other folders get sections or finished parts."""

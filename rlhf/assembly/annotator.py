@@ -1,4 +1,4 @@
-"""Build the annotator of a run inside its own process."""
+"""Construction of the annotator of a run, inside the annotator process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatorFactory:
-    """Makes the annotator of the run `cfg`, with the same scorer and reference as the trainer."""
+    """A factory of the annotator of the run `cfg`, which has the scorer and the reference of the trainer."""
 
     cfg: Config
 
     def build(self, channel: Channel) -> Annotator:
-        """Load the models, whole; load a reference only if the objective needs its log-probs."""
+        """Return the annotator, with unsharded models.
+
+        The reference is loaded only if the objective needs its log-probs.
+
+        Args:
+            channel: the connection to the trainer; the annotator does not use it.
+        """
         backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch)
         cfg, alone = replace(self.cfg, backend=backend), Ranks(build_device(self.cfg))
         scorer = build_training_scorer(cfg, build_tokenizer(cfg), alone)

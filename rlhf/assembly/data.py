@@ -1,4 +1,4 @@
-"""Build the task's data and the counters of a run."""
+"""Construction of the data and the counters of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 
 def build_task(cfg: Config, tokenizer: PreTrainedTokenizerFast, data: Data, prompts_per_update: int) -> Task:
-    """Return the data of the run, tokenized."""
+    """Return the tokenized data of the run.
+
+    Args:
+        cfg: the config of the run.
+        tokenizer: the policy's tokenizer.
+        data: the content of a training example.
+        prompts_per_update: prompts of one batch over all ranks.
+    """
     return Task(
         make(cfg.task),
         tokenizer,
@@ -28,7 +35,7 @@ def build_task(cfg: Config, tokenizer: PreTrainedTokenizerFast, data: Data, prom
 
 
 def build_state(cfg: Config, task: Task) -> TrainState:
-    """Return the counters that match the objective."""
+    """Return the counters of a new run: epochs for supervised algorithms, otherwise episodes and lag."""
     num_updates = cfg.num_updates(len(task))
     if cfg.algo.supervised:
         return SupervisedState(num_updates=num_updates, data_size=len(task))

@@ -1,4 +1,4 @@
-"""Choose the device of a run."""
+"""Choice of the device of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def build_device(cfg: Config) -> torch.device:
-    """Return the device type of the models.
+    """Return the device of the models, without an index.
 
     Raises:
         UserError: the config asks for a GPU and torch finds none, or for float16 without a GPU.

@@ -1,4 +1,4 @@
-"""Build the engine of a run: module, frozen reference, optimizer settings."""
+"""Construction of the engine of a run: module, frozen reference, optimizer settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ E = TypeVar("E", bound=Engine)
 
 
 def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, state: TrainState) -> Engine:
-    """Return the engine of a run that trains: module, reference and optimizer on the backend.
+    """Return the engine of a run that trains, and print the number of trained parameters if some are frozen.
 
     Raises:
         UserError: the vocabulary or the context of the model is too small.
@@ -71,17 +71,17 @@ def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) 
 
 
 def build_second_model(cfg: Config, ranks: Ranks) -> Policy | None:
-    """Return the reference if it is a second model.
+    """Return the reference model if the reference has weights of its own.
 
     Returns:
-        The model; None: the run has no reference, or the reference is the policy without its adapters.
+        The reference. None: the run has no reference, or the reference is the policy without its adapters.
     """
     compares = cfg.algo.trains is Trains.policy
     return build_reference(cfg, ranks) if compares and not reference_is_policy(cfg) else None
 
 
 def with_reference(engine: E, cfg: Config) -> E:
-    """Return `engine` with its reference, also if that is the policy without its adapters."""
+    """Return `engine`; if the reference is the policy without its adapters, set it in the engine."""
     if reference_is_policy(cfg):
         engine.reference = engine.policy.before_adapters()
     return engine

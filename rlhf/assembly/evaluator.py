@@ -1,4 +1,4 @@
-"""Build the evaluator of a run."""
+"""Construction of the evaluator of a run."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def build_evaluator(
         cfg: the config of the run.
         task: the data of the run.
         engine: the engine that has the trained model.
-        generator: the generator of the run; a run on stored completions gets another generator here.
-        scorer: the training score; the evaluator of a supervised run does not use it.
+        generator: the generator of the run. If it returns stored completions, the evaluator gets a
+            new generator that samples.
+        scorer: the training scorer; unused in a supervised run.
         tokenizer: the policy's tokenizer.
         ranks: the ranks of the run.
         split: the split of the held-out examples.

@@ -1,4 +1,4 @@
-"""Build the generator of a run."""
+"""Construction of the generator of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def build_sampler(
     cfg: Config, tokenizer: PreTrainedTokenizerFast, device: torch.device, seed: int
 ) -> HFGenerator:
-    """Return a generator that samples from `model.policy`, without training."""
+    """Return a generator that samples from the fixed weights of `model.policy`."""
     assert cfg.model.policy is not None
     model = load_causal_lm(cfg.model.policy, torch.float32, cfg.model.attention, cfg.model.trust_remote_code)
     torch.nn.Module.to(model, device)
@@ -37,7 +37,7 @@ def build_sampler(
 def build_generator(
     cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: RunFolder, ranks: Ranks
 ) -> Generator:
-    """Return the generator: one on rank 0 that serves all ranks, or one on each rank."""
+    """Return the generator of the run: a generator on rank 0 for all ranks, or a generator on each rank."""
 
     def build() -> Generator:
         context = GeneratorContext(

@@ -1,4 +1,4 @@
-"""Build the loggers of a run."""
+"""Construction of the loggers of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def build_loggers(cfg: Config, folder: RunFolder, state: TrainState) -> list[Logger]:
-    """Return the loggers of the run folder and of the terminal, and those that the config turns on."""
+    """Return the loggers of the run folder and the terminal, and each logger that the config turns on."""
     title = f"{cfg.algo.name} {cfg.task.name}"
     loggers = [JsonlLogger(folder, state), Display(title, state, cfg.progress, cfg.eval.samples)]
     context = LoggerContext(folder=folder, state=state)

@@ -1,4 +1,4 @@
-"""Build the models and the tokenizer of a run."""
+"""Construction of the models and the tokenizer of a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build_module(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Re
 
 
 def loading(cfg: Config) -> dict[str, Any]:
-    """Return the arguments that load a model that is trained."""
+    """Return the keyword arguments for loading a trained model."""
     model = cfg.model
     return {
         "dtype": getattr(torch, model.dtype.value) if model.lora.rank else torch.float32,
@@ -75,7 +75,7 @@ def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rew
 
 
 def for_training(module: M, cfg: Config, name: str) -> M:
-    """Return `module` with the adapters and the gradient checkpointing that the config asks for."""
+    """Return `module` with the adapters and the gradient checkpointing that the config sets."""
     if cfg.model.lora.rank:
         adapt(module.model, cfg.model.lora, derive(cfg.seed, "adapters", name))
     if cfg.model.gradient_checkpointing:
@@ -84,7 +84,7 @@ def for_training(module: M, cfg: Config, name: str) -> M:
 
 
 def trained_parts(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the number of trained parameters for the summary, if not all are trained."""
+    """Yield the (name, value) row of trained parameters for the summary, if some parameters are frozen."""
     every = sum(parameter.numel() for parameter in module.parameters())
     ours = sum(parameter.numel() for parameter in trained(module))
     if ours < every:
@@ -92,10 +92,10 @@ def trained_parts(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> ValueModel:
-    """Return the initial value model: the reward model, or the policy with values of 0.
+    """Return the initial value model: the reward model, or the policy with a zero value head.
 
     Raises:
-        UserError: the reward model has another tokenizer.
+        UserError: the reward model has another tokenizer than the policy.
     """
     model = cfg.model
     options = loading(cfg)
@@ -127,7 +127,7 @@ def build_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
 
 
 def build_reference(cfg: Config, ranks: Ranks) -> Policy:
-    """Return the frozen reference, placed by the backend.
+    """Return the frozen reference on the device, whole or sharded as the backend requires.
 
     The reference is the model that `model.reference` names, otherwise the initial policy.
     """

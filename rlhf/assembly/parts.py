@@ -1,4 +1,4 @@
-"""Make the part that a config section chooses, from the address that the section's option declares."""
+"""Construction of the part that a config section configures, from the address in the section's `option`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def part(section: Section) -> Any:
     """Import and return the class or function at the address of the option of `section`.
 
     Raises:
-        KeyError: the option declares no address. Addresses are not inherited from a base section.
+        KeyError: the option declares no address. A section does not inherit the address of its base class.
     """
     module, _, name = PARTS[type(section)].partition(":")
     return getattr(import_module(module), name)
 
 
 def make(section: Section, *context: object) -> Any:
-    """Return the part that `section` configures, made from the section and the context of its kind."""
+    """Return the part that `section` configures, by calling its factory with `section` and `context`."""
     return part(section)(section, *context)

@@ -1,4 +1,4 @@
-"""Build the scorers of a run: the training score and the judge."""
+"""Construction of the scorers of a run: the training scorer and the judge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
-    """Return the scorer at the key `at`: `scorer` or `gold`; None: `scorer@gold=none`."""
+    """Return the scorer of the section `at` ("scorer" or "gold"); None with `scorer@gold=none`."""
     place = partial(part(cfg.backend).place, cfg.backend)
 
     def build(section: ScorerConfig, key: str) -> Scorer | None:
@@ -36,7 +36,7 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
 
 
 def build_training_scorer(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer:
-    """Return the scorer that training sees."""
+    """Return the scorer whose scores are used for training."""
     scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
     assert scorer is not None, "validated: training needs a scorer"
     return scorer

@@ -1,4 +1,4 @@
-"""Build the parts of a training run."""
+"""Construction of the parts of a training run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
     from rlhf.tasks.task import Task
 
-# How far a metric of the first update may be from its expected value.
+# Tolerance of the first update's checks, by dtype.
 TOLERANCE = {Dtype.float32: 1e-4, Dtype.bfloat16: 5e-2, Dtype.float16: 1e-2}
 
 
 def training_sampling(cfg: Config) -> Sampling:
-    """Return how the generator samples the rollouts of a run."""
+    """Return the sampling settings of the training rollouts."""
     return Sampling(
         samples=cfg.algo.samples_per_prompt,
         temperature=cfg.generator.temperature,
@@ -55,13 +55,13 @@ def assemble(
 
     Args:
         cfg: the config of the run.
-        task: its data.
+        task: the data of the run.
         data: the fingerprint of the training examples.
         tokenizer: the policy's tokenizer.
         state: the counters of the run.
         folder: the run folder.
         ranks: the ranks of the run.
-        ends: closes the generator, also if a later part cannot be built.
+        ends: exit stack that closes the generator if building a later part fails, or at the end.
     """
     engine = build_engine(cfg, tokenizer, ranks, state)
     generator = build_generator(cfg, engine, tokenizer, folder, ranks)

@@ -1,1 +1,1 @@
-"""Rules over the whole config, checked before a run starts. Imports no torch."""
+"""Rules over the whole config, checked before a run starts. This package imports no torch."""

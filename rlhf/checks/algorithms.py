@@ -12,7 +12,7 @@ from rlhf.config.schema import plain
 
 @training_rule
 def stored_completions(cfg: Config) -> Iterator[str]:
-    """The generator, the scorer and the lag fit the algorithm."""
+    """Yield an error if the generator, the scorer or the lag does not fit the algorithm."""
     algo, generator = cfg.algo, cfg.generator
     if generator.samples:
         if algo.supervised:
@@ -49,7 +49,7 @@ def stored_completions(cfg: Config) -> Iterator[str]:
 
 @rule
 def ratios_need_a_sampler(cfg: Config) -> Iterator[str]:
-    """Policy-gradient algorithms train on samples whose sampler is known."""
+    """Yield an error if a policy-gradient algorithm would train without the sampler's log-probs."""
     if isinstance(cfg.algo, PolicyGradientConfig) and not cfg.generator.rollouts:
         yield (
             f"generator must be one that samples for algo={cfg.algo.name} (ratios are taken to the sampler's "
@@ -59,7 +59,7 @@ def ratios_need_a_sampler(cfg: Config) -> Iterator[str]:
 
 @doubt
 def no_effect(cfg: Config) -> Iterator[str]:
-    """Settings of the algorithm, the schedule or the optimizer have no effect in this combination."""
+    """Yield a warning if `epochs`, `model.reference`, `max_lag` or `warmup` has no useful effect."""
     algo, schedule = cfg.algo, cfg.schedule
     if algo.supervised and schedule.epochs > 1:
         yield (

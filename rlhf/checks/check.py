@@ -1,7 +1,7 @@
-"""Check a config before a run starts: collect every problem of the run, and show all together.
+"""Check of a config before a run starts: find every problem of the run, and report all problems together.
 
 Each section checks its own fields (`Section.problems`); rules over several sections are in the other modules
-of this folder. Nothing is loaded: this folder imports no torch.
+of this folder. The check loads no models and no data, and this package imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-# Importing a module of rules puts its rules on the lists.
+# Importing a module of rules registers its rules.
 from rlhf.checks import algorithms, generators, judges, models, schedule, tasks  # noqa: F401
 from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES
 from rlhf.config.catalogue import options
@@ -25,11 +25,11 @@ from rlhf.core.launched import is_first_rank
 
 
 def problems(cfg: Config, training: bool = True) -> list[str]:
-    """Return every problem of the config, each once.
+    """Return an error message for every problem of the config, without duplicates.
 
     Args:
         cfg: the config of a run.
-        training: whether the run trains; False: it is only evaluated.
+        training: whether the run trains; False: the model of the run is only evaluated.
     """
     found: list[str] = []
     for key, section in sections(cfg):
@@ -40,7 +40,7 @@ def problems(cfg: Config, training: bool = True) -> list[str]:
 
 
 def warnings(cfg: Config) -> list[str]:
-    """Return a warning for each setting that has no effect or is doubtful, each once."""
+    """Return a warning for each setting that has no effect or is doubtful, without duplicates."""
     found: list[str] = []
     for key, section in sections(cfg):
         found += section.warnings(key)
@@ -50,14 +50,14 @@ def warnings(cfg: Config) -> list[str]:
 
 
 def typed(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
-    """Return a composed config as objects of its sections, after all checks.
+    """Return a composed config as an object of section objects, after all checks.
 
     Args:
-        config: the config as Hydra composes it.
+        config: the composed config of Hydra.
         overrides: the overrides of the command line, for messages.
 
     Raises:
-        UserError: with every problem that was found.
+        UserError: the config is invalid; the error contains every problem.
     """
     cfg = as_objects(config, overrides)
     if found := problems(cfg):
@@ -66,7 +66,7 @@ def typed(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
 
 
 def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
-    """Return a composed config as objects of its sections, without the checks of their values.
+    """Return a composed config as an object of section objects, without checks of the values.
 
     Raises:
         UserError: a key is unknown, is not set, or has a value of the wrong type.
@@ -90,7 +90,10 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
 
 
 def unknown_tuning(overrides: Sequence[str]) -> list[str]:
-    """Return an error if `tuned=` names no file. Hydra accepts it, because the group is optional."""
+    """Return an error for each `tuned=` that names no file.
+
+    Hydra accepts an unknown `tuned=`, because the defaults list marks the group as optional.
+    """
     names = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("tuned=")]
     return [
         f"tuned must be one of {', '.join(options('tuned'))}, got {name!r}; write ~tuned for none"
@@ -100,7 +103,11 @@ def unknown_tuning(overrides: Sequence[str]) -> list[str]:
 
 
 def overrides_of(overrides: Any) -> list[str]:
-    """Return the overrides of the command line as typed; interpolations in them are not resolved."""
+    """Return the overrides of the command line as typed, with unresolved interpolations.
+
+    Args:
+        overrides: `hydra.overrides` of the config.
+    """
     return list(OmegaConf.to_container(overrides.task, resolve=False))  # type: ignore[arg-type]
 
 
@@ -112,7 +119,11 @@ def warn(doubts: Sequence[str]) -> None:
 
 
 def refuse(problems: Sequence[str]) -> NoReturn:
-    """Print problems to stderr on rank 0, and end the command with exit code 2."""
+    """Print problems to stderr on rank 0, and end the command.
+
+    Raises:
+        SystemExit: always, with exit code 2.
+    """
     if is_first_rank():
         print(report(list(problems)), file=sys.stderr)
     raise SystemExit(2)

@@ -23,7 +23,7 @@ from rlhf.core.rollout_format import files, shared
 
 @rule
 def worker_process(cfg: Config) -> Iterator[str]:
-    """An annotator process needs a generator process, and both fit the cores of the machine."""
+    """Yield an error for an annotator without a generator process, or for more threads than cores."""
     generator = cfg.generator
     if not isinstance(generator, WorkerConfig):
         return
@@ -49,7 +49,7 @@ def worker_process(cfg: Config) -> Iterator[str]:
 
 @rule
 def replicas(cfg: Config) -> Iterator[str]:
-    """Replicas are processes, can all be busy, and serve one trainer."""
+    """Yield an error for replicas without processes, for more replicas than requests, or with `per_rank`."""
     generator, lag = cfg.generator, cfg.schedule.max_lag
     if not isinstance(generator, WorkerConfig) or generator.replicas <= 1:
         return
@@ -76,7 +76,7 @@ def replicas(cfg: Config) -> Iterator[str]:
 
 @doubt
 def idle_processes(cfg: Config) -> Iterator[str]:
-    """Processes, replicas or threads save no time in this combination."""
+    """Yield a warning if the annotator, `threads` or replicas save no time with the other settings."""
     generator, lag = cfg.generator, cfg.schedule.max_lag
     if not isinstance(generator, WorkerConfig):
         return
@@ -104,7 +104,7 @@ def idle_processes(cfg: Config) -> Iterator[str]:
 
 @rule
 def vllm(cfg: Config) -> Iterator[str]:
-    """The settings of vLLM allow the temperature of evaluation and the configured transfer of weights."""
+    """Yield an error if vLLM cannot use the evaluation temperature or the configured transfer of weights."""
     generator = cfg.generator
     if not isinstance(generator, VLLMConfig):
         return
@@ -131,7 +131,7 @@ def vllm(cfg: Config) -> Iterator[str]:
 
 @rule
 def colocated(cfg: Config) -> Iterator[str]:
-    """A vLLM on the trainer's GPU takes turns with the trainer, and shares the GPU of its own rank."""
+    """Yield an error if vLLM on the trainer's GPU has a lag, or has several ranks without `per_rank`."""
     generator = cfg.generator
     if not isinstance(generator, VLLMColocatedConfig):
         return
@@ -149,7 +149,7 @@ def colocated(cfg: Config) -> Iterator[str]:
 
 @rule
 def saved_rollouts_fit(cfg: Config) -> Iterator[str]:
-    """Saved rollouts exist, are enough, and have the shape that the run trains on."""
+    """Yield an error if saved rollouts are missing, too few, or of another shape than the config."""
     generator = cfg.generator
     if not isinstance(generator, DatasetConfig) or generator.path is None:
         return

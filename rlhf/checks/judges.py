@@ -13,7 +13,7 @@ WITHOUT_ANSWERS = ("tldr_mini", "tldr", "chat", "preferences")  # tasks whose re
 
 @rule
 def judges(cfg: Config) -> Iterator[str]:
-    """Every scorer can score the responses of the task."""
+    """Yield an error for each scorer that cannot score the responses of the task."""
     for at, scorer in scorers(cfg):
         key = choice(at)
         if scorer.name == "facts" and cfg.task.name != "tldr_mini":
@@ -35,7 +35,7 @@ def judges(cfg: Config) -> Iterator[str]:
 
 @doubt
 def training_sees_its_judge(cfg: Config) -> Iterator[str]:
-    """The training score and the judge, or parts of them, are the same."""
+    """Yield a warning for each training scorer (or part) that is also the judge (or a part of the judge)."""
     if not cfg.generator.samples:
         return
     reward = cfg.model.reward

@@ -1,4 +1,4 @@
-"""Check whether this machine has the processes, GPUs and memory of a run. Imports no torch."""
+"""Check of the processes, the GPUs and the memory of this machine. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 
 def check_machine(cfg: Config) -> None:
-    """Check the processes, the GPUs and the memory of this machine for a run.
+    """Check whether this machine has the processes, the GPUs and the memory of the run `cfg`.
+
+    Call this function in the process of the job, because a sweep may start jobs on other machines.
 
     Raises:
-        UserError: with every problem that was found.
+        UserError: the machine lacks processes, GPUs or memory.
     """
     if found := list(problems(cfg)):
         raise UserError(*found)
@@ -29,10 +31,12 @@ def check_machine(cfg: Config) -> None:
 
 
 def check_memory(cfg: Config) -> None:
-    """Check the memory of this machine for a run. Only the process of a job can check its machine.
+    """Check the memory of this machine for a run, and warn of devices that may have too little memory.
+
+    Call this function in the process of the job, because a sweep may start jobs on other machines.
 
     Raises:
-        UserError: a device has clearly too little memory.
+        UserError: a device certainly has too little memory.
     """
     if found := advice.problems(cfg):
         raise UserError(*found)
@@ -40,7 +44,7 @@ def check_memory(cfg: Config) -> None:
 
 
 def problems(cfg: Config) -> Iterator[str]:
-    """Yield an error for missing GPUs, and for another number of processes than `backend.ranks`."""
+    """Yield an error for missing GPUs, and for a number of processes that differs from `backend.ranks`."""
     wanted, started = cfg.backend.ranks, world_size()
     if wanted is not None and wanted != started:
         command = "python" if wanted == 1 else f"torchrun --nproc-per-node {wanted}"

@@ -16,7 +16,7 @@ from rlhf.models.folders import context_length, context_problem, folder_problem,
 
 @rule
 def dtype_of_backend(cfg: Config) -> Iterator[str]:
-    """The device and the backend can train in the dtype."""
+    """Yield an error if the dtype is float16 and the device or the backend cannot train in float16."""
     if cfg.model.dtype is not Dtype.float16:
         return
     if cfg.backend.device is Device.cpu:
@@ -30,7 +30,7 @@ def dtype_of_backend(cfg: Config) -> Iterator[str]:
 
 @rule
 def models_are_named(cfg: Config) -> Iterator[str]:
-    """The config names every model that the run needs and cannot make."""
+    """Yield an error for each model that the run needs, cannot make, and the config does not name."""
     if cfg.makes_models:
         return
     model = cfg.model
@@ -47,7 +47,7 @@ def models_are_named(cfg: Config) -> Iterator[str]:
 
 @rule
 def adapters_have_a_base(cfg: Config) -> Iterator[str]:
-    """Adapters are trained on a model that exists."""
+    """Yield an error if adapters would be trained on a model with random weights."""
     rank = cfg.model.lora.rank
     if rank >= 1 and cfg.algo.trains is Trains.base and cfg.model.base is None:
         yield (
@@ -58,7 +58,7 @@ def adapters_have_a_base(cfg: Config) -> Iterator[str]:
 
 @rule
 def value_model_has_a_start(cfg: Config) -> Iterator[str]:
-    """A value model that starts from a reward model has one."""
+    """Yield an error if the value model starts from a reward model and the run has no reward model."""
     if not isinstance(cfg.algo, PPOConfig) or cfg.algo.value_from is not ValueFrom.reward:
         return
     made = cfg.makes_models and cfg.scorer.reads_reward
@@ -71,7 +71,7 @@ def value_model_has_a_start(cfg: Config) -> Iterator[str]:
 
 @rule
 def models(cfg: Config) -> Iterator[str]:
-    """Local model folders are complete, and the context is long enough for prompt and response."""
+    """Yield an error for each incomplete model folder, and if the context is too short for a sequence."""
     contexts = []
     for key, path in named_models(cfg):
         if problem := folder_problem(key, path):
@@ -93,7 +93,7 @@ def models(cfg: Config) -> Iterator[str]:
 
 
 def named_models(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield key and value of every model that the config names."""
+    """Yield the config key and the value (hub name or folder) of every model that the config names."""
     found = {f"model.{name}": getattr(cfg.model, name) for name in ("base", "policy", "reference", "reward")}
     for at, scorer in scorers(cfg):
         if isinstance(scorer, RewardModelScorerConfig):

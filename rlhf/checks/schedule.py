@@ -12,7 +12,7 @@ from rlhf.core.launched import world_size
 
 @training_rule
 def length(cfg: Config) -> Iterator[str]:
-    """The length of the run is set once, in a unit that the algorithm has."""
+    """Yield an error if the length of the run is missing, ambiguous, in a wrong unit or not divisible."""
     episodes, epochs = cfg.schedule.total_episodes, cfg.schedule.total_epochs
     stored = not cfg.generator.rollouts
     if episodes is None and epochs is None:
@@ -44,7 +44,7 @@ def length(cfg: Config) -> Iterator[str]:
 
 @training_rule
 def division(cfg: Config) -> Iterator[str]:
-    """Batches divide into equal parts without splitting the samples of a prompt."""
+    """Yield an error if minibatches, ranks or micro-batches cannot get whole prompts, or equal parts."""
     prompts, parts = cfg.schedule.prompts_per_update, cfg.schedule.minibatches
     if prompts >= 1 and parts >= 1 and prompts % parts:
         yield (
@@ -77,7 +77,7 @@ def division(cfg: Config) -> Iterator[str]:
 
 @training_rule
 def objective_metric(cfg: Config) -> Iterator[str]:
-    """An evaluation measures the metric that a sweeper optimises."""
+    """Yield an error if `objective_metric` is a metric of evaluations and the run has no evaluations."""
     metric = cfg.objective_metric
     if metric is not None and metric.startswith("eval/") and cfg.schedule.eval_every == 0:
         yield (
@@ -88,7 +88,7 @@ def objective_metric(cfg: Config) -> Iterator[str]:
 
 @rule
 def in_flight_needs_a_process(cfg: Config) -> Iterator[str]:
-    """Only a generator in a process of its own can load weights while it samples."""
+    """Yield an error if weights are updated in flight without a separate generator process."""
     schedule = cfg.schedule
     if schedule.in_flight and schedule.max_lag >= 1 and not cfg.has_worker:
         yield (

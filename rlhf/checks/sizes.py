@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
-    """Return name and value of the derived sizes of a run, and of the memory that the run needs.
+    """Return (name, value) rows of the summary: derived sizes of a run, and the memory that the run needs.
 
     Args:
         cfg: the config of the run.
@@ -29,7 +29,12 @@ def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
 
 
 def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
-    """Return name and value of the counts of a run: episodes, updates, optimizer steps and others."""
+    """Return (name, value) rows of the counts of a run, from episodes per update to checkpoints.
+
+    Args:
+        cfg: the config of the run.
+        examples: the size of the training data; None: not known yet.
+    """
     schedule, per_update = cfg.schedule, cfg.episodes_per_update
     prompts, group = schedule.prompts_per_update, cfg.algo.samples_per_prompt
     rows = [("episodes per update", f"{per_update:,} = {prompts:,} prompts x {group} samples")]
@@ -71,7 +76,7 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
 
 
 def cores(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield how trainer and generator share the CPU cores, if they run in parallel."""
+    """Yield the (name, value) row of the CPU threads, if trainer and generator run in parallel."""
     trainer, generator = threads(cfg)
     if generator is not None and cfg.schedule.max_lag > 0:
         assert isinstance(cfg.generator, WorkerConfig), "only worker processes have threads"
@@ -81,13 +86,19 @@ def cores(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:
-    """Return the updates after which something happens that is due every `every` updates."""
+    """Return the updates after which an event with interval `every` is due.
+
+    Args:
+        every: number of updates between two events; below 1: a fraction of the run; 0: never.
+        updates: number of updates of the run.
+        at_end: whether the event is also due after the last update.
+    """
     states = (TrainState(num_updates=updates, update=update) for update in range(1, updates + 1))
     return [state.update for state in states if state.due(every, at_end)]
 
 
 def at_updates(updates: list[int]) -> str:
-    """Format a list of updates; a long list is shortened in the middle."""
+    """Format a list of updates as text; of more than 8 updates, the first 4 and the last are listed."""
     if not updates:
         return "none"
     shown = [f"{update:,}" for update in updates]

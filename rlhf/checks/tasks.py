@@ -13,14 +13,14 @@ from rlhf.tasks.folders import folder_problems
 
 @rule
 def data_folders(cfg: Config) -> Iterator[str]:
-    """Local data folders exist and have the splits and columns that the run reads."""
+    """Yield an error for each data folder that is missing, or lacks a split or column that the run reads."""
     for need in cfg.task.needs(cfg.reads_pairs, cfg.algo.trains is Trains.policy):
         yield from folder_problems(*need)
 
 
 @rule
 def dialogues_have_no_pairs(cfg: Config) -> Iterator[str]:
-    """A run of `task=chat` that trains on preference pairs names them."""
+    """Yield an error if a run of `task=chat` trains on preference pairs and the config names no pairs."""
     task = cfg.task
     if not isinstance(task, ChatConfig) or not cfg.reads_pairs or cfg.stand_ins:
         return
@@ -33,7 +33,7 @@ def dialogues_have_no_pairs(cfg: Config) -> Iterator[str]:
 
 @doubt
 def unused_pairs(cfg: Config) -> Iterator[str]:
-    """A run names a folder of preference pairs that it does not read."""
+    """Yield a warning if the config names a folder of preference pairs that the run does not read."""
     if isinstance(cfg.task, PreferencesConfig):
         return  # its prompts and references come from the pairs
     if cfg.task.preferences_path is not None and not cfg.reads_pairs:

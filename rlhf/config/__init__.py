@@ -1,1 +1,1 @@
-"""Every configuration key: sections, composition, error messages for wrong keys. Imports no torch."""
+"""The configuration: sections with all keys, composition, error messages. This package imports no torch."""

@@ -1,4 +1,7 @@
-"""Python functions named in a config: `<module>:<function>` or `<file>.py:<function>`. Imports no torch."""
+"""Python functions named in a config: `<module>:<function>` or `<file>.py:<function>`.
+
+This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,13 @@ RULE = "must be <module>:<function> or <file>.py:<function> (it names a Python f
 
 
 def function_problem(key: str, path: str | None) -> str | None:
-    """Return what is wrong with a function's address, or None. The module or file is not executed.
+    """Return the error message for the address of a function, or None if the address is valid.
+
+    The module or file is not executed.
 
     Args:
-        key: key of the config that has the address.
-        path: the address.
+        key: the config key of the address.
+        path: the address; None if the key is not set.
     """
     match = FORM.fullmatch(path or "")
     if match is None:
@@ -44,7 +49,7 @@ def function_problem(key: str, path: str | None) -> str | None:
 
 
 def missing_module(name: str) -> str | None:
-    """Return why the module `name` is not found, or None. Its parent packages are imported."""
+    """Return the reason why the module `name` is not found, or None. Parent packages are imported."""
     working_directory_first()
     try:
         return None if importlib.util.find_spec(name) else f"no module {name!r}"
@@ -58,7 +63,7 @@ def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[.
     """Import and return the function at an address.
 
     Args:
-        key: key of the config that has the address.
+        key: the config key of the address.
         path: the address.
         arguments: names of the positional arguments that the function must accept.
 
@@ -105,7 +110,10 @@ def load_module(name: str) -> ModuleType:
 
 
 def load_file(file: Path) -> ModuleType:
-    """Import a file under a name that no other module has. Its imports search the working directory first."""
+    """Import a Python file as a module with a unique name.
+
+    Imports in the file search the working directory first.
+    """
     working_directory_first()
     name = f"rlhf_scorer:{file.resolve()}"
     if name in sys.modules:
@@ -123,7 +131,10 @@ def load_file(file: Path) -> ModuleType:
 
 
 def working_directory_first() -> None:
-    """Put the working directory first on the import path, as `python -m` does; a console script does not."""
+    """Put the working directory first on the import path, if it is not on the path.
+
+    `python -m` does so, but a console script does not.
+    """
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -13,7 +13,7 @@ from rlhf.config.schema import Section, number, option
 
 
 class Trains(Enum):
-    """Which model a run trains: it decides what training starts from and how the run is evaluated."""
+    """The model that a run trains; the choice determines the initial weights and the evaluation."""
 
     base = "base"  # a language model, from the base model (or from random weights)
     policy = "policy"  # the policy, compared with its frozen reference
@@ -21,7 +21,7 @@ class Trains(Enum):
 
 
 class Data(Enum):
-    """What one example of the training data contains."""
+    """The content of one example of the training data."""
 
     prompts = "prompts"  # a prompt; the generator samples the responses
     references = "references"  # a prompt and its reference response
@@ -40,26 +40,26 @@ class DPOLoss(Enum):
 class Ties(Enum):
     """What to do with a prompt whose best and worst scores are equal."""
 
-    drop = "drop"  # exclude it from the sum and from the count
-    keep = "keep"  # count it: dpo takes the first best against the last worst, as the original system did
+    drop = "drop"  # exclude the prompt from the loss and from the count of prompts
+    keep = "keep"  # include the prompt; dpo then compares the first sample with the last sample
 
 
 class KLIn(Enum):
-    """Where the KL to the reference is penalised."""
+    """The place of the KL penalty: subtracted from the rewards, or added to the loss."""
 
     reward = "reward"
     loss = "loss"
 
 
 class KLEstimator(Enum):
-    """How the KL of a token is estimated from one sample. k3 is never negative and has less variance."""
+    """The estimate of the KL of a token from one sample. k3 is never negative and varies less than k1."""
 
     k1 = "k1"  # logp - ref
     k3 = "k3"  # exp(ref - logp) - 1 + logp - ref
 
 
 class Scale(Enum):
-    """The standard deviation that divides the rewards minus the mean of their group."""
+    """The rewards whose standard deviation divides advantages: the prompt's, the batch's, or no division."""
 
     group = "group"
     batch = "batch"
@@ -67,7 +67,7 @@ class Scale(Enum):
 
 
 class RLOOLoss(Enum):
-    """The loss of a response."""
+    """The policy term in the loss of a response."""
 
     clip = "clip"  # the clipped ratio of the whole response
     reinforce = "reinforce"  # the log-prob of the response
@@ -77,20 +77,20 @@ class ValueFrom(Enum):
     """The weights that the value model starts from."""
 
     reward = "reward"  # the reward model
-    policy = "policy"  # the policy, with a head that gives values of 0
+    policy = "policy"  # the policy, with a head whose initial values are 0
 
 
 class CorrectionKind(Enum):
-    """How the importance weight w = trainer / sampler is used."""
+    """The weight of a loss term, given the probability ratio w = trainer / sampler."""
 
-    none = "none"
+    none = "none"  # 1
     truncate = "truncate"  # min(w, cap)
-    mask = "mask"  # 0 outside [low, high]
-    decoupled = "decoupled"  # w without a bound
+    mask = "mask"  # w if low <= w <= high, else 0
+    decoupled = "decoupled"  # w, without a bound
 
 
 class Level(Enum):
-    """The unit that has one importance weight."""
+    """The unit to which one importance weight applies."""
 
     token = "token"
     sequence = "sequence"
@@ -102,15 +102,15 @@ class AlgoConfig(Section):
 
     trains: ClassVar[Trains] = Trains.policy
     data: ClassVar[Data] = Data.prompts
-    supervised: ClassVar[bool] = False  # counts epochs and examples; needs generator=dataset
-    min_samples: ClassVar[int] = 1
-    keeps: ClassVar[int | None] = None  # samples of a prompt that are trained on; None: all K
+    supervised: ClassVar[bool] = False  # True: counts epochs and examples, and requires generator=dataset
+    min_samples: ClassVar[int] = 1  # smallest K
+    keeps: ClassVar[int | None] = None  # number of samples of a prompt that are trained on; None: all K
 
     name: str = MISSING
     samples_per_prompt: int = 1  # K, responses of one prompt
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for too few samples of a prompt, after the errors of single numbers."""
+        """Yield the errors of single fields, then an error if there are too few samples of a prompt."""
         yield from Section.problems(self, at)
         if self.samples_per_prompt < self.min_samples:
             reason = "it ranks completions of one prompt" if self.min_samples == 2 else "it needs a sample"
@@ -123,7 +123,7 @@ class AlgoConfig(Section):
 @option("algo", "dpo", part="rlhf.objectives.dpo:OnlineDPO")
 @dataclass(kw_only=True, slots=True)
 class DPOConfig(AlgoConfig):
-    """Online DPO: best against worst of K samples. With `generator=dataset`: offline DPO on stored pairs."""
+    """Online DPO on the best and the worst of K samples. With `generator=dataset`: offline DPO on pairs."""
 
     min_samples: ClassVar[int] = 2
     keeps: ClassVar[int | None] = 2
@@ -139,7 +139,7 @@ class DPOConfig(AlgoConfig):
     ties: Ties = Ties.drop
 
     def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for label smoothing of a loss that has none."""
+        """Yield a warning if label smoothing is set for a loss that does not use label smoothing."""
         if self.label_smoothing and self.loss_type in (DPOLoss.ipo, DPOLoss.hinge):
             yield f"algo.label_smoothing has no effect with algo.loss_type={self.loss_type.value}"
 
@@ -159,16 +159,16 @@ class BestOfKConfig(AlgoConfig):
 
 @dataclass(kw_only=True, slots=True)
 class CorrectionConfig(Section):
-    """Importance weights trainer / sampler, for lag and for samplers with other numerics."""
+    """Importance weights (trainer / sampler) that correct for lag and for other numerics of the sampler."""
 
     kind: CorrectionKind = CorrectionKind.none
     level: Level = Level.token
     cap: float = number(2.0, above=0, means="truncate: the largest weight")
-    low: float = 0.5  # mask: weights below count as 0
-    high: float = 2.0  # mask: weights above count as 0
+    low: float = 0.5  # mask: smaller weights are set to 0
+    high: float = 2.0  # mask: larger weights are set to 0
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for a mask that excludes on-policy samples."""
+        """Yield an error if [low, high] does not contain 1, the weight of on-policy samples."""
         yield from Section.problems(self, at)
         if not 0 <= self.low <= 1 <= self.high:
             yield (
@@ -178,7 +178,7 @@ class CorrectionConfig(Section):
             )
 
     def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for each setting that belongs to another kind of correction."""
+        """Yield a warning for each key that is set and belongs to another `kind` of correction."""
         default = CorrectionConfig()
         for kind, names in ((CorrectionKind.truncate, ("cap",)), (CorrectionKind.mask, ("low", "high"))):
             for name in names:
@@ -200,15 +200,15 @@ class PolicyGradientConfig(AlgoConfig):
     kl_coef: float = number(0.0, least=0, means="beta, weight of the KL penalty", remedy="0.05")
     kl_in: KLIn = KLIn.loss
     kl_estimator: KLEstimator = KLEstimator.k3
-    kl_unbiased: bool = True  # in the loss: times the ratio, so that its gradient is that of the KL
-    normalize_scores: bool = False  # to mean 0 and standard deviation 1 over the rollout batch
+    kl_unbiased: bool = True  # kl_in=loss: multiply the KL estimate by the ratio, for the gradient of the KL
+    normalize_scores: bool = False  # scale scores to mean 0 and standard deviation 1 over the rollout batch
     clip_scores: float | None = number(
         None, above=0, means="scores are clipped to +- this after normalising; null: not"
     )
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     def warnings(self, at: str) -> Iterator[str]:
-        """Yield warnings for a KL penalty without gradient, and for token weights in a sequence loss."""
+        """Yield a warning if the KL penalty has no gradient, or if a sequence loss has weights of tokens."""
         in_loss = self.kl_coef > 0 and self.kl_in is KLIn.loss
         if in_loss and self.kl_estimator is KLEstimator.k1 and not self.kl_unbiased:
             yield (
@@ -246,14 +246,14 @@ class PPOConfig(PolicyGradientConfig):
     clip_value: float = number(0.2, above=0, means="values are clipped to +- this around the old values")
     whiten_advantages: bool = True  # scale advantages to mean 0 and standard deviation 1
     whiten_rewards: bool = False  # scale rewards to standard deviation 1; keep their mean
-    end_state: bool = True  # the state after the end is a step of its own, which receives the score
-    value_from: ValueFrom | None = None  # null: the reward model if the scorer is one, else the policy
+    end_state: bool = True  # the state after the last token is a separate step, which receives the score
+    value_from: ValueFrom | None = None  # null: the reward model if the scorer uses one, else the policy
     value_lr: float | None = number(
         None, above=0, means="learning rate of the value model; null: optim.lr", remedy="null"
     )
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for a KL coefficient that cannot adapt."""
+        """Yield an error if `kl_target` is set and `kl_coef` is 0: a coefficient of 0 cannot adapt."""
         yield from PolicyGradientConfig.problems(self, at)
         if self.kl_target is not None and not self.kl_coef:
             yield (
@@ -281,7 +281,7 @@ class RLOOConfig(PolicyGradientConfig):
 @option("algo", "grpo", part="rlhf.objectives.grpo:GRPO")
 @dataclass(kw_only=True, slots=True)
 class GRPOConfig(PolicyGradientConfig):
-    """GRPO: PPO's clipped ratio with advantages from the group of a prompt's samples."""
+    """GRPO: PPO's clipped ratio with advantages relative to the K samples of a prompt."""
 
     min_samples: ClassVar[int] = 2
 
@@ -295,7 +295,7 @@ class GRPOConfig(PolicyGradientConfig):
 @option("algo", "dr_grpo", part="rlhf.objectives.dr_grpo:DrGRPO")
 @dataclass(kw_only=True, slots=True)
 class DrGRPOConfig(GRPOConfig):
-    """Dr. GRPO: GRPO with unscaled advantages and a constant divisor."""
+    """Dr. GRPO: GRPO with unscaled advantages and a constant divisor of the loss."""
 
     name: str = "dr_grpo"
     kl_coef: float = 0.0
@@ -305,7 +305,7 @@ class DrGRPOConfig(GRPOConfig):
 @option("algo", "dapo", part="rlhf.objectives.dapo:DAPO")
 @dataclass(kw_only=True, slots=True)
 class DAPOConfig(GRPOConfig):
-    """DAPO: GRPO with a mean over all tokens and a larger upper clip."""
+    """DAPO: GRPO with a mean over all tokens and a larger upper bound of the ratio."""
 
     name: str = "dapo"
     clip_high: float = 0.28
@@ -328,7 +328,7 @@ class GSPOConfig(GRPOConfig):
 @option("algo", "cispo", part="rlhf.objectives.cispo:CISPO")
 @dataclass(kw_only=True, slots=True)
 class CISPOConfig(GRPOConfig):
-    """CISPO: REINFORCE on every token, weighted by its ratio, which is truncated from above."""
+    """CISPO: REINFORCE on every token, weighted by the ratio of the token, which has an upper bound."""
 
     name: str = "cispo"
     clip_low: float = 1.0
@@ -351,7 +351,7 @@ class SFTConfig(AlgoConfig):
 @option("algo", "reward", part="rlhf.objectives.reward:RewardModelling")
 @dataclass(kw_only=True, slots=True)
 class RewardConfig(AlgoConfig):
-    """Reward modelling: Bradley-Terry on chosen and rejected responses."""
+    """Reward modelling: Bradley-Terry loss on chosen and rejected responses."""
 
     trains: ClassVar[Trains] = Trains.reward
     data: ClassVar[Data] = Data.preferences

@@ -17,7 +17,7 @@ from rlhf.config.schema import Section, number, option
 
 
 class Device(Enum):
-    """The device of the models. `auto` is CUDA if there is a GPU, else the CPU."""
+    """The device of the models. `auto`: CUDA if there is a GPU, else the CPU."""
 
     auto = "auto"
     cpu = "cpu"
@@ -28,7 +28,7 @@ class Device(Enum):
 class BackendConfig(Section):
     """The keys that every backend has."""
 
-    scales_loss: ClassVar[bool] = False  # model.dtype=float16 requires it
+    scales_loss: ClassVar[bool] = False  # True: the engine scales the loss, as float16 requires
 
     name: str = MISSING
     micro_batch: int = number(16, least=1, means="sequences per forward pass and rank")
@@ -37,12 +37,12 @@ class BackendConfig(Section):
     ranks: int | None = number(
         None, least=1, means="number of ranks that the launcher must start; null: any number"
     )
-    timeout_s: float = 1800.0  # seconds that ranks wait for one another before the run fails
+    timeout_s: float = 1800.0  # seconds that a rank waits for other ranks before the run fails
 
     def footprint(self) -> Footprint:
-        """Return the bytes per parameter that training takes, for the memory plan.
+        """Return the bytes per parameter that training needs, for the memory plan.
 
-        The default is weights, gradients and AdamW's moments in float32, whole on every rank.
+        By default every rank stores all weights, gradients and AdamW moments in float32.
         """
         return Footprint()
 
@@ -59,7 +59,7 @@ class TorchConfig(BackendConfig):
 
 # -- DeepSpeed -------------------------------------------------------------------------------------
 
-OWNED = {  # native keys that other keys of the run set, and those keys
+OWNED = {  # key of DeepSpeed that must not be set -> key of this project to set instead
     "train_batch_size": "schedule.prompts_per_update",
     "train_micro_batch_size_per_gpu": "backend.micro_batch",
     "gradient_accumulation_steps": "backend.micro_batch",
@@ -79,7 +79,7 @@ OWNED = {  # native keys that other keys of the run set, and those keys
     "zero_optimization.compute_grad_norm": "nothing",
 }
 
-# Top-level keys of DeepSpeed 0.19.8, except those that it refuses.
+# Top-level keys of DeepSpeed 0.19.8, except the keys that DeepSpeed refuses.
 NATIVE = """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger
     communication_data_type compile csv_monitor data_efficiency data_types dataloader_drop_last
     datastates_ckpt disable_allgather disable_python_gc dump_state expert_parallel flops_profiler fp16
@@ -90,25 +90,30 @@ NATIVE = """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint com
     use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"""
 KNOWN = frozenset(NATIVE.split())
-RANKS_FILE = "ranks.json"  # beside the files of DeepSpeed in a checkpoint: the number of ranks
+RANKS_FILE = "ranks.json"  # file in a checkpoint that contains the number of ranks
 
 
 @dataclass(kw_only=True, slots=True)
 class ZeroConfig(BackendConfig):
-    """DeepSpeed ZeRO: optimizer state (stage 1), gradients (2) and weights (3) are divided over ranks."""
+    """DeepSpeed ZeRO: ranks share optimizer state (from stage 1), gradients (from 2) and weights (3)."""
 
     stage: ClassVar[int]
     offload_optimizer: ClassVar[bool] = False  # optimizer state and step on the CPU
     offload_weights: ClassVar[bool] = False  # weights in CPU memory until a forward pass needs them
 
-    deepspeed: dict[str, Any] = field(default_factory=dict)  # native settings of DeepSpeed, merged over ours
+    deepspeed: dict[str, Any] = field(default_factory=dict)  # native keys of DeepSpeed, replacing our values
 
     def footprint(self) -> Footprint:
-        """Return the bytes per parameter that training takes: float32, divided over ranks by the stage."""
+        """Return the bytes per parameter that training needs: float32, divided over ranks by stage."""
         return zero(self.stage, self.offload_optimizer, bfloat16=False)
 
     def settings(self, dtype: Dtype, max_grad_norm: float | None = None) -> dict[str, Any]:
-        """Return the native configuration of DeepSpeed."""
+        """Return the native configuration of DeepSpeed.
+
+        Args:
+            dtype: the dtype of forward passes.
+            max_grad_norm: the norm to which DeepSpeed clips gradients; None: no clipping.
+        """
         cpu = {"device": "cpu"}
         zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": 50_000_000}
         if self.offload_optimizer:
@@ -119,7 +124,7 @@ class ZeroConfig(BackendConfig):
             "train_micro_batch_size_per_gpu": 1,  # required, but without effect: the engine divides batches
             "gradient_clipping": max_grad_norm or 0.0 if self.stage else 0.0,  # at stage 0 the engine clips
             "zero_optimization": zero,
-            # Ranks exchange float32, unless modules are named here.
+            # Ranks exchange float32, unless `lower_precision_safe_modules` names modules.
             "torch_autocast": {
                 "enabled": dtype is Dtype.bfloat16,
                 "dtype": "bfloat16",
@@ -129,7 +134,7 @@ class ZeroConfig(BackendConfig):
         return merged(ours, self.deepspeed)
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield errors for a missing DeepSpeed, and for native keys that are unknown or set elsewhere."""
+        """Yield an error if DeepSpeed is missing, and for each native key that is unknown or in `OWNED`."""
         yield from BackendConfig.problems(self, at)
         if importlib.util.find_spec("deepspeed") is None:
             yield (
@@ -155,7 +160,7 @@ class ZeroConfig(BackendConfig):
 
 
 def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Merge nested dictionaries; values of `theirs` win."""
+    """Return two nested dictionaries merged; values of `theirs` replace values of `ours`."""
     found = dict(ours)
     for key, value in theirs.items():
         both = isinstance(value, dict) and isinstance(found.get(key), dict)
@@ -164,7 +169,7 @@ def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(tree: dict[str, Any], dotted: str) -> Any:
-    """Return the value at a dotted key of nested dictionaries, or None."""
+    """Return the value at a dotted key of nested dictionaries; None if the key is absent."""
     name, _, rest = dotted.partition(".")
     value = tree.get(name)
     return nested(value, rest) if rest and isinstance(value, dict) else None if rest else value
@@ -203,7 +208,7 @@ class Zero2Config(ZeroConfig):
 @option("backend", "zero3", part="rlhf.engines.deepspeed_engine:DeepSpeedEngine")
 @dataclass(kw_only=True, slots=True)
 class Zero3Config(ZeroConfig):
-    """ZeRO stage 3: optimizer state, gradients and all weights, also frozen ones, are divided."""
+    """ZeRO stage 3: optimizer state, gradients and the weights of all models are divided over ranks."""
 
     stage: ClassVar[int] = 3
 

@@ -1,4 +1,4 @@
-"""Catalogue of the config groups, options and keys, as `--help` lists them. Imports no torch."""
+"""Catalogue of the config groups, options and keys, as `--help` lists them. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDER = (
 )
 NOT_LISTED = ("tuned", "hydra")  # folders of conf/ that --help does not list
 
-KEYS = {  # the keys that --help lists
+KEYS = {  # key -> description, for the list of keys in --help
     "algo.beta": "dpo: beta of the loss; a higher value keeps the policy closer to the reference",
     "algo.samples_per_prompt": "K, responses per prompt",
     "schedule.total_episodes": "responses in the whole run (supervised: schedule.total_epochs)",
@@ -46,7 +46,7 @@ def conf_dir() -> Path:
 
 
 def conf_dirs() -> list[Path]:
-    """Return the folder conf/ and the folders that the command line adds by `--config-dir`."""
+    """Return the folder conf/ and each folder that the command line adds with `--config-dir`."""
     found = [conf_dir()]
     for argument, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         if argument in ("--config-dir", "-cd"):
@@ -75,7 +75,7 @@ def options(group: str) -> dict[str, str]:
 
 
 def first_comment(file: Path) -> str:
-    """Return the first comment line of a YAML file that is not a package directive."""
+    """Return the first comment line of a YAML file that is no package directive; "" if there is none."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("#") and "@package" not in line:
             return line.lstrip("# ").strip()
@@ -113,7 +113,13 @@ def keys_help() -> str:
 
 
 def table(rows: Iterable[tuple[str, str]], indent: int, width: int) -> list[str]:
-    """Return the lines of a table of two columns; the second column is wrapped."""
+    """Return the lines of a table of two columns; the second column is wrapped.
+
+    Args:
+        rows: the cells.
+        indent: spaces before the first column.
+        width: width of the first column.
+    """
     lines = []
     for left, right in rows:
         first = f"{'':{indent}}{left:{width}}"

@@ -1,4 +1,4 @@
-"""Composition of a config from overrides, as the command line does it. Imports no torch."""
+"""Composition of a config from overrides, as on the command line. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def compose(overrides: list[str]) -> Config:
 
 
 def compose_node(overrides: list[str]) -> DictConfig:
-    """Return the config of `python -m rlhf.train <overrides>` as an OmegaConf node; values may be missing.
+    """Return the config of `python -m rlhf.train <overrides>` as an OmegaConf node.
 
-    During a run, the search path is that of the command line, including a user's `--config-dir`. Otherwise
-    `--config-dir` is read from the command line of this process.
+    Required values may be missing. During a run, Hydra's search path is used, which includes `--config-dir`.
+    Otherwise `--config-dir` is read from the command line of this process.
     """
     if GlobalHydra.instance().is_initialized():
         return hydra.compose("config", overrides)
@@ -35,7 +35,7 @@ def compose_node(overrides: list[str]) -> DictConfig:
 
 
 def composed(overrides: list[str]) -> DictConfig:
-    """Return `compose_node(overrides)`, with an explanation of errors.
+    """Return `compose_node(overrides)`, and explain errors to the user.
 
     Raises:
         UserError: an override is invalid.

@@ -1,4 +1,4 @@
-"""How trainer and generator processes share the CPU cores of a machine."""
+"""CPU threads: how trainer and generator processes share the cores of a machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlhf.core.launched import cpu_cores, local_world_size
 def threads(cfg: Config) -> tuple[int | None, int | None]:
     """Return the CPU threads of the trainer and of each generator process; None: the default of torch.
 
-    Trainer and generator share the cores of a rank (or OMP_NUM_THREADS, if it is set). If they run in
-    parallel and the config does not set their threads, each process gets an equal share. With `max_lag=0`
-    they take turns, and each may use all cores.
+    The trainer and the generator of a rank share the cores of the rank (OMP_NUM_THREADS cores if this
+    variable is set). If both run in parallel and the config does not set their threads, each process gets an
+    equal share. With `max_lag=0` trainer and generator take turns, and each may use all cores.
     """
     trainer, generator = cfg.backend.threads, cfg.generator
     if not isinstance(generator, WorkerConfig) or not cfg.has_worker:

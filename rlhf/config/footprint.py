@@ -15,16 +15,18 @@ KINDS = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes per parameter, summed over all ranks where the kind is in `sharded`.
+    """Bytes per parameter of each kind of memory: weights, gradients, optimizer (AdamW's states), step.
+
+    If a kind is in `sharded`, the bytes are divided over the ranks; otherwise every rank stores all of them.
 
     Attributes:
         weights: bytes per parameter of the model.
         gradients: bytes per trained parameter.
         optimizer: bytes of optimizer state per trained parameter.
-        step: temporary bytes per trained parameter during the optimizer step on a GPU: the updates of all
-            tensors at once, or float32 gradients.
-        sharded: kinds that are sharded over the ranks.
-        offloaded: kinds that are stored in RAM.
+        step: temporary bytes per trained parameter during the optimizer step on a GPU. Without ZeRO: the
+            float32 updates of all tensors at once. With ZeRO stages 1 to 3: float32 gradients.
+        sharded: the kinds (of `KINDS`) that are divided over the ranks.
+        offloaded: the kinds (of `KINDS`) that are stored in RAM instead of on the device.
     """
 
     weights: float = 4
@@ -36,7 +38,7 @@ class Footprint:
 
     @property
     def gathered(self) -> bool:
-        """Whether weights are sharded or offloaded, so that each layer is gathered when it is needed."""
+        """Whether weights are sharded or offloaded, so that each layer is gathered before its use."""
         return "weights" in self.sharded | self.offloaded
 
     def on_device(self, kind: str, parameters: int, ranks: int) -> float:
@@ -48,7 +50,7 @@ class Footprint:
         return self.share(kind, parameters, ranks) if kind in self.offloaded else 0
 
     def share(self, kind: str, parameters: int, ranks: int) -> float:
-        """Return the bytes of `kind` that belong to one of `ranks` ranks."""
+        """Return the bytes of `kind` that one of `ranks` ranks stores, on the device or in RAM."""
         each: float = getattr(self, kind)
         return each * parameters / (ranks if kind in self.sharded else 1)
 
@@ -57,7 +59,7 @@ def zero(stage: int, offload: bool, bfloat16: bool) -> Footprint:
     """Return the footprint of DeepSpeed's ZeRO.
 
     From stage 1 on, the optimizer has a float32 copy of the weights, whatever the dtype of the weights. An
-    offloaded optimizer has float32 gradients as well.
+    offloaded optimizer also has float32 gradients.
 
     Args:
         stage: ZeRO stage, 0 to 3.

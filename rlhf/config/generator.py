@@ -17,7 +17,7 @@ from rlhf.config.schema import Section, number, option
 class GeneratorConfig(Section):
     """The keys that every generator has."""
 
-    samples: ClassVar[bool] = True  # False: the generator only returns stored completions
+    samples: ClassVar[bool] = True  # False: the generator returns stored completions
 
     name: str = MISSING
     temperature: float = number(0.7, above=0, means="log-probs are those of logits / temperature")
@@ -32,15 +32,15 @@ class GeneratorConfig(Section):
         return self.samples
 
     def has_worker(self, max_lag: int) -> bool:
-        """Whether the generator samples in a process of its own, in a run with this `schedule.max_lag`."""
+        """Return whether the generator samples in a separate process if `schedule.max_lag` is `max_lag`."""
         return False
 
     def on_each_rank(self, max_lag: int) -> bool:
-        """Whether every rank has a generator for its prompts; otherwise rank 0's generator serves all."""
+        """Return whether every rank has a generator; otherwise rank 0's generator serves all ranks."""
         return not self.has_worker(max_lag)
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield errors for sampling settings that training cannot use."""
+        """Yield an error for each setting that truncates the distribution of samples."""
         yield from Section.problems(self, at)
         for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             value = getattr(self, key)
@@ -53,7 +53,7 @@ class GeneratorConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class WorkerConfig(GeneratorConfig):
-    """The keys of a generator that can sample in a process of its own."""
+    """The keys of a generator that can sample in a separate process."""
 
     replicas: int = number(
         1, least=1, means="processes that take requests in turn; useful up to schedule.max_lag + 1"
@@ -69,21 +69,26 @@ class WorkerConfig(GeneratorConfig):
     restarts: int = number(
         3, least=0, means="times per session that a process which died or hung is replaced"
     )
-    annotate: bool | None = None  # score in one more process; null: with a lag, on a CPU, one rank
+    annotate: bool | None = None  # score in a separate process; null: with max_lag > 0, on a CPU, one rank
 
     def has_worker(self, max_lag: int) -> bool:
-        """Whether the generator samples in a process of its own; subclasses may override it."""
+        """Return whether the generator samples in a separate process; subclasses may override this method."""
         return True
 
     def on_each_rank(self, max_lag: int) -> bool:
-        """Whether every rank has a generator: if it has no process of its own, or `per_rank` is set."""
+        """Return whether every rank has a generator: without a separate process, or with `per_rank`."""
         return self.per_rank or not self.has_worker(max_lag)
 
     def annotates(self, max_lag: int, ranks: int, on_gpu: bool) -> bool:
-        """Whether one more process computes scores and reference log-probs ahead of the trainer.
+        """Return whether a separate process computes scores and reference log-probs ahead of the trainer.
 
-        By default not on GPUs, because the process would load two more models there, and not with several
-        ranks, because one process would do the work of all ranks.
+        If `annotate` is null, the result is False on GPUs, because the process would load two more models
+        there. It is also False with several ranks, because one process would do the work of all ranks.
+
+        Args:
+            max_lag: `schedule.max_lag` of the run.
+            ranks: the number of ranks.
+            on_gpu: whether the models are on GPUs.
         """
         if self.annotate is None:
             return max_lag > 0 and ranks == 1 and not on_gpu and self.has_worker(max_lag)
@@ -93,14 +98,14 @@ class WorkerConfig(GeneratorConfig):
 @option("generator", "hf", part="rlhf.generators.hf.generator:build")
 @dataclass(kw_only=True, slots=True)
 class HFConfig(WorkerConfig):
-    """Sampling with the Hugging Face model that is trained, or with a copy of it in a process of its own."""
+    """Sampling with the Hugging Face model that is trained, or with its copy in a separate process."""
 
     name: str = "hf"
     batch_size: int = number(256, least=1, means="sequences decoded in parallel")
-    worker: bool | None = None  # a process of its own; null: if schedule.max_lag is above 0
+    worker: bool | None = None  # sample in a separate process; null: only if schedule.max_lag is above 0
 
     def has_worker(self, max_lag: int) -> bool:
-        """Whether the generator samples in a process of its own, as `worker` says."""
+        """Return `worker`; if `worker` is null, return whether there is a lag."""
         return max_lag > 0 if self.worker is None else self.worker
 
 
@@ -113,7 +118,7 @@ class Precision(Enum):
 
 
 class Transfer(Enum):
-    """How weights go from the trainer to vLLM."""
+    """The way in which weights are sent from the trainer to vLLM."""
 
     auto = "auto"  # ipc on the trainer's GPU, nccl to other GPUs, shared_memory without GPUs
     shared_memory = "shared_memory"  # works everywhere
@@ -124,11 +129,11 @@ class Transfer(Enum):
 @option("generator", "vllm", part="rlhf.generators.vllm.generator:build")
 @dataclass(kw_only=True, slots=True)
 class VLLMConfig(WorkerConfig):
-    """Sampling with vLLM in a process of its own; if there are GPUs, on GPUs of its own."""
+    """Sampling with vLLM in a separate process; if there are GPUs, on other GPUs than the trainer."""
 
-    on_gpu: ClassVar[float] = 0.9  # `memory` on a GPU, if it is null
-    in_ram: ClassVar[float] = 0.1  # `memory` without GPUs, if it is null
-    shares_gpu: ClassVar[bool] = False  # with the trainer
+    on_gpu: ClassVar[float] = 0.9  # value of `memory` on a GPU if the key is null
+    in_ram: ClassVar[float] = 0.1  # value of `memory` without GPUs if the key is null
+    shares_gpu: ClassVar[bool] = False  # True: vLLM uses the GPU of the trainer
 
     name: str = "vllm"
     memory: float | None = number(
@@ -143,11 +148,11 @@ class VLLMConfig(WorkerConfig):
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs of all replicas, if there are GPUs."""
+        """The number of GPUs that all replicas use on a machine with GPUs."""
         return self.tensor_parallel_size * max(1, self.replicas)
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield errors for a missing vLLM and for settings that vLLM does not take."""
+        """Yield an error if vLLM is not installed, the temperature is too low, or `devices` is invalid."""
         yield from WorkerConfig.problems(self, at)
         if importlib.util.find_spec("vllm") is None:
             yield (
@@ -167,7 +172,14 @@ class VLLMConfig(WorkerConfig):
 
 
 def least_temperature(config: VLLMConfig, key: str, value: float, remedy: float) -> Iterator[str]:
-    """Yield an error for a temperature that vLLM would raise silently."""
+    """Yield an error for a temperature below 0.01, which vLLM would silently replace by 0.01.
+
+    Args:
+        config: the section of the generator.
+        key: the config key of the temperature.
+        value: the temperature.
+        remedy: the temperature that the message recommends.
+    """
     if 0 < value < 0.01:
         yield (
             f"{key} must be >= 0.01 with generator={config.name} (vLLM raises lower values to 0.01), "
@@ -186,7 +198,7 @@ class VLLMColocatedConfig(VLLMConfig):
     name: str = "vllm_colocated"
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for replicas."""
+        """Yield an error for more than one replica: only one request is in flight at a time."""
         yield from VLLMConfig.problems(self, at)
         if self.replicas > 1:
             yield (
@@ -198,7 +210,7 @@ class VLLMColocatedConfig(VLLMConfig):
 @option("generator", "dataset", part="rlhf.generators.stored:build")
 @dataclass(kw_only=True, slots=True)
 class DatasetConfig(GeneratorConfig):
-    """Completions that a data set contains; nothing is sampled in training."""
+    """Completions that a data set contains; training samples no completions."""
 
     samples: ClassVar[bool] = False
 

@@ -11,12 +11,11 @@ from rlhf.core import files
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
-
 # Settings of a generator's worker process. They do not change the samples.
 WORKER_KEYS = ("worker", "replicas", "per_rank", "annotate", "threads", "restarts")
 WORKER_LIMITS = ("start_limit_s", "request_limit_s")
 
-# Settings of where a run writes, what it shows and what it keeps.
+# Settings of resuming, output paths, display, evaluation samples, logging and checkpoints.
 BOOKKEEPING = (
     "resume",
     "progress",
@@ -67,7 +66,7 @@ def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
     )
     for dotted in NOT_IN_NAME:
         leave_out(kept, dotted)
-    if not kept["stages"]["stand_ins"]:  # false counts like absent
+    if not kept["stages"]["stand_ins"]:  # a config with false gets the same name as a config without the key
         leave_out(kept, "stages.stand_ins")
     return kept
 

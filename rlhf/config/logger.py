@@ -48,14 +48,14 @@ class TensorboardConfig(Section):
 @option("logger", "jsonl")
 @dataclass(kw_only=True, slots=True)
 class LoggersConfig(Section):
-    """The loggers that a run uses besides metrics.jsonl; null turns a logger off."""
+    """The loggers that a run uses in addition to metrics.jsonl; null turns a logger off."""
 
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
 
 
 def missing_package(package: str) -> Iterator[str]:
-    """Yield an error if `package`, an extra of this project, is not installed."""
+    """Yield an error if the optional dependency `package` is not installed."""
     if find_spec(package) is None:
         yield (
             f"logger={package} needs the package {package}, which is not installed; "

@@ -1,6 +1,6 @@
-"""Explanations of invalid configs: errors of Hydra and OmegaConf, translated for the user.
+"""Messages about invalid configs, made from errors of Hydra and OmegaConf.
 
-Each error becomes one message with the key as typed, the rule, the value and a remedy. Imports no torch.
+Each message contains the key as typed, the rule, the value and a remedy. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from rlhf.config.catalogue import all_keys, groups, options
 from rlhf.config.schema import SCHEMAS, schema_of
 
-# Exceptions of an invalid config. OmegaConf and Hydra raise the last two for some uses of null.
+# Exceptions of an invalid config. For some uses of null, Hydra and OmegaConf raise the last two types.
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, AssertionError, ValueError)
 
 OPTIONAL_GROUPS = ("tuned", "experiment", "debug")
@@ -115,7 +115,7 @@ def unreadable(override: str) -> str:
 
 
 def missing_file(error: MissingConfigException, overrides: Sequence[str]) -> str:
-    """Return the message for an option that its group does not have, or a group that does not exist."""
+    """Return the message for an option that does not exist in its group, or a group that does not exist."""
     match = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
     wanted = error.missing_cfg_file or (match[1] if match else "")
     group, _, name = wanted.rpartition("/")
@@ -157,7 +157,7 @@ def unknown_key(
 
     Args:
         typed: the key as typed.
-        full_key: the key with the sections around it.
+        full_key: the dotted key from the root of the config.
         section: class of the section.
         overrides: the overrides of the command line.
         where: the config file that sets the key; None for the command line.
@@ -190,7 +190,13 @@ def unknown_key(
 
 
 def bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: str | None) -> str:
-    """Return the message for a value of the wrong type."""
+    """Return the message for a value of the wrong type.
+
+    Args:
+        error: the error of OmegaConf.
+        overrides: the overrides of the command line.
+        where: the config file that sets the value; None for the command line.
+    """
     key = str(error.full_key)
     section = error.object_type
     assert section is not None
@@ -216,7 +222,12 @@ def bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: st
 
 
 def undefined(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Yield each key that `+` added to a section that has no such key, with the class of the section."""
+    """Yield each key that `+` added to a section without such a key, with the class of the section.
+
+    Args:
+        cfg: the config, or a section of the config.
+        prefix: the dotted key of `cfg` with a dot at its end; empty for the root.
+    """
     section = OmegaConf.get_type(cfg)
     known = {f.name for f in fields(section)} if is_dataclass(section) else None
     for key in map(str, cfg):
@@ -234,7 +245,7 @@ def split(override: str) -> tuple[str, str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is typed on a command line."""
+    """Format a value as a user types it on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -264,24 +275,24 @@ def suggestion(word: str, choices: Iterable[str], form: str, *first: str) -> str
 
 
 def option_name(section: type) -> str | None:
-    """Return the option that a section's class is registered for, or None."""
+    """Return the name of the option that has the section class `section`; None if no option has it."""
     stored = schema_of(section)
     return stored and stored.rpartition("/")[2]
 
 
 def group_of(section: str) -> str:
-    """Return the config group of a section: `scorer` for gold and the parts of a weighted scorer."""
+    """Return the config group of a section key: `scorer` for `gold` and for parts of a weighted scorer."""
     return "scorer" if section == "gold" or ".parts." in section else section
 
 
 def chosen_by(section: str) -> str:
-    """Return the key that selects the option of a section: `scorer@gold` for gold."""
+    """Return the key that selects the option of a section key, for example `scorer@gold` for `gold`."""
     group = group_of(section)
     return section if group == section else f"{group}@{section}"
 
 
 def owners(section: str, leaf: str) -> list[str]:
-    """Return the options of a section's group that have a setting `leaf`."""
+    """Return the options that have a key `leaf`, in the group of the section key `section`."""
     prefix = f"schema/{group_of(section)}/"
     return [
         name.removeprefix(prefix)

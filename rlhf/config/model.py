@@ -13,7 +13,7 @@ from rlhf.config.schema import Section, dotted, number, option
 
 
 class Dtype(Enum):
-    """The dtype of forward passes. Weights that are trained stay float32."""
+    """The dtype of forward passes. Weights that are trained are always float32."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -26,11 +26,11 @@ class LoRAConfig(Section):
 
     rank: int = number(0, least=0, means="rank of a layer's update; 0: no adapters", remedy="16")
     alpha: int = number(32, means="the update is multiplied by alpha / rank")
-    targets: list[str] | None = None  # linear layers, by the ends of their names; null: all below the head
-    modules_to_save: list[str] = field(default_factory=list)  # modules trained whole, by the ends of names
+    targets: list[str] | None = None  # names of linear layers, or their ends; null: all except the head
+    modules_to_save: list[str] = field(default_factory=list)  # modules trained whole: names or ends
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield errors for numbers out of bounds, a missing library, and adapters of no layer."""
+        """Yield an error for each number out of bounds, if PEFT is missing, and if `targets` is empty."""
         yield from Section.problems(self, at)
         if self.rank < 1:
             return
@@ -48,7 +48,7 @@ class LoRAConfig(Section):
             yield f"{at}.targets must name a layer (nothing would be trained), got []; set {at}.targets=null"
 
     def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for each setting of adapters in a run without adapters."""
+        """Yield a warning for each other key of this section that is set although `rank` is 0."""
         if self.rank == 0:
             for name, off in (("alpha", 32), ("targets", None), ("modules_to_save", [])):
                 if getattr(self, name) != off:
@@ -62,14 +62,14 @@ class ModelConfig(Section):
 
     name: str = MISSING
     base: str | None = None  # the model that SFT starts from
-    policy: str | None = None  # start of RL and reward modelling; null: made by SFT (embedded tasks)
-    reference: str | None = None  # null: the initial policy
+    policy: str | None = None  # initial model of RL and reward modelling; null: made by SFT (embedded tasks)
+    reference: str | None = None  # frozen model of the KL; null: the initial policy
     reward: str | None = None  # the model of scorer=reward_model; null: made by algo=reward (embedded tasks)
     tokenizer: str | None = None  # null: the tokenizer of the policy (of the base model, for sft)
-    pad_token: str | None = None  # for a tokenizer without a pad token
-    dtype: Dtype = Dtype.float32  # dtype of forward passes; trained weights stay float32
+    pad_token: str | None = None  # pad token for a tokenizer that has none
+    dtype: Dtype = Dtype.float32  # dtype of forward passes; trained weights are always float32
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    gradient_checkpointing: bool = False  # store only the inputs of blocks, and recompute the rest
+    gradient_checkpointing: bool = False  # store only the inputs of blocks; recompute the rest in backward
     shared_prefix: bool = True  # encode a prompt once for its K responses
     attention: str = "sdpa"  # attention implementation of transformers
     trust_remote_code: bool = False  # run Python code that comes with a hub model
@@ -81,7 +81,7 @@ class ModelConfig(Section):
 
 
 def float16_needs_gpu(found: str) -> str:
-    """Return the error for float16 without a GPU; `found` says why there is no GPU."""
+    """Return the error message for float16 without a GPU; `found` is the reason why there is no GPU."""
     return (
         f"model.dtype must be float32 or bfloat16 without a GPU ({found}; CPUs do not train in float16), got "
         "float16; set model.dtype=bfloat16"
@@ -96,10 +96,10 @@ class NanoConfig(ModelConfig):
     hidden_size: int = 128  # width of the model
     layers: int = 2  # number of blocks
     heads: int = 4  # attention heads per block
-    context: int = 512  # largest number of tokens of prompt and response
+    context: int = 512  # maximum number of tokens of prompt and response together
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for heads that do not divide the width."""
+        """Yield an error if `hidden_size` is not divisible by `heads`."""
         yield from ModelConfig.problems(self, at)
         if self.heads < 1 or self.hidden_size % self.heads:
             yield (

@@ -3,9 +3,9 @@
     [project.entry-points."rlhf.options"]       # in the pyproject.toml of the other package
     mine = "my_package.options"                 # importing this module registers its sections
 
-Such a module registers sections by `rlhf.config.schema.option`. The YAML files that select the sections are
-in a folder passed by `--config-dir`. Neither this module nor such a module should import torch, because they
-are imported for `--help` as well.
+Such a module registers sections with `rlhf.config.schema.option`. The YAML files that select the sections are
+in a folder passed with `--config-dir`. This module imports no torch, and the modules of the group should not
+import torch either, because `--help` imports all of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The root of the configuration.
 
-Only `checks`, `memory`, `assembly`, `stages`, `launch`, `runs.resuming` and `config` itself use it.
+Only `checks`, `memory`, `assembly`, `stages`, `launch`, `runs.resuming` and `config` import this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlhf.config.schema import Section, number
 from rlhf.config.scorer import RewardModelScorerConfig, ScorerConfig
 from rlhf.config.task import TaskConfig
 
-# Sizes in conf/ that follow from other sizes: ${product:128,${schedule.minibatches}}
+# Resolvers for conf/ values computed from other keys: ${product:128,${schedule.minibatches}}
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
 OmegaConf.register_new_resolver("largest", lambda *sizes: max(sizes), replace=True)
 
@@ -49,14 +49,15 @@ class Config(Section):
         2, least=1, means="checkpoints that are kept; a run resumes from the newest"
     )
     save_generations: bool = False  # write every rollout with its scores to generations/ of the run folder
-    objective_metric: str | None = None  # result for a sweeper; null: win rate (algo=reward: accuracy)
-    output_dir: str = "outputs"  # where run folders are created
-    cache_dir: str = "outputs/artefacts"  # models and pairs that are made as prerequisites of runs
+    # metric that a sweeper optimises; null: eval/win_rate, with algo=reward eval/accuracy
+    objective_metric: str | None = None
+    output_dir: str = "outputs"  # folder in which run folders are created
+    cache_dir: str = "outputs/artefacts"  # folder of models and pairs that runs make as prerequisites
     progress: Progress = Progress.auto
 
     @property
     def data(self) -> Data:
-        """What one training example contains; an online algorithm on stored completions reads pairs."""
+        """The content of one training example. An online algorithm on stored completions reads pairs."""
         if self.generator.rollouts or self.algo.supervised:
             return self.algo.data
         return Data.preferences
@@ -68,27 +69,27 @@ class Config(Section):
 
     @property
     def start(self) -> str | None:
-        """The model that training starts from; None: random weights, or a model made as a prerequisite."""
+        """The model that training starts from; None: random weights, or a model that the run makes first."""
         return self.model.base if self.algo.trains is Trains.base else self.model.policy
 
     @property
     def stand_ins(self) -> bool:
-        """Whether tiny stand-ins replace the models and data that the config does not name."""
+        """Whether tiny stand-ins replace the models and data for which the config names no folder."""
         return self.stages.stand_ins and not self.task.embedded
 
     @property
     def makes_models(self) -> bool:
-        """Whether models that the config does not name are made as prerequisites."""
+        """Whether the run first makes the models that it needs and the config does not name."""
         return self.task.embedded or self.stand_ins
 
     @property
     def has_worker(self) -> bool:
-        """Whether the generator samples in a process of its own."""
+        """Whether the generator samples in a separate process."""
         return self.generator.has_worker(self.schedule.max_lag)
 
     @property
     def value_reward(self) -> str | None:
-        """The reward model that a value model may start from."""
+        """The reward model that a value model may start from; None: the config names no reward model."""
         own = self.scorer.path if isinstance(self.scorer, RewardModelScorerConfig) else None
         return own or self.model.reward
 
@@ -104,13 +105,13 @@ class Config(Section):
 
     @property
     def metric(self) -> str:
-        """The metric that a sweeper optimises, and whose best value is kept."""
+        """The metric that a sweeper optimises; its best value is stored in `TrainState.best`."""
         default = "eval/accuracy" if self.algo.trains is Trains.reward else "eval/win_rate"
         return self.objective_metric or default
 
     @property
     def episodes_per_update(self) -> int:
-        """Episodes of one update over all ranks: N times K."""
+        """The number of episodes of one update over all ranks: N times K."""
         return self.schedule.prompts_per_update * self.algo.samples_per_prompt
 
     def num_updates(self, examples: int | None = None) -> int:

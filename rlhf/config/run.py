@@ -1,4 +1,4 @@
-"""Choices of the root config: resuming, progress display, prerequisite stages."""
+"""Settings of resuming, of the progress display and of prerequisite stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Resume(Enum):
 
 
 class Progress(Enum):
-    """How progress is shown."""
+    """The form of the progress display."""
 
     auto = "auto"  # live in a terminal, else plain lines
     live = "live"
@@ -27,15 +27,15 @@ class Progress(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class StagesConfig(Section):
-    """How prerequisites that a run does not name are made: SFT model, preference pairs, reward model.
+    """The stages that make prerequisites of a run: SFT model, preference pairs, reward model.
 
-    Embedded tasks train them; `sft` and `reward` are overrides of those stages, as on a command line. Other
-    tasks load them from the hub, or use tiny stand-ins, to try a recipe offline.
+    A run of an embedded task makes the prerequisites that its config does not name. Runs of other tasks load
+    models and data from the hub or, to try a recipe offline, use tiny stand-ins.
     """
 
     seed: int = 0  # seed of every stage; the run's own seed does not change the stages
-    sft: list[str] = field(default_factory=list)  # overrides of the SFT stage
+    sft: list[str] = field(default_factory=list)  # overrides of the SFT stage, as on the command line
     reward: list[str] = field(default_factory=list)  # overrides of the reward-model stage
     pairs: int = 4096  # prompts for which two responses are sampled
     pairs_temperature: float = 0.7  # sampling temperature of the pairs
-    stand_ins: bool = False  # tiny random models and made-up data, for a hub task that names no folder
+    stand_ins: bool = False  # tiny models and generated data, where a hub task names no model or folder

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def load_config(file: Path) -> Config:
-    """Return the config in a file that `RunFolder.write_config` wrote, with the original types.
+    """Return the config in a file that `RunFolder.write_config` wrote, with the section classes of the run.
 
     Raises:
         UserError: the config has an option of a package that is not installed.

@@ -12,10 +12,10 @@ from rlhf.config.schema import Section, dotted, number, plain
 
 
 class Update(Enum):
-    """When a generator loads new weights."""
+    """The time at which a generator loads new weights."""
 
     between = "between"  # between requests, in the order in which requests and weights were sent
-    in_flight = "in_flight"  # at once, also in the middle of a request
+    in_flight = "in_flight"  # at once, even during a request
 
 
 class LRSchedule(Enum):
@@ -43,7 +43,7 @@ class OptimConfig(Section):
     weight_decay: float = number(0.0, least=0, means="decay of the weights towards zero")
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for decay rates that are not two numbers in [0, 1)."""
+        """Yield an error if `betas` are not two numbers in [0, 1)."""
         yield from Section.problems(self, at)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             key = dotted(at, "betas")
@@ -80,11 +80,11 @@ class ScheduleConfig(Section):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a generator loads weights in the middle of a request."""
+        """Whether a generator may load new weights during a request."""
         return self.update is Update.in_flight
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for in-flight updates without a request in flight."""
+        """Yield an error if `update=in_flight` with `max_lag` 0: no request would then be in flight."""
         yield from Section.problems(self, at)
         if self.in_flight and self.max_lag < 1:
             yield (
@@ -93,7 +93,7 @@ class ScheduleConfig(Section):
             )
 
     def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for a run that is not reproducible."""
+        """Yield a warning if `update=in_flight`, because the run is then not reproducible."""
         if self.in_flight:
             yield (
                 "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two "

@@ -4,8 +4,9 @@ A section is a `@dataclass(kw_only=True, slots=True)`. Because of the slots, Ome
 key (also one added with `+`), so a typo is an error. An option is registered with Hydra as
 `schema/<group>/<name>`; `conf/<group>/<name>.yaml` names that schema first in its defaults list.
 
-A section holds data, checks of its own fields, and the address (`module:name`) of the part that it
-configures. It never imports that part: this module imports no torch, so `--help` and a wrong key answer fast.
+A section contains data and checks of its own fields. `option` registers the address (`module:name`) of the
+part that a section configures. Sections never import parts, and this module imports no torch, so that
+`--help` and error messages appear quickly.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ class Section:
 
 
 def sections(section: Section, key: str = "") -> Iterator[tuple[str, Section]]:
-    """Yield `section` and every section below it, each with its dotted key; `key` is the key of `section`."""
+    """Yield `section` and every section below it, each with its dotted key.
+
+    Args:
+        section: the section to start from.
+        key: the dotted key of `section`; empty for the root.
+    """
     yield key, section
     for each in fields(section):
         value = getattr(section, each.name)
@@ -57,7 +63,7 @@ def sections(section: Section, key: str = "") -> Iterator[tuple[str, Section]]:
 
 
 def dotted(at: str, name: str) -> str:
-    """Return the dotted key of the field `name` of the section at `at`."""
+    """Return the dotted key of the field `name` of the section with the dotted key `at`."""
     return f"{at}.{name}" if at else name
 
 
@@ -68,7 +74,7 @@ def option(group: str, name: str, part: str | None = None) -> Callable[[T], T]:
         group: the config group, for example "algo".
         name: the option, for example "grpo".
         part: the address of the class or function that makes the part, "module:name"; None: the section
-            configures no part of its own. Subclasses do not inherit the address.
+            configures no part. Subclasses do not inherit the address.
 
     Raises:
         TypeError: the class is not a keyword-only dataclass with slots. Without slots, a key that is added
@@ -102,7 +108,9 @@ def schema_of(cls: type) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The rule of a numeric field. None passes every rule: the field's type says where None is allowed.
+    """The rule of a numeric field.
+
+    The value None passes every rule, because the type of the field determines whether None is allowed.
 
     Args:
         means: what the number is, for messages and the reference of config keys.
@@ -110,8 +118,8 @@ class Bound:
         above: the value must be > this.
         most: the value must be <= this.
         below: the value must be < this.
-        counts: what the number counts from 1 on, where a value below 1 is a fraction of the run; such a
-            number must be whole from 1 on.
+        counts: for a number whose values below 1 are fractions of the run: the unit of values from 1 on, for
+            example "updates". Values from 1 on must be whole.
         remedy: a valid value, for messages; None: the default of the field.
     """
 
@@ -124,7 +132,7 @@ class Bound:
     remedy: str | None = None
 
     def broken(self, value: float) -> str | None:
-        """Return the rule that `value` breaks, in words; None if it breaks none."""
+        """Return the text of the rule that `value` breaks, such as "be >= 1"; None if it breaks no rule."""
         rules = [
             (self.least, f">= {plain(self.least)}", lambda bound: value >= bound),
             (self.above, f"> {plain(self.above)}", lambda bound: value > bound),
@@ -154,14 +162,14 @@ def number(
 ) -> Any:
     """Declare a numeric field with its default and its rule (see `Bound`).
 
-    A subclass may declare the field again with another default only; the rule of the base class stays.
+    A subclass may declare the field again with only another default; the rule of the base class remains.
     """
     bound = Bound(means=means, least=least, above=above, most=most, below=below, counts=counts, remedy=remedy)
     return field(default=default, metadata={"bound": bound})
 
 
 def bound_of(cls: type, name: str) -> Bound | None:
-    """Return the rule of the field `name`, as the nearest class that states one declares it."""
+    """Return the rule of the field `name` from `cls` or from its nearest base class that declares a rule."""
     for each in cls.__mro__:
         declared: Field[Any] | None = vars(each).get("__dataclass_fields__", {}).get(name)
         if declared is not None and "bound" in declared.metadata:

@@ -38,7 +38,9 @@ class ScorerConfig(Section):
         return False
 
     def source(self, reward: str | None) -> Hashable:
-        """Return the identity of the judge: two scorers with the same source are the same judge.
+        """Return an identifier of the model, program or service that scores.
+
+        Two sections with equal identifiers give the same scores, apart from weights and missing-EOS settings.
 
         Args:
             reward: `model.reward` of the run.
@@ -47,11 +49,11 @@ class ScorerConfig(Section):
 
     @property
     def described(self) -> str:
-        """The scorer in a word: the option, or the model or function that it names."""
+        """The name of the scorer in messages: its model, function or address, otherwise its option."""
         return str(getattr(self, "path", None) or getattr(self, "url", None) or self.name)
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield errors for two rules about a missing EOS, and for a weight outside of a weighted scorer."""
+        """Yield an error if both missing-EOS keys are set, or if a scorer that is no part has a weight."""
         yield from Section.problems(self, at)
         score, penalty = self.missing_eos_score, self.missing_eos_penalty
         if score is not None and penalty is not None:
@@ -67,14 +69,14 @@ class ScorerConfig(Section):
             )
 
     def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for a rule about a missing EOS in a judge."""
+        """Yield a warning for each missing-EOS key of a judge, where these keys have no effect."""
         for key in ("missing_eos_score", "missing_eos_penalty"):
             if at.startswith("gold") and (value := getattr(self, key)) is not None:
                 yield f"{at}.{key}={value:g} has no effect (the scores of a judge are not changed)"
 
 
 def scorers(section: Section) -> Iterator[tuple[str, ScorerConfig]]:
-    """Yield every scorer of a config with its key: `scorer`, `gold`, and their parts.
+    """Yield every scorer of a config with its key: `scorer`, `gold`, and the parts of both.
 
     Args:
         section: the root config.
@@ -85,7 +87,7 @@ def scorers(section: Section) -> Iterator[tuple[str, ScorerConfig]]:
 
 
 def choice(key: str) -> str:
-    """Return what a user types to choose the scorer at `key`, for example `scorer` or `scorer@gold`."""
+    """Return the key that selects the option of the scorer at `key`, for example `scorer@gold` for `gold`."""
     return key if key == "scorer" else f"scorer@{key}"
 
 
@@ -100,15 +102,15 @@ class RewardModelScorerConfig(ScorerConfig):
 
     @property
     def reads_reward(self) -> bool:
-        """Whether this scorer needs the model that `model.reward` names: if it names no model of its own."""
+        """Whether this scorer needs the model that `model.reward` names, because `path` is null."""
         return self.path is None
 
     def source(self, reward: str | None) -> Hashable:
-        """Return the identity of the judge: the model."""
+        """Return an identifier of the scorer: its model."""
         return self.name, self.path or reward
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for a judge without a model."""
+        """Yield an error if a judge has no `path`."""
         yield from ScorerConfig.problems(self, at)
         if at.startswith("gold") and self.path is None:
             yield (
@@ -128,16 +130,16 @@ class FactsScorerConfig(ScorerConfig):
 @option("scorer", "answer", part="rlhf.scorers.programs:AnswerScorer")
 @dataclass(kw_only=True, slots=True)
 class AnswerScorerConfig(ScorerConfig):
-    """1 if the answer in the response equals the answer in the reference, else 0."""
+    """A score of 1 if the answer in the response equals the answer in the reference, else 0."""
 
     name: str = "answer"
-    pattern: str = r"#### (\-?[0-9\.\,]+)"  # regular expression; its group is the answer
+    pattern: str = r"#### (\-?[0-9\.\,]+)"  # regular expression whose group matches the answer
 
 
 @option("scorer", "labels", part="rlhf.scorers.scorer:LabelsScorer")
 @dataclass(kw_only=True, slots=True)
 class LabelsScorerConfig(ScorerConfig):
-    """The labels of stored completions."""
+    """The stored scores (labels) of stored completions."""
 
     name: str = "labels"
 
@@ -145,12 +147,12 @@ class LabelsScorerConfig(ScorerConfig):
 @option("scorer", "none", part="rlhf.scorers.scorer:no_scorer")
 @dataclass(kw_only=True, slots=True)
 class NoScorerConfig(ScorerConfig):
-    """No judge: evaluation measures only what needs no judge. Only as `scorer@gold=none`."""
+    """No judge: evaluation omits metrics that need a judge. Allowed only as `scorer@gold=none`."""
 
     name: str = "none"
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for training without a score."""
+        """Yield an error if this option is selected for `scorer`, because training needs scores."""
         yield from ScorerConfig.problems(self, at)
         if at == "scorer":
             yield "scorer must not be none (training needs scores), got none; set scorer=reward_model"
@@ -162,12 +164,12 @@ class WeightedScorerConfig(ScorerConfig):
     """The sum of other scorers, each times its `weight`.
 
     Add a part with `+scorer@scorer.parts.<name>=<option>`, or with a defaults list as in
-    conf/scorer/reward_and_answer.yaml. The missing-EOS settings of a part apply to its score, those of this
-    section to the sum.
+    conf/scorer/reward_and_answer.yaml. The missing-EOS settings of a part apply to its score, the settings
+    of this section apply to the sum.
     """
 
     name: str = "weighted"
-    parts: dict[str, ScorerConfig] = field(default_factory=dict)  # by a name that the user chooses
+    parts: dict[str, ScorerConfig] = field(default_factory=dict)  # name chosen by the user -> scorer
 
     @property
     def reads_reward(self) -> bool:
@@ -175,11 +177,11 @@ class WeightedScorerConfig(ScorerConfig):
         return any(part.reads_reward for part in self.parts.values())
 
     def source(self, reward: str | None) -> Hashable:
-        """Return an identity that no other judge has: only the parts can be the same as another judge."""
+        """Return an identifier that no other scorer has. The parts have their own identifiers."""
         return id(self)
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield errors for missing parts, and for parts that do not score a text by themselves."""
+        """Yield an error if there are no parts, and for each part that is `labels`, `none` or `weighted`."""
         yield from ScorerConfig.problems(self, at)
         if not self.parts:
             yield (
@@ -198,18 +200,18 @@ class WeightedScorerConfig(ScorerConfig):
 @option("scorer", "function", part="rlhf.scorers.function:FunctionScorer")
 @dataclass(kw_only=True, slots=True)
 class FunctionScorerConfig(ScorerConfig):
-    """A Python function of the user: it takes the texts (prompt, response, reference), returns a number."""
+    """A Python function of the user that takes (prompt, response, reference) and returns a number."""
 
     name: str = "function"
-    path: str | None = None  # <module>:<function> or <file>.py:<function>; also from the working directory
-    batched: bool = False  # the function takes three lists, a whole rollout batch, and returns a list
+    path: str | None = None  # <module>:<function> or <file>.py:<function>; the working directory is searched
+    batched: bool = False  # the function takes three lists (of the rollout batch) and returns a list
 
     def source(self, reward: str | None) -> Hashable:
-        """Return the identity of the judge: the function."""
+        """Return an identifier of the scorer: its function."""
         return self.name, self.path
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for a missing module or file. The function is looked up when the run starts."""
+        """Yield an error if the module or file does not exist. The start of the run looks up the function."""
         yield from ScorerConfig.problems(self, at)
         if problem := function_problem(f"{at}.path", self.path):
             yield problem
@@ -231,11 +233,11 @@ class HttpScorerConfig(ScorerConfig):
     token_variable: str | None = None  # environment variable with the bearer token; null: none is sent
 
     def source(self, reward: str | None) -> Hashable:
-        """Return the identity of the judge: the service."""
+        """Return an identifier of the scorer: its service."""
         return self.name, self.url
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield errors for a wrong address and for a token that is not set."""
+        """Yield an error if the address is invalid, or if the variable with the token is not set."""
         yield from ScorerConfig.problems(self, at)
         yield from url_problems(f"{at}.url", self.url, f"{at}.token_variable")
         if self.token_variable is not None and not os.environ.get(self.token_variable):
@@ -247,12 +249,12 @@ class HttpScorerConfig(ScorerConfig):
 
 
 def url_problems(key: str, url: str | None, token_key: str) -> Iterator[str]:
-    """Yield errors for the address of a service.
+    """Yield an error if the address of a service is invalid or contains a user name or password.
 
     Args:
         key: the config key of the address.
         url: the address.
-        token_key: the config key that names where a secret belongs.
+        token_key: the config key of the environment variable with the token; the message recommends this key.
     """
     form = f"{key} must be http://<host>/<path> or https://<host>/<path> (texts are posted there)"
     try:

@@ -20,15 +20,15 @@ Need = tuple[str, str, Sequence[str], Sequence[str], str]  # key, folder, column
 
 @dataclass(kw_only=True, slots=True)
 class TaskConfig(Section):
-    """The keys that every task has. `path` replaces the hub data set by local files of the same columns."""
+    """The keys that every task has. `path` replaces the hub data set by local files with the same columns."""
 
-    embedded: ClassVar[bool] = False  # data and models are generated from a seed
-    prompt_columns: ClassVar[tuple[str, ...]] = PROMPT_COLUMNS  # of `path`, if prompts are read from it
-    prompt_splits: ClassVar[tuple[str, ...]] = SPLITS
+    embedded: ClassVar[bool] = False  # True: data and models are generated from a seed
+    prompt_columns: ClassVar[tuple[str, ...]] = PROMPT_COLUMNS  # columns of `path`, if it contains prompts
+    prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
 
     name: str = MISSING
-    path: str | None = None  # a folder of prompts: <split>.jsonl or .parquet, or datasets.save_to_disk
-    preferences_path: str | None = None  # the same for prompt/chosen/rejected; null: path, else the hub
+    path: str | None = None  # folder of prompts: <split>.jsonl or .parquet, or made by datasets.save_to_disk
+    preferences_path: str | None = None  # folder of prompt/chosen/rejected pairs; null: path, else the hub
     max_prompt_tokens: int = number(512, least=1, means="longer prompts are skipped and counted")
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
@@ -58,7 +58,7 @@ class EmbeddedTaskConfig(TaskConfig):
     """A task that is generated from a seed."""
 
     embedded: ClassVar[bool] = True
-    vocabulary_size: ClassVar[int]  # of the task's tokenizer, for the memory plan
+    vocabulary_size: ClassVar[int]  # tokens of the task's tokenizer, for the memory plan
 
     data_seed: int = 0  # seed of the generated data; the run's own seed does not change the data
     train_size: int = number(MISSING, least=1, means="examples to generate", remedy="512")
@@ -77,7 +77,7 @@ class Difficulty(Enum):
 @option("task", "tldr_mini", part="rlhf.tasks.tldr_mini:TLDRMiniSource")
 @dataclass(kw_only=True, slots=True)
 class TLDRMiniConfig(EmbeddedTaskConfig):
-    """TL;DR in miniature: generated posts, flawed references, a gold score that is a program."""
+    """TL;DR in miniature: generated posts, flawed references, and a program as judge."""
 
     vocabulary_size: ClassVar[int] = 372
 
@@ -110,13 +110,13 @@ class GSM8KConfig(TaskConfig):
     name: str = "gsm8k"
     # hub name of the prompts and references
     prompts_name: str = "openai/gsm8k"
-    template: str = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # of a prompt
+    template: str = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # format of a prompt
     validation_size: int = number(
         473, least=1, means="last rows of train for evaluation, unless there is a validation split"
     )
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for a template without the question."""
+        """Yield an error if the template does not contain `{question}`."""
         yield from TaskConfig.problems(self, at)
         if "{question}" not in self.template:
             yield (
@@ -128,7 +128,7 @@ class GSM8KConfig(TaskConfig):
 @option("task", "arithmetic", part="rlhf.tasks.arithmetic:ArithmeticSource")
 @dataclass(kw_only=True, slots=True)
 class ArithmeticConfig(EmbeddedTaskConfig):
-    """Generated sums with an answer that can be checked; SFT imitates pupils who make mistakes."""
+    """Generated sums with answers that can be checked; the SFT responses contain mistakes of pupils."""
 
     vocabulary_size: ClassVar[int] = 56
 
@@ -162,7 +162,7 @@ class ChatConfig(TaskConfig):
                 yield key, folder, columns, splits, reason
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield errors for a turn format without role or content."""
+        """Yield an error if `turn` does not contain `{role}`, and if it does not contain `{content}`."""
         yield from TaskConfig.problems(self, at)
         for part in ("{role}", "{content}"):
             if part not in self.turn:
@@ -189,7 +189,7 @@ class PreferencesConfig(TaskConfig):
         return None if self.path is None else ("task.path", self.path)
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
-        """Yield the folder of the pairs: prompts and references are read from them, too."""
+        """Yield the folder of the pairs, from which prompts and references are read, too."""
         if self.folder is not None:
             splits = ("train", self.validation_split)
             yield *self.folder, PREFERENCE_COLUMNS, splits, "the run reads preference pairs from it"
@@ -204,7 +204,7 @@ class PreferencesConfig(TaskConfig):
             )
 
     def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for a data set that another one replaces."""
+        """Yield a warning for each data set key without effect, because another key names the pairs."""
         hidden = {"task.preferences_name": self.preferences_name}
         if self.preferences_path is not None:
             hidden["task.path"] = self.path

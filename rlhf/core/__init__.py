@@ -1,1 +1,1 @@
-"""Data structures of the training loop, and small utilities. Imports no other folder of rlhf."""
+"""Data structures of the training loop, and small utilities. This package imports no other folder of rlhf."""

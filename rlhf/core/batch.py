@@ -1,10 +1,10 @@
-"""Data classes of the training loop: `Prompts`, `Rollouts` and `Batch`. Each adds fields to the one before.
+"""Data classes of the training loop: `Prompts`, its subclass `Rollouts`, and their subclass `Batch`.
 
     N prompts, K samples per prompt, P prompt tokens, T response tokens
 
-Data is split along N only, so the K samples of a prompt stay together. Prompts are padded on the left,
-responses on the right. Masks are bool: True marks a real token. Log-probs are float32, of the sampled tokens,
-at the sampling temperature, and 0 where the mask is False.
+Batches are split along N only, so the K samples of a prompt stay together. Prompts are padded on the left,
+responses on the right. Masks are bool: True marks a real token. Log-probs are float32: the log-prob of each
+response token at the sampling temperature, and 0 where the response mask is False.
 """
 
 from __future__ import annotations
@@ -25,21 +25,24 @@ R = TypeVar("R", bound="Rollouts")
 
 @dataclass(slots=True, kw_only=True)
 class Prompts:
-    """N examples of a task. `completions` and `labels` are set only if the data set stores them."""
+    """N prompts of a task with their references.
 
-    index: Tensor  # [N] int64, row in the task's data set; identifies an example for replay
+    `completions` and `labels` are set only if the data set contains responses and their scores.
+    """
+
+    index: Tensor  # [N] int64, row of the example in the task's data set
     texts: list[str]  # N prompts
     references: list[str]  # N reference responses; "" if the data set has none
     prompt_ids: Tensor  # [N, P] int64, padded on the left
     prompt_mask: Tensor  # [N, P] bool
-    completions: list[list[str]] | None = None  # N lists of K texts
-    labels: Tensor | None = None  # [N, K] float32
+    completions: list[list[str]] | None = None  # N lists of K stored responses
+    labels: Tensor | None = None  # [N, K] float32, stored scores of the K responses
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def select(self, rows: Tensor) -> Self:
-        """Return the examples at `rows` ([M] int64), in that order."""
+        """Return the M examples at `rows` ([M] int64), in the order of `rows`."""
         positions = rows.tolist()
         cut: dict[str, Any] = {}
         for f in fields(self):
@@ -64,24 +67,24 @@ class Prompts:
         return replace(self, **moved)
 
     def extend(self, kind: type[B], **added: Any) -> B:
-        """Return these examples as an instance of the subclass `kind`, with the fields `added`."""
+        """Return an instance of the subclass `kind` with the fields of `self` and the fields `added`."""
         return kind(**{f.name: getattr(self, f.name) for f in fields(self)}, **added)
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollouts(Prompts):
-    """N prompts with K responses each. For sampled responses, T is the response length limit."""
+    """N prompts with K responses each. T is the length limit if the responses were sampled."""
 
     response_ids: Tensor  # [N, K, T] int64, padded on the right
-    response_mask: Tensor  # [N, K, T] bool; includes the stop token
+    response_mask: Tensor  # [N, K, T] bool; True also for the stop token
     ended: Tensor  # [N, K] bool: the response ends with a stop token
-    behaviour_logprobs: Tensor | None = None  # [N, K, T], computed by the sampler; None: stored completions
-    version: int = 0  # version of the weights that sampled; the oldest one if `token_versions` differ
-    token_versions: Tensor | None = None  # [N, K, T] int64, 0 at padding; None: `version` for all tokens
-    generate_s: float = 0.0  # seconds of sampling
+    behaviour_logprobs: Tensor | None = None  # [N, K, T], from the sampler; None: stored responses
+    version: int = 0  # version of the weights that sampled; the oldest version if several did
+    token_versions: Tensor | None = None  # [N, K, T] int64, 0 at padding; None: all tokens have `version`
+    generate_s: float = 0.0  # seconds that sampling took
 
     def versions(self) -> set[int]:
-        """Return the versions of the weights that sampled these tokens."""
+        """Return the versions of the weights that sampled the response tokens."""
         if self.token_versions is None:
             return {self.version}
         return set(self.token_versions[self.response_mask].unique().tolist())
@@ -94,21 +97,23 @@ class Rollouts(Prompts):
 
 @dataclass(slots=True, kw_only=True)
 class Batch(Rollouts):
-    """Rollouts with scores, and with the tensors that engine and objective compute for training."""
+    """Rollouts with scores, and with the tensors that the engine and the objective compute for training."""
 
     scores: Tensor  # [N, K] float32
-    parts: dict[str, Tensor] | None = None  # unweighted terms of a weighted score, each [N, K]
+    parts: dict[str, Tensor] | None = None  # scores [N, K] of the parts of a weighted scorer, unweighted
     ref_logprobs: Tensor | None = None  # [N, K, T], of the reference model
-    old_logprobs: Tensor | None = None  # [N, K, T]; None (one step per batch): those of the first forward
+    # [N, K, T], of the policy just before this update. None: with one optimizer step per batch, the training
+    # forward pass (or an on-policy sampler) gives the same values.
+    old_logprobs: Tensor | None = None
     values: Tensor | None = None  # [N, K, T+1], position t: value of the state after t response tokens
-    value_mask: Tensor | None = None  # [N, K, T+1] bool, states whose value is trained
+    value_mask: Tensor | None = None  # [N, K, T+1] bool: the value of the state is trained
     advantages: Tensor | None = None  # [N, K, T]
     returns: Tensor | None = None  # [N, K, T+1]
-    signal: Tensor | None = None  # [N] bool: rows with False are not trained on; None: all rows are
-    annotate_ahead_s: float = 0.0  # seconds that the annotator process spent on scores and reference
+    signal: Tensor | None = None  # [N] bool, False: the prompt is not trained on; None: all are
+    annotate_ahead_s: float = 0.0  # seconds of the annotator process for scores and ref_logprobs
 
     def minibatches(self, count: int, epochs: int, seed: int, update: int) -> Iterator[Batch]:
-        """Yield `count` minibatches of equal size per epoch, shuffled by (seed, update, epoch)."""
+        """Yield `count` minibatches of equal size per epoch; seed, update and epoch determine the order."""
         for epoch in range(epochs):
             if count == 1:  # the order of prompts within one step has no effect
                 yield self
@@ -118,7 +123,7 @@ class Batch(Rollouts):
                 yield self.select(rows)
 
     def samples(self, columns: Tensor) -> Batch:
-        """Return a batch with K = J that has the samples `columns` ([N, J] int64) of each prompt."""
+        """Return a batch with J samples of each prompt: the samples at `columns` ([N, J] int64)."""
         device = columns.device
         rows = torch.arange(len(self), device=device)[:, None]
         cut = {
@@ -151,11 +156,11 @@ PER_SAMPLE = frozenset(  # names of the tensors with a K dimension
 def trim(batch: B) -> B:
     """Remove the prompt columns and response positions that are padding in every row.
 
-    At least two prompt columns and one response position are kept. Tensors over the T+1 states keep one
-    position more than those over tokens.
+    At least two prompt columns and one response position are kept. A tensor over the T+1 states keeps one
+    position more than a tensor over the T tokens.
     """
-    # At least two: with prompts of one token, a rank would skip the forward pass over shared prefixes, in
-    # which all ranks of a sharded model must take part.
+    # At least two columns: with prompts of one token, a rank would skip the forward pass over shared
+    # prefixes, in which all ranks of a sharded model must take part.
     longest = max(2, int(batch.prompt_mask.sum(1).max()))
     cut: dict[str, Any] = {
         "prompt_ids": batch.prompt_ids[:, -longest:],
@@ -173,14 +178,15 @@ def trim(batch: B) -> B:
 
 
 def microbatches(batch: R, sequences: int, rank: int = 0, size: int = 1) -> Iterator[tuple[Tensor, R, bool]]:
-    """Split a batch into trimmed micro-batches of similar length, and yield those of one rank.
+    """Yield the micro-batches of one rank: trimmed parts of the batch with sequences of similar length.
 
-    The longest sequences come first. So later micro-batches fit into the memory that the first one needed,
-    and a run with too little memory fails at its first micro-batch. Rows without signal are skipped.
+    The longest sequences come first. So later micro-batches fit into the memory that the first micro-batch
+    needed, and a run with too little memory fails at its first micro-batch. Prompts whose `signal` is False
+    are skipped.
 
     All `size` ranks get the same number of micro-batches, because the ranks of a sharded model run every
-    forward and backward together. If the micro-batches cannot be divided equally, some ranks also get the
-    last one as padding, which has weight 0.
+    forward and backward together. If the number of micro-batches is not divisible by `size`, some ranks get a
+    copy of the last micro-batch as padding, to be trained on with weight 0.
 
     Args:
         batch: the global batch.
@@ -189,7 +195,7 @@ def microbatches(batch: R, sequences: int, rank: int = 0, size: int = 1) -> Iter
         size: number of ranks.
 
     Yields:
-        The rows of `batch` ([M] int64), the micro-batch, and False if it is padding.
+        The rows of `batch` ([M] int64), the micro-batch of these rows, and True (False for padding).
     """
     lengths = batch.prompt_mask.sum(1) + batch.response_mask.sum(-1).amax(1)
     order = torch.argsort(lengths, descending=True, stable=True)
@@ -207,7 +213,7 @@ def microbatches(batch: R, sequences: int, rank: int = 0, size: int = 1) -> Iter
 
 
 class Outputs(NamedTuple):  # a tuple, because DeepSpeed adds hooks to the tensors of a tuple
-    """Results of a forward pass over rollouts; None if the model has no such head."""
+    """Results of a forward pass over rollouts. A result is None if the model does not compute it."""
 
     logprobs: Tensor | None = None  # [N, K, T] float32, 0 where the response mask is False
     values: Tensor | None = None  # [N, K, T+1] float32, position t: value after t response tokens
@@ -216,10 +222,10 @@ class Outputs(NamedTuple):  # a tuple, because DeepSpeed adds hooks to the tenso
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sampling:
-    """Sampling settings of a request. `purpose` and `request` determine its random numbers, for replay."""
+    """Sampling settings of a request. `purpose`, `request` and the run's seed select the random numbers."""
 
-    samples: int  # K
+    samples: int  # K, responses per prompt
     temperature: float
     response_length: int  # maximum number of tokens
     purpose: str  # "train", "eval", ...
-    request: int = 0
+    request: int = 0  # number of the request

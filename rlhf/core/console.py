@@ -15,7 +15,7 @@ WIDTH_OF_FILES = 132  # columns if the output is not a terminal
 PLAIN_EVERY_S = 5.0  # seconds between plain progress lines
 
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
-transcript = logging.getLogger("rlhf.transcript")  # writes to train.log only
+transcript = logging.getLogger("rlhf.transcript")  # its messages go to train.log only
 
 
 def say(text: str, style: str | None = None) -> None:
@@ -25,7 +25,7 @@ def say(text: str, style: str | None = None) -> None:
 
 
 class ProgressDisplay:
-    """A live bar, or a plain line every 5 seconds, or nothing.
+    """A progress display: a live bar, a plain line every 5 seconds, or nothing.
 
     Args:
         title: the work in progress.
@@ -49,7 +49,7 @@ class ProgressDisplay:
         self.title = title
         self.total = total
         self.mode = ("live" if console.is_terminal else "plain") if mode == "auto" else mode
-        self.last_line_at = -PLAIN_EVERY_S  # of time.monotonic()
+        self.last_line_at = -PLAIN_EVERY_S  # time.monotonic() of the last plain line
         self.bar: Progress | None = None
         if self.mode == "live":
             columns = [TextColumn("{task.description}"), BarColumn(bar_width=20)]
@@ -70,7 +70,7 @@ class ProgressDisplay:
                 say(f"{self.title}  {text}")
 
     def close(self) -> None:
-        """Stop the live bar; its last state stays visible unless it is transient."""
+        """Stop the live bar; its last state stays visible unless `transient` is set."""
         if self.bar is not None:
             self.bar.stop()
 
@@ -79,14 +79,15 @@ class ProgressDisplay:
 def progress(
     title: str, total: int, mode: str, *, transient: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """Show how much of a piece of work is done: a live bar, a plain line every 5 seconds, or nothing.
+    """Show the progress of the block: a live bar, a plain line every 5 seconds, or nothing.
 
-    Yields a function that takes the number of units finished since its last call.
+    Yields a function for the block to call with the number of units that were finished since the last call.
 
     Args:
         title: the work in progress.
         total: units of work.
-        mode: "live", "plain", "off", or "auto" (live in a terminal, otherwise plain): `cfg.progress.value`.
+        mode: value of the config key `progress`: "live", "plain", "off", or "auto" (live in a terminal,
+            otherwise plain).
         transient: remove the live bar at the end.
     """
     display = ProgressDisplay(title, total, mode, time_left=True, transient=transient)

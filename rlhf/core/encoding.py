@@ -1,4 +1,7 @@
-"""Tokenization of texts. Sampled responses already are tokens and are never decoded and encoded again."""
+"""Tokenization of prompts and stored responses.
+
+The policy is trained on the sampled token ids, never on decoded and re-encoded responses.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ def encode_completions(
         tokenizer: the tokenizer of the model that is trained.
         response_length: maximum number of tokens, the EOS token included; None: no limit. A longer text is
             truncated, has no EOS token, and its `ended` is False.
-        ended: [N, K] bool; an EOS token is appended to the texts with True. None: to all texts.
+        ended: [N, K] bool; an EOS token is appended to the texts with True. None: an EOS token is appended
+            to every text.
 
     Returns:
         Rollouts with response_ids and response_mask [N, K, T] and ended [N, K]; T is the longest response.

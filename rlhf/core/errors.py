@@ -8,7 +8,7 @@ from signal import Signals
 class UserError(ValueError):
     """Invalid input or configuration. The message gives key, rule, reason, value and remedy.
 
-    Raised anywhere in a run, it ends the command with `error: ...`, exit code 2 and no traceback.
+    Wherever a run raises this error, the command ends with `error: ...`, exit code 2 and no traceback.
     `problems` has one message for each problem.
     """
 
@@ -25,7 +25,7 @@ class UserError(ValueError):
 class RunError(RuntimeError):
     """A failure during a run, for example a loss that is not finite. The message gives place and remedy.
 
-    It ends the command with `error: ...`, exit code 1 and no traceback.
+    The error ends the command with `error: ...`, exit code 1 and no traceback.
     """
 
     everywhere = False  # True: all ranks raise this error, so only the first rank prints it
@@ -34,8 +34,8 @@ class RunError(RuntimeError):
 class Interrupted(BaseException):
     """A signal stopped the run (`rlhf.processes.signals`), and the run can be resumed.
 
-    It ends the command with exit code 75 (`os.EX_TEMPFAIL`) and no traceback. It does not inherit from
-    `Exception`, so that it is not handled as a failure: a sweep does not start its remaining jobs.
+    The exception ends the command with exit code 75 (`os.EX_TEMPFAIL`) and no traceback. The class does not
+    inherit from `Exception`, so that a sweep does not treat the exception as a failed job and continue.
 
     Args:
         text: the message: progress of the run, and how to resume it.
@@ -48,7 +48,7 @@ class Interrupted(BaseException):
 
 
 def report(problems: tuple[str, ...] | list[str]) -> str:
-    """Format problems for the terminal: one problem after `error:`, several as a list below it."""
+    """Format problems for the terminal: one problem after `error:`, several problems as a list."""
     if len(problems) == 1:
         return f"error: {problems[0]}"
     return "\n".join([f"error: {len(problems)} problems", *(f"  - {problem}" for problem in problems)])

@@ -15,7 +15,7 @@ SCRATCH = ".tmp-"  # prefix of unfinished files and folders; a crash leaves them
 
 
 def scratch_of(path: Path) -> Path:
-    """Return the path beside `path` at which `path` is written before it is renamed."""
+    """Return the scratch path of `path`: a path in the same folder that is written first and then renamed."""
     return path.with_name(f"{SCRATCH}{path.name}")
 
 
@@ -33,16 +33,18 @@ def whole(
 ) -> Iterator[Path]:
     """Write a file or a folder completely or not at all: a reader never sees a part of it.
 
-    Yields a scratch path beside `path`, without creating anything there. If the block succeeds, the scratch
-    path is renamed to `path`, which replaces an older file or folder. If the block fails, it is removed.
+    Yields a scratch path in the same folder, at which the block creates a file or folder. If the block
+    succeeds, the scratch path is renamed to `path`, which replaces an older file or folder. If the block
+    fails, the scratch path is removed.
 
     Args:
         path: the file or folder to write.
         durable: fsync every written file before the rename, so that a power failure leaves no empty file.
-        private: include the process id in the scratch name, so that processes can write `path` at once. The
-            scratch path that a crashed process left behind is then not replaced by the next attempt.
-        publish: set on one rank only (usually the first) if several ranks write the same scratch folder. The
-            other ranks do not rename it.
+        private: include the process id in the scratch name, so that several processes can write `path` at
+            the same time. The scratch path that a crashed process left behind is then not replaced by the
+            next attempt.
+        publish: remove an old scratch path before the block, and rename the scratch path after the block. If
+            several ranks write the same scratch folder, only one rank (usually the first) sets True.
     """
     scratch = scratch_of(path)
     if private:
@@ -81,12 +83,12 @@ def sync_all(path: Path) -> None:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write JSON completely or not at all."""
+    """Write `value` to a file as JSON, completely or not at all."""
     write_atomically(file, json.dumps(value, indent=2) + "\n")
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Write text completely or not at all: a reader sees the old file or the new one."""
+    """Write text to a file, completely or not at all: a reader sees the old file or the new file."""
     with (
         whole(file, private=True) as scratch,
         name_in_error(file),
@@ -99,7 +101,7 @@ def write_atomically(file: Path, text: str) -> None:
 
 @contextmanager
 def name_in_error(file: Path) -> Iterator[None]:
-    """Set the file name of an OSError; the error of a full disk has none."""
+    """Add the name of `file` to an OSError that the block raises: the error of a full disk names no file."""
     try:
         yield
     except OSError as error:
@@ -122,11 +124,11 @@ def as_line(row: dict[str, Any]) -> str:
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Read the rows of a JSON-lines file.
 
-    A missing file has no rows. A last line without a newline, which a crash cut off, is skipped.
+    If the file is missing, the result is empty. A last line without a newline is skipped: a crash cut it off.
     """
     if not file.exists():
         return []
-    # not splitlines: texts may contain other line separators
+    # not splitlines(): texts may contain line separators other than a newline
     *complete, _ = file.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in complete]
 

@@ -8,19 +8,19 @@ import platform
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # man 3 mallopt
 
-KEPT = 2**27  # bytes: free memory at the end of the heap up to this size is kept
-MAPPED = 2**25  # bytes: larger tensors are returned to the kernel when freed; the largest value of glibc
+KEPT = 2**27  # bytes of free memory at the end of the heap that are not returned to the kernel
+MAPPED = 2**25  # bytes: memory of larger tensors is returned to the kernel at once; maximum of glibc
 
 
 def keep_freed() -> None:
     """Configure glibc to keep freed memory for later tensors.
 
     By default glibc returns the end of the heap to the kernel as soon as some tens of MiB are free. The
-    temporary tensors of every step lie there, and the kernel clears each page when it is allocated again.
-    That took 1.2 of 9.5 CPU-seconds of an update with a vocabulary of 50,304 tokens.
+    temporary tensors of every step are in this part of the heap, and the kernel clears each page when it is
+    allocated again. This took 1.2 of 9.5 CPU-seconds of an update with a vocabulary of 50,304 tokens.
 
-    Does nothing with another C library, or if the user configures malloc with the environment variables
-    `MALLOC_...` or `GLIBC_TUNABLES`.
+    The function does nothing with another C library, or if the user configures malloc with the environment
+    variables `MALLOC_...` or `GLIBC_TUNABLES`.
     """
     configured = any(name.startswith("MALLOC_") for name in os.environ)
     configured = configured or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")

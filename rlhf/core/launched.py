@@ -1,7 +1,7 @@
-"""This process among those that the launcher (torchrun, DeepSpeed, SLURM) started: rank, world size, cores.
+"""Rank and world size from the variables of the launcher (torchrun, DeepSpeed, SLURM), and CPU cores.
 
-The only module that reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and LOCAL_SIZE. `rlhf.launch.slurm`
-sets the first four from SLURM's variables. Does not import torch.
+Only this module reads the values of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and LOCAL_SIZE.
+`rlhf.launch.slurm` sets the first four variables from SLURM's variables. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 
 def rank() -> int:
-    """Return the rank of this process among the trainer's processes; 0 without a launcher."""
+    """Return the rank of this process among the processes that train together; 0 without a launcher."""
     return number("RANK", default=0)
 
 
@@ -20,7 +20,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank of this process among those on this host; 0 without a launcher."""
+    """Return the rank of this process among the ranks on this host; 0 without a launcher."""
     return number("LOCAL_RANK", default=0)
 
 
@@ -34,9 +34,9 @@ def local_world_size() -> int:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process writes files and prints.
+    """Return whether this process is rank 0, the rank that writes files and prints.
 
-    Falls back to SLURM_PROCID, because messages may be printed before RANK is derived from it.
+    If RANK is not set, SLURM_PROCID counts: messages may be printed before RANK is set from SLURM_PROCID.
     """
     return number("RANK", "SLURM_PROCID", default=0) == 0
 

@@ -1,4 +1,4 @@
-"""Memory of this machine: RAM (or the limit of its container) and GPUs. Does not import torch."""
+"""Memory of this machine: RAM (or the limit of its container) and GPUs. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
-LIMITS = ("memory.max", "memory.limit_in_bytes")  # file names of cgroups v2 and v1
+LIMITS = ("memory.max", "memory.limit_in_bytes")  # files with the memory limit of a group: cgroups v2, v1
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
-TIMEOUT_S = 5.0  # for nvidia-smi
+TIMEOUT_S = 5.0  # time limit of nvidia-smi
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Machine:
     """The memory of a machine, in bytes."""
 
     ram: int
-    gpus: tuple[int, ...] = ()  # one per GPU that torch would see, in torch's order
+    gpus: tuple[int, ...] = ()  # memory of each GPU that torch sees, in torch's order
 
 
 @cache
@@ -39,8 +39,8 @@ def cgroup_limits(membership: Path, root: Path) -> list[int]:
     A container or SLURM sets such limits.
 
     Args:
-        membership: file with lines `<number>:<controllers>:<path>`.
-        root: folder of the control groups: v2 has its files below `root`, v1 below `root`/memory.
+        membership: file that lists the groups of a process, with lines `<number>:<controllers>:<path>`.
+        root: folder of all control groups. The files of v2 are below `root`, those of v1 below `root`/memory.
     """
     limits = []
     for line in read_lines(membership):
@@ -58,7 +58,7 @@ def cgroup_limits(membership: Path, root: Path) -> list[int]:
 
 
 def read_lines(file: Path) -> list[str]:
-    """Return the lines of a file; an unreadable file has none."""
+    """Return the lines of a file; return [] if the file cannot be read."""
     try:
         return file.read_text().split("\n")[:-1]
     except OSError:
@@ -66,7 +66,7 @@ def read_lines(file: Path) -> list[str]:
 
 
 def torch_has_cuda() -> bool:
-    """Return whether the installed torch was built for CUDA, according to its version file."""
+    """Return whether the installed torch was built for CUDA, according to torch/version.py."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -94,7 +94,8 @@ def gpus(visible: str | None) -> tuple[int, ...]:
     selected = []
     for name in map(str.strip, visible.split(",")):
         matching = [size for index, uuid, size in sizes if name and (index == name or uuid.startswith(name))]
-        if len(matching) != 1:  # CUDA ignores this entry and all after it, too
+        # Like CUDA, ignore an entry that matches no single GPU, and all later entries.
+        if len(matching) != 1:
             break
         selected.append(matching[0])
     return tuple(selected)

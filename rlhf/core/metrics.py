@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class How(Enum):
-    """How two parts of one metric are merged."""
+    """The rule by which two values of a metric are merged."""
 
     mean = "mean"
     sum = "sum"
@@ -29,7 +29,7 @@ class How(Enum):
 
 @dataclass(slots=True, frozen=True)
 class Stat:
-    """A metric over `count` items. `total` is the sum, the maximum or the last of the items."""
+    """A metric over `count` items. `total` is the sum, the maximum or the last of the items (see `how`)."""
 
     total: Tensor | float
     count: Tensor | float = 1.0
@@ -37,10 +37,10 @@ class Stat:
     squares: Tensor | float = 0.0  # for sample_size: sum of the squared weights
 
     def merge(self, later: Stat) -> Stat:
-        """Return this part and a later part of the same metric as one."""
+        """Return this value and a later value of the same metric, merged."""
         if self.how is How.max:
             both = (torch.as_tensor(part.total, dtype=torch.float64) for part in (self, later))
-            return Stat(torch.maximum(*both), 1.0, How.max)  # nan if one of them is
+            return Stat(torch.maximum(*both), 1.0, How.max)  # nan if either value is nan
         if self.how is How.last:
             return later
         return Stat(
@@ -52,21 +52,21 @@ class Stat:
         return Stat(float(self.total), float(self.count), self.how, float(self.squares))
 
     def numbers(self) -> Tensor:
-        """Return total, count and squares as a tensor [3], float64, on the device of the first tensor."""
+        """Return total, count and squares as a float64 tensor [3], on the device of the metric."""
         parts = (self.total, self.count, self.squares)
         device = next((part.device for part in parts if isinstance(part, Tensor)), None)
         return torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts])
 
     def with_numbers(self, total: float, count: float, squares: float) -> Stat:
-        """Return a metric of the same kind with other values of `numbers()`."""
+        """Return a metric with the same `how` and with the given numbers (see `numbers`)."""
         return Stat(total, count, self.how, squares)
 
     def emptied(self) -> Stat:
-        """Return a metric of the same kind over no items."""
+        """Return a metric with the same `how` over no items."""
         return Stat(-math.inf if self.how is How.max else 0.0, 0.0, self.how)
 
     def value(self) -> float | None:
-        """Return the value of the metric; None if there are no items to average."""
+        """Return the value of the metric; None for a mean or a sample size over no items."""
         if self.how is How.sample_size:
             spread = float(self.count) * float(self.squares)
             return float(self.total) ** 2 / spread if spread else None
@@ -79,7 +79,7 @@ Metrics = dict[str, Stat]
 
 
 def mean(x: Tensor, mask: Tensor | None = None) -> Stat:
-    """Return the mean of `x` over all elements, or over those where `mask` (same shape, bool) is True."""
+    """Return the mean of `x` over all elements, or over the elements where `mask` is True."""
     x = x.detach().double()
     if mask is None:
         return Stat(x.sum(), float(x.numel()))
@@ -94,7 +94,8 @@ def largest(x: Tensor, mask: Tensor) -> Stat:
 def sample_size(weights: Tensor, mask: Tensor) -> Stat:
     """Return the effective sample size of importance weights as a fraction of their number.
 
-    `(sum w)^2 / (n sum w^2)` (Kong 1992), between 0 and 1, over the `n` weights where `mask` is True.
+    The value is `(sum w)^2 / (n sum w^2)` (Kong 1992), between 0 and 1. The sums are over the `n` weights
+    where `mask` is True.
     """
     w = weights.detach().double() * mask
     return Stat(w.sum(), mask.sum(), How.sample_size, w.square().sum())
@@ -107,7 +108,7 @@ def merge(into: Metrics, added: Metrics) -> None:
 
 
 class Timer:
-    """A stopwatch: seconds spent under each name since the last `drain()`."""
+    """A stopwatch that adds up seconds by name since the last `drain()`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -130,11 +131,11 @@ class Timer:
 
 @dataclass(slots=True)
 class Evaluation:
-    """Results of an evaluation: metrics (`eval/...`), and the completions on which they were measured."""
+    """Results of an evaluation: metrics (`eval/...`), and the completions that the metrics measure."""
 
     figures: Row
     samples: list[dict[str, Any]] = field(default_factory=list)  # one row per completion
-    examples: int = 0  # number of examples behind each metric
+    examples: int = 0  # number of examples over which each metric is computed
 
 
 Row = dict[str, float]

@@ -3,9 +3,9 @@
     generations/000001.parquet      rollouts of update 1, one row per response, grouped by prompt
 
 `datasets.load_dataset(<folder>)` loads the folder. Settings shared by all rows of a file are in the metadata
-of its schema. Files are written completely or not at all. A resumed run overwrites the files of the updates
-after its checkpoint. `rlhf.scorers.saved` writes the files, `rlhf.generators.stored` reads them. Does not
-import torch.
+of the Parquet schema. Each file is written completely or not at all. A resumed run overwrites the files of
+the updates after its checkpoint. `rlhf.scorers.saved` writes the files, `rlhf.generators.stored` reads the
+files. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-KEY = b"rlhf"  # of the metadata of this module in a schema
+KEY = b"rlhf"  # key of `Shared` in the metadata of a Parquet schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Shared:
     vocabulary: str  # hash of the vocabulary that the token ids refer to
 
     def metadata(self) -> dict[bytes, bytes]:
-        """Return the settings as metadata of a schema."""
+        """Return the settings as metadata of a Parquet schema."""
         return {KEY: json.dumps(asdict(self)).encode()}
 
 
@@ -49,7 +49,7 @@ def shared(file: Path) -> Shared:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the files of a folder in the order of updates, from update 1 to the first missing one."""
+    """Return the files of updates 1, 2, ... in a folder, up to the first update without a file."""
     present: list[Path] = []
     while (file := folder / name(len(present) + 1)).is_file():
         present.append(file)

@@ -1,4 +1,7 @@
-"""Progress of a run: its counters, and what is due after an update. Does not import torch."""
+"""Progress of a run: counters, and the rule that says when a periodic action is due.
+
+This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ class TrainState:
 
     num_updates: int
     update: int = 0  # updates completed, one per rollout batch
-    version: int = 0  # version of the weights: the number of updates they have had
-    episode: int = 0  # responses trained on
-    lag: int = 0  # of the last batch: version of the trained weights minus version that sampled
-    wall_s: float = 0.0  # seconds of updates, over all sessions of this run
-    best: float | None = None  # best value so far of the evaluation metric chosen for the run
+    version: int = 0  # version of the weights: the number of updates since the initial weights
+    episode: int = 0  # number of responses trained on
+    lag: int = 0  # version of the weights before the last update, minus version that sampled its batch
+    wall_s: float = 0.0  # seconds of all updates, including earlier sessions of the run
+    best: float | None = None  # highest value so far of the evaluation metric `Config.metric`
 
     @property
     def done(self) -> bool:
@@ -28,7 +31,7 @@ class TrainState:
         return self.update >= self.num_updates
 
     def advance(self, batch: Rollouts) -> None:
-        """Count a batch after training on it."""
+        """Update the counters after training on `batch`."""
         self.lag = self.version - batch.version
         self.update += 1
         self.version += 1
@@ -39,7 +42,7 @@ class TrainState:
 
         Args:
             every: number of updates between two actions; below 1: a fraction of the run; 0: never.
-            at_end: also due after the last update.
+            at_end: whether the action is also due after the last update.
         """
         if every == 0:
             return False
@@ -71,10 +74,10 @@ class SupervisedState(TrainState):
     """The counters of a run on stored completions (SFT, reward model): epochs and examples."""
 
     data_size: int  # number of training examples
-    examples: int = 0  # examples trained on
+    examples: int = 0  # number of examples trained on, counted in every epoch
 
     def advance(self, batch: Rollouts) -> None:
-        """Count a batch after training on it."""
+        """Update the counters after training on `batch`."""
         self.update += 1
         self.version += 1
         self.episode += batch.episodes

@@ -1,1 +1,1 @@
-"""What trains: module, reference, optimizer and schedule behind one interface, per distributed backend."""
+"""Training engines: module, reference, optimizer and schedule behind one interface, one per backend."""

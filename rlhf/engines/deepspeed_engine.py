@@ -6,13 +6,15 @@ Rajbhandari et al., arXiv 1910.02054; with the optimizer on the CPU: Ren et al.,
 |-------|-----------------------------------------|-----------------------------------|
 | 0     | nothing                                 | once per step                     |
 | 1     | optimizer state                         | once per step                     |
-| 2     | and gradients                           | with every micro-batch            |
-| 3     | and weights, those of frozen models too | with every micro-batch            |
+| 2     | optimizer state, gradients              | with every micro-batch            |
+| 3     | optimizer state, gradients, weights     | with every micro-batch            |
 
-Weights are float32, as on plain torch; with `model.dtype=bfloat16`, forward passes are autocast over them.
-DeepSpeed is imported at its first use, because the import takes seconds. It has no public interface for the
-gradient norm before a step and for discarding gradients; there this module follows the `step()` of the
-optimizers of version 0.19.8.
+At stage 3, the weights of frozen models are divided too. Weights are float32, as with `backend=torch`; with
+`model.dtype=bfloat16`, forward passes use autocast. DeepSpeed is imported at its first use, because the
+import takes seconds.
+
+DeepSpeed has no public functions for the gradient norm before a step and for discarding gradients. For both,
+this module repeats what the optimizers of DeepSpeed 0.19.8 do in `step()`.
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ if TYPE_CHECKING:
     from rlhf.processes.ranks import Ranks
 
 M = TypeVar("M", bound=RolloutModule)
-FOLDER, TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's folder in it
+FOLDER, TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's folder inside it
 LINEAR = nn.functional.linear
 
 
 class DeepSpeedEngine(Engine):
-    """Data parallelism over ranks with AdamW; the stage of `config` says what is divided over ranks."""
+    """An engine with AdamW and data parallelism; `config.stage` selects what is divided over the ranks."""
 
     @classmethod
     def build(cls, config: ZeroConfig, **parts: Any) -> Self:
@@ -70,8 +72,8 @@ class DeepSpeedEngine(Engine):
         """Import DeepSpeed, check its settings, and build its CPU optimizer if the config uses it.
 
         Raises:
-            UserError: DeepSpeed refuses its settings, its CPU optimizer cannot be built, or `checkpoint` is
-                divided over another number of ranks.
+            UserError: DeepSpeed rejects its settings, its CPU optimizer cannot be built, or `checkpoint` is
+                divided over a different number of ranks.
         """
         if checkpoint is not None:
             check_ranks(config, checkpoint, ranks.size)
@@ -79,7 +81,7 @@ class DeepSpeedEngine(Engine):
 
     @staticmethod
     def place(config: ZeroConfig, frozen: M, ranks: Ranks) -> M:
-        """Put a model that is not trained on the device: divided over ranks at stage 3, else whole."""
+        """Return a frozen model on the device: divided over the ranks at stage 3, else whole on each rank."""
         if config.stage < 3:
             return place(frozen, ranks.device).requires_grad_(False)
         return shard(frozen, config, ranks)
@@ -88,7 +90,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(*args, **settings)
         self.stage = config.stage
         self.offload = config.offload_optimizer
-        # At stage 3 no rank has the whole model; to generate, a copy is assembled from this plan.
+        # At stage 3 no rank has the whole model. To generate, `whole` fills a copy of this empty model.
         self.plan = hollow(self.module.model) if self.stage == 3 else None
         native = config.settings(self.dtype, self.optim.max_grad_norm)
         settle(self.module, native, self.ranks)
@@ -106,18 +108,18 @@ class DeepSpeedEngine(Engine):
         self.deep.checkpoint_engine.load = load_tensors
 
     def forward(self, batch: Batch) -> Outputs:
-        """Run the trained module on a micro-batch."""
+        """Run the trained module on a micro-batch, with gradients."""
         return cast(Outputs, self.deep(batch))
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add to the gradients; the factor undoes the mean over ranks that DeepSpeed takes."""
+        """Add the gradients of `loss` times the number of ranks, because DeepSpeed takes the mean over ranks."""
         self.deep.set_gradient_accumulation_boundary(last)
         self.deep.backward(loss * self.ranks.size)
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the gradients before clipping.
 
-        From stage 1 on, DeepSpeed clips the gradients in its step, and the norm is infinite if it is NaN.
+        From stage 1 on, DeepSpeed clips the gradients in its step, and a norm of NaN is returned as infinity.
         """
         if self.stage == 0:
             return self.clip_gradients()
@@ -128,22 +130,22 @@ class DeepSpeedEngine(Engine):
         return cast(Tensor, self.optimizer.scaled_global_norm())
 
     def update(self, lr: float) -> None:
-        """Run one step of AdamW; each rank updates its part of the weights."""
+        """Make one step of AdamW; from stage 1 on, each rank updates its part of the weights."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         self.deep.step()
 
     def discard(self) -> None:
-        """Delete the gradients, like a step that DeepSpeed skips."""
+        """Delete the gradients, as DeepSpeed does when it skips a step."""
         self.deep.zero_grad()
         if self.stage == 3:
             self.optimizer._overflow_clean_up(self.optimizer.loss_scale)
         elif self.stage > 0:
             self.optimizer.zero_grad()
-            self.optimizer.micro_step_id = -1  # makes the CPU optimizer start a new sum
+            self.optimizer.micro_step_id = -1  # the CPU optimizer then starts a new sum of gradients
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and float32 tensor of the trained model; stage 3 gathers one tensor at a time."""
+        """Yield name and float32 tensor of every trained weight; stage 3 gathers one tensor at a time."""
         yield from whole_weights(self.module.model, self.gathered)
 
     def gathered(self, parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
@@ -153,13 +155,13 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """Give the trained model; at stage 3 a whole copy, which each rank can run independently."""
+        """Yield the trained model; at stage 3, a whole copy that each rank can run independently."""
         model = self.module.model if self.plan is None else self.whole(self.plan)
         with autocast(self.ranks.device, self.dtype):
             yield model
 
     def whole(self, plan: PreTrainedModel) -> PreTrainedModel:
-        """Return a copy of `plan` with the current weights."""
+        """Return a copy of `plan`, a model without weights, with the current weights of the trained model."""
         model = copy.deepcopy(plan)
         model.load_state_dict({name: tensor.clone() for name, tensor in self.weights()}, assign=True)
         model.tie_weights()
@@ -186,13 +188,13 @@ class DeepSpeedEngine(Engine):
             (folder / RANKS_FILE).write_text(json.dumps({"ranks": self.ranks.size}))
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save(folder)` wrote, with as many ranks (stage 0: any number)."""
+        """Restore the state that `save(folder)` wrote. From stage 1 on, the number of ranks must be equal."""
         _, kept = self.deep.load_checkpoint(str(folder / FOLDER), TAG)
         self.step_index = kept["step_index"]
 
 
 def hollow(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model like `model` without adapters and weights; only its buffers use memory."""
+    """Return a model of the same class and config, without adapters and weights; only buffers use memory."""
     with torch.device("meta"):
         made = type(model)(model.config).eval().requires_grad_(False)
     for name, buffer in model.named_buffers():
@@ -202,13 +204,19 @@ def hollow(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
-    """Put a module on the device; at stage 3 each rank keeps its part of every parameter."""
+    """Move a module to the device; at stage 3, divide every parameter over the ranks.
+
+    Args:
+        module: the module, changed in place.
+        native: native settings of DeepSpeed.
+        ranks: the ranks, and the device of this rank.
+    """
     if native["zero_optimization"]["stage"] < 3:
         module.to(ranks.device)
         return
     for part in module.modules():
         if isinstance(part, RolloutModule):
-            part.whole = True  # stage 3 releases the weights of a module when its forward pass ends
+            part.whole = True  # at the end of a forward, stage 3 frees the gathered weights
     deepspeed(ranks).zero.Init(module=module, config_dict_or_path=native, dtype=torch.float32)
     nn.functional.linear = linear  # type: ignore[assignment]
     for buffer in module.buffers():
@@ -218,9 +226,10 @@ def settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `torch.nn.functional.linear`, with DeepSpeed's function if the weight is divided.
 
-    DeepSpeed's function does not keep the whole weight until the backward pass. DeepSpeed replaces torch's
-    function by it permanently and for all weights. Models that are not divided, and later runs of this
-    process, would then differ in their last digits.
+    DeepSpeed's function does not store the whole weight until the backward pass. `zero.Init` replaces
+    `torch.nn.functional.linear` by DeepSpeed's function, permanently and for all weights. The results of
+    models that are not divided, and of later runs in this process, would then change in their last digits.
+    This function uses DeepSpeed's function for divided weights only.
     """
     if not hasattr(weight, "ds_id"):
         return LINEAR(rows, weight, bias)
@@ -230,15 +239,15 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def shard(frozen: M, config: ZeroConfig, ranks: Ranks) -> M:
-    """Divide a model that is not trained over ranks; a layer is whole while it computes."""
+    """Divide a frozen model over the ranks and return it; a layer is gathered only while it computes."""
     native = config.settings(Dtype.float32)
     settle(frozen.requires_grad_(False), native, ranks)
-    deepspeed(ranks).initialize(model=frozen, config=native)  # its hooks in the model keep it alive
+    deepspeed(ranks).initialize(model=frozen, config=native)  # hooks in the model keep the engine alive
     return frozen
 
 
 def check_ranks(config: ZeroConfig, checkpoint: Path, size: int) -> None:
-    """Raise UserError if a checkpoint is divided over another number of ranks than `size`."""
+    """Raise UserError if a checkpoint is divided over a number of ranks that differs from `size`."""
     wrote = json.loads((checkpoint / RANKS_FILE).read_text())["ranks"]
     if config.stage > 0 and wrote != size:
         raise UserError(
@@ -251,7 +260,7 @@ def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
     """Initialise DeepSpeed, check its settings, and build its CPU optimizer if the config uses it.
 
     Raises:
-        UserError: DeepSpeed refuses its settings, or its CPU optimizer cannot be built.
+        UserError: DeepSpeed rejects its settings, or its CPU optimizer cannot be built.
     """
     deepspeed(ranks)
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -272,7 +281,7 @@ def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
 def deepspeed(ranks: Ranks) -> ModuleType:
     """Import and initialise DeepSpeed for these ranks, and return the package.
 
-    DeepSpeed requires a process group even for one rank; that group uses no network.
+    DeepSpeed requires a process group even for one rank; the group of one rank uses no network.
     """
     os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -300,10 +309,10 @@ def loopback() -> str:
 
 
 def build_cpu_adam(name: str) -> None:
-    """Build DeepSpeed's CPU optimizer, unless it was built before.
+    """Load DeepSpeed's CPU optimizer; compile the optimizer if it was not compiled before.
 
     Raises:
-        UserError: the optimizer cannot be built.
+        UserError: the optimizer cannot be compiled or loaded.
     """
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
@@ -322,7 +331,7 @@ def build_cpu_adam(name: str) -> None:
 
 
 def load_tensors(path: str, map_location: Any = None) -> Any:
-    """Load tensors, plain values and DeepSpeed's own records from a file; no other code is executed."""
+    """Load a file of tensors, plain values and three classes of DeepSpeed; reject any other class."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class NonFinite(RuntimeError):
-    """A loss or gradient norm is NaN or infinite; the weights have not changed.
+    """An error: a loss or the gradient norm is NaN or infinite. The weights have not changed.
 
     Args:
         what: the losses and the gradient norm, as text.
-        index: [N] int64, rows of the task's data set in the minibatch, for replay.
+        index: [N] int64, rows of the task's data set in the minibatch, to reproduce the failure.
     """
 
     def __init__(self, what: str, index: Tensor) -> None:
@@ -56,17 +56,17 @@ class Engine(ABC):
     Args:
         module: the trained module. Weights that require a gradient are trained, in float32.
         reference: the frozen policy, already placed by the backend; None if the objective needs none.
-        tokenizer: saved with the model.
+        tokenizer: tokenizer that is saved with the model.
         optim: optimizer settings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        steps_per_batch: optimizer steps on one rollout batch. With 1, the first forward gives the old
-            log-probs.
+        steps_per_batch: optimizer steps on one rollout batch. If 1, the old log-probs come from the training
+            forward pass.
         micro_batch: sequences per forward and rank.
         ranks: the ranks of the run, and the device of this rank.
-        stale: whether a batch may be sampled by older weights. Otherwise the sampler's log-probs equal those
-            of the module.
-        dtype: dtype of the forwards; 16 bits are autocast over float32 weights.
-        value_lr: learning rate of a value model, which follows the same schedule; None: `optim.lr`.
+        stale: whether batches may come from older weights; if False, the log-probs of sampler and trainer are
+            equal.
+        dtype: dtype of the forwards; a 16-bit dtype uses autocast over float32 weights.
+        value_lr: learning rate of the value model, with the schedule of `optim`; None: `optim.lr`.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Engine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of a micro-batch; `last` marks the last micro-batch of the optimizer step."""
+        """Add the gradients of a micro-batch loss; `last` marks the last micro-batch of an optimizer step."""
 
     @abstractmethod
     def gradient_norm(self) -> Tensor:
-        """Return the norm of the gradients, summed over ranks, before clipping to `optim.max_grad_norm`."""
+        """Return the norm, before clipping to `optim.max_grad_norm`, of the gradients summed over ranks."""
 
     @abstractmethod
     def update(self, lr: float) -> None:
@@ -123,7 +123,7 @@ class Engine(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and whole tensor of every weight of the Hugging Face model that generates.
 
-        A tensor is valid only until the next one is requested. All ranks must iterate together, because a
+        A tensor is valid only until the next tensor is requested. All ranks must iterate together, because a
         backend may gather shards.
         """
 
@@ -147,7 +147,7 @@ class Engine(ABC):
         """Lower the loss scale after gradients that are not finite.
 
         Returns:
-            True if the scale was lowered; False if a lower scale cannot help.
+            True if the scale was lowered; False if the scale is at its minimum, or the engine scales no loss.
         """
         return False
 
@@ -191,12 +191,14 @@ class Engine(ABC):
     def step(self, batch: Batch, objective: Objective) -> Metrics:
         """Make one optimizer step on a minibatch and return its metrics.
 
-        Each sum of losses is divided once, by its global count. Every rank gets the whole minibatch and
-        differentiates its share of the micro-batches. If only the loss scale was too high (float16), the step
-        is skipped and counted.
+        Every rank gets the whole minibatch, and runs forward and backward on its share of the micro-batches.
+        Each summed loss is divided by its count over the whole minibatch. A minibatch without signal makes no
+        optimizer step (`policy/skipped_steps`). If gradients are not finite and the loss scale can be lowered
+        (float16), the optimizer step is skipped too (`policy/overflows`).
 
         Raises:
-            NonFinite: the loss or the gradient norm is not finite; the weights have not changed.
+            NonFinite: a loss is not finite, or the gradient norm is not finite and the loss scale cannot be
+                lowered. The weights have not changed.
         """
         lr = learning_rate(self.optim, self.step_index, self.total_steps)
         counts = objective.count(batch)
@@ -234,12 +236,12 @@ class Engine(ABC):
         return metrics
 
     def clip_gradients(self) -> Tensor:
-        """Scale whole gradients down to `optim.max_grad_norm`, and return their norm before scaling."""
+        """Scale unsharded gradients down to norm `optim.max_grad_norm`; return the norm before scaling."""
         bound = self.optim.max_grad_norm or torch.inf
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), bound).detach()
 
     def peak_gib(self) -> float:
-        """Return the peak memory so far in GiB: of the GPU, or of this process without a GPU."""
+        """Return the peak memory so far in GiB: on the GPU, or, without a GPU, the RAM of this process."""
         if self.ranks.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.ranks.device) / 2**30
         import resource
@@ -285,5 +287,5 @@ def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def adam(optim: OptimConfig) -> dict[str, Any]:
-    """Return the arguments of AdamW."""
+    """Return the keyword arguments of the optimizer AdamW."""
     return {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class FrozenEngine(TorchEngine):
     """An engine without optimizer: a whole model on every rank, and its reference.
 
-    Only `infer`, `weights`, `borrow_policy` and `load` are useful. `load` replaces the weights, so one engine
-    can evaluate many checkpoints.
+    Callers use only `infer`, `weights`, `borrow_policy` and `load`. `load` replaces the weights, so one
+    engine can evaluate many checkpoints.
 
     Args:
         module: the model.

@@ -31,7 +31,7 @@ OPTIMIZER_FILE = "optimizer.pt"
 
 
 class TorchEngine(Engine):
-    """Data parallelism over ranks, with AdamW on each rank."""
+    """An engine with data parallelism over ranks, and AdamW on each rank."""
 
     @classmethod
     def build(cls, config: BackendConfig, **parts: Any) -> Self:
@@ -44,7 +44,7 @@ class TorchEngine(Engine):
 
     @staticmethod
     def place(config: BackendConfig, frozen: M, ranks: Ranks) -> M:
-        """Put a model that is not trained on the device of each rank, whole."""
+        """Return a frozen model on the device, whole on each rank."""
         return place(frozen, ranks.device).requires_grad_(False)
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -57,12 +57,12 @@ class TorchEngine(Engine):
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=scaled)
 
     def forward(self, batch: Batch) -> Outputs:
-        """Run the trained module on a micro-batch."""
+        """Run the trained module on a micro-batch, with gradients."""
         with autocast(self.ranks.device, self.dtype):
             return cast(Outputs, self.module(batch))
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add to the gradients of this rank; with the last micro-batch, sum the gradients of all ranks."""
+        """Add the gradients of `loss`; after the last micro-batch, sum the gradients over the ranks."""
         self.scaler.scale(loss).backward()
         if last:
             self.ranks.sum_gradients(self.module.parameters())
@@ -73,7 +73,7 @@ class TorchEngine(Engine):
         return self.clip_gradients()
 
     def update(self, lr: float) -> None:
-        """Run one step of AdamW with the learning rate `lr`."""
+        """Make one step of AdamW with the learning rate `lr`, then delete the gradients."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         lay_out(self.optimizer)
@@ -82,7 +82,7 @@ class TorchEngine(Engine):
         self.discard()
 
     def lower_scale(self) -> bool:
-        """Halve the loss scale; return False if it is 1 or less, or the loss is not scaled."""
+        """Halve the loss scale; return False if the scale is 1 or less, or the loss is not scaled."""
         if self.scaler.get_scale() <= 1:
             return False
         self.scaler.update()
@@ -93,12 +93,12 @@ class TorchEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of the trained Hugging Face model, one tensor at a time."""
+        """Yield name and tensor of every weight of the trained Hugging Face model, one tensor at a time."""
         yield from whole_weights(self.module.model)
 
     @contextmanager
     def borrow_policy(self) -> Iterator[PreTrainedModel]:
-        """Give the trained Hugging Face model, to generate in this process."""
+        """Yield the trained Hugging Face model, to generate in this process."""
         with autocast(self.ranks.device, self.dtype):
             yield self.module.model
 
@@ -108,7 +108,7 @@ class TorchEngine(Engine):
             save(self.module.model, self.tokenizer, folder)
 
     def save(self, folder: Path) -> None:
-        """Write trained weights and optimizer state for `load`, from rank 0; all ranks have the same."""
+        """Write trained weights and optimizer state for `load`, from rank 0; the state is equal on all ranks."""
         if not self.ranks.first:
             return
         for name, model in models(self.module).items():
@@ -136,8 +136,8 @@ class TorchEngine(Engine):
 def lay_out(optimizer: torch.optim.Optimizer) -> None:
     """Give gradients and moments the memory layout of their parameters.
 
-    The fused AdamW reads all of them in one order without checking their strides. Sums over ranks and
-    checkpoints can produce other strides.
+    The fused AdamW reads parameters, gradients and moments in memory order, without comparing their strides.
+    Sums over ranks and loaded checkpoints can have strides that differ from those of the parameters.
     """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
@@ -155,7 +155,7 @@ def models(module: Policy | RewardModel | ActorCritic) -> dict[str, PreTrainedMo
 
 
 def restore(model: PreTrainedModel, folder: Path) -> None:
-    """Load the weights of a checkpoint into `model`; only the adapters of a model with adapters."""
+    """Load the weights in `folder` into `model`; if the model has adapters, load only adapters."""
     if is_adapted(model):
         return load_adapter(model, folder)
     model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from rlhf.generators.transfer.weights import Manifest, WeightStore
     from rlhf.processes.worker import Limits
 
-
 POLL_S = 0.01  # seconds between checks for loads that overtake a request
 
 

@@ -1,6 +1,6 @@
-"""Common parts of the commands: arguments, `--help`, and exit codes (those of `rlhf.train`).
+"""Common parts of the commands: arguments, `--help`, and exit codes, which `rlhf.train` lists.
 
-Imports no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ class Command:
     own: dict[str, str] = field(default_factory=dict)
 
     def run(self, carry_out: Callable[[dict[str, str], list[str]], None]) -> None:
-        """Run the command line: call `carry_out` with the command's own arguments and the overrides."""
+        """Parse the command line, and call `carry_out` with the command's own arguments and the overrides.
+
+        Raises:
+            SystemExit: the command failed or was interrupted; see `exit_codes`.
+        """
         arguments = sys.argv[1:]
         if "--help" in arguments or "-h" in arguments:
             print(self.help())
             return
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in conf/config.yaml
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `hydra.job.env_set` in conf/config.yaml
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         slurm.name_rank()
         with exit_codes():
@@ -66,10 +70,11 @@ class Command:
     def split(self, arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         """Return the command's own arguments (name -> value) and the overrides.
 
-        `--config-dir` is left out, because `rlhf.config.compose` reads it from the command line.
+        `--config-dir` is not in the result, because `rlhf.config.catalogue` reads it from the command line.
 
         Raises:
-            UserError: a flag does not exist, or one of the command's own arguments is repeated or empty.
+            UserError: a flag or the folder of `--config-dir` does not exist, or one of the command's own
+                arguments is repeated or empty.
         """
         own: dict[str, str] = {}
         overrides: list[str] = []
@@ -101,7 +106,7 @@ def without_config_dir(arguments: list[str]) -> list[str]:
     """Return the arguments without `--config-dir <folder>`, which `rlhf.config.catalogue` reads.
 
     Raises:
-        UserError: the folder does not exist, or there is another flag.
+        UserError: the folder does not exist, or the arguments contain another flag.
     """
     kept = []
     rest = iter(arguments)
@@ -127,7 +132,11 @@ def check_config_dir(folder: str) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """End the process with a message and an exit code if an error or a signal stops the command."""
+    """Turn errors and signals of the block into a message and an exit code.
+
+    Raises:
+        SystemExit: with code 2 after a UserError, 1 after a RunError, 75 after a signal, 130 after Ctrl-C.
+    """
     try:
         with interruptible():
             yield

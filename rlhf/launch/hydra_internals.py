@@ -1,7 +1,8 @@
 """Private parts of Hydra and of its submitit launcher that this project depends on.
 
-Hydra has no public interface for these uses. All of them are in this module, and each has a test in
-tests/launch/test_hydra_internals.py, so that an incompatible upgrade fails there. Imports no torch.
+Hydra has no public interface for these uses. All uses of private parts are in this module, and each has a
+test in tests/launch/test_hydra_internals.py, so that these tests fail after an incompatible upgrade. This
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from omegaconf import DictConfig, OmegaConf
 
 
 def uses_basic_sweeper(config: DictConfig) -> bool:
-    """Return whether the sweep is Hydra's own, which runs every combination of the given values."""
+    """Return whether the sweeper is Hydra's own, which runs every combination of the given values."""
     target: str = config.hydra.sweeper._target_
     return target == f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
-    """Return the overrides of each job that Hydra's own sweeper makes of `overrides`."""
+    """Return the overrides of each job that Hydra's own sweeper makes from the swept `overrides`."""
     (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     return jobs
 

@@ -16,13 +16,19 @@ if TYPE_CHECKING:
 
 
 def distinct_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return for each job its overrides that not all jobs share, as one string; empty if there are none."""
+    """Return, for each job, the overrides that not all jobs share, joined by spaces; "" if all are shared."""
     shared = set(jobs[0]).intersection(*jobs[1:]) if len(jobs) > 1 else set()
     return [" ".join(override for override in job if override not in shared) for job in jobs]
 
 
 def announce(folder: RunFolder, state: dict[str, Any], metric: str) -> None:
-    """Print that a run is finished, with the value of `metric` and the folder of the model."""
+    """Print on rank 0 that a run is finished, with the value of `metric` and the folder of the model.
+
+    Args:
+        folder: the run folder.
+        state: the content of trainer_state.json.
+        metric: name of the metric.
+    """
     if not is_first_rank():
         return
     print(finished_message(folder, state["result"].get(metric), metric))
@@ -32,7 +38,7 @@ def announce(folder: RunFolder, state: dict[str, Any], metric: str) -> None:
 
 
 def finished_message(folder: RunFolder, value: float | None, metric: str) -> str:
-    """Return the message about a run that is already finished."""
+    """Return the message about a run that is already finished; `value` is the value of `metric`."""
     return f"finished already: {folder.path}" + ("" if value is None else f" ({metric} {value:.4g})")
 
 

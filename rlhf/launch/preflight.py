@@ -1,7 +1,7 @@
 """Checks before a run or a sweep: the config of every job, the machine, and the existing run folder.
 
 Hydra creates the run folder before it calls the task function. These checks are a Hydra callback, so that a
-rejected run leaves no folder behind. Imports no torch.
+rejected run leaves no folder behind. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ class Preflight(Callback):
     """Hydra callback that rejects an invalid run or sweep, and ends the command if the run is finished."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check a single run: its config, the machine and its run folder."""
+        """Check a single run: its config, the machine and its run folder.
+
+        Raises:
+            SystemExit: with code 2 if a check fails, with code 0 if the run is already finished.
+        """
         cfg = checked(config, overrides_of(config.hydra.overrides))
         try:
             folder = RunFolder(Path(config.hydra.run.dir))
@@ -47,7 +51,11 @@ class Preflight(Callback):
             raise SystemExit(0)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the config of every job of a sweep before the first job starts."""
+        """Check the config of every job of a sweep before the first job starts.
+
+        Raises:
+            SystemExit: with code 2 if the config of a job is invalid.
+        """
         problems: list[str] = []
         doubts: list[str] = []
         jobs = sweep_jobs(config)
@@ -70,7 +78,8 @@ class Preflight(Callback):
 def checked(config: DictConfig, overrides: Sequence[str]) -> Config:
     """Return the typed config of a single run after printing its warnings.
 
-    An invalid config ends the command with exit code 2.
+    Raises:
+        SystemExit: with code 2 if the config is invalid.
     """
     try:
         cfg = typed(config, overrides)
@@ -83,7 +92,7 @@ def checked(config: DictConfig, overrides: Sequence[str]) -> Config:
 def sweep_jobs(config: DictConfig) -> list[list[str]]:
     """Return the overrides of each job of a sweep.
 
-    If the sweeper chooses values during the sweep, the result is one job without the overrides it chooses.
+    If the sweeper chooses values during the sweep, the result is one job without the swept overrides.
     """
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     arguments = overrides_of(config.hydra.overrides)

@@ -1,6 +1,7 @@
 """SLURM tasks as ranks, and requeueing of SLURM jobs that were stopped.
 
-The same functions serve jobs that submitit runs on this machine (`hydra/launcher=local`). Imports no torch.
+The same functions serve jobs that submitit runs on this machine (`hydra/launcher=local`). This module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -15,30 +16,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlhf.core.errors import Interrupted
 
-
 PORTS = range(16384, 32768)  # below the ports that operating systems assign automatically
 
 
 def name_rank() -> None:
-    """Set RANK, WORLD_SIZE and the related variables of torchrun, if this process is one of a job's tasks.
+    """Set RANK, WORLD_SIZE and the related variables of torchrun, if this process is one of several tasks.
 
-    If RANK is set already, for example by torchrun, nothing changes. MASTER_ADDR and MASTER_PORT keep values
-    that are set.
+    If RANK is already set, for example by torchrun, no variable is changed. Existing values of MASTER_ADDR
+    and MASTER_PORT are never changed.
     """
     if "RANK" not in os.environ:
         os.environ.update({**rank_environment(os.environ), **master_given(os.environ)})
 
 
 def master_given(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT as far as they are set."""
+    """Return the values of MASTER_ADDR and MASTER_PORT, without variables that `environ` lacks."""
     return {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
 
 
 def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torchrun would set for this task; empty if the process is the only task.
 
-    SLURM's variables of the step (`SLURM_STEP_...`) exist only in processes that srun started. SLURM's
-    variables of the job also exist in the batch script, which is one process for any number of tasks.
+    The function reads SLURM's variables of the step (`SLURM_STEP_...`), which exist only in processes that
+    srun started. Variables of the job also exist in the batch script, which is a single process.
     """
     if environ.get("SUBMITIT_EXECUTOR") == "local":
         tasks = int(environ["SUBMITIT_LOCAL_NTASKS"])
@@ -83,9 +83,12 @@ def tasks_of_node(shorthand: str, node: int) -> int:
 def requeue(reason: Interrupted) -> None:
     """Requeue this submitit job after the checkpoint of a stopped run is written.
 
-    submitit would do the same at SIGUSR2: it counts the sessions that reached the time limit
-    (`hydra.launcher.max_num_timeout`), and asks SLURM to requeue the job. The function returns if the job is
-    not to be requeued.
+    The function calls submitit's handler of SIGUSR2, which counts the sessions that reached the time limit
+    (`hydra.launcher.max_num_timeout`) and asks SLURM to requeue the job. The function returns if the job must
+    not be requeued.
+
+    Args:
+        reason: the exception that stopped the run.
 
     Raises:
         SystemExit: the job is requeued.
@@ -99,9 +102,12 @@ def requeue(reason: Interrupted) -> None:
 
 
 def was_preempted(reason: Interrupted) -> bool:
-    """Return whether a job was stopped by its time limit or by another job, and not cancelled by a user.
+    """Return whether a job was stopped by its time limit or by another job, not cancelled by a user.
 
-    SLURM would also requeue a job that is being cancelled, so the function asks SLURM for the reason.
+    SLURM would requeue a cancelled job, too, so the function asks SLURM for the reason.
+
+    Args:
+        reason: the exception that stopped the run.
     """
     if os.environ.get("SUBMITIT_EXECUTOR") == "local":
         return reason.received is not signal.SIGTERM

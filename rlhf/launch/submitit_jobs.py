@@ -1,11 +1,11 @@
 """Sweep jobs in their own processes, by submitit: SLURM jobs, or processes on this machine.
 
-In addition to Hydra's submitit launcher:
-- if a job dies, the other jobs are still waited for;
-- a job that is already in SLURM's queue is waited for instead of being submitted again;
+Differences from Hydra's submitit launcher:
+- If a job dies, this launcher still waits for the other jobs.
+- If a job is already in SLURM's queue, this launcher waits for it instead of submitting it again.
 - Ctrl-C cancels the jobs.
 
-Jobs are pickled into `hydra.launcher.submitit_folder`, which also receives their output.
+Jobs are pickled into `hydra.launcher.submitit_folder`, which also receives the output of the jobs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from rlhf.launch.jobs import Job
 
-
 POLL_S = 1.0  # seconds between checks for results
 ASK_SLURM_S = 10.0  # seconds between calls of squeue; SLURM's controller is shared by all users
 LINGER_S = 15.0  # seconds after the end of a SLURM job until its result file must be visible on this host
@@ -48,7 +47,7 @@ SBATCH_NAMES = {
 
 
 def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> list[JobReturn]:
-    """Submit jobs, wait for them, and return a result for each.
+    """Submit jobs, wait until all jobs have ended, and return a result for each job.
 
     Args:
         launcher: the submitit launcher with its settings.
@@ -103,7 +102,13 @@ def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> l
 
 
 def wait(jobs: Sequence[Job], submitted: Sequence[Submitted], queue: Queue) -> list[JobReturn]:
-    """Wait until all jobs have ended, and return a result for each."""
+    """Wait until all jobs have ended, and return a result for each job.
+
+    Args:
+        jobs: the jobs.
+        submitted: the submitted job of each job.
+        queue: the queue that reports results.
+    """
     results: dict[int, JobReturn] = {}
     while True:
         for number, (job, sent) in enumerate(zip(jobs, submitted, strict=True)):
@@ -117,10 +122,10 @@ def wait(jobs: Sequence[Job], submitted: Sequence[Submitted], queue: Queue) -> l
 
 
 class Queue:
-    """The submitted jobs: their ids, whether they run, and their results.
+    """A queue of submitted jobs, which reports whether a job runs and the result of each job.
 
     Args:
-        folder: folder of submitit's files and of the ids.
+        folder: folder of submitit's files and of the files with job ids.
         slurm: whether the jobs are SLURM jobs; otherwise they are processes on this machine.
     """
 
@@ -136,11 +141,11 @@ class Queue:
         self.record(job).write_text(f"{sent.job_id} {sent.num_tasks}\n")
 
     def record(self, job: Job) -> Path:
-        """Return the file of a job's id."""
+        """Return the file that stores the id of a job."""
         return self.folder / f"{job.folder.path.name}.job"
 
     def find(self, job: Job) -> Submitted | None:
-        """Return the SLURM job that an earlier call submitted for `job` and that is still in the queue."""
+        """Return the SLURM job of an earlier call for `job`, if it is still in the queue; else None."""
         if not self.slurm or not self.record(job).is_file():
             return None
         from submitit import SlurmJob
@@ -152,7 +157,7 @@ class Queue:
         return SlurmJob(folder=self.folder / "%j", job_id=name, tasks=list(range(int(tasks))))
 
     def ask_slurm(self) -> None:
-        """Update `known` by squeue, at most every `ASK_SLURM_S`; if squeue fails, `known` stays as it is."""
+        """Update `known` with squeue, at most every `ASK_SLURM_S`; if squeue fails, keep `known`."""
         if time.monotonic() - self.asked_at < ASK_SLURM_S:
             return
         answer = subprocess.run(
@@ -167,7 +172,7 @@ class Queue:
     def result(self, sent: Submitted) -> JobReturn | None:
         """Return the result that a job's first rank wrote; None while the job runs.
 
-        A job that ended without a result file has failed.
+        A job that ended without a result file counts as failed.
         """
         result = sent.task(0).paths.result_pickle
         if result.is_file():
@@ -184,7 +189,10 @@ class Queue:
         return failed(RunError(failure("the job ended without a result (killed, or out of memory)", sent)))
 
     def alive(self, sent: Submitted) -> bool:
-        """Return whether a job is running or queued."""
+        """Return whether a job is running or queued.
+
+        If squeue fails, a SLURM job counts as running.
+        """
         if not self.slurm:
             return not sent.done()
         self.ask_slurm()

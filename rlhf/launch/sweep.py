@@ -2,8 +2,8 @@
 
     sweeper (every combination, or Optuna) -> WatchedLauncher -> launcher (in this process, joblib, submitit)
 
-WatchedLauncher stands between Hydra's sweeper and its launcher, so that every launcher behaves alike. Imports
-no torch.
+WatchedLauncher stands between Hydra's sweeper and its launcher, so that every launcher behaves alike. This
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rlhf.runs.resuming import refuse_another_run
 
 
 class Sweep:
-    """The jobs of one sweep that were started, and the failures among them.
+    """A record of one sweep: the number of jobs and the failed jobs.
 
     Attributes:
-        jobs: number of jobs so far.
+        jobs: number of jobs that the sweeper has passed to the launcher so far.
         failures: label, run folder (None if the config is invalid) and error of each failed job.
     """
 
@@ -56,7 +56,7 @@ class Sweep:
                 print(f"    {folder.path}", file=sys.stderr)
 
     def end(self) -> None:
-        """Print the failed jobs, and end the command if there are any.
+        """Print the failed jobs, and end the command if a job failed.
 
         Raises:
             SystemExit: with code 2 if every failure is invalid input or configuration, else with code 1.
@@ -66,7 +66,7 @@ class Sweep:
             raise SystemExit(2 if all(isinstance(error, UserError) for *_, error in self.failures) else 1)
 
     def explains(self, error: BaseException) -> bool:
-        """Return whether an error of the sweeper follows from failed jobs.
+        """Return whether failed jobs are the cause of an error of the sweeper.
 
         A sweeper may raise the error of a job again, or its own error if all jobs failed.
         """
@@ -81,13 +81,16 @@ class WatchedLauncher(Launcher):
         self.sweep = sweep
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Store what `compose` needs; the wrapped launcher is already set up."""
+        """Store the config and its loader for `compose`. The wrapped launcher is already set up."""
         self.loader = hydra_context.config_loader
         self.config = config
-        self.hide_failures = uses_basic_sweeper(config)  # which would stop at the first failed job
+        self.hide_failures = uses_basic_sweeper(config)  # this sweeper stops at a failed job
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs that are not finished. Jobs with the same run folder are run once."""
+        """Run the jobs that are not finished, and return a result for every job.
+
+        Jobs with the same run folder are run once.
+        """
         jobs: list[Job | JobReturn] = []
         results: dict[Path, JobReturn] = {}
         due: dict[Path, Job] = {}
@@ -123,7 +126,7 @@ class WatchedLauncher(Launcher):
         return returns
 
     def run(self, jobs: list[Job], first: int) -> Sequence[JobReturn]:
-        """Run `jobs` by the wrapped launcher, and return a result for each.
+        """Run `jobs` with the wrapped launcher, and return a result for each job.
 
         Args:
             jobs: the jobs to run.
@@ -140,10 +143,10 @@ class WatchedLauncher(Launcher):
             return [job.done or failed(RunError(reason)) for job in jobs]
 
     def compose(self, number: int, overrides: list[str], label: str) -> tuple[Job, Resume]:
-        """Compose the config of a job as its launcher will, and return the job with its `resume` setting.
+        """Return a job and its `resume` setting, from the config that the launcher will compose for the job.
 
         Raises:
-            UserError: the config is invalid; a sweeper that chooses values during the sweep may do so.
+            UserError: the config is invalid, for example because the sweeper chose an invalid value.
         """
         try:
             config = self.loader.load_sweep_config(self.config, overrides)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Evaluation, Row
     from rlhf.core.state import TrainState
 
-
 FIGURES = {  # metrics of an update that are shown, and their short names
     "loss/policy": "loss",
     "objective/scores": "score",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # config.json: context length
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # context length in config.json
 
 
 def is_local(path: str) -> bool:
@@ -55,13 +55,13 @@ def read_config(path: str) -> dict[str, Any] | None:
 def context_length(path: str) -> int | None:
     """Return the context length, in tokens, of the model in the folder `path`.
 
-    The result is None if `path` is not a model folder or its config.json does not state the length.
+    The result is None if `path` is not a model folder, or if config.json does not state the length.
     """
     return context_of(read_config(path) or {})
 
 
 def context_of(config: dict[str, Any]) -> int | None:
-    """Return the context length, in tokens, of a model config given as a dictionary; None if not stated."""
+    """Return the context length, in tokens, that a model config (a dictionary) states; None if not stated."""
     nested = config.get("text_config")
     for part in (config, nested if isinstance(nested, dict) else {}):
         for name in CONTEXT_KEYS:

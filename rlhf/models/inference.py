@@ -21,15 +21,16 @@ def infer(
 ) -> Tensor:
     """Return one output of `module` for all rollouts.
 
-    The ranks divide the rollouts among themselves, and every rank returns the whole result.
+    Each rank computes a part of the rollouts. Every rank returns the result for all rollouts.
 
     Args:
         module: a module that maps rollouts to `Outputs`.
         rollouts: N prompts with K responses of at most T tokens, the same on every rank.
         field: name of the output: "logprobs", "values" or "rewards".
-        micro_batch: most sequences of one forward on one rank; a micro-batch has at least one prompt.
-        ranks: the ranks that divide the rollouts; their device runs the forwards.
-        dtype: dtype of the forwards (autocast below float32).
+        micro_batch: largest number of sequences in one forward on one rank. A micro-batch has at least one
+            prompt, even if K is larger.
+        ranks: the ranks that divide the rollouts; the forwards run on `ranks.device`.
+        dtype: dtype of the forwards; a 16-bit dtype uses autocast.
 
     Returns:
         float32 on the device of `rollouts`: log-probs [N, K, T], values [N, K, T+1] or rewards [N, K].
@@ -37,13 +38,13 @@ def infer(
     """
     home = rollouts.response_ids.device
     whole: Tensor | None = None
-    # inference_mode would break ZeRO-3: weights that it gathers there cannot be trained afterwards.
+    # Not inference_mode: weights that ZeRO-3 gathers inside it cannot be trained afterwards.
     with torch.no_grad(), autocast(ranks.device, dtype):
         for rows, micro, counts in microbatches(rollouts, micro_batch, ranks.rank, ranks.size):
             out = getattr(module(micro.to(ranks.device)), field).float().to(home)
             if whole is None:
                 shape = list(rollouts.response_ids.shape[: out.dim()])
-                if out.dim() == 3:  # T positions, or T+1 states
+                if out.dim() == 3:  # T log-probs, or T+1 values
                     shape[2] += out.shape[2] - micro.response_ids.shape[2]
                 whole = torch.zeros(shape, dtype=torch.float32, device=home)
             if counts and out.dim() == 3:

@@ -36,8 +36,8 @@ def load_tokenizer(
 
     Args:
         path: hub name or local folder.
-        pad_token: pad token for a tokenizer that has none, or whose pad token is its end token; None keeps
-            the tokenizer's own.
+        pad_token: pad token to set. A value is required if the tokenizer has no pad token, or uses its end
+            token as pad token. None keeps the pad token of the tokenizer.
         trust_remote_code: passed to transformers.
         key: config key that names `path`, for error messages.
 
@@ -74,7 +74,7 @@ def load_tokenizer(
 
 
 def same_tokens(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
-    """Return True if two tokenizers have the same vocabulary and end token, so that token ids carry over."""
+    """Return True if two tokenizers have the same vocabulary and end token, so token ids mean the same."""
     return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
 
 
@@ -112,7 +112,8 @@ def load_reward_model(
     The arguments are those of `load_causal_lm`.
 
     Raises:
-        UserError: there is no model at `path`, it has no classification head, or not exactly one label.
+        UserError: there is no model at `path`, or the model lacks a classification head with exactly one
+            label.
     """
     return load(AutoModelForSequenceClassification, path, dtype, attention, trust_remote_code, key)
 
@@ -139,6 +140,9 @@ def new_reward_model(
         attention: attention implementation of transformers.
         trust_remote_code: passed to transformers.
         key: config key that names `path`, for error messages.
+
+    Raises:
+        UserError: there is no model at `path`, or its checkpoint lacks parameters.
     """
     model = load(
         AutoModelForSequenceClassification, path, dtype, attention, trust_remote_code, key,
@@ -170,11 +174,12 @@ def load(
         attention: attention implementation of transformers.
         trust_remote_code: passed to transformers.
         key: config key that names `path`, for error messages.
-        new_parameter: name of a parameter that may be missing in the checkpoint; None: no parameter may.
+        new_parameter: name of a parameter that may be missing in the checkpoint; None: all are required.
         settings: values for the model's config.
 
     Raises:
-        UserError: the checkpoint is missing, lacks parameters, or is not a reward model with one label.
+        UserError: the checkpoint is missing or lacks parameters, or a sequence classifier does not have
+            exactly one label.
     """
     problem = folder_problem(key, path)
     if problem is not None:
@@ -211,7 +216,7 @@ def load(
 
 
 def without_dropout(config: PreTrainedConfig) -> None:
-    """Set every dropout rate of a model config to 0: `attention_dropout`, `resid_pdrop` and others."""
+    """Set every dropout rate of a model config to 0: all numbers whose name contains "drop"."""
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, int | float):
             setattr(config, name, 0.0)
@@ -220,10 +225,17 @@ def without_dropout(config: PreTrainedConfig) -> None:
 def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
     """Return `auto.from_pretrained(path)`: from a local folder or the local cache, else from the hub.
 
-    Nodes of a cluster often have no network, so the hub is asked only for a model that is not cached.
+    The hub is contacted only if the model is not cached, because cluster nodes often have no network.
+
+    Args:
+        auto: auto class of transformers.
+        path: hub name or local folder.
+        key: config key that names `path`, for error messages.
+        settings: further arguments of `from_pretrained`.
 
     Raises:
-        UserError: `path` is no readable folder, is not cached and cannot be loaded from the hub.
+        UserError: the local folder is missing or cannot be read, or the hub name is not cached and cannot be
+            loaded from the hub.
     """
     path = os.path.expanduser(path)
     try:
@@ -241,7 +253,7 @@ def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
 
 
 def unreachable(key: str, path: str, reason: str) -> str:
-    """Return the error message for a model that cannot be loaded from a folder, the cache or the hub."""
+    """Return the error message for a model that cannot be loaded; `reason` says why."""
     return (
         f"{key} must name a model on the hub or a folder with model and tokenizer ({reason}), got {path!r}; "
         f"set {key}=<hub name or folder>, or download the model once on a machine with a network"
@@ -270,7 +282,7 @@ def new_nano(nano: NanoConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXFor
         num_attention_heads=nano.heads,
         intermediate_size=4 * nano.hidden_size,
         max_position_embeddings=nano.context,
-        initializer_range=nano.hidden_size**-0.5,  # with the usual 0.02 a narrow model learns to copy late
+        initializer_range=nano.hidden_size**-0.5,  # with 0.02, a narrow model learns to copy much later
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -292,19 +304,19 @@ def save(
 ) -> None:
     """Write model and tokenizer to `folder`, so that `from_pretrained(folder)` loads them.
 
-    LoRA adapters are merged into the weights, which are then float32.
+    LoRA adapters are merged into the weights; the saved weights are then float32.
 
     Args:
         model: the model; its weights are saved as safetensors.
         tokenizer: the tokenizer.
         folder: where the files are written.
-        state_dict: weights to save in place of the model's own, for example gathered from all ranks.
+        state_dict: weights to save, for example gathered from all ranks; None: the weights of `model`.
     """
     adapted = is_adapted(model)
     if state_dict is None and adapted:
         state_dict = dict(whole_weights(model))
     model.save_pretrained(folder, state_dict=state_dict)
-    if adapted:  # the config still names the dtype of the frozen weights, which may have 16 bits
+    if adapted:  # the saved weights are float32, but the frozen weights may have 16 bits
         model.config.dtype = torch.float32
         model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

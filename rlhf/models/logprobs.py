@@ -4,14 +4,16 @@
     logp   = (logits / temperature).log_softmax(-1)[target]   # float32
 
 R rows, H hidden size, V vocabulary size. The logits are computed in tiles of a few rows and a few vocabulary
-entries, and the log-sum-exp of each row is accumulated over the tiles. The backward pass keeps only this one
-number per row; it computes each tile again and turns the tile into its gradient in place,
-`(onehot - p) / temperature * grad` (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
-arXiv 2411.09009, section 4; its kernels fuse the two matrix products per tile that are separate here).
+entries, and the log-sum-exp of each row is accumulated over the tiles. Between forward and backward, only the
+log-sum-exp of each row is stored. The backward pass computes each tile again and replaces the logits of the
+tile by their gradient in place, `(onehot - p) / temperature * grad`.
 
-On a CPU a tile fits in the cache of a core. With a vocabulary of 50,304 and 848 rows, a forward took half the
-time that it took with chunks of 64 MiB; most of the difference is the operating system clearing the pages of
-every new chunk.
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009, section 4.
+The kernels of the paper fuse the two matrix products of a tile. Here the two products are separate.
+
+On a CPU a tile fits in the cache of a core. With a vocabulary of 50,304 and 848 rows, a forward with these
+tiles took half the time of a forward with chunks of 64 MiB. Most of the difference is the time in which the
+operating system clears the memory pages of every new chunk.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from rlhf.models.precision import product_dtype
 
 Tile = tuple[int, int]  # rows, vocabulary entries
 
-CPU_TILE_BYTES = 2**21  # bytes of logits in a tile: they fit in the cache of a core
-GPU_TILE_BYTES = 2**29  # bytes of logits in a tile: about 1,000 rows per product with a vocabulary of 128k
-MIN_TILE_VOCABULARY = 512  # fewest vocabulary entries of a tile; with fewer the matrix products are slow
+CPU_TILE_BYTES = 2**21  # bytes of logits in a tile: a tile fits in the cache of a core
+GPU_TILE_BYTES = 2**29  # bytes of logits in a tile: about 1,000 rows with a vocabulary of 128k
+MIN_TILE_VOCABULARY = 512  # fewest vocabulary entries of a tile; narrower matrix products are slow
 
 
 def token_logprobs(
@@ -43,8 +45,8 @@ def token_logprobs(
     """Return the log-probabilities of `targets` under `softmax((hidden @ weight.T + bias) / temperature)`.
 
     The result is differentiable in hidden, weight and bias; gradients are computed only for inputs that
-    require them. The matrix products run in the autocast dtype if autocast is active, else in the dtype of
-    `hidden`. The softmax runs in float32.
+    require gradients. The matrix products run in the autocast dtype if autocast is active, else in the dtype
+    of `hidden`. The softmax runs in float32.
 
     Args:
         hidden: hidden states [R, H].
@@ -65,9 +67,9 @@ def token_logprobs(
 
 
 def tile_for(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tile:
-    """Return rows and vocabulary entries of a tile within the memory bound.
+    """Return rows and vocabulary entries of a tile whose logits fit in the memory bound of the device.
 
-    A tile has all rows if at least `MIN_TILE_VOCABULARY` vocabulary entries then fit.
+    The tile has all rows of `hidden` if all rows and `MIN_TILE_VOCABULARY` vocabulary entries fit.
     """
     bound = CPU_TILE_BYTES if weight.device.type == "cpu" else GPU_TILE_BYTES
     numbers = bound // accumulator(dtype).itemsize
@@ -81,7 +83,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Autograd function behind `token_logprobs`, which documents arguments and result."""
+    """The autograd function of `token_logprobs`; see there for arguments and result."""
 
     @staticmethod
     def forward(
@@ -94,7 +96,7 @@ class TokenLogprobs(torch.autograd.Function):
         tile: Tile,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return log-probs [R]; save the inputs and each row's log-sum-exp for the backward pass."""
+        """Return log-probs [R]; store the inputs and each row's log-sum-exp for the backward pass."""
         norms = torch.full((len(hidden), 1), -torch.inf, dtype=accumulator(dtype), device=hidden.device)
         chosen = torch.zeros_like(norms)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -153,7 +155,7 @@ def tile_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature
 
 
 def within(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-    """Return the column of each target within the vocabulary slice `entries`, and whether it lies there.
+    """Return the column of each target in the vocabulary slice `entries`, and whether the slice contains it.
 
     The column of a target outside the slice is valid but meaningless.
     """
@@ -171,6 +173,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def spans(length: int, step: int) -> Iterator[slice]:
-    """Yield consecutive slices of `step` that cover `length`; the last slice may be shorter."""
+    """Yield consecutive slices of `step` elements that cover `length` elements; the last may be shorter."""
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))

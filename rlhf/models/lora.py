@@ -26,28 +26,27 @@ from rlhf.core.errors import RunError, UserError
 if TYPE_CHECKING:
     from rlhf.config.model import LoRAConfig
 
-
 NAME = "default"  # PEFT's name for the only adapter
 FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # prefix of the tensor names in FILE
 
-Gather = Callable[[Iterable[Tensor]], AbstractContextManager[Any]]  # a context in which parameters are whole
+Gather = Callable[[Iterable[Tensor]], AbstractContextManager[Any]]  # returns a context with whole parameters
 
 
 def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
-    """Add adapters to `model` in place and freeze its other weights. Adapters are float32.
+    """Add float32 adapters to `model` in place, and freeze all weights that are not trained.
 
-    The modules in `modules_to_save` are trained whole, and so is the head of a sequence classifier, because
-    that head is often new.
+    The modules in `config.modules_to_save` are trained whole. The head of a sequence classifier is always
+    trained whole, because the head is often new.
 
     Args:
         model: the model.
-        config: rank, alpha and the names of the layers.
+        config: rank, alpha, names of the layers with adapters, and names of the modules trained whole.
         seed: seed of the initial adapter weights.
 
     Raises:
-        UserError: a name in `targets` or `modules_to_save` matches no module, or a module that cannot be
-            trained this way.
+        UserError: a name in `config.targets` or `config.modules_to_save` matches no module, or matches a
+            module that cannot have an adapter or be trained whole.
     """
     from peft import LoraConfig, TaskType, inject_adapter_in_model
 
@@ -76,7 +75,7 @@ def is_adapted(model: PreTrainedModel) -> bool:
 
 
 def chosen_targets(model: PreTrainedModel, names: list[str] | None) -> list[str]:
-    """Return the names of the linear layers that get adapters.
+    """Return the ends of the names of the linear layers that get adapters, sorted.
 
     Args:
         model: the model.
@@ -112,7 +111,7 @@ def chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str])
         targets: names of the layers that get adapters.
 
     Raises:
-        UserError: a name matches no module, or a module that cannot be trained whole.
+        UserError: a name matches no module, or matches a module that cannot be trained whole.
     """
     chosen: list[str] = []
     tied = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -149,7 +148,7 @@ def chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str])
 
 
 def matches(name: str, wanted: str) -> bool:
-    """Return True if `wanted` is the full name `name` of a module, or its last parts."""
+    """Return True if `wanted` is the module name `name`, or the last dotted parts of `name`."""
     return name == wanted or name.endswith(f".{wanted}")
 
 
@@ -178,12 +177,13 @@ def whole_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of every weight of `model`, under Hugging Face's names, one tensor at a time.
 
-    The model is not changed. If it has adapters, weights are float32 and adapters are merged:
+    The model is not changed. If the model has adapters, weights are float32 and adapters are merged:
     W + (alpha / rank) B A. Otherwise the tensors are yielded unchanged.
 
     Args:
         model: the model, with or without adapters.
-        gather: context manager in which the given parameters are whole, for a backend that shards them.
+        gather: returns a context in which the given parameters are whole; needed if a backend shards
+            parameters.
     """
     adapted = is_adapted(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -208,14 +208,14 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the trained tensors to `folder`.
+    """Write the trained tensors of a model with adapters to `folder`, in PEFT's format.
 
-    Both `load_adapter` and `PeftModel.from_pretrained(base model, folder)` read them.
+    Both `load_adapter` and `PeftModel.from_pretrained(base model, folder)` read the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings: Any = copy(model.peft_config[NAME])
     settings.inference_mode = True
-    settings.target_modules = sorted(settings.target_modules)  # PEFT makes a set of the list
+    settings.target_modules = sorted(settings.target_modules)  # a list, because PEFT keeps a set
     settings.save_pretrained(str(folder))
     tensors = {name: tensor.detach().contiguous() for name, tensor in adapter_weights(model).items()}
     save_file(tensors, folder / FILE, metadata={"format": "pt"})
@@ -225,7 +225,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Copy the tensors that `save_adapter` wrote into the adapters of `model`.
 
     Raises:
-        RunError: the file has other tensor names than the model's adapters.
+        RunError: the tensor names in the file differ from those of the model's adapters.
     """
     saved, own = load_file(folder / FILE), adapter_weights(model)
     if different := saved.keys() ^ own.keys():

@@ -1,8 +1,9 @@
 """PyTorch modules that run Hugging Face models over rollouts: policy, reward model and value model.
 
-A `Policy` returns log-probs, a `RewardModel` rewards, a `ValueModel` values. Each wraps a Hugging Face model
-(attribute `model`), whose class does not change, so saving, sharding and generation work as usual. An
-`ActorCritic` is a policy and a value model that are trained together.
+A `Policy` returns log-probs, a `RewardModel` rewards, a `ValueModel` values. Each of these modules wraps a
+Hugging Face model in the attribute `model`. The class of the wrapped model does not change, so saving,
+sharding and generation work as usual. An `ActorCritic` is a policy and a value model that are trained
+together.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from rlhf.models.shared_prefix import encode, shared_prefix_problem
 if TYPE_CHECKING:
     from rlhf.core.batch import Rollouts
 
-
 # Names that model configs of transformers use for a factor on the logits.
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 class LogprobHead(nn.Linear):
-    """Output embeddings of a causal LM that return log-probs instead of logits if given `targets`.
+    """The output embeddings of a causal LM; with `targets`, they return log-probs instead of logits.
 
     The head replaces the model's own `nn.Linear` and shares its parameters, so the names in a state dict stay
     the same. Log-probs are computed by calling a module because ZeRO-3 gathers weights when a module is
@@ -46,7 +46,7 @@ class LogprobHead(nn.Linear):
             temperature: divisor of the logits; used only with `targets`.
 
         Returns:
-            Without `targets`, logits [..., V]; with `targets`, their log-probs [R] float32.
+            Without `targets`, logits [..., V]; with `targets`, the log-probs [R] of the targets, float32.
         """
         if targets is None:
             return super().forward(input)
@@ -65,7 +65,7 @@ class RolloutModule(nn.Module):
 
     Args:
         model: the Hugging Face model.
-        shared_prefix: whether prompts are encoded once for their K responses.
+        shared_prefix: whether each prompt is encoded once for its K responses.
 
     Raises:
         UserError: `shared_prefix` is True, but the model's cache cannot be repeated for the responses.
@@ -78,10 +78,10 @@ class RolloutModule(nn.Module):
             raise UserError(problem)
         self.model = model
         self.shared_prefix = shared_prefix
-        self.whole = False  # True: every forward runs to its end, which hooks of ZeRO-3 need
+        self.whole = False  # True: no forward stops early; hooks of ZeRO-3 run at the end of a forward
 
     def states(self, batch: Rollouts, last: bool) -> Tensor:
-        """Return the hidden states of the responses; see `rlhf.models.shared_prefix.encode`."""
+        """Return the hidden states [N, K, T, H], or [N, K, T+1, H] with `last`; see `encode`."""
         return encode(
             backbone(self.model),
             batch.prompt_ids,
@@ -100,11 +100,11 @@ class Policy(RolloutModule):
     Args:
         model: the causal LM. Its output embeddings are replaced by a `LogprobHead` with the same parameters.
         temperature: divisor of the logits.
-        shared_prefix: whether prompts are encoded once for their K responses.
+        shared_prefix: whether each prompt is encoded once for its K responses.
 
     Raises:
-        UserError: `shared_prefix` does not work with the model, or its logits are not a linear function of
-            its last hidden state.
+        UserError: `shared_prefix` does not work with the model, or the logits of the model are not a linear
+            function of the last hidden state.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, shared_prefix: bool) -> None:
@@ -120,7 +120,7 @@ class Policy(RolloutModule):
             model.set_output_embeddings(LogprobHead.of(head))
         self.temperature = temperature
         self.logit_scale = logit_scale(model)
-        self.adapters = True  # False: a forward disables the model's adapters, if it has any
+        self.adapters = True  # False: a forward disables the adapters of the model, if any
 
     def before_adapters(self) -> Policy:
         """Return a policy that shares this policy's model and runs the model without its adapters."""
@@ -167,7 +167,7 @@ def score_head(model: PreTrainedModel) -> nn.Linear:
 def read(model: PreTrainedModel, states: Tensor) -> Tensor:
     """Return the output [...] float32 of a reward or value model's head for hidden states [..., H].
 
-    `config.reward_offset` is subtracted if the model's config has it.
+    If the config of the model has a `reward_offset`, the offset is subtracted.
     """
     head = score_head(model)
     with torch.autocast(states.device.type, enabled=False):  # float32 is cheap for one number per state
@@ -177,13 +177,14 @@ def read(model: PreTrainedModel, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def logit_scale(model: PreTrainedModel) -> float:
-    """Return the factor by which the model scales the output of its head; 1 for most models.
+    """Return the factor between the logits of the model and the output of its head; 1 for most models.
 
     Models differ in how they change logits (a scale, a soft cap) and in how their configs name the change.
     The factor is therefore measured on two tokens.
 
     Raises:
-        UserError: the logits are not the head's output times 1 or a factor named in the config.
+        UserError: the logits are neither the head's output, nor this output multiplied or divided by a factor
+            in the config (`LOGIT_SCALES`).
     """
     ids = torch.tensor([[0, 1]], device=model.device)
     training = model.training
@@ -208,14 +209,14 @@ def logit_scale(model: PreTrainedModel) -> float:
 class RewardModel(RolloutModule):
     """A sequence classifier with one label (attribute `model`) that scores rollouts.
 
-    The reward is read at the last real response token. `config.reward_offset` is subtracted if the model's
-    config has it.
+    The reward is read at the last real response token. If the config of the model has a `reward_offset`, the
+    offset is subtracted.
     """
 
     def forward(self, batch: Rollouts) -> Outputs:
         """Return rewards [N, K] float32; the reward of an empty response is read at the last prompt token."""
         hidden = self.states(batch, last=True)
-        place = batch.response_mask.sum(-1)  # position t is the state after t tokens
+        place = batch.response_mask.sum(-1)  # position t: state after t response tokens
         state = hidden.gather(2, place[:, :, None, None].expand(-1, -1, 1, hidden.shape[-1]))[:, :, 0]
         return Outputs(rewards=read(self.model, state))
 
@@ -223,16 +224,17 @@ class RewardModel(RolloutModule):
 class ValueModel(RolloutModule):
     """A sequence classifier with one label (attribute `model`) that returns the value of every state.
 
-    If the model was a reward model, a state's initial value is the reward of the text up to that state.
+    If the weights come from a reward model, the initial value of a state is the reward of the text up to that
+    state.
     """
 
     def forward(self, batch: Rollouts) -> Outputs:
-        """Return values [N, K, T+1] float32; values after the last response token's state are meaningless."""
+        """Return values [N, K, T+1] float32, position t after t response tokens; meaningless at padding."""
         return Outputs(values=read(self.model, self.states(batch, last=True)))
 
 
 class ActorCritic(nn.Module):
-    """A policy and its value model as one module, which one optimizer or one ZeRO engine trains."""
+    """A policy and its value model as one module, so that one optimizer or ZeRO engine trains both."""
 
     def __init__(self, actor: Policy, critic: ValueModel) -> None:
         super().__init__()
@@ -241,7 +243,7 @@ class ActorCritic(nn.Module):
 
     @property
     def model(self) -> PreTrainedModel:
-        """Return the Hugging Face model of the policy, which generates and is saved at the end of the run."""
+        """Return the Hugging Face model of the policy, which samples and is saved at the end of the run."""
         return self.actor.model
 
     def forward(self, batch: Rollouts) -> Outputs:

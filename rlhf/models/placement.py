@@ -19,7 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def place(module: M, device: torch.device) -> M:
-    """Move `module` to `device`; on a CPU, store the weights of layers with in > out transposed."""
+    """Move `module` to `device` and return it; on a CPU, store weights with in > out transposed in memory."""
     module = module.to(device)
     if device.type != "cpu":
         return module

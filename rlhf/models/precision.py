@@ -13,7 +13,7 @@ from rlhf.config.model import Dtype
 def autocast(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:
     """Return a context in which forwards on `device` compute in `dtype`.
 
-    float32 changes nothing. A 16-bit dtype uses autocast; the stored weights keep their dtype.
+    With float32, the context changes nothing. A 16-bit dtype uses autocast: stored weights keep their dtype.
     """
     if dtype is Dtype.float32:
         return nullcontext()
@@ -21,5 +21,5 @@ def autocast(device: torch.device, dtype: Dtype) -> AbstractContextManager[Any]:
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of matrix products of `dtype` inputs: the autocast dtype if autocast is active."""
+    """Return the dtype of matrix products of `dtype` inputs: the autocast dtype if active, else `dtype`."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype

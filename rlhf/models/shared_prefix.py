@@ -1,14 +1,17 @@
 """Shared-prefix forward: hidden states of K responses, with the prompt encoded once.
 
-    prompts without their last token [N, P-1] --backbone--> keys and values (the last block stops there)
+    prompts without their last token [N, P-1] --backbone--> keys and values of every block
                                                                   |
     last prompt token and responses [N, K, T] -----------------backbone--> states that predict tokens 0 .. T-1
 
-Responses that are short compared with their prompt share a row of the batch, and so one copy of the prompt's
-keys. For longer responses the prompt's keys are repeated, block by block. Autograd adds up the K gradients of
-the prompt's keys and values. Log-probs agree with the plain forward over concatenated rows to 2e-6 and
-gradients to 5e-7 relative; the work on prompt tokens falls by a factor of K. With K = 1 nothing is shared,
-but the last block skips most of its work on the prompt, which pays for a second pass in a shallow model.
+The forward over prompts stops as soon as the last block has its keys and values. Responses that are short
+compared with their prompt share a row of the batch, and so one copy of the prompt's keys. For longer
+responses, each block copies the prompt's keys into every row. Autograd adds up the K gradients of the
+prompt's keys and values.
+
+Log-probs agree with the plain forward over rows of prompt and response to 2e-6, gradients to 5e-7 (relative).
+The work on prompt tokens falls by a factor of K. With K = 1 nothing is shared, but the last block skips most
+of its work on the prompt. In a shallow model, this saves more time than the second forward costs.
 """
 
 from __future__ import annotations
@@ -54,16 +57,16 @@ def encode(
         prompt_mask: [N, P] bool.
         response_ids: [N, K, T] int64, padded right.
         response_mask: [N, K, T] bool.
-        shared_prefix: whether prompts may be encoded once for their K responses.
-        last: whether to return the state after the last token too: [N, K, T+1, H], where position t is the
+        shared_prefix: whether each prompt may be encoded once for its K responses.
+        last: whether to return also the state after the last token: [N, K, T+1, H], where position t is the
             state after t response tokens.
-        whole: whether every forward must run to its end, because hooks in the model wait for the end.
+        whole: True if no forward may stop early, because hooks of the model run at the end of a forward.
 
     Raises:
         UserError: `shared_prefix` does not work with the cache of this model.
     """
     n, k, t = response_ids.shape
-    inputs = t if last else t - 1  # without `last`, the last token is no input: its state predicts nothing
+    inputs = t if last else t - 1  # without `last`, the last token is not fed in: it predicts nothing
     prompts = prompt_ids.masked_fill(~prompt_mask, 0)
     responses = response_ids.masked_fill(~response_mask, 0)[..., :inputs]
     real = response_mask[..., :inputs]
@@ -80,9 +83,9 @@ def encode(
     rows = torch.cat([prompts.repeat_interleave(k, 0), responses.flatten(0, 1)], 1)
     mask = torch.cat([prompt_mask.repeat_interleave(k, 0), real.flatten(0, 1)], 1)
     ids, _ = padded_right(rows, mask)
-    states = backbone(input_ids=ids, use_cache=False).last_hidden_state  # padding is last: no mask needed
+    states = backbone(input_ids=ids, use_cache=False).last_hidden_state  # no mask: padding is last
     end = prompt_mask.sum(1).repeat_interleave(k, 0)[:, None] - 1
-    place = (end + torch.arange(inputs + 1, device=ids.device)).clamp_(min=0)  # a row of padding: no prompt
+    place = (end + torch.arange(inputs + 1, device=ids.device)).clamp_(min=0)  # 0: row without prompt
     chosen = states.gather(1, place[..., None].expand(-1, -1, states.shape[2]))
     return chosen.unflatten(0, (n, k))
 
@@ -103,7 +106,7 @@ def encode_shared(
         prompt_mask: [N, P] bool.
         responses: [N, K, S] int64, padded right.
         real: [N, K, S] bool, True at real response tokens.
-        whole: whether every forward must run to its end.
+        whole: True if no forward may stop early.
 
     Raises:
         UserError: the cache of this model cannot be repeated for the responses.
@@ -113,7 +116,7 @@ def encode_shared(
     cache = PromptCache(DynamicCache(config=backbone.config), whole)
     ids, known = padded_right(prompts[:, :-1], prompt_mask[:, :-1])
     with suppress(Filled):
-        backbone(  # padding is last, so causal attention needs no mask
+        backbone(  # no mask: attention is causal and padding is last
             input_ids=ids,
             position_ids=torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
             past_key_values=cache,
@@ -140,7 +143,7 @@ def encode_shared(
 
 
 def padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens and mask [N, P] with all padding moved to the right; the order of tokens is kept."""
+    """Return tokens and mask [N, P] with the padding moved behind the real tokens of each row."""
     order = torch.argsort((~mask).int(), dim=1, stable=True)
     return ids.gather(1, order), mask.gather(1, order)
 
@@ -163,9 +166,9 @@ def takes_any_mask(model: PreTrainedModel) -> bool:
 
 
 def mask_of_rows(model: PreTrainedModel, known: Tensor, real: Tensor, group: int) -> Tensor:
-    """Return the attention mask of rows with several samples behind one prompt.
+    """Return the attention mask of rows that contain several samples of one prompt.
 
-    A token attends to the prompt and to the earlier tokens of its own sample.
+    A token attends to the prompt, to the earlier tokens of its own sample, and to itself.
 
     Args:
         model: the model that runs the rows.
@@ -174,8 +177,8 @@ def mask_of_rows(model: PreTrainedModel, known: Tensor, real: Tensor, group: int
         group: samples per row, G.
 
     Returns:
-        An additive mask [B, 1, G*S, P+G*S] (see `additive`). For a model that builds the mask itself, the
-        bool mask [B, P+S] of real tokens (G is then 1).
+        An additive mask [B, 1, G*S, P+G*S] (see `additive`). For a model that builds the additive mask
+        itself, the bool mask [B, P+S] of real tokens (G is then 1).
     """
     if not takes_any_mask(model):
         return torch.cat([known, real], 1)
@@ -186,7 +189,7 @@ def mask_of_rows(model: PreTrainedModel, known: Tensor, real: Tensor, group: int
 
 
 def additive(model: PreTrainedModel, seen: Tensor) -> Tensor:
-    """Return the bool mask `seen` as an additive mask: 0 or -inf in the dtype of the matrix products.
+    """Return the bool mask `seen` as an additive mask in the dtype of matrix products: 0 if True, else -inf.
 
     Given a bool mask, sdpa would convert the mask in every layer, and autograd would keep every copy.
     """
@@ -198,18 +201,18 @@ def additive(model: PreTrainedModel, seen: Tensor) -> Tensor:
 
 
 class Filled(Exception):
-    """Raised to end a forward over prompts as soon as the cache has the keys and values of every layer."""
+    """An exception that ends a forward over prompts as soon as the cache has the keys and values."""
 
 
 class PromptCache(Cache):
-    """A cache that keeps the keys and values of prompts.
+    """A cache that stores the keys and values of prompts.
 
-    Unless `whole`, the cache ends the forward by raising `Filled` as soon as all layers have keys and values,
-    because the rest of the last block's output on the prompt is not used.
+    Unless `whole` is True, the cache ends the forward by raising `Filled` as soon as all layers have keys and
+    values, because the output of the last block on the prompt is not used.
 
     Args:
-        like: an empty cache of the model, which gives the number of layers.
-        whole: whether the forward must run to its end.
+        like: an empty cache of the model; the new cache has as many layers.
+        whole: True if the forward must not stop early.
     """
 
     def __init__(self, like: DynamicCache, whole: bool) -> None:
@@ -220,8 +223,12 @@ class PromptCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep and return the keys and values [N, heads, P, head size] of a layer."""
-        again = self.kept[layer_idx].is_initialized  # a block recomputed for the backward pass must finish
+        """Store and return the keys and values [N, heads, P, head size] of a layer.
+
+        Raises:
+            Filled: all layers have keys and values, so the forward can end.
+        """
+        again = self.kept[layer_idx].is_initialized  # True in the backward pass, which needs the output
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if not (again or self.whole) and all(layer.is_initialized for layer in self.kept):
             raise Filled
@@ -229,15 +236,15 @@ class PromptCache(Cache):
 
 
 class PromptLayer(DynamicLayer):
-    """A cache layer that keeps the first keys and values of prompts.
+    """A cache layer that stores the keys and values of prompts at its first update.
 
-    A block that is recomputed for the backward pass does not change the layer.
+    Later updates, by blocks that are recomputed for the backward pass, do not change the layer.
     """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the given keys and values [N, heads, P, head size]; keep those of the first call."""
+        """Return the given keys and values [N, heads, P, head size]; the first call also stores them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states, value_states
@@ -245,9 +252,9 @@ class PromptLayer(DynamicLayer):
 
 
 class ResponseLayer(DynamicLayer):
-    """A cache layer that puts the prompt's keys and values before those of the responses.
+    """A cache layer that puts the keys and values of the prompt before the keys and values of the responses.
 
-    The keys and values of responses are not kept.
+    The keys and values of the responses are not stored.
 
     Args:
         prompt: the layer with the keys and values of N prompts.
@@ -274,21 +281,21 @@ class ResponseLayer(DynamicLayer):
         return self.behind(self.keys, key_states), self.behind(self.values, value_states)
 
     def behind(self, prompts: Tensor, responses: Tensor) -> Tensor:
-        """Return `responses` [N*rows, heads, S, size] behind `prompts` [N, heads, P, size], copied once."""
+        """Return `prompts` [N, heads, P, size], repeated, then `responses` [N*rows, heads, S, size]."""
         shape = (len(prompts), self.rows)
         repeated = prompts[:, None].expand(-1, self.rows, -1, -1, -1)
         return torch.cat([repeated, responses.unflatten(0, shape)], -2).flatten(0, 1)
 
 
 def checkpoint_blocks(model: PreTrainedModel) -> None:
-    """Turn on gradient checkpointing: blocks keep only their inputs and are recomputed in the backward pass.
+    """Turn on gradient checkpointing: blocks store only their inputs; the backward pass recomputes the rest.
 
-    The switch of transformers is not used, because it disables the cache and so the shared prefix. Without
-    dropout a recomputed block gives the same output, so gradients do not change (Chen et al.,
-    arXiv 1604.06174).
+    The switch of transformers is not used, because the switch disables the cache and so the shared prefix.
+    Without dropout a recomputed block gives the same output, so gradients do not change
+    (Chen et al., arXiv 1604.06174).
 
     Raises:
-        UserError: transformers does not mark the blocks of this model.
+        UserError: no module of the model is a `GradientCheckpointingLayer`.
     """
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not blocks:
@@ -301,7 +308,7 @@ def checkpoint_blocks(model: PreTrainedModel) -> None:
 
 
 def run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `forward(*args, **kwargs)`; with gradients, keep only the inputs for the backward pass."""
+    """Return `forward(*args, **kwargs)`; if gradients are enabled, store only the inputs for them."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 
@@ -318,13 +325,13 @@ def run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Return the position [B, S] of each token: the number of real tokens (`mask` [B, S]) before it."""
+    """Return the position [B, S] of each token: the number of real tokens (`mask` [B, S]) before."""
     counts = mask.long()
     return counts.cumsum(-1) - counts
 
 
 def plain(cache: DynamicCache) -> bool:
-    """Return True if every layer of the cache keeps all keys and values (no window, no recurrent state)."""
+    """Return True if every layer of the cache stores all keys and values (no window, no recurrent state)."""
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 

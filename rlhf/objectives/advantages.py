@@ -1,6 +1,6 @@
 """Advantages from rewards, whitening and KL estimates: pure functions of tensors.
 
-leave one out    A_i = r_i - mean of the other K-1                   Ahmadian et al., arXiv 2402.14740
+leave one out    A_i = r_i - mean of the other K-1 rewards           Ahmadian et al., arXiv 2402.14740
 group centred    A_i = (r_i - mean) / (std + 1e-4)                   Shao et al., arXiv 2402.03300
 gae              d_t = r_t + gamma V_t+1 - V_t
                  A_t = d_t + gamma lambda A_t+1                      Schulman et al., arXiv 1506.02438
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf.config.algo import KLEstimator, Scale
 
-STD_EPS = 1e-4  # added to a standard deviation before dividing; the value of TRL
+STD_EPS = 1e-4  # added to a standard deviation before dividing; same value as in TRL
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -23,10 +23,10 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
 
 def group_centred(rewards: Tensor, scale: Scale) -> Tensor:
-    """Return each reward [N, K] minus the mean of its prompt, scaled as `scale` says.
+    """Return each reward [N, K] minus the mean reward of its prompt, divided as `scale` selects.
 
-    The divisor is the unbiased standard deviation of the prompt's rewards (`group`), that of all rewards
-    (`batch`), or none (`none`).
+    The divisor is `STD_EPS` plus an unbiased standard deviation: with `group`, of the prompt's rewards; with
+    `batch`, of all rewards. With `none` there is no divisor.
     """
     if scale is Scale.group:
         return centred(rewards) / (rewards.std(1, keepdim=True) + STD_EPS)
@@ -36,7 +36,7 @@ def group_centred(rewards: Tensor, scale: Scale) -> Tensor:
 
 
 def centred(rewards: Tensor) -> Tensor:
-    """Return each reward [N, K] minus the mean of its prompt; exactly 0 if all K rewards are equal."""
+    """Return each reward [N, K] minus the mean reward of its prompt; exactly 0 if all K are equal."""
     tied = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
     return (rewards - rewards.mean(1, keepdim=True)).masked_fill(tied, 0.0)
 
@@ -65,7 +65,8 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
 def whiten(x: Tensor, mask: Tensor, shift: bool = True) -> Tensor:
     """Return `x` scaled to unit variance over the elements where `mask` is True; 0 elsewhere.
 
-    The variance is unbiased, plus 1e-8. The mean becomes 0 with `shift`, and is kept without.
+    The divisor is sqrt(unbiased variance + 1e-8). With `shift`, the mean becomes 0; without, the mean does
+    not change.
     """
     count = mask.sum()
     mean = (x * mask).sum() / count
@@ -75,7 +76,7 @@ def whiten(x: Tensor, mask: Tensor, shift: bool = True) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Return the estimated KL to the reference at each token, for tokens sampled from the policy.
+    """Return the estimated KL from policy to reference at each token, for tokens sampled by the policy.
 
     k1 = logp - ref, k3 = exp(-k1) - 1 + k1 (Schulman 2020, "Approximating KL divergence").
     """

@@ -5,8 +5,10 @@ Gulcehre et al., arXiv 2308.08998; Noukhovitch et al., arXiv 2410.18252, with K 
     loss = - sum_t logp(best_t)        over the tokens of the best response; divided by the number of prompts
 
 Needs: K >= 2; reference log-probs for the KL metrics only. The loss has no term that keeps the policy near
-the reference. No signal: a prompt whose samples all have the same score; by default it is excluded from the
-sum and the count (`algo.ties`).
+the reference.
+
+Prompts without signal (see `rlhf.objectives.objective`): prompts whose samples all have the same score. Sum
+and count exclude these prompts. With `algo.ties=keep`, every prompt has signal.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ class BestOfK(Objective):
         self.config = config
 
     def credit(self, batch: Batch) -> Batch:
-        """Return the batch with the best sample of each prompt, the first of equally good samples.
+        """Return the batch with the best sample of each prompt; of equally good samples, the first.
 
-        A tied prompt has no signal unless `algo.ties=keep`.
+        A prompt whose samples all have the same score has no signal, unless `algo.ties=keep`.
         """
         best = batch.samples(batch.scores.argmax(1, keepdim=True))
         if self.config.ties is Ties.keep:

@@ -1,9 +1,9 @@
 """Off-policy correction: an importance weight on each term of a policy-gradient loss.
 
-    w = exp(old - behaviour)        old: log-probs of the trainer just before this update; behaviour: sampler
+    w = exp(old - behaviour)        log-probs of the trainer just before this update, and of the sampler
 
-The weight is per token, or per sequence with both log-probs summed over the response. w differs from 1
-because of lag, or because sampler and trainer compute with different numerics.
+w is computed per token, or per sequence from log-probs summed over the response (`algo.correction.level`).
+w differs from 1 because of lag, or because sampler and trainer compute with different numerics.
 
 | `algo.correction.kind` | weight                       | source                                            |
 |------------------------|------------------------------|---------------------------------------------------|
@@ -12,7 +12,7 @@ because of lag, or because sampler and trainer compute with different numerics.
 | `mask`                 | w within [low, high], else 0 | Ling Team, arXiv 2510.18855                       |
 | `decoupled`            | w                            | Hilton et al., 2110.00641; Fu et al., 2505.24298  |
 
-The clipped ratio of the loss is always relative to `old`; with `decoupled` and token weights this is
+The clipped ratio of the loss is always relative to `old`. `decoupled` with token weights is therefore
 decoupled PPO. Weights carry no gradient.
 """
 
@@ -44,8 +44,9 @@ def importance_weights(
         config: kind, level and bounds of the correction.
 
     Returns:
-        Weights [N, K, T] of tokens, or [N, K, 1] of sequences (and for kind `none`); and the fraction of
-        weights that were truncated or masked, or the mean weight.
+        Weights [N, K, T] of tokens, or [N, K, 1] of sequences and for kind `none`. The metrics are the
+        fraction of truncated weights (`truncate`), the fraction of masked weights (`mask`), the mean weight
+        (`decoupled`), or empty (`none`).
     """
     if config.kind is CorrectionKind.none:
         return torch.ones_like(old[..., :1]), {}

@@ -1,16 +1,15 @@
 """DAPO: GRPO with a mean over all tokens of the minibatch and a higher upper clip.
 
-Yu et al., arXiv 2503.14476. Specialises GRPO: all tokens have the same weight, so long responses weigh more;
-ratios are clipped at 1 - 0.2 and 1 + 0.28; no KL penalty by default.
+Yu et al., arXiv 2503.14476. A variant of GRPO: all tokens have the same weight, so long responses have more
+weight. By default, ratios are clipped at 1 - 0.2 and 1 + 0.28, and there is no KL penalty.
 
     loss = sum over tokens of max(-A u, -A clip(u, 1 - low, 1 + high)) / response tokens
 
-Two parts of the paper are settings. For dynamic sampling there is `algo.ties=drop`, which excludes prompts
-without signal from the mean but samples no replacements. For the penalty on overlong responses there is
-`scorer.missing_eos_penalty`.
+u is the ratio of each token. Two parts of the paper are separate settings. Dynamic sampling: `algo.ties=drop`
+excludes prompts without signal from the mean, but samples no other prompts in their place. Penalty on
+overlong responses: `scorer.missing_eos_penalty`.
 
-Needs: as GRPO, K >= 2 and reference log-probs. No signal: as GRPO, a prompt whose samples all have the same
-reward (`algo.ties`).
+Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlhf.objectives.grpo`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class DAPO(GRPO):
     """The DAPO objective: GRPO with a mean over tokens."""
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Return the sum over all response tokens."""
+        """Return the sum of the losses [N, K, T] over all response tokens."""
         return (losses * mask).sum()
 
     def count(self, batch: Batch) -> Counts:

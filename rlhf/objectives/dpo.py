@@ -19,8 +19,10 @@ each log-ratio by the number of tokens of its response (Lambert et al., arXiv 24
 Online, the chosen response c is the best and the rejected response r the worst of a prompt's K samples by
 score. Offline, c and r are the pair of the data set.
 
-Needs: K >= 2, reference log-probs. No signal: a prompt whose best and worst scores are equal; by default it
-is excluded from the sum and the count (`algo.ties`).
+Needs: K >= 2, reference log-probs.
+
+Prompts without signal (see `rlhf.objectives.objective`): prompts whose best and worst scores are equal. Sum
+and count exclude these prompts. With `algo.ties=keep`, every prompt has signal.
 """
 
 from __future__ import annotations
@@ -55,11 +57,11 @@ class OnlineDPO(Objective):
     def credit(self, batch: Batch) -> Batch:
         """Return the batch with two samples of each prompt: the chosen response, then the rejected response.
 
-        A tied prompt has no signal unless `algo.ties=keep`.
+        A prompt whose two scores are equal has no signal, unless `algo.ties=keep`.
         """
         last = batch.scores.shape[1] - 1
         chosen = batch.scores.argmax(1)  # the first of equal maxima
-        rejected = last - batch.scores.flip(1).argmin(1)  # the last of equal minima, so never the chosen one
+        rejected = last - batch.scores.flip(1).argmin(1)  # differs from `chosen` even if all scores are equal
         pair = batch.samples(torch.stack([chosen, rejected], 1))
         if self.config.ties is Ties.keep:
             return pair
@@ -70,7 +72,7 @@ class OnlineDPO(Objective):
         return {"policy": prompts_with_signal(batch)}
 
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
-        """Return the sum over pairs of the loss on their margin, and metrics."""
+        """Return the sum of the pair losses over a micro-batch, and metrics."""
         assert batch.ref_logprobs is not None
         logprobs = forward(batch).logprobs
         assert logprobs is not None
@@ -91,7 +93,7 @@ class OnlineDPO(Objective):
         }
 
     def pair_losses(self, z: Tensor) -> Tensor:
-        """Return the loss [N] of each pair, given its margin z [N]."""
+        """Return the loss [N] of each pair, given z [N], the difference of the two log-ratios."""
         kind, beta, e = self.config.loss_type, self.config.beta, self.config.label_smoothing
         if kind is DPOLoss.ipo:
             return (z - 1 / (2 * beta)).square()

@@ -5,11 +5,14 @@ Shao et al., arXiv 2402.03300.
     A_i = (r_i - mean) / (std + 1e-4)                     mean and std over the K samples of a prompt
     loss = mean over responses of the mean over tokens of  max(-A u, -A clip(u, 1 - low, 1 + high)) + beta u k
 
-u is the ratio of each token, beta is `algo.kl_coef`, k the KL estimate of a token (default k3); the factor u
-of k is omitted with `algo.kl_unbiased=false`.
+u is the ratio of each token, beta is `algo.kl_coef`, k is the KL estimate of a token (default k3). With
+`algo.kl_unbiased=false`, the last term is beta k.
 
-Needs: K >= 2, reference log-probs. No signal: if all samples of a prompt have the same reward, the advantages
-are 0. With `algo.ties=keep` the prompt still counts in the mean; with `drop` it is excluded.
+Needs: K >= 2, reference log-probs.
+
+Prompts without signal (see `rlhf.objectives.objective`): prompts whose samples all have the same reward, so
+all advantages are 0. With `algo.ties=keep` (default), these prompts count in the mean, and a KL penalty in
+the loss gives every prompt signal. With `algo.ties=drop`, the mean excludes these prompts.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class GRPO(PolicyGradient):
     def skips_ties(self) -> bool:
         """Return True if prompts whose advantages are all 0 skip the forward pass.
 
-        With `algo.ties=drop` they skip the forward pass even if the loss has a KL penalty.
+        With `algo.ties=drop`, these prompts skip the forward pass even if the loss has a KL penalty.
         """
         return super().skips_ties or self.config.ties is Ties.drop
 
@@ -47,7 +50,7 @@ class GRPO(PolicyGradient):
         return batch.response_mask if kept else batch.response_mask[batch.signal]
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Return the rewards [N, K] minus the mean of their group, scaled as `algo.scale` says."""
+        """Return each reward [N, K] minus the mean reward of its prompt, divided as `algo.scale` selects."""
         return group_centred(rewards, self.config.scale)
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:

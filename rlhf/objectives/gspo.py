@@ -1,13 +1,12 @@
 """GSPO: GRPO with one ratio per response, the geometric mean of the ratios of its tokens.
 
-Zheng et al., arXiv 2507.18071. Specialises GRPO: only the ratio differs. The clip range is much narrower
-(1 - 3e-4 to 1 + 4e-4), and there is no KL penalty by default.
+Zheng et al., arXiv 2507.18071. A variant of GRPO that differs only in the ratio. By default, the clip range
+is much narrower (1 - 3e-4 to 1 + 4e-4), and there is no KL penalty.
 
     u = exp(mean_t (logp - old))
     loss = mean over responses of max(-A u, -A clip(u, 1 - low, 1 + high))
 
-Needs: as GRPO, K >= 2 and reference log-probs. No signal: as GRPO, a prompt whose samples all have the same
-reward (`algo.ties`).
+Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlhf.objectives.grpo`.
 """
 
 from __future__ import annotations

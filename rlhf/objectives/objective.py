@@ -1,10 +1,15 @@
-"""The interface of a learning objective: credit, count, loss, and the tensors that they need.
+"""The interface of a learning objective: credit, count, loss, and names of the tensors that these need.
 
     credit(batch)          once per rollout batch, without gradient: advantages, or the samples to compare
     count(batch)           denominators of the losses over a minibatch
     loss(forward, batch)   the SUM of each loss over a micro-batch, and metrics
 
-The engine divides each sum by its global count. Shapes: N prompts, K samples of a prompt, T response tokens.
+The engine divides each sum by its count over the minibatch. Shapes: N prompts, K samples of a prompt, T
+response tokens.
+
+Prompts without signal are the prompts on which an objective does not train, usually because their samples
+cannot be distinguished by score. `credit` marks these prompts with False in `Batch.signal`, and they skip the
+forward pass.
 """
 
 from __future__ import annotations
@@ -23,10 +28,9 @@ from rlhf.core.metrics import largest, mean, sample_size
 if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics
 
-
 Forward = Callable[[Batch], Outputs]  # runs the trained module on a micro-batch
-Losses = dict[str, Tensor]  # sums over a micro-batch (differentiable scalars), by the name after "loss/"
-Counts = dict[str, float]  # denominators of the losses, with the same keys
+Losses = dict[str, Tensor]  # sums over a micro-batch (differentiable scalars); key: metric without "loss/"
+Counts = dict[str, float]  # denominators of the losses, with the keys of `Losses`
 
 NEEDS = {
     "ref_logprobs": "log-probs of the frozen reference",
@@ -37,15 +41,15 @@ NEEDS = {
     "values": "values of a value model",
 }
 
-MAX_LOG_WEIGHT = 20.0  # bound of a log importance weight: the square of the weight still fits float32
+MAX_LOG_WEIGHT = 20.0  # bound of a log importance weight: the square of the weight fits float32
 
 
 class Objective(ABC):
     """A learning objective: pure functions of tensors and settings, without device, ranks or backend."""
 
-    needs: frozenset[str] = frozenset()  # names from NEEDS that the engine fills in before credit
+    needs: frozenset[str] = frozenset()  # names from NEEDS: tensors that the engine adds before credit
     kl_coef: float = 0.0  # weight of the KL penalty, for the reward metrics
-    loss_weights: Mapping[str, float] = MappingProxyType({})  # weight of each loss in the total; default 1
+    loss_weights: Mapping[str, float] = MappingProxyType({})  # weights in the total loss; missing: 1
 
     def describe(self, batch: Batch) -> Metrics:
         """Return the `objective/` metrics of an annotated rollout batch, before credit.
@@ -76,15 +80,15 @@ class Objective(ABC):
     def credit(self, batch: Batch) -> Batch:
         """Return the batch with advantages, or with the samples to compare; no gradients are computed.
 
-        The engine calls `credit` once per rollout batch. The result's `signal` [N] is False for prompts that
-        are not trained on, or None if all are.
+        The training loop calls `credit` once per rollout batch. In the result, `signal` [N] is False for
+        prompts that are not trained on; `signal` is None if all prompts are trained on.
         """
 
     @abstractmethod
     def count(self, batch: Batch) -> Counts:
         """Return the denominators of the losses over a minibatch.
 
-        The engine adds up the counts of all ranks and divides each loss once.
+        Every rank has the whole minibatch, so all ranks compute the same counts.
         """
 
     @abstractmethod
@@ -92,7 +96,7 @@ class Objective(ABC):
         """Return the SUM (not the mean) of each loss over a micro-batch, and metrics."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state that credit carries from batch to batch; empty for most objectives."""
+        """Return the numbers that `credit` carries from batch to batch; empty for most objectives."""
         return {}
 
     def load_state_dict(self, saved: dict[str, float]) -> None:
@@ -101,7 +105,7 @@ class Objective(ABC):
 
 
 class Supervised(Objective):
-    """An objective on stored completions, which have no scores."""
+    """An objective on stored completions; its metrics do not include scores."""
 
     def describe(self, batch: Batch) -> Metrics:
         """Return the mean length of the stored completions and the fraction with an end token."""
@@ -119,9 +123,9 @@ def prompts_with_signal(batch: Batch) -> float:
 def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
     """Return metrics of the distance between the trained policy and the policy that sampled, per token.
 
-    For objectives without a ratio in their loss. The metrics are those of `mismatch`, the mean ratio, and the
-    fraction of tokens whose ratio differs from 1 by more than `clip`. Without `behaviour_logprobs` the result
-    is empty.
+    This function is for objectives without a ratio in the loss. The metrics are those of `mismatch`, the mean
+    ratio, and the fraction of tokens whose ratio differs from 1 by more than `clip`. Without
+    `behaviour_logprobs` the result is empty.
 
     Args:
         logprobs: log-probs [N, K, T] of the policy being trained.
@@ -139,9 +143,10 @@ def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
 
 
 def old_or_behaviour(batch: Batch) -> Tensor:
-    """Return `old_logprobs` [N, K, T] of the trainer before this update, or the sampler's if not computed.
+    """Return `old_logprobs` [N, K, T], or `behaviour_logprobs` if `old_logprobs` were not computed.
 
-    With the sampler's log-probs, the first ratio of an on-policy run is 1 only if sampler and trainer agree.
+    `old_logprobs` come from the trainer before this update, `behaviour_logprobs` from the sampler. With the
+    latter, the first ratio of an on-policy run is 1 only if sampler and trainer compute the same log-probs.
     """
     logprobs = batch.behaviour_logprobs if batch.old_logprobs is None else batch.old_logprobs
     assert logprobs is not None
@@ -152,7 +157,7 @@ def mismatch(logprobs: Tensor, batch: Batch) -> Metrics:
     """Return `policy/approxkl` and the `mismatch/` metrics between trainer and sampler.
 
     `policy/approxkl` compares `logprobs` [N, K, T] with `old_or_behaviour`. The `mismatch/` metrics compare
-    the trainer (before the update if `old_logprobs` exist) with the sampler: the k3 estimate of
+    the trainer (before the update, if `old_logprobs` exist) with the sampler: the k3 estimate of
     KL(sampler || trainer), the largest ratio, and the effective sample size of the importance weights
     trainer / sampler as a fraction of the tokens (1 on-policy).
     """

@@ -5,15 +5,14 @@ PPO's clipped surrogate: Schulman et al., arXiv 1707.06347.
     reward      r = score - beta sum_t k_t          the KL term only with `algo.kl_in=reward`
     ratio       u = exp(logp - old)                 `old`: log-probs of the trainer just before this update
     surrogate   max(-A u, -A clip(u, 1 - low, 1 + high))
-    loss        sum of correction * surrogate + beta u k    the KL term only with `algo.kl_in=loss`
+    loss        sum of w * surrogate + beta u k     the KL term only with `algo.kl_in=loss`
 
-k is the KL estimate of a token (`algo.kl_estimator`), beta is `algo.kl_coef`. The factor u makes the gradient
-of the estimate the gradient of the KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1);
-`algo.kl_unbiased=false` omits u. The importance weights of `correction` are in
-`rlhf/objectives/correction.py`.
+k is the KL estimate of a token (`algo.kl_estimator`), beta is `algo.kl_coef`. w is the importance weight of
+the off-policy correction (`rlhf.objectives.correction`). With the factor u, the gradient of the KL term is an
+unbiased estimate of the gradient of the KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+`algo.kl_unbiased=false` omits this factor.
 
-An algorithm overrides the methods in which it differs: `advantages`, `log_ratio`, `surrogate`, `reduce` and
-`count`.
+An algorithm overrides some of the methods `advantages`, `log_ratio`, `surrogate`, `reduce` and `count`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class PolicyGradient(Objective):
-    """A policy-gradient objective: the log-probs of tokens are raised in proportion to their advantage."""
+    """A policy-gradient objective: raises the log-prob of each token in proportion to its advantage."""
 
     def __init__(self, config: PolicyGradientConfig) -> None:
         self.config = config
@@ -62,7 +61,7 @@ class PolicyGradient(Objective):
     def skips_ties(self) -> bool:
         """Return True if prompts whose advantages are all 0 skip the forward pass.
 
-        The only gradient of such a prompt is that of a KL penalty in the loss.
+        Such a prompt has a gradient only if the loss has a KL penalty.
         """
         return not self.kl_in_loss
 
@@ -79,7 +78,7 @@ class PolicyGradient(Objective):
         )
 
     def scores(self, batch: Batch) -> Tensor:
-        """Return the scores [N, K], normalised over the batch and clipped as configured, in this order."""
+        """Return the scores [N, K], if configured normalised over the batch, then clipped."""
         scores = batch.scores
         if self.config.normalize_scores:
             scores = (scores - scores.mean()) / (scores.std() + 1e-8)
@@ -88,7 +87,7 @@ class PolicyGradient(Objective):
         return scores
 
     def kl(self, batch: Batch) -> Tensor:
-        """Return the KL [N, K, T] of the trainer before this update to the reference; 0 at padding."""
+        """Return the KL estimates [N, K, T] of the policy before this update; 0 at padding."""
         assert batch.ref_logprobs is not None
         kl = kl_estimate(old_or_behaviour(batch), batch.ref_logprobs, self.config.kl_estimator)
         return kl * batch.response_mask
@@ -98,11 +97,11 @@ class PolicyGradient(Objective):
         """Return the advantages [N, K] of responses, given their rewards [N, K]."""
 
     def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
-        """Return the logarithm of the ratio u, given `logp - old` [N, K, T], 0 at padding; here per token."""
+        """Return the logarithm of the ratio u, given `logp - old` [N, K, T]; here u is per token."""
         return difference
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token [N, K, T] before correction and KL, and where the ratio is clipped.
+        """Return the loss of each token [N, K, T] without w and KL, and a bool mask of the clipped ratios.
 
         Args:
             log_ratio: logarithm of the ratio [N, K, T], or [N, K, 1] for a ratio of sequences.
@@ -116,7 +115,7 @@ class PolicyGradient(Objective):
         return torch.maximum(free, bound), bound > free
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Return the sum of losses [N, K, T], to be divided by `count`; here tokens have equal weight."""
+        """Return the sum of the losses [N, K, T], which the engine divides by `count`; all tokens weigh 1."""
         return (losses * mask).sum()
 
     def count(self, batch: Batch) -> Counts:

@@ -8,13 +8,14 @@ details after Huang et al., arXiv 2403.17031.
     policy:  mean over tokens of max(-A u, -A clip(u, 1 - low, 1 + high)),  A whitened over the rollout batch
     value:   0.5 mean over states of max((V - R)^2, (clip(V, V_old +- clip_value) - R)^2), times vf_coef
 
-With `algo.end_state=true` (default, as in Noukhovitch et al., arXiv 2410.18252), the state after the last
-token is a separate step, which receives the score. A response of the full allowed length has no such step,
-and neither has any response with `algo.end_state=false`; there the last token receives the score. beta is
-fixed, or adapts towards `algo.kl_target` (Ziegler et al., section 2.2).
+u is the ratio of each token. With `algo.end_state=true` (default, as in Noukhovitch et al., arXiv
+2410.18252), the state after the last token is a separate step, which receives the score. In two cases there
+is no separate step, and the last token receives the score: if a response has the full allowed length, and
+with `algo.end_state=false`. beta is fixed, or adapts until the KL is near `algo.kl_target` (Ziegler et al.,
+section 2.2).
 
-Needs: a value model, reference log-probs; any K. No signal: no prompt is skipped, because the value model
-learns from every score.
+Needs: a value model, reference log-probs; any K. Prompts without signal (see `rlhf.objectives.objective`):
+none, because the value model learns from every score.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class PPO(PolicyGradient):
     def states(self, mask: Tensor) -> Tensor:
         """Return which states have a learned value, [N, K, T+1] bool, given the response mask [N, K, T].
 
-        They are the states before each token and, with `algo.end_state`, the state after the last token of a
-        response shorter than allowed.
+        These are the states before each token and, with `algo.end_state`, the state after the last token of a
+        response that is shorter than the allowed length.
         """
         if not self.config.end_state:
             return F.pad(mask, (0, 1))
@@ -95,7 +96,7 @@ class PPO(PolicyGradient):
         return F.pad(mask, (1, 0), value=True) & allowed
 
     def adapt(self, kl: float, episodes: int) -> None:
-        """Adapt the KL coefficient towards `algo.kl_target`.
+        """Change the KL coefficient to move the KL towards `algo.kl_target`; null: do nothing.
 
         Args:
             kl: mean KL of a response in this batch.
@@ -106,7 +107,7 @@ class PPO(PolicyGradient):
             self.kl_coef *= 1 + error * episodes / self.config.kl_horizon
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Not used: PPO computes advantages in `credit`, because they depend on values too."""
+        """Raise NotImplementedError: `credit` computes the advantages of PPO, which also depend on values."""
         raise NotImplementedError
 
     def count(self, batch: Batch) -> Counts:
@@ -123,7 +124,7 @@ class PPO(PolicyGradient):
         return {"policy": policy, "value": value}, {**policy_metrics, **value_metrics}
 
     def value_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return the sum of the value loss, given values [N, K, T+1] of the value model, and metrics."""
+        """Return the summed value loss and metrics, given values [N, K, T+1] of the value model."""
         assert batch.values is not None and batch.returns is not None and batch.value_mask is not None
         clip = self.config.clip_value
         clipped = values.clamp(batch.values - clip, batch.values + clip)

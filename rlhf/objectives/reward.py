@@ -2,10 +2,10 @@
 
 Ouyang et al., arXiv 2203.02155; details after Huang et al., arXiv 2403.17031.
 
-    loss = -log sigmoid(r_c - r_r)        mean over pairs; c: chosen, r: rejected response
+    loss = -log sigmoid(r_c - r_r)        mean over pairs; rewards of the chosen and the rejected response
 
-Needs: a reward model and preference pairs (`generator=dataset`). No signal: a pair with equal labels is
-excluded from the sum and the count.
+Needs: a reward model and preference pairs (`generator=dataset`). Prompts without signal (see
+`rlhf.objectives.objective`): pairs with equal labels. Sum and count exclude these pairs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RewardModelling(Supervised):
         self.config = config
 
     def credit(self, batch: Batch) -> Batch:
-        """Return the batch with the samples of each pair ordered by their labels, the chosen one first."""
+        """Return the batch with the samples of each pair ordered by label, the chosen response first."""
         order = torch.argsort(batch.scores, dim=1, descending=True, stable=True)[:, [0, -1]]
         pair = batch.samples(order)
         return replace(pair, signal=pair.scores[:, 0] > pair.scores[:, 1])

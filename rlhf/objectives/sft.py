@@ -4,8 +4,8 @@ Ouyang et al., arXiv 2203.02155.
 
     loss = - sum_t logp(response_t)        over response tokens, EOS included; divided by the number of tokens
 
-The prompt is not trained on. Needs: prompts with reference responses (`generator=dataset`). No signal: never;
-every response is trained on.
+Prompt tokens are not trained on. Needs: prompts with reference responses (`generator=dataset`). Prompts
+without signal (see `rlhf.objectives.objective`): none.
 """
 
 from __future__ import annotations

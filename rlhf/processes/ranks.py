@@ -24,7 +24,6 @@ from rlhf.core.metrics import merge
 if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics
 
-
 T = TypeVar("T")
 
 BUCKET = 25_000_000  # maximum number of gradient elements that are sent at once

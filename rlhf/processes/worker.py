@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics
     from rlhf.processes.service import ServiceFactory
 
-
 CLOSE_S = 10.0  # seconds that a process has to release its resources
 
 

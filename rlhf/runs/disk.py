@@ -1,4 +1,4 @@
-"""Detection and error messages of a full disk. Does not import torch."""
+"""Detection and error messages of a full disk. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rlhf.core.files import SCRATCH
 if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
 
-
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's quota is used up
 PROBE_BYTES = 2**16
 
@@ -25,7 +24,8 @@ def full(error: BaseException, folder: Path) -> str | None:
     """Return the system's error message if a write into `folder` failed because the disk is full; else None.
 
     Libraries that write files raise their own errors. safetensors frees the space and names the error number
-    in its message. torch leaves the disk full and reports a wrong position, so a small write is tried.
+    in its message. torch leaves the disk full and names no error number in its message, so this function
+    tries a small write.
     """
     number = error.errno if isinstance(error, OSError) else number_in_text(error) or number_of_probe(folder)
     return os.strerror(number) if number in FULL else None

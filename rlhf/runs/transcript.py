@@ -12,8 +12,8 @@ from rlhf.runs.folder import RunFolder
 def setup_logging(folder: RunFolder | Path) -> logging.Logger:
     """Send messages of the logger "rlhf" and Python warnings to the terminal and to the folder's train.log.
 
-    Only the first rank logs. A sweep runs several jobs in one process and calls this once per job; the last
-    call determines the folder.
+    Only the first rank logs. A sweep runs several jobs in one process and calls this function once per job;
+    the last call determines the folder.
     """
     from rich.logging import RichHandler
 

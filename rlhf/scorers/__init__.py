@@ -1,1 +1,1 @@
-"""What judges responses: a reward model, a program, or the labels of a data set."""
+"""Scorers of responses: reward models, programs, functions, services, labels, and weighted sums."""

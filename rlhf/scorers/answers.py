@@ -7,10 +7,10 @@ from decimal import Decimal, InvalidOperation
 
 
 def find_answer(text: str, pattern: str) -> str | None:
-    """Return the last match of `pattern` in a text, or the first group of the match if there are groups.
+    """Return the last match of `pattern` in a text; if the pattern has groups, return the first group.
 
-    The result is None if nothing matches. The last match counts because a worked solution may contain
-    intermediate results in the same form.
+    The result is None if nothing matches. The last match is the answer, because a worked solution may contain
+    intermediate results that match too.
     """
     matches = list(re.finditer(pattern, text))
     if not matches:
@@ -19,10 +19,10 @@ def find_answer(text: str, pattern: str) -> str | None:
 
 
 def normalize_answer(answer: str) -> str | Decimal:
-    """Return an answer in a form that can be compared.
+    """Return an answer in a form in which equal answers compare as equal.
 
-    A number becomes a Decimal without thousands separators (so that 5.0 == 5); any other answer is returned
-    without surrounding space, final dots and commas, thousands separators and a leading dollar sign.
+    Surrounding space, final dots, all commas and a leading dollar sign are removed. A finite number becomes a
+    Decimal, so that 5.0 == 5; any other answer stays a text.
     """
     bare = answer.strip().rstrip(".,").replace(",", "").removeprefix("$")
     try:

@@ -23,16 +23,16 @@ MANY = ("prompts", "responses", "references")
 
 
 class FunctionScorer(Scorer):
-    """Calls a function of (prompt, response, reference), or of three lists with `config.batched`.
+    """A scorer that calls a function of (prompt, response, reference); of three lists if `config.batched`.
 
     Rank 0 calls the function for all ranks.
 
     Args:
-        config: the section of the scorer.
-        context: what the run provides.
+        config: config section of the scorer.
+        context: the objects of the run that a scorer needs.
 
     Raises:
-        UserError: the function does not exist, or takes other arguments.
+        UserError: the module cannot be imported, or has no function that accepts these arguments.
     """
 
     config: FunctionScorerConfig
@@ -44,7 +44,7 @@ class FunctionScorer(Scorer):
         self.name = f"{self.at}.path={config.path}"
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """Return the scores [N, K] of the function.
+        """Return the scores [N, K] that the function returns.
 
         Raises:
             RunError: the function raised an exception, or returned something that is not a score.
@@ -52,7 +52,11 @@ class FunctionScorer(Scorer):
         return self.ranks.from_first(lambda: self.given(rollouts))
 
     def given(self, rollouts: Rollouts) -> Tensor:
-        """Call the function in this process and return the scores [N, K]."""
+        """Call the function in this process, and return the scores [N, K].
+
+        Raises:
+            RunError: the function raised an exception, or returned something that is not a score.
+        """
         texts = flat_texts(rollouts, self.tokenizer)
         N, K, _ = rollouts.response_ids.shape
         examples = [
@@ -76,19 +80,27 @@ class FunctionScorer(Scorer):
         return torch.tensor(scores, dtype=torch.float32).view(N, K)
 
     def call(self, *arguments: Any, example: str) -> Any:
-        """Return the result of the function for `arguments`."""
+        """Return the result of the function for `arguments`.
+
+        Raises:
+            RunError: the function raised an exception; `example` describes the responses in the message.
+        """
         try:
             return self.function(*arguments)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
-            where = frames[min(1, len(frames) - 1)]  # frame 0 is this call, frame 1 the function
+            where = frames[min(1, len(frames) - 1)]  # frame 0 is `call`, frame 1 the function
             raise RunError(
                 f"{self.name} raised {type(error).__name__}: {error} ({where.filename}, line {where.lineno}) "
                 f"for {example}; correct the function"
             ) from error
 
     def listed(self, given: Any, count: int, example: str) -> Sequence[Any]:
-        """Return the result of a batched function as a list of `count` scores."""
+        """Return the result `given` of a batched function as a list of `count` scores.
+
+        Raises:
+            RunError: the result is not a list of `count` items; `example` describes the first response.
+        """
         try:
             scores = list(given)
         except TypeError:

@@ -1,4 +1,4 @@
-"""A scorer that asks a service over HTTP. docs/rewards.md describes the protocol."""
+"""A scorer that requests scores from a service over HTTP. docs/rewards.md describes the protocol."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import ScorerContext
 
-BACKOFF_S = 0.5  # doubled before each further try, from the third try on
+BACKOFF_S = 0.5  # urllib3 backoff factor: the first retry is immediate, later retries wait 1, 2, 4, ... s
 TRY_AGAIN = (429, *range(500, 600))
 
 
 class HttpScorer(Scorer):
-    """Posts prompts, responses and references in batches, several in parallel, and keeps their order.
+    """A scorer that posts texts to a service in parallel requests, and returns scores in response order.
 
-    Rank 0 asks for all ranks. Nothing is sent before the first call of `score`.
+    Rank 0 sends the requests for all ranks. Nothing is sent before the first call of `score`.
 
     Args:
-        config: the section of the scorer.
-        context: what the run provides.
+        config: config section of the scorer.
+        context: the objects of the run that a scorer needs.
 
     Raises:
         UserError: the environment variable with the token is not set.
@@ -48,7 +48,7 @@ class HttpScorer(Scorer):
         self.session = new_session(config, context.at)
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """Return the scores [N, K] of the service.
+        """Return the scores [N, K] that the service returns.
 
         Raises:
             RunError: the service cannot be reached, refuses the request, or does not answer with scores.
@@ -56,24 +56,32 @@ class HttpScorer(Scorer):
         return self.ranks.from_first(lambda: self.answers(rollouts))
 
     def answers(self, rollouts: Rollouts) -> Tensor:
-        """Ask the service from this process and return the scores [N, K]."""
+        """Send the requests from this process, and return the scores [N, K].
+
+        Raises:
+            RunError: the service cannot be reached, refuses a request, or does not answer with scores.
+        """
         prompts, responses, references = flat_texts(rollouts, self.tokenizer)
 
         def ask(start: int) -> list[float]:
             part = slice(start, start + self.config.batch_size)
             return self.ask(prompts[part], responses[part], references[part])
 
-        with ThreadPoolExecutor(self.config.concurrency) as pool:  # map keeps the order of the requests
+        with ThreadPoolExecutor(self.config.concurrency) as pool:  # map returns results in request order
             answers = list(pool.map(ask, range(0, len(responses), self.config.batch_size)))
         N, K, _ = rollouts.response_ids.shape
         scores = [score for answer in answers for score in answer]
         return torch.tensor(scores, dtype=torch.float32).view(N, K)
 
     def ask(self, prompts: list[str], responses: list[str], references: list[str]) -> list[float]:
-        """Return the scores of one batch of texts."""
+        """Return the service's scores of one batch of texts.
+
+        Raises:
+            RunError: the service cannot be reached, refuses the request, or does not answer with scores.
+        """
         question = {"prompts": prompts, "responses": responses, "references": references}
         try:
-            # A redirected POST would become a GET, and its token would go to another address.
+            # Do not follow redirects: the POST would become a GET and the token would go to another address.
             answer = self.session.post(
                 self.url, json=question, timeout=self.config.timeout_s, allow_redirects=False
             )
@@ -91,7 +99,11 @@ class HttpScorer(Scorer):
         return self.read(answer, len(responses))
 
     def read(self, answer: requests.Response, count: int) -> list[float]:
-        """Return the `count` scores of an answer."""
+        """Return the `count` scores in an answer of the service.
+
+        Raises:
+            RunError: the answer does not contain `count` scores.
+        """
         try:
             body: Any = answer.json()
         except requests.JSONDecodeError:
@@ -114,7 +126,7 @@ class HttpScorer(Scorer):
         )
 
     def remedy(self, status: int) -> str:
-        """Return what the user can do about an HTTP status that is not 200."""
+        """Return the remedy for an HTTP status that is not 200, for an error message."""
         if status in TRY_AGAIN:
             tried = f"{self.config.retries + 1} tries were made"
             return (
@@ -130,7 +142,15 @@ class HttpScorer(Scorer):
 
 
 def new_session(config: HttpScorerConfig, key: str) -> requests.Session:
-    """Return a session that retries, sends the token, and connects to this machine without a proxy."""
+    """Return a session that retries, sends the token, and bypasses proxies for a service on this machine.
+
+    Args:
+        config: config section of the scorer.
+        key: config key of this section, for error messages.
+
+    Raises:
+        UserError: the environment variable with the token is not set.
+    """
     session = requests.Session()
     retry = Retry(
         total=config.retries,
@@ -154,12 +174,12 @@ def new_session(config: HttpScorerConfig, key: str) -> requests.Session:
             request.headers["Authorization"] = f"Bearer {token}"
             return request
 
-        session.auth = bearer  # unlike a header, ~/.netrc does not replace it
+        session.auth = bearer  # ~/.netrc overrides an Authorization header, but not session.auth
     return session
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether a URL names this machine."""
+    """Return True if the host of a URL is localhost or a loopback address."""
     host = urlsplit(url).hostname or ""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

@@ -9,17 +9,17 @@ from rlhf.tasks.tldr_mini_judge import gold_score
 
 
 class FactsScorer(TextScorer):
-    """The gold score of `task=tldr_mini`: facts covered, minus errors, filler and excess length."""
+    """A scorer that returns the gold score of `task=tldr_mini`: facts, minus errors, filler and length."""
 
     config: FactsScorerConfig
 
     def judge(self, prompt: str, response: str, reference: str) -> float:
-        """Return the gold score of the response; it needs only the post."""
+        """Return the gold score of the response, given the post in `prompt`; `reference` is not used."""
         return gold_score(prompt, response)
 
 
 class AnswerScorer(TextScorer):
-    """1 if the answer in the response equals the answer in the reference, else 0."""
+    """A scorer that returns 1 if the answer in the response equals the answer in the reference, else 0."""
 
     config: AnswerScorerConfig
 

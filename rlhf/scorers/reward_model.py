@@ -1,4 +1,4 @@
-"""A scorer that reads the score from a reward model."""
+"""A scorer that computes scores with a reward model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class RewardModelScorer(Scorer):
-    """Reads the score at the last response token.
+    """A scorer that returns the output of a reward model at the last response token.
 
     Args:
-        config: the section of the scorer.
-        context: what the run provides.
-        model: the reward model, on the device or divided over ranks.
-        own_tokenizer: the reward model's tokenizer if it differs from the policy's: prompts and responses are
-            tokenized again for the reward model. None: token ids are passed on unchanged.
+        config: config section of the scorer.
+        context: the objects of the run that a scorer needs.
+        model: the reward model, on the device or divided over the ranks.
+        own_tokenizer: tokenizer of the reward model, if it differs from the tokenizer of the policy. Prompts
+            and responses are then decoded and tokenized again. None: the reward model gets the policy's ids.
     """
 
     config: RewardModelScorerConfig
@@ -46,20 +46,20 @@ class RewardModelScorer(Scorer):
         self.dtype = context.model.dtype
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """Return the scores [N, K] of the reward model."""
+        """Return the scores [N, K] that the reward model computes."""
         if self.own_tokenizer is not None:
             rollouts = self.retokenize(rollouts, self.own_tokenizer)
         return infer(self.model, rollouts, "rewards", self.config.batch_size, self.ranks, self.dtype)
 
     def retokenize(self, rollouts: Rollouts, own: PreTrainedTokenizerBase) -> Rollouts:
-        """Return the same texts in the reward model's tokens; only a response that had ended gets an EOS."""
+        """Return `rollouts` in tokens of the tokenizer `own`; only responses that had ended get an EOS."""
         texts = response_texts(rollouts, self.tokenizer)
         prompts = encode_prompts(rollouts.index, rollouts.texts, rollouts.references, own)
         return encode_completions(prompts, texts, own, response_length=None, ended=rollouts.ended)
 
 
 def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardModelScorer:
-    """Load the reward model at `config.path`, or at `model.reward`, and its tokenizer.
+    """Return a scorer with the reward model and tokenizer at `config.path`, or else at `model.reward`.
 
     Raises:
         UserError: the model or its tokenizer cannot be loaded.

@@ -1,4 +1,4 @@
-"""A scorer that saves scored rollouts to disk (`save_generations`) in the format `core.rollout_format`."""
+"""A scorer that saves scored rollouts (`save_generations`); `rlhf.core.rollout_format` has the format."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SCRATCH = ".tmp"  # suffix of a file that is not completely written
 class SavingScorer(Scorer):
     """A scorer that writes each scored rollout batch to a file.
 
-    Files left incomplete by an earlier run are removed.
+    Incomplete files in `folder`, left behind by a crash, are removed.
 
     Args:
         scorer: the scorer that computes the scores.
         folder: folder of the files, one per update.
-        tokenizer: tokenizer of the policy, for the texts.
-        sampling: temperature and other settings of the rollouts.
-        state: progress of the run, which gives the number of the update.
+        tokenizer: tokenizer of the policy, which decodes the responses.
+        sampling: sampling settings of the rollouts; the files contain the temperature.
+        state: counters of the run, which give the number of the update.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ def write(
 ) -> None:
     """Write the file of one update: one row per response, grouped by prompt.
 
-    The file is written under a temporary name and renamed, so that it is complete or missing.
+    The file is written under a temporary name, then renamed. So a file is complete or missing.
 
     Args:
         batch: scored rollouts.
         update: number of the update, from 1.
         folder: folder of the files.
         tokenizer: tokenizer of the policy.
-        sampling: temperature and other settings of the rollouts.
+        sampling: sampling settings of the rollouts; the file contains the temperature.
         vocabulary: hash of the policy's vocabulary.
     """
     N, K, T = batch.response_ids.shape

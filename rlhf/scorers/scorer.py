@@ -1,4 +1,4 @@
-"""The interface of a scorer: rollouts in, scores [N, K] out. Scorers of labels and of texts."""
+"""The interface of a scorer, which maps rollouts to scores [N, K]; scorers of labels and of texts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerContext:
-    """What a scorer gets from its run, besides its own section.
+    """The objects of a run that a scorer needs, besides the config section of the scorer.
 
     Args:
-        at: the key of the scorer's section: `scorer`, `gold`, or `scorer.parts.<name>`; for messages.
-        tokenizer: the policy's tokenizer, in whose tokens rollouts are.
-        ranks: the ranks of the run, and the device of this one.
-        model: the section of the models.
-        place: puts a frozen module on the device, or divides it over ranks, as the backend does.
-        build: makes the scorer of another section and key, for a scorer that consists of scorers.
+        at: config key of the scorer: `scorer`, `gold`, or `<scorer or gold>.parts.<name>`; for messages.
+        tokenizer: tokenizer of the policy; rollouts contain its token ids.
+        ranks: the ranks of the run, and the device of this rank.
+        model: config section of the models.
+        place: returns a frozen module on the device, or divided over the ranks; depends on the backend.
+        build: returns the scorer of a config section and key, for a scorer that consists of other scorers.
     """
 
     at: str
@@ -42,11 +42,11 @@ class ScorerContext:
 
 
 class Scorer(ABC):
-    """Scores rollouts, and applies the rules of `config` for responses without EOS.
+    """A scorer of rollouts, which applies the settings `missing_eos_score` and `missing_eos_penalty`.
 
     Args:
-        config: the section of the scorer.
-        context: what the run provides.
+        config: config section of the scorer.
+        context: the objects of the run that a scorer needs.
     """
 
     config: ScorerConfig
@@ -59,10 +59,10 @@ class Scorer(ABC):
 
     @abstractmethod
     def score(self, rollouts: Rollouts) -> Tensor:
-        """Return the scores [N, K], float32, without the rules for a missing EOS."""
+        """Return the scores [N, K], float32, before the missing-EOS settings are applied."""
 
     def __call__(self, rollouts: Rollouts) -> Batch:
-        """Return the rollouts with the scores that training sees.
+        """Return the rollouts with the scores for training.
 
         Rollouts that an annotator process has scored already (a `Batch`) are returned unchanged.
         """
@@ -72,11 +72,11 @@ class Scorer(ABC):
         return rollouts.extend(Batch, scores=scores, parts=parts)
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """Return the scores [N, K] after the rules for a missing EOS, and the scores of parts, if any."""
+        """Return the scores [N, K] after the missing-EOS settings, and the scores of the parts, if any."""
         return self.at_end(self.score(rollouts), rollouts.ended), None
 
     def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
-        """Replace or lower the scores [N, K] of responses without EOS; `ended` is [N, K] bool."""
+        """Return the scores [N, K] after the missing-EOS settings; `ended` [N, K] is False without EOS."""
         replacement, penalty = self.config.missing_eos_score, self.config.missing_eos_penalty
         if replacement is not None:
             return torch.where(ended, scores, replacement)
@@ -84,11 +84,11 @@ class Scorer(ABC):
 
 
 def no_scorer(config: NoScorerConfig, context: ScorerContext) -> None:
-    """Return None: `scorer@gold=none` has no judge."""
+    """Return None: with `scorer@gold=none` there is no judge."""
 
 
 class LabelsScorer(Scorer):
-    """The labels of stored completions; 0 for completions without labels."""
+    """A scorer that returns the labels of stored completions; 0 for completions without labels."""
 
     config: LabelsScorerConfig
 
@@ -133,7 +133,7 @@ def response_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> li
 def flat_texts(
     rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[str], list[str]]:
-    """Return prompt, response and reference of each response: three lists of N * K texts."""
+    """Return prompts, responses and references, one per response: three lists of N * K texts."""
     groups = response_texts(rollouts, tokenizer)
     K = rollouts.response_ids.shape[1]
     prompts = [text for text in rollouts.texts for _ in range(K)]
@@ -142,11 +142,11 @@ def flat_texts(
 
 
 def as_score(value: object) -> float | None:
-    """Return a score from a user's code as a float; None if it is no number, or not finite in float32."""
+    """Return a score from user code as a float; None if `value` is no number, or not finite in float32."""
     if isinstance(value, str | bytes):
         return None
     try:
-        number = float(value)  # type: ignore[arg-type]  # any object that converts to a number
+        number = float(value)  # type: ignore[arg-type]  # float() accepts any number type
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
-    return number if abs(number) <= torch.finfo(torch.float32).max else None  # False for NaN
+    return number if abs(number) <= torch.finfo(torch.float32).max else None  # NaN gives None

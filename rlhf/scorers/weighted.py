@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class WeightedScorer(Scorer):
-    """The sum of the scores of other scorers, each times its weight.
+    """A scorer that returns the weighted sum of the scores of other scorers, its parts.
 
     Args:
-        config: the section, with the sections and weights of the parts.
-        context: what the run provides; it builds the parts.
+        config: config section of the scorer, with the sections and weights of the parts.
+        context: the objects of the run that a scorer needs; `context.build` builds the parts.
     """
 
     config: WeightedScorerConfig
@@ -34,17 +34,17 @@ class WeightedScorer(Scorer):
             self.parts[name] = part
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        """Return the weighted sum [N, K] of the scores, without the rules for a missing EOS."""
+        """Return the weighted sum [N, K] of the scores, before the missing-EOS settings are applied."""
         return self.total({name: part.score(rollouts) for name, part in self.parts.items()})
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weighted sum [N, K] and the scores [N, K] of the parts, by the name of the part.
+        """Return the weighted sum [N, K], and the scores [N, K] of each part by the name of the part.
 
-        The missing-EOS settings of each part and of the sum are applied.
+        The missing-EOS settings of a part apply to its score, the settings of this section to the sum.
         """
         parts = {name: part.training_scores(rollouts)[0] for name, part in self.parts.items()}
         return self.at_end(self.total(parts), rollouts.ended), parts
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
-        """Return the weighted sum [N, K] of the scores by part."""
+        """Return the weighted sum [N, K] of the scores [N, K] in `parts`."""
         return torch.stack([self.parts[name].config.weight * scores for name, scores in parts.items()]).sum(0)

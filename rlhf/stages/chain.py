@@ -48,7 +48,6 @@ from rlhf.stages.stage_config import checked, model_folder, pairs_folder, stage
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
-
 T = TypeVar("T")
 
 # Metrics of a stage that the summary shows.

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from rlhf.engines.engine import Engine
     from rlhf.processes.ranks import Ranks
 
-
 SPLITS = ("validation", "test")
 SECTIONS = ("eval", "generator", "gold", "backend", "model", "task")  # sections that an evaluation reads
 KEYS = ("seed", "progress", "cache_dir")  # other keys that an evaluation reads

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from rlhf.scorers.scorer import Scorer
     from rlhf.tasks.task import Task
 
-
 REPORT = "relabel.json"  # written last, so its presence marks the data set as complete
 BATCH = 256  # pairs between two steps of the progress bar
 ADDED = ("chosen_score", "rejected_score", "swapped")  # columns of the data set besides the pair

@@ -1,1 +1,1 @@
-"""Where prompts, reference responses and preference pairs come from."""
+"""Tasks: sources of prompts, reference responses and preference pairs, and tokenized batches."""

@@ -1,11 +1,11 @@
-"""Sums with a checkable answer, the embedded counterpart of GSM8K.
+"""The embedded task `arithmetic`: sums with answers that can be checked, similar to GSM8K.
 
     Problem: 7 + 5 + 8
     Solution: 7 + 5 = 12, 12 + 8 = 20 #### 20
 
-SFT imitates pupils who forget to carry, more often for larger terms: 7 + 5 = 2. After SFT the policy knows
-the correct and the wrong way, and takes the wrong way where most pupils do. References are correct; answers
-are checked against them.
+SFT imitates pupils who sometimes forget the carry, more often for larger terms: 7 + 5 = 2. After SFT, the
+policy samples correct and wrong sums; the wrong sum is more likely where most pupils are wrong. Reference
+responses are correct, and answers are compared with them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rlhf.tasks.source import EmbeddedSource
 if TYPE_CHECKING:
     from rlhf.config.task import ArithmeticConfig
 
-TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # numbers of 1 to 9 to add
-FORGETS_CARRY = 0.1  # times the term: probability of a wrong sum across a ten; 0.9 for + 9
+TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # number of terms of a sum; each term is 1 to 9
+FORGETS_CARRY = 0.1  # times the term: probability that a carry is forgotten; 0.9 for + 9
 LARGEST = 9 * max(TERMS.values())
 TOKEN_PATTERN = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
 
@@ -40,13 +40,13 @@ def solution(totals: list[int], terms: list[int]) -> str:
 
 
 def forgetful_add(before: int, term: int, forgets: bool) -> int:
-    """Return `before + term`, without the carry if it is forgotten: 17 + 5 = 12."""
+    """Return `before + term`; if `forgets` is True, without the carry: 17 + 5 = 12."""
     carries = before % 10 + term >= 10
     return before + term - 10 * (carries and forgets)
 
 
 class ArithmeticSource(EmbeddedSource):
-    """Sums from the seed; preference pairs from a folder."""
+    """A source of sums, generated from `task.data_seed`, and of preference pairs from a folder."""
 
     config: ArithmeticConfig
     pattern = TOKEN_PATTERN
@@ -54,12 +54,12 @@ class ArithmeticSource(EmbeddedSource):
     @classmethod
     @cache
     def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token except the special ones. All but the headings include the space before them."""
+        """Return every token except special tokens. Operators, `####` and numbers begin with a space."""
         numbers = (f" {number}" for number in range(LARGEST + 1))
         return ("Problem:", "Solution:", "\n", " +", " =", ",", " ####", *numbers)
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
-        """Return examples; `reference_response` is correct, `demonstration` is the work of a pupil."""
+        """Return `size` examples: `reference_response` is correct, `demonstration` is the work of a pupil."""
         count = TERMS[self.config.difficulty]
         rng = random.Random(f"arithmetic/{self.config.data_seed}/{split}")
         rows: dict[str, list[str]] = {"query": [], "reference_response": [], "demonstration": []}

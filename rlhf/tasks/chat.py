@@ -1,4 +1,4 @@
-"""Dialogues as prompts: the last turn of the assistant is the reference."""
+"""The task `chat`: the last turn of a dialogue is the reference, the earlier turns are the prompt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class ChatSource:
-    """Dialogues in the column `messages`, lists of {role, content} that end with the assistant's turn.
+    """A source of dialogues: lists of {role, content} in the column `messages`, the last by the assistant.
 
     Args:
-        config: the section of the task.
+        config: config section of the task.
     """
 
     def __init__(self, config: ChatConfig) -> None:
@@ -26,9 +26,9 @@ class ChatSource:
         self.pairs = pairs_of(config, config.preferences_name)
 
     def prompts(self, split: str) -> Dataset:
-        """Return the split as texts `query` and `reference_response`.
+        """Return the split with the text columns `query` and `reference_response`.
 
-        A query is all turns except the last, followed by `task.reply`.
+        A query consists of all turns except the last (format `task.turn`), then `task.reply`.
 
         Raises:
             UserError: a dialogue has only one turn, or does not end with a turn of the assistant.
@@ -38,7 +38,11 @@ class ChatSource:
         return rows.map(self._texts, with_indices=True, remove_columns=rows.column_names)
 
     def preferences(self, split: str) -> Dataset:
-        """Return the split of the pairs that the config names: texts `prompt`, `chosen` and `rejected`."""
+        """Return the split of the pairs with the text columns `prompt`, `chosen` and `rejected`.
+
+        Raises:
+            UserError: the config names no pairs, or the pairs cannot be loaded.
+        """
         return load_pairs(self.pairs, split, "chat", "No Robots has none")
 
     def _texts(self, row: dict[str, Any], index: int) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""Checks of local data folders: splits and columns, read without torch and without loading the data.
+"""Checks of the splits and columns of local data folders. This module imports no torch and loads no data set.
 
-A folder was either written by `datasets.save_to_disk` (a DatasetDict, or a Dataset, which counts as the split
-`train`), or has one file per split: `train.jsonl`, `validation.parquet`, and so on.
+A data folder has one of two forms. `datasets.save_to_disk` wrote the folder, from a DatasetDict or from a
+Dataset, which counts as the split `train`. Or the folder has one file per split: `train.jsonl`,
+`validation.parquet`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def split_files(folder: Path) -> dict[str, Path]:
-    """Return the split files of a folder that `save_to_disk` did not write: split -> file."""
+    """Return the files of a folder that has one file per split: split -> file."""
     return {file.stem: file for file in sorted(folder.iterdir()) if file.suffix in FORMATS}
 
 
@@ -29,7 +30,7 @@ def split_columns(folder: Path) -> dict[str, list[str]]:
     """Return the column names of each split of a folder: split -> names.
 
     Raises:
-        ValueError, OSError, or an error of the format's library: a file cannot be read in its format.
+        Exception: a file cannot be read; the class of the exception depends on the file format.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
@@ -65,14 +66,14 @@ def _file_columns(file: Path) -> list[str]:
 def folder_problems(
     key: str, path: str, columns: Iterable[str], splits: Iterable[str], reason: str
 ) -> Iterator[str]:
-    """Yield an error message for each reason why a data folder cannot be used.
+    """Yield an error message for each problem of a data folder.
 
     Args:
-        key: config key that names the folder, for the messages.
+        key: config key that names the folder, for error messages.
         path: the folder.
         columns: required columns of every split.
         splits: required splits.
-        reason: why the folder is needed, for the messages.
+        reason: why the run needs the folder, for error messages.
     """
     folder = Path(path).expanduser()
     required = list(columns)

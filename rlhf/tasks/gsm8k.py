@@ -16,13 +16,14 @@ COLUMNS = ("question", "answer")
 
 
 class GSM8KSource:
-    """Questions in a prompt template. The published data set has the splits `train` and `test`.
+    """A source of GSM8K questions in a prompt template.
 
-    If the data set has no split `validation`, the last `task.validation_size` rows of `train` are the
-    validation split, and `train` ends before them. `test` is not used for either.
+    The published data set has the splits `train` and `test`. The last `task.validation_size` rows of `train`
+    are the validation split, and the training split ends before these rows. A local folder with a split
+    `validation` is used as stored.
 
     Args:
-        config: the section of the task.
+        config: config section of the task.
     """
 
     def __init__(self, config: GSM8KConfig) -> None:
@@ -30,7 +31,11 @@ class GSM8KSource:
         self.problems = prompts_of(config, config.prompts_name, subset="main")
 
     def prompts(self, split: str) -> Dataset:
-        """Return the split as texts `query` and `reference_response`, the worked answer."""
+        """Return the split with the text columns `query` and `reference_response`, the worked answer.
+
+        Raises:
+            UserError: the split cannot be loaded, or `task.validation_size` leaves no training rows.
+        """
         rows = self._rows(split)
         return rows.map(
             lambda columns: {
@@ -42,7 +47,11 @@ class GSM8KSource:
         )
 
     def preferences(self, split: str) -> Dataset:
-        """Return the split of `task.preferences_path` as texts `prompt`, `chosen` and `rejected`."""
+        """Return a split of `task.preferences_path` with the text columns `prompt`, `chosen` and `rejected`.
+
+        Raises:
+            UserError: the config names no pairs, or the pairs cannot be loaded.
+        """
         return load_pairs(pairs_of(self.config), split, "gsm8k", "the data set has none")
 
     def _rows(self, split: str) -> Dataset:

@@ -1,4 +1,4 @@
-"""Any data set of prompts with a chosen and a rejected response."""
+"""The task `preferences`: any data set of prompts with a chosen and a rejected response."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class PreferencesSource:
-    """Stored preference pairs.
+    """A source of stored preference pairs.
 
-    The prompts of the pairs are also the prompts of the task; the chosen responses are their references.
+    The prompts of the pairs are also the prompts of the task. The chosen responses are the references.
 
     Args:
-        config: the section of the task.
+        config: config section of the task.
     """
 
     def __init__(self, config: PreferencesConfig) -> None:
@@ -26,11 +26,15 @@ class PreferencesSource:
         self.pairs = pairs_of(config, config.preferences_name, beside_prompts=True)
 
     def prompts(self, split: str) -> Dataset:
-        """Return the split as texts `query` (the prompt) and `reference_response` (the chosen response)."""
+        """Return the split with the columns `query` (prompt) and `reference_response` (chosen response)."""
         pairs = self.preferences(split).remove_columns("rejected")
         return pairs.rename_columns({"prompt": "query", "chosen": "reference_response"})
 
     def preferences(self, split: str) -> Dataset:
-        """Return the split as texts `prompt`, `chosen` and `rejected`."""
+        """Return the split with the text columns `prompt`, `chosen` and `rejected`.
+
+        Raises:
+            UserError: the config names no pairs, or the pairs cannot be loaded.
+        """
         stored = self.config.validation_split if split == "validation" else split
         return load_pairs(self.pairs, stored, "preferences", "it has no data set of its own")

@@ -1,4 +1,4 @@
-"""Load the data of a task, from the hub or a local folder, as data sets with canonical columns."""
+"""Sources of task data, from the hub, a local folder or a seed, as data sets with canonical columns."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """The examples of a task. Splits are `train`, `validation` and `test`."""
+    """The source of the examples of a task. Splits are `train`, `validation` and `test`."""
 
     def prompts(self, split: str) -> Dataset:
-        """Return the split as texts `query` and `reference_response`.
+        """Return the split with the text columns `query` and `reference_response`.
 
-        A column `demonstration` is the text that SFT imitates, if that is not the reference.
+        An optional column `demonstration` contains the text that SFT imitates instead of the reference.
         """
 
     def preferences(self, split: str) -> Dataset:
-        """Return the split as texts `prompt`, `chosen` and `rejected`."""
+        """Return the split with the text columns `prompt`, `chosen` and `rejected`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Stored:
     """A data set under a hub name or in a local folder (see `rlhf.tasks.folders`)."""
 
-    key: str  # the config key that names the data set, for messages
+    key: str  # config key that names the data set, for error messages
     place: str  # hub name or folder
-    subset: str | None = None  # of a hub data set
+    subset: str | None = None  # subset of a hub data set
 
     @property
     def local(self) -> bool:
-        """Whether the data set is a folder; `task.path` and `task.preferences_path` always name folders."""
+        """Return True if `place` is a folder or `key` is `task.path` or `task.preferences_path`."""
         return self.key.endswith("path") or Path(self.place).expanduser().is_dir()
 
     def splits(self) -> list[str]:
@@ -51,12 +51,12 @@ class Stored:
         return list(split_columns(Path(self.place).expanduser()))
 
     def load(self, split: str, columns: Sequence[str], texts: bool = True) -> Dataset:
-        """Return the columns `columns` of one split.
+        """Return one split with the columns `columns`.
 
         Args:
             split: the split to load.
             columns: the names of the columns.
-            texts: whether all columns must contain texts.
+            texts: whether every column must contain texts.
 
         Raises:
             UserError: the folder, the split or a column is missing, or a column does not contain texts.
@@ -106,9 +106,9 @@ def prompts_of(config: TaskConfig, hub_name: str, subset: str | None = None) -> 
     """Return the prompts of a task: `task.path` if it is set, else the hub data set.
 
     Args:
-        config: the section of the task.
+        config: config section of the task.
         hub_name: the value of `task.prompts_name`.
-        subset: of the hub data set.
+        subset: subset of the hub data set.
     """
     if config.path is not None:
         return Stored(key="task.path", place=config.path)
@@ -116,12 +116,12 @@ def prompts_of(config: TaskConfig, hub_name: str, subset: str | None = None) -> 
 
 
 def pairs_of(config: TaskConfig, hub_name: str | None = None, beside_prompts: bool = False) -> Stored | None:
-    """Return the preference pairs of a task; None: the config names none.
+    """Return the preference pairs of a task; None if the config names no pairs.
 
     Args:
-        config: the section of the task.
+        config: config section of the task.
         hub_name: the value of `task.preferences_name`, if the task has that key.
-        beside_prompts: whether `task.path` contains pairs, too.
+        beside_prompts: whether the folder `task.path` also contains pairs.
     """
     if config.preferences_path is not None:
         return Stored(key="task.preferences_path", place=config.preferences_path)
@@ -131,16 +131,16 @@ def pairs_of(config: TaskConfig, hub_name: str | None = None, beside_prompts: bo
 
 
 def load_pairs(pairs: Stored | None, split: str, task: str, reason: str) -> Dataset:
-    """Return a split of `pairs` as texts `prompt`, `chosen` and `rejected`.
+    """Return a split of `pairs` with the text columns `prompt`, `chosen` and `rejected`.
 
     Args:
-        pairs: what `pairs_of` returned.
+        pairs: result of `pairs_of`.
         split: the split to load.
-        task: the name of the task, for messages.
-        reason: why the task has no pairs of its own, for messages.
+        task: the name of the task, for error messages.
+        reason: why the task has no pairs of its own, for error messages.
 
     Raises:
-        UserError: the config names no pairs, or they cannot be loaded.
+        UserError: the config names no pairs, or the pairs cannot be loaded.
     """
     if pairs is None:
         raise UserError(
@@ -151,10 +151,10 @@ def load_pairs(pairs: Stored | None, split: str, task: str, reason: str) -> Data
 
 
 class StoredSource:
-    """Prompts and preference pairs as they are stored, with canonical columns.
+    """A source of stored prompts and preference pairs that already have the canonical columns.
 
     Args:
-        config: the section of the task.
+        config: config section of the task.
     """
 
     def __init__(self, config: TLDRConfig) -> None:
@@ -162,22 +162,25 @@ class StoredSource:
         self.pairs = pairs_of(config, config.preferences_name, beside_prompts=True)
 
     def prompts(self, split: str) -> Dataset:
-        """Return the split as texts `query` and `reference_response`."""
+        """Return the split with the text columns `query` and `reference_response`."""
         return self.stored_prompts.load(split, PROMPT_COLUMNS)
 
     def preferences(self, split: str) -> Dataset:
-        """Return the split as texts `prompt`, `chosen` and `rejected`."""
+        """Return the split with the text columns `prompt`, `chosen` and `rejected`."""
         return load_pairs(self.pairs, split, "tldr", "it names none")
 
 
 class EmbeddedSource(ABC):
-    """A task whose examples are generated from a seed. Its pairs are sampled and labelled by the run.
+    """A source whose prompts and references are generated from a seed.
+
+    Preference pairs are not generated: a prerequisite stage samples responses of the SFT model and labels
+    them with the gold score.
 
     Args:
-        config: the section of the task.
+        config: config section of the task.
     """
 
-    pattern: ClassVar[str]  # regular expression of a token
+    pattern: ClassVar[str]  # regular expression that matches one token of a text
 
     def __init__(self, config: EmbeddedTaskConfig) -> None:
         self.config = config
@@ -189,19 +192,19 @@ class EmbeddedSource(ABC):
 
     @abstractmethod
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
-        """Return `size` examples as columns: `query`, `reference_response`, optionally `demonstration`."""
+        """Return `size` examples as columns `query`, `reference_response` and optionally `demonstration`."""
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Return the tokenizer of the vocabulary; decoding restores the encoded text exactly."""
+        """Return a tokenizer with this vocabulary; decoding an encoded text returns exactly the text."""
         return word_tokenizer(self.vocabulary(), self.pattern)
 
     def prompts(self, split: str) -> Dataset:
-        """Return the split as texts `query` and `reference_response`, generated or from `task.path`."""
+        """Return the columns `query` and `reference_response` of a split, generated or from `task.path`."""
         if self.config.path is not None:
             return Stored(key="task.path", place=self.config.path).load(split, PROMPT_COLUMNS)
         return Dataset.from_dict(self.generate(split, getattr(self.config, f"{split}_size")))
 
     def preferences(self, split: str) -> Dataset:
-        """Return the split of `task.preferences_path` as texts `prompt`, `chosen` and `rejected`."""
+        """Return a split of `task.preferences_path` with the text columns `prompt`, `chosen` and `rejected`."""
         reason = "pairs are sampled from its SFT model and labelled by gold"
         return load_pairs(pairs_of(self.config), split, self.config.name, reason)

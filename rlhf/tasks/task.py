@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from rlhf.tasks.source import Source
 
 log = logging.getLogger(__name__)
-END_TEXTS = ("<|endoftext|>",)  # end markers in the texts of published data sets, for any tokenizer
+END_TEXTS = ("<|endoftext|>",)  # end markers in published data sets; removed with any tokenizer
 
 
 class Task:
     """Training batches and held-out examples of one source.
 
-    Training prompts are tokenized once, when they are first needed. Prompts longer than `max_prompt_tokens`
-    are skipped, and their number is logged. A batch depends only on the seed and the number of the batch, so
-    a run resumes at any batch without replaying the batches before.
+    Training prompts are tokenized once, at their first use. Prompts longer than `max_prompt_tokens` are
+    skipped, and the number of skipped prompts is logged. A batch depends only on the seed and the number of
+    the batch, so a run resumes at any batch without replaying the batches before.
 
     Args:
-        source: the texts.
+        source: the source of the texts.
         tokenizer: the tokenizer of the policy.
         data: what a training example contains.
-        prompts_per_update: N, over all ranks.
-        max_prompt_tokens: longest prompt in tokens.
+        prompts_per_update: N, prompts of a training batch over all ranks.
+        max_prompt_tokens: largest length of a prompt in tokens.
         seed: seed of the run.
 
     Raises:
@@ -68,14 +68,14 @@ class Task:
         self.prompts_per_update = prompts_per_update
         self.max_prompt_tokens = max_prompt_tokens
         self.seed = seed
-        self._order = lru_cache(maxsize=2)(self._permutation)  # a batch usually spans at most two epochs
+        self._order = lru_cache(maxsize=2)(self._permutation)  # permutations of the last two epochs: a batch may span both
 
     @cached_property
     def _train(self) -> Dataset:
         return self._examples("train", self.data)
 
     def __len__(self) -> int:
-        """Return the number of training examples, without those whose prompt is too long."""
+        """Return the number of training examples whose prompt is not too long."""
         return len(self._train)
 
     def fingerprint(self) -> str:
@@ -84,15 +84,15 @@ class Task:
         The hash covers row numbers, texts and completions of the examples.
         """
         digest = xxhash.xxh3_64(vocabulary(self.tokenizer.get_vocab()).encode())
-        for rows in self._train.remove_columns("ids").iter(1000):  # the ids follow from the texts
+        for rows in self._train.remove_columns("ids").iter(1000):  # texts and vocabulary determine the ids
             digest.update(json.dumps(rows, sort_keys=True).encode())
         return digest.hexdigest()
 
     def prompts(self, start: int = 0) -> Iterator[Prompts]:
         """Yield training batches of N examples without end, beginning with batch number `start`.
 
-        The examples of an epoch are permuted by (seed, epoch). Batch t has the examples [tN, (t+1)N) of the
-        sequence of all epochs.
+        Seed and epoch determine the order of the examples in an epoch. Batch t has the examples [tN, (t+1)N)
+        of the sequence of all epochs.
         """
         number = start
         while True:
@@ -108,8 +108,8 @@ class Task:
         Args:
             count: number of examples.
             split: name of the split.
-            data: what an example contains; None: the same as a training example. For example, offline DPO
-                trains on pairs but is evaluated on `Data.prompts`.
+            data: what an example contains; None: same as a training example. For example, offline DPO trains
+                on pairs, but is evaluated on `Data.prompts`.
         """
         examples = self._examples(split, data or self.data)
         if len(examples) < count:
@@ -119,7 +119,9 @@ class Task:
         return self._batch(examples[: min(count, len(examples))])
 
     def by_length(self, split: str, size: int, done: Collection[int] = ()) -> tuple[int, Iterator[Prompts]]:
-        """Return the number of examples of a split, and an iterator over them in batches, the longest first.
+        """Return the number of examples of a split, and an iterator over batches, longest examples first.
+
+        The length of an example is the number of characters of the prompt and of its longest completion.
 
         Args:
             split: name of the split.
@@ -130,7 +132,7 @@ class Task:
         texts = zip(examples["text"], examples["completions"], strict=True)
         lengths = [len(text) + max(map(len, completions)) for text, completions in texts]
         rows = [i for i, row in enumerate(examples["index"]) if row not in done]
-        rows.sort(key=lambda i: -lengths[i])  # so that too little memory shows in the first batch
+        rows.sort(key=lambda i: -lengths[i])  # too little memory then fails at the first batch
         parts = (rows[first : first + size] for first in range(0, len(rows), size))
         return len(rows), (self._batch(examples[part]) for part in parts)
 
@@ -138,15 +140,15 @@ class Task:
         return np.random.default_rng(derive(self.seed, "order of examples", epoch)).permutation(len(self))
 
     def _examples(self, split: str, data: Data) -> Dataset:
-        """Return a tokenized split with the columns index, text, reference and ids.
+        """Return a tokenized split with the columns `index`, `text`, `reference` and `ids`.
 
-        With stored completions there are the columns completions and, for pairs, labels too.
+        If `data` has stored completions, there is a column `completions`; for pairs, also a column `labels`.
         """
         pairs = data is Data.preferences
         stored = self.source.preferences(split) if pairs else self.source.prompts(split)
         ends = (self.tokenizer.eos_token, *END_TEXTS)
 
-        tokenizer, limit = self.tokenizer, self.max_prompt_tokens  # not `self`: `map` hashes what encode uses
+        tokenizer, limit = self.tokenizer, self.max_prompt_tokens  # not `self`: `map` hashes all that `encode` uses
 
         def clean(texts: list[str]) -> list[str]:
             return [_without_end(text, ends) for text in texts]

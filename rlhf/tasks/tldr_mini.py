@@ -1,20 +1,21 @@
-"""TL;DR in miniature: generated posts and flawed references.
+"""The embedded task `tldr_mini`: generated posts like those of TL;DR, with flawed references.
 
 A post states one fact for each of several slots (who did what to which thing, when, where, why, ...). Between
-the facts are filler sentences and distractors, which mention another value of a slot. A good summary states
-the relevant facts and the fact of the title; all other facts are clutter. The subreddit decides which half of
-the facts is relevant:
+the facts are filler sentences and distractors. A distractor mentions a wrong value of a slot. A good summary
+states the relevant facts and the fact in the title; all other facts are clutter. The subreddit decides which
+half of the facts is relevant. Two examples of good summaries:
 
     Someone just sold my guitar last monday. Maybe I should sue them.               (r/legaladvice)
     My sister took my stuff because of their wedding. I feel furious.               (r/offmychest)
 
-A word precedes each fact that the summary needs, too ("last monday"), so a model of two layers learns to copy
-in minutes. Another word precedes a distractor ("until friday").
+In the post, the same word precedes a fact as in the summary ("last monday"), so a model with two layers
+learns within minutes to copy facts. A different word precedes a distractor ("until friday").
 
-References imitate people: they state relevant facts more often than others, with habits per subreddit. Mostly
-they are vague ("recently"), and some copy filler or confuse a fact with a distractor. Greedy decoding after
-SFT is therefore vague, too, and RLHF must find out for each slot and subreddit what to state. The gold score
-(`tldr_mini_judge`) reads the facts from the post and compares the summary with them.
+The references imitate people. They state relevant facts more often than other facts, with different habits in
+each subreddit. Most facts are stated vaguely ("recently"). Some references copy a filler sentence, or state
+the value of a distractor instead of the fact. Greedy decoding after SFT is therefore vague as well, and RLHF
+must learn which slots to state in which subreddit. The gold score (`tldr_mini_judge`) reads the facts from
+the post and compares the summary with these facts.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A kind of fact. `_` is replaced by the value in every template."""
+    """A kind of fact, with templates of texts in which `_` stands for the value of the fact."""
 
     name: str
     values: tuple[str, ...]
     facts: tuple[str, ...]  # sentences of a post that state the fact
-    distractors: tuple[str, ...]  # sentences that mention another value
-    title: str
+    distractors: tuple[str, ...]  # sentences that mention a wrong value
+    title: str  # title of a post that states the fact
     phrase: str  # how a summary states the fact
-    vague: str  # how a vague summary mentions it
+    vague: str  # how a summary mentions the fact without its value
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -189,7 +190,7 @@ SLOTS = (
 )
 BY_NAME = {slot.name: slot for slot in SLOTS}
 SLOT_OF = {value: slot for slot in SLOTS for value in slot.values}
-BACKBONE = ("who", "deed", "thing")  # in every summary, at least vaguely: "Someone took my stuff."
+BACKBONE = ("who", "deed", "thing")  # slots in every summary, at least vaguely: "Someone took my stuff."
 FILLER = (
     "Sorry for the long post.",
     "I do not know where to start.",
@@ -209,11 +210,11 @@ FOCUS = {  # slots by relevance in a subreddit, most relevant first; half of a p
     "r/advice": _words("ask thing feeling where worth who deed age when why"),
 }
 RELEVANT_ODDS = -0.6  # log-odds that a reference states a relevant fact exactly
-IRRELEVANT_ODDS = -1.8  # log-odds that a reference states any other fact exactly
-HABIT_ODDS = 0.5  # largest change of these log-odds by the habit of a subreddit
-VAGUE_SHARE = 0.9  # share of the other facts that are stated vaguely; the rest is skipped
+IRRELEVANT_ODDS = -1.8  # log-odds that a reference states a fact that is not relevant exactly
+HABIT_ODDS = 0.5  # largest change of these two log-odds by the habit of a subreddit
+VAGUE_SHARE = 0.9  # share of facts not stated exactly that are stated vaguely; the rest is skipped
 FILLER_SHARE = 0.2  # share of references with a filler sentence
-WRONG_SHARE = 0.03  # share of stated facts with a wrong value
+WRONG_SHARE = 0.03  # share of exactly stated facts that have a wrong value
 
 
 def relevant_slots(subreddit: str, names: list[str]) -> list[str]:
@@ -223,7 +224,11 @@ def relevant_slots(subreddit: str, names: list[str]) -> list[str]:
 
 @cache
 def habits(subreddit: str, slots: tuple[str, ...]) -> dict[str, float]:
-    """Return the habit of a subreddit: slot -> change of the log-odds, in even steps and a random order."""
+    """Return the habit of a subreddit: slot -> change of the log-odds that a reference states the fact.
+
+    The changes are evenly spaced from -HABIT_ODDS to HABIT_ODDS, in a random order that only the subreddit
+    and the slots determine.
+    """
     order = list(slots)
     random.Random(f"habits/{subreddit}").shuffle(order)
     return {name: HABIT_ODDS * (2 * rank / (len(order) - 1) - 1) for rank, name in enumerate(order)}
@@ -233,11 +238,11 @@ def habits(subreddit: str, slots: tuple[str, ...]) -> dict[str, float]:
 class Level:
     """The settings of a difficulty."""
 
-    subreddits: int  # how many subreddits of FOCUS
-    slots: tuple[str, ...]
-    values: int  # how many values of each slot
-    distractors: int
-    filler: int
+    subreddits: int  # number of subreddits, the first of FOCUS
+    slots: tuple[str, ...]  # slots of a post
+    values: int  # number of values of each slot
+    distractors: int  # distractors in a post
+    filler: int  # filler sentences in a post
 
 
 LEVELS = {
@@ -252,25 +257,25 @@ class Post:
     """The content of a post."""
 
     subreddit: str
-    title: str  # the slot in the title
+    title: str  # slot whose fact is the title
     facts: dict[str, str]  # slot -> value, in the order of SLOTS
-    distractors: dict[str, str]  # slot -> the value that is not the fact
+    distractors: dict[str, str]  # slot -> wrong value
     sentences: tuple[str, ...]
 
     @property
     def query(self) -> str:
-        """The prompt, in the format of TL;DR."""
+        """Return the prompt, in the format of TL;DR."""
         title = fill(BY_NAME[self.title].title, self.facts[self.title])
         return f"SUBREDDIT: {self.subreddit}\n\nTITLE: {title}\n\nPOST: {' '.join(self.sentences)}\n\nTL;DR:"
 
 
 def fill(template: str, value: str) -> str:
-    """Return a template with `_` replaced by the value."""
+    """Return `template` with `_` replaced by `value`."""
     return template.replace("_", value)
 
 
 def make_post(rng: random.Random, level: Level) -> Post:
-    """Return a random post."""
+    """Return a random post of the difficulty `level`."""
     facts = {name: rng.choice(BY_NAME[name].values[: level.values]) for name in level.slots}
     distractors = {
         name: rng.choice([value for value in BY_NAME[name].values[: level.values] if value != facts[name]])
@@ -330,7 +335,7 @@ TOKEN_PATTERN = rf"{'|'.join(HEADINGS)}|\n+| ?[A-Za-z0-9/']+|[^\sA-Za-z0-9]"
 
 
 class TLDRMiniSource(EmbeddedSource):
-    """Posts with references from the seed; preference pairs from a folder."""
+    """A source of posts and references, generated from `task.data_seed`, and of pairs from a folder."""
 
     config: TLDRMiniConfig
     pattern = TOKEN_PATTERN
@@ -338,7 +343,7 @@ class TLDRMiniSource(EmbeddedSource):
     @classmethod
     @cache
     def vocabulary(cls) -> tuple[str, ...]:
-        """Return every token of the generator except special tokens. Words include the space before them."""
+        """Return every token of the generated texts except special tokens. Words begin with a space."""
         texts = [*FILLER, *FOCUS, "What now?"]
         for slot in SLOTS:
             texts += [*slot.values, slot.title, slot.phrase, slot.vague, *slot.facts, *slot.distractors]
@@ -348,7 +353,7 @@ class TLDRMiniSource(EmbeddedSource):
         return (*HEADINGS, "\n\n", *sorted(pieces))
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
-        """Return posts and flawed references; a larger split begins with the examples of a smaller one."""
+        """Return `size` posts with flawed references; a larger `size` only appends examples."""
         rng = random.Random(f"tldr_mini/{self.config.data_seed}/{split}")  # noqa: S311
         rows: dict[str, list[str]] = {"query": [], "reference_response": []}
         for _ in range(size):

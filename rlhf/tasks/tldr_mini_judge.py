@@ -26,15 +26,15 @@ def ideal_summary(query: str) -> str:
 
 
 POINTS = 10.0  # points of all relevant facts together
-VAGUE = 0.15  # credit of a vague phrase
-BARE = 0.4  # credit of the correct value outside its phrase
-CLUTTER_COST = 2.0  # per fact that is not relevant
-VAGUE_CLUTTER_COST = 0.2  # per irrelevant fact in a vague phrase
-WORD_COST = 0.02  # per word
-JUNK_COST = 0.2  # per word that belongs to no phrase
-REPEAT_COST = 0.7  # per repeated fact
-ORDER_COST = 0.3  # per two consecutive phrases in the wrong order
-OVERLONG_COST = 0.3  # per word above the limit of 4 words per fact
+VAGUE = 0.15  # credit of a vague phrase, as a fraction of the points of its fact
+BARE = 0.4  # credit of the correct value outside its phrase, as a fraction of the points of its fact
+CLUTTER_COST = 2.0  # points lost per stated fact that is not relevant
+VAGUE_CLUTTER_COST = 0.2  # points lost per vague phrase of a fact that is not relevant
+WORD_COST = 0.02  # points lost per word
+JUNK_COST = 0.2  # points lost per word that belongs to no phrase
+REPEAT_COST = 0.7  # points lost per repeated fact
+ORDER_COST = 0.3  # points lost per two consecutive phrases in the wrong order
+OVERLONG_COST = 0.3  # points lost per word above the limit of 4 words per fact of the post
 
 
 def split_words(text: str) -> list[str]:
@@ -49,7 +49,7 @@ def _fact_pattern(slot: Slot) -> re.Pattern[str]:
 
 
 def read_facts(query: str) -> dict[str, str]:
-    """Return the facts that a post states: slot -> value."""
+    """Return the facts that the post in a prompt states: slot -> value."""
     post = " ".join(query.partition("POST:")[2].split())
     facts = {}
     for slot in SLOTS:
@@ -60,7 +60,7 @@ def read_facts(query: str) -> dict[str, str]:
 
 
 def fact_weights(query: str, names: list[str]) -> dict[str, float]:
-    """Return the points of each fact of a post; they add up to POINTS.
+    """Return the points of each fact of a post: slot -> points. The points add up to POINTS.
 
     The subreddit decides which half of the facts is relevant; the fact in the title is always relevant. Other
     facts have 0 points.
@@ -79,7 +79,7 @@ def fact_weights(query: str, names: list[str]) -> dict[str, float]:
 
 
 def title_slot(query: str) -> str | None:
-    """Return the slot whose fact is the title of a post, or None."""
+    """Return the slot whose fact is the title of the post in a prompt, or None."""
     title = query.partition("TITLE:")[2].split("\n")[0].strip()
     for slot in SLOTS:
         before, _, after = slot.title.partition("_")
@@ -90,9 +90,9 @@ def title_slot(query: str) -> str | None:
 
 
 def value_credit(slot: Slot, stated: str, fact: str) -> float:
-    """Return the credit of the value `stated` for a slot: 1 for the fact, -1 for a wrong value.
+    """Return the credit of the value `stated` for a slot: 1 for the value `fact`, -1 for a wrong value.
 
-    The credit of a number falls with its distance from the fact, down to -1.
+    The credit of an amount or an age falls with its distance from the fact, down to -1.
     """
     if slot.name == "worth":
         return max(-1.0, 1.0 - 1.2 * abs(math.log2(float(stated) / float(fact))))
@@ -105,16 +105,17 @@ def gold_score(query: str, response: str) -> float:
     """Return the gold score of the summary `response` of the post in `query`.
 
     A summary that states the relevant facts and nothing else scores nearly POINTS; an empty response scores
-    0. A relevant fact earns its weight (`fact_weights`) in full for the correct value in its phrase, and in
-    part for a vague phrase or a value outside its phrase. A wrong value costs the weight. Irrelevant facts,
-    repeated facts, words outside any phrase, phrases out of order, and words above a limit cost points.
+    0. `fact_weights` gives the points of each relevant fact. The correct value in its phrase earns all points
+    of the fact. A vague phrase, or the correct value outside its phrase, earns a part of the points. A wrong
+    value subtracts up to the points of the fact. Irrelevant facts, repeated facts, words outside any phrase,
+    phrases out of order, and long summaries cost points.
     """
     facts = read_facts(query)
     weights = fact_weights(query, list(facts))
     words = split_words(response)
     used = [False] * len(words)
     score = 0.0
-    mentions: list[tuple[int, str]] = []  # place of the word, slot
+    mentions: list[tuple[int, str]] = []  # (index of the word, slot)
 
     def claim(phrase: list[str], start: int) -> bool:
         if start < 0 or words[start : start + len(phrase)] != phrase:
@@ -156,7 +157,7 @@ def gold_score(query: str, response: str) -> float:
     order = [list(facts).index(name) for _, name in sorted(mentions)]
     score -= ORDER_COST * sum(later < earlier for earlier, later in zip(order, order[1:], strict=False))
     marks = [not word[0].isalnum() for word in words]
-    junk = sum(  # a mark counts only at the start or after another mark
+    junk = sum(  # a punctuation mark is junk only at the start or after another mark
         not was_used and (not mark or place == 0 or marks[place - 1])
         for place, (was_used, mark) in enumerate(zip(used, marks, strict=True))
     )

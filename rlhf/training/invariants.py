@@ -1,5 +1,6 @@
-"""Metrics of the first on-policy update that do not depend on the algorithm, because sampler, trainer and
-reference are the same model.
+"""Metrics whose values at the first on-policy update are known in advance, for every algorithm.
+
+At this update, sampler, trainer and reference are the same model.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ EXPECTED = {
 
 
 def expected(starts_as_reference: bool) -> set[str]:
-    """Return the metrics that must have their expected value.
+    """Return the names of the metrics in `EXPECTED` that are checked at the first update.
 
-    `objective/kl` is one of them only if the initial policy is the reference.
+    Args:
+        starts_as_reference: whether the initial policy is the reference; if not, `objective/kl` is not
+            checked.
     """
     return set(EXPECTED) - (set() if starts_as_reference else {"objective/kl"})
 
 
 def broken_invariants(row: Mapping[str, float], tolerance: float) -> list[str]:
-    """Return a warning for each metric of the first row that differs from its expected value.
+    """Return a warning for each metric in `row` that differs from its value in `EXPECTED`.
 
     Args:
         row: the metrics of the first update.

@@ -1,15 +1,20 @@
-"""The training loop. It is the same for every algorithm, generator and backend, and imports none of them.
+"""The training loop, which is the same for every algorithm, generator, scorer and backend.
 
   prompts          rollouts            batch                 minibatches
 Task ──▶ Stream ──▶ Generator ──▶ Scorer ──▶ Engine.annotate ──▶ Objective.credit ──▶ Engine.step
                         ▲                                                               │
                         └────────────── weights, version ───────────────────────────────┘
 
-| step     | waits for                        | unblocked by                              |
-|----------|----------------------------------|-------------------------------------------|
-| rollouts | the oldest request in flight     | the generator, up to `max_lag` batches ahead |
-| step     | scores and log-probs of the batch | nothing else; the next request may be running |
-| load     | the optimizer steps              | earlier requests: first in, first out      |
+| phase    | the loop waits for                       | the generator can meanwhile                   |
+|----------|------------------------------------------|-----------------------------------------------|
+| wait     | rollouts of the oldest request in flight | sample up to `schedule.max_lag` later batches |
+| score    | scores of the batch                      | sample these later batches                    |
+| annotate | log-probs and values of the batch        | sample these later batches                    |
+| train    | optimizer steps                          | sample these later batches                    |
+| sync     | a copy of the new weights                | answer earlier requests before it loads them  |
+
+Metrics report the seconds of a phase as `time/<phase>_s`. With `schedule.update=in_flight`, the generator
+loads new weights in the middle of a request.
 """
 
 from __future__ import annotations
@@ -52,7 +57,18 @@ def train(
     interruption: Interruption,
     seed: int,
 ) -> None:
-    """Train until the stream ends, or until a signal asks to stop; then a checkpoint is saved first."""
+    """Train until the stream ends, or until a signal asks to stop.
+
+    After a signal, the current update is finished and a checkpoint is saved before the function returns.
+
+    Args:
+        parts: the parts of the run.
+        stream: rollouts of all remaining updates.
+        state: counters of the run, changed in place.
+        schedule: minibatches, epochs, and how often to evaluate and to save.
+        interruption: whether a signal asked the run to stop.
+        seed: seed of the run, for the order of minibatches.
+    """
     generator, scorer, engine, objective = parts.generator, parts.scorer, parts.engine, parts.objective
     recorder, evaluator = parts.recorder, parts.evaluator
     timer = recorder.timer

@@ -1,4 +1,4 @@
-"""The recorder: collects the metrics of an update and writes them as one row to every logger."""
+"""The recorder, which collects the metrics of updates and sends rows of metrics to every logger."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ if TYPE_CHECKING:
     from rlhf.generators.generator import Generator
     from rlhf.loggers.logger import Logger
 
-
 PHASES = ("wait", "score", "annotate", "train", "sync")  # the timed phases of an update
 
 
 class Recorder:
-    """A collector of metrics: each row summarizes all updates since the row before.
+    """A collector of metrics; each row summarizes all updates since the previous row.
 
     Args:
-        log_every: number of updates between rows; below 1: a fraction of the run.
-        metric: name of the evaluation metric whose best value is stored in the state.
-        tolerance: tolerance of the invariants of the first update; depends on the dtype.
-        expected: names of those that are to hold.
+        log_every: number of updates between rows; below 1: a fraction of the run; 0: no rows.
+        metric: name of the evaluation metric whose best value is stored in `TrainState.best`.
+        tolerance: largest difference from `EXPECTED` without a warning; depends on the dtype.
+        expected: names of the metrics in `EXPECTED` that are checked at the first update.
     """
 
     def __init__(
@@ -41,18 +40,18 @@ class Recorder:
         self.metric = metric
         self.tolerance = tolerance
         self.timer = Timer()
-        self.unchecked = set(expected)  # names of invariants that have not been checked
+        self.unchecked = set(expected)  # names of metrics in EXPECTED that are still to check
         self.figures: Metrics = {}  # the unfinished row
         self.first: Row = {}  # metrics of the evaluation before training
         self.evaluated: Row = {}  # metrics of the last evaluation
 
     def open(self, loggers: list[Logger], generator: Generator | None = None) -> None:
-        """Write rows to `loggers` from now on, including the metrics of `generator`."""
+        """Send rows to `loggers` from now on, including the metrics of `generator`."""
         self.loggers = loggers
         self.generator = generator
 
     def add(self, figures: Metrics) -> None:
-        """Add metrics to the unfinished row, and check the first value of each invariant."""
+        """Add metrics to the unfinished row, and compare first values with `EXPECTED`."""
         seen = {
             name: value
             for name in self.unchecked & figures.keys()
@@ -64,7 +63,7 @@ class Recorder:
         merge(self.figures, figures)
 
     def flush(self, state: TrainState, rollouts: Rollouts, engine: Engine) -> None:
-        """End an update: add times and throughput, and write the row if it is due."""
+        """End an update: add times, throughput, token lag and memory, and send the row if it is due."""
         times = self.timer.drain()
         seconds = sum(float(times[f"time/{phase}_s"].total) for phase in PHASES if f"time/{phase}_s" in times)
         tokens = float(rollouts.response_mask.sum())
@@ -86,7 +85,7 @@ class Recorder:
                 "memory/peak_gib": Stat(engine.peak_gib(), 1.0, How.max),
             }
         )
-        # Converted to floats, so that a row that spans a checkpoint gets the same sums after a resume.
+        # Plain floats, because a checkpoint stores floats: sums are then the same with and without a resume.
         self.figures = {name: stat.plain() for name, stat in self.figures.items()}
         if state.due(self.log_every, at_end=True):
             row = state.position()
@@ -103,7 +102,7 @@ class Recorder:
                 logger.log(row, state)
 
     def evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
-        """Write the metrics of an evaluation as a row, and its completions."""
+        """Send metrics and completions of an evaluation to the loggers, and update the best value."""
         self.evaluated = evaluation.figures
         if state.update == 0:
             self.first = evaluation.figures
@@ -115,12 +114,12 @@ class Recorder:
         self.timer.drain()  # the time of an evaluation does not belong to an update
 
     def warn(self, text: str) -> None:
-        """Show a warning on every logger."""
+        """Send a warning to every logger."""
         for logger in self.loggers:
             logger.warn(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unfinished row and the first and last evaluation, as plain numbers."""
+        """Return the unfinished row and the metrics of the first and the last evaluation, for a checkpoint."""
         figures = {
             name: [stat.total, stat.count, stat.how.value, stat.squares]
             for name, stat in self.figures.items()
@@ -128,13 +127,13 @@ class Recorder:
         return {"figures": figures, "first": self.first, "evaluated": self.evaluated}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the unfinished row and the evaluations from `saved`."""
+        """Restore the state that `state_dict` returned."""
         self.figures = {
             name: Stat(total, count, How(how), squares)
             for name, (total, count, how, squares) in saved["figures"].items()
         }
         self.first, self.evaluated = saved["first"], saved["evaluated"]
-        self.unchecked = set()  # the first update was in an earlier session
+        self.unchecked = set()  # the first update was before the checkpoint
 
     def close(self) -> None:
         """Close every logger."""

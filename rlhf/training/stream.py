@@ -1,4 +1,4 @@
-"""The stream of rollouts: yielded in order, with a bounded number of later requests in flight."""
+"""The stream of rollouts, in the order of requests, with a bounded number of later requests in flight."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 class Stream:
     """An iterator over finished rollouts, in the order of their prompts.
 
-    At most `max_lag` later requests are in flight. The generator works first in, first out and gets new
-    weights after each batch. So batch t (from 0) is sampled by version max(0, t - max_lag): max_lag=0 is
-    synchronous, max_lag=1 is the asynchronous RLHF of Noukhovitch et al. (2410.18252). With
-    `schedule.update=in_flight`, some tokens may be of a newer version, but none of an older one.
+    While a batch is trained on, at most `max_lag` later requests are in flight. The generator processes
+    requests and weights first in, first out, and gets new weights after each batch. So batch t (from 0) is
+    sampled by version max(0, t - max_lag). max_lag=0 is synchronous, max_lag=1 is the asynchronous RLHF of
+    Noukhovitch et al. (arXiv 2410.18252). With `schedule.update=in_flight`, a newer version may sample some
+    tokens of a batch.
 
     Args:
-        generator: answers the requests.
+        generator: the generator that processes the requests.
         prompts: prompts of the batches that have not been requested, in order; the stream ends after them.
         sampling: sampling settings of all requests; `sampling.request` is the number of the first request.
         max_lag: maximum number of later requests in flight while a batch is trained on.
-        timer: measures the seconds that the caller waits for rollouts, as `wait`.
-        in_flight: rollouts of an earlier session that were not trained on; they are yielded first.
+        timer: stopwatch that measures, under the name `wait`, how long the caller waits for rollouts.
+        in_flight: rollouts of a checkpoint that were not trained on; they are yielded first.
     """
 
     def __init__(
@@ -61,5 +62,5 @@ class Stream:
             yield rollouts
 
     def in_flight(self) -> list[Rollouts]:
-        """Wait for all requests in flight and return their rollouts, for a checkpoint."""
+        """Wait for all requests in flight, and return their rollouts in order, for a checkpoint."""
         return [future.result() for future in self.pending]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rlhf.checks.check import problems
-from rlhf.config import catalogue as options
+from rlhf.config.catalogue import options
 from rlhf.config.compose import compose
 from rlhf.config.schema import SCHEMAS
 
 DOCS = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 COMMANDS = re.findall(r"^    python -m rlhf\.train (.*)$", DOCS, re.M)
-ALGORITHMS = sorted(options.options("algo"))
+ALGORITHMS = sorted(options("algo"))
 
 
 def table(heading: str) -> dict[str, list[str]]:

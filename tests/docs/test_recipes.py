@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf.checks import check as validate
-from rlhf.checks import machine as hardware
+from rlhf.checks import check, machine
 from rlhf.checks.check import typed
 from rlhf.config.root import Config
 from rlhf.core.machine import Machine
 from rlhf.memory import activations, loaded_models, model_size
 from rlhf.memory import plan as memory
 from rlhf.memory.uses import CONTEXT, GIB
-from rlhf.stages import relabelling as relabel
+from rlhf.stages import relabelling
 from tests.docs import snapshots
 from tests.docs.snapshots import FOLDER, RECIPES, RELABELS, SWEEPS, header, objects, resolved
 
@@ -322,9 +321,9 @@ def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_of_a_recipe_is_a_sound_run(name, pairs, everything_installed):
     chosen = words(name, pairs)
     assert chosen[0] == f"experiment={name}"
-    doubts = validate.warnings(typed(snapshots.compose(*chosen), chosen))
+    doubts = check.warnings(typed(snapshots.compose(*chosen), chosen))
     if name in RELABELS:
-        assert relabel.pairs_of(chosen).gold.described == TLDR["gold.path"]
+        assert relabelling.pairs_of(chosen).gold.described == TLDR["gold.path"]
     if name.startswith("gsm8k"):  # answers are checked, there as here
         assert len(doubts) == 1 and doubts[0].startswith("scorer and scorer@gold are the same (answer)")
     else:
@@ -424,7 +423,7 @@ def test_a_recipe_for_several_gpus_is_shown_anywhere(command):
 def test_a_recipe_for_gpus_is_refused_where_there_are_none(
     command, monkeypatch, everything_installed, tmp_path, name, said
 ):
-    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(machine, "torch_has_cuda", lambda: False)
     answer = command(f"experiment={name}")
     assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
     assert all(text in answer.err for text in said)
@@ -453,9 +452,9 @@ def test_a_recipe_for_gpus_is_refused_where_there_are_none(
 def test_processes_and_gpus_are_counted_before_a_run(monkeypatch, words, ranks, gpus, said):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: True)
-    monkeypatch.setattr(hardware, "this_machine", lambda: Machine(2**40, (2**36,) * gpus))
-    found = list(hardware.problems(objects(*words)))
+    monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "this_machine", lambda: Machine(2**40, (2**36,) * gpus))
+    found = list(machine.problems(objects(*words)))
     assert (found == []) if said is None else (len(found) == 1 and said in found[0])
 
 

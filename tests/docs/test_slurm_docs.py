@@ -12,7 +12,7 @@ import pytest
 from rlhf import train
 from rlhf.config.compose import compose
 from rlhf.launch import sweep
-from rlhf.launch.jobs import gave
+from rlhf.launch.jobs import completed
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "slurm.md").read_text()
@@ -35,7 +35,7 @@ def test_a_sweep_of_the_docs_launches(command, monkeypatch, tmp_path, given):
 
     def launch(watched, jobs, first):
         launched.extend((watched.launcher, job) for job in jobs)
-        return [gave(0.5) for _ in jobs]
+        return [completed(0.5) for _ in jobs]
 
     monkeypatch.setattr(sweep.WatchedLauncher, "run", launch)
     answer = command(*given)

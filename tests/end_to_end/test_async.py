@@ -368,7 +368,7 @@ def test_a_killed_trainer_leaves_no_process_and_goes_on_to_the_same_rows(
 
     again = start(words)
     told, _ = again.communicate(timeout=300)
-    assert again.returncode == 0 and "going on at update" in told, told
+    assert again.returncode == 0 and "resumed from update" in told, told
     assert figures(folder) == figures(undisturbed)
     assert folder.completions.read_text() == undisturbed.completions.read_text()
 

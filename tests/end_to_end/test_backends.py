@@ -258,8 +258,8 @@ def test_a_run_goes_as_on_plain_torch(name, runs, tmp_path):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_was_interrupted_ends_the_same(name, runs):
     _, folder, resumed = runs[name]
-    assert "going on at update" in (resumed / "train.log").read_text()
-    assert "going on at update" not in (folder / "train.log").read_text()
+    assert "resumed from update" in (resumed / "train.log").read_text()
+    assert "resumed from update" not in (folder / "train.log").read_text()
     assert rows(resumed) == rows(folder)
     one, other = (load_file(path / "model" / "model.safetensors") for path in (folder, resumed))
     assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
@@ -317,6 +317,6 @@ def test_settings_that_deepspeed_refuses_are_told_before_anything_is_loaded(comm
         timeout=LIMIT_S,
     )
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "backend.deepspeed must be settings that DeepSpeed takes" in done.stderr
+    assert "backend.deepspeed must be settings that DeepSpeed accepts" in done.stderr
     assert "overlap_com" in done.stderr and "Traceback" not in done.stderr
     assert "making" not in done.stdout

@@ -144,7 +144,7 @@ def test_another_judge_judges(copied, tmp_path):
 def test_a_large_request_is_answered_in_parts_with_the_same_samples(copied, monkeypatch):
     whole = measured(copied, only=("model",))
     copied.evaluations.unlink()
-    monkeypatch.setattr(evaluate, "PART", 5)
+    monkeypatch.setattr(evaluate, "CHUNK", 5)
     (row,) = measured(copied, only=("model",))
     assert row == {key: pytest.approx(value, abs=1e-5) if isinstance(value, float) else value
                    for key, value in whole[0].items()}  # fmt: skip

@@ -186,7 +186,9 @@ def test_nothing_is_pushed_unless_told_and_then_privately(source, relabelled, mo
 def test_a_push_that_fails_says_what_to_do_and_no_token(source, relabelled, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "of-the-test")
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    with pytest.raises(RunError, match="push_to=me/pairs must be a repository .* is complete") as told:
+    with pytest.raises(
+        RunError, match="push_to=me/pairs must be a reachable repository .* is complete"
+    ) as told:
         relabel_command.command(
             {"output": str(relabelled), "push_to": "me/pairs"}, [*TINY, f"task.preferences_path={source}"]
         )

@@ -255,7 +255,7 @@ def test_supervised_runs_decode_as_many_at_once_for_evaluation_as_they_are_told(
         asked.append(batch_size)
         return HFGenerator(borrow, tokenizer, batch_size, seed)
 
-    monkeypatch.setattr("rlhf.generators.hf.generator.HFGenerator", sampler)
+    monkeypatch.setattr("rlhf.assembly.evaluator.HFGenerator", sampler)
     ends = []
     for size in (3, 256):
         folder = RunFolder(tmp_path / str(size))

@@ -211,7 +211,7 @@ def test_a_job_of_two_nodes_is_stopped_requeued_and_ends_as_undisturbed(
     wait_for(lambda: not queued())
     text = log.read_text()
     assert text.count("interrupted by SIGUSR1 after update 2 of 5") == 1
-    assert text.count("going on at update 2 of 5") == 1
+    assert text.count("resumed from update 2 of 5") == 1
     assert "Restarts=1" in ask(slurm, "scontrol", "show", "job", job)
     assert_same_end(folder, two_ranks)
 

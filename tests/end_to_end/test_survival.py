@@ -156,7 +156,7 @@ def test_killed_in_the_middle_of_a_run(tiny, command, tmp_path, undisturbed):
 
     told = finish(words)
 
-    assert "going on at update" in told
+    assert "resumed from update" in told
     assert "model:" in told.splitlines()[-1] and "win rate" in told.splitlines()[-1]
     assert_same_end(folder, undisturbed(*RUN))
 
@@ -186,7 +186,7 @@ def test_killed_in_the_middle_of_a_checkpoint(tiny, command, tmp_path, undisturb
     assert folder.last_checkpoint() == folder.path / "checkpoint-1", "what was half written does not count"
     assert list(folder.path.glob(".tmp-checkpoint-2"))
 
-    assert "going on at update 1 of 5" in finish(words)
+    assert "resumed from update 1 of 5" in finish(words)
 
     assert_same_end(folder, undisturbed(*RUN))
     assert not list(folder.path.glob(".tmp-*")), "nor is it left behind"
@@ -197,7 +197,7 @@ def test_killed_in_the_middle_of_a_weight_transfer(tiny, command, tmp_path, undi
     process = start(words, "-c", DIES_IN_A_TRANSFER)
     out, _ = process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL, out
-    assert "going on at update 1 of 5" in finish(words)
+    assert "resumed from update 1 of 5" in finish(words)
     assert_same_end(folder, undisturbed(*LAG))
 
 
@@ -213,12 +213,12 @@ def test_sigterm_ends_the_command_with_a_checkpoint_and_75(tiny, command, tmp_pa
     last = folder.path / "checkpoint-2"
     assert told.splitlines()[-1] == (
         "interrupted by SIGTERM after update 2 of 5 (dpo of pythia on tldr_mini); "
-        f"checkpoint: {last}; the same command goes on from it"
+        f"checkpoint: {last}; the same command resumes from it"
     )
     assert folder.last_checkpoint() == last and "interrupted by SIGTERM" in folder.log.read_text()
     assert "Traceback" not in told and not list(folder.path.glob(".tmp*"))
 
-    assert "going on at update 2 of 5" in finish(words)
+    assert "resumed from update 2 of 5" in finish(words)
 
     assert_same_end(folder, undisturbed(*RUN))
 
@@ -351,7 +351,7 @@ def test_a_damaged_checkpoint_is_passed_over(crashed, undisturbed, capsys, damag
     run(cfg, folder)
     told = capsys.readouterr().out
     assert f"checkpoint-3 is damaged and is not used: {name} {why}" in told
-    assert "going on at update 2 of 5" in told
+    assert "resumed from update 2 of 5" in told
     assert_same_end(folder, undisturbed(*RUN))
 
 
@@ -361,11 +361,11 @@ def test_where_every_checkpoint_is_damaged_the_run_starts_again_unless_it_must_g
     cfg, folder = crashed
     for path in complete_checkpoints(folder.path):
         truncate(path / "random.pt")
-    with pytest.raises(UserError, match=r"resume=must needs a checkpoint that is as it was written"):
+    with pytest.raises(UserError, match=r"resume=must needs a valid checkpoint"):
         run(tiny(*RUN, "resume=must"), folder)
     assert capsys.readouterr().out.count("is damaged and is not used: random.pt") == 2
     run(cfg, folder)
-    assert "going on" not in capsys.readouterr().out
+    assert "resumed from" not in capsys.readouterr().out
     assert_same_end(folder, undisturbed(*RUN))
 
 
@@ -492,7 +492,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_then_the_model(tiny, disk, u
     assert not list(folder.path.glob(".tmp*"))
     subprocess.run(["mount", "-o", "remount,size=40m", place], check=True)
     run(cfg, folder)
-    assert "going on at update 2 of 5" in capsys.readouterr().out
+    assert "resumed from update 2 of 5" in capsys.readouterr().out
     assert_same_end(folder, undisturbed(*RUN))
 
 

@@ -23,8 +23,6 @@ from rlhf.generators.hf.decoding import LengthAsked, RoomyLayer, Step
 from rlhf.models.shared_prefix import ALIGNED
 
 log = logging.getLogger(__name__)
-
-
 T = TypeVar("T")
 
 STEPS = 128  # steps of one graph; the next graph drops rows that have ended and has a longer cache

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.generators.transfer.weights import Manifest
 
-
 TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward
 
 

@@ -33,7 +33,6 @@ from rlhf.generators.transfer.weights import TransferError
 if TYPE_CHECKING:
     from rlhf.generators.transfer.weights import Manifest
 
-
 NAME = "rlhf_{}"  # name of an engine, with the value of generator.transfer
 
 

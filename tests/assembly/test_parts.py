@@ -1,0 +1,133 @@
+"""Addresses of parts: each one loads, and takes the arguments with which the assembly calls it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rlhf.config.root  # noqa: F401  # registers the sections
+from rlhf.assembly import engine as engine_assembly
+from rlhf.assembly.parts import make, part
+from rlhf.config import plugins
+from rlhf.config.compose import compose
+from rlhf.config.logger import LoggersConfig
+from rlhf.config.schema import PARTS, SCHEMAS, Section
+from rlhf.config.task import ArithmeticConfig
+from rlhf.engines.engine import Engine
+from rlhf.processes.ranks import ALONE
+from rlhf.tasks.arithmetic import ArithmeticSource
+
+plugins.load()
+
+OPTIONS = {  # option, as it is typed -> the class of its section
+    name.removeprefix("schema/").replace("/", "="): section
+    for name, section in SCHEMAS.items()
+    if section in PARTS
+}
+CALLED_WITH = {  # group -> the arguments of its parts, besides an engine's
+    "algo": ("section",),
+    "task": ("section",),
+    "scorer": ("section", "context"),
+    "generator": ("section", "context"),
+    "logger": ("section", "context"),
+}
+
+
+def loaded(section: type) -> Any:
+    """Return the part at the address of a section class."""
+    return part(object.__new__(section))
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from subclasses(below)
+
+
+def resolved(annotation: object, module: str) -> object:
+    """Return the class that an annotation names; a part imports the class of its section for types only."""
+    sections = {section.__name__: section for section in subclasses(Section)}
+    known = {**sections, **vars(sys.modules[module])}
+    return eval(annotation, known) if isinstance(annotation, str) else annotation
+
+
+def annotated(made: Any) -> Iterator[object]:
+    """Yield the annotations of the section in a part: of its attribute `config`, and of its argument."""
+    if inspect.isclass(made):
+        for kind in made.__mro__:
+            if "config" in vars(kind).get("__annotations__", {}):
+                yield resolved(kind.__annotations__["config"], kind.__module__)
+        function: Any = made.build if issubclass(made, Engine) else made.__init__
+        _, *arguments = inspect.signature(getattr(function, "__func__", function)).parameters.values()
+    else:
+        function, arguments = made, list(inspect.signature(made).parameters.values())
+    yield resolved(arguments[0].annotation, function.__module__)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_part_of_an_option_loads_and_takes_its_section(option):
+    section = OPTIONS[option]
+    made, group = loaded(section), option.partition("=")[0]
+    assert callable(made) and not inspect.isabstract(made)
+    if group != "backend":
+        inspect.signature(made).bind(*CALLED_WITH[group])
+    for found in annotated(made):
+        assert inspect.isclass(found) and issubclass(section, found) and issubclass(found, Section), found
+
+
+@pytest.fixture
+def passed(monkeypatch) -> dict[str, Any]:
+    """The arguments by name that `build_engine` passes to the engine of a backend."""
+    instead = {
+        "build_module": lambda *_: SimpleNamespace(model=SimpleNamespace(config=None)),
+        "build_second_model": lambda *_: None,
+        "check_vocabulary": lambda *_: None,
+        "check_context": lambda *_: None,
+        "trained_parts": lambda *_: (),
+        "part": lambda _: SimpleNamespace(build=lambda _, **given: SimpleNamespace(given=given)),
+    }
+    for name, function in instead.items():
+        monkeypatch.setattr(engine_assembly, name, function)
+    state: Any = SimpleNamespace(num_updates=1)
+    tokenizer: Any = None
+    built: Any = engine_assembly.build_engine(compose([]), tokenizer, ALONE, state)
+    return built.given
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("backend=")])
+def test_the_engine_of_a_backend_takes_what_the_assembly_and_a_run_give_it(option, passed):
+    made = loaded(OPTIONS[option])
+    assert issubclass(made, Engine)
+    inspect.signature(made.build).bind("section", **passed)
+    inspect.signature(Engine.__init__).bind("self", **passed, micro_batch=1)
+    inspect.signature(made.prepare).bind("section", "dtype", "ranks", "checkpoint")
+    inspect.signature(made.place).bind("section", "frozen", "ranks")
+
+
+def test_every_option_that_chooses_a_part_has_an_address():
+    groups = ("algo", "task", "scorer", "generator", "backend")
+    chosen = {name for name in SCHEMAS if name.split("/")[1] in groups}
+    chosen |= {f"schema/logger/{logger.name}" for logger in fields(LoggersConfig)}
+    assert {"schema/algo/dpo", "schema/logger/wandb", "schema/logger/tensorboard"} < chosen
+    assert not {name for name in chosen if SCHEMAS[name] not in PARTS}
+
+
+def test_a_part_is_made_from_its_section():
+    config = ArithmeticConfig(train_size=8)
+    source = make(config)
+    assert type(source) is ArithmeticSource and source.config is config
+
+
+def test_a_subclass_without_an_address_of_its_own_is_no_part_of_its_parent():
+    @dataclass(kw_only=True, slots=True)
+    class Other(ArithmeticConfig):
+        """A section that is registered nowhere."""
+
+    with pytest.raises(KeyError):
+        part(Other(train_size=8))

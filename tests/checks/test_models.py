@@ -1,0 +1,79 @@
+"""Rules for models: which must be named, and how long their context must be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.checks import check
+from rlhf.config.compose import compose
+
+
+def model(folder: Path, positions: int) -> str:
+    """Write a folder that has the files of a model, but no weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    (folder / "model.safetensors").touch()
+    return str(folder)
+
+
+def problems(*overrides: str) -> list[str]:
+    return check.problems(compose([*overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ("algo=sft", ["model.base"]),
+        ("algo=reward", ["model.policy"]),
+        ("algo=dpo", ["model.policy", "model.reward"]),
+        ("algo=dpo scorer=reward_model scorer.path=some/reward", ["model.policy"]),
+        ("algo=dpo scorer=function scorer.path=json:loads", ["model.policy"]),
+        ("algo=dpo stages.stand_ins=true", []),
+        ("algo=dpo model.policy=some/policy model.reward=some/reward", []),
+    ],
+)
+def test_a_task_of_the_hub_names_the_models_that_its_run_loads(overrides, keys):
+    named = "task=tldr scorer@gold=none task.max_prompt_tokens=128 schedule.total_episodes=1280"
+    words = [*named.split(), *overrides.split(), "model.context=1024"]
+    if "algo=dpo" not in words:
+        words.remove("schedule.total_episodes=1280")
+    found = [text for text in problems(*words) if "must name a model for task=tldr" in text]
+    assert [text.split(" ")[0] for text in found] == keys
+
+
+def test_the_shortest_context_of_all_models_counts(tmp_path):
+    long, short = model(tmp_path / "long", 1024), model(tmp_path / "short", 128)
+    assert problems(f"model.policy={long}", f"model.reward={long}") == []
+    for key in ("model.policy", "model.reference", "model.reward"):
+        (problem,) = problems(f"model.policy={long}", f"model.reward={long}", f"{key}={short}")
+        assert "must be <= 128 (the context length of the model), got 192 + 40 = 232" in problem
+    (problem,) = problems("scorer@gold=reward_model", f"gold.path={short}", f"model.policy={long}")
+    assert "must be <= 128" in problem
+
+
+def test_models_of_scorers_are_checked_under_their_own_key(tmp_path):
+    missing = tmp_path / "nowhere"
+    for overrides, key in (
+        (["scorer@gold=reward_model"], "gold.path"),
+        (["scorer=weighted", "+scorer@scorer.parts.x=reward_model"], "scorer.parts.x.path"),
+    ):
+        (problem,) = problems(*overrides, f"{key}={missing}")
+        assert problem.startswith(f"{key} must name a model on the hub or a folder")
+
+
+def test_a_value_model_may_start_from_the_reward_model_of_the_scorer():
+    own = ["algo=ppo", "algo.value_from=reward"]
+    assert problems(*own) == [], "an embedded task makes the reward model"
+    (problem,) = problems(*own, "scorer=facts")
+    assert problem.startswith("model.reward must name a reward model for algo.value_from=reward")
+    assert problems(*own, "scorer=facts", "model.reward=some/reward") == []
+    assert problems(*own, "scorer=reward_model", "scorer.path=some/reward") == []
+
+
+def test_adapters_of_sft_need_a_base_model(tmp_path):
+    (problem,) = problems("algo=sft", "model.lora.rank=4")
+    assert problem.startswith("model.lora.rank must be 0 for algo=sft without model.base")
+    assert problems("algo=sft", "model.lora.rank=4", f"model.base={model(tmp_path / 'base', 512)}") == []

@@ -1,0 +1,37 @@
+"""Rules for the length of a run and for batches of several ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf.checks import check
+from rlhf.checks.schedule import nearest_multiple
+from rlhf.config.compose import compose
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("schedule.minibatches=64", "schedule.prompts_per_update must give each of the 4 ranks a prompt ("),
+        ("schedule.minibatches=64", "got 1; start fewer ranks, or set schedule.prompts_per_update=256"),
+        ("eval.prompts=3", "eval.prompts must give each of the 4 ranks a prompt (the held-out prompts"),
+        ("eval.prompts=3", "got 3; start fewer ranks, or set eval.prompts=4"),
+    ],
+)
+def test_every_rank_gets_a_prompt(monkeypatch, overrides, said):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (problem,) = check.problems(compose([overrides]))
+    assert said in problem
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert check.problems(compose([overrides])) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "of", "nearest"), [(1000, 128, 1024), (10, 128, 128), (64, 3, 63), (7, 2, 8), (1, 2, 2)]
+)
+def test_a_remedy_is_the_nearest_multiple_and_at_least_one(value, of, nearest):
+    assert nearest_multiple(value, of) == nearest
+
+
+def test_a_metric_of_no_evaluation_may_be_optimised_without_evaluations():
+    assert check.problems(compose(["objective_metric=objective/scores", "schedule.eval_every=0"])) == []

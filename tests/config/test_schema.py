@@ -1,0 +1,107 @@
+"""How a config section is declared: bounds of numbers, and the classes that an option takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from rlhf.config.schema import PARTS, SCHEMAS, Section, bound_of, number, option, sections
+from rlhf.config.task import TLDRMiniConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class Numbers(Section):
+    """A section with one number of each kind."""
+
+    count: int = number(4, least=1, means="things")
+    rate: float = number(0.5, above=0, below=1, means="share of things", remedy="0.25")
+    share: float | None = number(None, least=0, most=1, means="part of them; null: off", remedy="0.9")
+    every: float = number(0.2, least=0, counts="updates", means="how often")
+
+
+@dataclass(kw_only=True, slots=True)
+class Fewer(Numbers):
+    """A section with another default of an inherited number."""
+
+    count: int = 2
+
+
+def problems(section: Section) -> list[str]:
+    return list(section.problems("some"))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"count": 0}, "some.count must be >= 1 (things), got 0; set some.count=4"),
+        ({"rate": 0}, "some.rate must be > 0 and < 1 (share of things), got 0; set some.rate=0.25"),
+        ({"rate": 1.0}, "some.rate must be > 0 and < 1 (share of things), got 1; set some.rate=0.25"),
+        ({"rate": math.nan}, "some.rate must be > 0 and < 1 (share of things), got nan; set some.rate=0.25"),
+        (
+            {"share": -1},
+            "some.share must be >= 0 and <= 1 (part of them; null: off), got -1; set some.share=0.9",
+        ),
+        (
+            {"share": 1.1},
+            "some.share must be >= 0 and <= 1 (part of them; null: off), got 1.1; set some.share=0.9",
+        ),
+        ({"every": math.inf}, "some.every must be finite (how often), got inf; set some.every=0.2"),
+        (
+            {"every": 2.6},
+            "some.every must be whole if it is 1 or more: then it counts updates (how often), got 2.6; "
+            "set some.every=3",
+        ),
+    ],
+)
+def test_a_number_out_of_its_bounds_is_one_sentence_with_its_remedy(values, problem):
+    assert problems(Numbers(**values)) == [problem]
+
+
+def test_numbers_within_their_bounds_are_no_problems():
+    assert problems(Numbers()) == []
+    assert problems(Numbers(count=1, rate=0.99, share=1, every=3)) == []
+
+
+def test_another_default_keeps_the_bound_of_the_base_section():
+    assert problems(Fewer(count=0)) == ["some.count must be >= 1 (things), got 0; set some.count=2"]
+    assert bound_of(TLDRMiniConfig, "train_size") == bound_of(TLDRMiniConfig.__base__, "train_size")
+    (problem,) = TLDRMiniConfig(train_size=0).problems("task")
+    assert problem == "task.train_size must be >= 1 (examples to generate), got 0; set task.train_size=512"
+
+
+def test_an_option_is_a_keyword_only_dataclass_with_slots():
+    @dataclass(kw_only=True)
+    class Open(Section):
+        """A class without slots accepts unknown keys."""
+
+        value: int = 0
+
+    @dataclass(slots=True)
+    class Positional(Section):
+        """A class with positional fields."""
+
+        value: int = 0
+
+    with pytest.raises(TypeError, match="has no slots"):
+        option("algo", "open")(Open)
+    with pytest.raises(TypeError, match="value can be set by position"):
+        option("algo", "positional")(Positional)
+    assert not {"schema/algo/open", "schema/algo/positional"} & SCHEMAS.keys()
+
+
+def test_a_subclass_does_not_inherit_the_address_of_its_part():
+    @dataclass(kw_only=True, slots=True)
+    class Other(TLDRMiniConfig):
+        """A section that is registered nowhere."""
+
+    assert TLDRMiniConfig in PARTS and Other not in PARTS
+
+
+def test_sections_are_found_at_any_depth_with_their_keys():
+    from rlhf.config.compose import compose
+
+    cfg = compose(["scorer=weighted", "+scorer@scorer.parts.x=facts"])
+    keys = [key for key, _ in sections(cfg)]
+    assert {"", "algo", "model.lora", "scorer", "scorer.parts.x"} <= set(keys) and len(keys) == len(set(keys))
