@@ -29,8 +29,11 @@ CPU_LOCKS := $(foreach lock,cpu bench bench-ppo,requirements/$(lock).txt)
 RESOLVE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-header --upgrade-package torch
 COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTRAS),--extra $(extra)) pyproject.toml
 
+# A pytest worker for each core, the longest tests first (tests/session.py).
+PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder --durations 10
+
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slurm system check format snapshots bench reproduce lock lock-check clean
+.PHONY: help setup train test test-all test-slurm system check format snapshots bench reproduce lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -47,15 +50,17 @@ $(STAMP): requirements/$(LOCK).txt pyproject.toml
 train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
 	$(BIN)/python -m rlhf.train algo=dpo model=pythia
 
-test: setup check system  ## all checks and all tests
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile $(ARGS)
+test: check  ## lint, types, import contracts, fast tests and short runs: at most 8 minutes on two cores
+	$(PYTEST) -m "smoke or not (run or process or system or gpu)" $(ARGS)
 
-system:  ## SLURM and a browser for the tests, which root gets by apt; tests of what is missing are skipped
+test-all: check  ## lint, types, import contracts and all tests: at most 25 minutes on two cores
+	$(PYTEST) $(ARGS)
+
+system:  ## install SLURM and a browser for the tests, by apt as root; no other target calls it
 	@tests/system.sh
 
-test-slurm: setup  ## the tests on a real SLURM of two nodes, installed by apt (root); it ends with them
-	launchers/local_slurm.sh install
-	$(BIN)/python -m pytest tests/end_to_end/test_slurm.py $(ARGS)
+test-slurm: setup  ## the tests on a SLURM of two nodes, which runs as long as the tests; needs make system
+	$(BIN)/python -m pytest --durations 10 tests/end_to_end/test_slurm.py $(ARGS)
 
 check: setup  ## lint, format, types, import contracts
 	$(BIN)/ruff check

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A SLURM of two nodes on this machine, for trials and tests. It needs root, and Debian's or Ubuntu's packages.
+# A SLURM cluster of two nodes on this machine, for trials and tests. Needs root and packages of Debian or Ubuntu.
 #
-#   launchers/local_slurm.sh install              what it needs, by apt; nothing where it is there
-#   launchers/local_slurm.sh run <command> ...    start it, run the command in it, stop it
+#   launchers/local_slurm.sh install              install the packages by apt, if they are missing
+#   launchers/local_slurm.sh run <command> ...    start the cluster, run the command, stop the cluster
 #
-# Everything that it writes is in a temporary folder, it listens on the loopback interface alone, and it ends with the
-# command. Both nodes are this machine; they are called 127.0.0.1 and 127.0.0.2, so that their names can be reached.
-# A job in the partition `urgent` takes the place of those in `debug`, which are requeued.
+# The cluster writes only to a temporary folder, listens only on the loopback interface and stops with the command.
+# Both nodes are this machine. Their names, 127.0.0.1 and 127.0.0.2, are addresses that resolve without a name server.
+# A job in the partition `urgent` preempts jobs in `debug`, which are requeued.
 set -euo pipefail
 
 PACKAGES=(slurmctld slurmd slurm-client munge)
@@ -26,7 +26,7 @@ installed() {
 install_packages() {
   if installed; then return; fi
   [ "$(id -u)" -eq 0 ] || fail "SLURM must be installed by root, got user $(id -un); run it as root"
-  command -v apt-get >/dev/null || fail "SLURM must be installed by hand where there is no apt-get (slurmctld, slurmd, munge)"
+  command -v apt-get >/dev/null || fail "SLURM must be installed by hand without apt-get (slurmctld, slurmd, munge)"
   "$(dirname "$0")/apt_install.sh" "${PACKAGES[@]}"
 }
 
@@ -46,13 +46,15 @@ configure() {
 ClusterName=local
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$ctld
-# bind to the addresses that are named here, and not to all that there are
+# bind only to the addresses in this file, not to all addresses of the machine
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# a requeued job waits until its old credential has expired: by default two minutes
+# a requeued job starts only after its old credential has expired; the default is two minutes
 AuthInfo=socket=$FOLDER/munge.socket,cred_expire=5
+# scontrol shows finished jobs for a day; the default is five minutes
+MinJobAge=86400
 StateSaveLocation=$FOLDER/state
 SlurmdSpoolDir=$FOLDER/spool-%n
 SlurmctldPidFile=$FOLDER/slurmctld.pid
@@ -83,7 +85,7 @@ CONF
 start() {
   (umask 077 && head -c 1024 /dev/urandom >"$FOLDER/munge.key")
   mkdir -p "$FOLDER/state" "$FOLDER/spool-127.0.0.1" "$FOLDER/spool-127.0.0.2"
-  # --force: the folder is a temporary one
+  # --force: munged accepts a temporary folder
   munged --force --socket="$FOLDER/munge.socket" --key-file="$FOLDER/munge.key" --seed-file="$FOLDER/munge.seed" \
     --pid-file="$FOLDER/munged.pid" --log-file="$FOLDER/munged.log" 2>"$FOLDER/munged.err"
   slurmctld
@@ -108,7 +110,7 @@ stop() {
   for pid in "$FOLDER"/slurmd-*.pid "$FOLDER"/slurmctld.pid "$FOLDER"/munged.pid; do
     if [ -s "$pid" ]; then end "$(cat "$pid")"; fi
   done
-  # What jobs have left: it was started with the address of this SLURM in its environment.
+  # Processes that jobs have left running: SLURM_CONF in their environment names this cluster.
   for pid in $(grep -lzs "^SLURM_CONF=$FOLDER/" /proc/[0-9]*/environ | cut -d/ -f3); do
     kill -9 "$pid" 2>/dev/null || true
   done

@@ -10,4 +10,4 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 
-pytest_plugins = ["tests.command_line"]
+pytest_plugins = ["tests.command_line", "tests.session"]

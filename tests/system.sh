@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What some tests need that pip does not have: a SLURM and a browser. Root gets them by apt, once. Whatever is in the
-# way, this says so and ends well, within minutes: the tests are then skipped.
+# Install what some tests need beyond pip: SLURM and a browser, by apt as root. If a program cannot be installed, print
+# why and exit with code 0: the tests that need it are skipped. An unreachable network ends the attempt after minutes.
 set -u
 cd "$(dirname "$0")/.." || exit 0
 
-want() { # <what> <command that it brings>... -- <command that installs it>...
-  local what=$1 missing=()
+install() { # <name> <command that must exist>... -- <command that installs them>...
+  local name=$1 missing=()
   shift
   while [ "$1" != -- ]; do
     command -v "$1" >/dev/null || missing+=("$1")
@@ -14,23 +14,23 @@ want() { # <what> <command that it brings>... -- <command that installs it>...
   shift
   [ ${#missing[@]} -eq 0 ] && return
   if [ "$(id -u)" -ne 0 ]; then
-    echo "no $what here (${missing[*]}), and only root can install it: its tests are skipped"
+    echo "no $name (${missing[*]}): installing it needs root; its tests are skipped"
   elif ! command -v apt-get >/dev/null; then
-    echo "no $what here (${missing[*]}), and no apt-get to install it: its tests are skipped"
+    echo "no $name (${missing[*]}): installing it needs apt-get; its tests are skipped"
   else
-    echo "installing $what by apt (once)"
-    "$@" || echo "no $what here: it could not be installed (above), so its tests are skipped"
+    echo "installing $name by apt"
+    "$@" || echo "no $name: the installation failed; its tests are skipped"
   fi
 }
 
-browser() { # any that tests/end_to_end/browser.py knows will do
+browser() { # any browser that tests/end_to_end/browser.py can use
   local name
   for name in chromium-headless-shell chromium chromium-browser google-chrome google-chrome-stable; do
     command -v "$name" >/dev/null && return
   done
-  want "browser" chromium-headless-shell -- launchers/apt_install.sh chromium-headless-shell fonts-dejavu-core
+  install "browser" chromium-headless-shell -- launchers/apt_install.sh chromium-headless-shell fonts-dejavu-core
 }
 
-want SLURM slurmctld slurmd sbatch munged -- launchers/local_slurm.sh install
+install SLURM slurmctld slurmd sbatch munged -- launchers/local_slurm.sh install
 browser
 exit 0

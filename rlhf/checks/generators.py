@@ -54,7 +54,7 @@ def replicas(cfg: Config) -> Iterator[str]:
     if not isinstance(generator, WorkerConfig) or generator.replicas <= 1:
         return
     if isinstance(generator, VLLMColocatedConfig):
-        return  # its section refuses any replicas
+        return  # `VLLMColocatedConfig.problems` rejects replicas
     if not cfg.has_worker and lag > 0:
         yield (
             "generator.replicas must be 1 without a generator in a process of its own (replicas are "

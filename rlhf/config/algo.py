@@ -131,7 +131,11 @@ class DPOConfig(AlgoConfig):
     name: str = "dpo"
     samples_per_prompt: int = 2
     loss_type: DPOLoss = DPOLoss.sigmoid
-    beta: float = number(0.1, above=0, means="it scales the log-ratio to the reference")
+    beta: float = number(
+        0.1,
+        above=0,
+        means="strength of the KL constraint; a higher value keeps the policy near the reference",
+    )
     label_smoothing: float = number(
         0.0, least=0, below=0.5, means="fraction of labels that are assumed wrong; sigmoid and robust"
     )
@@ -164,8 +168,8 @@ class CorrectionConfig(Section):
     kind: CorrectionKind = CorrectionKind.none
     level: Level = Level.token
     cap: float = number(2.0, above=0, means="truncate: the largest weight")
-    low: float = 0.5  # mask: smaller weights are set to 0
-    high: float = 2.0  # mask: larger weights are set to 0
+    low: float = 0.5  # kind=mask: smaller weights are set to 0
+    high: float = 2.0  # kind=mask: larger weights are set to 0
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if [low, high] does not contain 1, the weight of on-policy samples."""
@@ -197,13 +201,17 @@ class PolicyGradientConfig(AlgoConfig):
 
     clip_low: float = number(0.2, least=0, most=1, means="ratios are clipped at 1 - clip_low")
     clip_high: float = number(0.2, above=0, means="ratios are clipped at 1 + clip_high")
-    kl_coef: float = number(0.0, least=0, means="beta, weight of the KL penalty", remedy="0.05")
+    kl_coef: float = number(
+        0.0, least=0, means="beta, weight of the KL penalty; 0: no penalty", remedy="0.05"
+    )
     kl_in: KLIn = KLIn.loss
     kl_estimator: KLEstimator = KLEstimator.k3
     kl_unbiased: bool = True  # kl_in=loss: multiply the KL estimate by the ratio, for the gradient of the KL
     normalize_scores: bool = False  # scale scores to mean 0 and standard deviation 1 over the rollout batch
     clip_scores: float | None = number(
-        None, above=0, means="scores are clipped to +- this after normalising; null: not"
+        None,
+        above=0,
+        means="limit of the absolute value of scores, applied after normalising; null: no limit",
     )
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
@@ -237,13 +245,20 @@ class PPOConfig(PolicyGradientConfig):
     kl_in: KLIn = KLIn.reward
     kl_estimator: KLEstimator = KLEstimator.k1
     kl_target: float | None = number(
-        None, above=0, means="KL of a response that kl_coef adapts to; null: kl_coef is fixed", remedy="6"
+        None,
+        above=0,
+        means="target KL of a response, to which kl_coef adapts; null: kl_coef is constant",
+        remedy="6",
     )
-    kl_horizon: float = number(10000, above=0, means="episodes; the larger, the slower kl_coef adapts")
+    kl_horizon: float = number(
+        10000, above=0, means="episodes over which kl_coef adapts; a larger value adapts more slowly"
+    )
     gamma: float = number(1.0, least=0, most=1, means="discount of later rewards")
     lam: float = number(0.95, least=0, most=1, means="lambda of the advantage estimation")
     vf_coef: float = number(0.1, least=0, means="weight of the value loss")
-    clip_value: float = number(0.2, above=0, means="values are clipped to +- this around the old values")
+    clip_value: float = number(
+        0.2, above=0, means="largest difference of new and old values before the value loss is clipped"
+    )
     whiten_advantages: bool = True  # scale advantages to mean 0 and standard deviation 1
     whiten_rewards: bool = False  # scale rewards to standard deviation 1; keep their mean
     end_state: bool = True  # the state after the last token is a separate step, which receives the score

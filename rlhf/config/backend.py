@@ -101,7 +101,8 @@ class ZeroConfig(BackendConfig):
     offload_optimizer: ClassVar[bool] = False  # optimizer state and step on the CPU
     offload_weights: ClassVar[bool] = False  # weights in CPU memory until a forward pass needs them
 
-    deepspeed: dict[str, Any] = field(default_factory=dict)  # native keys of DeepSpeed, replacing our values
+    # native keys of DeepSpeed; they replace the values that this project sets
+    deepspeed: dict[str, Any] = field(default_factory=dict)
 
     def footprint(self) -> Footprint:
         """Return the bytes per parameter that training needs: float32, divided over ranks by stage."""

@@ -24,7 +24,8 @@ class Footprint:
         gradients: bytes per trained parameter.
         optimizer: bytes of optimizer state per trained parameter.
         step: temporary bytes per trained parameter during the optimizer step on a GPU. Without ZeRO: the
-            float32 updates of all tensors at once. With ZeRO stages 1 to 3: float32 gradients.
+            float32 updates of all tensors at once. With ZeRO stages 1 to 3: float32 gradients,
+            divided over the ranks like `optimizer`.
         sharded: the kinds (of `KINDS`) that are divided over the ranks.
         offloaded: the kinds (of `KINDS`) that are stored in RAM instead of on the device.
     """

@@ -20,8 +20,12 @@ class GeneratorConfig(Section):
     samples: ClassVar[bool] = True  # False: the generator returns stored completions
 
     name: str = MISSING
-    temperature: float = number(0.7, above=0, means="log-probs are those of logits / temperature")
-    response_length: int = number(53, least=1, means="tokens of a response; longer responses are truncated")
+    temperature: float = number(
+        0.7, above=0, means="sampling temperature; log-probs are computed from logits / temperature"
+    )
+    response_length: int = number(
+        53, least=1, means="largest response length in tokens; longer responses are truncated"
+    )
     top_p: float = 1.0  # must be 1.0: training with top-p sampling is refused
     top_k: int = 0  # must be 0: training with top-k sampling is refused
     min_p: float = 0.0  # must be 0.0: training with min-p sampling is refused
@@ -56,10 +60,14 @@ class WorkerConfig(GeneratorConfig):
     """The keys of a generator that can sample in a separate process."""
 
     replicas: int = number(
-        1, least=1, means="processes that take requests in turn; useful up to schedule.max_lag + 1"
+        1,
+        least=1,
+        means="generator processes, which take requests in turn; useful up to schedule.max_lag + 1",
     )
     threads: int | None = number(
-        None, least=1, means="CPU threads of a process; null: its share of the cores, all with max_lag=0"
+        None,
+        least=1,
+        means="CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)",
     )
     start_limit_s: float = number(300.0, least=1, means="seconds until the process must be ready")
     request_limit_s: float = number(
@@ -69,7 +77,8 @@ class WorkerConfig(GeneratorConfig):
     restarts: int = number(
         3, least=0, means="times per session that a process which died or hung is replaced"
     )
-    annotate: bool | None = None  # score in a separate process; null: with max_lag > 0, on a CPU, one rank
+    # score in a separate process; null: only with schedule.max_lag above 0, on the CPU and with one rank
+    annotate: bool | None = None
 
     def has_worker(self, max_lag: int) -> bool:
         """Return whether the generator samples in a separate process; subclasses may override this method."""
@@ -121,9 +130,9 @@ class Transfer(Enum):
     """The way in which weights are sent from the trainer to vLLM."""
 
     auto = "auto"  # ipc on the trainer's GPU, nccl to other GPUs, shared_memory without GPUs
-    shared_memory = "shared_memory"  # works everywhere
-    ipc = "ipc"  # CUDA IPC
-    nccl = "nccl"
+    shared_memory = "shared_memory"  # a file in RAM; works everywhere
+    ipc = "ipc"  # CUDA IPC, on the trainer's GPU
+    nccl = "nccl"  # NCCL broadcast, to other GPUs
 
 
 @option("generator", "vllm", part="rlhf.generators.vllm.generator:build")
@@ -137,7 +146,11 @@ class VLLMConfig(WorkerConfig):
 
     name: str = "vllm"
     memory: float | None = number(
-        None, above=0, most=1, means="share of the GPU's memory; without GPUs of RAM, for the KV cache"
+        None,
+        above=0,
+        most=1,
+        means="share of the GPU memory for vLLM; null: 0.9, colocated 0.45; "
+        "without GPUs share of RAM for the KV cache; null: 0.1",
     )
     max_num_seqs: int = number(256, least=1, means="sequences decoded in parallel")
     dtype: Precision | None = None  # null: model.dtype

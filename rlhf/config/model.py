@@ -24,10 +24,12 @@ class Dtype(Enum):
 class LoRAConfig(Section):
     """Low-rank adapters, trained instead of the weights (Hu et al., arXiv 2106.09685)."""
 
-    rank: int = number(0, least=0, means="rank of a layer's update; 0: no adapters", remedy="16")
+    rank: int = number(0, least=0, means="rank of the adapters; 0: no adapters", remedy="16")
     alpha: int = number(32, means="the update is multiplied by alpha / rank")
-    targets: list[str] | None = None  # names of linear layers, or their ends; null: all except the head
-    modules_to_save: list[str] = field(default_factory=list)  # modules trained whole: names or ends
+    # names of linear layers, or ends of such names; null: all linear layers except the head
+    targets: list[str] | None = None
+    # names of modules, or ends of such names, that are trained whole, without adapters
+    modules_to_save: list[str] = field(default_factory=list)
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error for each number out of bounds, if PEFT is missing, and if `targets` is empty."""
@@ -63,7 +65,7 @@ class ModelConfig(Section):
     name: str = MISSING
     base: str | None = None  # the model that SFT starts from
     policy: str | None = None  # initial model of RL and reward modelling; null: made by SFT (embedded tasks)
-    reference: str | None = None  # frozen model of the KL; null: the initial policy
+    reference: str | None = None  # frozen reference of the KL penalty and metrics; null: the initial policy
     reward: str | None = None  # the model of scorer=reward_model; null: made by algo=reward (embedded tasks)
     tokenizer: str | None = None  # null: the tokenizer of the policy (of the base model, for sft)
     pad_token: str | None = None  # pad token for a tokenizer that has none

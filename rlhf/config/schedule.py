@@ -33,12 +33,15 @@ class OptimConfig(Section):
     lr: float = number(MISSING, above=0, means="learning rate", remedy="3e-06")
     schedule: LRSchedule = LRSchedule.linear
     warmup: float = number(
-        0.0, least=0, counts="optimizer steps", means="optimizer steps; below 1: a fraction of the run"
+        0.0,
+        least=0,
+        counts="optimizer steps",
+        means="optimizer steps of warm-up; below 1: a fraction of the run",
     )
     max_grad_norm: float | None = number(
         1.0, above=0, means="gradients are scaled down to this norm; null: no clipping"
     )
-    eps: float = number(1e-8, above=0, means="Adam divides by it")
+    eps: float = number(1e-8, above=0, means="epsilon in the denominator of Adam")
     betas: tuple[float, float] = (0.9, 0.999)  # decay rates of Adam's moments
     weight_decay: float = number(0.0, least=0, means="decay of the weights towards zero")
 
@@ -66,16 +69,27 @@ class ScheduleConfig(Section):
     )
     minibatches: int = number(1, least=1, means="optimizer steps in one pass over a rollout batch")
     epochs: int = number(1, least=1, means="passes over a rollout batch")
-    max_lag: int = number(0, least=0, means="later rollout batches in flight; 0: synchronous")
+    max_lag: int = number(
+        0, least=0, means="later rollout batches in flight while a batch is trained on; 0: synchronous"
+    )
     update: Update = Update.between  # when the generator loads new weights
     eval_every: float = number(
-        0.2, least=0, counts="updates", means="updates; below 1: a fraction of the run; 0: never"
+        0.2,
+        least=0,
+        counts="updates",
+        means="updates between evaluations; below 1: a fraction of the run; 0: never",
     )
     save_every: float = number(
-        0.25, least=0, counts="updates", means="updates; below 1: a fraction of the run; 0: never"
+        0.25,
+        least=0,
+        counts="updates",
+        means="updates between checkpoints; below 1: a fraction of the run; 0: never",
     )
     log_every: float = number(
-        1, least=0, counts="updates", means="updates; below 1: a fraction of the run; 0: never"
+        1,
+        least=0,
+        counts="updates",
+        means="updates between training rows; below 1: a fraction of the run; 0: never",
     )
 
     @property
@@ -105,7 +119,7 @@ class ScheduleConfig(Section):
 class EvalConfig(Section):
     """Evaluation during training."""
 
-    prompts: int = number(256, least=1, means="held-out examples")
+    prompts: int = number(256, least=1, means="held-out prompts or pairs of an evaluation")
     batch_size: int = number(
         256, least=1, means="sequences decoded in parallel if the generator does not sample"
     )

@@ -1,7 +1,7 @@
 """Config sections: how a dataclass becomes a config option, and how its fields are checked.
 
 A section is a `@dataclass(kw_only=True, slots=True)`. Because of the slots, OmegaConf cannot store an unknown
-key (also one added with `+`), so a typo is an error. An option is registered with Hydra as
+key (also a key added with `+`), so a typo is an error. An option is registered with Hydra as
 `schema/<group>/<name>`; `conf/<group>/<name>.yaml` names that schema first in its defaults list.
 
 A section contains data and checks of its own fields. `option` registers the address (`module:name`) of the

@@ -23,10 +23,13 @@ class ScorerConfig(Section):
 
     name: str = MISSING
     missing_eos_score: float | None = number(
-        None, means="replaces the score of a response without EOS; null: not", remedy="-1"
+        None, means="score of a response without EOS, in place of its own; null: its own score", remedy="-1"
     )
     missing_eos_penalty: float | None = number(
-        None, least=0, means="is subtracted from the score of a response without EOS; null: not", remedy="1"
+        None,
+        least=0,
+        means="number subtracted from the score of a response without EOS; null: nothing",
+        remedy="1",
     )
     weight: float = number(
         1.0, means="factor of the score of this part in a weighted scorer; 0: the score is only logged"
@@ -229,7 +232,9 @@ class HttpScorerConfig(ScorerConfig):
     timeout_s: float = number(
         60.0, above=0, means="seconds without an answer of the service until a try fails"
     )
-    retries: int = number(5, least=0, means="more tries of a request: at once, then after 1, 2, 4, ... s")
+    retries: int = number(
+        5, least=0, means="retries of a failed request: the first immediately, then after 1, 2, 4, ... s"
+    )
     token_variable: str | None = None  # environment variable with the bearer token; null: none is sent
 
     def source(self, reward: str | None) -> Hashable:

@@ -27,9 +27,11 @@ class TaskConfig(Section):
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
 
     name: str = MISSING
-    path: str | None = None  # folder of prompts: <split>.jsonl or .parquet, or made by datasets.save_to_disk
-    preferences_path: str | None = None  # folder of prompt/chosen/rejected pairs; null: path, else the hub
-    max_prompt_tokens: int = number(512, least=1, means="longer prompts are skipped and counted")
+    path: str | None = None  # folder with a .jsonl, .json, .parquet or .csv file per split
+    preferences_path: str | None = None  # folder of preference pairs; null: task.path, else the hub
+    max_prompt_tokens: int = number(
+        512, least=1, means="largest prompt length in tokens; longer prompts are skipped"
+    )
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the local folders that a run reads, with the columns and splits that they must contain.
@@ -110,7 +112,7 @@ class GSM8KConfig(TaskConfig):
     name: str = "gsm8k"
     # hub name of the prompts and references
     prompts_name: str = "openai/gsm8k"
-    template: str = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # format of a prompt
+    template: str = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # format of a prompt; contains {question}
     validation_size: int = number(
         473, least=1, means="last rows of train for evaluation, unless there is a validation split"
     )
@@ -150,8 +152,8 @@ class ChatConfig(TaskConfig):
     prompts_name: str = "HuggingFaceH4/no_robots"
     preferences_name: str | None = None  # hub name of pairs with prompt, chosen, rejected in this format
     validation_split: str = "test"  # the name of the validation split in the data set
-    turn: str = "<|{role}|>\n{content}\n"  # format of a turn of a dialogue
-    reply: str = "<|assistant|>\n"  # end of every prompt
+    turn: str = "<|{role}|>\n{content}\n"  # format of a turn, with {role} and {content}
+    reply: str = "<|assistant|>\n"  # text at the end of every prompt, before the response
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the local folders that a run reads; pairs are never in the folder of the dialogues."""

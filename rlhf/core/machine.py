@@ -40,7 +40,7 @@ def cgroup_limits(membership: Path, root: Path) -> list[int]:
 
     Args:
         membership: file that lists the groups of a process, with lines `<number>:<controllers>:<path>`.
-        root: folder of all control groups. The files of v2 are below `root`, those of v1 below `root`/memory.
+        root: folder of all control groups: files of v2 are below `root`, files of v1 below `root`/memory.
     """
     limits = []
     for line in read_lines(membership):

@@ -112,7 +112,7 @@ class DeepSpeedEngine(Engine):
         return cast(Outputs, self.deep(batch))
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of `loss` times the number of ranks, because DeepSpeed takes the mean over ranks."""
+        """Add the gradients of `loss`, times the number of ranks: DeepSpeed takes the mean over ranks."""
         self.deep.set_gradient_accumulation_boundary(last)
         self.deep.backward(loss * self.ranks.size)
 
@@ -145,7 +145,7 @@ class DeepSpeedEngine(Engine):
             self.optimizer.micro_step_id = -1  # the CPU optimizer then starts a new sum of gradients
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and float32 tensor of every trained weight; stage 3 gathers one tensor at a time."""
+        """Yield name and float32 tensor of every weight; stage 3 gathers one tensor at a time."""
         yield from whole_weights(self.module.model, self.gathered)
 
     def gathered(self, parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
@@ -176,7 +176,7 @@ class DeepSpeedEngine(Engine):
             save(self.module.model, self.tokenizer, folder, state)
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapter of the trained model in PEFT format, if the model has one."""
+        """Write the adapter of the trained model in PEFT format, if the model has an adapter."""
         with self.gathered(trained(self.module.model)):
             super().save_adapter(folder)
 

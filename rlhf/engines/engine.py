@@ -264,7 +264,7 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def groups(module: torch.nn.Module, lr: float, value_lr: float | None) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups: one group, or one each for policy and value model.
+    """Return the optimizer's parameter groups: one group, or two groups for policy and value model.
 
     The entry `scale` of a group is the factor of its learning rate.
 

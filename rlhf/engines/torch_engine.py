@@ -108,7 +108,7 @@ class TorchEngine(Engine):
             save(self.module.model, self.tokenizer, folder)
 
     def save(self, folder: Path) -> None:
-        """Write trained weights and optimizer state for `load`, from rank 0; the state is equal on all ranks."""
+        """Write trained weights and optimizer state for `load`; only rank 0 writes."""
         if not self.ranks.first:
             return
         for name, model in models(self.module).items():

@@ -2,7 +2,7 @@
 
 Differences from Hydra's submitit launcher:
 - If a job dies, this launcher still waits for the other jobs.
-- If a job is already in SLURM's queue, this launcher waits for it instead of submitting it again.
+- If a job is already in SLURM's queue, this launcher waits for this job instead of submitting a new job.
 - Ctrl-C cancels the jobs.
 
 Jobs are pickled into `hydra.launcher.submitit_folder`, which also receives the output of the jobs.

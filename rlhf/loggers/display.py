@@ -25,7 +25,7 @@ FIGURES = {  # metrics of an update that are shown, and their short names
 }
 
 EVALUATION_METRICS = {  # metrics of an evaluation that are shown, and their short names
-    "eval/win_rate": "win-rate",
+    "eval/win_rate": "win rate",
     "eval/gold_score": "gold",
     "eval/norm_reward": "gold vs reference",
     "eval/accuracy": "accuracy",
@@ -69,7 +69,7 @@ class Display(Logger):
         """Return the progress line: counters, metrics, time left."""
         figures = [f"{short} {row[name]:.3g}" for name, short in FIGURES.items() if name in row]
         if "eval/win_rate" in self.judged:
-            figures.insert(2, f"win-rate {self.judged['eval/win_rate']:.2f}")
+            figures.insert(2, f"win rate {self.judged['eval/win_rate']:.2f}")
         return "  ".join(
             [
                 f"update {state.update}/{state.num_updates}",

@@ -25,7 +25,7 @@ def infer(
 
     Args:
         module: a module that maps rollouts to `Outputs`.
-        rollouts: N prompts with K responses of at most T tokens, the same on every rank.
+        rollouts: N prompts with K responses of at most T tokens; all ranks pass the same rollouts.
         field: name of the output: "logprobs", "values" or "rewards".
         micro_batch: largest number of sequences in one forward on one rank. A micro-batch has at least one
             prompt, even if K is larger.
@@ -38,7 +38,7 @@ def infer(
     """
     home = rollouts.response_ids.device
     whole: Tensor | None = None
-    # Not inference_mode: weights that ZeRO-3 gathers inside it cannot be trained afterwards.
+    # Not inference_mode: weights that ZeRO-3 gathers in inference mode cannot be trained later.
     with torch.no_grad(), autocast(ranks.device, dtype):
         for rows, micro, counts in microbatches(rollouts, micro_batch, ranks.rank, ranks.size):
             out = getattr(module(micro.to(ranks.device)), field).float().to(home)

@@ -74,7 +74,7 @@ def load_tokenizer(
 
 
 def same_tokens(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
-    """Return True if two tokenizers have the same vocabulary and end token, so token ids mean the same."""
+    """Return True if two tokenizers have the same vocabulary and the same end token."""
     return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
 
 

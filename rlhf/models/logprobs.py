@@ -83,7 +83,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """The autograd function of `token_logprobs`; see there for arguments and result."""
+    """The autograd function of `token_logprobs`, which documents the arguments and the result."""
 
     @staticmethod
     def forward(

@@ -66,7 +66,7 @@ def encode(
         UserError: `shared_prefix` does not work with the cache of this model.
     """
     n, k, t = response_ids.shape
-    inputs = t if last else t - 1  # without `last`, the last token is not fed in: it predicts nothing
+    inputs = t if last else t - 1  # without `last`, the last token is not fed to the model
     prompts = prompt_ids.masked_fill(~prompt_mask, 0)
     responses = response_ids.masked_fill(~response_mask, 0)[..., :inputs]
     real = response_mask[..., :inputs]
@@ -172,8 +172,8 @@ def mask_of_rows(model: PreTrainedModel, known: Tensor, real: Tensor, group: int
 
     Args:
         model: the model that runs the rows.
-        known: [B, P] bool, the real tokens of the prompts.
-        real: [B, G*S] bool, the real tokens of the samples.
+        known: [B, P] bool, True at real tokens of the prompts.
+        real: [B, G*S] bool, True at real tokens of the samples.
         group: samples per row, G.
 
     Returns:
@@ -308,7 +308,7 @@ def checkpoint_blocks(model: PreTrainedModel) -> None:
 
 
 def run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `forward(*args, **kwargs)`; if gradients are enabled, store only the inputs for them."""
+    """Return `forward(*args, **kwargs)`; if gradients are enabled, store only the inputs."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
 

@@ -4,8 +4,8 @@ Gulcehre et al., arXiv 2308.08998; Noukhovitch et al., arXiv 2410.18252, with K 
 
     loss = - sum_t logp(best_t)        over the tokens of the best response; divided by the number of prompts
 
-Needs: K >= 2; reference log-probs for the KL metrics only. The loss has no term that keeps the policy near
-the reference.
+Needs: K >= 2; reference log-probs for the KL metrics only. The loss has no penalty on the distance to the
+reference.
 
 Prompts without signal (see `rlhf.objectives.objective`): prompts whose samples all have the same score. Sum
 and count exclude these prompts. With `algo.ties=keep`, every prompt has signal.

@@ -4,7 +4,7 @@ Rafailov et al., arXiv 2305.18290; online: Guo et al., arXiv 2402.04792.
 
     z = (logp_c - logp_r) - (ref_c - ref_r)                 log-probs summed over the response
     right = -log sigmoid(beta z),   wrong = -log sigmoid(-beta z)
-    loss = mean over pairs of one of:
+    loss = mean over pairs of the loss in the table:
 
 | `algo.loss_type` | loss of a pair                        | source                             |
 |------------------|---------------------------------------|------------------------------------|

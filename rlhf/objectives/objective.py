@@ -8,8 +8,8 @@ The engine divides each sum by its count over the minibatch. Shapes: N prompts, 
 response tokens.
 
 Prompts without signal are the prompts on which an objective does not train, usually because their samples
-cannot be distinguished by score. `credit` marks these prompts with False in `Batch.signal`, and they skip the
-forward pass.
+cannot be distinguished by score. `credit` marks these prompts with False in `Batch.signal`. The engine skips
+their forward pass.
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
 def old_or_behaviour(batch: Batch) -> Tensor:
     """Return `old_logprobs` [N, K, T], or `behaviour_logprobs` if `old_logprobs` were not computed.
 
-    `old_logprobs` come from the trainer before this update, `behaviour_logprobs` from the sampler. With the
-    latter, the first ratio of an on-policy run is 1 only if sampler and trainer compute the same log-probs.
+    `old_logprobs` come from the trainer before this update, `behaviour_logprobs` from the sampler. With
+    `behaviour_logprobs`, the first ratio of an on-policy run is 1 only if sampler and trainer compute the
+    same log-probs.
     """
     logprobs = batch.behaviour_logprobs if batch.old_logprobs is None else batch.old_logprobs
     assert logprobs is not None

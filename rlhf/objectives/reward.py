@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RewardModelling(Supervised):
-    """The reward-modelling objective: the chosen response gets a higher reward than the rejected one."""
+    """The reward-modelling objective: the chosen response gets a higher reward than the rejected response."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config

@@ -26,7 +26,7 @@ class SavingScorer(Scorer):
 
     Args:
         scorer: the scorer that computes the scores.
-        folder: folder of the files, one per update.
+        folder: folder of the files; each update has one file.
         tokenizer: tokenizer of the policy, which decodes the responses.
         sampling: sampling settings of the rollouts; the files contain the temperature.
         state: counters of the run, which give the number of the update.

@@ -21,7 +21,7 @@ from rlhf.tasks.source import EmbeddedSource
 if TYPE_CHECKING:
     from rlhf.config.task import ArithmeticConfig
 
-TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # number of terms of a sum; each term is 1 to 9
+TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # terms of a sum, each 1 to 9
 FORGETS_CARRY = 0.1  # times the term: probability that a carry is forgotten; 0.9 for + 9
 LARGEST = 9 * max(TERMS.values())
 TOKEN_PATTERN = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"

@@ -205,6 +205,6 @@ class EmbeddedSource(ABC):
         return Dataset.from_dict(self.generate(split, getattr(self.config, f"{split}_size")))
 
     def preferences(self, split: str) -> Dataset:
-        """Return a split of `task.preferences_path` with the text columns `prompt`, `chosen` and `rejected`."""
+        """Return the columns `prompt`, `chosen` and `rejected` of a split of `task.preferences_path`."""
         reason = "pairs are sampled from its SFT model and labelled by gold"
         return load_pairs(pairs_of(self.config), split, self.config.name, reason)

@@ -68,7 +68,7 @@ class Task:
         self.prompts_per_update = prompts_per_update
         self.max_prompt_tokens = max_prompt_tokens
         self.seed = seed
-        self._order = lru_cache(maxsize=2)(self._permutation)  # permutations of the last two epochs: a batch may span both
+        self._order = lru_cache(maxsize=2)(self._permutation)  # a batch may span two epochs
 
     @cached_property
     def _train(self) -> Dataset:
@@ -148,7 +148,7 @@ class Task:
         stored = self.source.preferences(split) if pairs else self.source.prompts(split)
         ends = (self.tokenizer.eos_token, *END_TEXTS)
 
-        tokenizer, limit = self.tokenizer, self.max_prompt_tokens  # not `self`: `map` hashes all that `encode` uses
+        tokenizer, limit = self.tokenizer, self.max_prompt_tokens  # not `self`, which `map` would hash
 
         def clean(texts: list[str]) -> list[str]:
             return [_without_end(text, ends) for text in texts]

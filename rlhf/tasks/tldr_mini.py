@@ -210,7 +210,7 @@ FOCUS = {  # slots by relevance in a subreddit, most relevant first; half of a p
     "r/advice": _words("ask thing feeling where worth who deed age when why"),
 }
 RELEVANT_ODDS = -0.6  # log-odds that a reference states a relevant fact exactly
-IRRELEVANT_ODDS = -1.8  # log-odds that a reference states a fact that is not relevant exactly
+IRRELEVANT_ODDS = -1.8  # log-odds that a reference states any other fact exactly
 HABIT_ODDS = 0.5  # largest change of these two log-odds by the habit of a subreddit
 VAGUE_SHARE = 0.9  # share of facts not stated exactly that are stated vaguely; the rest is skipped
 FILLER_SHARE = 0.2  # share of references with a filler sentence

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, from which it resumes bit for bit.
+"""Checkpoints of a run, for a bit-exact resume (not with `schedule.update=in_flight`).
 
 A checkpoint is written completely or not at all, and its files are verified before use.
 """
@@ -43,7 +43,7 @@ class NoSpace(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of a run, folders `checkpoint-<update>`, of which the newest `limit` are kept.
+    """The newest `limit` checkpoints of a run, in folders `checkpoint-<update>`.
 
     A checkpoint is written under a temporary name, marked as complete, then renamed. Therefore a checkpoint
     that a crash left unfinished is never used.
@@ -72,7 +72,7 @@ class Checkpoints:
             discard(leftover)
 
     def save(self, state: TrainState, engine: Engine, stream: Stream, recorder: Recorder) -> None:
-        """Write a checkpoint, and remove checkpoints that are no longer kept.
+        """Write a checkpoint, and remove all checkpoints except the newest `limit`.
 
         A checkpoint contains weights, optimizer state, random state, counters, the state of the objective,
         the unfinished metrics row and the rollouts in flight. The engine writes weights and optimizer state,
@@ -153,7 +153,7 @@ def last_good(folder: Path) -> Path | None:
 
 
 def set_aside(path: Path) -> None:
-    """Mark a checkpoint as damaged; the resumed run replaces it when it reaches the same update."""
+    """Mark a checkpoint as damaged; a resumed run replaces the checkpoint at the same update."""
     (path / COMPLETE).rename(path / DAMAGED)
 
 

@@ -11,7 +11,7 @@ Task ──▶ Stream ──▶ Generator ──▶ Scorer ──▶ Engine.anno
 | score    | scores of the batch                      | sample these later batches                    |
 | annotate | log-probs and values of the batch        | sample these later batches                    |
 | train    | optimizer steps                          | sample these later batches                    |
-| sync     | a copy of the new weights                | answer earlier requests before it loads them  |
+| sync     | a copy of the new weights                | answer earlier requests, then load the copy   |
 
 Metrics report the seconds of a phase as `time/<phase>_s`. With `schedule.update=in_flight`, the generator
 loads new weights in the middle of a request.

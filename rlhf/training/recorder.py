@@ -119,7 +119,7 @@ class Recorder:
             logger.warn(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unfinished row and the metrics of the first and the last evaluation, for a checkpoint."""
+        """Return the unfinished row and the metrics of the first and last evaluation, for a checkpoint."""
         figures = {
             name: [stat.total, stat.count, stat.how.value, stat.squares]
             for name, stat in self.figures.items()

@@ -14,7 +14,7 @@ SWEPT = ("algo=", "seed=", "schedule.minibatches=", "hydra")
 
 
 def study(folder, skip=()):
-    """Runs of two algorithms; N loses a hundredth of the final win-rate for each minibatch."""
+    """Runs of two algorithms; N loses a hundredth of the final win rate for each minibatch."""
     for seed in SEEDS:
         for algorithm in ("dpo", "ppo"):
             for n, lag in ((1, 0), (32, 0), (1, 1)):

@@ -122,6 +122,7 @@ def test_a_warning_stops_nothing(command):
     assert "warning: scorer and scorer@gold are the same (facts)" in answer.err
 
 
+@pytest.mark.process
 def test_help_and_mistakes_import_neither_torch_nor_a_library_of_it(tmp_path, own_conf):
     commands = [
         ["--help"],
@@ -161,6 +162,7 @@ print(json.dumps([codes, sorted(heavy)]))
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
+@pytest.mark.process
 def test_the_module_is_the_command(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "rlhf.train", "algo.beta=high"], cwd=tmp_path, capture_output=True, text=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -91,7 +92,11 @@ def test_slurm_is_named_where_there_is_none(command, monkeypatch, tmp_path):
     assert answer.err.startswith("error: hydra/launcher=slurm needs SLURM (sbatch is not found here)")
 
 
-def test_a_time_limit_that_leaves_no_time_is_refused(command):
+def test_a_time_limit_that_leaves_no_time_is_refused(command, monkeypatch, tmp_path_factory):
+    sbatch = tmp_path_factory.mktemp("bin") / "sbatch"  # SLURM need not be installed: nothing is submitted
+    sbatch.write_text("#!/bin/sh\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
     limit = ["hydra.launcher.timeout_min=5", "hydra.launcher.signal_delay_s=300"]
     answer = command("-m", "seed=1", "hydra/launcher=slurm", *limit)
     assert answer.code == 2

@@ -96,6 +96,7 @@ def test_a_native_setting_is_added_on_the_command_line(command):
     assert answer.code == 2 and "zero_optimization.stage must not be set" in answer.err and not answer.runs
 
 
+@pytest.mark.process
 def test_composing_imports_neither_deepspeed_nor_torch():
     program = (
         "import sys; from rlhf.config.compose import compose; from rlhf.checks import check;"
@@ -133,6 +134,7 @@ print(*(Spy.asked - config._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys()))
 """
 
 
+@pytest.mark.process
 def test_the_keys_that_are_known_are_those_that_deepspeed_reads():
     said = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True, check=True).stdout
     assert set(said.split()) == KNOWN

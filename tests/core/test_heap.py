@@ -22,6 +22,7 @@ print(faults() - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap can be told")
+@pytest.mark.process
 def test_what_tensors_gave_back_is_there_for_the_next_unless_the_environment_says_otherwise():
     pages = {}
     for said in ("", "MALLOC_TRIM_THRESHOLD_"):

@@ -1,17 +1,21 @@
 """Runs of a few updates on the embedded task, with its artefacts made once for all tests."""
 
+import hashlib
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from safetensors import safe_open
 
 from rlhf.config.compose import compose
 from rlhf.config.root import Config
 from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
 
 TINY = ["debug=tiny", "task.train_size=128", "task.validation_size=32", "task.test_size=8", "progress=off"]
 VARIES = ("time/", "throughput/", "memory/")
@@ -28,6 +32,37 @@ def cache_dir(tmp_path_factory) -> Path:
 def tiny(cache_dir) -> Callable[..., Config]:
     """Compose a run of a few updates, with overrides."""
     return lambda *overrides: compose([*TINY, f"cache_dir={cache_dir}", *overrides])
+
+
+@pytest.fixture(scope="session")
+def made_once(cache_dir) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`made_once(name, make)` returns a folder that `make(folder)` fills, once for all pytest workers."""
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        folder = cache_dir.with_name("made_once") / name
+        complete = folder.with_suffix(".complete")
+        folder.parent.mkdir(exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not complete.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                complete.touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def finished(cache_dir, made_once) -> Callable[..., RunFolder]:
+    """`finished(*overrides)` returns the folder of a finished tiny run. Tests must not change the folder."""
+
+    def get(*overrides: str) -> RunFolder:
+        cfg = compose([*TINY, f"cache_dir={cache_dir}", *overrides])
+        name = hashlib.sha256(repr(cfg).encode()).hexdigest()[:16]
+        return RunFolder(made_once(name, lambda folder: run(cfg, RunFolder(folder))))
+
+    return get
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
 
 ONLINE = ("dpo", "bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
+SMOKE = pytest.mark.smoke
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")  # finer than an untrained reward model
 
 
@@ -17,11 +18,15 @@ def updates(folder: RunFolder) -> list[dict]:
     return [row for row in rows(folder) if "lr" in row]
 
 
-@pytest.mark.parametrize("algo", ONLINE)
+@pytest.mark.parametrize(
+    "algo", [pytest.param(algo, marks=SMOKE if algo in ("ppo", "grpo") else ()) for algo in ONLINE]
+)
 def test_the_first_update_starts_from_one_model(tiny, tmp_path, algo):
     folder = RunFolder(tmp_path / "run")
     run(tiny(f"algo={algo}", "algo.samples_per_prompt=4", *SCORED), folder)
-    first = updates(folder)[0]
+    first, second = updates(folder)
+    assert [first["lag"], second["lag"]] == [0, 0] and [first["episode"], second["episode"]] == [32, 64]
+    assert "annotator/restarts" not in first
     assert first["objective/kl"] == pytest.approx(0, abs=1e-4)
     assert first["policy/ratio"] == pytest.approx(1, abs=1e-4)
     assert first["policy/clipfrac"] == 0
@@ -65,10 +70,9 @@ def test_a_sampler_that_computes_otherwise_is_warned_of_with_figures(tiny, tmp_p
 
 
 @pytest.mark.parametrize("settings", [[], ["algo.kl_target=0.5"]], ids=["fixed", "adaptive"])
-def test_ppo_goes_on_where_it_was_interrupted(tiny, tmp_path, settings, monkeypatch):
+def test_ppo_goes_on_where_it_was_interrupted(tiny, tmp_path, finished, settings, monkeypatch):
     words = ["algo=ppo", *settings, *SCORED, "schedule.save_every=1", "schedule.total_episodes=48"]
-    whole = RunFolder(tmp_path / "whole")
-    run(tiny(*words), whole)
+    whole = finished(*words)
 
     from rlhf.training.checkpoint import Checkpoints
 
@@ -101,7 +105,7 @@ def test_the_value_model_starts_as_the_reward_model_or_at_0(tiny, tmp_path, star
     assert first["loss/value"] > 0
 
 
-def test_offline_dpo_trains_on_any_pairs_of_prompt_chosen_and_rejected(tiny, tmp_path):
+def test_offline_dpo_trains_on_any_pairs_of_prompt_chosen_and_rejected(finished, tmp_path):
     columns = {
         "prompt": [f"SUBREDDIT: r/{name} TL;DR:" for name in ("a", "b", "c", "d") * 8],
         "chosen": [" my friend moved to paris"] * 32,
@@ -109,8 +113,7 @@ def test_offline_dpo_trains_on_any_pairs_of_prompt_chosen_and_rejected(tiny, tmp
     }
     pairs = Dataset.from_dict(columns)
     DatasetDict({"train": pairs, "validation": pairs}).save_to_disk(tmp_path / "pairs")
-    sft = RunFolder(tmp_path / "sft")
-    run(tiny("algo=sft"), sft)
+    sft = finished("algo=sft")
     folder = RunFolder(tmp_path / "run")
     words = [
         "debug=tiny",

@@ -1,22 +1,20 @@
 """Rollouts that are scored ahead, in a process beside the generator's: the run is the same without it."""
 
 import os
-from dataclasses import replace
 
 import pytest
 
 from rlhf.core.errors import RunError
 from rlhf.core.rollout_format import files
 from rlhf.engines.torch_engine import TorchEngine
-from rlhf.generators.annotating import AnnotatedGenerator
-from rlhf.generators.hf import generator as hf
 from rlhf.generators.stored import read
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.reward_model import RewardModelScorer
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
 from tests.end_to_end.test_async import workers
-from tests.end_to_end.test_matrix import Lent
+
+pytestmark = pytest.mark.forks
 
 RUN = [
     "schedule.max_lag=1",
@@ -27,32 +25,15 @@ RUN = [
 ]
 
 
-@pytest.fixture(scope="module")
-def lend(tmp_path_factory):
-    """`lend(patch)` gives runs one generator and one annotator; they are started by the first that asks."""
-    kept: list[AnnotatedGenerator] = []
-    build = hf.build
-
-    def lent(config, context):
-        if not kept:
-            kept.append(build(config, replace(context, folder=tmp_path_factory.mktemp("log"))))
-        return Lent(kept[0])
-
-    yield lambda patch: patch.setattr(hf, "build", lent)
-    for generator in kept:
-        generator.close()
-
-
 def refuse(*_):
     raise AssertionError("the trainer was to leave this to the annotator")
 
 
 @pytest.mark.parametrize("algo", ["dpo", "ppo", "grpo"])
-def test_figures_are_those_of_a_trainer_that_scores_itself(tiny, tmp_path, monkeypatch, lend, algo):
+def test_figures_are_those_of_a_trainer_that_scores_itself(tiny, tmp_path, monkeypatch, algo):
     plain, ahead = RunFolder(tmp_path / "plain"), RunFolder(tmp_path / "ahead")
     words = [f"algo={algo}", *RUN, "save_generations=true", "scorer.missing_eos_score=null"]
     run(tiny(*words, "generator.worker=false"), plain)
-    lend(monkeypatch)
     infer = TorchEngine.infer
     monkeypatch.setattr(RewardModelScorer, "score", refuse)
     monkeypatch.setattr(

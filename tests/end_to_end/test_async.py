@@ -33,8 +33,11 @@ from rlhf.training.stream import Stream
 from tests.end_to_end.conftest import rows, wait_for
 from tests.tiny_models import KINDS, tiny_lm, tiny_rollouts
 
+pytestmark = pytest.mark.forks
+
 SEED, STOP, PAD, BATCH = 7, 3, 0, 8
-RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "schedule.max_lag=1"]
+RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep"]
+RUN += ["schedule.max_lag=1"]  # as LAG of test_survival.py, so that one run serves both
 
 
 REPLICAS = [
@@ -144,15 +147,10 @@ def test_weights_of_another_model_are_refused():
     shared.close()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(cache_dir, tmp_path_factory):
+@pytest.fixture
+def undisturbed(finished):
     """A run with a worker that nothing happens to."""
-    from rlhf.config.compose import compose
-    from tests.end_to_end.conftest import TINY
-
-    folder = RunFolder(tmp_path_factory.mktemp("undisturbed"))
-    run(compose([*TINY, f"cache_dir={cache_dir}", *RUN]), folder)
-    return folder
+    return finished(*RUN)
 
 
 def figures(folder):
@@ -160,6 +158,7 @@ def figures(folder):
     return [{k: v for k, v in row.items() if not k.endswith("/restarts")} for row in rows(folder)]
 
 
+@pytest.mark.smoke
 def test_a_run_samples_and_annotates_in_processes_of_their_own_and_says_so(undisturbed):
     updates = read_lines(undisturbed.metrics)
     updates = [row for row in updates if "lr" in row]
@@ -191,15 +190,10 @@ def test_the_same_schedule_in_line_gives_the_same_completions_and_figures(undist
     assert told[0] == told[1]
 
 
-@pytest.fixture(scope="module")
-def of_one(cache_dir, tmp_path_factory):
+@pytest.fixture
+def of_one(finished):
     """A run with a lag of 2 and one generator."""
-    from rlhf.config.compose import compose
-    from tests.end_to_end.conftest import TINY
-
-    folder = RunFolder(tmp_path_factory.mktemp("of_one"))
-    run(compose([*TINY, f"cache_dir={cache_dir}", *REPLICAS]), folder)
-    return folder
+    return finished(*REPLICAS)
 
 
 def test_two_replicas_give_the_tokens_and_figures_of_one(of_one, tiny, tmp_path, monkeypatch):
@@ -363,7 +357,7 @@ def test_a_killed_trainer_leaves_no_process_and_goes_on_to_the_same_rows(
     os.kill(process.pid, signal.SIGKILL)  # at once: a run of five updates is soon over
     process.wait()
     assert len(found) == len(PROCESSES) and not folder.finished()
-    assert not psutil.wait_procs(found, timeout=10)[1], "a worker is still there"
+    assert not psutil.wait_procs(found, timeout=60)[1], "a worker is still there"
     assert not shared_files(process.pid)
 
     again = start(words)
@@ -389,13 +383,14 @@ def test_signals_to_stop_are_the_trainers_to_obey(tiny, tmp_path, undisturbed, m
     assert asked and figures(folder) == figures(undisturbed)
 
 
+@pytest.mark.forks(False)  # processes as a user starts them
 def test_ctrl_c_ends_trainer_and_worker(command):
     process = start([*command, *RUN, "schedule.total_episodes=8000"])
     wait_for(lambda: process.poll() is not None or len(workers(process.pid)) == len(PROCESSES))
     time.sleep(1)
     found = workers(process.pid)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
-    told, _ = process.communicate(timeout=60)
+    told, _ = process.communicate(timeout=300)
     assert process.returncode == 130 and told.splitlines()[-1] == "interrupted", told
-    assert len(found) == len(PROCESSES) and not psutil.wait_procs(found, timeout=10)[1]
+    assert len(found) == len(PROCESSES) and not psutil.wait_procs(found, timeout=60)[1]
     assert not shared_files(process.pid)

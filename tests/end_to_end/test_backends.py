@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.runs.folder import RunFolder
-from rlhf.stages.run import run
+from tests import needs
 from tests.end_to_end.conftest import TINY, assert_same_end, rows
+
+pytestmark = pytest.mark.forks
 
 BACKENDS = ("torch", "zero0", "zero1", "zero2", "zero3")
 OFFLOADS = ("zero2_offload", "zero3_offload")
@@ -26,7 +28,7 @@ LIMIT_S = 500
 # DeepSpeed compiles its CPU optimizer for minutes, so only machines that compiled it before test it.
 EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
 BUILT = any(EXTENSIONS.glob("**/cpu_adam/cpu_adam.so"))
-needs_cpu_adam = pytest.mark.skipif(not BUILT, reason=f"no cpu_adam.so below {EXTENSIONS}: never built here")
+needs_cpu_adam = pytest.mark.skipif(not BUILT, reason=needs.CPU_ADAM)
 
 PLAIN = [pytest.param(size, name, id=f"{name} on {size}") for size in SIZES for name in BACKENDS]
 OFFLOAD = [
@@ -243,10 +245,9 @@ def runs(cache_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_goes_as_on_plain_torch(name, runs, tmp_path):
-    words, folder, _ = runs[name]
-    plain = RunFolder(tmp_path / "plain")
-    run(compose([word for word in words if not word.startswith("backend=zero")]), plain)
+def test_a_run_goes_as_on_plain_torch(name, runs, finished):
+    _, folder, _ = runs[name]
+    plain = finished(*(word for word in RUNS[name][1] if not word.startswith("backend=zero")))
     assert len(rows(folder)) == len(rows(plain)) >= 4
     for row, expected in zip(rows(folder), rows(plain), strict=True):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-4)
@@ -288,7 +289,7 @@ def test_a_divided_checkpoint_is_refused_to_other_ranks_before_anything_is_loade
         timeout=LIMIT_S,
     )
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "ranks must be 2" in done.stderr and "got 1; start 2, or" in done.stderr
+    assert "ranks must be 2" in done.stderr and "got 1; start 2 ranks, or" in done.stderr
     assert "ppo of pythia" not in done.stdout
 
 

@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 
-from rlhf.config.compose import compose
 from rlhf.core.confidence import wilson
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_lines
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import evaluation as evaluate
-from rlhf.stages.run import run
-from tests.end_to_end.conftest import TINY
+from tests import needs
+
+pytestmark = pytest.mark.forks
 
 EVERY = ("schedule.eval_every=1", "schedule.save_every=1")  # of two updates
 RUNS = {
@@ -26,36 +26,32 @@ RUNS = {
 NEEDS = {"lora": "peft", "zero2": "deepspeed"}
 
 
-@pytest.fixture(scope="module")
-def finished(cache_dir, tmp_path_factory):
-    """`finished(name)` is the folder of a finished run of `RUNS`, made once; nothing may change it."""
-    made = {}
+@pytest.fixture
+def copy_of(finished, tmp_path):
+    """`copy_of(name)` is a copy of a finished run of `RUNS`, for the evaluations of one test."""
 
     def get(name: str) -> RunFolder:
         pytest.importorskip(NEEDS.get(name, "rlhf"))
-        if name not in made:
-            made[name] = RunFolder(tmp_path_factory.mktemp(name))
-            run(compose([*TINY, f"cache_dir={cache_dir}", *EVERY, *RUNS[name]]), made[name])
-        return made[name]
+        return RunFolder(shutil.copytree(finished(*EVERY, *RUNS[name]).path, tmp_path / name))
 
     return get
 
 
 @pytest.fixture
-def copied(finished, tmp_path):
-    """A copy of the finished run of dpo, to be changed."""
-    own = shutil.ignore_patterns("evaluations*")
-    shutil.copytree(finished("dpo").path, tmp_path / "run", ignore=own)
-    return RunFolder(tmp_path / "run")
+def copied(copy_of):
+    """A copy of the finished run of dpo."""
+    return copy_of("dpo")
 
 
 def measured(folder: RunFolder, *words: str, **more) -> list[dict]:
     return evaluate.evaluate(evaluate.changed(folder, words), folder, **more)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_figures_are_those_that_training_measured(finished, name):
-    folder = finished(name)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.smoke if name == "sft" else ()) for name in RUNS]
+)
+def test_figures_are_those_that_training_measured(copy_of, name):
+    folder = copy_of(name)
     trained = {
         row["update"]: row for row in read_lines(folder.metrics) if "eval/loss" in row or "eval/kl" in row
     }
@@ -73,8 +69,8 @@ def test_figures_are_those_that_training_measured(finished, name):
     assert trained[1] != trained[2]
 
 
-def test_a_row_tells_its_settings_and_how_sure_its_win_rate_is(finished):
-    folder = finished("sft")
+def test_a_row_tells_its_settings_and_how_sure_its_win_rate_is(copy_of):
+    folder = copy_of("sft")
     *_, row = measured(folder, "eval.prompts=24")
     low, high = wilson(row["eval/win_rate"], 24)
     assert (row["eval/win_rate_low"], row["eval/win_rate_high"], row["examples"]) == (low, high, 24)
@@ -151,7 +147,7 @@ def test_a_large_request_is_answered_in_parts_with_the_same_samples(copied, monk
 
 
 def test_vllm_answers_for_each_checkpoint_with_its_weights(finished):
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason=needs.VLLM)
     folder = finished("sft")
     by_hf, by_vllm = measured(folder), measured(folder, "generator=vllm")
     assert [row["settings"]["generator"] for row in by_vllm] == ["vllm", "vllm"]

@@ -9,6 +9,8 @@ from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.training.checkpoint import unpack
 
+pytestmark = pytest.mark.forks
+
 RUN = [
     "algo=grpo",
     "algo.correction.kind=truncate",

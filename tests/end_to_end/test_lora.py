@@ -18,6 +18,8 @@ from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
 
+pytestmark = pytest.mark.forks
+
 LORA = ("model.lora.rank=4", "optim.lr=1e-2", "algo.ties=keep")
 
 
@@ -56,9 +58,9 @@ def test_the_reference_is_the_policy_without_its_adapters_and_no_second_model(ti
     assert next(row for row in rows(other) if "lr" in row)["objective/kl"] > 1e-3
 
 
-def test_a_run_leaves_the_merged_model_and_the_adapter(tiny, tmp_path):
-    cfg, folder = complete(tiny(*LORA), run), RunFolder(tmp_path / "run")
-    run(cfg, folder)
+@pytest.mark.smoke
+def test_a_run_leaves_the_merged_model_and_the_adapter(tiny, finished):
+    cfg, folder = complete(tiny(*LORA), run), finished(*LORA)
     merged, before, base = (
         AutoModelForCausalLM.from_pretrained(path)
         for path in (folder.model, cfg.model.policy, cfg.model.policy)
@@ -98,11 +100,10 @@ def test_adapters_of_sft_start_from_the_base(tiny, tmp_path):
     assert losses[-1] < losses[0] and folder.adapter.is_dir()
 
 
-def test_the_generators_process_samples_as_the_trainer_with_its_adapters(tiny, tmp_path):
+def test_the_generators_process_samples_as_the_trainer_with_its_adapters(finished):
     found = []
     for worker in ("false", "true"):
-        folder = RunFolder(tmp_path / worker)
-        run(tiny(*LORA, "schedule.total_episodes=64", f"generator.worker={worker}"), folder)
+        folder = finished(*LORA, "schedule.total_episodes=64", f"generator.worker={worker}")
         found.append([row for row in rows(folder) if "lr" in row])
     for ours, theirs in zip(*found, strict=True):
         assert theirs["mismatch/kl"] < 1e-9
@@ -146,9 +147,8 @@ def test_float16_without_a_gpu_is_refused_before_anything_is_loaded(tiny, monkey
 
 
 @pytest.mark.parametrize("backend", ["zero2", "zero3"])
-def test_adapters_are_trained_by_deepspeed_as_by_plain_torch(tiny, tmp_path, backend):
-    plain, divided = RunFolder(tmp_path / "torch"), RunFolder(tmp_path / backend)
-    run(tiny(*LORA), plain)
+def test_adapters_are_trained_by_deepspeed_as_by_plain_torch(tiny, tmp_path, finished, backend):
+    plain, divided = finished(*LORA), RunFolder(tmp_path / backend)
     run(tiny(*LORA, f"backend={backend}"), divided)
     for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         expected, found = load_file(plain.path / file), load_file(divided.path / file)

@@ -86,6 +86,7 @@ def test_the_report_counts_agreement_without_ties_and_tells_them(source, relabel
     assert told["agreement_low"] < told["agreement"] < told["agreement_high"]
 
 
+@pytest.mark.smoke
 def test_a_reward_model_is_trained_on_what_was_made(relabelled, cache_dir, tmp_path):
     words = [f"cache_dir={cache_dir}", f"task.preferences_path={relabelled}", "eval.prompts=12"]
     folder = RunFolder(tmp_path / "reward")

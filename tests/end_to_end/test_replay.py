@@ -1,5 +1,6 @@
 """Rollouts that a run saves, and a run that is trained on them without a generator."""
 
+import shutil
 from dataclasses import replace
 
 import datasets
@@ -23,10 +24,9 @@ WORDS = ("algo=grpo", "algo.samples_per_prompt=2", "schedule.total_episodes=48",
 
 
 @pytest.fixture
-def saved(tiny, tmp_path) -> RunFolder:
-    folder = RunFolder(tmp_path / "saved")
-    run(tiny(*WORDS, "save_generations=true"), folder)
-    return folder
+def saved(finished) -> RunFolder:
+    """A run that saved its rollouts; tests only read its folder."""
+    return finished(*WORDS, "save_generations=true")
 
 
 def replayed(tiny, saved, *words):
@@ -52,6 +52,7 @@ def test_saving_changes_no_figure_and_the_folder_loads_as_a_data_set(tiny, tmp_p
         assert len(row["response_ids"]) == len(row["behaviour_logprobs"]) <= 16
 
 
+@pytest.mark.smoke
 def test_a_replayed_run_has_the_figures_of_the_run_that_sampled(tiny, tmp_path, saved):
     folder = RunFolder(tmp_path / "replayed")
     run(replayed(tiny, saved), folder)
@@ -109,7 +110,8 @@ def test_rollouts_in_the_tokens_of_another_tokenizer_are_refused(saved):
         ReplayGenerator(saved.generations, tiny_tokenizer())
 
 
-def test_a_file_that_is_none_of_ours_is_a_problem(tiny, saved):
+def test_a_file_that_is_none_of_ours_is_a_problem(tiny, saved, tmp_path):
+    saved = RunFolder(shutil.copytree(saved.path, tmp_path / "saved"))
     first = files(saved.generations)[0]
     datasets.Dataset.from_dict({"a": [1]}).to_parquet(first)
     foreign = problems(replayed(tiny, saved))

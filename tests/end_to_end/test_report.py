@@ -13,6 +13,7 @@ from PIL import Image
 from rlhf.report.runs import find_runs
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from tests import needs
 from tests.end_to_end import browser
 from tests.end_to_end.conftest import TINY
 from tests.end_to_end.test_run import interrupt
@@ -128,10 +129,8 @@ SERIES = {"light": (0x00, 0x72, 0xB2), "dark": (0x4A, 0xA8, 0xE0)}  # --series-0
 PAPER = {"light": (0xFF, 0xFF, 0xFF), "dark": (0x14, 0x17, 0x1B)}
 
 
-@pytest.mark.skipif(
-    browser.find() is None,
-    reason=f"no browser here ({', '.join(browser.NAMES)}); make test installs one by apt where it is root",
-)
+@pytest.mark.system
+@pytest.mark.skipif(browser.find() is None, reason=needs.BROWSER)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_the_page_in_light_and_dark_and_complains_of_nothing(made, tmp_path, scheme):
     page = made[0] / "outputs" / "report" / "index.html"

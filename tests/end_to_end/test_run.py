@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -21,20 +22,22 @@ from rlhf.stages.run import run
 from rlhf.training.recorder import Recorder
 from tests.end_to_end.conftest import rows
 
-
-@pytest.fixture(scope="module")
-def finished(cache_dir, tmp_path_factory):
-    """A finished tiny run, shared by the tests that only read it."""
-    from rlhf.config.compose import compose
-    from tests.end_to_end.conftest import TINY
-
-    cfg = compose([*TINY, f"cache_dir={cache_dir}", "schedule.eval_every=1"])
-    folder = RunFolder(tmp_path_factory.mktemp("run") / "finished")
-    return cfg, folder, run(cfg, folder)
+pytestmark = pytest.mark.forks
 
 
-def test_a_run_leaves_the_files_of_its_contract(finished):
-    cfg, folder, result = finished
+EVERY = ("schedule.eval_every=1", "schedule.save_every=1")  # of two updates
+
+
+@pytest.fixture
+def done(tiny, finished):
+    """A finished run that tests only read: its config, its folder and its result."""
+    folder = finished(*EVERY)
+    return tiny(*EVERY), folder, folder.finished()["result"]["eval/win_rate"]
+
+
+@pytest.mark.smoke
+def test_a_run_leaves_the_files_of_its_contract(done):
+    cfg, folder, result = done
     assert load_config(folder.config) == cfg
     environment = json.loads(folder.environment.read_text())
     assert {"packages", "git", "command"} <= environment.keys()
@@ -45,8 +48,8 @@ def test_a_run_leaves_the_files_of_its_contract(finished):
     assert not list(folder.path.glob(".tmp*"))
 
 
-def test_the_final_model_loads_with_transformers(finished):
-    _, folder, _ = finished
+def test_the_final_model_loads_with_transformers(done):
+    _, folder, _ = done
     model = AutoModelForCausalLM.from_pretrained(folder.model)
     tokenizer = AutoTokenizer.from_pretrained(folder.model)
     ids = tokenizer("SUBREDDIT:", return_tensors="pt").input_ids
@@ -55,8 +58,9 @@ def test_the_final_model_loads_with_transformers(finished):
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_rows_carry_the_figures_of_the_contract(finished):
-    _, folder, _ = finished
+@pytest.mark.smoke
+def test_rows_carry_the_figures_of_the_contract(done):
+    _, folder, _ = done
     found = read_lines(folder.metrics)
     updates = [row for row in found if "lr" in row]
     evaluations = [row for row in found if "eval/win_rate" in row]
@@ -99,8 +103,8 @@ def test_rows_carry_the_figures_of_the_contract(finished):
     }
 
 
-def test_completions_are_kept_with_both_scores(finished):
-    cfg, folder, _ = finished
+def test_completions_are_kept_with_both_scores(done):
+    cfg, folder, _ = done
     kept = read_lines(folder.completions)
     assert len(kept) == 3 * cfg.eval.prompts
     assert kept[0].keys() >= {"update", "prompt", "response", "reference", "score", "gold_score"}
@@ -109,8 +113,9 @@ def test_completions_are_kept_with_both_scores(finished):
     assert wins == rows(folder)[-1]["eval/win_rate"]
 
 
-def test_the_first_update_is_on_policy_and_at_the_reference(finished):
-    _, folder, _ = finished
+@pytest.mark.smoke
+def test_the_first_update_is_on_policy_and_at_the_reference(done):
+    _, folder, _ = done
     evaluation, first = rows(folder)[:2]
     assert abs(evaluation["eval/kl"]) < 1e-4
     assert abs(first["objective/kl"]) < 1e-4
@@ -135,8 +140,8 @@ def test_what_is_found_wrong_while_loading_is_the_users_to_mend(tiny, tmp_path):
         run(tiny(f"model.policy={folder}", "scorer=facts"), RunFolder(tmp_path / "run"))
 
 
-def test_a_finished_run_is_not_run_again(finished):
-    cfg, folder, result = finished
+def test_a_finished_run_is_not_run_again(done):
+    cfg, folder, result = done
     before = folder.metrics.read_bytes()
     assert run(cfg, folder) == result
     assert folder.metrics.read_bytes() == before
@@ -160,7 +165,7 @@ def interrupt(monkeypatch, update):
 @pytest.mark.parametrize(
     "overrides",
     [
-        LONGER,
+        pytest.param(LONGER, marks=pytest.mark.smoke),
         (*LONGER, "schedule.max_lag=2"),
         (*LONGER, "schedule.minibatches=2", "schedule.epochs=2", "schedule.log_every=2"),
         ("algo=sft", "schedule.save_every=1", "schedule.total_episodes=32"),
@@ -168,10 +173,8 @@ def interrupt(monkeypatch, update):
     ],
     ids=["dpo", "lag", "minibatches", "sft", "lora"],
 )
-def test_interrupted_and_resumed_equals_uninterrupted(tiny, tmp_path, monkeypatch, overrides):
-    cfg = tiny(*overrides)
-    whole, parts = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parts")
-    run(cfg, whole)
+def test_interrupted_and_resumed_equals_uninterrupted(tiny, tmp_path, finished, monkeypatch, overrides):
+    cfg, whole, parts = tiny(*overrides), finished(*overrides), RunFolder(tmp_path / "parts")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt(patch, update=3)
         run(cfg, parts)
@@ -200,10 +203,8 @@ def test_the_newest_checkpoints_are_kept(tiny, tmp_path):
     assert sorted(p.name for p in folder.path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
 
 
-def test_lag_is_logged_and_the_sampler_is_older_by_it(tiny, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    run(tiny("schedule.total_episodes=64", "schedule.max_lag=2"), folder)
-    trained = [row for row in rows(folder) if "lr" in row]
+def test_lag_is_logged_and_the_sampler_is_older_by_it(finished):
+    trained = [row for row in rows(finished(*LONGER, "schedule.max_lag=2")) if "lr" in row]
     assert [row["lag"] for row in trained] == [0, 1, 2, 2]
 
 
@@ -220,14 +221,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_what_is_needed_to_go_
     assert not folder.finished() and not folder.model.exists()
 
 
-def test_the_same_run_twice_gives_the_same_metrics(tiny, tmp_path):
-    cfg = tiny()
-    first, second = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
-    run(cfg, first)
-    run(cfg, second)
+def test_the_same_run_twice_gives_the_same_metrics_and_returns_the_last_win_rate(tiny, tmp_path, done):
+    _, first, result = done
+    second = RunFolder(tmp_path / "b")
+    assert run(tiny(*EVERY), second) == result
     assert rows(first) == rows(second)
     other = RunFolder(tmp_path / "c")
-    run(tiny("seed=2"), other)
+    run(tiny(*EVERY, "seed=2"), other)
     assert rows(other) != rows(first)
 
 
@@ -240,9 +240,8 @@ def test_the_reward_model_scores_the_references_zero_on_average(tiny, tmp_path):
     assert math.isfinite(model.config.reward_offset) and model.config.reward_offset != 0
 
 
-def test_a_checkpoint_without_its_marker_is_not_taken(tiny, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    run(tiny("schedule.save_every=1"), folder)
+def test_a_checkpoint_without_its_marker_is_not_taken(done, tmp_path):
+    folder = RunFolder(shutil.copytree(done[1].path, tmp_path / "run"))
     last = folder.last_checkpoint()
     (last / "COMPLETE").unlink()
     assert folder.last_checkpoint() is None

@@ -7,6 +7,8 @@ from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
 
+pytestmark = pytest.mark.forks
+
 MIX = ["scorer=weighted", "+scorer@scorer.parts.model=reward_model", "+scorer@scorer.parts.words=function"]
 
 

@@ -17,6 +17,7 @@ import pytest
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.runs.folder import RunFolder
+from tests import needs
 from tests.end_to_end.conftest import TINY, assert_same_end, rows, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +39,9 @@ PATIENT = [
 def slurm():
     """The environment of commands that find the SLURM of these tests."""
     if not shutil.which("slurmctld"):
-        pytest.skip("SLURM is not installed here; make test installs it by apt where it is root")
+        pytest.skip(needs.SLURM)
     if os.getuid() != 0:
-        pytest.skip("a SLURM on this machine has to be started by root")
+        pytest.skip(needs.ROOT)
     # It ends when its command does, and that when it reads no more: so it does not outlive these tests.
     ask = 'echo "$SLURM_CONF"; cat >/dev/null'
     with subprocess.Popen(

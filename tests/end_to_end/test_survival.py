@@ -29,7 +29,10 @@ from rlhf.tasks.tldr_mini import TLDRMiniSource
 from rlhf.training import checkpoint
 from rlhf.training.evaluators import PolicyEvaluator
 from rlhf.training.recorder import Recorder
+from tests import needs
 from tests.end_to_end.conftest import TINY, assert_same_end, wait_for
+
+pytestmark = pytest.mark.forks
 
 RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep"]
 LAG = [*RUN, "schedule.max_lag=1"]
@@ -100,18 +103,10 @@ def finish(words) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def undisturbed(cache_dir, tmp_path_factory):
+@pytest.fixture
+def undisturbed(finished):
     """`undisturbed(*words)` is a run that nothing happens to; made once."""
-    made = {}
-
-    def get(*words) -> RunFolder:
-        if words not in made:
-            made[words] = RunFolder(tmp_path_factory.mktemp("undisturbed"))
-            run(compose([*TINY, f"cache_dir={cache_dir}", *words]), made[words])
-        return made[words]
-
-    return get
+    return finished
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +141,8 @@ def raising(error):
 # -- kill -9 ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
+@pytest.mark.forks(False)  # processes as a user starts them
 def test_killed_in_the_middle_of_a_run(tiny, command, tmp_path, undisturbed):
     words, folder = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN)))
     process = start(words, "-m", "rlhf.train")
@@ -316,12 +313,16 @@ def test_interrupted_in_each_stage_made_on_the_way(tmp_path, monkeypatch, undist
 
 
 @pytest.fixture
-def crashed(tiny, tmp_path, monkeypatch):
+def crashed(tiny, tmp_path, made_once):
     """A run that was ended by a crash after update 3, with checkpoints of updates 1 and 2."""
     cfg, folder = tiny(*RUN), RunFolder(tmp_path / "run")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        at(patch, Recorder, "evaluation", after_update(4), raising(KeyboardInterrupt()))
-        run(cfg, folder)
+
+    def crash(path):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            at(patch, Recorder, "evaluation", after_update(4), raising(KeyboardInterrupt()))
+            run(cfg, RunFolder(path))
+
+    shutil.copytree(made_once("crashed", crash), folder.path)
     assert [path.name for path in complete_checkpoints(folder.path)] == ["checkpoint-2", "checkpoint-3"]
     return cfg, folder
 
@@ -469,11 +470,11 @@ def disk(tmp_path):
             ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", made], capture_output=True, text=True
         )
         if done.returncode:
-            pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+            pytest.skip(needs.MOUNT)
         return made
 
     if shutil.which("mount") is None:
-        pytest.skip("there is no command mount here")
+        pytest.skip(needs.MOUNT)
     yield mount
     subprocess.run(["umount", "-l", made], capture_output=True)
 

@@ -16,6 +16,8 @@ from rlhf.config.identity import run_name
 from rlhf.config.saved import load_config
 from rlhf.runs.folder import RunFolder
 
+pytestmark = pytest.mark.forks
+
 ROOT = Path(__file__).parents[2]
 SCORER = ["algo=rloo", "scorer=function", "scorer.batched=true"]
 LAUNCHERS = {
@@ -27,7 +29,7 @@ LAUNCHERS = {
 def train(words: list[str], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "rlhf.train", "-m", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -39,7 +41,7 @@ def scored_by(*names: str) -> str:
     return "scorer.path=" + ",".join(rf"tests.end_to_end.sweep_scorers\:{name}" for name in names)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["joblib", pytest.param("local", marks=pytest.mark.smoke)])
 def test_what_fails_is_listed_and_the_others_are_kept(launcher, command, tmp_path):
     process = train([*command, *SCORER, scored_by("fails", "length"), *LAUNCHERS[launcher]])
     out, _ = process.communicate(timeout=500)

@@ -26,6 +26,8 @@ from tests.generators.test_transfer import WEIGHTS, overwritten
 from tests.processes import test_worker
 from tests.processes.test_worker import IN_TURN, SECONDS, answers, ask, between_loads
 
+pytestmark = [pytest.mark.process, pytest.mark.forks]
+
 CPU = torch.device("cpu")
 
 # -- checksums -------------------------------------------------------------------------------------
@@ -293,9 +295,9 @@ def start(tmp_path):
     for generator in made:
         begun = time.monotonic()
         generator.close()
-        assert time.monotonic() - begun < 5 and not generator.store.snapshots
+        assert time.monotonic() - begun < SECONDS / 4 and not generator.store.snapshots
         for sender in generator.store.senders:
-            sender.join(5)
+            sender.join(SECONDS / 4)
             assert not sender.is_alive()
 
 

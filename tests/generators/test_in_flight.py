@@ -24,9 +24,11 @@ from rlhf.processes.worker import Limits
 from rlhf.training.checkpoint import pack
 from tests.tiny_models import KINDS, logprobs_in_flight, tiny_lm, tiny_rollouts
 
+pytestmark = [pytest.mark.process, pytest.mark.forks]
+
 SWAP, LENGTH, TEMPERATURE = 4, 10, 0.7
 STOPS, PAD = [3, 4, 5], 0
-SECONDS = 30  # until a test gives up
+SECONDS = 120  # until a test gives up
 
 
 def changed(kind="gpt_neox", seed=1, by=0.05):
@@ -360,7 +362,7 @@ def test_close_does_not_wait_for_a_request_that_is_overtaken(start, tmp_path):
     load(generator, 1)
     begun = time.monotonic()
     generator.close()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < SECONDS / 4
     for future in futures:
         with pytest.raises(RunError, match="the generator was closed"):
             future.result(SECONDS)

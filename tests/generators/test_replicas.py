@@ -15,6 +15,8 @@ from rlhf.processes.worker import environment
 from rlhf.training.stream import Stream
 from tests.processes.test_worker import LIMITS, SECONDS, Fake, answers, ask, gone, load, prompts
 
+pytestmark = [pytest.mark.process, pytest.mark.forks]
+
 WEIGHTS = [("weight", torch.ones(1))]
 
 

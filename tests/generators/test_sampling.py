@@ -14,6 +14,7 @@ from rlhf.generators.hf.sampling import choose, sample, uniforms
 from rlhf.memory.activations import Tokens
 from rlhf.models import sharing_rules
 from rlhf.models.modules import Policy
+from tests import needs
 from tests.tiny_models import KINDS, VOCABULARY, tiny_lm, tiny_rollouts
 
 LENGTH = 12
@@ -255,7 +256,8 @@ def test_a_model_that_asks_for_the_length_of_the_cache_is_sampled_from_without_g
     assert caplog.text.count("not recorded as a CUDA graph") == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=needs.GPU)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_on_a_gpu_gives_what_its_steps_give_one_by_one(kind, dtype, monkeypatch, caplog):

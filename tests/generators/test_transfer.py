@@ -59,6 +59,7 @@ def test_all_shapes_and_types_arrive(either):
     confirm(manifest, 3, {name: checksum(tensor) for name, tensor in WEIGHTS.items()})
 
 
+@pytest.mark.process
 def test_another_process_reads_them(either):
     manifest = either.write(WEIGHTS.items(), 3)
     code = (

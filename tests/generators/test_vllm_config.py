@@ -60,6 +60,7 @@ def test_a_generator_that_sleeps_while_training_is_never_late():
     assert not validate.problems(compose(["generator=vllm", "schedule.max_lag=1"]))
 
 
+@pytest.mark.process
 def test_composing_imports_neither_vllm_nor_torch():
     program = (
         "import sys; from rlhf.config.compose import compose; from rlhf.checks import check as validate;"
@@ -69,6 +70,7 @@ def test_composing_imports_neither_vllm_nor_torch():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.process
 def test_the_trainers_side_imports_no_vllm():
     program = "import sys, rlhf.stages.run, rlhf.generators.vllm.generator; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -20,11 +20,10 @@ from rlhf.models.modules import ActorCritic, Policy, ValueModel
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import Objective
 from rlhf.processes.ranks import ALONE
+from tests import needs
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
-pytestmark = pytest.mark.skipif(
-    not GOLDEN.is_dir(), reason="the golden numbers of other implementations are not beside this checkout"
-)
+pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=needs.GOLDEN)
 TEMPERATURE = 0.7 + 1e-7
 PAD, EOS = 1, 0
 

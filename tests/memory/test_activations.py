@@ -123,6 +123,7 @@ def size_of(config) -> ModelSize:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.process
 def test_the_estimate_is_near_what_torch_allocates(case):
     config, prompts, samples, prompt, response, settings = CASES[case]
     dtype, eager = settings.get("dtype", Dtype.float32), settings.get("eager", False)
@@ -193,6 +194,7 @@ print(json.dumps([before, peak()]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's own peak")
+@pytest.mark.process
 def test_a_process_that_trains_grows_by_the_estimate():
     done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, check=True)
     before, after = json.loads(done.stdout.splitlines()[-1])

@@ -390,6 +390,7 @@ def test_an_embedded_model_that_is_too_large_is_told_by_its_width():
     assert "got 8192; set model.hidden_size=" in problem
 
 
+@pytest.mark.process
 def test_a_model_of_70_billion_parameters_is_refused_at_once_and_leaves_nothing(tmp_path):
     folder = local_model(tmp_path / "llama", LLAMA_70B)
     script = f"""
@@ -486,6 +487,7 @@ def test_the_command_reads_options_of_ones_own(monkeypatch, capsys, own_conf):
     assert planned(monkeypatch, capsys, *words)[0] == 0
 
 
+@pytest.mark.process
 def test_the_command_imports_neither_torch_nor_a_library_of_it(tmp_path):
     script = (
         "import sys; sys.argv = ['plan.py', 'algo=ppo']; from rlhf.plan import main; main();"

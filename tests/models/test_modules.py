@@ -27,6 +27,7 @@ from rlhf.models.loading import (
     save,
 )
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
+from tests import needs
 from tests.tiny_models import (
     KINDS,
     VOCABULARY,
@@ -38,7 +39,7 @@ from tests.tiny_models import (
 )
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="no golden models beside the repository")
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=needs.GOLDEN)
 
 
 def golden_rollouts(name: str = "batch_k2") -> tuple[Rollouts, dict[str, np.ndarray]]:

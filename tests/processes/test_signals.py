@@ -14,7 +14,7 @@ from rlhf.core.errors import Interrupted
 from rlhf.processes import signals
 from rlhf.processes.signals import SIGNALS, interruptible
 
-SECONDS = 20  # until a test gives up
+SECONDS = 120  # until a test gives up
 
 
 @pytest.fixture
@@ -96,7 +96,15 @@ def test_handlers_are_as_they_were_before(told):
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_ctrl_c_stays_what_it_is(told):
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C raises KeyboardInterrupt, also in a background job of a shell, where SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stays_what_it_is(told, ctrl_c):
     with interruptible() as interruption:
         interruption.defer()
         with pytest.raises(KeyboardInterrupt):
@@ -130,6 +138,7 @@ def test_in_another_thread_nothing_is_heard_and_nothing_changed(told):
     assert found == [(False, signal.SIG_DFL)]
 
 
+@pytest.mark.process
 def test_a_forked_process_ends_at_a_signal_and_its_parent_hears_nothing(told):
     with interruptible() as interruption:
         interruption.defer()
@@ -182,6 +191,7 @@ def stuck():
         process.wait()
 
 
+@pytest.mark.process
 def test_a_second_sigterm_ends_the_process_at_once_whatever_it_is_doing(stuck):
     process = stuck(0.1)
     process.send_signal(signal.SIGUSR1)
@@ -194,6 +204,7 @@ def test_a_second_sigterm_ends_the_process_at_once_whatever_it_is_doing(stuck):
     assert "ended immediately by a second SIGTERM; the same command resumes the run" in process.stdout.read()
 
 
+@pytest.mark.process
 def test_a_sigterm_that_a_launcher_passes_on_too_is_the_first_one(stuck):
     process = stuck(1000)
     os.kill(process.pid, signal.SIGTERM)

@@ -278,6 +278,7 @@ def test_the_phases_of_the_figure_are_those_of_an_update():
     assert tuple(figures.PHASES) == PHASES
 
 
+@pytest.mark.process
 def test_a_report_imports_no_torch(tmp_path):
     import subprocess
 

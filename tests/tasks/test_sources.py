@@ -15,11 +15,10 @@ from rlhf.checks.tasks import data_folders, unused_pairs
 from rlhf.config.algo import Data, Trains
 from rlhf.config.task import GSM8KConfig, PreferencesConfig, TaskConfig, TLDRConfig, TLDRMiniConfig
 from rlhf.tasks.folders import folder_problems, split_columns
+from tests import needs
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
-needs_gsm8k = pytest.mark.skipif(
-    not GSM8K.is_dir(), reason="../shared/data/gsm8k, the GSM8K jsonl files, is not beside this checkout"
-)
+needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason=needs.GSM8K)
 
 ROWS = {"query": ["a", "b"], "reference_response": ["c", "d"]}
 PAIRS = {"prompt": ["a", "b"], "chosen": ["c", "d"], "rejected": ["e", "f"]}
@@ -172,6 +171,7 @@ def test_preferences_without_a_data_set_are_a_problem():
     assert "set task.path=<folder> or task.preferences_name=<hub name>" in problem
 
 
+@pytest.mark.process
 def test_checking_a_folder_imports_neither_torch_nor_datasets(tmp_path: Path):
     write(tmp_path, "parquet", ROWS)
     code = (

@@ -1,0 +1,83 @@
+"""What the README says composes, prints and exists as written."""
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+from rlhf import plan
+from rlhf.config import algo
+from rlhf.config.algo import AlgoConfig
+from rlhf.config.schema import PARTS, SCHEMAS
+from rlhf.core.machine import Machine
+from rlhf.memory import plan as memory
+from rlhf.memory.uses import GIB
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    section = README.partition("\n## Add an algorithm\n")[2].partition("\n## ")[0]
+    return re.findall(rf"^```{language}\n(.*?)^```$", section, re.S | re.M)
+
+
+@pytest.fixture
+def reinforce(tmp_path, monkeypatch) -> Iterator[type[AlgoConfig]]:
+    """The section of the README's algorithm; its files are not written into the package."""
+    objective, section = blocks("python")
+    name, file = "rlhf.objectives.reinforce", tmp_path / "reinforce.py"
+    file.write_text(objective)
+    spec = spec_from_file_location(name, file)
+    monkeypatch.setitem(sys.modules, name, module_from_spec(spec))
+    spec.loader.exec_module(sys.modules[name])
+    names = dict(vars(algo))
+    exec(section, names)  # as at the end of rlhf/config/algo.py
+    yield names["ReinforceConfig"]
+    del PARTS[SCHEMAS.pop("schema/algo/reinforce")]
+
+
+def test_the_algorithm_of_the_readme_composes(tmp_path, reinforce):
+    import hydra
+    from omegaconf import OmegaConf
+
+    from rlhf.config.catalogue import conf_dir
+
+    (tmp_path / "conf" / "algo").mkdir(parents=True)
+    (tmp_path / "conf" / "algo" / "reinforce.yaml").write_text(*blocks("yaml"))
+    search = [f"hydra.searchpath=[file://{tmp_path / 'conf'}]"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = hydra.compose(
+            "config",
+            [*search, "algo=reinforce", "schedule.total_episodes=8", "schedule.prompts_per_update=8"],
+        )
+    assert OmegaConf.to_object(cfg).algo == reinforce()
+
+
+def test_the_plan_of_the_docs_is_what_the_command_prints(monkeypatch, capsys):
+    text = (ROOT / "docs" / "memory.md").read_text()
+    shown = text.partition("```text\n$ python -m rlhf.plan ")[2]
+    words, _, table = shown.partition("```")[0].partition("\n")
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=16 * GIB))
+    monkeypatch.setattr(sys, "argv", ["plan.py", *words.split()])
+    plan.main()
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in printed if line] == table.splitlines() != []
+
+
+def test_the_readme_names_only_options_that_exist():
+    from rlhf.config import catalogue as options
+
+    table = re.findall(r"^\| \w+ \| (.*?) \|", README.partition("\n## Configuration\n")[2], re.M)
+    named = {word for row in table for word in re.findall(r"`(\w+)`", row)}
+    known = {name for group in options.groups() for name in options.options(group)}
+    assert named <= known, named - known
+    assert {"dpo", "pythia", "tldr", "facts", "vllm", "zero2", "wandb"} <= named, "the table is read"
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target

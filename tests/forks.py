@@ -1,0 +1,331 @@
+"""Python processes that start within 0.1 s: a process that has imported the libraries forks them.
+
+The imports of `python -m rlhf.train` take about five seconds of CPU time. Most tests that start processes
+test something else. In those tests `Popen` replaces `subprocess.Popen`: a program that begins with
+`sys.executable -m` or `sys.executable -c` is forked from the server of the calling process.
+
+    process that calls Popen ── socket: arguments, environment, files ──▶ server (imports, no thread)
+            └── child: the program ◀──────────── clone(CLONE_PARENT) ────────────┘
+
+The child is a child of the caller, not of the server. The caller waits for it and kills it as usual, and it
+is an orphan when the caller dies. A program that may start Python processes gets its own server before it
+begins. `/proc/<pid>/cmdline` of a child names the program; `/proc/<pid>/environ` is that of the server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import io
+import os
+import pickle
+import platform
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parents[1]
+CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # number of the system call
+CLONE_PARENT = 0x8000
+SUPPORTED = sys.platform == "linux" and CLONE is not None
+OWN_FILES = 256  # file descriptors from this number on are free in a server
+TITLE = 4096  # bytes for the arguments that `ps` and psutil show
+ALONE = ("rlhf.processes.service",)  # modules that start no further Python processes
+REAL = subprocess.Popen
+SAME_USER = (None, None, None, -1)  # the defaults of group, groups, user and umask
+READY = "ready"
+# A child ignores those of these signals that its parent ignores.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Libraries that start threads when they are imported: OpenBLAS (numpy) and the memory pool of pyarrow.
+NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+
+PRELOADED = (
+    "torch.distributed.run",
+    "datasets",
+    "peft",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "rlhf.stages.run",
+    "rlhf.stages.chain",
+    "rlhf.stages.evaluation",
+    "rlhf.stages.relabelling",
+    "rlhf.assembly.annotator",
+    "rlhf.generators.worker",
+    "rlhf.generators.replicas",
+    "rlhf.generators.hf.generator",
+    "rlhf.scorers.reward_model",
+)
+
+
+class Popen(subprocess.Popen):
+    """`subprocess.Popen` that forks Python programs from the server of this process."""
+
+    server: socket.socket | None = None
+    process: subprocess.Popen[bytes] | None = None  # of the server
+    owner = 0  # pid of the process that the server forks for
+    lock = threading.Lock()
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
+        shell, *ends = rest[2:9]
+        *user, start_new_session, process_group = rest[10:]
+        special = shell or executable or preexec_fn or not close_fds or tuple(user) != SAME_USER
+        listed = not isinstance(args, (str, bytes, os.PathLike))
+        server = self.connected() if listed and parsed(args) and not special else None
+        if server is None:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+            return
+        p2cread, _, _, c2pwrite, _, errwrite = ends
+        request = {
+            "args": [os.fspath(arg) for arg in args],
+            "env": dict(os.environ if env is None else env),
+            "cwd": os.fspath(cwd) if cwd is not None else os.getcwd(),
+            "files": [0, 1, 2, *pass_fds],
+            "ignored": [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN],
+            "session": start_new_session,
+            "group": process_group,
+        }
+        files = [end if end != -1 else number for number, end in enumerate((p2cread, c2pwrite, errwrite))]
+        try:
+            with self.lock:
+                send(server, request, [*files, *pass_fds])
+                self.pid, _ = receive(server)
+        finally:
+            self._close_pipe_fds(*ends)
+        self._child_created = True
+
+    @classmethod
+    def connected(cls) -> socket.socket | None:
+        """Return the connection to the server of this process; the first call starts the server."""
+        with cls.lock:
+            if cls.owner != os.getpid():
+                cls.owner, cls.server = os.getpid(), None
+                ours, theirs = socket.socketpair()
+                command = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), " " * TITLE]
+                environment = {**os.environ, **NO_THREADS, "PYTHONPATH": str(ROOT)}
+                with theirs:
+                    cls.process = REAL(
+                        command, env=environment, cwd=ROOT, pass_fds=[theirs.fileno()], process_group=0
+                    )
+                assert receive(ours) == (READY, [])
+                cls.server = ours
+            return cls.server
+
+
+def parsed(args: Any) -> tuple[set[str], str, str, list[str]] | None:
+    """Return the flags, `-m` or `-c`, module or code, and arguments of a Python program; None for another."""
+    args = [os.fspath(arg) for arg in args]
+    if args[0] != sys.executable:
+        return None
+    for place, word in enumerate(args[1:], 1):
+        if word in ("-m", "-c"):
+            return set(args[1:place]), word, args[place + 1], args[place + 2 :]
+        if word not in ("-u", "-P"):
+            return None
+    return None
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+LENGTH = struct.Struct("<Q")
+
+
+def send(sock: socket.socket, message: Any, files: list[int] | None = None) -> None:
+    """Send a message and open files."""
+    data = pickle.dumps(message)
+    data = LENGTH.pack(len(data)) + data
+    sent = socket.send_fds(sock, [data[:1]], files or [])
+    sock.sendall(data[sent:])
+
+
+def receive(sock: socket.socket) -> tuple[Any, list[int]]:
+    """Wait for a message and its open files.
+
+    Raises:
+        EOFError: the other side has ended.
+    """
+    data, files, _, _ = socket.recv_fds(sock, 1, 64)
+    while len(data) < LENGTH.size or len(data) < LENGTH.size + LENGTH.unpack(data[: LENGTH.size])[0]:
+        if not (more := sock.recv(1 << 16)):
+            raise EOFError
+        data += more
+    return pickle.loads(data[LENGTH.size :]), files
+
+
+# -- the server ------------------------------------------------------------------------------------
+
+
+def serve(sock: socket.socket) -> dict[str, Any]:
+    """Fork a child for each request; return the request in the child. The server ends with its caller."""
+    while True:
+        try:
+            request, files = receive(sock)
+        except (EOFError, OSError):
+            os._exit(0)
+        if sibling() == 0:
+            answer = socket.socket(fileno=fcntl.fcntl(sock.detach(), fcntl.F_DUPFD, OWN_FILES))
+            move(files, request["files"])
+            if request["session"]:
+                os.setsid()
+            if request["group"] >= 0:
+                os.setpgid(0, request["group"])
+            for number in SIGNALS:
+                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, signal.SIG_IGN if number in request["ignored"] else default)
+            send(answer, os.getpid())  # from here on the caller may signal this process and its group
+            answer.close()
+            return request
+        for file in files:
+            os.close(file)
+
+
+def sibling() -> int:
+    """Fork a process whose parent is the parent of this one; return its pid, and 0 in the new process."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a server has no threads"
+    system, python = ctypes.PyDLL(None), ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    pid = system.syscall(CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+    return pid
+
+
+def move(files: list[int], numbers: list[int]) -> None:
+    """Give open files these numbers."""
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, OWN_FILES + max(numbers)) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(high, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def become(request: dict[str, Any]) -> None:
+    """Set environment, files, paths and signals of this child as the request says."""
+    flags, how, program, words = parsed(request["args"])  # type: ignore[misc]
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    tempfile.tempdir = None
+    sys.argv = ["-c" if how == "-c" else "-m", *words]
+    sys.orig_argv = request["args"]
+    first = [] if "-P" in flags else ["" if how == "-c" else os.getcwd()]
+    added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*first, *added, *BASE_PATH]
+    unbuffered = "-u" in flags or bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = output(1, unbuffered, "strict")
+    sys.stderr = sys.__stderr__ = output(2, unbuffered, "backslashreplace")
+    entitle(request["args"])
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+
+
+def output(number: int, unbuffered: bool, errors: str) -> io.TextIOWrapper:
+    """Return standard output or standard error, buffered as in a process that Python starts."""
+    binary = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    lines = number == 2 or os.isatty(number)
+    return io.TextIOWrapper(binary, errors=errors, line_buffering=lines, write_through=unbuffered)
+
+
+def entitle(args: list[str]) -> None:
+    """Write `args` where `ps` and psutil read the arguments of this process."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    title = b"\0".join(map(os.fsencode, args))[: end - start - 1]
+    ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
+
+
+def own_server() -> None:
+    """Fork a server for the processes that this process starts; return in this process only."""
+    ours, theirs = socket.socketpair()
+    if os.fork():
+        theirs.close()
+        Popen.server, Popen.owner = ours, os.getpid()
+        return
+    ours.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    entitle(["server of forks"])
+    carry_out(serve(theirs))
+
+
+def carry_out(request: dict[str, Any]) -> None:
+    """Run the program of a request in this process, and end the process."""
+    become(request)
+    _, how, program, _ = parsed(request["args"])  # type: ignore[misc]
+    if program not in ALONE:
+        own_server()
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    code = 0
+    try:
+        if how == "-c":
+            exec(compile(program, "<string>", "exec"), main.__dict__)
+        else:
+            sys.modules.pop(program, None)  # it runs as __main__
+            runpy._run_module_as_main(program)  # type: ignore[attr-defined]
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if stop.code is not None and not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = -signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """End this process as the interpreter does, without clearing all modules, which takes a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+BASE_PATH: list[str] = []
+
+
+def main() -> None:
+    """Import the libraries, then serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.set_inheritable(False)
+    for path in sys.path[1:]:
+        if path != str(ROOT):
+            BASE_PATH.append(path)
+    subprocess.Popen = Popen  # type: ignore[misc]
+    for module in PRELOADED:
+        __import__(module)
+    send(sock, READY)
+    carry_out(serve(sock))
+
+
+if __name__ == "__main__":
+    sys.modules["tests.forks"] = sys.modules["__main__"]
+    main()

@@ -1,0 +1,173 @@
+"""Marks, order, processes and final report of a test session.
+
+- Tests of `tests/end_to_end` are marked `run`. A test that starts a Python process must have one of the marks
+  `process`, `run`, `system` or `gpu`; without a mark the start fails.
+- The longest tests run first, by the seconds in `durations.json`, which `--record-durations` writes.
+  Tests that share a fixture of their module run on one worker of pytest-xdist.
+- In tests marked `forks`, Python processes are forked from a server that has imported the libraries.
+- The final report counts the tests that were skipped or not selected, with the command that enables them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests import forks
+from tests.needs import ENABLE
+
+DURATIONS = Path(__file__).with_name("durations.json")
+SHORTEST_S = 0.5  # of the durations that are recorded
+STARTS = ("process", "run", "system", "gpu")  # marks of tests that may start a Python process
+REAL = subprocess.Popen
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background jobs with SIGINT ignored, and their child processes ignore SIGINT too. A child
+    # does not inherit a handler, so this handler, which does nothing, restores Ctrl-C for child processes.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: None)
+    config.addinivalue_line("markers", "xdist_group(name): stays on one worker of pytest-xdist")
+    config.stash[DESELECTED] = Counter()
+    config.stash[SECONDS] = Counter()
+
+
+# -- marks and order -------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    for item in items:
+        if "end_to_end" in item.path.parts:
+            item.add_marker("run")
+        if shared := shares(item):
+            item.add_marker(pytest.mark.xdist_group(shared))
+    yield
+    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    units = Counter()
+    for item in items:
+        units[unit(item)] += seconds.get(plain(item.nodeid), 0.0)
+    items.sort(key=lambda item: -units[unit(item)])  # stable: a file's tests stay in their order
+
+
+def shares(item: pytest.Item) -> str | None:
+    """The name of the module whose fixture of module scope this test uses."""
+    found = getattr(item, "_fixtureinfo", None)
+    for definitions in found.name2fixturedefs.values() if found else ():
+        if definitions[-1].scope == "module" and definitions[-1].func.__module__ == item.module.__name__:
+            return item.module.__name__.removeprefix("tests.")
+    return None
+
+
+def unit(item: pytest.Item) -> str:
+    """What runs on one worker: a group, or the test alone."""
+    group = item.get_closest_marker("xdist_group")
+    return group.args[0] if group else item.nodeid
+
+
+def plain(nodeid: str) -> str:
+    """The id of a test without the group that pytest-xdist adds."""
+    return re.sub(r"@[\w.]+$", "", nodeid)
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+unmarked: str | None = None  # id of the test that runs, where it may not start a Python process
+
+
+def forbid(event: str, arguments: tuple) -> None:
+    """Refuse a Python process to a test that is not marked for it."""
+    if event == "subprocess.Popen" and unmarked is not None and arguments[0] == sys.executable:
+        raise AssertionError(f"{unmarked} starts a Python process: mark it `process`")
+
+
+sys.addaudithook(forbid)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
+    global unmarked
+    mark = item.get_closest_marker("forks")
+    if mark is not None and mark.args != (False,) and forks.SUPPORTED:
+        subprocess.Popen = forks.Popen  # type: ignore[misc]
+    unmarked = None if any(item.get_closest_marker(name) for name in STARTS) else item.nodeid
+    try:
+        return (yield)
+    finally:
+        subprocess.Popen, unmarked = REAL, None  # type: ignore[misc]
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+DESELECTED = pytest.StashKey[Counter]()
+SECONDS = pytest.StashKey[Counter]()
+ENABLES = {
+    "system": ("tests of SLURM, the browser and DeepSpeed", "make test-all"),
+    "gpu": ("GPU tests", "make test-all on a machine with a GPU"),
+    "run": ("end-to-end runs", "make test-all"),
+    "process": ("tests that start processes", "make test-all"),
+}
+
+
+@pytest.hookimpl
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        kind = next((name for name in ENABLES if item.get_closest_marker(name)), None)
+        if kind is not None:
+            item.config.stash[DESELECTED][kind] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of a worker, for the session that started it
+        session.config.workeroutput["deselected"] = dict(session.config.stash[DESELECTED])
+    elif session.config.option.record_durations:
+        seconds = session.config.stash[SECONDS]
+        kept = {plain(name): round(took, 1) for name, took in seconds.items() if took >= SHORTEST_S}
+        DURATIONS.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    node.config.stash[DESELECTED].update(Counter())
+    for kind, count in getattr(node, "workeroutput", {}).get("deselected", {}).items():
+        node.config.stash[DESELECTED][kind] = count  # every worker deselects the same
+
+
+class Durations:
+    """Adds up what each test took."""
+
+    def __init__(self, seconds: Counter) -> None:
+        self.seconds = seconds
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.pluginmanager.register(Durations(session.config.stash[SECONDS]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    skipped = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        skipped[reason.removeprefix("Skipped: ")] += 1
+    lines = [f"{count} skipped: {reason}" for reason, count in skipped.most_common()]
+    for kind, count in config.stash[DESELECTED].items() if config.option.markexpr else ():
+        what, command = ENABLES[kind]
+        lines.append(f"{count} not selected: {what}{ENABLE}{command}")
+    if lines:
+        terminalreporter.section("not run")
+        for line in lines:
+            terminalreporter.line(line)
