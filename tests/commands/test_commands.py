@@ -69,7 +69,7 @@ MISTAKES = [
     ("evaluate", "run={run} gold=facts", "got gold=facts; set scorer@gold=facts"),
     ("evaluate", "run={run} eval.promts=9", "eval.promts must be a setting of eval"),
     ("evaluate", "run={run} eval.prompts=many", "eval.prompts must be a whole number, got 'many'"),
-    ("evaluate", "run={run} eval.prompts=0", "eval.prompts must be >= 1 (held-out prompts or pairs of an evaluation), got 0"),
+    ("evaluate", "run={run} eval.prompts=0", "eval.prompts must be >= 1 (held-out prompts or pairs"),
     ("evaluate", "run={run} eval.prompts=1,2", "eval.prompts must be set to one value"),
     ("evaluate", "run={run} +eval.prompts=1", "must be set to one value"),
     ("evaluate", "run={run} generator=vlm", "did you mean generator=vllm?"),
