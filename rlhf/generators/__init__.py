@@ -1,1 +1,1 @@
-"""Where responses come from: a model that samples them, or a data set that holds them."""
+"""Generators, the sources of responses: a model that samples responses, or a data set that stores them."""

@@ -1,7 +1,8 @@
 """Generators for runs with several ranks: one generator for all ranks, or one per rank.
 
-In both cases every rank submits all prompts and gets the rollouts of all prompts. A future is answered when
-`result()` is called, which is a collective: all ranks must call `result()` in the same order.
+In both cases every rank submits all prompts and gets the rollouts of all prompts. The ranks exchange rollouts
+in the first call of a future's `result()`. This call is a collective: all ranks must call `result()` of their
+futures in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Answer(Future[Rollouts]):
-    """A future of the rollouts of all prompts, which the ranks exchange in the first call of `result()`.
+    """A future of the rollouts of all prompts, exchanged between the ranks in the first call of `result()`.
 
     Args:
         prompts: the prompts of the request, the same on every rank.
@@ -43,7 +44,14 @@ class Answer(Future[Rollouts]):
         raise NotImplementedError
 
     def result(self, timeout: float | None = None) -> Rollouts:
-        """Return the rollouts of all prompts; the first call is a collective."""
+        """Return the rollouts of all prompts; the first call is a collective.
+
+        Args:
+            timeout: has no effect, because the exchange does not end early.
+
+        Raises:
+            RunError: the generator of a rank failed.
+        """
         if not self.done():
             try:
                 self.set_result(self.whole())
@@ -53,18 +61,18 @@ class Answer(Future[Rollouts]):
 
 
 class Shared(Answer):
-    """The answer of the first rank's generator, which samples the rollouts of all prompts."""
+    """A future for a single generator, on the first rank, which samples the rollouts of all prompts."""
 
     def whole(self) -> Rollouts:
-        """Return the rollouts of all prompts, sent by the first rank."""
+        """Send the rollouts of all prompts from the first rank to all ranks, and return them."""
         return self.ranks.from_first(lambda: self.part.result())  # type: ignore[union-attr]
 
 
 class Gathered(Answer):
-    """The answer of one generator per rank; each samples the rollouts of its rank's prompts."""
+    """A future for one generator per rank; each generator samples the rollouts of its rank's prompts."""
 
     def whole(self) -> Rollouts:
-        """Return the rollouts of all prompts, gathered from all ranks."""
+        """Gather the rollouts of all ranks, and return the rollouts of all prompts."""
         assert self.part is not None
         parts = self.ranks.gather(self.part.result())
         return put_together(self.prompts, parts)
@@ -73,7 +81,7 @@ class Gathered(Answer):
 def put_together(prompts: Prompts, parts: list[Rollouts]) -> Rollouts:
     """Return the rollouts of all `prompts`, given the rollouts of consecutive parts of the prompts.
 
-    `version` is the oldest version of the parts.
+    The `version` of the result is the lowest version of the parts.
     """
     prompt_fields = {field.name for field in fields(Prompts)}
     added = {
@@ -86,10 +94,10 @@ def put_together(prompts: Prompts, parts: list[Rollouts]) -> Rollouts:
 
 
 def joined(parts: list[Any]) -> Any:
-    """Return one value for a field of several parts.
+    """Return the value of a field for all prompts, given the values of the field in all parts.
 
-    Tensors, and dictionaries of tensors, are concatenated along N. For numbers (seconds, versions) the result
-    is the maximum, for None it is None.
+    Tensors, and the tensors of dictionaries, are concatenated along their first dimension N. The result for
+    numbers (for example seconds) is the maximum. The result for None is None.
     """
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
@@ -99,7 +107,7 @@ def joined(parts: list[Any]) -> Any:
 
 
 class SharedGenerator(Generator):
-    """A generator for all ranks, which runs on the first rank.
+    """A generator on the first rank that samples for all ranks.
 
     Args:
         generator: the generator on the first rank; None on the other ranks.
@@ -137,7 +145,7 @@ class SharedGenerator(Generator):
 
 
 class PerRankGenerator(Generator):
-    """One generator per rank, each of which answers its rank's share of a request.
+    """The generator of one rank, if every rank has a generator; it answers its rank's share of each request.
 
     Args:
         generator: the generator of this rank.

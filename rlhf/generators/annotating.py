@@ -1,5 +1,8 @@
-"""Annotating in a process of its own: scores and reference log-probs do not depend on trained weights, so
-another process can compute them before the trainer needs them. Both sides of that process are here.
+"""Annotation of rollouts in a separate process, the annotator process.
+
+Scores and reference log-probs do not depend on trained weights, so another process can compute them before
+the trainer needs them. `Annotator` runs in the annotator process; `AnnotatedGenerator` runs in the trainer's
+process.
 """
 
 from __future__ import annotations
@@ -33,13 +36,13 @@ if TYPE_CHECKING:
 
 
 class Annotator(Service):
-    """Adds scores and reference log-probs to rollouts, inside the annotator process.
+    """A service that adds scores and reference log-probs to rollouts, inside the annotator process.
 
     Args:
-        scorer: computes the scores.
-        reference: computes the reference log-probs; None: the objective does not need them.
+        scorer: the scorer of the run.
+        reference: the reference model; None: the objective does not need reference log-probs.
         micro_batch: sequences per forward pass of the reference.
-        ranks: this process as the only rank, and its device.
+        ranks: the annotator process as a single rank, with its device.
         dtype: the dtype of forward passes.
     """
 
@@ -58,10 +61,10 @@ class Annotator(Service):
         self.dtype = dtype
 
     def annotate(self, rollouts: Rollouts) -> Batch:
-        """Return the rollouts with `scores`, `parts`, `ref_logprobs` and the seconds of this call.
+        """Return the rollouts as a `Batch` with `scores`, `parts`, `ref_logprobs` and `annotate_ahead_s`.
 
         Raises:
-            RunError: the scorer failed; its traceback is in the log of the process.
+            RunError: the scorer failed; the traceback is in the log of the annotator process.
         """
         start = time.perf_counter()
         try:
@@ -73,18 +76,18 @@ class Annotator(Service):
         return replace(batch, ref_logprobs=logprobs, annotate_ahead_s=time.perf_counter() - start)
 
     def reference_logprobs(self, rollouts: Rollouts) -> torch.Tensor | None:
-        """Return the log-probs [N, K, T] of the reference; None without a reference."""
+        """Return the log-probs [N, K, T] by the reference model; None without a reference model."""
         if self.reference is None:
             return None
         return infer(self.reference, rollouts, "logprobs", self.micro_batch, self.ranks, self.dtype)
 
 
 class AnnotatedGenerator(Generator):
-    """A generator whose training rollouts already have scores and reference log-probs: a `Batch`.
+    """A generator that returns training rollouts as a `Batch`, with scores and reference log-probs.
 
     Args:
-        generator: samples the rollouts.
-        annotator: the worker whose process annotates them.
+        generator: the generator that samples the rollouts.
+        annotator: the worker of the annotator process.
     """
 
     def __init__(self, generator: Generator, annotator: Worker) -> None:
@@ -105,10 +108,15 @@ class AnnotatedGenerator(Generator):
         return annotated
 
     def annotate(self, annotated: Future[Rollouts], sampled: Future[Rollouts]) -> None:
-        """Queue sampled rollouts for the annotator; `annotated` receives the batch or the error."""
+        """Queue sampled rollouts for the annotator.
+
+        Args:
+            annotated: future that receives the batch, or the error of the generator or annotator.
+            sampled: finished future of the generator.
+        """
         try:
             self.annotator.put(Job("annotate", (sampled.result(),), annotated))
-        except Exception as error:  # an exception in a callback would be lost
+        except Exception as error:  # `add_done_callback` only logs exceptions of the callback
             annotated.set_exception(error)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -120,7 +128,7 @@ class AnnotatedGenerator(Generator):
         return {**self.generator.figures(), **self.annotator.figures()}
 
     def close(self) -> None:
-        """Close the generator, then the annotator: it may receive rollouts until the generator is closed."""
+        """Close the generator, then the annotator, which may get rollouts until the generator is closed."""
         with ExitStack() as ends:
             ends.callback(self.annotator.close)
             ends.callback(self.generator.close)

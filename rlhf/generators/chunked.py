@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class ChunkedGenerator(Generator):
     """A generator that answers a request in chunks of `size` prompts.
 
-    After each chunk the attribute `advance` is called with the number of prompts in the chunk. The samples do
-    not depend on the chunk size, because a sample's random numbers depend on its example, not on the batch.
+    After each chunk, the generator calls its attribute `advance` with the number of prompts in the chunk. The
+    samples do not depend on the chunk size, because the random numbers of a sample depend on its example, not
+    on the batch.
 
     Args:
         generator: the generator that answers the chunks.
@@ -33,7 +34,7 @@ class ChunkedGenerator(Generator):
         self.advance: Callable[[int], None] = lambda count: None
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Return a finished future: all chunks are answered before the method returns."""
+        """Sample K responses to each prompt, chunk by chunk, and return a finished future."""
         parts = []
         for rows in torch.arange(len(prompts)).split(self.size):
             parts.append(self.generator.submit(prompts.select(rows), sampling).result())
@@ -41,5 +42,5 @@ class ChunkedGenerator(Generator):
         return finished(put_together(prompts, parts))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load weights for later requests."""
+        """Load the weights of a version, for the requests submitted after this call."""
         self.generator.load(weights, version)

@@ -1,4 +1,4 @@
-"""The interface of a generator: a queue of requests and weight loads, processed first in, first out."""
+"""The interface of a generator, which processes requests and weight loads first in, first out."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorContext:
-    """What a generator gets from its run, besides its own section.
+    """The parts and settings of a run that a generator is built from, besides its config section.
 
     Args:
-        policy: the Hugging Face model that is trained (a reward model, if that is trained).
-        borrow: gives that model for the duration of a request, to sample in this process.
+        policy: the Hugging Face model that the run trains (with `algo=reward` a reward model).
+        borrow: returns a context that yields `policy`, for sampling in this process.
         tokenizer: the policy's tokenizer.
-        ranks: the ranks of the run, and the device of this one.
-        folder: the run folder, for logs of processes.
-        model: the section of the models.
-        prompt_tokens: the largest number of tokens of a prompt.
-        seed: of the run.
-        max_lag: later requests in flight (`schedule.max_lag`).
+        ranks: the ranks of the run, and the device of this rank.
+        folder: the run folder, for the logs of generator processes.
+        model: the config section `model`.
+        prompt_tokens: the maximum number of tokens of a prompt.
+        seed: the seed of the run.
+        max_lag: later rollout batches in flight while a batch is trained on (`schedule.max_lag`).
         in_flight: whether weights change while a request runs (`schedule.update=in_flight`).
         threads: CPU threads of each generator process; None: the default of torch.
-        annotator: makes the annotator inside its process.
+        annotator: factory that creates the annotator inside its process.
     """
 
     policy: PreTrainedModel
@@ -55,11 +55,11 @@ class GeneratorContext:
 
 
 class Generator(ABC):
-    """Samples responses to prompts.
+    """A source of responses to prompts.
 
-    Requests and loads are processed first in, first out: the weights of the last load before a request sample
-    it, and its rollouts carry that version. With `schedule.update=in_flight`, loads overtake requests, and
-    every token carries its version.
+    Requests and loads are processed first in, first out. The responses of a request are sampled by the
+    weights of the last load before the request, and the rollouts have the version of these weights. With
+    `schedule.update=in_flight`, loads overtake requests, and the rollouts have a version for every token.
 
     Raises:
         RunError: from any method or future, if the generator cannot continue.
@@ -82,7 +82,7 @@ class Generator(ABC):
 
 
 def finished(rollouts: Rollouts) -> Future[Rollouts]:
-    """Return a future that is already done."""
+    """Return a finished future with the result `rollouts`."""
     future: Future[Rollouts] = Future()
     future.set_result(rollouts)
     return future

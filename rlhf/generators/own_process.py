@@ -1,4 +1,4 @@
-"""Start the processes of a generator: one sampler or several replicas, and the annotator."""
+"""Start of a generator's processes: one sampler process or several replicas, and the annotator process."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ def start(
     variables: Sequence[dict[str, str]],
     store: WeightStore | None = None,
 ) -> Generator:
-    """Start the sampler process of a generator (one per replica) and, if the config asks, the annotator.
+    """Start the sampler process of a generator (one per replica), and the annotator if `config.annotates`.
 
-    The annotator gets as many threads as a sampler process. With `max_lag=1`, sampler and annotator run in
-    parallel only while the trainer waits, and its cores are free. With a larger lag, OMP_WAIT_POLICY=PASSIVE
-    makes waiting threads yield their cores.
+    The annotator process gets as many threads as a sampler process. With `max_lag=1`, sampler and annotator
+    run in parallel only while the trainer waits and leaves its cores free. With a larger lag,
+    OMP_WAIT_POLICY=PASSIVE makes waiting threads yield their cores.
 
     Args:
-        config: the section of the generator.
-        context: what the run provides.
-        factory: makes the sampler inside its process.
-        variables: environment variables of each process.
-        store: how weights reach the sampler; None: through shared memory.
+        config: the config section of the generator.
+        context: the parts and settings that the run provides.
+        factory: creates the sampler inside its process.
+        variables: environment variables of the sampler process of each replica; the annotator gets the first.
+        store: sends weights to the sampler process; None: through shared memory. Replicas ignore the store
+            and use shared memory.
     """
     limits = Limits(config.start_limit_s, config.request_limit_s, config.restarts)
     ranks, folder, in_flight = context.ranks, context.folder, context.in_flight

@@ -1,11 +1,12 @@
 """Generator replicas: several generator processes that answer the training requests in turn.
 
     request t ──▶ replica t mod n ──▶ rollouts t
-    load      ──▶ shared memory, one snapshot for all; a replica loads the snapshot before its next request
+    load      ──▶ shared memory, one snapshot for all replicas; each loads it before its next request
 
-Each replica works first in, first out. Before a request, the replica loads the latest weights unless it has
-them already. So each request is sampled by the same version as with a single generator. A load costs the
-trainer as much as with a single generator, and a replica loads only the versions that its requests need.
+Each replica processes its jobs first in, first out. Before a request, the replica loads the latest weights
+unless it has already loaded them. So each request is sampled by the same version as with a single generator.
+A load costs the trainer as much as with a single generator, and a replica loads only the versions that its
+requests need.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ class Replica(WorkerGenerator):
     """
 
     store: SharedWeights
-    given: Manifest | None = None  # the weights of the last `take`
+    given: Manifest | None = None  # the manifest of the last call of `take`
 
     def take(self, manifest: Manifest) -> None:
-        """Queue a load of weights in the shared store, unless they are the weights of the last call.
+        """Queue a load of the weights of `manifest`, unless the last call had the same manifest.
+
+        The weights must be in the shared store.
 
         Raises:
             RunError: the generator failed since the last call.
@@ -61,22 +64,22 @@ class Replicas(Generator):
     unfinished jobs.
 
     Args:
-        start: starts replica i, which loads weights from the given store.
+        start: starts and returns replica i, given i and the store from which the replica loads weights.
         count: number of replicas.
-        in_flight: whether loads overtake requests; then every replica gets every load immediately.
+        in_flight: whether loads overtake requests; if True, every replica gets every load immediately.
     """
 
     def __init__(self, start: Callable[[int, SharedWeights], Replica], count: int, in_flight: bool) -> None:
         self.store = SharedWeights()
         self.replicas = [start(i, self.store) for i in range(count)]
         self.in_flight = in_flight
-        self.latest: Manifest | None = None  # the weights of the last load
+        self.latest: Manifest | None = None  # the manifest of the last load
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Request K responses to each prompt; returns immediately.
+        """Request K responses to each prompt, without waiting for them.
 
         Raises:
-            RunError: the replica that gets the request failed since its last call.
+            RunError: the replica that gets the request has failed.
         """
         assert self.latest is not None, "load weights before the first request"
         if sampling.purpose == "train":
@@ -87,12 +90,12 @@ class Replicas(Generator):
         return replica.submit(prompts, sampling)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy the weights into shared memory once; each replica loads them before its next request.
+        """Copy the weights into shared memory once; each replica loads the copy before its next request.
 
         With `in_flight`, every replica gets the load immediately.
 
         Raises:
-            RunError: there is not enough memory; or, with `in_flight`, a replica failed since its last call.
+            RunError: there is not enough memory; or, with `in_flight`, a replica has failed.
         """
         before, self.latest = self.latest, self.store.write(weights, version)
         if before is not None:

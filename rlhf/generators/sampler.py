@@ -1,11 +1,11 @@
 """The interface of a sampler: a model in a generator process that samples and loads new weights.
 
-`rlhf.generators.worker.WorkerGenerator` starts the process and makes one call at a time:
+`rlhf.generators.worker.WorkerGenerator` starts the process and calls one method of the sampler at a time:
 
     factory.build() -> load(manifest) -> sample(...) -> sample(...) -> load(manifest) -> ... -> close()
 
-There is always a `load` before the first `sample`. With `schedule.update=in_flight` further calls of `load`
-happen during a `sample`.
+There is always a `load` before the first `sample`. With `schedule.update=in_flight`, `sample` itself may
+cause further calls of `load`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ class Sampler(Protocol):
         Args:
             prompts: the prompts, as token ids on the CPU.
             sampling: number of samples, temperature and response length of the request.
-            update: with in-flight updates, a function to call before every forward. It calls `load` if there
-                are newer weights, and returns the version that samples from then on. The key-value cache of
-                earlier tokens is kept (PipelineRL, Piche et al., arXiv 2509.19128).
+            update: with in-flight updates, a function to call before every forward pass. The function calls
+                `load` if there are newer weights, and returns the version that samples the next tokens. The
+                key-value cache of earlier tokens is not recomputed (PipelineRL, Piche et al., arXiv
+                2509.19128).
 
         Returns:
             Rollouts [N, K, T] on the CPU, T = `sampling.response_length`. Log-probs are at
             `sampling.temperature`, by the weights that sampled each token. With `update`, the rollouts have
-            `token_versions`. The caller adds version and seconds.
+            `token_versions`. The caller adds `version` and `generate_s`.
         """
 
     def load(self, manifest: Manifest) -> dict[str, int]:
-        """Load the weights that the manifest describes, and discard caches of the previous weights.
+        """Load the weights that the manifest describes, and discard caches computed with previous weights.
 
-        Caches that a running request needs are kept.
+        A cache that a running request uses is not discarded before the request ends.
 
         Returns:
             Checksums of the loaded tensors by name, which the trainer compares with the checksums of the
@@ -54,7 +55,7 @@ class Sampler(Protocol):
         """
 
     def close(self) -> None:
-        """Release all resources."""
+        """Release all resources of the sampler."""
 
 
 class SamplerFactory(Protocol):
@@ -68,5 +69,5 @@ class SamplerFactory(Protocol):
         """Create the sampler.
 
         Raises:
-            UserError, RunError: the settings cannot work; the run ends.
+            UserError, RunError: no sampler can be created with the values of the factory; the run ends.
         """

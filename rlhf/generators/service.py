@@ -1,7 +1,8 @@
 """The service of a generator process: a sampler and the version of its weights.
 
 With `schedule.update=in_flight`, a `load` may arrive while a `sample` runs. If the load is executed during
-the sample, its answer is part of the answer to the sample; otherwise the load is answered afterwards.
+the sample, the answer to the load is part of the answer to the sample. Otherwise the load is answered after
+the sample.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFactory:
-    """A factory that creates the service around the sampler of `factory`."""
+    """A factory of the service of a generator process, with the sampler that `factory` creates."""
 
     factory: SamplerFactory
 
@@ -32,7 +33,7 @@ class SamplingFactory:
 
 
 class SamplingService(Service):
-    """The methods of a generator process that the trainer calls.
+    """A service with the methods of a generator process that the trainer calls.
 
     Args:
         sampler: the sampler of the process.
@@ -42,11 +43,15 @@ class SamplingService(Service):
     def __init__(self, sampler: Sampler, channel: Channel) -> None:
         self.sampler = sampler
         self.channel = channel
-        self.version: int | None = None  # version of the sampler's weights; None before and during a load
+        self.version: int | None = None  # version of the weights; None until a load has ended
         self.paths: set[str] = set()  # paths of the trainer's shared files
 
     def load(self, manifest: Manifest) -> tuple[int, dict[str, int]]:
-        """Load weights into the sampler; return their version and checksums, which the trainer compares."""
+        """Load weights into the sampler, and return their version and checksums.
+
+        Raises:
+            TransferError: the weights differ from the weights that the trainer sent.
+        """
         if manifest.path:
             self.paths.add(manifest.path)
         self.version = None
@@ -57,16 +62,17 @@ class SamplingService(Service):
     def sample(
         self, prompts: Prompts, sampling: Sampling, in_flight: bool
     ) -> tuple[Rollouts, list[tuple[int, dict[str, int]]]]:
-        """Return rollouts for the prompts, and the answers to the loads that arrived in the meantime.
+        """Return rollouts for the prompts, and the answers to the loads that were executed during sampling.
 
         Args:
             prompts: the prompts.
             sampling: number of samples, temperature and response length of the request.
-            in_flight: whether loads that arrive during the request are executed before its next forward.
+            in_flight: whether a load that arrives during the request is executed before the next forward
+                pass.
 
         Returns:
-            The rollouts with version and seconds, and one answer of `load` per load (none without
-            `in_flight`).
+            The rollouts with `version` and `generate_s`, and the result of `load` for each executed load
+            (none without `in_flight`).
         """
         assert self.version is not None, "load weights before the first request"
         loads: list[tuple[int, dict[str, int]]] = []

@@ -1,4 +1,4 @@
-"""Generators that return stored completions: those of the task, or the saved rollouts of a run."""
+"""Generators that return stored completions: the completions of the task, or the saved rollouts of a run."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ FILL = {"response_ids": torch.int64, "behaviour_logprobs": torch.float32, "token
 
 
 def build(config: DatasetConfig, context: GeneratorContext) -> Generator:
-    """Return the generator of saved rollouts if `config.path` is set, else of the task's completions."""
+    """Return a generator of the saved rollouts in `config.path`; if null, of the task's completions."""
     if config.path is None:
         return DatasetGenerator(context.tokenizer)
     return ReplayGenerator(Path(config.path).expanduser(), context.tokenizer)
 
 
 class DatasetGenerator(Generator):
-    """Returns the completions that the task stores with the prompts, with EOS added."""
+    """A generator that returns the completions that the task stores with its prompts, with EOS appended."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Return the stored completions, tokenized."""
+        """Return a finished future with the stored completions as token ids."""
         assert prompts.completions is not None, "the task was not asked for completions"
         return finished(
             encode_completions(prompts, prompts.completions, self.tokenizer, sampling.response_length)
@@ -51,14 +51,14 @@ class DatasetGenerator(Generator):
 
 
 class ReplayGenerator(Generator):
-    """Returns the saved rollouts of a run in their order, with their versions and log-probs.
+    """A generator that returns the saved rollouts of a run by update, with their versions and log-probs.
 
     Args:
-        folder: the folder that `save_generations` wrote.
+        folder: the folder of rollouts that a run with `save_generations` wrote.
         tokenizer: the policy's tokenizer.
 
     Raises:
-        UserError: the rollouts are in the tokens of another tokenizer.
+        UserError: the rollouts contain token ids of another tokenizer.
     """
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -72,7 +72,7 @@ class ReplayGenerator(Generator):
             )
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Return the saved rollouts of the update `sampling.request` (from 0)."""
+        """Return a finished future with the saved rollouts of the update `sampling.request` (from 0)."""
         return finished(read(self.files[sampling.request], self.pad_id))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -80,7 +80,7 @@ class ReplayGenerator(Generator):
 
 
 def read(file: Path, pad_id: int) -> Rollouts:
-    """Read the rollouts of a file; their scores become labels [N, K]."""
+    """Return the rollouts in `file`; the saved scores become `labels` [N, K]."""
     common = shared(file)
     N, K, T = common.prompts, common.samples, common.response_length
     rows = pyarrow.parquet.read_table(file).to_pydict()

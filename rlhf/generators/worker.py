@@ -9,15 +9,15 @@ Requests and loads are jobs of a `Worker`, first in, first out.
 
 Kept versions: a version stays in its store (`rlhf/generators/transfer/`: shared memory, or the GPU) until the
 process has confirmed the next version. So if the process is lost, the weights of its current job still exist:
-they are the weights confirmed last, whatever loads wait in the queue. A new process gets these weights, then
-the lost job; the queue does not change. With `schedule.max_lag=n` at most n + 2 versions are kept: the
-confirmed version, and those of the loads that wait. If every request is answered before the next load, as
-with `max_lag=0`, only one version is kept.
+they are the weights confirmed last, regardless of the loads in the queue. A new process gets these weights,
+then the lost job; the queue does not change. With `schedule.max_lag=n` at most n + 2 versions are kept: the
+confirmed version, and the versions of the loads in the queue. If every request is answered before the next
+load, as with `max_lag=0`, only one version is kept.
 
-In-flight updates (`schedule.update=in_flight`): loads overtake requests, both those in the queue and the
-running one. The carrier thread sends a load after the running request, and the answer to the request confirms
-the loads that were executed in time. Requests keep their order. A new process gets the weights confirmed
-last, then the loads that overtook, then the lost request again.
+In-flight updates (`schedule.update=in_flight`): loads overtake the requests in the queue and the running
+request. The carrier thread sends a load while the request runs, and the answer to the request confirms the
+loads that were executed before its end. The order of the requests does not change. A new process gets the
+weights confirmed last, then the loads that overtook the lost request, then the lost request.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ POLL_S = 0.01  # seconds between checks for loads that overtake a request
 class WorkerGenerator(Worker, Generator):
     """A generator whose sampler runs in a separate process.
 
-    After each load the process reports the version and the checksums of its weights. If they differ from the
-    weights that were sent, the run stops: the next call or future raises TransferError. The run also stops if
-    the process is lost more often than `limits.restarts`.
+    After each load the process reports the version and the checksums of its weights. If the report differs
+    from the weights that the trainer sent, the run stops: the next call or future raises TransferError. The
+    run also stops if the process is lost more often than `limits.restarts`.
 
     Args:
         factory: creates the sampler in the process.
@@ -75,7 +75,7 @@ class WorkerGenerator(Worker, Generator):
     ) -> None:
         self.in_flight = in_flight
         self.store = store or SharedWeights()
-        self.confirmed: Manifest | None = None  # the weights that the process has confirmed last
+        self.confirmed: Manifest | None = None  # the weights that the process confirmed last
         self.loads: deque[Manifest] = deque()  # loads that have overtaken requests and are not confirmed yet
         self.load_s = 0.0  # seconds of loading that `figures` has not reported yet
         super().__init__("generator", SamplingFactory(factory), log, environment, limits)
@@ -83,28 +83,28 @@ class WorkerGenerator(Worker, Generator):
     # -- the trainer's side ------------------------------------------------------------------------
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Request K responses to each prompt; returns immediately.
+        """Request K responses to each prompt, without waiting for them.
 
         Raises:
-            RunError: the generator failed since the last call.
+            RunError: the generator has failed.
         """
         return self.put(Job("sample", (prompts, sampling)))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy the weights and queue a load, which the process executes in its turn.
+        """Copy the weights to the store, and queue a load for the process.
 
         Raises:
-            RunError: the generator failed since the last call, or there is not enough memory.
+            RunError: the generator has failed, or there is not enough memory.
         """
         with self.lock:
-            idle = not self.unanswered  # then no request needs the weights confirmed last
+            idle = not self.unanswered  # if idle, no request needs the weights confirmed last
         if idle and self.confirmed is not None:
             self.store.release(self.confirmed)
             self.confirmed = None
         self.put(Job("load", (self.store.write(weights, version),)))
 
     def figures(self) -> Metrics:
-        """Return restarts, and seconds of loading between requests, since the last call."""
+        """Return the restarts and the seconds of loads between requests, both since the last call."""
         with self.lock:
             seconds, self.load_s = self.load_s, 0.0
         return {**super().figures(), "time/load_s": Stat(seconds, 1.0, How.sum)}
@@ -136,16 +136,22 @@ class WorkerGenerator(Worker, Generator):
         return self.sample(*job.arguments)
 
     def hand_over(self, manifest: Manifest) -> None:
-        """Load weights into the process, and compare the reported version and checksums."""
+        """Load weights into the process, and check the version and checksums that the process reports.
+
+        Raises:
+            Lost: the process ended, or exceeded the time limit.
+            TransferError: version or checksums of the process differ from the weights that were sent.
+        """
         start = time.perf_counter()
         self.check_loaded(manifest, *self.ask("load", self.offer(manifest)))
         with self.lock:
             self.load_s += time.perf_counter() - start
 
     def offer(self, manifest: Manifest) -> Manifest:
-        """Return the manifest to send to the process, and start sending the weights if the store does so.
+        """Return the manifest to send to the process; the store may start to send the weights in parallel.
 
-        If the weights cannot be sent, the connection is shut, as if the process were lost.
+        If the weights cannot be sent, the connection to the process is shut down, and `check` raises the
+        cause.
         """
         assert self.channel is not None
         return self.store.offer(manifest, self.channel.shut)
@@ -154,7 +160,7 @@ class WorkerGenerator(Worker, Generator):
         """Check that the process has loaded the weights that were sent, and release the previous version.
 
         Raises:
-            TransferError: version or checksums of the process differ from those that were sent.
+            TransferError: version or checksums of the process differ from the weights that were sent.
         """
         confirm(manifest, version, checksums)
         self.store.finish(manifest)
@@ -169,16 +175,17 @@ class WorkerGenerator(Worker, Generator):
         with self.lock:
             manifests = [job.arguments[0] for job in self.jobs if job.method == "load"]
             self.jobs = deque(job for job in self.jobs if job.method != "load")
-            self.unanswered -= len(manifests)  # the current request is counted, and includes these loads
+            self.unanswered -= len(manifests)  # the current request, which is counted, includes these loads
         self.loads += manifests
         return manifests
 
     def sample(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
-        """Return the answer of the process to a request; with in-flight updates, send new loads meanwhile.
+        """Return the answer of the process to a request; with in-flight updates, also send new loads.
 
         Raises:
-            TransferError: a token was sampled by a version other than the one confirmed before the request
-                and those that overtook it.
+            Lost: the process ended, or exceeded the time limit.
+            TransferError: a load was not confirmed, or a token was sampled by a version that was neither
+                confirmed before the request nor loaded during the request.
         """
         assert self.confirmed is not None
         rollouts: Rollouts
@@ -209,6 +216,6 @@ class WorkerGenerator(Worker, Generator):
         self.store.check()
 
     def stop(self) -> None:
-        """End the process and abandon transfers to it."""
+        """End the process and abandon all transfers of weights to the process."""
         super().stop()
         self.store.forget()

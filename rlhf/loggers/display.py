@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Evaluation, Row
     from rlhf.core.state import TrainState
 
-FIGURES = {  # metrics of an update that are shown, and their short names
+FIGURES = {  # metrics of an update in the progress line, and their short names
     "loss/policy": "loss",
     "objective/scores": "score",
     "objective/kl": "kl",
@@ -24,7 +24,7 @@ FIGURES = {  # metrics of an update that are shown, and their short names
     "throughput/episodes_per_s": "ep/s",
 }
 
-EVALUATION_METRICS = {  # metrics of an evaluation that are shown, and their short names
+EVALUATION_METRICS = {  # metrics of an evaluation in the terminal, and their short names
     "eval/win_rate": "win rate",
     "eval/gold_score": "gold",
     "eval/norm_reward": "gold vs reference",
@@ -39,14 +39,15 @@ EVALUATION_METRICS = {  # metrics of an evaluation that are shown, and their sho
 class Display(Logger):
     """A logger that shows progress and evaluations in the terminal.
 
-    The progress line has update, episodes (or epochs), the metrics in `FIGURES`, win rate and time left. An
-    evaluation is a line of metrics and a table of completions.
+    The progress line has the update, episodes (or epochs), the metrics in `FIGURES`, the last win rate and
+    the time left. For an evaluation, the logger prints a line of metrics and a table of completions.
 
     Args:
         title: name of the run in the progress line.
         state: counters at the start of the session.
         mode: live, plain or off; auto: live in a terminal, otherwise plain.
-        samples: number of completions shown at the first and the last evaluation; otherwise one is shown.
+        samples: number of completions at the first and the last evaluation; other evaluations show one
+            completion.
     """
 
     def __init__(self, title: str, state: TrainState, mode: Progress, samples: int) -> None:
@@ -59,10 +60,10 @@ class Display(Logger):
         self.progress = ProgressDisplay(title, state.num_updates, mode.value, done=state.update)
 
     def log(self, row: Row, state: TrainState) -> None:
-        """Show the progress of the run."""
+        """Show the progress of the run with the metrics in `row`."""
         line = self.line(row, state)
         self.progress.update(state.update, line)
-        if self.progress.mode == "live":  # plain lines are in train.log already
+        if self.progress.mode == "live":  # in other modes, the line is in train.log already
             transcript.info("%s  %s", self.title, line)
 
     def line(self, row: Row, state: TrainState) -> str:
@@ -86,7 +87,7 @@ class Display(Logger):
         return f"{minutes}:{seconds:02d}"
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
-        """Show the metrics of an evaluation and some completions."""
+        """Print the metrics of an evaluation and some completions."""
         self.judged = evaluation.figures
         if self.mode is Progress.off:
             return
@@ -105,7 +106,7 @@ class Display(Logger):
         say(f"warning: {text}", style="yellow")
 
     def close(self) -> None:
-        """Stop the live progress bar; its last state stays visible."""
+        """Stop the live progress bar; the last state of the bar stays visible."""
         self.progress.close()
 
 

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 class JsonlLogger(Logger):
     """A logger that appends rows to the files of the run folder.
 
-    When a run resumes, rows of updates after its checkpoint are removed, because these updates are repeated.
-    Without a checkpoint, all rows are removed.
+    When a run resumes, the logger removes the rows of updates after the checkpoint, because these updates are
+    repeated. Without a checkpoint, the logger removes all rows.
+
+    Args:
+        folder: the run folder.
+        state: the counters of the run at its start or at its checkpoint.
     """
 
     def __init__(self, folder: RunFolder, state: TrainState) -> None:
@@ -29,11 +33,11 @@ class JsonlLogger(Logger):
             write_atomically(file, "".join(map(as_line, keep)))
 
     def log(self, row: Row, state: TrainState) -> None:
-        """Append the row, and write the progress of the run to trainer_state.json."""
+        """Append the row to metrics.jsonl, and write the progress of the run to trainer_state.json."""
         append(self.metrics, [row])
         self.folder.write_state({**state.state_dict(), "finished": False})
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
-        """Append the row and the completions."""
+        """Append the row to metrics.jsonl, and the completions to completions.jsonl."""
         append(self.metrics, [row])
         append(self.completions, [{"update": state.update, **sample} for sample in evaluation.samples])

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerContext:
-    """What a logger gets from its run, besides its own section.
+    """The parts of a run that a logger is built from, besides its config section.
 
     Args:
         folder: the run folder.
-        state: the counters of the run; they change while it trains.
+        state: the counters of the run; they change during training.
     """
 
     folder: RunFolder
@@ -25,7 +25,7 @@ class LoggerContext:
 
 
 class Logger:
-    """Receives rows of metrics. Every method does nothing by default; a logger overrides those it needs."""
+    """A receiver of rows of metrics. By default every method does nothing; subclasses override methods."""
 
     def log(self, row: Row, state: TrainState) -> None:
         """Log the metrics of an update."""
@@ -37,4 +37,4 @@ class Logger:
         """Show a warning to the user."""
 
     def close(self) -> None:
-        """Flush and close at the end of a run."""
+        """Write buffered rows and release resources at the end of a run."""

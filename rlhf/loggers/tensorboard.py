@@ -1,4 +1,4 @@
-"""TensorBoard event files."""
+"""The logger of TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 
 class TensorboardLogger(Logger):
-    """Scalars by update. Rows of an earlier session after its last checkpoint are hidden.
+    """A logger of scalars, with the update as x axis.
+
+    After a resume, events newer than the checkpoint are hidden.
 
     Args:
-        config: the section of the logger.
-        context: what the run provides.
+        config: the config section of the logger.
+        context: the run folder and the counters of the run.
     """
 
     config: TensorboardConfig
@@ -33,12 +35,12 @@ class TensorboardLogger(Logger):
         )
 
     def log(self, row: Row, state: TrainState) -> None:
-        """Write each metric of the row."""
+        """Write each metric of the row as a scalar."""
         for name, value in row.items():
             self.writer.add_scalar(name, value, state.update)
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
-        """Write each metric of the row, and the first completion."""
+        """Write each metric of the row as a scalar, and the first completion as text."""
         self.log(row, state)
         for sample in evaluation.samples[:1]:
             self.writer.add_text(
@@ -46,5 +48,5 @@ class TensorboardLogger(Logger):
             )
 
     def close(self) -> None:
-        """Write buffered rows and close the file."""
+        """Write buffered events and close the event file."""
         self.writer.close()

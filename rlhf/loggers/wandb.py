@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The logger of Weights & Biases (W&B)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 class WandbLogger(Logger):
-    """Rows by update, completions as a table; config.yaml and environment.json as the config of the W&B run.
+    """A logger that sends rows and tables of completions to a W&B run, with the update as x axis.
 
-    A resumed run continues the same W&B run, which has the name of the run folder. Rows that a resumed run
-    writes again, from its checkpoint on, are equal to the existing rows, and W&B skips them.
+    The config of the W&B run contains config.yaml and environment.json. A resumed run continues the same W&B
+    run, which has the name of the run folder. A resumed run repeats the rows after its checkpoint; these rows
+    are equal to the existing rows, and W&B skips them.
 
     Args:
-        config: the section of the logger.
-        context: what the run provides.
+        config: the config section of the logger.
+        context: the run folder and the counters of the run.
 
     Raises:
         UserError: W&B does not accept the run, for example without an API key.
@@ -64,11 +65,11 @@ class WandbLogger(Logger):
             ) from error
 
     def log(self, row: Row, state: TrainState) -> None:
-        """Send the row, at its update."""
+        """Send the row, with the update as its step."""
         self.run.log(row, step=state.update)
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
-        """Send the row and a table of completions."""
+        """Send the row and a table of completions, with the update as their step."""
         columns: list[Any] = list(evaluation.samples[0]) if evaluation.samples else []
         table = self.wandb.Table(columns, [[sample[c] for c in columns] for sample in evaluation.samples])
         self.run.log({**row, "completions": table} if columns else row, step=state.update)
@@ -81,13 +82,13 @@ class WandbLogger(Logger):
 def run_id(folder: RunFolder) -> str:
     """Return the id of the W&B run; the first call creates it and stores it in the run folder.
 
-    The name of the folder is not unique: a run that `resume=never` starts again has the same name, and so may
-    a run in another `output_dir`. W&B would then mix their rows.
+    The name of the folder is not a unique id: a run that `resume=never` starts again has the same name, and a
+    run in another `output_dir` may have the same name. With equal ids, W&B would mix the rows of such runs.
     """
     file = folder.path / "wandb" / "run_id"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"[/\\#?%:]", "-", folder.path.name)[:100]  # W&B forbids these characters; at most 128
+        name = re.sub(r"[/\\#?%:]", "-", folder.path.name)[:100]  # forbidden characters; at most 128
         write_atomically(file, f"{name}-{secrets.token_hex(4)}\n")
     return file.read_text(encoding="utf-8").strip()
 

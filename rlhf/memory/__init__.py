@@ -1,1 +1,4 @@
-"""The memory plan: how much memory a run needs, from its config alone. Imports no torch."""
+"""The memory plan: an estimate of the memory that a run needs, from its config alone.
+
+This package imports no torch.
+"""

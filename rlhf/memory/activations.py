@@ -1,25 +1,27 @@
 """Peak memory, in bytes, of a training step, of a forward pass without gradients, and of sampling.
 
-The formulas count what autograd keeps per layer and token. h: hidden size; q: width of the queries; m: width
-inside the MLP. A number of the residual stream has r bytes, an operand of a matrix product has a bytes: 4 and
-4 in float32, 4 and 2 under bfloat16 autocast.
+The formulas count the bytes that autograd keeps per layer and token. h: hidden size; q: width of the queries;
+m: width inside the MLP; r: bytes per number of the residual stream; a: bytes per number of an operand of a
+matrix product. r and a are 4 and 4 in float32, 4 and 2 under bfloat16 autocast, 2 and 2 with bfloat16
+weights.
 
     two layer norms     inputs 2 r h (r h if attention and MLP read the same state), outputs 2 a h
-    two RMS norms       2 (2 r h + a h): they run as separate operations, so the normalised state is kept too
+    two RMS norms       2 (2 r h + a h): the several operations of a norm also keep the normalised state
     attention           2 a q: queries and output
-    keys and values     2 a q per token that is attended to: they are repeated for every head and sequence
-    mask                a per pair of tokens, if there is a mask; one for all layers with a shared prefix.
-                        Eager attention also keeps the probabilities of every head
+    keys and values     2 a q per token that is attended to, repeated for every head and sequence
+    mask                a per pair of tokens, if there is a mask. If prompts have a separate pass, all layers
+                        share the mask of the responses. Eager attention also keeps the probabilities of every
+                        head
     MLP                 2 a m (before and after the activation function), 4 a m with a gate
 
 If prompts are encoded in a separate pass (`rlhf.models.sharing_rules`), their tokens count once and without a
 mask, and in the last layer only their keys and values count. Keys and values count once per row of responses
-that share them, otherwise once per response. Without gradients only one layer at a time repeats them
-(`rlhf.models.shared_prefix`). The output head needs tiles of logits (`rlhf.models.logprobs`) and the gradient
-of its weight. With gradient checkpointing, every layer keeps its input and the prompts' keys and values, and
-one layer at a time keeps everything.
+that share them, otherwise once per response. Without gradients, only one layer at a time repeats keys and
+values (`rlhf.models.shared_prefix`). The output head needs tiles of logits (`rlhf.models.logprobs`) and the
+gradient of its weight. With gradient checkpointing, every layer keeps its input and the prompts' keys and
+values, and only the layer that is recomputed keeps all its activations.
 
-tests/memory/test_activations.py compares these formulas with what torch allocates.
+tests/memory/test_activations.py compares these formulas with the memory that torch allocates.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ from rlhf.models import sharing_rules
 if TYPE_CHECKING:
     from rlhf.memory.model_size import ModelSize
 
-TILE_BYTES = {"cpu": 2**21, "cuda": 2**29}  # of a tile of logits, as in rlhf.models.logprobs
-PROMPT_TOKENS = {"cpu": 2**12, "cuda": 2**14}  # encoded in parallel, as in rlhf.generators.hf.decoding
+TILE_BYTES = {"cpu": 2**21, "cuda": 2**29}  # bytes of a tile of logits, as in rlhf.models.logprobs
+PROMPT_TOKENS = {"cpu": 2**12, "cuda": 2**14}  # per forward pass, as in rlhf.generators.hf.decoding
 CHOICE_CHUNK = {"cpu": 2**20, "cuda": 2**24}  # probabilities in a chunk, as in rlhf.generators.hf.sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Bytes per number of a forward pass."""
+    """The bytes per number in a forward pass."""
 
-    residual: int  # residual stream
-    product: int  # operands of matrix products
-    cache: int  # cached keys and values, on average: under autocast rotary positions make keys float32
+    residual: int  # for numbers of the residual stream
+    product: int  # for operands of matrix products
+    cache: int  # for cached keys and values, on average; under autocast, rotary positions make keys float32
 
 
 FLOAT32 = Precision(residual=4, product=4, cache=4)
@@ -60,7 +62,7 @@ class Tokens:
     samples: int  # per prompt
     prompt: int  # tokens of a prompt
     response: int  # tokens of a response
-    apart: bool = True  # prompts have a separate pass; responses use its keys and values
+    apart: bool = True  # prompts are encoded in a separate pass; responses read its keys and values
 
     @property
     def sequences(self) -> int:
@@ -77,14 +79,14 @@ class Tokens:
         return 1 if eager else sharing_rules.in_forward(self.samples, self.prompt - 1, self.response)
 
     def decoded_a_row(self, eager: bool) -> int:
-        """Return the number of responses in a row of the batch while they are sampled."""
+        """Return the number of responses in a row of the batch during sampling."""
         return 1 if eager else sharing_rules.in_decoding(self.samples, self.prompt, self.response)
 
     def passes(self, eager: bool) -> Iterator[tuple[int, int, int]]:
         """Yield the passes of a forward: one, or two if prompts have a separate pass.
 
         Yields:
-            The number of rows, of tokens encoded per row, and of tokens that they attend to per row.
+            For each pass, the number of rows, of tokens encoded per row, and of attended tokens per row.
         """
         if self.apart:
             group = self.a_row(eager)
@@ -120,12 +122,12 @@ def training(
         kept = size.layers * encoded * size.hidden * precision.residual + prompts + sum(layer)
     else:
         kept = size.layers * sum(layer) - (layer[0] if tokens.apart else 0)
-    normed = encoded - (tokens.prompts * tokens.prompt if tokens.apart else 0)  # after the last layer
+    normed = encoded - (tokens.prompts * tokens.prompt if tokens.apart else 0)  # tokens after the last layer
     kept += mask_bytes(tokens, precision, eager)
     ends = (encoded + normed + 3 * tokens.sequences * tokens.response) * size.hidden * precision.residual
     copied = size.kv_heads < size.heads or precision.product < precision.cache
     on_top = max(
-        prompts if copied else 0,  # otherwise the cache is the tensors that autograd keeps
+        prompts if copied else 0,  # otherwise the cache consists of tensors that autograd keeps
         head_bytes(size, tokens, precision, device, backward=True),
         encoded * size.intermediate * precision.product,  # the first gradients of the backward pass
     )
@@ -160,7 +162,7 @@ def kept_pass(
 
 
 def mask_bytes(tokens: Tokens, precision: Precision, eager: bool) -> float:
-    """Return the bytes of the mask of responses behind separately encoded prompts; all layers share it."""
+    """Return the bytes of the mask that all layers share; 0 unless prompts have a separate pass."""
     if not tokens.apart or eager:
         return 0
     rows, queries, keys = list(tokens.passes(eager))[-1]
@@ -175,7 +177,10 @@ def inference(
     eager: bool = False,
     device: str = "cpu",
 ) -> float:
-    """Return the peak bytes of a forward pass without gradients, besides the weights; see `training`."""
+    """Return the peak bytes of a forward pass without gradients, besides the weights.
+
+    The arguments are those of `training`.
+    """
     cache = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.apart else 0
     largest = 0.0
     for rows, queries, keys in tokens.passes(eager):
@@ -194,9 +199,9 @@ def sampling(
     eager: bool = False,
     device: str = "cpu",
 ) -> float:
-    """Return the peak bytes of sampling all `tokens` in parallel, besides the weights; see `training`.
+    """Return the peak bytes of sampling all sequences of `tokens` in parallel, besides the weights.
 
-    The formula follows `rlhf.generators.hf.sampling`.
+    The arguments are those of `training`. The formula follows `rlhf.generators.hf.sampling`.
     """
     rows = tokens.sequences // tokens.decoded_a_row(eager)
     cached = replace(precision, cache=precision.product)
@@ -214,7 +219,7 @@ def sampling(
 def one_layer(
     size: ModelSize, rows: int, queries: int, keys: int, precision: Precision, eager: bool
 ) -> float:
-    """Return the peak bytes of one layer without gradients: of its MLP or its attention.
+    """Return the peak bytes of one layer without gradients: the larger value of its MLP and its attention.
 
     Args:
         size: the model.
@@ -226,7 +231,7 @@ def one_layer(
     """
     r, a, h = precision.residual, precision.product, size.hidden
     mlp = rows * queries * (2 * r * h + a * h + (3 if size.gated else 2) * a * size.intermediate)
-    cast = r if a < r and size.kv_heads < size.heads else 0  # keys are repeated in r bytes, then cast
+    cast = r if a < r and size.kv_heads < size.heads else 0  # keys are repeated before the cast
     attended = (2 * a + cast) * size.query_width * rows * keys
     pairs = rows * queries * keys * (2 * 4 * size.heads if eager else 1 + a)
     attention = rows * queries * (r * h + a * h + 3 * a * size.query_width) + attended + pairs
@@ -239,9 +244,9 @@ def cache_bytes(size: ModelSize, tokens: int, precision: Precision) -> float:
 
 
 def head_bytes(size: ModelSize, tokens: Tokens, precision: Precision, device: str, backward: bool) -> float:
-    """Return the bytes of the output head: two tiles of float32 logits, and the gradient of its weight.
+    """Return the bytes of the output head: two tiles of float32 logits; if `backward`, the weight's gradient.
 
-    With 16-bit products there is a 16-bit copy of a tile as well.
+    With 16-bit matrix products, there is also a 16-bit copy of a tile.
     """
     weight = size.vocabulary * size.hidden
     logits = tokens.sequences * tokens.response * size.vocabulary * 4

@@ -1,4 +1,4 @@
-"""Messages of the memory plan: rows of the summary, warnings, errors with a remedy."""
+"""Messages about the memory plan: rows of the summary, warnings, errors with a remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def rows(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield the memory plan for the summary of a run: name and value for each device."""
+    """Yield a row (name, value) for the summary of a run, for each device of the memory plan."""
     made = plan(cfg)
     if made.unknown:
         yield "memory (estimate)", unknown_models(made.unknown)
@@ -28,7 +28,7 @@ def rows(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def in_short(use: Use, count: int = 4) -> str:
-    """Return the largest items of a device as text: permanent parts by model, and the largest phase."""
+    """Return the `count` largest items of a device as text: permanent parts by model, the largest phase."""
     sizes: dict[str, float] = {}
     for part in use.parts:
         role = part.name.partition(":")[0]
@@ -68,7 +68,7 @@ ADJUSTABLE = {  # phase -> section and name of the key that makes the phase smal
 
 
 def too_little(cfg: Config, use: Use) -> str:
-    """Return the error for a device with too little memory: key, rule, reason, value, remedy."""
+    """Return the error message for a device with too little memory: key, rule, reason, value, remedy."""
     assert use.total is not None
     section, name = ADJUSTABLE.get(use.largest.name, ("", ""))
     if section == "generator" and not cfg.generator.samples:
@@ -94,7 +94,8 @@ def too_little(cfg: Config, use: Use) -> str:
 def smaller(cfg: Config, device: str, section: str, name: str) -> int | None:
     """Return a smaller value of a key for which the device has enough memory, or None if there is none.
 
-    Values are tried from half the configured value down, always a multiple of `algo.samples_per_prompt`.
+    The first value is half the configured value; each following value is half the previous value. Values are
+    rounded down to multiples of `algo.samples_per_prompt`.
 
     Args:
         cfg: the config of the run.
@@ -114,7 +115,7 @@ def smaller(cfg: Config, device: str, section: str, name: str) -> int | None:
 
 
 def smaller_settings(cfg: Config) -> list[str]:
-    """Return overrides that reduce the memory of the run and that the run does not have yet."""
+    """Return overrides that reduce the memory of the run, without overrides that the run already has."""
     overrides = []
     if cfg.model.dtype is Dtype.float32:
         overrides.append("model.dtype=bfloat16")

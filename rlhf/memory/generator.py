@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def generators(cfg: Config, local: int) -> int:
-    """Return the number of generators on a host with `local` ranks; each has all its replicas."""
+    """Return the number of generators on a host with `local` ranks; all replicas count as one generator."""
     return local if isinstance(cfg.generator, WorkerConfig) and cfg.generator.per_rank else 1
 
 
 def on_gpu_store(generator: GeneratorConfig) -> bool:
     """Return whether weights in transfer are stored on the trainer's GPU.
 
-    Follows `rlhf.generators.vllm.generator.route`, for a trainer and a vLLM on GPUs.
+    The rule is that of `rlhf.generators.vllm.generator.route`, if trainer and vLLM both run on GPUs.
     """
     if not isinstance(generator, VLLMConfig) or generator.transfer is Transfer.shared_memory:
         return False
@@ -54,7 +54,7 @@ def generator_parts(cfg: Config, trainer: Trainer, ram: int) -> Iterator[Part]:
 
 
 def annotates(cfg: Config, ranks: int, on_gpu: bool) -> bool:
-    """Return whether the run has an annotator process."""
+    """Return whether the run `cfg` with `ranks` ranks has an annotator process."""
     generator = cfg.generator
     return isinstance(generator, WorkerConfig) and generator.annotates(
         cfg.schedule.max_lag, ranks, on_gpu=on_gpu
@@ -62,9 +62,10 @@ def annotates(cfg: Config, ranks: int, on_gpu: bool) -> bool:
 
 
 def annotator_parts(trainer: Trainer) -> Iterator[Part]:
-    """Yield the parts of the annotator process, which loads a reference and a reward model of its own.
+    """Yield the parts of the annotator process, which loads its own reference model and its own reward model.
 
-    Its reference is a whole model, also if the reference of the trainer is the policy without its adapters.
+    The reference model of the annotator is a separate model, even if the reference of the trainer is the
+    policy without its adapters.
     """
     yield Part("annotator's process", PROCESS, "Python, torch, libraries")
     loaded = {model.role: model for model in trainer.models}
@@ -78,7 +79,7 @@ def annotator_parts(trainer: Trainer) -> Iterator[Part]:
 
 
 def replicas(cfg: Config) -> int:
-    """Return the number of processes of one generator; 0 without a process of its own."""
+    """Return the number of processes of one generator; 0 if it samples in the trainer's process."""
     generator = cfg.generator
     if not cfg.has_worker:
         return 0
@@ -86,7 +87,7 @@ def replicas(cfg: Config) -> int:
 
 
 def hf_process(cfg: Config, trainer: Trainer) -> Iterator[Part]:
-    """Yield the parts of a process of `generator=hf`: a float32 copy of the policy, and decoding."""
+    """Yield the parts of a process of `generator=hf`: a float32 copy of the policy, and decoding memory."""
     assert isinstance(cfg.generator, HFConfig)
     count = trainer.policy.parameters
     yield Part("generator: weights", 4 * count, parameters(count, 4 * count))
@@ -97,7 +98,7 @@ def hf_process(cfg: Config, trainer: Trainer) -> Iterator[Part]:
 def shared_weights(cfg: Config, trainer: Trainer) -> Part:
     """Return the part of the weights in transfer: the last confirmed version and the versions after it.
 
-    They are on the trainer's GPU if `on_gpu_store`, otherwise in shared memory.
+    The weights are on the trainer's GPU if `on_gpu_store`, otherwise in shared memory.
     """
     generator = cfg.generator
     versions = max(2, replicas(cfg) + cfg.schedule.max_lag)
@@ -110,7 +111,7 @@ def shared_weights(cfg: Config, trainer: Trainer) -> Part:
 
 
 def vllm_weights(generator: VLLMConfig, trainer: Trainer) -> float:
-    """Return the bytes of the weights of one vLLM, summed over its GPUs."""
+    """Return the bytes of the weights of one vLLM process, summed over its GPUs."""
     low = precision_of(generator, trainer.cfg) != "float32"
     return (2 if low else 4) * trainer.policy.parameters
 
@@ -121,7 +122,7 @@ def precision_of(generator: VLLMConfig, cfg: Config) -> str:
 
 
 def vllm_on_gpu(generator: VLLMConfig, trainer: Trainer) -> Iterator[Part]:
-    """Yield the minimum that vLLM needs on a GPU: its weights, and the keys and values of one sequence."""
+    """Yield the minimum parts of vLLM on each GPU: weights, and keys and values of one sequence."""
     weights = vllm_weights(generator, trainer) / generator.tensor_parallel_size
     yield Part("vLLM: weights", weights, precision_of(generator, trainer.cfg))
     precision = FLOAT32 if precision_of(generator, trainer.cfg) == "float32" else BFLOAT16

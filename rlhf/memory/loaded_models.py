@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 class Model:
     """A model in the trainer process."""
 
-    role: str  # for the table: "policy", "reference", ...
+    role: str  # name in tables, for example "policy" or "reference"
     key: str  # config key that names the model
-    name: str | None  # hub name or folder; None: made as a prerequisite
+    name: str | None  # hub name or folder; None: an earlier stage makes the model
     size: ModelSize | None  # None: unknown
     trained: bool = False
     batch_size: int = 0  # sequences per forward pass without gradients
-    adapters: int | None = None  # parameters of the adapters; None: all weights are trained
+    adapters: int | None = None  # parameters of the adapters; None: the model has no adapters
 
     @property
     def counted(self) -> ModelSize:
-        """The size of the model, which is known: a plan with an unknown model has no parts."""
+        """The size of the model; may be read only if `size` is not None."""
         assert self.size is not None
         return self.size
 
@@ -72,9 +72,10 @@ def models(cfg: Config) -> Iterator[Model]:
 
 
 def adapted(cfg: Config, model: Model) -> Model:
-    """Return a trained model with the adapters that the config sets; `modules_to_save` are not counted.
+    """Return a trained model with the number of adapter parameters that the config `model.lora` sets.
 
-    A head with one output is trained whole.
+    All parameters of a head with one output are trained and are counted. Modules in `modules_to_save` are not
+    counted.
     """
     lora = cfg.model.lora
     if not lora.rank or model.size is None:
@@ -88,7 +89,7 @@ def size_of(cfg: Config, name: str | None) -> ModelSize | None:
 
     Args:
         cfg: the config of the run.
-        name: hub name or folder; None: the model that an embedded task makes.
+        name: hub name or folder; None: the model that is made for an embedded task.
     """
     if name is not None:
         return named_size(name)
@@ -98,5 +99,5 @@ def size_of(cfg: Config, name: str | None) -> ModelSize | None:
 
 
 def made_size(model: NanoConfig, task: EmbeddedTaskConfig) -> ModelSize:
-    """Return the size of the embedded model with the vocabulary of an embedded task."""
+    """Return the size of the model that is made from `model` with the vocabulary of the embedded task."""
     return nano_size(model, task.vocabulary_size)

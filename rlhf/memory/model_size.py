@@ -1,8 +1,8 @@
 """The size of a model, from its config.json, the headers of its safetensors files, or its config section.
 
 If the weights are on this machine, parameters are counted exactly: the header of a safetensors file lists the
-shapes of its tensors. Otherwise they are computed by the formula of a decoder, which is exact for GPT-NeoX
-(Pythia), Llama, Mistral and Qwen2. This module imports no torch.
+shapes of its tensors. Otherwise a formula computes the number of parameters from config.json. The formula is
+exact for GPT-NeoX (Pythia), Llama, Mistral and Qwen2. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 LARGEST_HEADER = 10**8  # bytes; the limit of the safetensors format
 HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
-BUFFERS = re.compile(r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$")  # buffers in old checkpoints
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of a mixture of experts
+BUFFERS = re.compile(r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$")  # tensors that are not parameters
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # config keys of a mixture of experts
 NAMES = {  # size -> its keys in config.json, the most common key first
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -44,10 +44,10 @@ class ModelSize:
     head_size: int
     intermediate: int  # width inside the MLP
     vocabulary: int  # outputs of the head; 1 for a reward model
-    gated: bool = False  # the MLP has a gate, so three products (Llama); otherwise two (GPT-NeoX)
-    rms: bool = False  # RMS norms, which run as separate operations; otherwise layer norms, one kernel
-    parallel: bool = False  # attention and MLP read the same state
-    fused: bool = False  # one product computes queries, keys and values
+    gated: bool = False  # the MLP has a gate and three matrix products (Llama), not two (GPT-NeoX)
+    rms: bool = False  # norms are RMS norms, several operations each; False: layer norms, one operation
+    parallel: bool = False  # attention and MLP have the same input; False: the MLP follows attention
+    fused: bool = False  # one matrix product computes queries, keys and values
 
     @property
     def parameters(self) -> int:
@@ -61,7 +61,7 @@ class ModelSize:
 
     @property
     def kv_width(self) -> int:
-        """The width of a token's keys, all heads together, and also of its values."""
+        """The width of a token's keys, all heads together; the width of its values is equal."""
         return self.kv_heads * self.head_size
 
     def scoring(self) -> ModelSize:
@@ -73,7 +73,7 @@ def named_size(name: str) -> ModelSize | None:
     """Return the size of the model `name`, a folder or a hub name.
 
     Returns:
-        None if the model is not on this machine, or its config.json lacks sizes.
+        The size; None if the model is not on this machine, or its config.json lacks a size.
     """
     folder = Path(name).expanduser() if is_local(name) else cached_folder(name)
     return None if folder is None else folder_size(folder)
@@ -93,8 +93,8 @@ def adapter_parameters(size: ModelSize, rank: int, targets: list[str] | None) ->
     Args:
         size: the adapted model.
         rank: rank of the adapters.
-        targets: the adapted linear layers, by the last part of their names; None: all below the head. Layers
-            that neither GPT-NeoX nor Llama has are not counted.
+        targets: the adapted linear layers, by the last part of their names; None: all linear layers except
+            the head. Layers that neither GPT-NeoX nor Llama has are not counted.
     """
     h, q, kv, inner = size.hidden, size.query_width, size.kv_width, size.intermediate
     if size.gated:
@@ -115,7 +115,8 @@ def folder_size(folder: Path) -> ModelSize | None:
     """Return the size of the model in `folder`, from the headers of its weights, otherwise from config.json.
 
     Returns:
-        None if config.json lacks sizes, or describes a mixture of experts whose weights are missing.
+        The size; None if config.json lacks a size, or describes a mixture of experts whose weights are
+        missing.
     """
     size = config_size(read_config(str(folder)) or {})
     shapes = weight_shapes(folder)
@@ -130,7 +131,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """Return the shapes of the weights in `folder` by name, from the headers of the files.
 
     Returns:
-        None if there are no safetensors files, or one of them is missing or damaged.
+        The shapes; None if there is no safetensors file, or a safetensors file is missing or damaged.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
@@ -167,7 +168,7 @@ def header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 def config_size(config: dict[str, Any]) -> ModelSize | None:
     """Return the size of a model from the content of its config.json; None if the config lacks a size.
 
-    The backbone of a mixture of experts gets 0 parameters: only its weights show the real number.
+    For a mixture of experts, `backbone` is 0: the number of parameters follows only from the weights.
     """
     nested = config.get("text_config")
     config = {**config, **(nested if isinstance(nested, dict) else {})}
@@ -207,7 +208,7 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
 
 
 def llama_parameters(size: ModelSize, config: dict[str, Any]) -> int:
-    """Return the parameters, without the head, of a decoder with a gated MLP and RMS norms."""
+    """Return the number of parameters, without the head, of a decoder with a gated MLP and RMS norms."""
     h, q, kv = size.hidden, size.query_width, size.kv_width
     kind = config.get("model_type")
     attention = h * (q + 2 * kv) + q * h
@@ -220,9 +221,9 @@ def llama_parameters(size: ModelSize, config: dict[str, Any]) -> int:
 
 
 def neox_parameters(size: ModelSize, config: dict[str, Any]) -> int:
-    """Return the parameters, without the head, of a decoder with an ungated MLP and layer norms.
+    """Return the number of parameters, without the head, of a decoder with an ungated MLP and layer norms.
 
-    The formula is that of GPT-NeoX and, with learned positions, of GPT-2.
+    The decoder is GPT-NeoX or, with learned positions, GPT-2.
     """
     h, q, kv, inner = size.hidden, size.query_width, size.kv_width, size.intermediate
     attention = h * (q + 2 * kv) + q * h

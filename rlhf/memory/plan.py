@@ -1,8 +1,8 @@
 """The memory plan of a run: the memory that each device needs, estimated before anything is loaded.
 
 A device needs some parts during the whole run (weights, optimizer states, processes) and others in phases,
-one after the other (training, sampling, log-probs and scores). Its peak memory is that of the permanent parts
-and of the largest phase. Weights, gradients and optimizer states are counted exactly. Activations are
+one after the other (training, sampling, log-probs and scores). Its peak memory is the sum of the permanent
+parts and of the largest phase. Weights, gradients and optimizer states are counted exactly. Activations are
 estimated (`rlhf.memory.activations`) for sequences of the maximum length, so the real need is often smaller.
 This module imports no torch.
 """
@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 
 
 def plan(cfg: Config, machine: Machine | None = None) -> Plan:
-    """Return the memory plan of the run `cfg` on `machine`, by default this machine."""
+    """Return the memory plan of the run `cfg` on `machine`, by default this machine.
+
+    The plan is empty for tiny stand-ins. If the size of a model is unknown, the plan lists only unknown
+    models.
+    """
     if cfg.stand_ins:  # tiny models, which fit everywhere
         return Plan((), {})
     machine = machine or this_machine()
@@ -88,7 +92,7 @@ def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iter
         )
     elif cfg.has_worker:
         process = [Part("CUDA", CONTEXT, "the generator's process"), *hf_process(cfg, trainer)]
-        # Processes on one GPU: rlhf.processes.worker.environment gives them the GPUs after the first in turn.
+        # rlhf.processes.worker.environment assigns the GPUs after the first GPU to the processes in turn.
         per_gpu = -(-replicas(cfg) * many // max(1, len(gpus) - 1))
         parts += [times(part, per_gpu) for part in process]
     if on_gpu_store(generator):

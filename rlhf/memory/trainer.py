@@ -51,7 +51,7 @@ class Trainer:
         """Return the tokens of a forward pass with sequences of the maximum length.
 
         Args:
-            sequences: the maximum number of sequences; all samples of one prompt are always included.
+            sequences: the maximum number of sequences, but at least all samples of one prompt are included.
             samples: samples per prompt.
         """
         cfg = self.cfg
@@ -82,9 +82,9 @@ class Trainer:
         )
 
     def encoded(self, tokens: Tokens) -> Iterator[Tokens]:
-        """Yield `tokens` and, on a GPU, the longest prompts that are not encoded in a separate pass.
+        """Yield `tokens` and, on a GPU, tokens with the longest prompts that have no separate pass.
 
-        Shorter prompts without a separate pass may need more memory than longer prompts with one.
+        Shorter prompts without a separate pass may need more memory than longer prompts with a separate pass.
         """
         yield tokens
         if tokens.apart and self.device == "cuda" and not self.gathers:
@@ -92,7 +92,7 @@ class Trainer:
             yield replace(tokens, prompt=max(1, int(shorter)), apart=False)
 
     def weights(self, model: Model) -> tuple[int, Footprint]:
-        """Return the number of weights without adapters, and their footprint.
+        """Return the number of parameters of a model without its adapters, and their footprint.
 
         Frozen weights are stored in `model.dtype`.
         """
@@ -130,7 +130,7 @@ class Trainer:
             yield Part(f"{model.role}: offloaded", size, parameters(count, size))
 
     def loading(self) -> Part:
-        """Return the part of all models in RAM, before they are moved to the GPU."""
+        """Return the part of all models in RAM during loading, before the models are moved to the GPU."""
         each = (count * stored.weights for count, stored in map(self.weights, self.models))
         return Part("models", sum(each), "before they are moved to the GPU")
 
@@ -213,7 +213,7 @@ class Trainer:
             yield Phase("sampling", (self.sampling(cfg.generator.batch_size, self.precision(True)),))
 
     def sampling(self, batch_size: int, precision: Precision) -> Part:
-        """Return the part of decoding besides the weights: for rollouts or evaluation, whichever is larger.
+        """Return the memory of decoding without the weights: the larger value of rollouts and evaluation.
 
         Args:
             batch_size: sequences decoded in parallel.

@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from rlhf.memory.activations import Tokens
 
 GIB = 2**30
-MARGIN = 2.0  # activations may be smaller than estimated by this factor: few sequences have full length
-HEAP = 1.5  # bytes of RAM per byte of temporary tensors: measured with glibc, 1.4 to 1.7
-NEARLY = 0.9  # fraction of a device's memory above which there is a warning
+# Estimated activations may exceed real activations by this factor, because few sequences have full length.
+MARGIN = 2.0
+HEAP = 1.5  # bytes of RAM per byte of temporary tensors; 1.4 to 1.7 were measured with glibc
+NEARLY = 0.9  # warn above this fraction of the memory of a device
 PROCESS = 0.6 * GIB  # RAM of a process with torch and transformers, measured on a CPU
 CONTEXT = 0.6 * GIB  # GPU memory of CUDA for a process: a common value, not measured here
 
@@ -23,7 +24,7 @@ class Part:
     name: str
     bytes: float
     made_of: str = ""  # the factors of `bytes`, for the table
-    estimated: bool = False  # for the maximum length of sequences; otherwise counted exactly
+    estimated: bool = False  # True: upper bound, at maximum length; False: exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class Use:
 
     device: str  # "RAM", or "GPU" with the numbers of the GPUs
     total: int | None  # bytes of the device; None: unknown
-    parts: tuple[Part, ...]  # in memory during the whole run
-    phases: tuple[Phase, ...] = ()  # one after the other
+    parts: tuple[Part, ...]  # permanent parts: in memory during the whole run
+    phases: tuple[Phase, ...] = ()  # phases run one after the other
 
     @property
     def largest(self) -> Phase:
@@ -66,7 +67,7 @@ class Use:
 
     @property
     def fits(self) -> bool:
-        """Whether the device may have enough memory; True if its memory is unknown."""
+        """Whether the device has at least `least` bytes of memory; True if its memory is unknown."""
         return self.total is None or self.least <= self.total
 
 
@@ -79,22 +80,23 @@ class Plan:
 
 
 def on_heap(part: Part) -> Part:
-    """Return the part as it counts in RAM.
+    """Return the part with its size in RAM: estimated parts times `HEAP`.
 
-    Temporary tensors count `HEAP` times, because the C library does not return all freed memory.
+    Estimated parts are temporary tensors, and the C library does not return all their memory after they are
+    freed.
     """
     return replace(part, bytes=part.bytes * HEAP) if part.estimated else part
 
 
 def times(part: Part, count: int) -> Part:
-    """Return the part for `count` processes."""
+    """Return the part with the memory of `count` processes."""
     if count == 1:
         return part
     return replace(part, bytes=part.bytes * count, made_of=f"{count} x {part.made_of}")
 
 
 def kept(parts: list[Part]) -> tuple[Part, ...]:
-    """Return the parts that need any memory."""
+    """Return the parts that need more than 0 bytes."""
     return tuple(part for part in parts if part.bytes)
 
 

@@ -1,8 +1,8 @@
 """Ranks: the processes that train one model together, started by torchrun, DeepSpeed's launcher or SLURM.
 
-Every rank stores the whole rollout batch, because token ids and one number per token are small. The work is
-divided: each rank samples, annotates and differentiates its part of the batch, then the parts are gathered.
-So credit assignment, minibatches and metrics do not depend on the number of ranks.
+Every rank stores the whole rollout batch, because token ids and one number per token need little memory. The
+work is divided: each rank samples, annotates and differentiates its part of the batch, then the parts are
+gathered. So credit assignment, minibatches and metrics do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BUCKET = 25_000_000  # maximum number of gradient elements that are sent at once
+BUCKET = 25_000_000  # maximum number of gradient elements in one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Ranks:
     """The rank and device of this process, and collective operations with the other ranks.
 
     `Ranks()` is a single process on the CPU. All ranks must call the same methods in the same order. If a
-    rank does not take part, the others raise RunError: when its connection breaks, or after the time limit
-    that was passed to `join`.
+    rank does not take part, the other ranks raise RunError when its connection breaks, or after the time
+    limit that was passed to `join`.
     """
 
     device: torch.device = torch.device("cpu")
@@ -65,11 +65,11 @@ class Ranks:
         return self.rank == 0
 
     def rows(self, count: int) -> Tensor:
-        """Return the indices of this rank's part of `count` rows: [M] int64."""
+        """Return the indices of this rank's part of `count` rows, [rows of the part] int64."""
         return torch.arange(count).tensor_split(self.size)[self.rank]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of a tensor that has the same shape on each."""
+        """Return the sum of `x` over all ranks; `x` must have the same shape on every rank."""
         if self.size > 1:
             x = x.clone()
             with together():
@@ -129,7 +129,7 @@ class Ranks:
                 parameter.grad = piece.view_as(parameter)
 
     def merge(self, figures: Metrics) -> Metrics:
-        """Return the metrics of all ranks, which must have the same names, merged into one."""
+        """Return the merged metrics of all ranks; every rank must have the same names of metrics."""
         if self.size == 1 or not figures:
             return figures
         own = torch.stack([stat.numbers() for stat in figures.values()]).cpu()
@@ -148,7 +148,7 @@ ALONE = Ranks()
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Raise RunError instead of torch's RuntimeError if another rank does not take part in a collective."""
+    """Run a collective; raise RunError instead of torch's RuntimeError if another rank does not take part."""
     try:
         yield
     except RuntimeError as error:
@@ -160,9 +160,12 @@ def together() -> Iterator[None]:
 
 
 def buckets(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Group parameters in order, by dtype, with at most `BUCKET` elements per group (or one parameter)."""
+    """Return consecutive groups of `parameters`, each with one dtype and at most `BUCKET` elements.
+
+    A parameter with more elements is a group of its own.
+    """
     groups: list[list[torch.nn.Parameter]] = []
-    elements = 0  # of the last group
+    elements = 0  # number of elements in the last group
     for parameter in parameters:
         if not groups or groups[-1][0].dtype != parameter.dtype or elements + parameter.numel() > BUCKET:
             groups.append([])

@@ -1,11 +1,12 @@
-"""Main program of a worker process: it answers one request of its trainer after the other.
+"""Main program of a worker process: it answers the requests of its trainer one after the other.
 
     python -m rlhf.processes.service <name> <inherited socket fd> <pid of the trainer> <temporary folder>
 
 The first request is `build`, with the factory of the service. Every other request is the name of a method of
 the service and its arguments. The answer is the returned value, or the error that the method raised. Messages
-are pickled; only trainer and worker process have the socket. When the trainer ends, the process ends too:
-within a second, also while it answers a request. `rlhf.processes.worker` is the trainer's side.
+are pickled, which is safe because only trainer and worker process have the socket. When the trainer ends, the
+worker process ends within a second, even while it answers a request. The trainer's side is in
+`rlhf.processes.worker`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ PIECE = 1 << 20  # maximum number of bytes read at once
 class Channel:
     """A connection that sends and receives Python objects over a socket.
 
-    `send` also reads what arrives in the meantime. So two sides do not deadlock if both send more than the
-    socket buffers, for example an answer and weights that overtake it. If the time limit of the socket is
-    exceeded, TimeoutError is raised.
+    While `send` writes, it also reads the bytes that arrive. So two sides do not deadlock if both send more
+    than the socket buffers, for example an answer and a load of weights at the same time. A method raises
+    TimeoutError if the time limit of the socket is exceeded.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -57,7 +58,7 @@ class Channel:
             if not arrived and not free:
                 raise TimeoutError
             if arrived and not self.take():
-                reading = []  # the other side stopped sending; `socket.send` fails if it is closed
+                reading = []  # the other side stopped sending; `socket.send` fails if the socket is closed
             if free:
                 left = left[self.socket.send(left, socket.MSG_DONTWAIT) :]
 
@@ -73,17 +74,22 @@ class Channel:
         return pickle.loads(self.read(length))
 
     def answers(self, within_s: float) -> bool:
-        """Wait up to `within_s` seconds for the beginning of a message; return whether there is one."""
+        """Wait up to `within_s` seconds for a message; return whether its first bytes have arrived."""
         return bool(self.inbox or select.select([self.socket], [], [], within_s)[0])
 
     def pending(self) -> bool:
-        """Return without waiting whether the next message has arrived, at least its beginning."""
+        """Return whether the first bytes of the next message have arrived, without waiting."""
         if not self.inbox and self.answers(0):
             self.take()
         return bool(self.inbox)
 
     def read(self, count: int) -> bytes:
-        """Wait for `count` bytes and return them."""
+        """Wait for `count` bytes and return them.
+
+        Raises:
+            OSError: the connection failed; TimeoutError if the time limit was exceeded.
+            EOFError: the other side closed the connection.
+        """
         while len(self.inbox) < count:
             if not self.take():
                 raise EOFError
@@ -98,7 +104,7 @@ class Channel:
         return bool(data)
 
     def shut(self) -> None:
-        """Shut the connection down, so that a thread that waits on either side gets EOFError."""
+        """Shut down the connection, so that a thread that waits on either side gets EOFError."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -116,7 +122,7 @@ class Service:
     def orphaned(self) -> None:
         """Remove resources that outlive the process, because the trainer has ended; by default, do nothing.
 
-        Called in another thread than the other methods.
+        This method is called in another thread than the other methods.
         """
 
 
@@ -131,10 +137,10 @@ class ServiceFactory(Protocol):
         """Create the service.
 
         Args:
-            channel: the connection to the trainer; the service may read from it while it answers.
+            channel: the connection to the trainer; the service may read from it during a request.
 
         Raises:
-            UserError, RunError: the settings cannot work; the run ends.
+            UserError, RunError: no service can be created with the values of the factory; the run ends.
         """
 
 
@@ -174,7 +180,7 @@ class Server:
             )
 
     def build(self, factory: ServiceFactory) -> None:
-        """Create the service."""
+        """Create the service with `factory`."""
         self.service = factory.build(self.channel)
 
     def end_with_trainer(self) -> None:
@@ -190,8 +196,8 @@ class Server:
 def main() -> None:
     """Answer requests until the trainer requests `close` or ends.
 
-    The signals that stop a run are ignored: they may be sent to every process of a run, and the trainer
-    decides when this process ends.
+    The process ignores the signals that stop a run. A launcher may send them to every process of a run, but
+    the trainer decides when the worker process ends.
     """
     for ignored in SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)

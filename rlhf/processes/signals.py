@@ -3,14 +3,14 @@
 SLURM sends SIGUSR1 before a job's time limit if the batch script requests it, and SIGUSR2 to submitit's jobs.
 
     with interruptible() as interruption:  # around a run, a stage of a run, or all runs of a command
-        ...                                # here a signal raises Interrupted, as no work is lost
+        ...                                # a signal raises Interrupted, because no unsaved work exists here
         interruption.defer()
         while ...:
-            ...                            # here a signal only sets a flag
+            ...                            # a signal only sets a flag here
             if interruption.asked():       # at the end of an update
                 return
 
-A second SIGTERM ends the process immediately, whatever it is doing. Does not import torch.
+A second SIGTERM ends the process immediately, even during an update. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from rlhf.core.launched import is_first_rank
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 PATIENCE_S = 30.0  # seconds between a signal and the message that the current update is not finished
-ECHO_S = 1.0  # seconds; two signals closer than this count as one: launchers forward what a process also got
+# Seconds; signals closer than this count as one signal, because a launcher may forward a signal that the
+# process has already received.
+ECHO_S = 1.0
 
 
 class Interruption:
@@ -39,14 +41,14 @@ class Interruption:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first signal
-        self.deferred = False  # a signal does not raise Interrupted, but waits for `asked`
+        self.deferred = False  # a signal does not raise Interrupted, but sets the flag of `asked`
         self.agree: Callable[[bool], bool] = bool  # returns whether a flag is set on any rank
-        self.previous: dict[signal.Signals, Any] = {}  # handlers to restore
-        self.previous_wakeup = -1  # file descriptor to restore
+        self.previous: dict[signal.Signals, Any] = {}  # signal handlers to restore
+        self.previous_wakeup = -1  # wakeup file descriptor to restore
 
     @property
     def cause(self) -> str:
-        """The name of the signal, for messages."""
+        """The name of the received signal as text, for messages."""
         return self.received.name if self.received else "a signal to another rank"
 
     def defer(self, agree: Callable[[bool], bool] = bool) -> None:
@@ -62,7 +64,7 @@ class Interruption:
         self.check()
 
     def asked(self) -> bool:
-        """Return whether to stop now. All ranks must call this at the same point."""
+        """Return whether a signal asked any rank to stop; all ranks must call `asked` at the same point."""
         return self.agree(self.received is not None)
 
     def check(self) -> None:
@@ -75,21 +77,25 @@ class Interruption:
             )
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Record the first signal, in the main thread. Later ones are ignored so that clean-up can finish."""
+        """Record the first signal, in the main thread. Later signals are ignored so that clean-up can finish.
+
+        Raises:
+            Interrupted: this is the first signal, and signals are not deferred.
+        """
         if self.received is None:
             self.received = signal.Signals(number)
             if not self.deferred:
                 self.check()
 
     def listen(self, signals: socket.socket) -> None:
-        """Print a message for each stage of stopping, and end the process at a second SIGTERM.
+        """Print messages while the run stops, and end the process at a second SIGTERM.
 
-        Runs in a separate thread, because the main thread handles a signal only after the kernel or
-        collective that it is executing, which may never return. The C-level signal handler writes the number
-        of each signal to a socket (`signal.set_wakeup_fd`).
+        The method runs in a separate thread. The main thread handles a signal only after the current kernel
+        or collective, which may never return. The C-level signal handler writes the number of each signal to
+        a socket (`signal.set_wakeup_fd`).
 
         Args:
-            signals: the socket.
+            signals: the socket with the numbers of the signals.
         """
         began: float | None = None  # when the first signal came
         terminated: float | None = None  # when the first SIGTERM came
@@ -144,11 +150,14 @@ active: Interruption | None = None  # the Interruption of this process, inside `
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """Handle the signals during the block; the previous handlers are restored after it.
+    """Handle the signals during the block, and restore the previous handlers after the block.
 
-    A nested call yields the same Interruption, so that an interrupted stage also stops its run, and an
-    interrupted run its sweep. In other threads than the main thread, which alone receives signals, the
-    yielded Interruption is never set.
+    A nested call yields the same Interruption. So an interrupted stage also stops its run, and an interrupted
+    run also stops its sweep. Only the main thread receives signals. In another thread the Interruption is
+    never set.
+
+    Raises:
+        Interrupted: the call is nested, and a signal was received before.
     """
     global active
     if threading.current_thread() is not threading.main_thread():
@@ -173,19 +182,19 @@ def interruptible() -> Iterator[Interruption]:
 
 
 def hold() -> None:
-    """Block the signals before a fork."""
+    """Block `SIGNALS` before a fork."""
     if active is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def release() -> None:
-    """Unblock the signals after a fork, in the parent process."""
+    """Unblock `SIGNALS` after a fork, in the parent process."""
     if active is not None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def leave_alone() -> None:
-    """Restore the previous handlers after a fork, in the child process."""
+    """Restore the previous signal handlers after a fork, in the child process."""
     global active
     if active is not None:
         active.restore()

@@ -4,8 +4,8 @@
     put(job) ──▶ jobs ──▶ one job at a time ──── method, arguments ────▶ Service.<method>
     future ◀──────────────────── answer ◀────────────────────────────────
 
-The queue is in the trainer, and the next job is sent only when the process has answered the one before. So
-jobs are done first in, first out. If the process is lost, exactly one job is lost, and a new process gets
+The queue is in the trainer. The next job is sent only after the process has answered the previous job. So
+jobs are executed first in, first out. If the process is lost, exactly one job is lost, and a new process gets
 this job again; the jobs in the queue are not affected.
 """
 
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics
     from rlhf.processes.service import ServiceFactory
 
-CLOSE_S = 10.0  # seconds that a process has to release its resources
+CLOSE_S = 10.0  # time limit in seconds for a process to release its resources
 
 
 class Lost(Exception):
-    """The process ended or exceeded its time limit; the message says which."""
+    """An error: the process ended or exceeded its time limit; the message states which of the two."""
 
 
 class Closed(Exception):
-    """The worker was closed."""
+    """An error: the worker was closed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,7 +56,7 @@ class Limits:
 
     start_s: float  # seconds until the service is ready
     request_s: float  # seconds for one job
-    restarts: int  # per session
+    restarts: int  # maximum number per session
 
 
 @dataclass(slots=True)
@@ -71,8 +71,8 @@ class Job:
 class Worker:
     """A queue of jobs that are executed in order in a worker process.
 
-    An error of the service is raised by the job's future and by the next call of `put`, which ends the run.
-    The same applies if the process is lost more often than `limits.restarts`.
+    An error of the service is raised by the future of the job and by later calls of `put`, and ends the run.
+    If the process is lost more often than `limits.restarts`, the worker raises an error in the same way.
 
     Args:
         name: name of the process in messages, for example "generator".
@@ -95,10 +95,10 @@ class Worker:
         self.log = log
         self.environment = environment
         self.limits = limits
-        self.lock = threading.Lock()  # of jobs, unanswered, failure, closing, process and restarts
+        self.lock = threading.Lock()  # protects jobs, unanswered, failure, closing, process, restarts
         self.changed = threading.Condition(self.lock)  # a job was queued, or the worker is closing
         self.jobs: deque[Job] = deque()  # jobs that have not been started
-        self.unanswered = 1  # number of unfinished jobs; the first one starts the process
+        self.unanswered = 1  # number of unfinished jobs; the first job starts the process
         self.failure: RunError | UserError | None = None
         self.closing = False
         self.process: subprocess.Popen[bytes] | None = None
@@ -115,10 +115,10 @@ class Worker:
     def put(self, job: Job) -> Future[Any]:
         """Queue a job and return its future, whose result is the answer of the process.
 
-        May be called from any thread.
+        The method may be called from any thread.
 
         Raises:
-            RunError, UserError: the worker has failed since the last call.
+            RunError, UserError: the worker has failed.
         """
         with self.changed:
             if self.failure is not None:
@@ -135,7 +135,7 @@ class Worker:
         return {f"{self.name}/restarts": Stat(float(new), 1.0, How.sum)}
 
     def close(self) -> None:
-        """End the process: it releases its resources if it is idle, and is killed if it is busy."""
+        """End the process: an idle process releases its resources first, a busy process is killed."""
         with self.changed:
             self.closing = True
             if self.unanswered and self.process is not None:
@@ -178,6 +178,7 @@ class Worker:
 
         Raises:
             RunError, UserError: an error of the service, or too many restarts.
+            Closed: the worker was closed.
         """
         while True:
             try:
@@ -205,7 +206,7 @@ class Worker:
         return self.ask(job.method, *job.arguments)
 
     def fail(self, error: RunError | UserError, job: Job | None) -> None:
-        """Stop after an error: set `error` on the current job, all queued jobs and all later ones."""
+        """Set `error` on the current job and on all queued jobs; later calls of `put` raise it."""
         with self.lock:
             self.failure = error
             lost = [*([] if job is None else [job]), *self.jobs]
@@ -221,6 +222,11 @@ class Worker:
         The process leads its own process group, so that Ctrl-C in the terminal reaches only the trainer,
         which then kills the group. The process has its own folder for temporary files, because a killed
         process does not remove them.
+
+        Raises:
+            Closed: the worker was closed.
+            Lost: a signal killed the process before the service was ready.
+            RunError, UserError: the service was not ready within the time limit, or cannot be created.
         """
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
@@ -237,7 +243,7 @@ class Worker:
             if self.closing:
                 raise Closed
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-u", *arguments],  # -u: output is in the log if the process is killed
+                [sys.executable, "-P", "-u", *arguments],  # -u: the log is complete if the process is killed
                 env={
                     "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
                     **os.environ,
@@ -280,10 +286,10 @@ class Worker:
 
     @contextmanager
     def lost(self, method: str, limit: float) -> Iterator[Channel]:
-        """Translate errors of the connection, while the process executes `method`, into Lost.
+        """Yield the connection for a call of `method`, and raise Lost for an error of the connection.
 
         Raises:
-            Lost: the process ended, or exceeded the limit of `limit` seconds.
+            Lost: the process ended, or exceeded the time limit of `limit` seconds.
             RunError: the connection failed on the trainer's side, and `check` reports the cause.
         """
         assert self.channel is not None and self.process is not None
@@ -294,7 +300,7 @@ class Worker:
             raise Lost(f"did not {method} within {limit:g} seconds") from None
         except (OSError, EOFError, pickle.UnpicklingError):
             how = ending(self.process)
-            if self.process.poll() is None:  # the process is running, so the connection failed on this side
+            if self.process.poll() is None:  # the process runs, so the connection failed on this side
                 self.check()
             raise Lost(f"died ({how})") from None
 
@@ -302,7 +308,7 @@ class Worker:
         """Raise RunError if the connection failed on the trainer's side; by default, do nothing."""
 
     def stop(self) -> None:
-        """Kill the process, if there is one, close its connection and remove its temporary folder."""
+        """Kill the process, if any, close its connection and remove its temporary folder."""
         if self.process is not None:
             kill(self.process)
         if self.channel is not None:
@@ -340,7 +346,7 @@ def environment(threads: int | None, device: torch.device, replica: int = 0) -> 
     """Return environment variables for a worker process: its CPU threads and its GPU.
 
     Args:
-        threads: CPU threads; None: no limit.
+        threads: CPU threads of the process; None: the default of torch.
         device: the trainer's device. With CUDA and at least two GPUs, the process gets a GPU other than the
             first one, which is the trainer's.
         replica: number of the replica, from 0. Replicas use the GPUs in turn, starting with the last one.

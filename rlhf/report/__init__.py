@@ -1,4 +1,4 @@
 """Report of run folders: an HTML page, PNG figures and a table (`python -m rlhf.report <folders...>`).
 
-The package imports no torch.
+This package imports no torch.
 """

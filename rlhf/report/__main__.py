@@ -1,9 +1,10 @@
-"""Command `python -m rlhf.report <folders...> [--out <folder>] [--samples <n>] [--markdown]`.
+"""The command `python -m rlhf.report <folders...> [--out <folder>] [--samples <n>] [--markdown]`.
 
-The command reads run folders, finished or not, and prints a table of final results. It writes `index.html`, a
-page that loads no other file, and each figure of the page as PNG beside it.
+The command reads the folders of finished and unfinished runs, and prints a table of final results. The
+command writes `index.html`, a page that loads no other file, and each figure of the page as PNG in the same
+folder.
 
-Exit codes: 0 done; 2 invalid input (such as a folder without a run), reported as `error: ...`.
+Exit codes: 0 success; 2 invalid input (such as a folder without a run), reported as `error: ...`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Run the command with `arguments`, by default those of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m rlhf.report",
         description="Write a page of figures, and print a table of final results, from run folders.",
@@ -59,11 +60,11 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
     Args:
         folders: run folders, folders that contain run folders, shell patterns.
         out: output folder.
-        count: number of prompts of each task to show completions of.
+        count: number of prompts per task for which the page shows completions.
         markdown: print the table in Markdown, and write no files.
 
     Raises:
-        UserError: a folder contains no run, or matplotlib or Jinja2 is not installed.
+        UserError: a folder contains no run, `count` is negative, or matplotlib or Jinja2 is not installed.
     """
     missing = [] if markdown else [name for name in NEEDS if find_spec(name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""Curves of a figure: for each group, the mean over its seeds and the range of the seeds."""
+"""Curves of a figure: the mean over the seeds of a group, and the range over the seeds."""
 
 from __future__ import annotations
 
@@ -46,14 +46,19 @@ def figure(name: str) -> Read:
 
 
 def seconds(run: Run, row: Row) -> float | None:
-    """Return the seconds of training that `run` had spent when it wrote `row`."""
+    """Return the seconds of training that `run` had spent until the update of `row`."""
     return run.seconds_at(row["update"])
 
 
 def curve(runs: Sequence[Run], x: Read, y: Read) -> list[Point]:
     """Return the curve of y over x, with at most `POINTS` points in the order of updates.
 
-    Rows of different runs are matched by `update`. Updates at which a run has no x or no y are skipped.
+    Rows of different runs are matched by their `update`. Updates at which a run has no x or no y are skipped.
+
+    Args:
+        runs: the runs of a group.
+        x: returns the x value of a row.
+        y: returns the y value of a row.
     """
     values_by_run: list[dict[float, tuple[float, float]]] = []
     for run in runs:

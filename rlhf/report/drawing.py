@@ -1,4 +1,4 @@
-"""Drawing of report figures with matplotlib: colours, panels, curves, legends, and output as PNG and SVG."""
+"""Drawing of figures with matplotlib: colours, panels, curves, legends, and output as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from rlhf.report.curves import Point, Read
     from rlhf.report.groups import Group
 
-# The colour-blind-safe palette of Okabe and Ito without black and yellow, and with a grey.
+# The colour-blind-safe palette of Okabe and Ito, with a grey instead of black and yellow.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5c5f66")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ("-", (0, (6, 1.5)), (0, (1, 1)))  # the line style changes when the colours start again
+LINES = ("-", (0, (6, 1.5)), (0, (1, 1)))  # the line style changes when the colours repeat
 
 INK, FAINT, RULE, PAPER = "#1b1f24", "#636b76", "#dde1e6", "#fefefe"
 
@@ -120,7 +120,10 @@ def panels(count: int, height: float = 3.0) -> tuple[Figure, list[Axes]]:
 
 
 def lines(group: Group, x: Read, y: Read) -> Iterator[tuple[list[Point], bool]]:
-    """Yield the curve over the finished runs with True, then the curve of each unfinished run with False."""
+    """Yield the curves of a group and whether the curve is finished.
+
+    The first curve is that of the finished runs (True). Each unfinished run has a curve of its own (False).
+    """
     if points := curve(group.finished, x, y):
         yield points, True
     for run in group.unfinished:
@@ -129,7 +132,7 @@ def lines(group: Group, x: Read, y: Read) -> Iterator[tuple[list[Point], bool]]:
 
 
 def draw_all(axis: Axes, groups: Sequence[Group], x: Read, y: Read, only: str | None = None) -> None:
-    """Draw the curves of all groups. If `only` is set, rows without that metric are skipped."""
+    """Draw the curves of all groups. If `only` is set, rows without the metric `only` are skipped."""
     read: Read = (lambda run, row: y(run, row) if only in row else None) if only else y
     for group in groups:
         for points, finished in lines(group, x, read):
@@ -137,7 +140,7 @@ def draw_all(axis: Axes, groups: Sequence[Group], x: Read, y: Read, only: str | 
 
 
 def trace(axis: Axes, group: Group, points: list[Point], finished: bool, band: bool) -> None:
-    """Draw one curve, with its range if `band`; an unfinished curve is thin, dashed and ends in a cross."""
+    """Draw a curve, with the range over seeds if `band`; unfinished curves are dashed and end in a cross."""
     look = style(group)
     if not finished:
         look |= {"linestyle": UNFINISHED, "linewidth": 1.0, "marker": ""}
@@ -165,7 +168,7 @@ def trace(axis: Axes, group: Group, points: list[Point], finished: bool, band: b
 
 
 def crosshair(axis: Axes, group: Group, point: Point) -> None:
-    """Draw a large point with its ranges in x and y."""
+    """Draw a large point with its ranges over seeds in x and y."""
     look = style(group)
     gid = mark(group)
     axis.plot([point.x_low, point.x_high], [point.y, point.y], color=look["color"], linewidth=1.2, gid=gid)
@@ -174,7 +177,7 @@ def crosshair(axis: Axes, group: Group, point: Point) -> None:
 
 
 def widen(axis: Axes, name: str) -> None:
-    """Show the range 0 to 1 if the metric `name` is a rate that does not change."""
+    """Set the y axis to the range 0 to 1 if the metric `name` is a rate whose values are all equal."""
     low, high = axis.dataLim.intervaly
     if name in ("eval/win_rate", "eval/accuracy") and high - low < 0.001:
         axis.set_ylim(-0.03, 1.03)
@@ -200,7 +203,7 @@ def whole_labels(axis: Axes) -> None:
 
 
 def mark(group: Group) -> str:
-    """Return the id of elements that belong to `group`; `Chart.svg` makes it a class."""
+    """Return the id of drawn elements of `group`; `Chart.svg` turns the id into a class."""
     return f"series-{group.index}"
 
 

@@ -28,8 +28,8 @@ from rlhf.report.groups import by_task
 if TYPE_CHECKING:
     from rlhf.report.groups import Group
 
-# Phases of the trainer with label and colour (Paul Tol's "bright" palette). Keys and order are those of
-# `rlhf.training.recorder.PHASES`.
+# Phases of the trainer: phase -> label and colour (Paul Tol's "bright" palette). The phases and their order
+# are those of `rlhf.training.recorder.PHASES`.
 PHASES = {
     "wait": ("waiting for samples", "#bbbbbb"),
     "score": ("scoring", "#ccbb44"),
@@ -38,7 +38,7 @@ PHASES = {
     "sync": ("weight transfer", "#ee6677"),
 }
 
-# Phases that may run in another process, in parallel with the trainer.
+# Work that may run in another process, in parallel with the trainer: phase -> label and colour.
 ELSEWHERE = {
     "generate": ("sampling", "#aa3377"),
     "annotate_ahead": ("scores and log-probs computed ahead", "#228833"),
@@ -56,6 +56,7 @@ LEARNING = (
     ("objective/entropy", "entropy estimate (nats per response)"),
 )
 
+# Metrics of the figure of lag and mismatch: name in metrics.jsonl, title with unit.
 OFF_POLICY = (
     ("lag", "lag (updates)"),
     ("mismatch/token_lag", "lag of a token (updates)"),
@@ -64,7 +65,7 @@ OFF_POLICY = (
     ("policy/clipfrac", "fraction of clipped ratios"),
 )
 
-PROGRESS = (("episode", "episodes"), ("examples", "examples"), ("update", "updates"))  # metric, label
+PROGRESS = (("episode", "episodes"), ("examples", "examples"), ("update", "updates"))  # name in a row, label
 
 
 def charts(groups: Sequence[Group]) -> tuple[list[Chart], list[str]]:
@@ -120,7 +121,7 @@ def against_kl(groups: Sequence[Group]) -> Chart | str:
 
 
 def learning_curves(groups: Sequence[Group]) -> Chart | str:
-    """Draw metrics over episodes, or return why there is no figure."""
+    """Draw the metrics in `LEARNING` over the progress of training, or return why there is no figure."""
     present = [(name, title) for name, title in LEARNING if has(groups, name)]
     if not present:
         return "learning curves (no run has metrics yet)"
@@ -143,7 +144,7 @@ def learning_curves(groups: Sequence[Group]) -> Chart | str:
 
 
 def against_time(groups: Sequence[Group]) -> Chart | str:
-    """Draw the win rate over the seconds of training, or return why there is no figure."""
+    """Draw win rate, accuracy or loss over the time of training, or return why there is no figure."""
     name = next((name for name in ("eval/win_rate", "eval/accuracy", "eval/loss") if has(groups, name)), None)
     if name is None or not has(groups, "time/update_s"):
         return "win rate vs. time (no run has evaluations and times)"
@@ -173,7 +174,7 @@ def against_time(groups: Sequence[Group]) -> Chart | str:
 
 
 def off_policyness(groups: Sequence[Group]) -> Chart | str:
-    """Draw the age of samples and the mismatch of sampler and trainer, or return why there is no figure."""
+    """Draw the lag of samples and the mismatch of sampler and trainer, or return why there is no figure."""
     known = [(name, title) for name, title in OFF_POLICY if has(groups, name)]
     present = [(name, title) for name, title in known if has(groups, name, other_than=0.0)]
     if not present:
@@ -246,7 +247,7 @@ def has(groups: Sequence[Group], name: str, other_than: float | None = None) -> 
 
 
 def progress_axis(groups: Sequence[Group]) -> tuple[str, str]:
-    """Return the metric in which all runs count their progress, and its label."""
+    """Return the first entry of `PROGRESS` that is in the rows of all runs: the name and its label."""
     runs = [run for group in groups for run in group.runs if run.rows]
     return next((name, unit) for name, unit in PROGRESS if all(name in run.rows[0] for run in runs))
 

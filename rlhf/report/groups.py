@@ -13,7 +13,8 @@ from rlhf.report.runs import Status
 if TYPE_CHECKING:
     from rlhf.report.runs import Run
 
-# Keys that come first in a label, if the runs differ in them. Other keys follow in the order of the config.
+# Keys that come first in a label, if the runs differ in these keys. Other keys follow in the order of the
+# config.
 FIRST = (
     "task.name",
     "model.name",
@@ -25,8 +26,9 @@ FIRST = (
     "backend.name",
 )
 
-# Keys that change nothing in a report: runs that differ only in these keys form one group. Other keys outside
-# the run name (threads, worker, transfer, ...) change the times, so they split groups.
+# Keys without effect on a report: runs that differ only in these keys form one group. Other keys that are not
+# in the name of a run (threads, worker, transfer, ...) change the times, so runs that differ in them are in
+# different groups.
 SHOWN_NOWHERE = ("seed", *BOOKKEEPING)
 
 
@@ -38,7 +40,7 @@ class Group:
         label: the settings in which the group differs from the other groups, as short as possible.
         runs: the runs, ordered by seed.
         index: position among all groups.
-        place: position among the groups of the same task, which share figures; selects colour and marker.
+        place: position among the groups of the same task, which share figures; determines colour and marker.
     """
 
     label: str
@@ -48,7 +50,7 @@ class Group:
 
     @property
     def task(self) -> str:
-        """The task of the runs."""
+        """The name of the task of the runs."""
         return str(self.runs[0].config["task.name"])
 
     @property
@@ -89,7 +91,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def by_task(groups: Sequence[Group]) -> list[list[Group]]:
-    """Return the groups of each task. Figures show one task, because metrics of tasks are not comparable."""
+    """Return a list of groups per task; metrics are comparable only within a task."""
     tasks: dict[str, list[Group]] = {}
     for group in groups:
         tasks.setdefault(group.task, []).append(group)
@@ -106,9 +108,9 @@ def differing(runs: Sequence[Run]) -> list[str]:
 
 
 def distinguishing(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    """Return the first of `keys` that together distinguish all groups.
+    """Return keys that together distinguish all groups, chosen in the order of `keys`.
 
-    A key is skipped if it splits no group that the keys before it leave together.
+    A key is skipped if it distinguishes no groups that the keys chosen before do not distinguish.
     """
     groups = len({values(run, keys) for run in runs})
     chosen: list[str] = []
@@ -130,7 +132,7 @@ def label(run: Run, keys: Sequence[str]) -> str:
     """Return the values of `keys` in the config of `run` as a label; without keys, the algorithm's name."""
     parts = [run.config["algo.name"]] if "algo.name" not in keys else []
     for key in keys:
-        if key not in run.config:  # a key of another option of the same config group
+        if key not in run.config:  # the run has another option of this config group
             continue
         name = key.rpartition(".")[2]
         value = shown(run.config[key])

@@ -1,4 +1,4 @@
-"""HTML page of a report: one file that contains its styles, figures and script, and loads nothing."""
+"""The HTML page of a report: one file that contains styles, figures and script, and loads no other file."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def page(
     Args:
         groups: groups of runs.
         results: table of final results.
-        charts: figures, each a section of the page.
-        samples: prompts with the responses of the groups; without samples the section is left out.
+        charts: figures; each figure is a section of the page.
+        samples: prompts with the responses of the groups; if empty, the page has no section of completions.
         notes: remarks shown at the top.
-        left_out: folders that were not read, each with the reason.
+        left_out: folders that were skipped, each with the reason.
         made: date of the report and version of rlhf.
     """
     runs = [run for group in groups for run in group.runs]
@@ -69,19 +69,19 @@ def page(
 
 
 def resource(name: str) -> str:
-    """Return the text of a file beside this module."""
+    """Return the text of the file `name` in the folder of this module."""
     return files("rlhf.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def heading(runs: Sequence[Run]) -> str:
-    """Return the algorithms and tasks of the runs as a title."""
+    """Return the title of the page: the algorithms and tasks of the runs."""
     names = distinct(run.config["algo.name"] for run in runs)
     tasks = distinct(run.config["task.name"] for run in runs)
     return f"{', '.join(names)} on {', '.join(tasks)}"
 
 
 def subtitle(runs: Sequence[Run]) -> str:
-    """Return the number of runs by status, and the options that all runs share."""
+    """Return the subtitle of the page: number of runs by status, and options that all runs share."""
     statuses = [run.status for run in runs]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in distinct(statuses))
     shared = [f"{group} {name}" for group, name in common(runs).items() if group not in ("algo", "task")]
@@ -99,7 +99,7 @@ def dot(group: Group) -> str:
 
 
 def summary(prompt: str) -> str:
-    """Return the TITLE line of a prompt, else its first line, cut at 160 characters."""
+    """Return the TITLE line of a prompt, else its first line, truncated to 160 characters."""
     lines = [line for line in prompt.splitlines() if line.strip()]
     title = next((line for line in lines if line.startswith("TITLE:")), lines[0] if lines else "(empty)")
     return title[:160]

@@ -1,4 +1,4 @@
-"""Run folders as the report reads them, finished or not."""
+"""Run folders of finished and unfinished runs, as the report reads them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """State of a run."""
+    """The state of a run."""
 
     finished = "finished"
     unfinished = "unfinished"  # running, interrupted or killed: the run folder does not show which
@@ -66,7 +66,7 @@ class Run:
 
     @cached_property
     def status(self) -> Status:
-        """The state of the run. A failure no longer counts once the run has passed the failed update."""
+        """The state of the run; a failed run that was resumed past the failed update is no longer failed."""
         if self.state.get("finished") is True:
             return Status.finished
         failed = self.folder / "failed_batch.json"
@@ -85,24 +85,24 @@ class Run:
 
     @cached_property
     def evaluations(self) -> list[Row]:
-        """The rows of evaluations."""
+        """The rows of metrics.jsonl that evaluations wrote."""
         return [row for row in self.rows if any(name.startswith("eval/") for name in row)]
 
     @cached_property
     def trained(self) -> list[Row]:
-        """The rows of updates."""
+        """The rows of metrics.jsonl that updates wrote."""
         return [row for row in self.rows if "lr" in row]
 
     def first(self, metric: str) -> float | None:
-        """Return the value of `metric` before training; None if it was not evaluated."""
+        """Return the value of `metric` before training; None if it was not evaluated before training."""
         return next((row.get(metric) for row in self.evaluations if row["update"] == 0), None)
 
     def last(self, metric: str) -> float | None:
-        """Return the value of `metric` at the last evaluation; None without one."""
+        """Return the value of `metric` at the last evaluation; None without an evaluation of `metric`."""
         return self.evaluations[-1].get(metric) if self.evaluations else None
 
     def seconds(self, phase: str = "update") -> float:
-        """Return the seconds that all updates spent in `phase`, the sum of `time/<phase>_s`."""
+        """Return the seconds that all updates spent in `phase`: the sum of `time/<phase>_s` over the rows."""
         return sum(row.get(f"time/{phase}_s", 0.0) for row in self.trained)
 
     def seconds_at(self, update: float) -> float | None:
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def episodes(self) -> float:
-        """The number of responses trained on so far."""
+        """The number of responses that the run has trained on."""
         return self.state.get("episode", 0)
 
     @property
@@ -153,7 +153,7 @@ class Run:
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """The runs in the folders of a command line, and the paths left out, each with the reason."""
+    """The runs in the folders of a command line, and the skipped paths, each with the reason."""
 
     runs: list[Run]
     left_out: list[str] = field(default_factory=list)
@@ -162,9 +162,9 @@ class FoundRuns:
 def find_runs(arguments: Sequence[str], own: Path | None = None) -> FoundRuns:
     """Read all runs in `arguments`: run folders, folders with run folders at any depth, shell patterns.
 
-    Two kinds of run folders are left out unless an argument names them: the stages of embedded tasks (in the
-    cache folder of a run), and folders moved aside by `resume=never`. Files and the folder `own` of the
-    report are skipped.
+    Two kinds of run folders are skipped unless an argument names them: the stages of embedded tasks (in the
+    cache folder of a run), and folders moved aside by `resume=never`. Files (if there are several paths) and
+    the output folder `own` of the report are also skipped.
 
     Raises:
         UserError: an argument contains no run, or a file of a run cannot be read.
@@ -198,7 +198,7 @@ def is_run(folder: Path) -> bool:
 
 
 def reason_to_skip(run: Run, argument: Path) -> str:
-    """Return why a run found inside the folder `argument` is left out; an empty string if it is not."""
+    """Return the reason to skip a run found inside the folder `argument`; an empty string to read the run."""
     if run.folder == argument:
         return ""
     cache, output = (Path(str(run.config.get(key))).name for key in ("cache_dir", "output_dir"))
@@ -208,7 +208,7 @@ def reason_to_skip(run: Run, argument: Path) -> str:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Return the run folders inside `folder`, ordered by name. Run folders are not searched."""
+    """Return the run folders inside `folder` at any depth, ordered by name; run folders are not searched."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.is_dir() and not path.is_symlink():

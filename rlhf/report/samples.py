@@ -30,7 +30,8 @@ class Sample:
         prompt: text of the prompt.
         reference: text of the reference response.
         reference_score: score of the reference response by the judge; None without a judge.
-        before: completions.jsonl row of the response before training; None if the groups differ in it.
+        before: completions.jsonl row of the response before training; None if there is no such row, or if the
+            responses of the groups before training differ.
         answers: one response for each group that answered the prompt.
     """
 
@@ -50,7 +51,7 @@ def samples(groups: Sequence[Group], count: int) -> list[Sample]:
 
 
 def of_task(groups: Sequence[Group], count: int) -> list[Sample]:
-    """Return the samples of groups that all have the same task; see `samples`."""
+    """Return up to `count` prompts of groups that have the same task; see `samples`."""
     answers: dict[str, list[Answer]] = {}
     before: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
@@ -77,5 +78,5 @@ def of_task(groups: Sequence[Group], count: int) -> list[Sample]:
 
 
 def same(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the first row if all rows have the same response, else None."""
+    """Return the first row if all rows have the same response, else None; None if `rows` is empty."""
     return rows[0] if len({row["response"] for row in rows}) == 1 else None

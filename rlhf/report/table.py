@@ -1,4 +1,4 @@
-"""Table of final results, for the terminal, for Markdown and for the HTML page."""
+"""The table of final results, for the terminal, for Markdown and for the HTML page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cell:
     """A metric of a group, averaged over its runs.
 
     Attributes:
-        before: mean before training; None if not measured.
+        before: mean before training; None if the metric was not measured before training.
         after: mean at the last evaluation.
         spread: standard deviation over seeds; None for a single seed.
         decimals: number of decimals to show.
@@ -50,7 +50,7 @@ class Cell:
 
     @property
     def initial(self) -> str | None:
-        """The value before training as text; None if not measured."""
+        """The value before training as text; None if there is no such value."""
         return None if self.before is None else f"{self.before:.{self.decimals}f}"
 
     @property
@@ -62,16 +62,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Results:
-    """Column headings, and a row of cells for each group; a cell is None if the group lacks the metric."""
+    """A table of column headings and one row of cells per group; None: the group lacks the metric."""
 
     columns: list[str]
     rows: list[tuple[Group, list[Cell | None]]]
 
 
 def results(groups: Sequence[Group]) -> Results:
-    """Return the metrics of the last evaluation, averaged over the finished runs of each group.
+    """Return the table of the last evaluation and the cost, averaged over the finished runs of each group.
 
-    If a group has no finished run, its unfinished runs are used.
+    If a group has no finished run, the mean is over its unfinished runs.
     """
     runs = [run for group in groups for run in group.runs]
     present = [column for column in EVALUATED if any(run.last(column[1]) is not None for run in runs)]
@@ -92,7 +92,7 @@ def results(groups: Sequence[Group]) -> Results:
 
 
 def cell(after: Sequence[float | None], before: Sequence[float | None], decimals: int) -> Cell | None:
-    """Return the cell of a metric from one value per run; None if no run has a value."""
+    """Return the cell of a metric, given one value per run; None if no run has a value."""
     known = [value for value in after if value is not None]
     if not known:
         return None

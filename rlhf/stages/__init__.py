@@ -1,1 +1,1 @@
-"""A training run, and the work around it: prerequisites, evaluation, relabelling, pipelines."""
+"""Stages of work: a training run, its prerequisites, its evaluation, relabelling of pairs, pipelines."""

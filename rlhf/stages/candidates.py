@@ -1,4 +1,7 @@
-"""Models of a run that can be evaluated: its checkpoints and its final model. Imports no torch."""
+"""Models of a run that can be evaluated: its checkpoints and its final model.
+
+This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Candidate:
     """A checkpoint or the final model of a run.
 
     Attributes:
-        name: name of its folder.
+        name: name of the folder of the checkpoint or model.
         weights: path that an engine loads.
         position: file with the update and the episode of the model.
         checkpoint: folder of the checkpoint; None for the final model.
@@ -50,7 +53,7 @@ def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> li
         only: names of the models to return; empty for all.
 
     Raises:
-        UserError: the run has no model, or lacks one of `only`.
+        UserError: the run has no model, or lacks a model named in `only`.
     """
     found = []
     for path in complete_checkpoints(folder.path):

@@ -76,8 +76,8 @@ class Link:
 def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
     """Return the checked config of the RLHF run, and which of `policy` and `reward` the overrides set.
 
-    For a task that is not embedded, a model that a stage will make is set to `model.base`, which has the same
-    shape.
+    For a task that is not embedded, the path of a model that a stage will make is set to the model that the
+    stage starts from. So checks find a model of the same shape.
 
     Raises:
         UserError: an override is invalid, or there is no model to start from.
@@ -109,7 +109,8 @@ def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
             "out, or use rlhf.train for one stage"
         )
     check_memory(cfg)
-    warn(warnings(replace(cfg, task=replace(cfg.task, preferences_path=None))))  # a stage reads the pairs
+    # Without the path of the pairs: if only the reward stage reads the pairs, the RLHF run would warn.
+    warn(warnings(replace(cfg, task=replace(cfg.task, preferences_path=None))))
     return cfg, named
 
 
@@ -117,7 +118,7 @@ def embedded_chain(cfg: Config) -> tuple[Config, list[Link]]:
     """Return the stages before the RLHF run of an embedded task.
 
     Returns:
-        `cfg` unchanged (the run finds the models of the stages by itself), and the stages in order.
+        `cfg` unchanged (the RLHF run finds the models of the stages in `cache_dir`), and the stages in order.
     """
     links = []
     own = cfg
@@ -259,7 +260,7 @@ def carry_out(chain: list[Link], cfg: Config) -> None:
 
 
 def train(cfg: Config, folder: RunFolder) -> None:
-    """Carry out a training run; resume from its last checkpoint if there is one."""
+    """Carry out a training run; resume from its last checkpoint, if any."""
     from rlhf.stages.run import run
 
     run(cfg, folder)

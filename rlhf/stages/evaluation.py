@@ -1,6 +1,6 @@
-"""Evaluation of a run: its checkpoints and final model on held-out examples, measured as in training.
+"""Evaluation of a run: its checkpoints and final model on held-out examples, measured as during training.
 
-Settings are those of the run's config.yaml; overrides may change sections that an evaluation reads. Each
+The settings are those of the run's config.yaml; overrides may change sections that an evaluation reads. Each
 model gets a row in evaluations.jsonl of the run folder, and its completions in evaluations/. Models that were
 evaluated with the same settings are skipped.
 """
@@ -107,8 +107,9 @@ def change(node: DictConfig, overrides: Sequence[str], select_options: bool) -> 
 
     Args:
         node: the config, changed in place.
-        overrides: overrides of the command line. All are checked.
-        select_options: apply only overrides that select an option (True), or only the others (False).
+        overrides: overrides of the command line. All overrides are checked.
+        select_options: True: apply only overrides that select an option; False: apply only all other
+            overrides.
 
     Raises:
         UserError: an override is invalid, or changes a setting that an evaluation does not read.
@@ -146,7 +147,7 @@ def change(node: DictConfig, overrides: Sequence[str], select_options: bool) -> 
 
 
 def measuring(cfg: Config) -> Config:
-    """Return `cfg` without parts that only training uses: no lag, no annotator."""
+    """Return `cfg` without settings that only training uses: lag, in-flight updates, annotator."""
     generator = cfg.generator
     if isinstance(generator, WorkerConfig):
         generator = replace(generator, annotate=None)
@@ -159,7 +160,7 @@ def fingerprint(cfg: Config, split: str) -> str:
 
 
 def settings(cfg: Config, split: str) -> dict[str, Any]:
-    """Return the settings that a row of evaluations.jsonl shows; `digest` covers all settings."""
+    """Return the settings for a row of evaluations.jsonl; `digest` is the fingerprint of all settings."""
     shown = {"split": split, "prompts": cfg.eval.prompts}
     if cfg.algo.trains is not Trains.reward:
         shown |= {
@@ -173,7 +174,7 @@ def settings(cfg: Config, split: str) -> dict[str, Any]:
 
 
 def known(cfg: Config, folder: RunFolder, split: str) -> dict[str, dict[str, Any]]:
-    """Return the rows of earlier evaluations with the same settings, by the name of the model."""
+    """Return the rows of earlier evaluations with the same settings and split, by the name of the model."""
     digits = fingerprint(cfg, split)
     rows = read_lines(folder.evaluations)
     return {row["model"]: row for row in rows if row["settings"]["digest"] == digits}
@@ -186,21 +187,22 @@ def evaluate(
     only: tuple[str, ...] = (),
     ranks: Ranks | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate the models of a run that have not been evaluated with the same settings.
+    """Evaluate the models of a run that have no row with the same settings in evaluations.jsonl.
 
     Args:
         cfg: the config of the evaluation.
         folder: the run folder.
         split: the held-out split.
         only: names of the models to evaluate; empty for all.
-        ranks: the ranks of the evaluation; None: those of the environment.
+        ranks: the ranks of the evaluation; None: the ranks that the launcher started.
 
     Returns:
         The rows of the models, oldest first, including rows of earlier evaluations. Damaged checkpoints have
         no row.
 
     Raises:
-        UserError: the run has no model, or the config names something that is invalid.
+        UserError: the run has no model, or an item that the config names cannot be used.
+        Interrupted: a signal stopped the evaluation.
     """
     wanted = candidates(folder, cfg, only)
     rows = known(cfg, folder, split)
@@ -231,7 +233,7 @@ def measure(
     ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
     quieten(ranks)
     shown_settings = settings(cfg, split)
-    # The run's own engine is needed for sharded weights. Its value model may start as the reward model.
+    # Sharded weights need the run's own engine, whose value model may start as the reward model.
     own_engine = any(candidate.shards for candidate in due)
     cfg = ranks.from_first(lambda: complete(measuring(cfg), run, reward=own_engine))
     if ranks.first:
@@ -296,7 +298,7 @@ def evaluations(
     state = TrainState(num_updates=1)
     cfg, engine = build_engine_for(group[0], cfg, tokenizer, ranks)
     with ExitStack() as ends:
-        if cfg.model.policy is None:  # trained from random weights; vLLM starts with the files of a model
+        if cfg.model.policy is None:  # a policy from random weights; vLLM needs the files of a model
             cfg = replace(cfg, model=replace(cfg.model, policy=str(group[0].weights)))
         generator = build_generator(cfg, engine, tokenizer, folder, ranks)
         ends.callback(generator.close)
@@ -324,7 +326,7 @@ def build_engine_for(
     Sharded weights need the run's own engine. Other weights are loaded by an engine without an optimizer.
 
     Returns:
-        `cfg` with the backend that places the other models beside the engine, and the engine.
+        `cfg` with the backend of the engine, which also places the other models, and the engine.
     """
     from rlhf.assembly.engine import build_engine, build_frozen
     from rlhf.assembly.parts import part
@@ -341,13 +343,13 @@ def build_engine_for(
 
 
 def offset(folder: Path) -> float:
-    """Return the offset that centres the scores of a reward model; 0 for a checkpoint, which has none yet."""
+    """Return the offset that centres the scores of a reward model; a checkpoint has no offset: 0."""
     file = folder / "config.json"
     return json.loads(file.read_text()).get("reward_offset", 0.0) if file.exists() else 0.0
 
 
 def intervals(evaluation: Evaluation) -> dict[str, float]:
-    """Return the bounds of the 95 % Wilson intervals of the rates, and the number of examples."""
+    """Return the bounds of the 95 % Wilson intervals of the `RATES`, and the number of examples."""
     found: dict[str, float] = {}
     for name in RATES:
         if name in evaluation.figures:
@@ -371,8 +373,10 @@ def progress_by_model(
 ) -> Iterator[Callable[[Candidate, int], Callable[[int], None]]]:
     """Show the progress of an evaluation of several models.
 
-    Yields a function that starts the display of a model. Its arguments are the model and the number of
-    prompts to answer. It returns a function that takes the number of prompts answered since its last call.
+    Yields:
+        A function that starts the display of a model, given the model and the number of prompts to answer.
+        The function returns another function, which must be called with each number of newly answered
+        prompts.
     """
     started = 0
     with ExitStack() as display:
@@ -380,7 +384,7 @@ def progress_by_model(
         def begin(candidate: Candidate, total: int) -> Callable[[int], None]:
             nonlocal started
             started += 1
-            display.close()  # the display of the model before
+            display.close()  # the display of the previous model
             title = f"evaluating {candidate.name} ({started} of {models})"
             if total == 0:  # the evaluation of a reward model does not count prompts
                 if cfg.progress is not Progress.off:
@@ -392,7 +396,7 @@ def progress_by_model(
 
 
 def show(row: dict[str, Any], evaluation: Evaluation, cfg: Config, last: bool) -> None:
-    """Print the metrics of a model, and completions: `eval.samples` of the last model, one of the others."""
+    """Print the metrics of a model, and `eval.samples` completions if the model is the last one, else one."""
     if cfg.progress is Progress.off:
         return
     figures = [f"{short} {row[name]:.3g}" for name, short in EVALUATION_METRICS.items() if name in row]
@@ -403,7 +407,7 @@ def show(row: dict[str, Any], evaluation: Evaluation, cfg: Config, last: bool) -
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of rows of evaluations.jsonl, with the metrics that a row has."""
+    """Return a table of rows of evaluations.jsonl, with a column for each metric that any row has."""
     about = rows[0]["settings"] if rows else {}
     title = ", ".join(f"{name} {about[name]}" for name in ("split", "generator", "gold") if name in about)
     made = Table(title=title, title_justify="left", box=box.SIMPLE)
@@ -420,7 +424,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def figure(row: dict[str, Any], name: str) -> str:
-    """Return the metric `name` of a row as text, with its interval if there is one; empty without a value."""
+    """Return the metric `name` of a row as text, with its interval if any; empty if it is not in the row."""
     if name not in row:
         return ""
     if f"{name}_low" not in row:

@@ -1,7 +1,8 @@
-"""Uploads to the Hugging Face hub, only if a command has `push_to=<owner>/<name>`.
+"""Uploads to the Hugging Face hub, for commands with `push_to=<owner>/<name>`.
 
-A new repository is private; the visibility of an existing repository does not change. The token is read only
-from the environment variable HF_TOKEN, so that it is in no config, no command line and no log.
+Without `push_to`, nothing is uploaded. A new repository is private; the visibility of an existing repository
+does not change. The token is read only from the environment variable HF_TOKEN, so that it is in no config, no
+command line and no log.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MEANS = (
 
 
 def check(repository: str | None) -> None:
-    """Check the repository name and the token before anything is made.
+    """Check the repository name and the token, before the command writes its result.
 
     Args:
         repository: the value of `push_to=`; None: nothing is pushed.
@@ -78,7 +79,7 @@ def push_data(data: DatasetDict, folder: Path, repository: str) -> str:
 
 
 def refused(repository: str, folder: Path, error: Exception) -> RunError:
-    """Return the error for a failed upload; `folder` is complete and can be pushed again."""
+    """Return the error for a failed upload of `folder`, with the first line of the cause."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return RunError(
         f"push_to={repository} must be a reachable repository that the token in {VARIABLE} may write to, "

@@ -13,12 +13,12 @@ from rlhf.runs.folder import COMPLETE
 
 
 def made_once(folder: Path, what: str, write: Callable[[Path], object]) -> Path:
-    """Return `folder` after making it, unless it exists already.
+    """Return `folder`; if it does not exist, make it first.
 
     Args:
         folder: the folder; it is either complete or absent.
         what: name of the content, for the message.
-        write: writes the content into the folder that it is called with.
+        write: function that writes the content into the folder in its argument.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):

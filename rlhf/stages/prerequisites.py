@@ -1,8 +1,9 @@
 """Prerequisites of a run of an embedded task: the SFT model, preference pairs, the reward model.
 
-They are made for a run that names no models (`model.policy=null`, `model.reward=null`). The training loop of
-every run makes each model (`algo=sft`, `algo=reward`) once, in a folder of `cache_dir` whose name contains a
-hash of all settings that the result depends on. Two runs that start at the same time make it only once.
+Prerequisites are made for a run that names no models (`model.policy=null`, `model.reward=null`). The ordinary
+training loop trains each model (`algo=sft`, `algo=reward`) once, in a folder of `cache_dir` whose name
+contains a hash of all settings that the result depends on. Two runs that start at the same time train a model
+only once.
 """
 
 from __future__ import annotations
@@ -27,18 +28,23 @@ from rlhf.stages.stage_config import checked, model_folder, pairs_folder, stage
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
-Run = Callable[["Config", RunFolder, Ranks], object]  # carries out a training run: rlhf.stages.run.run
+Run = Callable[["Config", RunFolder, Ranks], object]  # rlhf.stages.run.run, which carries out a run
 
 
 def complete(cfg: Config, run: Run, reward: bool = True) -> Config:
     """Make every missing model and data set of an embedded task, and return `cfg` with their paths.
 
-    A task of the hub gets stand-ins if its config asks for them; otherwise its config is returned unchanged.
+    For a task of the hub, `cfg` is returned unchanged, or with stand-ins if `cfg.stand_ins`.
 
     Args:
         cfg: the config of a run.
-        run: carries out the stages.
-        reward: whether to make the reward model of the scorer, too.
+        run: function that trains a model (`rlhf.stages.run.run`).
+        reward: whether to make also the reward model that the scorer reads.
+
+    Raises:
+        UserError: the config of a stage has a problem.
+        RunError: a stage had to stop.
+        Interrupted: a signal stopped a stage.
     """
     if cfg.stand_ins:
         return tiny_stand_ins.complete(cfg)
@@ -76,7 +82,10 @@ def make_model(cfg: Config, what: str, run: Run) -> Path:
 
 
 def make_pairs(cfg: Config) -> Path:
-    """Return the folder of preference pairs: two samples per prompt, ordered by gold score, without ties."""
+    """Return the folder of preference pairs; if it does not exist, sample the pairs first.
+
+    A pair consists of two samples for a prompt, ordered by gold score. Ties are skipped.
+    """
     return made_once(
         pairs_folder(cfg), "preference pairs", lambda folder: sample_pairs(cfg).save_to_disk(str(folder))
     )

@@ -1,12 +1,13 @@
-"""Preference pairs labelled anew by a judge.
+"""Relabelling of preference pairs by a judge.
 
-The gold scorer of the config (`scorer@gold=...`) scores both responses of every pair. If it prefers the
-rejected response, the two are swapped. A reward model trained on such pairs learns the preferences of the
-judge, and is measured by the same judge: the controlled setup of *Asynchronous RLHF*, arXiv 2410.18252.
+The judge, the gold scorer of the config (`scorer@gold=...`), scores both responses of every pair. If the
+rejected response has the higher score, the two responses are swapped. A reward model trained on such pairs
+learns the preferences of the judge, and is evaluated by the same judge. This is the controlled setup of
+*Asynchronous RLHF*, arXiv 2410.18252.
 
 The data set has the columns prompt, chosen, rejected, chosen_score, rejected_score and swapped. Its file
-relabel.json has the agreement of the judge with the original labels. Scores are kept in `.tmp-<folder>` while
-the pairs are scored, so that an interrupted call can be resumed.
+relabel.json has the agreement of the judge with the original labels. During scoring, the scores are stored in
+`.tmp-<folder>`, so that an interrupted call can be resumed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ ADDED = ("chosen_score", "rejected_score", "swapped")  # columns of the data set
 
 
 def pairs_of(overrides: list[str]) -> Config:
-    """Return the checked config of a reward model's training on the pairs, with task, judge and dtype.
+    """Return the checked config for relabelling: `algo=reward`, with the task, the judge and the dtype.
 
     Raises:
         UserError: an override is invalid, or there are no pairs or no judge.
@@ -65,7 +66,7 @@ def pairs_of(overrides: list[str]) -> Config:
     overrides = ["algo=reward", *overrides]
     node = composed(overrides)
     if node.model.policy is None and node.gold.get("path") is not None and node.gold.name == "reward_model":
-        overrides.append(f"model.policy={json.dumps(node.gold.path)}")  # it has the judge's tokenizer
+        overrides.append(f"model.policy={json.dumps(node.gold.path)}")  # for the judge's tokenizer
     cfg = typed(composed(overrides), overrides)
     refuse_no_judge(cfg)
     if cfg.task.embedded and cfg.task.preferences_path is None:
@@ -113,7 +114,7 @@ class Agreement:
 
 
 def agreement(scores: dict[int, list[float]], rows: int) -> Agreement:
-    """Count how scores agree with the labels.
+    """Return the agreement of the scores with the labels of a split.
 
     Args:
         scores: row -> scores of the chosen and the rejected response.
@@ -142,20 +143,20 @@ def table(output: Path) -> Table:
 
 
 def interval_text(entry: dict[str, Any]) -> str:
-    """Return the agreement of a split with its interval; `entry` is an entry of relabel.json."""
+    """Return the agreement of a split with its interval as text; `entry` is an entry of relabel.json."""
     if entry["agreement"] is None:
         return "all are ties"
     return f"{entry['agreement']:.3f} [{entry['agreement_low']:.3f}, {entry['agreement_high']:.3f}]"
 
 
 def agreement_text(output: Path) -> str:
-    """Return the agreement on the training pairs of a relabelled data set."""
+    """Return the agreement on the training pairs of a relabelled data set as text."""
     entry = json.loads((output / REPORT).read_text())["splits"]["train"]
     return f"{interval_text(entry)} of {entry['pairs']:,} pairs"
 
 
 def settings(cfg: Config) -> dict[str, Any]:
-    """Return the settings that the scores depend on, except for the rows."""
+    """Return the settings that the scores depend on, without the rows of the data set."""
     node = what_counts(cfg)
     model = {key: node["model"][key] for key in ("dtype", "tokenizer", "pad_token")}
     return {"task": node["task"], "gold": node["gold"], "model": model}
@@ -167,7 +168,11 @@ def fingerprint(cfg: Config) -> str:
 
 
 def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of the texts: that of the judge if it is a model, so that no text is changed."""
+    """Return the tokenizer that encodes the texts of the pairs.
+
+    The tokenizer is `model.tokenizer`, else that of the judge, of `model.policy` or of the task, in this
+    order. With its own tokenizer, the judge reads the texts unchanged.
+    """
     from rlhf.assembly.parts import make
     from rlhf.models.loading import load_tokenizer
 
@@ -186,7 +191,7 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
 
 
 def finished(cfg: Config, output: Path) -> bool:
-    """Return whether the data set is complete in `output`.
+    """Return whether `output` contains the complete data set of `cfg`.
 
     Raises:
         UserError: `output` contains something else, or pairs labelled with other settings.
@@ -208,12 +213,12 @@ def finished(cfg: Config, output: Path) -> bool:
 
 
 def relabel(cfg: Config, output: Path, ranks: Ranks | None = None) -> None:
-    """Make the data set, unless it is complete; resume an interrupted call.
+    """Make the relabelled data set, unless it is complete; resume an interrupted call.
 
     Args:
         cfg: the config from `pairs_of`.
         output: folder of the data set.
-        ranks: the ranks that score; None: those of the environment.
+        ranks: the ranks that score; None: the ranks that the launcher started.
 
     Raises:
         UserError: `output` contains something else, or the pairs cannot be read.
@@ -281,7 +286,7 @@ def begin(work: Path, split: str, about: dict[str, Any]) -> dict[int, list[float
     Args:
         work: folder of the scores.
         split: the split to score.
-        about: settings and rows that the scores depend on; scores with other values are discarded.
+        about: settings and digest of the rows; stored scores with other settings or rows are discarded.
     """
     work.mkdir(parents=True, exist_ok=True)
     about_file, file = work / f"{split}.json", work / f"{split}.jsonl"
@@ -315,7 +320,7 @@ def score(
         ranks: the ranks that score.
 
     Returns:
-        `scores`, with all rows of the split.
+        `scores`, with all rows of the split whose prompt is not too long.
     """
     from rlhf.core.encoding import encode_completions
 
@@ -334,7 +339,7 @@ def score(
 
 
 def shown(batches: Iterator[Prompts], total: int, title: str, mode: str) -> Iterator[Prompts]:
-    """Yield the batches, and show how many of `total` pairs are done."""
+    """Yield the batches, and show the number of finished pairs out of `total`."""
     with progress(title, total, mode) as advance:
         for batch in batches:
             yield batch
@@ -342,7 +347,7 @@ def shown(batches: Iterator[Prompts], total: int, title: str, mode: str) -> Iter
 
 
 def in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
-    """Return the scored rows with the better response of each pair as the chosen one.
+    """Return the scored rows, with the better response of each pair as the chosen response.
 
     Args:
         stored: the original pairs.

@@ -61,10 +61,10 @@ def run(cfg: Config, folder: RunFolder, ranks: Ranks | None = None) -> float | N
     Args:
         cfg: the config of the run, checked.
         folder: the run folder; a run that has a checkpoint there is resumed.
-        ranks: the ranks of the run; None: those that the launcher started.
+        ranks: the ranks of the run; None: the ranks that the launcher started.
 
     Raises:
-        UserError: a model, a data set or another thing that the config names cannot be used.
+        UserError: a model, a data set or another item that the config names cannot be used.
         RunError: the run had to stop, for example because a loss is not finite.
         Interrupted: a signal asked to stop; the same call resumes the run.
     """
@@ -74,7 +74,7 @@ def run(cfg: Config, folder: RunFolder, ranks: Ranks | None = None) -> float | N
 
 
 def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interruption) -> float | None:
-    """Carry out a run between the installation and the removal of the signal handlers."""
+    """Carry out the run `cfg` with installed signal handlers; see `run`."""
     quieten(ranks)
     if (finished := ranks.from_first(folder.finished)) is not None:
         say(f"finished already: {folder.path}")
@@ -134,7 +134,7 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
 
 
 def open_folder(cfg: Config, folder: RunFolder) -> Path | None:
-    """Write config.yaml and environment.json, and return the checkpoint to resume from, if there is one.
+    """Write config.yaml and environment.json, and return the checkpoint to resume from, if any.
 
     Raises:
         UserError: the folder belongs to another run, or `resume=must` finds no valid checkpoint.
@@ -155,7 +155,8 @@ def open_folder(cfg: Config, folder: RunFolder) -> Path | None:
 def quieten(ranks: Ranks) -> None:
     """Turn off progress bars of libraries, and all output of ranks other than 0.
 
-    Problems while loading are checked and reported by this project.
+    The warnings of libraries during loading are not needed, because this project checks loaded models and
+    data.
     """
     console.quiet = not ranks.first
     # transformers imports DeepSpeed to save a model; without this variable DeepSpeed prints what it detects.
@@ -178,7 +179,7 @@ def centre(cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> N
 
 
 def write_model(engine: Engine, folder: RunFolder, ranks: Ranks) -> None:
-    """Write the final model, and its adapter if it has one, each completely or not at all.
+    """Write the final model, and its adapter if any, each completely or not at all.
 
     Raises:
         RunError: the disk is full.
@@ -228,7 +229,7 @@ def interrupted(interruption: Interruption, state: TrainState, cfg: Config, fold
 
 
 def not_finite(error: NonFinite, state: TrainState, folder: RunFolder) -> RunError:
-    """Write the rows of the failed batch to failed_batch.json, and return the exception of the run."""
+    """Write the row numbers of the failed batch to failed_batch.json, and return the error of the run."""
     file = folder.path / "failed_batch.json"
     file.write_text(json.dumps({"update": state.update, "what": error.what, "index": error.index}))
     last = folder.last_checkpoint()

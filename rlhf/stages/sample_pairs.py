@@ -1,4 +1,4 @@
-"""Sample preference pairs: two responses of a policy per prompt, ordered by gold score."""
+"""Sampling of preference pairs: two responses of a policy per prompt, ordered by gold score."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHUNK = 256  # prompts per request
 
 
 def sample_pairs(cfg: Config) -> DatasetDict:
-    """Return pairs on the training prompts and on the held-out prompts, as splits train and validation.
+    """Sample pairs for training and held-out prompts, and return them as splits train and validation.
 
     The columns are prompt, chosen and rejected. Pairs whose gold scores are equal are skipped.
     """
@@ -46,7 +46,7 @@ def sample_pairs(cfg: Config) -> DatasetDict:
         assert isinstance(cfg.task, EmbeddedTaskConfig)
         held_out = task.held_out(
             min(2 * cfg.eval.prompts, cfg.task.validation_size)
-        )  # twice as many as needed: some are tied
+        )  # twice the needed number, because tied pairs are skipped
         for rows in torch.arange(len(held_out)).split(CHUNK):
             yield "validation", held_out.select(rows)
 

@@ -1,4 +1,7 @@
-"""Configs and folders of the stages before a run: SFT, preference pairs, reward model. Imports no torch."""
+"""Configs and folders of the stages before a run: SFT, preference pairs, reward model.
+
+This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,17 @@ if TYPE_CHECKING:
 
 
 def model_folder(cfg: Config) -> RunFolder:
-    """Return the folder of the stage `cfg` of an embedded task."""
+    """Return the run folder of the stage with the config `cfg`, for an embedded task."""
     return RunFolder(Path(cfg.cache_dir) / f"{cfg.algo.name}-{cfg.task.name}-{stage_digest(cfg)}")
 
 
 def stage(cfg: Config, algo: str) -> Config:
     """Return the config of the stage `algo` before the run `cfg`.
 
-    It consists of the defaults of `algo`, the task and model of `cfg`, and the overrides of the stage
+    The config consists of the defaults of `algo`, the task and model of `cfg`, and the overrides of the stage
     (`stages.sft`, `stages.reward`). The stage of an embedded task uses plain torch, trains all weights and
-    has the judge of the task, so that many runs share it. The stage of another task uses the backend, the
-    adapters and the judge of `cfg`.
+    has the judge of the task, so that many runs share its result. The stage of another task uses the backend,
+    the adapters and the judge of `cfg`.
 
     Raises:
         UserError: the overrides do not compose.
@@ -56,7 +59,7 @@ def stage(cfg: Config, algo: str) -> Config:
         made = compose(overrides)
     except CONFIG_ERRORS as error:
         raise in_stage(algo, [explain(error, overrides)]) from error
-    model = replace(cfg.model, reference=None, reward=None)  # a stage needs neither
+    model = replace(cfg.model, reference=None, reward=None)  # a stage needs neither of these models
     backend = replace(made.backend, device=own.device, threads=own.threads, timeout_s=own.timeout_s)
     if embedded:
         model = replace(model, lora=LoRAConfig())
@@ -77,10 +80,10 @@ def stage(cfg: Config, algo: str) -> Config:
 
 
 def checked(cfg: Config) -> Config:
-    """Return the config of a stage after all checks.
+    """Return the config of a stage unchanged, after all checks.
 
     Raises:
-        UserError: with every problem that was found.
+        UserError: a check found a problem; the error lists every problem.
     """
     if found := problems(cfg):
         raise in_stage(cfg.algo.name, found)
@@ -88,14 +91,15 @@ def checked(cfg: Config) -> Config:
 
 
 def in_stage(algo: str, found: list[str]) -> UserError:
-    """Return the problems of the stage `algo` as an error."""
+    """Return the problems `found` of the stage `algo` as an error."""
     return UserError(*(f"in the stage algo={algo} that this run needs: {text}" for text in found))
 
 
 def stage_digest(cfg: Config) -> str:
     """Return a hash of the settings that the result of a stage depends on.
 
-    Models and pairs of earlier stages count by the name of their folder, which contains a hash.
+    For models and pairs of earlier stages, the hash depends only on the names of their folders, which contain
+    hashes.
     """
     policy, pairs = cfg.model.policy, cfg.task.preferences_path
     task = replace(cfg.task, preferences_path=pairs and name_in_cache(pairs, cfg))
@@ -107,7 +111,7 @@ def stage_digest(cfg: Config) -> str:
 
 
 def name_in_cache(path: str, cfg: Config) -> str:
-    """Return the name of the folder in `cache_dir` that contains `path`; return any other path unchanged."""
+    """Return X if `path` is `<cache_dir>/X` or `<cache_dir>/X/model`; return any other path unchanged."""
     made = Path(path).parent if Path(path).name == "model" else Path(path)
     return made.name if made.parent == Path(cfg.cache_dir) else path
 

@@ -1,8 +1,8 @@
 """Tiny stand-ins for models and data of the hub (`debug=tiny`): every recipe runs offline in seconds.
 
 The data have the columns and splits of the data sets that they replace, so a run uses the same code. The
-policy is trained on them for a second, until it ends its responses and is sometimes correct. Reward models
-are random. Metrics of such a run have no meaning.
+policy is trained on the data for a second, until the policy ends its responses and is sometimes correct.
+Reward models are random. Metrics of such a run have no meaning.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Pair = tuple[str, str]  # prompt and reference
-SIZES = {"train": 64, "validation": 32}  # rows
-KNOWN_ROWS = 512  # rows of a user's data whose words the tokenizer knows
+SIZES = {"train": 64, "validation": 32}  # rows per split
+KNOWN_ROWS = 512  # rows of a user's data whose words get tokens
 WORDS = r" ?\w+|\s| ?#+| ?[^\w\s]"  # regular expression of a token
 LLAMAS = ("rho_1b", "llama_8b")  # model options with the Llama architecture; others are GPT-NeoX
-POSITIONS = 8192  # longer than the sequences of any recipe
-STEPS, LEARNING_RATE = 60, 1e-2  # of the training of the policy
+POSITIONS = 8192  # maximum sequence length, longer than the sequences of any recipe
+STEPS, LEARNING_RATE = 60, 1e-2  # for the training of the policy
 
 
 def complete(cfg: Config) -> Config:
-    """Return `cfg` with stand-ins for the models and data that it does not name as folders.
+    """Return `cfg` with the paths of stand-ins for the models and data that `cfg` does not name as folders.
 
     Stand-ins that do not exist are made first.
     """
@@ -137,7 +137,7 @@ def preference(rng: random.Random, pairs: list[Pair]) -> Row:
 
 
 def write_splits(folder: Path, row: Callable[[random.Random], Row], task: TaskConfig | None = None) -> None:
-    """Write a file of rows for each split, with the name of the split in `task`."""
+    """Write a file of rows for each split; the file has the name of the split in `task`."""
     folder.mkdir(parents=True)
     for split, size in SIZES.items():
         rng = random.Random(split)

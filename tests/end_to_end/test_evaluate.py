@@ -146,9 +146,9 @@ def test_a_large_request_is_answered_in_parts_with_the_same_samples(copied, monk
                    for key, value in whole[0].items()}  # fmt: skip
 
 
-def test_vllm_answers_for_each_checkpoint_with_its_weights(finished):
+def test_vllm_answers_for_each_checkpoint_with_its_weights(copy_of):
     pytest.importorskip("vllm", reason=needs.VLLM)
-    folder = finished("sft")
+    folder = copy_of("sft")
     by_hf, by_vllm = measured(folder), measured(folder, "generator=vllm")
     assert [row["settings"]["generator"] for row in by_vllm] == ["vllm", "vllm"]
     for one, other in zip(by_hf, by_vllm, strict=True):  # near-greedy, so nearly the same responses

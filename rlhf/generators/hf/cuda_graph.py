@@ -2,9 +2,9 @@
 
 A decoding step computes one token per row, which is little work. Launching its hundreds of operations one by
 one takes the CPU ten times as long as the GPU needs to execute them. A graph repeats the operations on the
-same memory, so every tensor that a step reads or writes must keep its place. Each step attends to all cache
-slots that its graph may fill, under a mask that shows more slots with every step. Rows that have ended stay
-in the batch until the next graph.
+same memory, so every tensor that a step reads or writes must keep its address. Each step computes attention
+over all cache slots that its graph may fill, and the mask excludes the slots that are still empty. Rows that
+have ended stay in the batch until the next graph.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rlhf.models.shared_prefix import ALIGNED
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-STEPS = 128  # steps of one graph; the next graph drops rows that have ended and has a longer cache
-REFUSED: WeakSet[PreTrainedModel] = WeakSet()  # models whose recording failed; recording is tried once
-LOOK = 16  # steps between checks whether any row is still running: the CPU waits for the GPU there
+STEPS = 128  # steps of one graph; before the next graph, ended rows are removed and the cache grows
+REFUSED: WeakSet[PreTrainedModel] = WeakSet()  # models whose recording failed; it is tried once per model
+LOOK = 16  # steps between checks whether any row is running; at a check the CPU waits for the GPU
 
 
 class GraphStep(Step):
     """A `Step` that runs as a CUDA graph.
 
     For a given set of rows, the first call runs normally, the second call is recorded, and later calls are
-    replayed. The layers of the cache must be `RoomyLayer`, and the mask must be additive and as wide as their
-    room. If a model cannot be recorded (it reads a number on the CPU, or asks for the length of the cache),
-    the step runs as a plain `Step`.
+    replayed. The layers of the cache must be `RoomyLayer`, and the mask must be additive and have a column
+    for every slot of the layers. If a model cannot be recorded (it reads a number on the CPU, or asks for the
+    length of the cache), the step runs as a plain `Step`.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -48,7 +48,7 @@ class GraphStep(Step):
 
     @property
     def recordable(self) -> bool:
-        """Return True until recording this model has failed."""
+        """Return True unless the recording of this model has failed."""
         return self.model not in REFUSED
 
     @property
@@ -62,11 +62,11 @@ class GraphStep(Step):
         return not (self.recordable and self.left)
 
     def looks(self, t: int) -> bool:
-        """Return True every `LOOK` steps and between graphs, because a check waits for the GPU."""
+        """Return True every `LOOK` steps and between graphs; a check at every step would be slow."""
         return self.settled or t % LOOK == 0
 
     def keep(self, rows: Tensor) -> None:
-        """Remove all rows except `rows` [B']."""
+        """End the graph, and remove all rows of the batch except `rows` [B']."""
         self.free()
         super().keep(rows)
 
@@ -88,7 +88,11 @@ class GraphStep(Step):
         return super().__call__(token, place, numbers)
 
     def fixed(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the next tokens and their log-probs [B, G], computed on the fixed memory of a graph."""
+        """Return the next tokens and their log-probs [B, G], computed in the fixed tensors of a graph.
+
+        Raises:
+            RuntimeError, LengthAsked: the model cannot be recorded.
+        """
         if not self.left:
             self.begin(token, place, numbers)
         end = self.length + self.group
@@ -127,14 +131,14 @@ class GraphStep(Step):
 
 
 def can_record(device: torch.device) -> bool:
-    """Return True if operations on `device` can be recorded as graphs."""
+    """Return True if operations on `device` can be recorded as CUDA graphs."""
     return device.type == "cuda"
 
 
 def record(run: Callable[[], T]) -> Callable[[], T]:
     """Record `run` as a graph and return a function that replays the graph.
 
-    Every replay returns the same tensors, with the values of that replay.
+    Every call of the function returns the same tensor objects, with new values.
     """
     graph, side = torch.cuda.CUDAGraph(), side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())

@@ -1,6 +1,7 @@
-"""Forwards of decoding with a Hugging Face causal LM: prompts into a key-value cache, then decoding steps.
+"""Forward passes of decoding with a Hugging Face causal LM: the encoding of prompts, and decoding steps.
 
-Each step computes one token per sample. Shapes: B rows of the batch, G samples per row, P prompt tokens.
+The prompts are encoded into a key-value cache. Then each decoding step computes one token per sample. Shapes:
+B rows of the batch, G samples per row, P prompt tokens, V token ids of the vocabulary, S cache slots.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from transformers.masking_utils import sdpa_mask
 from rlhf.models.precision import product_dtype
 from rlhf.models.shared_prefix import positions, takes_any_mask
 
-TOKENS = {"cpu": 2**12, "cuda": 2**14}  # prompt tokens of one forward, by device: enough to fill the device
-GROUPED = "sdpa_grouped"  # name under which transformers knows `grouped_attention`
+TOKENS = {"cpu": 2**12, "cuda": 2**14}  # prompt tokens per forward pass, by device: enough to fill it
+GROUPED = "sdpa_grouped"  # name of `grouped_attention` in the registries of transformers
 
 
 def encode(
@@ -29,8 +30,8 @@ def encode(
 ) -> Tensor:
     """Encode prompts into cache layers and return the logits of the next token.
 
-    Each forward encodes some of the prompts, trimmed to the longest of them. So there is less padding if the
-    prompts are sorted by length.
+    Each forward pass encodes a part of the prompts, without the padding in front of the longest prompt of the
+    part. So there is less padding if the prompts are sorted by length.
 
     Args:
         model: the causal LM.
@@ -62,8 +63,8 @@ def encode(
 def attention(seen: Tensor, group: int, room: int) -> Tensor:
     """Return the attention mask of all decoding steps.
 
-    The samples of a row take turns in the cache, so a sample attends to its prompt and to every G-th slot
-    after the prompt.
+    The cache slots after the prompt belong to the G samples of the row in turn. So a sample attends to its
+    prompt and to every G-th slot after the prompt.
 
     Args:
         seen: [B, P] bool, the real tokens of the prompts.
@@ -71,20 +72,20 @@ def attention(seen: Tensor, group: int, room: int) -> Tensor:
         room: cache slots after the prompt.
 
     Returns:
-        [B, 1, G, P + room] bool. A step uses the columns up to its own slots.
+        [B, 1, G, P + room] bool. A step uses the columns up to the slots that it writes.
     """
     own = torch.eye(group, dtype=torch.bool, device=seen.device).repeat(1, -(-room // group))[:, :room]
     return torch.cat([seen[:, None].expand(-1, group, -1), own.expand(len(seen), -1, -1)], 2)[:, None]
 
 
 class Step:
-    """A decoding step: a forward, and the choice of the next token of each sample from its logits.
+    """A decoding step: a forward pass, and the choice of the next token of each sample from its logits.
 
     Args:
         model: the causal LM.
         cache: keys and values of all earlier tokens.
         mask: attention mask of all steps: additive [B, 1, G, S], or bool [B, S] with True at tokens. A step
-            uses the columns up to its own slots.
+            uses the columns up to the slots that it writes.
         group: samples per row, G.
         choose: returns tokens and log-probs [B, G], given logits [B, G, V] and uniform numbers [B, G].
     """
@@ -108,15 +109,15 @@ class Step:
 
         Args:
             token: the last token of each sample [B, G].
-            place: positions of these tokens [B, G].
+            place: positions of the last tokens in their sequences [B, G].
             numbers: quantiles at which the next tokens are chosen [B, G].
         """
         seen = self.mask[..., : self.cache.get_seq_length() + self.group]
-        # No variable for the logits: their memory is freed before the next step allocates its own.
+        # No variable for the logits: their memory must be free before the next step allocates its logits.
         return self.choose(self.logits(token, place, seen), numbers=numbers)
 
     def logits(self, token: Tensor, place: Tensor, seen: Tensor) -> Tensor:
-        """Return the logits [B, G, V] of a forward."""
+        """Return the logits [B, G, V] of one forward pass under the attention mask `seen`."""
         logits: Tensor = self.model(
             input_ids=token,
             attention_mask=seen,
@@ -128,7 +129,7 @@ class Step:
 
     @property
     def settled(self) -> bool:
-        """Return True if rows may be removed now."""
+        """Return True if rows of the batch may be removed before the next step."""
         return True
 
     def looks(self, t: int) -> bool:
@@ -136,19 +137,19 @@ class Step:
         return True
 
     def keep(self, rows: Tensor) -> None:
-        """Remove all rows except `rows` [B']."""
+        """Remove all rows of the batch except `rows` [B']."""
         self.cache.batch_select_indices(rows)
         self.mask = self.mask[rows]
 
 
 class LengthAsked(Exception):
-    """The model asked for the length of a cache while a graph has fixed the length."""
+    """An error: the model asked for the length of a cache whose length a CUDA graph has fixed."""
 
 
 class RoomyLayer(DynamicLayer):
-    """A cache layer that allocates room for all tokens, so that a step writes in place and copies nothing.
+    """A cache layer that allocates memory for all tokens, so that a step writes in place and copies nothing.
 
-    Under autocast, keys and values are kept in the dtype of the matrix products of attention.
+    Under autocast, keys and values are stored in the dtype of the matrix products of attention.
 
     Args:
         rows: rows of the batch.
@@ -164,7 +165,8 @@ class RoomyLayer(DynamicLayer):
     def put(self, keys: Tensor, values: Tensor, first: int, copies: int) -> None:
         """Write the keys and values [B, heads, P, head size] of prompts, `copies` times each.
 
-        Slots before a shorter prompt are 0: the mask removes their weight, but a NaN would remain a NaN.
+        The slots before a shorter prompt are set to 0. The mask gives these slots the weight 0, but 0 times a
+        NaN of uninitialised memory would be a NaN.
 
         Args:
             keys: keys of the prompts.
@@ -190,7 +192,7 @@ class RoomyLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, heads, S, head size]; return views of all keys and values so far.
 
-        If a graph has fixed the length, the views have the fixed length.
+        If a CUDA graph has fixed the length, the views have the fixed length.
         """
         if self.slots is not None:
             for whole, new in ((self.all_keys, key_states), (self.all_values, value_states)):
@@ -204,10 +206,11 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def fix(self, slots: Tensor, until: int) -> None:
-        """Fix the length of the cache for a graph.
+        """Fix the length of the cache for a CUDA graph.
 
-        Later updates write to the slots in `slots`, whose values may change, and return the first `until`
-        slots. So no shape depends on the number of tokens in the cache. Unused slots are set to 0.
+        Later calls of `update` write to the slots in `slots`, and return the first `until` slots. So no shape
+        depends on the number of tokens in the cache. The caller changes the values of `slots` between the
+        calls. Unused slots are set to 0.
 
         Args:
             slots: [S] int64, indices of the slots that the next update writes.
@@ -219,7 +222,7 @@ class RoomyLayer(DynamicLayer):
         self.slots, self.until = slots, until
 
     def free(self, length: int) -> None:
-        """Let the cache grow with every update again, after `length` tokens."""
+        """End the fixed length: the cache has `length` tokens, and grows with every update."""
         self.slots = None
         self.keys, self.values = self.all_keys[:, :, :length], self.all_values[:, :, :length]
 
@@ -227,14 +230,14 @@ class RoomyLayer(DynamicLayer):
         """Return the number of tokens in the cache.
 
         Raises:
-            LengthAsked: a graph has fixed the length, so the number is not known on the CPU.
+            LengthAsked: a CUDA graph has fixed the length, so the CPU does not have the number of tokens.
         """
         if self.slots is not None:
             raise LengthAsked("the model asks for the length of the cache")
         return super().get_seq_length()
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows `indices`; only rows that change their place are copied."""
+        """Remove all rows except `indices`; only rows that change their position are copied."""
         left, length = len(indices), self.get_seq_length()
         moved = (indices != torch.arange(left, device=indices.device)).nonzero()[:, 0]
         for x in (self.all_keys, self.all_values):
@@ -246,11 +249,11 @@ class RoomyLayer(DynamicLayer):
 class PartLayer(DynamicLayer):
     """A cache layer that copies the keys and values of some prompts into the layer of all prompts.
 
-    The part layer keeps no keys or values, because they may be views of larger tensors.
+    The layer itself stores no keys or values, because they may be views that keep larger tensors in memory.
 
     Args:
         whole: the layer of all prompts.
-        first: first row of these prompts in `whole`.
+        first: row of the first of these prompts in `whole`.
         copies: rows per prompt.
     """
 
@@ -268,9 +271,9 @@ class PartLayer(DynamicLayer):
 
 @contextmanager
 def grouped(model: PreTrainedModel) -> Iterator[None]:
-    """Return a context in which a model with sdpa and GQA uses `grouped_attention`.
+    """Return a context in which `model` uses `grouped_attention`, if it has sdpa attention and GQA.
 
-    Other models are not changed.
+    GQA (grouped-query attention): several query heads share keys and values. Other models are not changed.
     """
     before = model.config._attn_implementation
     heads = getattr(model.config, "num_attention_heads", None)
@@ -295,7 +298,7 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, Q, heads, D] of a model whose heads share keys and values (GQA).
 
-    Heads that share a key are computed as several queries of one head. The sdpa function of transformers
+    Heads that share keys are computed as several queries of one head. The sdpa function of transformers
     would instead repeat all keys and values of the cache at every step if there is a mask.
 
     Args:

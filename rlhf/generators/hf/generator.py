@@ -1,5 +1,6 @@
-"""Sampling with a Hugging Face model: with the trained model in the trainer's process, or with a copy of the
-model in a process of its own.
+"""Generators that sample with a Hugging Face model.
+
+The model is the trained model in the trainer's process, or a copy of the model in a separate process.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def build(config: HFConfig, context: GeneratorContext) -> Generator:
-    """Return a generator that samples with the trained model, or with a copy in a process of its own."""
+    """Return a generator that samples with the trained model, or with a copy in a separate process."""
     if not config.has_worker(context.max_lag):
         return HFGenerator(context.borrow, context.tokenizer, config.batch_size, context.seed)
     model = context.policy
@@ -60,14 +61,14 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
 class HFGenerator(Generator):
     """A generator that samples with the trained model in the trainer's process.
 
-    A request is sampled when it is submitted, with the weights of that moment. This is the
-    first-in-first-out order of requests and loads, so `load` has nothing to copy.
+    `submit` samples a request before it returns, with the current weights. So requests and loads are
+    processed first in, first out, and `load` copies nothing.
 
     Args:
-        borrow: gives the model for the duration of a request (`engine.borrow_policy`).
-        tokenizer: for the ids of stop and pad tokens.
+        borrow: returns a context that yields the trained model (`engine.borrow_policy`).
+        tokenizer: the policy's tokenizer, for the ids of stop token and pad token.
         batch_size: sequences decoded in parallel.
-        seed: of the run.
+        seed: the seed of the run.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class HFGenerator(Generator):
         self.version = 0
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Sample K responses to each prompt before returning."""
+        """Sample K responses to each prompt, and return a finished future."""
         start = time.perf_counter()
         with self.borrow() as model:
             rollouts = respond(
@@ -101,18 +102,20 @@ class HFGenerator(Generator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFSamplerFactory:
-    """Makes a sampler with a model of its own, inside its process. The first load gives it weights.
+    """A factory that creates a sampler with its own model, inside the sampler's process.
+
+    The model has random weights until the first load.
 
     Args:
         config: the config of the model, as JSON.
         attention: the attention implementation (`model.attention`).
         remote: hub name or folder with the code of the model; None: transformers has the code.
-        device: the type of the device.
+        device: the type of the device, "cpu" or "cuda".
         dtype: the dtype of forward passes; bfloat16 is autocast over the float32 weights.
         stop_ids: ids of the tokens that end a response.
         pad_id: id of the pad token.
         batch_size: sequences decoded in parallel.
-        seed: of the run.
+        seed: the seed of the run.
     """
 
     config: str
@@ -142,7 +145,7 @@ class HFSamplerFactory:
 
 
 class HFSampler:
-    """Samples with its own copy of the model: the same tokens as `HFGenerator` for the same weights."""
+    """A sampler with its own copy of the model; equal weights sample the same tokens as in `HFGenerator`."""
 
     def __init__(self, model: PreTrainedModel, made_by: HFSamplerFactory) -> None:
         self.model = model
@@ -169,10 +172,10 @@ class HFSampler:
             )
 
     def load(self, manifest: Manifest) -> dict[str, int]:
-        """Copy the weights of a manifest into the model; return the checksums of the copied tensors.
+        """Copy the weights of a manifest into the model; return the checksums of the model's tensors.
 
         Raises:
-            TransferError: the weights changed on the way, or belong to another model.
+            TransferError: the weights changed during the transfer, or belong to another model.
         """
         own = self.model.state_dict()
         if unlike := own.keys() ^ manifest.checksums().keys():
@@ -200,7 +203,7 @@ def respond(
 ) -> Rollouts:
     """Sample K responses to each prompt, in chunks of `batch_size` sequences, the longest prompts first.
 
-    `update` may change the model's weights before a forward pass; it returns their version.
+    `update` is called before each forward pass; it may change the model's weights, and returns their version.
     """
     chunk = max(1, batch_size // sampling.samples)
     length = sampling.response_length
@@ -209,7 +212,7 @@ def respond(
     parts, versions = [], []
     order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
     for rows in order.split(chunk):
-        held: list[int] = []  # the version at each token
+        held: list[int] = []  # the version of the weights for each response token
         part = sample(
             model,
             prompts.prompt_ids[rows].to(model.device),

@@ -1,8 +1,8 @@
 """Sampling from a Hugging Face causal LM: the decode loop and the choice of tokens.
 
 A token is chosen by inverting the cumulative distribution at one uniform number per token. So the tokens of a
-sample depend only on its own uniform numbers: not on the other rows of the batch, on their order, or on the
-rank that decodes it (up to float rounding of the logits).
+sample depend only on the sample's own uniform numbers. They do not depend on the other rows of the batch, on
+the order of the rows or on the rank that decodes the sample (up to float rounding of the logits).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rlhf.models.shared_prefix import ALIGNED, additive, plain, positions, takes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities computed at a time; on a CPU they fit in the cache
-BLOCK = 128  # token ids of a block in the search for a token
+CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities per step of `choose`; on a CPU a step fits in cache
+BLOCK = 128  # token ids per block in `pick`
 
 
 def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) -> Tensor:
     """Return uniform numbers in [0, 1) for a request: [N, samples, length] float64, on the CPU.
 
-    An example's numbers depend only on seed, request, index and length. They come from a counter-based
-    generator (Philox, Salmon et al. 2011): its key is derived from seed and request, and its counter starts
-    at the index of the example. So any slice of the examples, on any rank, gets the same numbers. With more
-    samples, the numbers of the first samples stay the same.
+    The numbers of an example depend only on seed, request, index and length. They come from a counter-based
+    random number generator (Philox, Salmon et al. 2011). The key of the generator is derived from seed and
+    request, and the counter starts at the index of the example. So an example gets the same numbers in any
+    slice of the examples and on any rank. With more samples, the numbers of the first samples do not change.
 
     Args:
-        seed: seed of the run and the purpose of the request.
+        seed: number derived from the seed of the run and the purpose of the request.
         request: number of the request.
         index: [N] int64, row of each example in the task's data set.
         samples: samples per example, K.
@@ -54,8 +54,8 @@ def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) 
 def without_gradient(sample: F) -> F:
     """Decorate a sampling function to run in inference mode, which makes small operations faster.
 
-    Under autocast the function runs with `no_grad` instead, where autocast caches the 16-bit copies of
-    weights; in inference mode it would copy the weights in every forward.
+    Under autocast the function runs with `no_grad` instead. With `no_grad`, autocast caches the 16-bit copies
+    of weights; in inference mode, autocast would copy the weights in every forward pass.
     """
 
     @wraps(sample)
@@ -83,22 +83,23 @@ def sample(
     """Sample K responses for each prompt.
 
     Each prompt is encoded once. If attention accepts any mask (sdpa), several samples of a prompt share a row
-    of the batch (`rlhf.models.sharing_rules`) and read one copy of the prompt's keys; otherwise the cache is
-    repeated. Rows whose samples have all ended are removed from the batch. On a GPU a step runs as a CUDA
-    graph (`rlhf.generators.hf.cuda_graph`).
+    of the batch (`rlhf.models.sharing_rules`) and read one copy of the prompt's keys and values; otherwise
+    the prompt's keys and values are repeated for each sample. Rows whose samples have all ended are removed
+    from the batch. On a GPU a step runs as a CUDA graph (`rlhf.generators.hf.cuda_graph`), unless
+    `before_forward` is set.
 
     Args:
         model: the causal LM.
         prompt_ids: [N, P] int64, padded left.
         prompt_mask: [N, P] bool.
         samples_per_prompt: K.
-        response_length: most tokens of a response.
+        response_length: maximum number of tokens of a response.
         temperature: sampling temperature.
         uniforms: uniform numbers [N, K, response_length], one per token.
         stop_ids: token ids that end a response; the stop token belongs to the response.
         pad_id: token id of padding.
-        before_forward: called before the forwards of every step, the t-th time before the forwards for token
-            t. It may change the model's weights; keys and values of earlier tokens are not recomputed.
+        before_forward: function that is called before the forward passes of each response token, once per
+            token. It may change the model's weights; keys and values of earlier tokens are not recomputed.
 
     Returns:
         response_ids [N, K, T] int64, padded right with `pad_id`; response_mask [N, K, T] bool; log-probs
@@ -189,7 +190,10 @@ def sample(
 
 
 def front(active: Tensor) -> Tensor:
-    """Return the indices of the active rows, given `active` [B] bool; rows from the end fill the gaps."""
+    """Return the indices of the active rows, given `active` [B] bool.
+
+    Active rows at the end of the batch take the positions of inactive rows at the front.
+    """
     left = int(active.sum())
     kept = torch.arange(left, device=active.device)
     kept[~active[:left]] = left + active[left:].nonzero()[:, 0]
@@ -220,9 +224,9 @@ def choose(logits: Tensor, temperature: float, numbers: Tensor) -> tuple[Tensor,
 def pick(probs: Tensor, numbers: Tensor) -> Tensor:
     """Return the tokens [B, 1] at the quantiles `numbers` [B] of the distributions `probs` [B, V].
 
-    In a large vocabulary, first a block of token ids is searched and then a token of the block. So only the
-    sums of blocks are accumulated in float64. A float32 running sum over 50k token ids would be too imprecise
-    for the last ones.
+    In a large vocabulary, the search first finds a block of token ids and then a token of the block. So the
+    running sums in float64 are short: one over the blocks, and one over the token ids of a block. A float32
+    running sum over 50k token ids would be too imprecise for the last token ids.
     """
     vocabulary = probs.shape[-1]
     if vocabulary <= 8 * BLOCK:

@@ -1,16 +1,16 @@
 """Weight transfer from the trainer's GPU to vLLM, by vLLM's engines: CUDA IPC on one GPU, NCCL between GPUs.
 
-A version is a snapshot on the trainer's GPU, a copy of each tensor. So the trainer continues while the
-version waits for its load. The receiving side is in `rlhf/generators/vllm/worker_extension.py`.
+For each version, the store copies all tensors to a snapshot on the trainer's GPU. So the trainer can continue
+before vLLM has loaded the version. The receiving side is in `rlhf/generators/vllm/worker_extension.py`.
 
     CudaIpc   the manifest contains a handle of each tensor; vLLM maps the snapshot and copies it
     Nccl      vLLM and a thread of the trainer form a group of 1 + tensor_parallel_size ranks; the thread
               broadcasts the snapshot while vLLM receives it. Each new process gets a new group.
 
 Memory: one snapshot per version that `rlhf.generators.worker` keeps, each of the policy's size in vLLM's
-dtype, and with NCCL two buffers of BUFFER bytes on each side. A released snapshot goes back to the caching
-allocator, which gives the same blocks to the next snapshot. A snapshot is never overwritten, unlike a shared
-file, because torch counts the readers of memory that is exported by CUDA IPC: each export has one reader.
+dtype, and with NCCL two buffers of BUFFER bytes on each side. The memory of a released snapshot goes back to
+the caching allocator, which gives the same blocks to the next snapshot. Unlike a shared file, a snapshot is
+never overwritten, because torch counts the readers of memory that is exported by CUDA IPC, one per export.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from rlhf.generators.transfer.weights import Entry, Manifest, WeightStore
 
 Weights = list[tuple[str, Tensor]]  # name and tensor
 
-BUFFER = 256 << 20  # least number of bytes packed into one broadcast; two broadcasts overlap
-CHUNK = 1 << 22  # elements whose fingerprint is computed at a time; two temporaries of 32 MiB each
+BUFFER = 256 << 20  # minimum number of bytes packed into one broadcast; two broadcasts overlap
+CHUNK = 1 << 22  # elements per step of a fingerprint; a step needs two temporary tensors of 32 MiB
 
 # Integer dtype that has the bits of an element, by element size in bytes; 16 bytes count as two elements.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-STEP = 0x9E3779B97F4A7C15 - 2**64  # golden ratio; STEP and FACTORS as in SplitMix64, as signed numbers
+STEP = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio; STEP, FACTORS: constants of SplitMix64, signed
 FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a checksum ([] int64) of a tensor's bits, computed on its device, the same on every device.
+    """Return a checksum ([] int64) of a tensor's bits, computed on the tensor's device.
 
         start(type, shape) + sum over elements i of mix(bits_i + (i + 1) STEP)    mod 2^64
 
     `mix` is a finaliser like that of SplitMix64 (Steele, Lea and Flood 2014), a bijection of 64-bit numbers.
     So a change of a single element always changes the sum. Several elements that are changed, moved or
     swapped leave the sum unchanged with a probability of about 2^-64. The checksum detects corruption, not
-    tampering. It costs about ten passes over 8 bytes per element, and no copy to the host.
+    tampering. It is the same on every device. The computation takes about ten passes over 8 bytes per
+    element, and copies nothing to the host.
     """
     numbers = tensor.detach().contiguous().reshape(-1).view(INTEGERS[tensor.element_size()])
     start = xxhash.xxh3_64_intdigest(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) - 2**63
@@ -60,7 +61,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
         x = numbers[first : first + CHUNK].to(torch.int64, copy=True)
         x += torch.arange(first + 1, first + 1 + len(x), device=x.device).mul_(STEP)
         for factor in FACTORS:
-            x ^= (x >> 31) & (2**33 - 1)  # a logical shift: zeros come in from the left
+            x ^= (x >> 31) & (2**33 - 1)  # a logical shift: the mask clears the sign bits
             x *= factor
         x ^= (x >> 31) & (2**33 - 1)
         total += x.sum()
@@ -68,7 +69,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def checksums(sums: dict[str, Tensor]) -> dict[str, int]:
-    """Return fingerprints by name as unsigned 64-bit numbers, with a single copy from the GPU."""
+    """Return the fingerprints `sums` as unsigned 64-bit numbers by name, with a single copy from the GPU."""
     values = torch.stack(list(sums.values())).tolist() if sums else []
     return {name: value % 2**64 for name, value in zip(sums, values, strict=True)}
 
@@ -78,8 +79,8 @@ class GpuWeights(WeightStore):
 
     Args:
         device: the trainer's GPU.
-        dtype: dtype of the floating-point tensors of a snapshot: the dtype of vLLM, which would round the
-            weights to it anyway.
+        dtype: dtype of the floating-point tensors of a snapshot: the dtype to which vLLM rounds the weights
+            when it loads them.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -88,9 +89,9 @@ class GpuWeights(WeightStore):
         self.snapshots: dict[int, Weights] = {}
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
-        """Copy the weights of a version on the GPU, one tensor at a time, and return their manifest.
+        """Copy the weights of a version to a snapshot, one tensor at a time, and return their manifest.
 
-        The copies are complete, for readers on any stream, when the method returns.
+        When the method returns, the copies are complete for readers on any CUDA stream.
 
         Raises:
             RunError: there is not enough memory.
@@ -118,7 +119,7 @@ class GpuWeights(WeightStore):
         )
 
     def release(self, manifest: Manifest) -> None:
-        """Free the memory of a version, which goes back to the caching allocator."""
+        """Return the memory of a version to the caching allocator."""
         self.snapshots.pop(manifest.version, None)
 
     def close(self) -> None:
@@ -131,21 +132,22 @@ class CudaIpc(GpuWeights):
     """A store that sends snapshots to a process on the same GPU by CUDA IPC."""
 
     def offer(self, manifest: Manifest, fail: Callable[[], None]) -> Manifest:
-        """Return the manifest with handles of the snapshot's tensors, for one reader."""
+        """Return the manifest with CUDA IPC handles of the snapshot's tensors, for one reader."""
         gpu = str(torch.cuda.get_device_properties(self.device).uuid)
         handles = [{gpu: reduce_tensor(tensor)[1]} for _, tensor in self.snapshots[manifest.version]]
         return replace(manifest, update={"ipc_handles": handles})
 
     def finish(self, manifest: Manifest) -> None:
-        """Let torch notice that the reader has closed the handles."""
+        """Let torch collect the shared memory whose CUDA IPC handles the reader has closed."""
         torch.cuda.ipc_collect()
 
 
 class Nccl(GpuWeights):
     """A store that sends snapshots to a process on other GPUs by NCCL.
 
-    The identity of the group is sent through the socket between trainer and process. No port is opened except
-    by NCCL itself, on the loopback interface if the trainer runs on one host.
+    The identity of the NCCL group is sent through the socket between trainer and process. Only NCCL itself
+    opens ports. If the trainer runs on one host and NCCL_SOCKET_IFNAME is not set, NCCL uses the loopback
+    interface.
 
     Args:
         device: the trainer's GPU.
@@ -172,7 +174,11 @@ class Nccl(GpuWeights):
         return replace(manifest, update={}, group=group)
 
     def finish(self, manifest: Manifest) -> None:
-        """Wait until the snapshot is sent completely."""
+        """Wait until the snapshot is sent completely.
+
+        Raises:
+            RunError: the snapshot could not be sent.
+        """
         assert self.sender is not None, "finish requires a preceding offer"
         while True:
             try:
@@ -181,7 +187,7 @@ class Nccl(GpuWeights):
                 self.check()
 
     def check(self) -> None:
-        """Raise RunError if the snapshot could not be sent."""
+        """Raise RunError if a snapshot could not be sent."""
         if self.sender is not None and (error := self.sender.error) is not None:
             raise RunError(
                 f"the trainer must be able to send weights by NCCL, got {type(error).__name__}: {error}; "
@@ -195,7 +201,7 @@ class Nccl(GpuWeights):
             self.sender = None
 
     def new_group(self) -> dict[str, Any]:
-        """Return the information with which vLLM's ranks join a new group, in the format of vLLM's engine."""
+        """Return the data with which vLLM's ranks join a new group, in the format of vLLM's engine."""
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         if world_size() == local_world_size():
@@ -236,12 +242,12 @@ class Nccl(GpuWeights):
 class Sender(threading.Thread):
     """A thread that sends snapshots to one process, first in, first out.
 
-    A collective waits for the process, which may be busy with a request, so it must not block the trainer.
-    The thread is a daemon because NCCL waits forever if the process dies before it joins the group.
+    A broadcast waits for the process, which may be busy with a request. The thread waits, so the trainer need
+    not wait. The thread is a daemon because NCCL waits forever if the process dies before it joins the group.
 
     Args:
         store: the store whose snapshots are sent.
-        group: the group that trainer and process join.
+        group: the data of the group that trainer and process join, from `Nccl.new_group`.
         fail: called if sending fails.
     """
 
@@ -258,7 +264,10 @@ class Sender(threading.Thread):
         self.lock = threading.Lock()  # protects `communicator` and `abandoned`
 
     def run(self) -> None:
-        """Join the group, then send each queued snapshot until the queue yields None."""
+        """Join the group, then send each queued snapshot until the queue yields None.
+
+        After an error, record the error, and call `fail` unless the transfer was abandoned.
+        """
         try:
             communicator = self.store.join(self.group)
             with self.lock:
@@ -275,7 +284,7 @@ class Sender(threading.Thread):
                 self.fail()
 
     def abandon(self) -> None:
-        """End the thread; a running collective is aborted."""
+        """End the thread and abort a running broadcast."""
         self.todo.put(None)
         with self.lock:
             self.abandoned = True

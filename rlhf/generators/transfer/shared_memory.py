@@ -1,7 +1,7 @@
 """Weight transfer through shared memory, between processes of one host.
 
-A version of the weights is a file in memory. The generator process maps the file and accepts no tensor whose
-checksum differs:
+A version of the weights is a file in memory. The generator process maps the file, and rejects a tensor whose
+checksum differs from the manifest:
 
     shared = SharedWeights()                        # trainer
     manifest = shared.write(engine.weights(), 3)
@@ -11,9 +11,9 @@ checksum differs:
 Several processes may load the same file: `hold` registers one more user, and the file is overwritten only
 after all users have released it.
 
-On Linux the file has no name (memfd). So nothing is left behind however the processes end, and the size of
-/dev/shm is no limit; the other process opens the file as /proc/<trainer's pid>/fd/<number>. On other systems
-the file is in a temporary folder whose name contains the trainer's pid.
+On Linux the file has no name (memfd). The kernel frees the file when all processes have ended; /dev/shm may
+be smaller than the weights. The generator process opens the file as /proc/<trainer's pid>/fd/<number>. On
+other systems the file is in a temporary folder whose name contains the trainer's pid.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SharedWeights(WeightStore):
         self.holders: dict[str, int] = {}  # number of users of each file, by path
         self.files: dict[str, BinaryIO] = {}  # open files, by path
         self.free: deque[str] = deque()  # paths of unused files; another thread may call `release`
-        self.folder: str | None = None  # folder of the files, where files have names
+        self.folder: str | None = None  # folder of the files on systems without memfd
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
         """Copy the weights of a version into an unused file, one tensor at a time, and return their manifest.
@@ -90,7 +90,7 @@ class SharedWeights(WeightStore):
         return Manifest(version, path, tuple(entries))
 
     def hold(self, manifest: Manifest) -> None:
-        """Register one more user of this version, who must release the version too."""
+        """Register one more user of a version; each user must release the version once."""
         with self.lock:
             self.holders[manifest.path] += 1
 
@@ -109,7 +109,7 @@ class SharedWeights(WeightStore):
         return path
 
     def release(self, manifest: Manifest) -> None:
-        """Release this version for one user; after the last user, the file can be reused."""
+        """Release a version for one user; the file can be reused after all its users have released it."""
         with self.lock:
             self.holders[manifest.path] -= 1
             if not self.holders[manifest.path]:
@@ -127,7 +127,7 @@ class SharedWeights(WeightStore):
 def remove(path: str) -> None:
     """Remove the folder of shared files that contains `path`.
 
-    Files without a name (memfd) need no removal: they end with the processes that have opened them.
+    Files without a name (memfd) need no removal: the kernel frees them.
     """
     if not path.startswith("/proc/"):
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)
@@ -139,7 +139,8 @@ def read(manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
     The tensors are views of the file, on the CPU. The caller must copy them before the version is released.
 
     Raises:
-        TransferError: the file is truncated or has another version, or a checksum differs.
+        TransferError: the file cannot be read, is truncated or has another version, or the checksum of a
+            tensor differs from the manifest.
     """
     version = manifest.version
     try:

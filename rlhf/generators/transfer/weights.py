@@ -1,8 +1,15 @@
 """The interface of weight transfer from the trainer to a generator process: manifest, store and checksums.
 
-A `WeightStore` keeps versions of the weights. A `Manifest` lists the tensors of a version with their
-checksums, and the generator process confirms them. The stores are in `rlhf/generators/transfer/`:
-`shared_memory.py` works everywhere, and `gpu.py` keeps versions on a GPU for CUDA IPC and NCCL.
+A `WeightStore` keeps versions of the weights. The stores are in `rlhf/generators/transfer/`:
+`shared_memory.py` works everywhere, and `gpu.py` keeps versions on a GPU for CUDA IPC and NCCL. A `Manifest`
+lists the tensors of a version with their checksums. The generator process reports the checksums of the
+tensors that it loaded, and `confirm` compares them with the manifest. Origin of the reported checksums:
+
+    HF                     `shared_memory.read` verifies the tensors in the file; after the copy, the process
+                           computes the checksums again, from the tensors of its model
+    vLLM, shared memory    `shared_memory.read` verifies the tensors in the file; after the load, vLLM
+                           reports the checksums of the manifest
+    vLLM, IPC or NCCL      vLLM computes the checksums of the received tensors before the load
 """
 
 from __future__ import annotations
@@ -21,21 +28,21 @@ from rlhf.core.errors import RunError
 
 HEADER = struct.Struct("<q")  # header of a shared file: the version in the file
 NOTHING = -1  # header while the file is written
-ALIGNMENT = 64  # bytes; a view of the file must be aligned for its dtype
+ALIGNMENT = 64  # bytes; tensors start at multiples of it in the file, so that views are aligned
 
 
 class TransferError(RunError):
-    """Weights arrived incomplete or changed; the message names the tensor or the versions."""
+    """An error of a transfer: weights are incomplete or changed; the message names the tensor or version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a manifest."""
+    """A tensor in a manifest."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int  # position in the shared file, in bytes
+    offset: int  # position in the shared file, in bytes; 0 for weights on a GPU
     bytes: int
     checksum: int  # `checksum(tensor)`; for weights on a GPU `transfer.gpu.fingerprint(tensor)`
 
@@ -47,11 +54,11 @@ class Manifest:
     version: int
     path: str  # the shared file with the tensors; empty: the tensors are on a GPU
     entries: tuple[Entry, ...]
-    update: dict[str, Any] | None = None  # GPU: information for vLLM's engine beside names, dtypes, shapes
+    update: dict[str, Any] | None = None  # GPU: data for vLLM's engine besides names, dtypes and shapes
     group: dict[str, Any] | None = None  # NCCL: the group that the process must join first
 
     def checksums(self) -> dict[str, int]:
-        """Return the checksums by tensor name, which the process must confirm."""
+        """Return the checksums that the process must confirm, by tensor name."""
         return {entry.name: entry.checksum for entry in self.entries}
 
 
@@ -59,11 +66,12 @@ class WeightStore(ABC):
     """The trainer's side of a transfer: keeps versions of the weights until the process has loaded them.
 
         manifest = store.write(engine.weights(), 3)   copy the weights; the trainer continues
-        manifest = store.offer(manifest, fail)        the load's turn: manifest for the process
+        manifest = store.offer(manifest, fail)        before the load: return the manifest for the process
         store.finish(manifest)                        the process has confirmed the load
         store.release(manifest)                       the version is no longer needed
 
-    The trainer's thread calls `write` and `close`; the carrier thread calls the other methods.
+    The trainer's thread calls `write`, `release` and `close`. The carrier thread of the worker calls
+    `release` and all other methods.
     """
 
     @abstractmethod
@@ -78,7 +86,7 @@ class WeightStore(ABC):
         """
 
     def offer(self, manifest: Manifest, fail: Callable[[], None]) -> Manifest:
-        """Return the manifest to send to the process, and start sending the weights if necessary.
+        """Return the manifest to send to the process; a store may start to send the weights here.
 
         Args:
             manifest: the version to load.
@@ -87,7 +95,7 @@ class WeightStore(ABC):
         return manifest
 
     def finish(self, manifest: Manifest) -> None:  # noqa: B027
-        """Note that the process has loaded the offered weights; by default, do nothing."""
+        """Finish a transfer after the process has confirmed the weights; by default, do nothing."""
 
     def check(self) -> None:  # noqa: B027
         """Raise RunError if offered weights could not be sent; by default, do nothing."""
@@ -130,7 +138,7 @@ def confirm(manifest: Manifest, version: int, taken: dict[str, int]) -> None:
 
 
 def shown(value: int | None) -> str:
-    """Return a checksum as text for a message; None means that there is no such tensor."""
+    """Return a checksum as text for a message; `value` is None if there is no such tensor."""
     return "none: there is no such tensor" if value is None else f"{value:016x}"
 
 
@@ -143,11 +151,11 @@ def checksum(tensor: Tensor) -> int:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order; a tensor on a GPU is copied."""
+    """Return the bytes of a tensor in row-major order; a tensor on a GPU is copied to the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def digest(data: memoryview) -> int:
-    """Return the 64-bit XXH3 checksum of bytes, which takes half the time of copying them."""
+    """Return the 64-bit XXH3 checksum of bytes, computed in half the time of a copy of the bytes."""
     return xxhash.xxh3_64_intdigest(data)

@@ -1,4 +1,4 @@
-"""Build a vLLM generator: devices, weight transfer, worker processes."""
+"""Builder of a vLLM generator: its devices, its weight transfer and its worker processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 def build(config: VLLMConfig, context: GeneratorContext) -> Generator:
     """Return a generator that samples with vLLM.
 
-    vLLM starts from the config of the policy; `load` gives it weights.
+    vLLM starts with the config of the policy and random weights; `load` replaces the weights.
+
+    Raises:
+        UserError: the host has too few GPUs, or `generator.transfer` is not possible on the devices.
     """
     devices = place(config, torch.cuda.device_count())
     variables = [environment(context.threads, torch.device("cpu")) for _ in range(config.replicas)]
@@ -34,7 +37,7 @@ def build(config: VLLMConfig, context: GeneratorContext) -> Generator:
         each, now = config.tensor_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES")
         for i, own in enumerate(variables):
             own["CUDA_VISIBLE_DEVICES"] = visible(devices[i * each : (i + 1) * each], now)
-            own["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")  # all on this host
+            own["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")  # all are on this host
     elif config.shares_gpu:
         say(f"generator={config.name} frees no memory between requests: on a CPU vLLM cannot sleep")
     trainer = context.policy.device
@@ -75,10 +78,11 @@ def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
     """Return the GPUs of the generator on a host with `gpus` GPUs; empty: vLLM uses the CPU.
 
     The ranks of the trainer use the first GPUs of the host. With `per_rank`, the generator of each rank has
-    GPUs of its own after those, or shares the GPU of its rank. The GPUs of replicas follow one another.
+    its own GPUs after the GPUs of the trainer, or shares the GPU of its rank. The result lists the GPUs of
+    the first replica, then the GPUs of the second replica, and so on.
 
     Raises:
-        UserError: the host has too few GPUs, or the trainer uses one of them.
+        UserError: the host has too few GPUs, or the trainer uses a GPU in `generator.devices`.
     """
     size, name = config.gpus, config.name
     if gpus == 0:
@@ -103,7 +107,7 @@ def place(config: VLLMConfig, gpus: int) -> tuple[int, ...]:
 
 
 def route(config: VLLMConfig, devices: tuple[int, ...], trainer: torch.device, nccl: bool) -> Transfer:
-    """Return how weights go from the trainer's device to vLLM.
+    """Return the way in which weights are transferred from the trainer's device to vLLM.
 
     Args:
         config: the section of the generator.
@@ -118,7 +122,7 @@ def route(config: VLLMConfig, devices: tuple[int, ...], trainer: torch.device, n
     if asked is Transfer.auto:
         if gpus and config.shares_gpu and len(devices) == 1:
             return Transfer.ipc
-        alone = config.replicas == 1  # replicas all read one snapshot
+        alone = config.replicas == 1  # several replicas read one snapshot in shared memory
         return Transfer.nccl if gpus and alone and not config.shares_gpu and nccl else Transfer.shared_memory
     if asked is not Transfer.shared_memory and not gpus:
         raise UserError(
@@ -135,13 +139,18 @@ def route(config: VLLMConfig, devices: tuple[int, ...], trainer: torch.device, n
 
 
 def build_store(transfer: Transfer, trainer: torch.device, dtype: torch.dtype, workers: int) -> WeightStore:
-    """Return the trainer's side of a transfer to vLLM, which computes in `dtype` on `workers` GPUs."""
+    """Return the store that sends weights to vLLM, which computes in `dtype` on `workers` GPUs."""
     if transfer is Transfer.ipc:
         return CudaIpc(trainer, dtype)
     return Nccl(trainer, dtype, workers) if transfer is Transfer.nccl else SharedWeights()
 
 
 def visible(devices: tuple[int, ...], visible_now: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for the GPUs `devices`, numbered among the GPUs in `visible_now`."""
+    """Return the value of CUDA_VISIBLE_DEVICES for the GPUs `devices`.
+
+    Args:
+        devices: indices into the GPUs that are visible now.
+        visible_now: the present value of CUDA_VISIBLE_DEVICES; None or empty: all GPUs are visible.
+    """
     names = visible_now.split(",") if visible_now else None
     return ",".join(names[i] if names else str(i) for i in devices)

@@ -1,8 +1,8 @@
 """The vLLM sampler, which runs in a generator process and uses vLLM's public interface.
 
 vLLM's engine runs in the generator process itself, without child processes on a single GPU, so that a message
-to the engine is a function call. The trainer's process cannot be used, because vLLM changes classes of
-transformers for its whole process.
+to the engine is a function call. vLLM cannot run in the trainer's process, because it changes classes of
+transformers in its process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.generators.transfer.weights import Manifest
 
-TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward
+TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,12 @@ class VLLMFactory:
     model: str  # hub name or folder; only its config is read, the weights come from the trainer
     trust_remote_code: bool
     dtype: str
-    max_model_len: int  # most tokens of a prompt and its response
+    max_model_len: int  # maximum number of tokens of a prompt and its response
     max_num_seqs: int  # sequences decoded in parallel
     memory: float  # share of the GPU's memory; on a CPU, share of RAM for keys and values
     enforce_eager: bool  # do not compile
     tensor_parallel_size: int
-    gpu: bool  # False: on the CPU
+    gpu: bool  # False: vLLM runs on the CPU
     sleeps: bool  # free the GPU memory between requests
     in_flight: bool  # weights are loaded while requests run
     transfer: str  # transfer of weights: shared_memory, ipc or nccl
@@ -73,14 +73,18 @@ class VLLMSampler:
 
     Attributes:
         llm: vLLM. It starts with random weights; nothing is sampled before the first `load`.
-        tensors: the tensors that every version of the weights must have; see `tensors`.
+        tensors: shapes of the model's tensors by name, and the names that a version of the weights must
+            contain.
+
+    Raises:
+        UserError: vLLM does not support the head size of the model on a CPU.
     """
 
     def __init__(self, settings: VLLMFactory) -> None:
         self.settings = settings
         folder = config_folder(settings.model)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-        self.tensors = tensors(config, settings.trust_remote_code)  # must precede vLLM, which changes classes
+        self.tensors = tensors(config, settings.trust_remote_code)  # before vLLM, which changes classes
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
@@ -89,7 +93,7 @@ class VLLMSampler:
         if not settings.gpu:
             check_head_size(config)
         special: dict[str, Any] = {} if settings.gpu else on_cpu(settings)
-        self.asleep: set[str] = set()  # parts of the GPU memory that are freed at the moment
+        self.asleep: set[str] = set()  # parts of the GPU memory that are freed until `wake`
         self.llm = LLM(
             model=folder,
             runner="generate",
@@ -105,7 +109,7 @@ class VLLMSampler:
             skip_tokenizer_init=True,
             enable_sleep_mode=settings.sleeps,
             generation_config="vllm",  # ignore the model's own generation config
-            logprobs_mode="processed_logprobs",  # at the sampling temperature
+            logprobs_mode="processed_logprobs",  # log-probs at the sampling temperature
             enable_prefix_caching=True,  # the K samples of a prompt share its keys and values
             weight_transfer_config=WeightTransferConfig(backend=NAME.format(settings.transfer)),
             worker_extension_cls="rlhf.generators.vllm.worker_extension.WorkerExtension",
@@ -125,12 +129,14 @@ class VLLMSampler:
     def load(self, manifest: Manifest) -> dict[str, int]:
         """Load weights through vLLM's weight transfer, and return their checksums by tensor name.
 
-        The prefix cache is cleared, or, if requests are running, after they have ended. With sleep mode, only
-        the weights are awake afterwards; the next request wakes the key-value cache.
+        The prefix cache is cleared after the load, or, if requests are running, after the requests have
+        ended. With sleep mode, only the weights are in GPU memory afterwards; the next request allocates the
+        key-value cache.
 
         Raises:
-            TransferError: the tensors differ from those that the trainer sent.
-            RunError: vLLM reports another version, or does not clear the prefix cache.
+            TransferError: the tensors differ from the tensors that the trainer sent.
+            RunError: vLLM reports another version, does not clear the prefix cache, or its workers have
+                different tensors.
         """
         compare(manifest, *self.tensors)
         self.wake("weights")
@@ -176,7 +182,8 @@ class VLLMSampler:
             update: with in-flight updates, a function that may load newer weights; called before every step.
 
         Raises:
-            RunError: without `update`, a token was sampled by weights of another version than `version`.
+            RunError: without `update`, a token was sampled by a version other than the version loaded last;
+                or vLLM does not clear the prefix cache.
         """
         from vllm import TokensPrompt
 
@@ -235,7 +242,7 @@ class VLLMSampler:
             stop_token_ids=list(self.settings.stop_ids),
             ignore_eos=True,  # stop only at stop_token_ids, not at the end token of the model's config
             seed=derive(self.settings.seed, "sample", sampling.purpose, sampling.request, example),
-            logprobs=0,  # only of the sampled token
+            logprobs=0,  # log-probs of the sampled token only
             flat_logprobs=True,
             detokenize=False,
         )
@@ -258,7 +265,7 @@ class VLLMSampler:
 
 
 def update_info(manifest: Manifest) -> dict[str, Any]:
-    """Return the information with which vLLM's weight-transfer engine receives the weights."""
+    """Return the data with which vLLM's weight-transfer engine receives the weights of `manifest`."""
     if manifest.update is None:
         return {"manifest": manifest}
     return {
@@ -273,8 +280,9 @@ def on_cpu(settings: VLLMFactory) -> dict[str, Any]:
     """Return additional arguments of vLLM on a CPU.
 
     Prompts are never encoded in chunks: between chunks vLLM resets the request's random generator, which is
-    not possible on a CPU. Blocks of the prefix cache have 32 tokens, because with vLLM's 128 a shorter prompt
-    would not be shared. The cache of keys and values has a fixed size, which does not depend on the weights.
+    not possible on a CPU. Blocks of the prefix cache have 32 tokens, because with vLLM's default of 128
+    tokens the keys and values of a shorter prompt would not be shared. The cache of keys and values has a
+    fixed size, which does not depend on the weights.
     """
     return {
         "kv_cache_memory_bytes": int(settings.memory * psutil.virtual_memory().total),
@@ -308,8 +316,8 @@ def check_head_size(config: PreTrainedConfig) -> None:
 def tensors(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[dict[str, tuple[int, ...]], set[str]]:
     """Return the shapes of a Hugging Face model's tensors by name, and the names that a version must contain.
 
-    The other names are second names of the same tensors, for example of tied output embeddings. The model is
-    created on the meta device, which needs no memory.
+    The names that are not required are second names of tensors, for example of tied output embeddings. The
+    model is created on the meta device, which needs no memory.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

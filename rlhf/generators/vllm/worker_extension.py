@@ -7,9 +7,9 @@ vLLM imports this module in each of its workers (`worker_extension_cls`), which 
     update_weights(...)                 receive the tensors, record their checksums, load them
     finish_weight_update(version)       from here on vLLM reports this version
 
-The engine for shared memory is defined here; it verifies all tensors before it loads the first one. The
-engines for CUDA IPC and NCCL are vLLM's; a `Witness` in place of the model records each tensor's checksum
-before the model loads it.
+The engine for shared memory is defined here; it verifies all tensors before it loads the first tensor. The
+engines for CUDA IPC and NCCL are engines of vLLM; a `Witness` in place of the model records the checksum of
+each tensor before the model loads the tensor.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from rlhf.generators.transfer.weights import TransferError
 if TYPE_CHECKING:
     from rlhf.generators.transfer.weights import Manifest
 
-NAME = "rlhf_{}"  # name of an engine, with the value of generator.transfer
+NAME = "rlhf_{}"  # name of an engine; {} is the value of generator.transfer
 
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Information for initialisation: none is needed, because every update brings a manifest."""
+    """The initialisation data of the engine, without fields, because every update contains a manifest."""
 
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """Information for an update: the manifest of one version of the weights."""
+    """The data of an update: the manifest of one version of the weights."""
 
     manifest: Manifest
 
@@ -58,13 +58,13 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
     update_info_cls = SharedMemoryUpdateInfo
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Start without recorded checksums."""
+        """Initialise the engine, without recorded checksums."""
         self.taken: dict[str, int] = {}
 
     def start_weight_update(self) -> None:
         """Discard the recorded checksums.
 
-        The layers are prepared for loading later, in `receive_weights`, after the tensors are verified.
+        `receive_weights` prepares the layers for loading, after it has verified the tensors.
         """
         self.taken = {}
 
@@ -109,7 +109,7 @@ class Witness:
         self.reached: set[str] | None = set()  # loaded parameters; None: the model does not report them
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Record the fingerprints of some tensors and load the tensors into the model."""
+        """Record the fingerprints of `weights` and load them into the model."""
         weights = list(weights)
         self.sums |= {name: fingerprint(tensor) for name, tensor in weights}
         loaded: set[str] | None = self.model.load_weights(weights)  # type: ignore[operator]
@@ -119,7 +119,7 @@ class Witness:
 class Witnessed:
     """A mixin for an engine of vLLM that records checksums (`taken`) and checks that no parameter is skipped.
 
-    The mixin precedes the engine in the bases of a class.
+    The mixin must precede the engine in the bases of a class.
     """
 
     def start_weight_update(self: Any) -> None:
