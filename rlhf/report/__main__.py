@@ -93,7 +93,7 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
     write_atomically(
         out / "index.html", page(groups, table, drawn, samples(groups, count), notes, found.left_out, made)
     )
-    for note in [*notes, *(f"Left out: {text}." for text in found.left_out)]:
+    for note in [*notes, *(f"Skipped: {text}." for text in found.left_out)]:
         console.print(note, markup=False, style="yellow")
     console.print(f"page: {out / 'index.html'} ({len(drawn)} figures as PNG beside it)", markup=False)
 
