@@ -30,7 +30,7 @@ RESOLVE = $(UV) pip compile --quiet --python-version 3.11 --no-annotate --no-hea
 COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTRAS),--extra $(extra)) pyproject.toml
 
 # A pytest worker for each core, the longest tests first (tests/session.py).
-PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder --durations 10
+PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --durations 10
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all test-slurm system check format snapshots bench reproduce lock lock-check clean

@@ -3,7 +3,7 @@
 - Tests of `tests/end_to_end` are marked `run`. A test that starts a Python process must have one of the marks
   `process`, `run`, `system` or `gpu`; without a mark the start fails.
 - The longest tests run first, by the seconds in `durations.json`, which `--record-durations` writes.
-  Tests that share a fixture of their module run on one worker of pytest-xdist.
+  Tests of a file with fixtures of module scope run on one worker of pytest-xdist.
 - In tests marked `forks`, Python processes are forked from a server that has imported the libraries.
 - The final report counts the tests that were skipped or not selected, with the command that enables them.
 """
@@ -11,11 +11,11 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ import pytest
 from tests import forks
 from tests.needs import ENABLE
 
+ROOT = Path(__file__).parents[1]
 DURATIONS = Path(__file__).with_name("durations.json")
 SHORTEST_S = 0.5  # of the durations that are recorded
 STARTS = ("process", "run", "system", "gpu")  # marks of tests that may start a Python process
@@ -38,7 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # does not inherit a handler, so this handler, which does nothing, restores Ctrl-C for child processes.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda *_: None)
-    config.addinivalue_line("markers", "xdist_group(name): stays on one worker of pytest-xdist")
     config.stash[DESELECTED] = Counter()
     config.stash[SECONDS] = Counter()
 
@@ -51,34 +51,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
     for item in items:
         if "end_to_end" in item.path.parts:
             item.add_marker("run")
-        if shared := shares(item):
-            item.add_marker(pytest.mark.xdist_group(shared))
     yield
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     units = Counter()
     for item in items:
-        units[unit(item)] += seconds.get(plain(item.nodeid), 0.0)
-    items.sort(key=lambda item: -units[unit(item)])  # stable: a file's tests stay in their order
+        units[unit(item.nodeid)] += seconds.get(item.nodeid, 0.0)
+    items.sort(key=lambda item: -units[unit(item.nodeid)])  # stable: a file's tests stay in their order
 
 
-def shares(item: pytest.Item) -> str | None:
-    """The name of the module whose fixture of module scope this test uses."""
-    found = getattr(item, "_fixtureinfo", None)
-    for definitions in found.name2fixturedefs.values() if found else ():
-        if definitions[-1].scope == "module" and definitions[-1].func.__module__ == item.module.__name__:
-            return item.module.__name__.removeprefix("tests.")
-    return None
+def unit(nodeid: str) -> str:
+    """Return what runs on one worker: a file that has fixtures of module scope, or else a single test."""
+    path = nodeid.partition("::")[0]
+    return path if shares(path) else nodeid
 
 
-def unit(item: pytest.Item) -> str:
-    """What runs on one worker: a group, or the test alone."""
-    group = item.get_closest_marker("xdist_group")
-    return group.args[0] if group else item.nodeid
+@cache
+def shares(path: str) -> bool:
+    """Whether the tests of a file share fixtures."""
+    return 'scope="module"' in (ROOT / path).read_text()
 
 
-def plain(nodeid: str) -> str:
-    """The id of a test without the group that pytest-xdist adds."""
-    return re.sub(r"@[\w.]+$", "", nodeid)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Send units to the workers in their order. With pytest 9.2, `--dist loadgroup` groups nothing."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit(nodeid)
+
+    config.option.loadscopereorder = False
+    return Units(config, log)
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -133,7 +136,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["deselected"] = dict(session.config.stash[DESELECTED])
     elif session.config.option.record_durations:
         seconds = session.config.stash[SECONDS]
-        kept = {plain(name): round(took, 1) for name, took in seconds.items() if took >= SHORTEST_S}
+        kept = {name: round(took, 1) for name, took in seconds.items() if took >= SHORTEST_S}
         DURATIONS.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
 
 

@@ -513,9 +513,7 @@ def test_a_disk_that_is_full_ends_the_run_without_a_traceback(
 
     with monkeypatch.context() as patch:
         at(patch, Recorder, "evaluation", after_update(2), fill)
-        with pytest.raises(
-            RunError, match=r"No space left on device \(.* last checkpoint: .*/checkpoint-1;"
-        ):
+        with pytest.raises(RunError, match=r"No space left on device \(.* last checkpoint: .*/checkpoint-1;"):
             run(cfg, folder)
     assert "Traceback" not in "".join(capfd.readouterr())
     filler.unlink()
