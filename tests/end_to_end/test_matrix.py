@@ -1,6 +1,6 @@
-"""Both generators at every lag: a few updates each. test_algorithms.py runs every algorithm with one of them.
+"""Every algorithm with every generator at every lag: a few updates each.
 
-Algorithms and generators are independent: a generator gets no objective, an objective gets a finished batch.
+The runs share one process for each generator, because all of them train the same model.
 """
 
 from dataclasses import dataclass, replace
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import pytest
 
 from rlhf.assembly.parts import make
-from rlhf.config.generator import VLLMConfig
 from rlhf.generators.annotating import AnnotatedGenerator
 from rlhf.generators.generator import Generator
 from rlhf.runs.folder import RunFolder
@@ -18,6 +17,7 @@ from tests.end_to_end.conftest import rows
 
 pytestmark = pytest.mark.forks
 
+ONLINE = ("dpo", "bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
 
 
@@ -35,32 +35,39 @@ class Lent:
 
 
 @pytest.fixture(scope="module")
-def one_vllm(tmp_path_factory):
-    """All runs of this module share one vLLM process and one annotator; the first run starts them."""
-    kept: list[AnnotatedGenerator] = []
+def processes(tmp_path_factory):
+    """Lend every run the process of its generator; the first run that needs a process starts it.
+
+    A run with a lag also gets the annotator, which scores the samples in a second process.
+    """
+    started: dict[str, AnnotatedGenerator] = {}
 
     def lend(section, context):
-        if not isinstance(section, VLLMConfig):
+        if not section.has_worker(context.max_lag):
             return make(section, context)
-        if not kept:
+        if section.name not in started:
             log = tmp_path_factory.mktemp("log")
-            kept.append(make(replace(section, annotate=True), replace(context, folder=log)))
-        return Lent(kept[0] if context.max_lag else kept[0].generator)
+            started[section.name] = make(replace(section, annotate=True), replace(context, folder=log))
+        generator = started[section.name]
+        return Lent(generator if context.max_lag else generator.generator)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlhf.assembly.generator.make", lend)
         yield
-    for generator in kept:
+    for generator in started.values():
         generator.close()
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
+@pytest.mark.parametrize("algo", ONLINE)
 @pytest.mark.parametrize("generator", ["hf", "vllm"])
-def test_every_generator_runs_at_every_lag(tiny, tmp_path, one_vllm, generator, max_lag):
+def test_every_algorithm_runs_with_every_generator_at_every_lag(
+    tiny, tmp_path, processes, generator, algo, max_lag
+):
     if generator == "vllm":
         pytest.importorskip("vllm", reason=needs.VLLM)
     updates = 2 + (max_lag == 2)
-    words = [f"generator={generator}", f"schedule.max_lag={max_lag}"]
+    words = [f"algo={algo}", f"generator={generator}", f"schedule.max_lag={max_lag}"]
     sizes = ["algo.samples_per_prompt=2", f"schedule.total_episodes={updates * 16}", "schedule.eval_every=0"]
     folder = RunFolder(tmp_path / "run")
     run(tiny(*words, *sizes, "schedule.save_every=0", *SCORED), folder)
