@@ -1,4 +1,4 @@
-"""The command line, called in this process with a run that only says what it was given."""
+"""Fixtures that call the command line in the process of the test, with a function in place of training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf.runs.folder import RunFolder
 
 @dataclass
 class Answer:
-    """What a command did."""
+    """The exit code, the output and the runs of a command."""
 
     code: int
     out: str
@@ -30,14 +30,15 @@ Command = Callable[..., Answer]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`command("algo=dpo", ...)` is `python -m rlhf.train algo=dpo ...` in an empty folder, without training.
+    """Return a function that calls `rlhf.train` in an empty folder without training.
 
-    `during` is called in place of the run; without it, the run returns 0.5.
+    `command("algo=dpo", ...)` stands for `python -m rlhf.train algo=dpo ...`. The function `during` is
+    called in place of the run. Without `during`, the run returns 0.5.
     """
     from rlhf.train import main
 
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # main() sets it; this brings it back
-    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # composes only to look for hydra.mode
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # main() sets it; monkeypatch restores it
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # it composes a config only for hydra.mode
     monkeypatch.chdir(tmp_path)
 
     def call(*words: str, during: Callable[[Config, RunFolder], float] | None = None) -> Answer:
@@ -62,7 +63,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.fixture
 def own_conf(tmp_path: Path) -> Path:
-    """A folder laid out like conf/, with experiment files that are wrong in one way each."""
+    """Return a folder laid out like conf/: one valid experiment file, and five files with one error each."""
     files = {
         "typo": "algo:\n  beat: 1\n",
         "wrong_type": "algo:\n  beta: high\n",

@@ -7,8 +7,8 @@ test something else. In those tests `Popen` replaces `subprocess.Popen`: a progr
     process that calls Popen ── socket: arguments, environment, files ──▶ server (imports, no thread)
             └── child: the program ◀──────────── clone(CLONE_PARENT) ────────────┘
 
-The child is a child of the caller, not of the server. The caller waits for it and kills it as usual, and it
-is an orphan when the caller dies. A program that may start Python processes gets its own server before it
+The child is a child of the caller, not of the server. The caller can wait for the child and kill it. When the
+caller dies, the child is an orphan. A program that may start Python processes gets its own server before it
 begins. `/proc/<pid>/cmdline` of a child names the program; `/proc/<pid>/environ` is that of the server.
 """
 
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
-CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # number of the system call
+CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # number of the system call clone
 CLONE_PARENT = 0x8000
 SUPPORTED = sys.platform == "linux" and CLONE is not None
 OWN_FILES = 256  # file descriptors from this number on are free in a server
@@ -124,7 +124,7 @@ class Popen(subprocess.Popen):
 
 
 def parsed(args: Any) -> tuple[set[str], str, str, list[str]] | None:
-    """Return the flags, `-m` or `-c`, module or code, and arguments of a Python program; None for another."""
+    """Return the flags, `-m` or `-c`, module or code, and arguments of a Python program, else None."""
     args = [os.fspath(arg) for arg in args]
     if args[0] != sys.executable:
         return None
@@ -183,7 +183,7 @@ def serve(sock: socket.socket) -> dict[str, Any]:
             for number in SIGNALS:
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, signal.SIG_IGN if number in request["ignored"] else default)
-            send(answer, os.getpid())  # from here on the caller may signal this process and its group
+            send(answer, os.getpid())  # from now on the caller may send signals to this process and its group
             answer.close()
             return request
         for file in files:
@@ -204,7 +204,7 @@ def sibling() -> int:
 
 
 def move(files: list[int], numbers: list[int]) -> None:
-    """Give open files these numbers."""
+    """Move open files to the file descriptors `numbers`."""
     high = [fcntl.fcntl(file, fcntl.F_DUPFD, OWN_FILES + max(numbers)) for file in files]
     for file in files:
         os.close(file)
@@ -214,7 +214,7 @@ def move(files: list[int], numbers: list[int]) -> None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Set environment, files, paths and signals of this child as the request says."""
+    """Set environment, folder, arguments, import path and standard streams of this child from the request."""
     flags, how, program, words = parsed(request["args"])  # type: ignore[misc]
     os.environ.clear()
     os.environ.update(request["env"])
@@ -280,7 +280,7 @@ def carry_out(request: dict[str, Any]) -> None:
         if how == "-c":
             exec(compile(program, "<string>", "exec"), main.__dict__)
         else:
-            sys.modules.pop(program, None)  # it runs as __main__
+            sys.modules.pop(program, None)  # the module runs as __main__
             runpy._run_module_as_main(program)  # type: ignore[attr-defined]
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

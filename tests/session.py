@@ -1,7 +1,7 @@
 """Marks, order, processes and final report of a test session.
 
 - Tests of `tests/end_to_end` are marked `run`. A test that starts a Python process must have one of the marks
-  `process`, `run`, `system` or `gpu`; without a mark the start fails.
+  `process`, `run`, `system` or `gpu`. Without a mark, the test fails.
 - The longest tests run first, by the seconds in `durations.json`, which `--record-durations` writes.
   Tests of a file with fixtures of module scope run on one worker of pytest-xdist.
 - In tests marked `forks`, Python processes are forked from a server that has imported the libraries.
@@ -25,7 +25,7 @@ from tests.needs import ENABLE
 
 ROOT = Path(__file__).parents[1]
 DURATIONS = Path(__file__).with_name("durations.json")
-SHORTEST_S = 0.5  # of the durations that are recorded
+SHORTEST_S = 0.5  # shorter durations are not recorded
 STARTS = ("process", "run", "system", "gpu")  # marks of tests that may start a Python process
 REAL = subprocess.Popen
 
@@ -56,11 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
     units = Counter()
     for item in items:
         units[unit(item.nodeid)] += seconds.get(item.nodeid, 0.0)
-    items.sort(key=lambda item: -units[unit(item.nodeid)])  # stable: a file's tests stay in their order
+    items.sort(key=lambda item: -units[unit(item.nodeid)])  # stable: a file's tests keep their order
 
 
 def unit(nodeid: str) -> str:
-    """Return what runs on one worker: a file that has fixtures of module scope, or else a single test."""
+    """Return the unit that runs on one worker: a file with fixtures of module scope, or a single test."""
     path = nodeid.partition("::")[0]
     return path if shares(path) else nodeid
 
@@ -73,7 +73,7 @@ def shares(path: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Send units to the workers in their order. With pytest 9.2, `--dist loadgroup` groups nothing."""
+    """Distribute units in the order of the tests. With pytest 9.2, `--dist loadgroup` groups no tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Units(LoadScopeScheduling):
@@ -86,11 +86,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 # -- processes -------------------------------------------------------------------------------------
 
-unmarked: str | None = None  # id of the test that runs, where it may not start a Python process
+unmarked: str | None = None  # id of the running test, if it must not start a Python process
 
 
 def forbid(event: str, arguments: tuple) -> None:
-    """Refuse a Python process to a test that is not marked for it."""
+    """Raise an error if an unmarked test starts a Python process."""
     if event == "subprocess.Popen" and unmarked is not None and arguments[0] == sys.executable:
         raise AssertionError(f"{unmarked} starts a Python process: mark it `process`")
 
@@ -111,7 +111,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
         subprocess.Popen, unmarked = REAL, None  # type: ignore[misc]
 
 
-# -- the end ---------------------------------------------------------------------------------------
+# -- final report ----------------------------------------------------------------------------------
 
 DESELECTED = pytest.StashKey[Counter]()
 SECONDS = pytest.StashKey[Counter]()
@@ -132,7 +132,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):  # of a worker, for the session that started it
+    if hasattr(session.config, "workeroutput"):  # a worker sends its counts to the main session
         session.config.workeroutput["deselected"] = dict(session.config.stash[DESELECTED])
     elif session.config.option.record_durations:
         seconds = session.config.stash[SECONDS]
@@ -144,11 +144,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_testnodedown(node, error) -> None:
     node.config.stash[DESELECTED].update(Counter())
     for kind, count in getattr(node, "workeroutput", {}).get("deselected", {}).items():
-        node.config.stash[DESELECTED][kind] = count  # every worker deselects the same
+        node.config.stash[DESELECTED][kind] = count  # every worker deselects the same tests
 
 
 class Durations:
-    """Adds up what each test took."""
+    """Sums the seconds of each test over its phases."""
 
     def __init__(self, seconds: Counter) -> None:
         self.seconds = seconds

@@ -1,4 +1,4 @@
-"""The tools of the tests: the guard against unmarked processes, and forked processes."""
+"""Tests of the test tools: the check for processes in unmarked tests, and forked processes."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def test_a_test_without_a_mark_cannot_start_a_python_process():
 @pytest.mark.process
 @pytest.mark.parametrize("forked", [pytest.param(True, marks=pytest.mark.forks), False])
 class TestProcesses:
-    """A forked program behaves as one that Python starts."""
+    """A forked program behaves like a program in a new Python process."""
 
     def test_arguments_folder_environment_output_and_parent(self, forked, tmp_path):
         done = subprocess.run(
@@ -76,7 +76,7 @@ class TestProcesses:
         with os.fdopen(read) as file:
             assert file.read() == "line\n"
 
-    def test_a_group_of_its_own_ctrl_c_and_a_child_that_loses_its_parent(self, forked):
+    def test_process_group_ctrl_c_and_orphaned_child(self, forked):
         words = [sys.executable, "-c", STARTS_A_CHILD]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, process_group=0)
         child = psutil.Process(int(process.stdout.readline()))

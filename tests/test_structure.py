@@ -1,4 +1,4 @@
-"""The structure of the package: no import circles, few modules at the top, no long modules."""
+"""Tests of the package structure: import cycles, top-level modules, module length, and wheel contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULES = {
 
 
 def imports(path: Path) -> set[str]:
-    """Return the modules of the package that a file imports: at its top, in functions, or for types only."""
+    """Return the modules of the package that a file imports at its top, in functions, or for types only."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -25,15 +25,15 @@ def imports(path: Path) -> set[str]:
     return found & MODULES.keys()
 
 
-def test_no_module_imports_itself_through_others():
-    """import-linter skips imports for types only; here they count, and so do imports in functions."""
+def test_modules_have_no_import_cycle():
+    """Count imports in functions and imports for types only; import-linter skips imports for types only."""
     graph = {name: imports(path) - {name} for name, path in MODULES.items() if path.name != "__init__.py"}
     while free := {name for name, used in graph.items() if not used & graph.keys()}:
         graph = {name: used for name, used in graph.items() if name not in free}
-    assert not graph, f"these modules import one another in circles: {sorted(graph)}"
+    assert not graph, f"these modules are part of an import cycle, or import one: {sorted(graph)}"
 
 
-def test_modules_are_few_at_the_top_and_short():
+def test_package_has_few_top_level_modules_and_no_long_module():
     assert len(list((ROOT / "rlhf").glob("*.py"))) <= 12
     long = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
     assert not {name: lines for name, lines in long.items() if lines > 450}

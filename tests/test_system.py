@@ -1,4 +1,4 @@
-"""tests/system.sh, which `make system` runs: it reports what it cannot install and exits with code 0."""
+"""Tests of tests/system.sh (`make system`): it reports programs that it cannot install, with code 0."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ TOOLS = ("bash", "env", "dirname", "timeout", "sleep")
 
 
 def system(folder: Path, **commands: str) -> subprocess.CompletedProcess:
-    """The script on a machine that has a few tools and these `commands`, scripts, and nothing else."""
+    """Run the script with a PATH that contains only TOOLS and scripts with the lines of `commands`."""
     for tool in TOOLS:
         (folder / tool).symlink_to(str(shutil.which(tool)))
     for name, lines in commands.items():

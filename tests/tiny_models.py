@@ -58,7 +58,7 @@ def tiny_classifier(kind: str = "gpt_neox", **settings) -> PreTrainedModel:
 
 
 def tiny_rollouts(prompts: int = 4, samples: int = 2, seed: int = 0) -> Rollouts:
-    """Prompts and responses of unequal length, the first response of full length; ids from 2 up."""
+    """Return rollouts of unequal length, ids from 2. The first prompt and response have full length."""
     draw = torch.Generator().manual_seed(seed)
     length, tokens = 9, 7
     starts = torch.randint(0, length, (prompts, 1), generator=draw)
@@ -78,7 +78,7 @@ def tiny_rollouts(prompts: int = 4, samples: int = 2, seed: int = 0) -> Rollouts
 
 
 def sequences(batch: Rollouts) -> list[list[torch.Tensor]]:
-    """For each prompt and sample, (prompt token ids, response token ids) without any padding."""
+    """Return (prompt token ids, response token ids) without padding, for each prompt and sample."""
     return [
         [
             (batch.prompt_ids[i][batch.prompt_mask[i]], batch.response_ids[i, j][batch.response_mask[i, j]])
@@ -102,7 +102,7 @@ def scorer_context(
     ranks: Ranks = ALONE,
     dtype: Dtype = Dtype.float32,
 ) -> ScorerContext:
-    """Return what a run on plain torch provides for the scorer at the key `at`."""
+    """Return the context that a run with backend=torch passes to the scorer at the key `at`."""
 
     def build(section: ScorerConfig, key: str) -> Scorer | None:
         scorer: Scorer | None = make(section, scorer_context(tokenizer, key, ranks, dtype))
@@ -122,7 +122,7 @@ def scorer_context(
 def logprobs_in_flight(
     before: PreTrainedModel, after: PreTrainedModel, batch: Rollouts, swap: int, temperature: float
 ) -> torch.Tensor:
-    """Log-probs [N, K, T] where `after` takes over before token `swap`, with the cache that `before` made."""
+    """Return log-probs [N, K, T] if `after` replaces `before` at token `swap` but keeps its cache."""
     found = torch.zeros(batch.response_ids.shape)
     for i, group in enumerate(sequences(batch)):
         for j, (prompt, response) in enumerate(group):

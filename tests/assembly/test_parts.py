@@ -1,4 +1,4 @@
-"""Addresses of parts: each one loads, and takes the arguments with which the assembly calls it."""
+"""Tests of part addresses: every part loads and accepts the arguments that the assembly passes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rlhf.tasks.arithmetic import ArithmeticSource
 
 plugins.load()
 
-OPTIONS = {  # option, as it is typed -> the class of its section
+OPTIONS = {  # option, as in an override -> the class of its section
     name.removeprefix("schema/").replace("/", "="): section
     for name, section in SCHEMAS.items()
     if section in PARTS
 }
-CALLED_WITH = {  # group -> the arguments of its parts, besides an engine's
+CALLED_WITH = {  # group, except backend -> the arguments of its parts
     "algo": ("section",),
     "task": ("section",),
     "scorer": ("section", "context"),
@@ -51,14 +51,14 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def resolved(annotation: object, module: str) -> object:
-    """Return the class that an annotation names; a part imports the class of its section for types only."""
+    """Return the class that an annotation names. A part imports the class of its section for types only."""
     sections = {section.__name__: section for section in subclasses(Section)}
     known = {**sections, **vars(sys.modules[module])}
     return eval(annotation, known) if isinstance(annotation, str) else annotation
 
 
 def annotated(made: Any) -> Iterator[object]:
-    """Yield the annotations of the section in a part: of its attribute `config`, and of its argument."""
+    """Yield the types that a part declares for its section: of the attribute `config` and of the argument."""
     if inspect.isclass(made):
         for kind in made.__mro__:
             if "config" in vars(kind).get("__annotations__", {}):
@@ -83,7 +83,7 @@ def test_the_part_of_an_option_loads_and_takes_its_section(option):
 
 @pytest.fixture
 def passed(monkeypatch) -> dict[str, Any]:
-    """The arguments by name that `build_engine` passes to the engine of a backend."""
+    """Return the keyword arguments that `build_engine` passes to the engine of a backend."""
     instead = {
         "build_module": lambda *_: SimpleNamespace(model=SimpleNamespace(config=None)),
         "build_second_model": lambda *_: None,
@@ -101,7 +101,7 @@ def passed(monkeypatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("backend=")])
-def test_the_engine_of_a_backend_takes_what_the_assembly_and_a_run_give_it(option, passed):
+def test_engine_of_a_backend_accepts_the_arguments_of_the_assembly_and_the_run(option, passed):
     made = loaded(OPTIONS[option])
     assert issubclass(made, Engine)
     inspect.signature(made.build).bind("section", **passed)
@@ -124,10 +124,10 @@ def test_a_part_is_made_from_its_section():
     assert type(source) is ArithmeticSource and source.config is config
 
 
-def test_a_subclass_without_an_address_of_its_own_is_no_part_of_its_parent():
+def test_unregistered_subclass_of_a_section_has_no_part():
     @dataclass(kw_only=True, slots=True)
     class Other(ArithmeticConfig):
-        """A section that is registered nowhere."""
+        """A section that is not registered."""
 
     with pytest.raises(KeyError):
         part(Other(train_size=8))

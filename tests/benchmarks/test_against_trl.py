@@ -1,4 +1,4 @@
-"""The benchmark against TRL: what both sides are given, and what is made of the measurements."""
+"""Tests of the benchmark against TRL: the work of both sides, the order of runs, and the result tables."""
 
 import json
 import sys
@@ -55,7 +55,7 @@ def measured(case: Case, side: str, cpu_s: float) -> dict:
     }
 
 
-def test_the_environments_of_trl_differ_in_trl_alone_and_compute_with_our_libraries():
+def test_trl_environments_differ_only_in_trl_and_use_the_libraries_of_this_project():
     ours, trl, ppo = (
         dict(line.split("==") for line in (ROOT / f"requirements/{lock}.txt").read_text().split())
         for lock in ("cpu", "bench", "bench-ppo")
@@ -66,7 +66,7 @@ def test_the_environments_of_trl_differ_in_trl_alone_and_compute_with_our_librar
         assert trl[name] == ours[name]
 
 
-def test_on_a_gpu_the_same_work_is_done_there_in_bfloat16_and_nothing_is_told_in_cpu_seconds():
+def test_gpu_cases_do_the_same_work_in_bfloat16_and_report_no_cpu_seconds():
     parts = ["tldr-410m"]
     (case,) = cases(parts, ["dpo"], [8], gpu=True)
     assert case.name == "tldr-410m-dpo-gpu"
@@ -87,7 +87,10 @@ def test_on_a_gpu_the_same_work_is_done_there_in_bfloat16_and_nothing_is_told_in
 
 @pytest.fixture
 def benchmark(tmp_path, monkeypatch):
-    """Runs the benchmark with sides that take a CPU-second and measure nothing; gives its runs and order."""
+    """Return a function that runs the benchmark without real work.
+
+    Each measurement reports one CPU-second. The function returns the runs and the order of the measurements.
+    """
     order: list[tuple[str, str]] = []
 
     def measure(case, side, *_):
@@ -107,14 +110,14 @@ def benchmark(tmp_path, monkeypatch):
     return go
 
 
-def test_all_cases_are_run_once_before_any_is_run_again_and_sides_take_turns(benchmark):
+def test_each_case_runs_once_before_any_case_is_repeated_and_sides_alternate(benchmark):
     _, order = benchmark("--algo", "dpo", "ppo", "--threads", "1", "--repeats", "2")
     dpo, ppo = "short-nano-dpo-1", "short-nano-ppo-1"
     assert order[:4] == [(dpo, "ours"), (dpo, "trl"), (ppo, "ours"), (ppo, "trl")]
     assert order[4:] == [(dpo, "trl"), (dpo, "ours"), (ppo, "trl"), (ppo, "ours")]
 
 
-def test_a_side_that_is_measured_again_replaces_its_runs_and_no_others(benchmark):
+def test_measuring_a_side_again_replaces_only_the_runs_of_that_side(benchmark):
     benchmark("--algo", "dpo", "ppo", "--threads", "1", "--repeats", "2")
     runs, _ = benchmark("--algo", "ppo", "--threads", "1", "--side", "ours", "--repeats", "1")
     found = [(run["case"]["algo"], run["side"]) for run in runs]
@@ -124,10 +127,10 @@ def test_a_side_that_is_measured_again_replaces_its_runs_and_no_others(benchmark
     ]
 
 
-def test_an_interrupted_benchmark_goes_on_where_it_was(benchmark, tmp_path):
+def test_an_interrupted_benchmark_resumes_with_the_missing_runs(benchmark, tmp_path):
     words = ("--algo", "dpo", "--threads", "1", "2", "--repeats", "2")
     whole, order = benchmark(*words)
-    done = whole[:3]  # all of the first case, ours of the second
+    done = whole[:3]  # both sides of the first case, `ours` of the second case
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in done))
     runs, after = benchmark(*words, "--resume")
     assert after == order[3:] and runs[:3] == done
@@ -135,7 +138,7 @@ def test_an_interrupted_benchmark_goes_on_where_it_was(benchmark, tmp_path):
     assert benchmark(*words, "--resume") == (runs, [])
 
 
-def test_a_disturbed_run_is_made_again_when_the_benchmark_goes_on_and_no_other(benchmark, tmp_path):
+def test_a_resumed_benchmark_repeats_only_disturbed_runs(benchmark, tmp_path):
     words = ("--algo", "dpo", "--threads", "1", "--repeats", "2")
     whole, order = benchmark(*words)
     whole[2]["figures"]["stolen"] = 0.4
@@ -146,7 +149,7 @@ def test_a_disturbed_run_is_made_again_when_the_benchmark_goes_on_and_no_other(b
     assert (runs[3]["side"], runs[3]["repeat"], runs[3]["figures"]["stolen"]) == ("trl", 1, 0.01)
 
 
-def test_what_would_end_too_late_is_left_out_and_keeps_its_runs(benchmark, tmp_path, capsys):
+def test_a_case_that_would_exceed_the_time_limit_is_skipped_and_keeps_its_runs(benchmark, tmp_path, capsys):
     runs, _ = benchmark("--algo", "dpo", "--threads", "1", "2", "--repeats", "1")
     for each in runs:
         each["took_s"] = 100.0 if each["case"]["threads"] == 1 else 10.0
@@ -160,7 +163,7 @@ def test_what_would_end_too_late_is_left_out_and_keeps_its_runs(benchmark, tmp_p
 @pytest.mark.parametrize(
     ("stolen", "kept"), [([0.01], 0.01), ([0.4, 0.02], 0.02), ([0.4, 0.2, 0.3], 0.2)], ids=str
 )
-def test_a_run_that_the_host_disturbed_is_made_again_and_the_quietest_is_kept(
+def test_a_disturbed_run_is_repeated_and_the_try_with_the_least_steal_time_is_kept(
     stolen, kept, benchmark, monkeypatch, capsys
 ):
     left = list(stolen)
@@ -172,9 +175,9 @@ def test_a_run_that_the_host_disturbed_is_made_again_and_the_quietest_is_kept(
     assert capsys.readouterr().out.count("disturbed: the host took 40%") == (len(stolen) > 1)
 
 
-def test_what_the_host_took_is_a_share_of_the_time_that_cores_had_work(monkeypatch):
-    clock = iter([(0.0, 0.0), (1.0, 1.0), (1.0, 1.0), (5.0, 5.0)])  # CPU-seconds and seconds
-    taken = iter([10.0, 12.0, 13.0])  # two of them in the warm-up
+def test_steal_time_is_reported_as_a_share_of_the_time_that_cores_had_work(monkeypatch):
+    clock = iter([(0.0, 0.0), (1.0, 1.0), (1.0, 1.0), (5.0, 5.0)])  # pairs of CPU-seconds and seconds
+    taken = iter([10.0, 12.0, 13.0])  # seconds; two of them are in the warm-up
     monkeypatch.setattr(meter, "used", lambda: next(clock))
     monkeypatch.setattr(meter, "stolen_s", lambda: next(taken))
     side = Meter(warmup=1)
@@ -185,7 +188,7 @@ def test_what_the_host_took_is_a_share_of_the_time_that_cores_had_work(monkeypat
     assert figures["cpu_s"] == 4 and figures["stolen"] == 1 / 5
 
 
-def test_runs_and_their_results_say_where_they_come_from(benchmark, tmp_path):
+def test_runs_and_results_record_machine_commit_and_command(benchmark, tmp_path):
     runs, _ = benchmark("--algo", "ppo", "--threads", "1", "--repeats", "2")
     assert {"machine", "git", "command", "load"} <= runs[0].keys()
     assert runs[0]["machine"]["cores"] > 0 and "--algo ppo" in runs[0]["command"]
@@ -193,7 +196,7 @@ def test_runs_and_their_results_say_where_they_come_from(benchmark, tmp_path):
     assert saved == results(runs)
 
 
-def test_a_phase_is_charged_with_its_own_work_alone():
+def test_the_time_of_a_phase_excludes_nested_phases():
     side = Meter(warmup=1)
     side.begin()
     for _ in range(3):
@@ -208,7 +211,7 @@ def test_a_phase_is_charged_with_its_own_work_alone():
     assert figures["phases"]["generate"]["cpu_s"] > 3 * figures["phases"]["score"]["cpu_s"] > 0
 
 
-def test_a_ratio_is_of_medians_and_its_bounds_are_of_the_extremes():
+def test_a_ratio_compares_medians_and_its_bounds_compare_extremes():
     runs = [run("ours", x, i) for i, x in enumerate((1.0, 2.0, 4.0))]
     runs += [run("trl", x, i) for i, x in enumerate((6.0, 8.0, 5.0))]
     (pair,) = pairs(runs)
@@ -218,7 +221,7 @@ def test_a_ratio_is_of_medians_and_its_bounds_are_of_the_extremes():
     assert "| 3 | 2.00 (1.00–4.00) | 6.00 (5.00–8.00) | **3.00** (1.25–8.00) |" in costs
 
 
-def test_the_least_update_of_each_side_is_compared_over_all_runs():
+def test_the_fastest_update_of_each_side_is_compared_over_all_runs():
     runs = [run("ours", x) for x in (2.0, 4.0)] + [run("trl", x) for x in (8.0, 6.0)]
     (least,) = (sheet for sheet in sheets(runs) if "least" in sheet.title)
     assert least.columns == ["case", "least, ours", "least, TRL", "least, ratio"]
@@ -226,7 +229,7 @@ def test_the_least_update_of_each_side_is_compared_over_all_runs():
     assert next(sheet for sheet in sheets(runs[:2]) if "least" in sheet.title).rows == []
 
 
-def test_a_ratio_is_above_one_where_we_do_better_also_of_what_is_done_in_a_second():
+def test_ratios_of_costs_and_of_rates_are_above_1_if_this_project_is_better():
     (pair,) = pairs([run("ours", 2.0), run("trl", 6.0)])
     assert {name: pair.ratio(name).median for name in pair.ours} == pytest.approx(
         dict.fromkeys(pair.ours, 3.0)
@@ -235,7 +238,7 @@ def test_a_ratio_is_above_one_where_we_do_better_also_of_what_is_done_in_a_secon
     assert pair.ours["tokens_per_s"].median == 64 * 53 / 0.25
 
 
-def test_tables_hold_every_figure_of_both_sides_with_their_ratio():
+def test_tables_contain_every_figure_of_both_sides_with_their_ratio():
     ratios, *rest = sheets([run("ours", 1.0), run("trl", 2.0)])
     heads = [head for sheet in rest for head in sheet.columns]
     kinds = ["episodes/CPU-s", "episodes/s", "tokens/s", "CPU-s", "seconds", "MiB", *PHASES, *PHASES]
@@ -248,7 +251,7 @@ def test_tables_hold_every_figure_of_both_sides_with_their_ratio():
     assert ratios.rows == [["`tldr-14m-rloo-1`", "1", *["2.00"] * len(own)]]
 
 
-def test_cases_stand_by_work_and_algorithm_whenever_they_were_measured():
+def test_cases_are_sorted_by_work_and_algorithm_for_any_order_of_runs():
     runs = [
         {**run("ours", 1.0), "case": asdict(case)} for case in cases(list(LENGTHS), list(SAMPLES), [1, 2])
     ]
@@ -261,7 +264,7 @@ def test_a_side_that_was_not_measured_leaves_its_cells_empty():
     assert pair.repeats == "1, 0"
 
 
-def test_trl_as_released_has_a_row_of_its_own():
+def test_trl_as_released_has_a_separate_row():
     runs = [run("ours", 1.0), run("trl", 3.0), run("trl-released", 2.0)]
     assert [pair.name for pair in pairs(runs)] == ["`tldr-14m-rloo-1`", "`tldr-14m-rloo-1`, as released"]
     case = results(runs)["cases"]["tldr-14m-rloo-1"]
@@ -272,7 +275,7 @@ def test_trl_as_released_has_a_row_of_its_own():
     }
 
 
-def test_an_origin_names_machines_versions_commands_and_which_trl_ppo_is():
+def test_an_origin_names_machine_versions_commands_and_the_trl_version_of_ppo():
     runs = [run("ours", 1.0), run("trl", 3.0, 1), run("trl", 3.0, 2, algo="ppo")]
     assert described(origin(runs)) == (
         "Abacus, 2 cores, 1.0 GiB, Python 3.11.7; torch 2.13.0, trl 1.16.0, trl for ppo 1.12.0; "
@@ -281,7 +284,7 @@ def test_an_origin_names_machines_versions_commands_and_which_trl_ppo_is():
     )
 
 
-def test_the_value_model_of_ppo_starts_as_the_reward_model_as_theirs(tmp_path):
+def test_the_ppo_value_model_starts_from_the_reward_model_as_in_trl(tmp_path):
     (case,) = cases(["tldr-nano"], ["ppo"], [1])
     cfg = compose(overrides(case, tmp_path))
     assert cfg.value_starts_as is ValueFrom.reward
@@ -289,7 +292,7 @@ def test_the_value_model_of_ppo_starts_as_the_reward_model_as_theirs(tmp_path):
 
 
 @pytest.mark.parametrize("algo", SAMPLES)
-def test_a_case_is_a_config_without_problems_whose_prompts_have_its_lengths(algo, tmp_path):
+def test_a_case_gives_a_valid_config_and_prompts_of_its_lengths(algo, tmp_path):
     (case,) = cases(["tldr-nano"], [algo], [1])
     make(case, tmp_path)
     assert problems(compose(overrides(case, tmp_path))) == []
@@ -301,7 +304,7 @@ def test_a_case_is_a_config_without_problems_whose_prompts_have_its_lengths(algo
     assert (lengths[0], lengths[-1]) == (128, 384)
 
 
-def test_a_response_comes_back_from_its_text():
+def test_a_response_keeps_its_token_ids_after_decoding_and_encoding():
     tokenizer = new_tokenizer(SHAPES["nano"])
     text, ids = texts(*cases(["short-nano"], ["dpo"], [1]), SHAPES["nano"])[0], [17, 3, 371]
     whole = tokenizer(text + tokenizer.decode(ids))["input_ids"]

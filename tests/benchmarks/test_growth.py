@@ -1,4 +1,4 @@
-"""The growth benchmark: the work that it expects, and the growth that it marks."""
+"""Tests of the growth benchmark: the expected work and the marks on exponents that are too large."""
 
 import math
 
@@ -14,7 +14,7 @@ SMALL = Point(prompts=2, samples=2, prompt=4, response=3, vocabulary=32, hidden_
 
 
 def grown(**changes):
-    """By what each phase's work grows."""
+    """Return the factor by which `changes` increase the work of each phase."""
     before, after = work(BASE), work(Point(**changes))
     return {phase: after[phase] / before[phase] for phase in PHASES}
 
@@ -30,13 +30,15 @@ def points(exponent, values=(1, 2, 4, 8), of_work=1.0):
     ]
 
 
-def test_work_is_linear_in_prompts_and_layers_and_no_more_than_that_in_samples():
+def test_work_is_linear_in_prompts_and_layers_and_sublinear_in_samples():
     assert grown(prompts=16) == pytest.approx({**dict.fromkeys(PHASES, 2), "train": 2}, rel=0.02)
     assert grown(layers=8)["score"] == pytest.approx(2)
-    assert all(1 < times < 2 for times in grown(samples=8).values()), "prompts are encoded once"
+    assert all(1 < times < 2 for times in grown(samples=8).values()), (
+        "a prompt is encoded once for all its samples"
+    )
 
 
-def test_work_is_up_to_quadratic_in_lengths_and_width_and_the_vocabulary_is_no_matter_of_scores():
+def test_score_work_is_at_most_quadratic_in_lengths_and_width_and_needs_no_vocabulary():
     for axis, value in (("prompt", 2**17), ("response", 2**17), ("hidden_size", 2**17)):
         more, twice = (work(Point(**{axis: x}))["score"] for x in (value, 2 * value))
         assert more / work(BASE)["score"] > value / getattr(BASE, axis)
@@ -45,16 +47,16 @@ def test_work_is_up_to_quadratic_in_lengths_and_width_and_the_vocabulary_is_no_m
     assert found.pop("score") == 1 and all(times > 30 for times in found.values())
 
 
-def test_an_exponent_is_the_slope_of_logarithms_over_all_and_over_the_last_two():
+def test_an_exponent_is_the_log_log_slope_over_all_points_and_over_the_last_two():
     assert slope([(2, 8), (4, 64), (8, 512)]) == pytest.approx(3)
     assert slope([(1, 1), (2, 2), (4, 2), (8, 1)]) == pytest.approx(0)
     curve = points(1.5)
-    curve[0]["cpu_s"]["train"] *= 4  # a cost that small updates have too
+    curve[0]["cpu_s"]["train"] *= 4  # an additional cost of small updates
     found = Exponent.of(curve, "train")
     assert found.end == pytest.approx(1.5) and found.all < 1.1 and found.work_all == pytest.approx(1)
 
 
-def test_what_grows_faster_than_its_work_is_marked():
+def test_a_phase_that_grows_faster_than_its_work_is_marked():
     assert Exponent.of(points(1.5), "train").too_fast
     assert not Exponent.of(points(1.5, of_work=1.4), "train").too_fast
     row = table({"prompts": points(1.5), "layers": points(0.9)}).splitlines()[2:]
@@ -62,7 +64,7 @@ def test_what_grows_faster_than_its_work_is_marked():
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_every_point_is_a_run_without_problems(axis, tmp_path, monkeypatch):
+def test_every_point_gives_a_valid_config(axis, tmp_path, monkeypatch):
     growth.make(SMALL, tmp_path)
     for value in AXES[axis][1]:
         assert math.log2(value).is_integer()

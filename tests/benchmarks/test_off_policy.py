@@ -1,4 +1,4 @@
-"""The off-policy study: fair runs, what it reads of them, what it leaves alone in its document."""
+"""Tests of the off-policy study: equal budgets, the tables, and the generated part of the document."""
 
 from dataclasses import replace
 
@@ -14,17 +14,17 @@ SWEPT = ("algo=", "seed=", "schedule.minibatches=", "hydra")
 
 
 def study(folder, skip=()):
-    """Runs of two algorithms; N loses a hundredth of the final win rate for each minibatch."""
+    """Write runs of two algorithms; each minibatch of an update lowers the final win rate by 0.01."""
     for seed in SEEDS:
         for algorithm in ("dpo", "ppo"):
             for n, lag in ((1, 0), (32, 0), (1, 1)):
                 settings = {"algo.name": algorithm, "schedule.minibatches": n, "schedule.max_lag": lag}
-                won = (0.8 - 0.01 * n + 0.04 * seed) / 4  # an update, of which there are 4
+                won = (0.8 - 0.01 * n + 0.04 * seed) / 4  # win rate gained per update; a run has 4 updates
                 write_run(folder / f"{algorithm}-{n}-{lag}-{seed}", seed=seed, won=won, **settings)
     return folder
 
 
-def test_all_runs_have_equally_many_episodes_and_steps_of_one_size():
+def test_all_runs_have_the_same_number_of_episodes_and_the_same_batch_size_per_step():
     for algorithm in ALGORITHMS:
         for n in (MINIBATCHES[0], MINIBATCHES[-1]):
             words = [word for word in SWEEPS[0] if not word.startswith(SWEPT)]
@@ -33,7 +33,9 @@ def test_all_runs_have_equally_many_episodes_and_steps_of_one_size():
             assert cfg.num_updates() * n == 64 and cfg.episodes_per_update == 2 * STEP * n
         lagging = objects(*(word for word in SWEEPS[1] if not word.startswith(SWEPT)), f"algo={algorithm}")
         alone = objects(*words, f"algo={algorithm}", "schedule.minibatches=1", "schedule.max_lag=1")
-        assert replace(lagging, generator=alone.generator) == alone, "but for processes and threads"
+        assert replace(lagging, generator=alone.generator) == alone, (
+            "only the processes and threads of the generator may differ"
+        )
 
 
 def test_a_cell_is_the_mean_over_seeds_with_their_range(tmp_path):
@@ -47,7 +49,7 @@ def test_a_cell_is_the_mean_over_seeds_with_their_range(tmp_path):
     assert off_policy.cell(cells[Setting("dpo", 32)][:1], "eval/win_rate", 3) == "0.520"
 
 
-def test_a_run_that_is_not_finished_is_not_read_and_one_too_many_is_refused(tmp_path):
+def test_unfinished_runs_are_skipped_and_duplicate_runs_are_rejected(tmp_path):
     folder = study(tmp_path)
     write_run(folder / "open", finished=False, **{"schedule.minibatches": 2})
     assert Setting("dpo", 2) not in off_policy.read(folder)
@@ -56,7 +58,7 @@ def test_a_run_that_is_not_finished_is_not_read_and_one_too_many_is_refused(tmp_
         off_policy.read(folder)
 
 
-def test_the_document_keeps_what_is_written_by_hand(tmp_path, monkeypatch, capsys):
+def test_the_document_keeps_its_handwritten_text(tmp_path, monkeypatch, capsys):
     document, figure = tmp_path / "off_policy.md", tmp_path / "off_policy.png"
     document.write_text(f"# Title\n{MARKS[0]}\nstale\n{MARKS[1]}\n\nA reading.\n")
     for name, value in (("DOCUMENT", document), ("FIGURE", figure), ("OUTPUTS", study(tmp_path / "runs"))):
@@ -68,10 +70,10 @@ def test_the_document_keeps_what_is_written_by_hand(tmp_path, monkeypatch, capsy
     assert "| `dpo` |" in capsys.readouterr().out
     assert figure.read_bytes().startswith(b"\x89PNG")
     off_policy.main(["--draw"])
-    assert document.read_text() == text, "the same again"
+    assert document.read_text() == text, "a second call must not change the document"
     with pytest.raises(UserError, match="must contain"):
         off_policy.fill("no marks", "text")
 
 
-def test_the_document_has_its_marks():
+def test_the_document_contains_the_marks():
     assert off_policy.fill(off_policy.DOCUMENT.read_text(), "text")

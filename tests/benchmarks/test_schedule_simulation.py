@@ -1,4 +1,4 @@
-"""The simulated schedule does what the loop does, and settles to what the closed form says."""
+"""Tests of the schedule simulation against the training loop and the closed form of the steady state."""
 
 import json
 
@@ -24,7 +24,7 @@ from tests.generators.test_replicas import noted, train
 
 @pytest.mark.parametrize(("generators", "lag"), [(2, 1), (2, 2), (3, 5), (4, 4)])
 @pytest.mark.parametrize("batch", [Batch(generate=3, train=1), Batch(1, 3, annotate=2, load=0.5)])
-def test_requests_and_versions_are_those_of_the_loop(generators, lag, batch):
+def test_requests_and_versions_equal_those_of_the_training_loop(generators, lag, batch):
     loop = noted(generators)
     versions = train(loop, lag, updates=12)
     made = simulate([batch] * 12, generators, lag)
@@ -33,7 +33,7 @@ def test_requests_and_versions_are_those_of_the_loop(generators, lag, batch):
     assert [[t for t in range(12) if made.generator[t] == i] for i in range(generators)] == requests
 
 
-def test_a_request_waits_for_its_weights_its_generator_and_the_annotator_and_an_update_for_its_batch():
+def test_requests_wait_for_weights_and_generator_and_updates_for_annotated_batches():
     batches = varied(Batch(generate=5, train=2, annotate=1.5, load=0.25), spread=0.8, number=200)
     n, lag = 3, 4
     made = simulate(batches, n, lag)
@@ -54,7 +54,7 @@ def test_a_request_waits_for_its_weights_its_generator_and_the_annotator_and_an_
 
 
 @pytest.mark.parametrize("g", [0.5, 1, 3.7, 16])
-def test_the_closed_forms_of_one_generator_and_of_enough_lag(g):
+def test_one_generator_and_sufficient_lag_match_their_closed_forms(g):
     batch, t = Batch(generate=g, train=1), 1
     assert seconds([batch], 1, 0) == pytest.approx(g + t)
     assert seconds([batch], 1, 1) == pytest.approx(max(g, t))
@@ -64,7 +64,7 @@ def test_the_closed_forms_of_one_generator_and_of_enough_lag(g):
 
 @pytest.mark.parametrize("generators", [1, 2, 3, 5])
 @pytest.mark.parametrize("lag", [0, 1, 2, 4, 7])
-def test_an_update_takes_what_the_slowest_circle_takes(generators, lag):
+def test_the_time_per_update_equals_the_closed_form_of_the_steady_state(generators, lag):
     for batch in (Batch(4, 1), Batch(1, 4, 2, 0.5), Batch(9, 2, 3, 1), Batch(1, 1, 6), Batch(7, 1)):
         made = simulate([batch] * 400, generators, lag)
         turn = generators * (lag + 1)
@@ -73,13 +73,13 @@ def test_an_update_takes_what_the_slowest_circle_takes(generators, lag):
         assert seconds([batch], generators, lag) == pytest.approx(expected / turn)
 
 
-def test_more_generators_than_requests_under_way_save_nothing():
+def test_more_generators_than_requests_in_flight_save_no_time():
     batch = Batch(generate=20, train=1)
     assert period(batch, 3, 2) < period(batch, 2, 2) and period(batch, 9, 2) == period(batch, 3, 2)
 
 
 @pytest.mark.parametrize(("g", "generators", "lag"), [(16, 16, 16), (16, 4, 4), (0.5, 1, 1), (16, 32, 16)])
-def test_the_least_lag_is_enough_and_one_less_is_not(g, generators, lag):
+def test_the_least_lag_is_sufficient_and_one_less_is_not(g, generators, lag):
     batch = Batch(generate=g, train=1)
     best = max(1, g / generators)
     assert least_lag(batch, generators) == lag == least_lag_found([batch], generators, best, within=1e-6)
@@ -94,7 +94,7 @@ def test_shares_of_waiting_and_idle_time():
     assert made.waiting(first, last) == pytest.approx(0) and made.idle(1, first, last) == pytest.approx(0.75)
 
 
-def test_uneven_sampling_needs_more_lag():
+def test_uneven_sampling_times_need_more_lag():
     batch = Batch(generate=8, train=1)
     uneven = varied(batch, spread=0.5)
     assert sum(each.generate for each in uneven) / len(uneven) == pytest.approx(8)
@@ -106,8 +106,8 @@ def begin(folder: RunFolder, *words: str) -> None:
     folder.write_environment()
 
 
-def test_a_run_is_compared_with_what_its_own_phases_predict(tmp_path):
-    """Rows that a loop with these phases leaves, where processes take 5 seconds to start."""
+def test_a_run_is_compared_with_the_prediction_from_its_phases(tmp_path):
+    """The metrics are those of a loop with the simulated phases. Its processes take 5 seconds to start."""
     batches = varied(Batch(generate=3, train=1, annotate=0.5, load=0.1), spread=0.4, number=30)
     made = simulate(batches, 2, 2)
     free, rows = -5.0, []
@@ -131,7 +131,7 @@ def test_a_run_is_compared_with_what_its_own_phases_predict(tmp_path):
     assert cells[:3] == ["2", "2", "29"] and cells[8] == "1.000" and cells[9] == cells[10]
 
 
-def test_a_run_without_a_row_for_each_update_is_refused(tmp_path):
+def test_a_run_without_a_row_for_each_update_is_rejected(tmp_path):
     begin(RunFolder(tmp_path))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"update": 2, "lr": 1.0}) + "\n")
     with pytest.raises(SystemExit, match=r"run it with schedule\.log_every=1"):

@@ -1,4 +1,4 @@
-"""Rules between sections, warnings, and the sizes that follow from a config."""
+"""Tests of the rules between config sections, of the warnings, and of the sizes derived from a config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf.config.identity import run_name
 
 STORED = "generator=dataset"
 
-PROBLEMS = {  # overrides: what one of the problems must hold
+PROBLEMS = {  # overrides: text that one of the problems must contain
     "schedule.total_episodes=null": "schedule.total_episodes must be set",
     "algo=reward schedule.total_epochs=null": "schedule.total_episodes or schedule.total_epochs must be set",
     "schedule.total_episodes=640 schedule.total_epochs=1": "must not both be set (each is the length",
@@ -112,7 +112,7 @@ PROBLEMS = {  # overrides: what one of the problems must hold
     "objective_metric=eval/kl schedule.eval_every=0": "schedule.eval_every must be > 0 with objective_metric",
 }
 
-WARNINGS = {
+WARNINGS = {  # overrides: text that one of the warnings must contain
     "scorer=facts": "scorer and scorer@gold are the same (facts)",
     "model.lora.targets=[dense]": "model.lora.targets has no effect with model.lora.rank=0",
     "model.lora.alpha=8": "model.lora.alpha has no effect with model.lora.rank=0",
@@ -142,7 +142,7 @@ def test_problem_is_found_with_its_rule_value_and_remedy(overrides):
 
 
 @pytest.mark.parametrize("overrides", WARNINGS)
-def test_warning_is_given_and_is_no_problem(overrides):
+def test_warning_is_reported_and_is_not_a_problem(overrides):
     cfg = compose(overrides.split())
     assert any(WARNINGS[overrides] in text for text in check.warnings(cfg))
     assert not check.problems(cfg)
@@ -165,7 +165,7 @@ def test_warning_is_given_and_is_no_problem(overrides):
         f"{STORED} schedule.total_episodes=null schedule.total_epochs=0.5",
     ],
 )
-def test_sound_runs_have_neither_problems_nor_warnings(overrides):
+def test_valid_configs_have_neither_problems_nor_warnings(overrides):
     cfg = compose(overrides.split())
     assert not check.problems(cfg) and not check.warnings(cfg)
 
@@ -185,7 +185,7 @@ def test_float16_needs_a_backend_that_scales_the_loss(monkeypatch):
     assert "model.dtype must be float32 or bfloat16 with backend=torch" in check.problems(cfg)[0]
 
 
-def test_recomputing_changes_no_figure_and_so_not_the_name_of_a_run():
+def test_gradient_checkpointing_does_not_change_the_run_name():
     names = {
         run_name(compose([f"model.gradient_checkpointing={on}", f"model.lora.rank={rank}"]))
         for on in ("false", "true")
@@ -195,7 +195,7 @@ def test_recomputing_changes_no_figure_and_so_not_the_name_of_a_run():
 
 
 @pytest.mark.parametrize("key", ["lr=-1", "lr=0"])
-def test_no_rule_trips_over_what_another_refuses(key):
+def test_rules_do_not_crash_on_values_that_another_rule_rejects(key):
     words = [
         "schedule.prompts_per_update=0",
         "schedule.minibatches=0",
@@ -213,7 +213,7 @@ def local_model(folder: Path, positions: int) -> Path:
     return folder
 
 
-def test_a_local_model_must_be_whole_and_have_room(tmp_path):
+def test_local_model_needs_weight_files_and_a_sufficient_context_length(tmp_path):
     folder = local_model(tmp_path / "policy", 128)
     found = check.problems(compose([f"model.policy={folder}"]))
     assert len(found) == 1 and "must be <= 128 (the context length of the model), got 192 + 40" in found[0]
@@ -222,7 +222,7 @@ def test_a_local_model_must_be_whole_and_have_room(tmp_path):
     assert any("no *.safetensors" in text for text in check.problems(compose([f"model.policy={folder}"])))
 
 
-def test_sizes_are_derived_before_anything_is_loaded():
+def test_sizes_are_computed_from_the_config_alone():
     words = [
         "schedule.minibatches=2",
         "schedule.epochs=2",
@@ -240,7 +240,7 @@ def test_sizes_are_derived_before_anything_is_loaded():
     }
 
 
-def test_the_share_of_the_cores_is_told_where_two_processes_work():
+def test_thread_counts_of_trainer_and_generator_processes_are_shown():
     rows = dict(sizes.describe(compose(["schedule.max_lag=1", "backend.threads=1", "generator.threads=1"])))
     assert rows["CPU threads"] == "trainer 1, generator process 1"
     rows = dict(
@@ -249,7 +249,7 @@ def test_the_share_of_the_cores_is_told_where_two_processes_work():
     assert rows["CPU threads"].endswith(", each of 2 generator processes 1")
 
 
-def test_sizes_of_a_run_in_epochs_follow_from_the_size_of_the_data():
+def test_updates_of_a_run_in_epochs_are_computed_from_the_size_of_the_data():
     sft = [
         "algo=sft",
         "task.train_size=640",

@@ -1,4 +1,4 @@
-"""Rules for saved rollouts, before a run reads them."""
+"""Tests of the rules for saved rollouts, which are checked before a run reads the files."""
 
 from __future__ import annotations
 

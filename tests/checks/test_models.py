@@ -1,4 +1,4 @@
-"""Rules for models: which must be named, and how long their context must be."""
+"""Tests of the rules for models: required model names, and the minimum context length."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def problems(*overrides: str) -> list[str]:
         ("algo=dpo model.policy=some/policy model.reward=some/reward", []),
     ],
 )
-def test_a_task_of_the_hub_names_the_models_that_its_run_loads(overrides, keys):
+def test_hub_task_requires_the_names_of_the_models_that_the_run_loads(overrides, keys):
     named = "task=tldr scorer@gold=none task.max_prompt_tokens=128 schedule.total_episodes=1280"
     words = [*named.split(), *overrides.split(), "model.context=1024"]
     if "algo=dpo" not in words:
@@ -44,7 +44,7 @@ def test_a_task_of_the_hub_names_the_models_that_its_run_loads(overrides, keys):
     assert [text.split(" ")[0] for text in found] == keys
 
 
-def test_the_shortest_context_of_all_models_counts(tmp_path):
+def test_shortest_context_length_of_all_models_is_the_limit(tmp_path):
     long, short = model(tmp_path / "long", 1024), model(tmp_path / "short", 128)
     assert problems(f"model.policy={long}", f"model.reward={long}") == []
     for key in ("model.policy", "model.reference", "model.reward"):
@@ -54,7 +54,7 @@ def test_the_shortest_context_of_all_models_counts(tmp_path):
     assert "must be <= 128" in problem
 
 
-def test_models_of_scorers_are_checked_under_their_own_key(tmp_path):
+def test_missing_scorer_model_is_reported_with_the_key_of_that_scorer(tmp_path):
     missing = tmp_path / "nowhere"
     for overrides, key in (
         (["scorer@gold=reward_model"], "gold.path"),
@@ -66,7 +66,7 @@ def test_models_of_scorers_are_checked_under_their_own_key(tmp_path):
 
 def test_a_value_model_may_start_from_the_reward_model_of_the_scorer():
     own = ["algo=ppo", "algo.value_from=reward"]
-    assert problems(*own) == [], "an embedded task makes the reward model"
+    assert problems(*own) == [], "an embedded task trains its own reward model"
     (problem,) = problems(*own, "scorer=facts")
     assert problem.startswith("model.reward must name a reward model for algo.value_from=reward")
     assert problems(*own, "scorer=facts", "model.reward=some/reward") == []

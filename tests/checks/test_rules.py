@@ -1,4 +1,4 @@
-"""Rules of a plug-in, and rules that an evaluation skips."""
+"""Tests of rules that a plug-in registers, and of rules that an evaluation skips."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_rules_of_a_plug_in_are_checked_with_all_others():
             rules.remove(odd_seeds)
 
 
-def test_an_evaluation_needs_no_length_and_no_batch_that_divides():
+def test_evaluation_skips_the_rules_for_run_length_and_batch_size():
     cfg = compose(["schedule.total_episodes=null", "backend.micro_batch=7"])
     assert len(check.problems(cfg)) == 2
     assert check.problems(cfg, training=False) == []

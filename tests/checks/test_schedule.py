@@ -1,4 +1,4 @@
-"""Rules for the length of a run and for batches of several ranks."""
+"""Tests of the rules for batches of several ranks, for divisible sizes and for the objective metric."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf.config.compose import compose
         ("eval.prompts=3", "got 3; start fewer ranks, or set eval.prompts=4"),
     ],
 )
-def test_every_rank_gets_a_prompt(monkeypatch, overrides, said):
+def test_batch_with_fewer_prompts_than_ranks_is_reported(monkeypatch, overrides, said):
     monkeypatch.setenv("WORLD_SIZE", "4")
     (problem,) = check.problems(compose([overrides]))
     assert said in problem
@@ -29,9 +29,9 @@ def test_every_rank_gets_a_prompt(monkeypatch, overrides, said):
 @pytest.mark.parametrize(
     ("value", "of", "nearest"), [(1000, 128, 1024), (10, 128, 128), (64, 3, 63), (7, 2, 8), (1, 2, 2)]
 )
-def test_a_remedy_is_the_nearest_multiple_and_at_least_one(value, of, nearest):
+def test_remedy_is_the_nearest_positive_multiple(value, of, nearest):
     assert nearest_multiple(value, of) == nearest
 
 
-def test_a_metric_of_no_evaluation_may_be_optimised_without_evaluations():
+def test_training_metric_can_be_the_objective_without_evaluations():
     assert check.problems(compose(["objective_metric=objective/scores", "schedule.eval_every=0"])) == []

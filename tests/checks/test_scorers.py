@@ -1,4 +1,4 @@
-"""Scorers as they are typed: mixes from the command line and from files, and what is refused."""
+"""Tests of scorer settings: rejected values, warnings, and weighted scorers from overrides and from files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 MIX = "scorer=weighted +scorer@scorer.parts.x"
 NO_SUCH = "NO_SUCH_TOKEN_OF_THE_TESTS"
 
-PROBLEMS = {  # overrides: what one of the problems must hold
+PROBLEMS = {  # overrides: text that one of the problems must contain
     "scorer.missing_eos_penalty=1": "scorer.missing_eos_score and scorer.missing_eos_penalty must not both "
     "be set (one replaces the score that the other lowers), got -1 and 1; set scorer.missing_eos_score=null",
     "scorer.missing_eos_penalty=-1": "scorer.missing_eos_penalty must be >= 0",
@@ -69,7 +69,7 @@ PROBLEMS = {  # overrides: what one of the problems must hold
     "scorer@gold=http": "gold.url must be http://",
 }
 
-MISTAKES = {  # what is typed: what the message must hold
+MISTAKES = {  # wrong overrides: text that the message must contain
     "scorer=weighted scorer@scorer.parts.x=facts": "scorer.parts.x must be chosen before it is set",
     "scorer=weighted +scorer.parts.x=facts": "got +scorer.parts.x=facts; choose it by scorer@scorer.parts.x=",
     "scorer=weighted scorer.parts.x.weight=2": "weight=2; choose it by scorer@scorer.parts.x=",
@@ -83,7 +83,7 @@ MISTAKES = {  # what is typed: what the message must hold
 
 
 def block(language: str) -> str:
-    """The first block of code in docs/rewards.md."""
+    """Return the first code block of a language in docs/rewards.md."""
     found = re.search(rf"```{language}\n(.*?)```", DOCS, re.S)
     assert found is not None
     return found[1]
@@ -97,13 +97,13 @@ def test_problem_is_found_with_its_rule_value_and_remedy(overrides):
 
 
 @pytest.mark.parametrize("typed", MISTAKES)
-def test_a_mistake_in_a_part_ends_as_one_message(command, typed):
+def test_wrong_override_of_a_weighted_scorer_gives_one_error_message(command, typed):
     answer = command(*typed.split())
     assert answer.code == 2 and len(answer.err.splitlines()) == 1 and answer.err.startswith("error: ")
     assert MISTAKES[typed] in answer.err
 
 
-def test_a_mix_is_made_on_the_command_line(command, tmp_path):
+def test_weighted_scorer_can_be_composed_on_the_command_line(command, tmp_path):
     (tmp_path / "own_rewards.py").write_text("def short(prompt, response, reference):\n    return 1.0\n")
     answer = command(
         "scorer=weighted",
@@ -119,7 +119,7 @@ def test_a_mix_is_made_on_the_command_line(command, tmp_path):
     assert weights == {"model": ("reward_model", 1.0), "short": ("function", 0.5)}
 
 
-def test_the_mix_of_the_docs_is_a_file_and_runs(command, tmp_path):
+def test_weighted_scorer_file_of_the_docs_runs(command, tmp_path):
     folder = tmp_path / "own" / "scorer"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(block("yaml"))
@@ -129,21 +129,21 @@ def test_the_mix_of_the_docs_is_a_file_and_runs(command, tmp_path):
     assert {n: p.weight for n, p in answer.runs[0][0].scorer.parts.items()} == {"model": 2, "brief": 0.5}
 
 
-def test_the_shipped_mix_is_sound_where_answers_are_checked():
+def test_shipped_weighted_scorer_is_valid_when_its_parts_fit_the_task():
     cfg = compose(["task=arithmetic", "scorer=reward_and_answer", "scorer.parts.answer.weight=2"])
     assert not check.problems(cfg) and cfg.scorer.reads_reward
     swapped = compose(["scorer=reward_and_answer", "scorer@scorer.parts.answer=facts"])
     assert not check.problems(swapped)
 
 
-def test_a_module_is_found_without_being_run(tmp_path, monkeypatch):
+def test_module_of_a_reward_function_is_found_without_running_it(tmp_path, monkeypatch):
     (tmp_path / "runs_nothing.py").write_text("raise SystemExit('it was run')\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])  # as a console script
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])  # no '', as in a console script
     assert not check.problems(compose(["scorer=function", "scorer.path=runs_nothing:f"]))
 
 
-def test_a_package_that_fails_is_told(tmp_path, monkeypatch):
+def test_package_that_fails_to_import_is_reported(tmp_path, monkeypatch):
     (tmp_path / "broken_package").mkdir()
     (tmp_path / "broken_package" / "__init__.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -151,13 +151,13 @@ def test_a_package_that_fails_is_told(tmp_path, monkeypatch):
     assert "(importing its package raised ZeroDivisionError: division by zero), got" in found
 
 
-def test_a_url_with_a_password_is_refused_and_not_repeated():
+def test_url_with_a_password_is_rejected_and_the_password_is_not_shown():
     found = check.problems(compose(["scorer=http", "scorer.url=http://me:hunter2@host/x"]))
     assert len(found) == 1 and "scorer.url must not contain a user name or password" in found[0]
     assert "hunter2" not in found[0]
 
 
-def test_a_token_is_named_in_the_config_and_not_held(command, monkeypatch):
+def test_saved_files_contain_the_name_of_the_token_variable_and_not_the_token(command, monkeypatch):
     monkeypatch.setenv("SCORE_TOKEN", "hunter2")
     words = ["scorer=http", "scorer.url=http://127.0.0.1:1/score", "scorer.token_variable=SCORE_TOKEN"]
     answer = command(*words)
@@ -169,7 +169,7 @@ def test_a_token_is_named_in_the_config_and_not_held(command, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["timeout_s=1", "retries=9", "concurrency=9", "token_variable=SCORE_TOKEN"])
-def test_how_a_service_is_reached_changes_no_runs_name(key):
+def test_connection_settings_of_a_service_do_not_change_the_run_name(key):
     http, part = ["scorer=http", "scorer.url=http://host/x"], [*f"{MIX}=http".split()]
     assert run_name(compose([*http, f"scorer.{key}"])) == run_name(compose(http))
     assert run_name(compose([*part, f"scorer.parts.x.{key}"])) == run_name(compose(part))
@@ -188,7 +188,7 @@ def test_how_a_service_is_reached_changes_no_runs_name(key):
         ),
     ],
 )
-def test_training_that_sees_its_judge_is_warned_of(overrides, key):
+def test_training_with_the_judge_as_scorer_gives_a_warning(overrides, key):
     cfg = compose(overrides.split())
     (found,) = check.warnings(cfg)
     assert found.startswith(f"{key} and scorer@gold are the same") and not check.problems(cfg)
@@ -204,16 +204,16 @@ def test_training_that_sees_its_judge_is_warned_of(overrides, key):
         "scorer@gold=weighted +scorer@gold.parts.x=facts",
     ],
 )
-def test_another_judge_is_no_cause_for_a_warning(overrides):
+def test_judge_that_differs_from_the_scorer_gives_no_warning(overrides):
     assert not check.warnings(compose(overrides.split()))
 
 
-def test_a_judge_has_no_say_on_a_missing_end():
+def test_missing_eos_score_of_the_judge_gives_a_warning():
     found = check.warnings(compose(["gold.missing_eos_score=-1"]))
     assert found == ["gold.missing_eos_score=-1 has no effect (the scores of a judge are not changed)"]
 
 
-def test_every_option_and_setting_is_told_of_in_the_docs():
+def test_every_scorer_and_its_settings_are_documented():
     assert all(f"| `{option}` |" in DOCS for option in options("scorer"))
     for name in ("reward_model", "answer", "function", "http", "weighted"):
         common = {field.name for field in fields(ScorerConfig)}

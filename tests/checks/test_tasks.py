@@ -1,4 +1,4 @@
-"""Rules for the local folders of a task: a run checks the folders that it reads, and no others."""
+"""Tests of the rules for data folders of a task: a run checks only the folders that it reads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_folder_of_pairs_that_a_run_does_not_read_is_a_warning(tmp_path):
     assert check.warnings(compose([*words, "generator=dataset"])) == []
 
 
-def test_a_data_set_that_another_replaces_is_a_warning(tmp_path):
+def test_setting_of_a_data_set_that_is_not_read_gives_a_warning(tmp_path):
     prompts, pairs = write(tmp_path / "prompts", PROMPT), write(tmp_path / "pairs", PAIR)
     words = ["task=preferences", "algo=reward", *MODELS, f"task.preferences_path={pairs}"]
     assert check.warnings(compose(words)) == []
@@ -60,7 +60,7 @@ def test_a_data_set_that_another_replaces_is_a_warning(tmp_path):
     assert sorted(text.split(" ")[0] for text in found) == ["task.path", "task.preferences_name"]
 
 
-def test_stand_ins_of_dialogues_need_no_pairs():
+def test_chat_reward_model_on_generated_data_needs_no_pairs():
     words = ["task=chat", "model=llama_8b", "algo=reward", "model.policy=some/sft"]
     assert len(check.problems(compose(words))) == 1
     assert check.problems(compose([*words, "stages.stand_ins=true"])) == []

@@ -1,4 +1,4 @@
-"""Arguments of evaluate, relabel and pipeline: mistakes are reported with a remedy, before torch is there."""
+"""Tests of the arguments of evaluate, relabel and pipeline: error messages, and effects on the config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = {"evaluate": evaluate_command, "relabel": relabel_command, "pipeline"
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """The folder of a finished run of zero2, with a checkpoint that four ranks wrote."""
+    """Return the folder of a finished run with backend=zero2 and a checkpoint that four ranks wrote."""
     folder = RunFolder(tmp_path / "run")
     folder.write_config(compose(["backend=zero2"]))
     folder.write_state({"update": 2, "episode": 32, "finished": True, "result": {}})
@@ -37,7 +37,10 @@ def run(tmp_path) -> Path:
 
 @pytest.fixture
 def call(monkeypatch, capsys, tmp_path, run):
-    """`call("evaluate", "run={run}")` is the command with these words: its exit code and what it says."""
+    """Return a function that runs a command in this process and returns its exit code, stdout and stderr.
+
+    Example: `call("evaluate", "run={run}")`, where `{run}` stands for the folder of the fixture `run`.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     (tmp_path / "there").mkdir()
@@ -98,15 +101,15 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("name", "words", "said"), MISTAKES, ids=lambda text: str(text)[:50])
-def test_a_mistake_is_told_with_exit_code_2(call, tmp_path, name, words, said):
+def test_wrong_arguments_are_reported_with_exit_code_2(call, tmp_path, name, words, said):
     before = sorted(tmp_path.rglob("*"))
     code, _, err = call(name, *words.split())
     assert code == 2 and "error: " in err and said in err, err
-    assert sorted(tmp_path.rglob("*")) == before, "nothing is made"
+    assert sorted(tmp_path.rglob("*")) == before, "a rejected command creates no file"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_task_of_a_slurm_job_is_a_rank_in_every_command(call, monkeypatch, name):
+def test_every_command_sets_the_rank_of_a_slurm_task(call, monkeypatch, name):
     named = []
     monkeypatch.setattr("rlhf.launch.slurm.name_rank", lambda: named.append(name))
     call(name, "-m")
@@ -114,7 +117,7 @@ def test_a_task_of_a_slurm_job_is_a_rank_in_every_command(call, monkeypatch, nam
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_tells_every_word_of_the_command(call, name):
+def test_help_lists_every_argument_of_the_command(call, name):
     code, out, _ = call(name, "--help")
     assert code == 0 and out.startswith(f"usage: python -m rlhf.{name} ")
     assert all(f"  {word}=" in out for word in COMMANDS[name].COMMAND.own)
@@ -122,7 +125,7 @@ def test_help_tells_every_word_of_the_command(call, name):
 
 
 @pytest.mark.process
-def test_mistakes_are_told_before_torch_is_imported(tmp_path, run):
+def test_wrong_arguments_are_reported_before_torch_is_imported(tmp_path, run):
     calls = [(name, words.format(run=run).split()) for name, words, _ in MISTAKES[::3]]
     script = (
         "import json, sys, importlib\n"
@@ -140,7 +143,7 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path, run):
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
-def test_a_run_with_an_option_of_a_package_that_is_not_installed_is_told_of(call, run):
+def test_run_with_an_option_of_a_missing_package_is_reported(call, run):
     file = run / "config.yaml"
     file.write_text(file.read_text().replace("schema/algo@algo: dpo", "schema/algo@algo: reinforce_mean"))
     code, _, err = call("evaluate", "run={run}")
@@ -149,10 +152,10 @@ def test_a_run_with_an_option_of_a_package_that_is_not_installed_is_told_of(call
     )
 
 
-# -- what the words mean ---------------------------------------------------------------------------
+# -- effects of the arguments -----------------------------------------------------------------------
 
 
-def test_words_change_the_settings_of_the_run_and_no_others(run):
+def test_arguments_of_evaluate_change_only_the_named_settings(run):
     folder = RunFolder(run)
     before = load_config(folder.config)
     cfg = evaluate.changed(
@@ -164,7 +167,7 @@ def test_words_change_the_settings_of_the_run_and_no_others(run):
     assert evaluate.changed(folder) == before
 
 
-def test_a_judge_is_chosen_with_its_own_settings(run, tmp_path):
+def test_evaluate_can_use_another_judge_with_its_settings(run, tmp_path):
     judge = tmp_path / "judge.py"
     judge.write_text("def brief(prompt, response, reference): return -len(response)\n")
     cfg = evaluate.changed(RunFolder(run), ["scorer@gold=function", f"gold.path={judge}:brief"])
@@ -172,7 +175,7 @@ def test_a_judge_is_chosen_with_its_own_settings(run, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["eval.prompts=7", "eval.temperature=0.5", "generator=vllm", "seed=3"])
-def test_what_changes_figures_makes_another_evaluation(run, word):
+def test_settings_that_change_results_change_the_evaluation_fingerprint(run, word):
     folder = RunFolder(run)
     before = evaluate.fingerprint(evaluate.changed(folder), "validation")
     assert evaluate.fingerprint(evaluate.changed(folder, [word]), "validation") != before
@@ -180,7 +183,7 @@ def test_what_changes_figures_makes_another_evaluation(run, word):
 
 
 @pytest.mark.parametrize("word", ["eval.samples=0", "progress=off", "backend.threads=1"])
-def test_what_changes_no_figure_makes_the_same_evaluation(run, word):
+def test_settings_that_do_not_change_results_keep_the_evaluation_fingerprint(run, word):
     folder = RunFolder(run)
     before = evaluate.fingerprint(evaluate.changed(folder), "validation")
     assert evaluate.fingerprint(evaluate.changed(folder, [word]), "validation") == before
@@ -214,7 +217,7 @@ def test_the_chain_has_the_stages_that_the_run_needs(words, names):
     assert stages(*words) == names
 
 
-def test_each_stage_reads_what_the_one_before_it_made(monkeypatch):
+def test_each_stage_reads_the_output_of_the_previous_stage(monkeypatch):
     cfg, named = pipeline.config_of([*STORED, "model.lora.rank=8", "backend=zero2", "gold.path=me/judge"])
     made = []
     monkeypatch.setattr(pipeline, "train", lambda cfg, folder: made.append(cfg))
@@ -230,7 +233,7 @@ def test_each_stage_reads_what_the_one_before_it_made(monkeypatch):
     assert sft.folder.name.startswith("tldr-pythia_410m-sft-dataset-lag0-seed0-")
 
 
-def test_overrides_of_a_stage_are_its_own():
+def test_overrides_of_a_stage_apply_to_that_stage_only():
     words = [*STORED, "backend.micro_batch=8", 'stages.sft=["optim.lr=2e-5","backend.micro_batch=4"]']
     cfg, _ = pipeline.config_of(words)
     sft, reward = stage(cfg, "sft"), stage(cfg, "reward")

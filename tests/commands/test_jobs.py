@@ -1,4 +1,4 @@
-"""Runs and sweeps: which folder, what is checked first, when a run goes on, starts again, is left alone."""
+"""Tests of run folders, validation before the start, resuming, finished runs, signals and exit codes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_the_same_command_has_the_same_folder_alone_and_in_a_sweep(command, tmp_
     assert len(run_folders(tmp_path)) == 2
 
 
-def test_hydras_own_run_dir_is_honoured(command, tmp_path):
+def test_hydra_run_dir_sets_the_run_folder(command, tmp_path):
     answer = command("hydra.run.dir=elsewhere/here")
     assert answer.runs[0][1].path == tmp_path / "elsewhere" / "here"
 
 
-def test_the_run_has_quiet_threads_and_tokenizers(command):
+def test_waiting_threads_are_passive_and_tokenizers_are_not_parallel(command):
     import os
 
     def look(cfg, folder):
@@ -52,7 +52,7 @@ def test_the_run_has_quiet_threads_and_tokenizers(command):
     assert command(during=look).code == 0
 
 
-def test_a_finished_run_says_so_and_is_left_alone(command):
+def test_finished_run_is_reported_and_skipped(command):
     command(during=finish)
     answer = command()
     assert answer.code == 0 and not answer.runs
@@ -61,13 +61,13 @@ def test_a_finished_run_says_so_and_is_left_alone(command):
     )
 
 
-def test_an_unfinished_run_is_called_again_in_its_folder(command, tmp_path):
+def test_unfinished_run_is_started_again_in_its_folder(command, tmp_path):
     first = command(during=lambda cfg, folder: folder.write_state({"finished": False, "update": 3}) or 0.0)
     second = command("resume=auto")
     assert second.runs[0][1] == first.runs[0][1] and len(run_folders(tmp_path)) == 1
 
 
-def test_resume_never_moves_the_old_run_aside_and_counts(command, tmp_path):
+def test_resume_never_moves_the_old_run_to_a_numbered_folder(command, tmp_path):
     name = command(during=finish).runs[0][1].path.name
     for _ in range(2):
         answer = command("resume=never", during=finish)
@@ -76,14 +76,14 @@ def test_resume_never_moves_the_old_run_aside_and_counts(command, tmp_path):
     assert (tmp_path / "outputs" / f"{name}.old-1" / "trainer_state.json").is_file()
 
 
-def test_a_requeued_job_keeps_its_work_whatever_resume_says(command, monkeypatch, tmp_path):
+def test_requeued_job_keeps_its_run_folder_with_resume_never(command, monkeypatch, tmp_path):
     command("resume=never", during=finish)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     command("resume=never")
     assert len(run_folders(tmp_path)) == 1
 
 
-def test_resume_must_wants_a_complete_checkpoint(command):
+def test_resume_must_requires_a_complete_checkpoint(command):
     folder = command().runs[0][1]
     checkpoint = folder.path / "checkpoint-10"
     checkpoint.mkdir()
@@ -93,14 +93,14 @@ def test_resume_must_wants_a_complete_checkpoint(command):
     assert len(command("resume=must").runs) == 1
 
 
-def test_a_state_file_that_is_broken_is_the_users_to_mend(command):
+def test_broken_state_file_is_reported_with_exit_code_2(command):
     folder = command().runs[0][1]
     folder.state.write_text("{")
     answer = command()
     assert answer.code == 2 and "trainer_state.json must be a JSON object" in answer.err
 
 
-def test_a_sweep_with_one_bad_job_starts_none_and_names_it(command, tmp_path):
+def test_sweep_with_invalid_jobs_starts_no_job_and_lists_the_invalid_ones(command, tmp_path):
     answer = command("-m", "seed=1,2", "optim.lr=1e-4,0", "eval.prompts=8")
     assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
     assert "error: 2 problems" in answer.err
@@ -109,20 +109,20 @@ def test_a_sweep_with_one_bad_job_starts_none_and_names_it(command, tmp_path):
 
 
 @pytest.mark.parametrize("sweep", ["algo=dpo,dppo", "algo.beta=0.1,high", "+algo.beat=1,2"])
-def test_a_sweep_whose_job_does_not_compose_starts_none(command, tmp_path, sweep):
+def test_sweep_with_a_job_that_does_not_compose_starts_no_job(command, tmp_path, sweep):
     answer = command("-m", sweep)
     assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
     assert "Traceback" not in answer.err and "must be" in answer.err
 
 
-def test_a_sweep_runs_every_combination_and_leaves_finished_ones_alone(command, tmp_path):
+def test_sweep_runs_every_combination_and_skips_finished_runs(command, tmp_path):
     first = command("-m", "algo=dpo,sft", "seed=1", during=finish)
     assert first.code == 0 and len(first.runs) == len(run_folders(tmp_path)) == 2
     second = command("-m", "algo=dpo,sft", "seed=1,2")
     assert [cfg.seed for cfg, _ in second.runs] == [2, 2] and second.out.count("finished already") == 2
 
 
-def test_resume_acts_in_each_job_of_a_sweep(command, tmp_path):
+def test_resume_applies_to_each_job_of_a_sweep(command, tmp_path):
     command("-m", "seed=1,2", during=finish)
     answer = command("-m", "seed=1,2", "resume=never", during=finish)
     assert len(answer.runs) == 2 and sum(".old-1" in name for name in run_folders(tmp_path)) == 2
@@ -140,24 +140,24 @@ def fail(error):
 @pytest.mark.parametrize(
     ("error", "code"), [(UserError("model.policy must fit"), 2), (RunError("stopped"), 1)]
 )
-def test_an_error_that_a_run_explains_has_no_traceback(command, error, code):
+def test_expected_error_of_a_run_is_reported_without_a_traceback(command, error, code):
     answer = command(during=fail(error))
     assert answer.code == code and answer.err in ("error: model.policy must fit\n", "error: stopped\n")
 
 
-def test_a_defect_keeps_its_traceback(command):
+def test_unexpected_error_of_a_run_keeps_its_traceback(command):
     with pytest.raises(ZeroDivisionError):
         command(during=lambda cfg, folder: 1 / 0)
-    with pytest.raises(ValueError, match="from within"):  # and none is taken for a mistake in the config
+    with pytest.raises(ValueError, match="from within"):  # it is not reported as a config error
         command(during=fail(ValueError("from within")))
 
 
-def test_interruption_exits_with_130(command):
+def test_ctrl_c_exits_with_code_130(command):
     assert command(during=fail(KeyboardInterrupt())).code == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_command_with_75(command, number):
+def test_signal_ends_the_command_with_exit_code_75(command, number):
     answer = command(during=lambda cfg, folder: signal.raise_signal(number))
     assert answer.code == os.EX_TEMPFAIL == 75 and "Traceback" not in answer.err
     assert answer.err.startswith(f"interrupted by {number.name}")
@@ -165,27 +165,27 @@ def test_a_signal_ends_the_command_with_75(command, number):
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_a_signal_ends_a_sweep_and_the_jobs_that_are_left_are_not_started(command):
+def test_signal_ends_a_sweep_and_the_remaining_jobs_are_not_started(command):
     answer = command("-m", "seed=1,2", during=lambda cfg, folder: signal.raise_signal(signal.SIGTERM))
     assert answer.code == os.EX_TEMPFAIL and [cfg.seed for cfg, _ in answer.runs] == [1]
 
-    def finishes_nevertheless(cfg, folder):
+    def finishes_despite_the_signal(cfg, folder):
         with interruptible() as interruption:
             interruption.defer()
             signal.raise_signal(signal.SIGTERM)
         return finish(cfg, folder)
 
-    answer = command("-m", "seed=1,2", during=finishes_nevertheless)
+    answer = command("-m", "seed=1,2", during=finishes_despite_the_signal)
     assert answer.code == os.EX_TEMPFAIL
     assert [folder.finished() is not None for _, folder in answer.runs] == [True, False]
-    assert command("seed=3", during=finishes_nevertheless).code == 0, "nothing is left to go on with"
+    assert command("seed=3", during=finishes_despite_the_signal).code == 0, "a finished run needs no resume"
 
 
 def test_exit_codes_of_the_run_pass_through(command):
     assert command(during=fail(SystemExit(5))).code == 5
 
 
-def test_only_the_first_rank_speaks_and_moves(command, monkeypatch, tmp_path):
+def test_only_the_first_rank_prints_and_moves_folders(command, monkeypatch, tmp_path):
     command(during=finish)
     monkeypatch.setenv("RANK", "1")
     assert command("resume=never").err == "" and len(run_folders(tmp_path)) == 1
@@ -193,6 +193,6 @@ def test_only_the_first_rank_speaks_and_moves(command, monkeypatch, tmp_path):
     assert silent.code == 2 and silent.err == ""
 
 
-def test_a_sweep_leaves_its_settings_beside_the_runs(command, tmp_path):
+def test_sweep_writes_its_settings_next_to_the_run_folders(command, tmp_path):
     command("-m", "seed=1")
     assert (tmp_path / "outputs" / "multirun.yaml").is_file()

@@ -1,4 +1,4 @@
-"""Mistakes on the command line: one message with its remedy, exit code 2, nothing made, nothing loaded."""
+"""Tests of errors on the command line: one message with a remedy, exit code 2, no folder, no torch import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 DPO_KEYS = "samples_per_prompt, loss_type, beta, label_smoothing, length_normalised, ties"
 
-MISTAKES = {  # what is typed: what the message must hold
+MISTAKES = {  # wrong arguments: texts that the message must contain
     "algo.beat=1": [f"algo.beat must be a setting of algo=dpo ({DPO_KEYS}), got algo.beat=1", "algo.beta?"],
     "+algo.beat=1": [
         "algo.beat must be a setting of algo=dpo",
@@ -71,7 +71,7 @@ MISTAKES = {  # what is typed: what the message must hold
     "model.tokenizer=./nowhere": ["model.tokenizer must name a tokenizer on the hub or a folder"],
 }
 
-IN_FILES = {  # experiment file of `own_conf`: what the message must hold
+IN_FILES = {  # experiment file of `own_conf`: texts that the message must contain
     "typo": ["algo.beat must be a setting of algo=dpo in experiment/typo.yaml", "did you mean algo.beta?"],
     "wrong_type": ["algo.beta must be a number in experiment/wrong_type.yaml, got 'high'"],
     "wrong_group": ["algoo must be a group in experiment/wrong_group.yaml", "did you mean algo?"],
@@ -81,7 +81,7 @@ IN_FILES = {  # experiment file of `own_conf`: what the message must hold
 
 
 @pytest.mark.parametrize("typed", MISTAKES)
-def test_a_mistake_ends_as_one_message_and_makes_no_folder(command, typed, tmp_path):
+def test_wrong_arguments_give_one_message_and_create_no_folder(command, typed, tmp_path):
     answer = command(*typed.split())
     assert answer.code == 2
     assert answer.err.startswith("error: ") and len(answer.err.splitlines()) == 1
@@ -92,38 +92,38 @@ def test_a_mistake_ends_as_one_message_and_makes_no_folder(command, typed, tmp_p
 
 
 @pytest.mark.parametrize("name", IN_FILES)
-def test_a_mistake_in_an_experiment_file_names_the_file(command, own_conf, name):
+def test_error_in_an_experiment_file_names_the_file(command, own_conf, name):
     answer = command("--config-dir", str(own_conf), f"experiment={name}")
     assert answer.code == 2 and answer.err.startswith("error: ") and not answer.runs
     for part in IN_FILES[name]:
         assert part in answer.err
 
 
-def test_a_sound_experiment_file_of_ones_own_runs(command, own_conf):
+def test_valid_experiment_file_of_the_user_runs(command, own_conf):
     answer = command("--config-dir", str(own_conf), "experiment=fine")
     assert answer.code == 0 and answer.runs[0][0].algo.beta == 0.3
 
 
-def test_all_problems_are_told_at_once(command):
+def test_all_problems_are_reported_together(command):
     answer = command("algo.beta=-1", "optim.lr=0", "schedule.total_episodes=1000", "seed=-1")
     assert answer.code == 2 and answer.err.startswith("error: 4 problems\n  - ")
     for key in ("algo.beta", "optim.lr", "schedule.total_episodes", "seed"):
         assert f"  - {key} must be" in answer.err
 
 
-def test_keys_that_were_added_are_told_together_with_values_that_are_missing(command):
+def test_unknown_added_keys_and_missing_values_are_reported_together(command):
     answer = command("+algo.beat=1", "+schedule.foo=1", "task.data_seed=???")
     assert "error: 3 problems" in answer.err
 
 
-def test_a_warning_stops_nothing(command):
+def test_warning_does_not_stop_the_run(command):
     answer = command("scorer=facts")
     assert answer.code == 0 and len(answer.runs) == 1
     assert "warning: scorer and scorer@gold are the same (facts)" in answer.err
 
 
 @pytest.mark.process
-def test_help_and_mistakes_import_neither_torch_nor_a_library_of_it(tmp_path, own_conf):
+def test_help_and_errors_do_not_import_torch_or_other_large_libraries(tmp_path, own_conf):
     commands = [
         ["--help"],
         ["--cfg", "job"],
@@ -163,7 +163,7 @@ print(json.dumps([codes, sorted(heavy)]))
 
 
 @pytest.mark.process
-def test_the_module_is_the_command(tmp_path: Path):
+def test_python_m_rlhf_train_reports_an_error(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "rlhf.train", "algo.beta=high"], cwd=tmp_path, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""Sweeps: what is missing is started, what fails is listed and stops nothing else."""
+"""Tests of sweeps: unfinished jobs are started, and failed jobs are listed without stopping the others."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rlhf.core.errors import RunError, UserError
 from tests.commands.test_jobs import fail, finish, run_folders
 
 
-def test_what_is_finished_is_not_even_started(command):
+def test_finished_jobs_are_not_started(command):
     command("-m", "seed=1,2", during=finish)
     answer = command("-m", "seed=1,2,3")
     assert [cfg.seed for cfg, _ in answer.runs] == [3]
     assert answer.out.count("finished already") == 2 and answer.out.count("job ") == 1
 
 
-def test_resume_never_starts_what_is_finished(command):
+def test_resume_never_starts_finished_jobs_again(command):
     command("-m", "seed=1,2", during=finish)
     assert len(command("-m", "seed=1,2", "resume=never").runs) == 2
 
@@ -48,25 +48,25 @@ def test_jobs_that_fail_are_listed_at_the_end_and_the_others_are_kept(command, t
     assert again.code == 0 and [cfg.seed for cfg, _ in again.runs] == [2]
 
 
-def test_errors_of_both_kinds_are_not_the_users_alone_to_mend(command):
+def test_sweep_with_user_errors_and_run_errors_exits_with_code_1(command):
     def during(cfg, folder):
-        raise UserError("mend it") if cfg.seed == 1 else RunError("it stopped")
+        raise UserError("invalid value") if cfg.seed == 1 else RunError("it stopped")
 
     assert command("-m", "seed=1,2", during=during).code == 1
 
 
-def test_batches_after_one_that_failed_are_run_too(command):
+def test_batches_after_a_failed_batch_still_run(command):
     answer = command("-m", "seed=1,2,3", "hydra.sweeper.max_batch_size=1", during=fail(RunError("stopped")))
     assert answer.code == 1 and [cfg.seed for cfg, _ in answer.runs] == [1, 2, 3]
 
 
-def test_jobs_that_share_their_folder_are_one_run(command, tmp_path):
+def test_jobs_with_the_same_run_folder_run_once(command, tmp_path):
     answer = command("-m", "generator.threads=1,2", "seed=1", during=finish)
     assert answer.code == 0 and len(answer.runs) == len(run_folders(tmp_path)) == 1
     assert "generator.threads=2: the same run as generator.threads=1" in answer.out
 
 
-def test_ctrl_c_ends_a_sweep_and_what_failed_before_is_told(command):
+def test_ctrl_c_ends_a_sweep_and_earlier_failures_are_reported(command):
     def during(cfg, folder):
         raise RunError("it stopped") if cfg.seed == 1 else KeyboardInterrupt
 
@@ -76,24 +76,22 @@ def test_ctrl_c_ends_a_sweep_and_what_failed_before_is_told(command):
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "local"])
-def test_a_launcher_that_is_given_finished_runs_alone_submits_nothing(
-    command, launcher, monkeypatch, tmp_path
-):
+def test_launcher_submits_nothing_when_all_runs_are_finished(command, launcher, monkeypatch, tmp_path):
     command("-m", "seed=1,2", during=finish)
     monkeypatch.setenv("PATH", str(tmp_path))  # no sbatch
     answer = command("-m", "seed=1,2", f"hydra/launcher={launcher}")
     assert answer.code == 0 and answer.out.count("finished already") == 2
 
 
-def test_slurm_is_named_where_there_is_none(command, monkeypatch, tmp_path):
+def test_slurm_launcher_without_slurm_is_reported(command, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     answer = command("-m", "seed=1", "hydra/launcher=slurm")
     assert answer.code == 2 and not answer.runs
     assert answer.err.startswith("error: hydra/launcher=slurm needs SLURM (sbatch is not found here)")
 
 
-def test_a_time_limit_that_leaves_no_time_is_refused(command, monkeypatch, tmp_path_factory):
-    sbatch = tmp_path_factory.mktemp("bin") / "sbatch"  # SLURM need not be installed: nothing is submitted
+def test_time_limit_not_longer_than_the_signal_delay_is_rejected(command, monkeypatch, tmp_path_factory):
+    sbatch = tmp_path_factory.mktemp("bin") / "sbatch"  # the test submits nothing, so it needs no SLURM
     sbatch.write_text("#!/bin/sh\nexit 1\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
@@ -103,7 +101,7 @@ def test_a_time_limit_that_leaves_no_time_is_refused(command, monkeypatch, tmp_p
     assert "hydra.launcher.timeout_min must be longer than hydra.launcher.signal_delay_s" in answer.err
 
 
-def test_optuna_maximises_and_goes_on_when_a_trial_fails(command, tmp_path):
+def test_optuna_search_maximises_and_continues_after_a_failed_trial(command, tmp_path):
     tried = []
 
     def during(cfg, folder):
@@ -122,14 +120,14 @@ def test_optuna_maximises_and_goes_on_when_a_trial_fails(command, tmp_path):
     shutil.rmtree(answer.runs[1][1].path)
     again = command(*words, during=during)
     assert again.out.count("finished already") >= 1, (
-        "the same seed proposes the same runs, until results differ"
+        "with the same seed, the search proposes the same runs until results differ"
     )
 
 
 @pytest.mark.parametrize(
     ("interval", "code", "text"), [("1e-4,1e-2", 1, "it stopped"), ("-2,-1", 2, "optim.lr must be > 0")]
 )
-def test_a_search_in_which_every_trial_fails_lists_them(command, interval, code, text):
+def test_search_lists_all_trials_when_every_trial_fails(command, interval, code, text):
     words = ["-m", "hydra/sweeper=search", "hydra.sweeper.n_trials=2", f"optim.lr=interval({interval})"]
     answer = command(*words, during=fail(RunError("it stopped")))
     assert answer.code == code and len(answer.runs) == (2 if code == 1 else 0)

@@ -1,4 +1,4 @@
-"""Settings of DeepSpeed: what is ours, what it knows, and what must be there."""
+"""Tests of the DeepSpeed settings: rejected keys, known keys, merged settings, and a missing package."""
 
 import importlib.util
 import subprocess
@@ -14,7 +14,7 @@ from rlhf.config.model import Dtype
 
 ZERO = [name for name in options("backend") if name.startswith("zero")]
 
-MISTAKES = {  # what is set in backend.deepspeed: what the message must hold
+MISTAKES = {  # value of backend.deepspeed: texts that the message must contain
     "{zero_optimisation: {}}": [
         "backend.deepspeed.zero_optimisation must be a key of DeepSpeed's configuration",
         "did you mean zero_optimization?",
@@ -42,20 +42,20 @@ MISTAKES = {  # what is set in backend.deepspeed: what the message must hold
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_the_defaults_are_sound(name):
+def test_default_deepspeed_settings_are_valid(name):
     assert len(ZERO) == 6
     assert not check.problems(compose([f"backend={name}"]))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence_with_its_remedy(mistake):
+def test_wrong_deepspeed_key_gives_one_line_with_a_remedy(mistake):
     (problem,) = check.problems(compose(["backend=zero2", f"+backend.deepspeed={mistake}"]))
     for part in MISTAKES[mistake]:
         assert part in problem
     assert "\n" not in problem
 
 
-def test_every_mistake_is_told():
+def test_every_wrong_deepspeed_key_is_reported():
     found = check.problems(compose(["backend=zero2", "+backend.deepspeed={xyz: 1, fp16: {}, optimizer: {}}"]))
     assert len(found) == 3
 
@@ -68,7 +68,7 @@ def test_without_deepspeed_the_error_names_the_extra(monkeypatch):
     assert not check.problems(compose(["backend=torch"]))
 
 
-def test_native_settings_are_merged_over_ours():
+def test_native_deepspeed_settings_are_merged_into_the_generated_settings():
     native = "{zero_optimization: {reduce_bucket_size: 7}, wall_clock_breakdown: true}"
     made = compose(["backend=zero3_offload", f"+backend.deepspeed={native}"]).backend.settings(
         Dtype.bfloat16, 0.3
@@ -86,7 +86,7 @@ def test_native_settings_are_merged_over_ours():
     assert plain["torch_autocast"]["enabled"] is False
 
 
-def test_a_native_setting_is_added_on_the_command_line(command):
+def test_native_deepspeed_setting_needs_a_plus_on_the_command_line(command):
     answer = command("backend=zero2", "+backend.deepspeed.wall_clock_breakdown=true")
     (run,) = answer.runs
     assert run[0].backend.deepspeed == {"wall_clock_breakdown": True}
@@ -106,7 +106,7 @@ def test_composing_imports_neither_deepspeed_nor_torch():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# Reads a configuration that takes note of the keys which are looked for.
+# A program that prints the keys that DeepSpeed looks up in its configuration.
 READ = """
 import os
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -135,7 +135,7 @@ print(*(Spy.asked - config._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys()))
 
 
 @pytest.mark.process
-def test_the_keys_that_are_known_are_those_that_deepspeed_reads():
+def test_known_keys_are_the_keys_that_deepspeed_reads():
     said = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True, check=True).stdout
     assert set(said.split()) == KNOWN
     assert {key.partition(".")[0] for key in OWNED} <= KNOWN

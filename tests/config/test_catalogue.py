@@ -1,4 +1,4 @@
-"""Every option of every group, and every experiment, composes into its schema, and --help tells of it."""
+"""Tests that every option composes into its schema, that --help lists it, and that packages contain it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_option_composes(group, option):
 
 
 @pytest.mark.parametrize("option", options("scorer"))
-def test_every_scorer_serves_as_judge(option):
+def test_every_scorer_can_be_the_judge(option):
     schema = re.search(
         r"/schema/scorer@_here_: (\w+)", (conf_dir() / "scorer" / f"{option}.yaml").read_text()
     )
@@ -47,12 +47,12 @@ def test_every_scorer_serves_as_judge(option):
 @pytest.mark.parametrize(
     "overrides", [[], ["algo=sft"], ["algo=reward"], ["generator=dataset"], ["debug=tiny"]]
 )
-def test_the_runs_of_the_readme_are_sound(overrides):
+def test_runs_of_the_readme_are_valid(overrides):
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         typed(hydra.compose("config", overrides))
 
 
-def test_stored_completions_bring_their_labels():
+def test_stored_completions_use_the_labels_scorer_by_default():
     assert compose("algo=sft").generator.name == "dataset"
     assert [compose(word).scorer.name for word in ("algo=sft", "algo=reward", "generator=dataset")] == [
         "labels"
@@ -60,21 +60,21 @@ def test_stored_completions_bring_their_labels():
     assert compose("generator=dataset", "scorer=reward_model").scorer.name == "reward_model"
 
 
-def test_several_loggers_at_once():
+def test_several_loggers_can_be_selected():
     logger = compose("logger=[wandb,tensorboard]", "logger.wandb.mode=offline").logger
     assert logger.wandb is not None and logger.wandb.mode == "offline" and logger.tensorboard is not None
     assert compose("logger=wandb").logger.tensorboard is None
     assert compose().logger.wandb is None
 
 
-def test_tuned_values_are_for_the_embedded_models_and_the_papers_for_the_rest():
+def test_tuned_values_apply_to_embedded_models_and_paper_values_to_others():
     assert compose().optim.lr != 3e-6
     assert compose("~tuned").optim.lr == 3e-6
     assert compose("model=pythia_410m").optim.lr == 3e-6
     assert compose("model=pythia_410m", "algo=sft").optim.lr == 1e-5
 
 
-def test_every_schema_has_an_option_and_every_option_a_first_line():
+def test_every_schema_has_an_option_and_every_option_has_a_description():
     used = {
         f"schema/{group}/{name}"
         for file in conf_dir().rglob("*.yaml")
@@ -84,7 +84,7 @@ def test_every_schema_has_an_option_and_every_option_a_first_line():
     assert all(options(group)[option] for group, option in CHOICES)
 
 
-def test_help_tells_every_group_option_and_shown_key(command):
+def test_help_lists_every_group_option_and_common_key(command):
     answer = command("--help")
     assert answer.code == 0 and "$" not in answer.out
     assert max(map(len, answer.out.splitlines())) <= 110
@@ -97,11 +97,11 @@ def test_help_tells_every_group_option_and_shown_key(command):
     assert {key for key in KEYS if "@" not in key} <= set(all_keys())
 
 
-def test_help_tells_options_of_ones_own(command, own_conf):
+def test_help_lists_options_of_a_user_config_folder(command, own_conf):
     assert "fine of the tests" in command("--config-dir", str(own_conf), "--help").out
 
 
-def test_a_wheel_carries_every_package_and_conf():
+def test_wheel_contains_every_package_and_conf():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {
         ".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "rlhf").rglob("__init__.py")

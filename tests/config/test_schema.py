@@ -1,4 +1,4 @@
-"""How a config section is declared: bounds of numbers, and the classes that an option takes."""
+"""Tests of config section declarations: bounds of numbers, and requirements on the classes of options."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def problems(section: Section) -> list[str]:
         ),
     ],
 )
-def test_a_number_out_of_its_bounds_is_one_sentence_with_its_remedy(values, problem):
+def test_number_out_of_bounds_gives_one_message_with_a_remedy(values, problem):
     assert problems(Numbers(**values)) == [problem]
 
 
@@ -64,14 +64,14 @@ def test_numbers_within_their_bounds_are_no_problems():
     assert problems(Numbers(count=1, rate=0.99, share=1, every=3)) == []
 
 
-def test_another_default_keeps_the_bound_of_the_base_section():
+def test_subclass_with_another_default_keeps_the_bounds_of_its_base():
     assert problems(Fewer(count=0)) == ["some.count must be >= 1 (things), got 0; set some.count=2"]
     assert bound_of(TLDRMiniConfig, "train_size") == bound_of(TLDRMiniConfig.__base__, "train_size")
     (problem,) = TLDRMiniConfig(train_size=0).problems("task")
     assert problem == "task.train_size must be >= 1 (examples to generate), got 0; set task.train_size=512"
 
 
-def test_an_option_is_a_keyword_only_dataclass_with_slots():
+def test_option_must_be_a_keyword_only_dataclass_with_slots():
     @dataclass(kw_only=True)
     class Open(Section):
         """A class without slots accepts unknown keys."""
@@ -94,7 +94,7 @@ def test_an_option_is_a_keyword_only_dataclass_with_slots():
 def test_a_subclass_does_not_inherit_the_address_of_its_part():
     @dataclass(kw_only=True, slots=True)
     class Other(TLDRMiniConfig):
-        """A section that is registered nowhere."""
+        """A section that is not registered."""
 
     assert TLDRMiniConfig in PARTS and Other not in PARTS
 

@@ -1,10 +1,12 @@
+"""Micro-batches of rollouts: their order and the trimming of padding."""
+
 import torch
 
 from rlhf.core.batch import microbatches, trim
 from tests.tiny_models import tiny_rollouts
 
 
-def test_the_longest_come_first_each_trimmed_to_its_own():
+def test_longest_rows_come_first_and_each_micro_batch_is_trimmed():
     batch = tiny_rollouts(prompts=6, samples=2)
     lengths = batch.prompt_mask.sum(1) + batch.response_mask.sum(-1).amax(1)
     parts = list(microbatches(batch, 4))
@@ -16,7 +18,7 @@ def test_the_longest_come_first_each_trimmed_to_its_own():
         assert micro.response_mask.shape[2] == int(batch.response_mask[rows].sum(-1).max())
 
 
-def test_two_columns_of_prompts_and_one_of_responses_stay():
+def test_trim_keeps_at_least_two_prompt_columns_and_one_response_column():
     batch = tiny_rollouts()
     batch.prompt_mask[:, :-1] = False
     batch.response_mask[..., 1:] = False

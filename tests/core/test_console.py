@@ -1,4 +1,4 @@
-"""Progress is a live bar, plain lines at intervals, or nothing."""
+"""The progress display: a live bar, plain lines at intervals, or no output."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Files are complete or absent, and digests do not depend on the order of keys."""
+"""Atomic writing of files and folders, reading of JSON lines, and digests of settings."""
 
 import os
 
@@ -12,7 +12,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_replaces_the_older_one_completely(tmp_path):
+def test_a_new_folder_replaces_the_old_folder_completely(tmp_path):
     for name in ("old", "new"):
         with whole(tmp_path / "model") as scratch:
             scratch.mkdir()
@@ -31,7 +31,7 @@ def test_a_failed_block_leaves_the_older_folder_and_no_scratch_folder(tmp_path, 
     assert names(tmp_path) == ["model"] and names(tmp_path / "model") == []
 
 
-def test_the_remains_of_a_crash_do_not_become_part_of_the_next_attempt(tmp_path):
+def test_scratch_files_left_by_a_crash_are_not_published(tmp_path):
     scratch_of(tmp_path / "model").mkdir()
     (scratch_of(tmp_path / "model") / "half").touch()
     with whole(tmp_path / "model") as scratch:
@@ -46,7 +46,7 @@ def test_other_ranks_than_the_first_do_not_rename_or_remove_the_scratch_folder(t
     assert names(tmp_path) == [".tmp-model"]
 
 
-def test_a_durable_folder_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+def test_a_durable_folder_is_synced_to_disk_before_it_is_renamed(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(files, "sync", lambda path: synced.append((path.name, (tmp_path / "model").exists())))
     with whole(tmp_path / "model", durable=True) as scratch:

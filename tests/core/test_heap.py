@@ -1,3 +1,5 @@
+"""The heap settings of glibc, which keep freed memory for later tensors."""
+
 import os
 import platform
 import subprocess
@@ -21,9 +23,9 @@ print(faults() - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap can be told")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap setting exists only in glibc")
 @pytest.mark.process
-def test_what_tensors_gave_back_is_there_for_the_next_unless_the_environment_says_otherwise():
+def test_freed_tensor_memory_is_reused_unless_the_environment_configures_malloc():
     pages = {}
     for said in ("", "MALLOC_TRIM_THRESHOLD_"):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}

@@ -1,4 +1,4 @@
-"""The rank of a process and the number of ranks are what its launcher says."""
+"""The rank of a process and the number of ranks, read from the environment variables of the launcher."""
 
 import pytest
 
@@ -28,14 +28,14 @@ def test_a_launcher_numbers_the_ranks(launch):
     assert (rank(), world_size(), local_rank(), local_world_size(), is_first_rank()) == (5, 8, 1, 4, False)
 
 
-def test_all_ranks_are_on_this_host_unless_the_launcher_gives_their_number(launch):
+def test_local_world_size_is_world_size_unless_the_launcher_sets_it(launch):
     launch(WORLD_SIZE="4")
     assert local_world_size() == 4
     launch(WORLD_SIZE="4", LOCAL_SIZE="2")  # DeepSpeed's launcher
     assert local_world_size() == 2
 
 
-def test_only_the_first_task_of_slurm_prints_before_the_ranks_have_their_numbers(launch):
+def test_only_slurm_task_zero_is_first_rank_before_rank_variables_are_set(launch):
     launch(SLURM_PROCID="3")
     assert not is_first_rank() and rank() == 0
     launch(SLURM_PROCID="3", RANK="0")

@@ -1,4 +1,4 @@
-"""What memory a machine has: RAM within its limits, GPUs that are visible."""
+"""The memory of a machine: RAM within cgroup limits, and visible GPUs."""
 
 import os
 
@@ -16,7 +16,7 @@ def written(file, text):
     file.write_text(text)
 
 
-def test_the_limit_of_a_container_or_a_job_counts(tmp_path):
+def test_cgroup_v2_limits_of_containers_and_jobs_are_read(tmp_path):
     membership, root = tmp_path / "cgroup", tmp_path / "fs"
     membership.write_text("0::/slurm/job_7/step_0\n")
     written(root / "slurm/job_7/step_0/memory.max", "max\n")
@@ -25,7 +25,7 @@ def test_the_limit_of_a_container_or_a_job_counts(tmp_path):
     assert sorted(machine.cgroup_limits(membership, root)) == [4 * GIB, 9 * GIB]
 
 
-def test_limits_of_the_older_kind_are_read_too(tmp_path):
+def test_cgroup_v1_limits_are_read(tmp_path):
     membership, root = tmp_path / "cgroup", tmp_path / "fs"
     membership.write_text("5:cpu,cpuacct:/x\n4:memory:/docker/abc\n")
     written(root / "memory/docker/abc/memory.limit_in_bytes", f"{2 * GIB}\n")
@@ -34,7 +34,7 @@ def test_limits_of_the_older_kind_are_read_too(tmp_path):
     assert machine.cgroup_limits(tmp_path / "nothing", root) == []
 
 
-def test_ram_is_at_most_what_there_is(monkeypatch):
+def test_ram_is_at_most_the_installed_memory_and_the_cgroup_limit(monkeypatch):
     machine.this_machine.cache_clear()
     assert 0 < machine.this_machine().ram <= psutil.virtual_memory().total
     machine.this_machine.cache_clear()
@@ -45,7 +45,7 @@ def test_ram_is_at_most_what_there_is(monkeypatch):
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """A program that answers as nvidia-smi does, with what is given."""
+    """Return a function that installs a fake nvidia-smi with the given shell script as its body."""
 
     def install(body: str) -> None:
         program = tmp_path / "nvidia-smi"
@@ -63,19 +63,19 @@ TWO = "printf '0, GPU-aa1, 81920\\n1, GPU-bb2, 40960\\n'"
     ("visible", "gib"),
     [(None, (80, 40)), ("1,0", (40, 80)), ("1", (40,)), ("", ()), ("GPU-bb", (40,)), ("0,7,1", (80,))],
 )
-def test_gpus_are_those_that_are_visible_in_that_order(nvidia_smi, visible, gib):
+def test_gpus_are_listed_in_the_order_of_the_visible_devices(nvidia_smi, visible, gib):
     nvidia_smi(TWO)
     assert machine.gpus(visible) == tuple(size * GIB for size in gib)
 
 
 @pytest.mark.parametrize("body", ["exit 9", "echo nonsense", "printf '0, GPU-a, [N/A]\\n'", "sleep 9"])
-def test_gpus_are_not_known_where_nvidia_smi_does_not_tell(nvidia_smi, monkeypatch, body):
+def test_no_gpus_are_listed_if_nvidia_smi_fails_or_hangs(nvidia_smi, monkeypatch, body):
     monkeypatch.setattr(machine, "TIMEOUT_S", 0.2)
     nvidia_smi(body)
     assert machine.gpus(None) == ()
 
 
-def test_a_build_of_torch_for_cuda_is_told_from_its_version_file(tmp_path, monkeypatch):
+def test_a_cuda_build_of_torch_is_detected_from_its_version_file(tmp_path, monkeypatch):
     assert machine.torch_has_cuda() == (torch.version.cuda is not None)
     for text, told in (("cuda: Optional[str] = '12.8'", True), ("cuda: Optional[str] = None", False)):
         (tmp_path / "version.py").write_text(f"__version__ = '2'\n{text}\n")

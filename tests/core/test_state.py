@@ -1,4 +1,4 @@
-"""The counters of a run, and what is due at them."""
+"""The counters of a run, and the updates at which periodic actions are due."""
 
 import pytest
 
@@ -19,11 +19,11 @@ def due(every, updates=10, at_end=False):
     "every, expected",
     [(3, [3, 6, 9]), (0.25, [3, 5, 8, 10]), (0.2, [2, 4, 6, 8, 10]), (1, list(range(1, 11))), (0, [])],
 )
-def test_due_every_so_many_updates_or_every_fraction_of_the_run(every, expected):
+def test_due_every_n_updates_or_every_fraction_of_the_run(every, expected):
     assert due(every) == expected
 
 
-def test_due_at_the_end_though_the_period_does_not_fall_there():
+def test_due_at_the_last_update_if_at_end_is_set():
     assert due(4, at_end=True) == [4, 8, 10]
     assert due(0, at_end=True) == []
 
@@ -47,7 +47,7 @@ def test_a_supervised_run_counts_epochs_and_examples():
     assert state.position() == {"update": 1, "epoch": 0.5, "examples": 4}
 
 
-def test_a_state_that_is_loaded_stands_where_it_was_saved():
+def test_a_loaded_state_equals_the_saved_state():
     state = SupervisedState(num_updates=4, data_size=8)
     state.advance(tiny_rollouts())
     other = SupervisedState(num_updates=4, data_size=8)

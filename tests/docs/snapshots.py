@@ -1,7 +1,7 @@
-"""What recipes and sweeps resolve to, kept under snapshots/ so that a change of any value is seen.
+"""Snapshots of the resolved values of every recipe and sweep: a changed value changes a file in snapshots/.
 
-`make snapshots` (python -m tests.docs.snapshots) writes them anew; look at the difference before you
-commit it.
+`make snapshots` (python -m tests.docs.snapshots) writes the snapshots again. Review the differences before
+you commit them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SWEEPS = sorted(options("sweep"))
 
 @cache
 def compose(*words: str, with_hydra: bool = False) -> DictConfig:
-    """The composed config of a command line, one for all who ask."""
+    """Return the composed config of a command line. Calls with the same arguments share one object."""
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return hydra.compose("config", list(words), return_hydra_config=with_hydra)
 
 
 def leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested dictionaries, with its dotted key."""
+    """Yield every value of nested dictionaries with its dotted key."""
     if isinstance(tree, dict) and tree:
         for name, below in tree.items():
             yield from leaves(below, f"{key}.{name}".lstrip("."))
@@ -42,20 +42,20 @@ def leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def objects(*words: str) -> Config:
-    """The same as the objects of its sections."""
+    """Return the config of a command line as objects of its section classes."""
     made = OmegaConf.to_object(compose(*words))
     assert isinstance(made, Config)
     return made
 
 
 def resolved(*words: str) -> dict[str, Any]:
-    """Every value that a command line resolves to, by its dotted key."""
+    """Return every resolved value of the config of a command line, by its dotted key."""
     plain = OmegaConf.to_container(compose(*words), resolve=True, enum_to_str=True)
     return dict(leaves(plain))
 
 
 def header(group: str, name: str) -> dict[str, str]:
-    """What the first comments of an option say: Paper, Hardware, Time, Metric, Command."""
+    """Return the fields in the comments of an option: Paper, Hardware, Time, Metric, Command."""
     text = (conf_dir() / group / f"{name}.yaml").read_text()
     return dict(re.findall(r"^# (\w+): +(.+)$", text, re.M))
 
@@ -64,7 +64,7 @@ RELABELS = [name for name in RECIPES if " -m rlhf.relabel " in header("experimen
 
 
 def jobs(sweep: str) -> list[list[str]]:
-    """The overrides of each run of a sweep with the recipe that its command names."""
+    """Return the overrides of each run of a sweep, with the recipe that the command of the sweep names."""
     words = header("sweep", sweep)["Command"].partition(" -m rlhf.train -m ")[2].split()
     config = compose(*words, with_hydra=True)
     choices = [
@@ -74,24 +74,24 @@ def jobs(sweep: str) -> list[list[str]]:
 
 
 def lines(values: dict[str, Any]) -> str:
-    """One value a line, as YAML."""
+    """Return the values as YAML, one value per line."""
     return "".join(f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
 
 
 def of_recipe(name: str) -> str:
-    """The snapshot of a recipe."""
+    """Return the snapshot of a recipe."""
     return lines(resolved(f"experiment={name}"))
 
 
 def of_sweep(name: str) -> str:
-    """The snapshot of a sweep: what differs from one run to another."""
+    """Return the snapshot of a sweep: the values that differ between its runs."""
     runs = [resolved(*words) for words in jobs(name)]
     changes = [key for key in runs[0] if any(run[key] != runs[0][key] for run in runs)]
     return "\n".join(lines({key: run[key] for key in changes}) for run in runs)
 
 
 def snapshots() -> dict[Path, str]:
-    """Every snapshot by its file."""
+    """Return every snapshot by its file."""
     return {
         **{FOLDER / f"{name}.yaml": of_recipe(name) for name in RECIPES},
         **{FOLDER / f"sweep_{name}.yaml": of_sweep(name) for name in SWEEPS},
@@ -99,7 +99,7 @@ def snapshots() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write them all, and take away those of recipes that are no more."""
+    """Write all snapshots, and delete the files that belong to no recipe or sweep."""
     FOLDER.mkdir(exist_ok=True)
     found = snapshots()
     for file in set(FOLDER.glob("*.yaml")) - set(found):

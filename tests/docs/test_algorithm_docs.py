@@ -1,4 +1,4 @@
-"""docs/algorithms.md names what there is, with the defaults that it has."""
+"""Tests that docs/algorithms.md describes every algorithm and setting, with the defaults of the code."""
 
 import re
 from dataclasses import fields
@@ -18,7 +18,7 @@ ALGORITHMS = sorted(options("algo"))
 
 
 def table(heading: str) -> dict[str, list[str]]:
-    """The rows of the first table after a heading, by their first cell."""
+    """Return the rows of the first table after a heading, by their first cell."""
     lines = DOCS.partition(f"## {heading}\n")[2].partition("\n## ")[0].splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith("| `")]
     return {name.strip(" `"): [cell.strip() for cell in cells] for name, *cells in rows[1:]}

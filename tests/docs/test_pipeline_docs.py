@@ -1,4 +1,4 @@
-"""The commands of docs/pipeline.md and of the README are as the commands take them."""
+"""Tests that the commands and metrics in docs/pipeline.md and in the README are correct."""
 
 import re
 from pathlib import Path
@@ -20,14 +20,14 @@ COMMANDS = re.findall(r"python -m rlhf\.(evaluate|relabel|pipeline) ([^`\n]+)", 
 
 
 def words_of(typed: str, folder: Path) -> list[str]:
-    """The words of a command, with a folder or model of that name for what the reader is to fill in."""
+    """Return the arguments of a command, with a folder or a model name in place of each placeholder."""
     typed = re.sub(r"outputs/<run name>", str(folder), typed)
     typed = typed.replace("<hub name>", "me/pairs").replace("gold.path=<model>", "gold.path=me/judge")
     return typed.replace("output=<folder>", f"output={folder}/new").replace("<folder>", str(folder)).split()
 
 
 @pytest.mark.parametrize(("name", "typed"), [c for c in COMMANDS if "..." not in c[1]])
-def test_a_command_of_the_docs_is_taken(tmp_path, name, typed):
+def test_command_of_the_docs_is_accepted(tmp_path, name, typed):
     folder = RunFolder(tmp_path)
     folder.write_config(compose([]))
     for split in ("train", "validation"):
@@ -43,11 +43,11 @@ def test_a_command_of_the_docs_is_taken(tmp_path, name, typed):
         pipeline.config_of(words)
 
 
-def test_there_are_commands_of_each(tmp_path):
+def test_docs_have_commands_of_evaluate_relabel_and_pipeline(tmp_path):
     assert {name for name, _ in COMMANDS} == {"evaluate", "relabel", "pipeline"} and len(COMMANDS) >= 9
 
 
-def test_every_figure_of_the_table_is_one_that_an_evaluation_has():
+def test_metrics_in_the_docs_are_the_metrics_of_an_evaluation():
     from rlhf.training import evaluators
 
     source = Path(evaluators.__file__).read_text()

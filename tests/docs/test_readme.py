@@ -1,4 +1,4 @@
-"""What the README says composes, prints and exists as written."""
+"""Tests of the README (its algorithm, options and links) and of the memory plan in docs/memory.md."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def reinforce(tmp_path, monkeypatch) -> Iterator[type[AlgoConfig]]:
-    """The section of the README's algorithm; its files are not written into the package."""
+    """Yield the config section of the algorithm in the README, without writing files into the package."""
     objective, section = blocks("python")
     name, file = "rlhf.objectives.reinforce", tmp_path / "reinforce.py"
     file.write_text(objective)
@@ -35,7 +35,7 @@ def reinforce(tmp_path, monkeypatch) -> Iterator[type[AlgoConfig]]:
     monkeypatch.setitem(sys.modules, name, module_from_spec(spec))
     spec.loader.exec_module(sys.modules[name])
     names = dict(vars(algo))
-    exec(section, names)  # as at the end of rlhf/config/algo.py
+    exec(section, names)  # the README appends this code to rlhf/config/algo.py
     yield names["ReinforceConfig"]
     del PARTS[SCHEMAS.pop("schema/algo/reinforce")]
 
@@ -75,9 +75,9 @@ def test_the_readme_names_only_options_that_exist():
     named = {word for row in table for word in re.findall(r"`(\w+)`", row)}
     known = {name for group in options.groups() for name in options.options(group)}
     assert named <= known, named - known
-    assert {"dpo", "pythia", "tldr", "facts", "vllm", "zero2", "wandb"} <= named, "the table is read"
+    assert {"dpo", "pythia", "tldr", "facts", "vllm", "zero2", "wandb"} <= named, "the table is found"
 
 
-def test_links_of_the_readme_lead_somewhere():
+def test_links_of_the_readme_point_to_existing_files():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target

@@ -1,4 +1,4 @@
-"""Every recipe and every sweep: a sound run, with the paper's values, that says what it takes."""
+"""Tests that recipes and sweeps are valid, have the paper's values, and state their hardware and memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.docs.snapshots import FOLDER, RECIPES, RELABELS, SWEEPS, header, obje
 
 DOCS = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 
-# -- what the paper and its shipped recipes say, written down by hand ------------------------------
-# Batches are `micro x accumulation` on each GPU that trains: of pairs for dpo and reward, of responses for
-# ppo and rloo, of examples for sft, of best responses for bok.
+# -- values of the paper and of its published recipes, copied by hand ------------------------------
+# A batch is `micro x accumulation` items on each GPU that trains. An item is a pair for dpo and reward, a
+# response for ppo and rloo, an example for sft, and a best response for bok.
 
 POLICIES = {"410m": "mnoukhov/pythia410m-sft-tldr", "1b": "mnoukhov/pythia1b-sft-tldr"}
 POLICIES |= {"2_8b": "mnoukhov/pythia2.8b-sft-tldr"}
@@ -85,7 +85,7 @@ GSM8K = {
     "generator.response_length": 512,
     "eval.temperature": 0.01,
     "optim.lr": 3e-6,
-    "objective_metric": "eval/gold_score",  # the part of right answers; none can beat a reference
+    "objective_metric": "eval/gold_score",  # share of correct answers; no answer can beat the reference
     **BF16,
 }
 BEST_AND_WORST = {**DPO, "algo.samples_per_prompt": 4, "optim.max_grad_norm": 1.0}
@@ -104,7 +104,7 @@ def models(size: str) -> dict[str, Any]:
 
 
 def batch(per: int, micro: int, accumulation: int, gpus: int = 1, samples: int = 1) -> dict[str, Any]:
-    """A batch of `per` sequences each (2: pairs) in our terms: `samples` of a prompt are counted apart."""
+    """Return the config values of a batch: `per` sequences per item, `samples` items per prompt."""
     return {
         "backend.micro_batch": per * micro,
         "schedule.prompts_per_update": micro * accumulation * gpus // samples,
@@ -221,7 +221,7 @@ FACTS: dict[str, dict[str, Any]] = {
     "chat_8b_dpo_async": {**CHAT_DPO, "schedule.max_lag": 1},
 }
 
-ONLINE_DPO = {  # micro x accumulation, of pairs
+ONLINE_DPO = {  # micro x accumulation, in pairs
     ("410m", "dpo"): (8, 16), ("1b", "dpo"): (8, 16), ("2_8b", "dpo"): (2, 64),
     ("410m", "dpo_4gpu"): (32, 4), ("1b", "dpo_4gpu"): (16, 8), ("2_8b", "dpo_4gpu"): (4, 32),
     ("410m", "dpo_async"): (21, 8), ("1b", "dpo_async"): (8, 21), ("2_8b", "dpo_async"): (6, 28),
@@ -237,7 +237,7 @@ for (size, kind), (micro, accumulation) in ONLINE_DPO.items():
         facts["generator.batch_size"] = ROLLOUT_BATCH[size]
     FACTS[f"tldr_{size}_{kind}"] = facts
 
-NOT_SHIPPED = {  # of other sizes or GPUs than the original's: the rest is the paper's
+NOT_SHIPPED = {  # model sizes or GPU counts that the paper's recipes lack; other values are the paper's
     "tldr_410m_sft": {**TLDR, **models("410m"), **SUPERVISED},
     **{f"tldr_{s}_ppo": {**TLDR, **models(s), **ONLINE, **PPO, **ALONE} for s in ("1b", "2_8b")},
     **{f"tldr_{s}_rloo": {**TLDR, **models(s), **ONLINE, **RLOO, **ALONE} for s in ("1b", "2_8b")},
@@ -246,13 +246,13 @@ NOT_SHIPPED = {  # of other sizes or GPUs than the original's: the rest is the p
     **{f"tldr_{s}_rloo_async": {**TLDR, **models(s), **ONLINE, **RLOO, **ASYNC, **BF16} for s in BASES},
     **{f"tldr_{s}_bok_async": {**TLDR, **models(s), **ONLINE, **ASYNC, **BF16} for s in BASES},
 }
-SEQUENCES = {  # tokens of a prompt and its response
+SEQUENCES = {  # tokens of a prompt with its response
     **{f"tldr_{s}_sft": 580 for s in BASES}, **{f"tldr_{s}_reward": 640 for s in BASES},
     "tldr_410m_dpo_offline": 640, "chat_8b_sft": 4096, "chat_8b_reward": 1024,
 }  # fmt: skip
 
 
-def test_every_recipe_has_its_facts():
+def test_every_recipe_has_expected_values():
     assert sorted(FACTS | NOT_SHIPPED) == RECIPES and not FACTS.keys() & NOT_SHIPPED.keys()
 
 
@@ -267,7 +267,7 @@ def test_a_recipe_has_the_papers_values(name):
 
 @pytest.mark.parametrize("size", BASES)
 @pytest.mark.parametrize("algo", ["ppo", "rloo", "bok"])
-def test_an_asynchronous_batch_is_that_of_the_shipped_recipes(size, algo):
+def test_asynchronous_batch_size_is_that_of_the_published_recipes(size, algo):
     cfg = objects(f"experiment=tldr_{size}_{algo}_async")
     assert (cfg.schedule.prompts_per_update if algo == "bok" else cfg.episodes_per_update) == 504
     assert cfg.num_updates() == 256
@@ -279,20 +279,20 @@ def test_an_asynchronous_batch_is_that_of_the_shipped_recipes(size, algo):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_resolves_to_its_snapshot(name):
     kept = (FOLDER / f"{name}.yaml").read_text()
-    assert snapshots.of_recipe(name) == kept, "if this is meant: make snapshots"
+    assert snapshots.of_recipe(name) == kept, "if the change is intended, run `make snapshots`"
 
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_sweep_resolves_to_its_snapshot(name):
     kept = (FOLDER / f"sweep_{name}.yaml").read_text()
-    assert snapshots.of_sweep(name) == kept, "if this is meant: make snapshots"
+    assert snapshots.of_sweep(name) == kept, "if the change is intended, run `make snapshots`"
 
 
-def test_there_is_no_snapshot_of_what_is_no_more():
+def test_every_snapshot_belongs_to_a_recipe_or_a_sweep():
     assert {file.stem for file in FOLDER.glob("*")} == {*RECIPES, *(f"sweep_{name}" for name in SWEEPS)}
 
 
-# -- sound runs ------------------------------------------------------------------------------------
+# -- valid runs ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def pairs(tmp_path: Path) -> Path:
 
 
 def words(name: str, pairs: Path) -> list[str]:
-    """The words of a recipe's command, with names in place of what its user is to name, but for `output=`."""
+    """Return the arguments of a recipe's command, with names for placeholders and without `output=`."""
     said = re.split(r" -m rlhf\.(?:train|relabel output=\S+) ", header("experiment", name)["Command"])[1]
     said = said.replace("<SFT>", "some/sft").replace("<reward model>", "some/reward")
     return said.replace("<pairs>", str(pairs)).split()
@@ -311,27 +311,27 @@ def words(name: str, pairs: Path) -> list[str]:
 
 @pytest.fixture
 def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on the machine that a recipe is for."""
+    """Make every package look installed."""
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_command_of_a_recipe_is_a_sound_run(name, pairs, everything_installed):
+def test_command_of_a_recipe_is_a_valid_run(name, pairs, everything_installed):
     chosen = words(name, pairs)
     assert chosen[0] == f"experiment={name}"
     doubts = check.warnings(typed(snapshots.compose(*chosen), chosen))
     if name in RELABELS:
         assert relabelling.pairs_of(chosen).gold.described == TLDR["gold.path"]
-    if name.startswith("gsm8k"):  # answers are checked, there as here
+    if name.startswith("gsm8k"):  # as in the paper, training and evaluation check answers
         assert len(doubts) == 1 and doubts[0].startswith("scorer and scorer@gold are the same (answer)")
     else:
         assert doubts == []
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_opens_with_what_it_takes(name):
+def test_recipe_begins_with_paper_hardware_time_metric_and_command(name):
     said = header("experiment", name)
     assert list(said)[:5] == ["Paper", "Hardware", "Time", "Metric", "Command"]
     ranks = objects(f"experiment={name}").backend.ranks
@@ -342,7 +342,7 @@ def test_a_recipe_opens_with_what_it_takes(name):
 
 GPT_NEOX = {"model_type": "gpt_neox", "tie_word_embeddings": False, "vocab_size": 50304}
 LLAMA = {"model_type": "llama", "tie_word_embeddings": False}
-PUBLISHED = {  # config.json of the models, less what their size does not depend on
+PUBLISHED = {  # config.json of the models, only the keys that determine the model size
     r"pythia-?410m": {**GPT_NEOX, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
     r"pythia-?1b": {**GPT_NEOX, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8},
     r"pythia-?2.8b": {**GPT_NEOX, "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -381,7 +381,7 @@ def published_size(name: str) -> model_size.ModelSize | None:
 
 
 def judging(cfg: Config) -> float:
-    """The bytes on a GPU that scores pairs: the judge's weights, and a forward of sequences that are full."""
+    """Return the bytes on a GPU that scores pairs: the judge's weights and a full-length forward."""
     size = published_size(cfg.gold.path).scoring()
     batch = cfg.gold.batch_size
     tokens = activations.Tokens(prompts=batch, samples=1, prompt=512, response=128, apart=False)
@@ -390,7 +390,7 @@ def judging(cfg: Config) -> float:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_memory_in_the_opening_is_that_of_the_plan(name, pairs, monkeypatch):
+def test_memory_in_the_recipe_header_is_that_of_the_plan(name, pairs, monkeypatch):
     cfg = objects(*words(name, pairs))
     for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(variable, str(cfg.backend.ranks))
@@ -401,13 +401,13 @@ def test_the_memory_in_the_opening_is_that_of_the_plan(name, pairs, monkeypatch)
         plan = memory.plan(cfg, Machine(2**42, (80 * GIB,) * 8))
         needed = next(use.bytes for use in plan.uses if use.device.startswith("GPU")) / GIB
     (said,) = re.findall(r"about (\d+) GiB", header("experiment", name)["Hardware"])
-    assert math.isclose(int(said), needed, rel_tol=0.1, abs_tol=1), f"it is {needed:.0f} GiB now"
+    assert math.isclose(int(said), needed, rel_tol=0.1, abs_tol=1), f"the plan needs {needed:.0f} GiB"
 
 
 # -- hardware --------------------------------------------------------------------------------------
 
 
-def test_a_recipe_for_several_gpus_is_shown_anywhere(command):
+def test_recipe_for_several_gpus_can_be_printed_on_any_machine(command):
     answer = command("experiment=tldr_2_8b_dpo_async", "--cfg", "job")
     assert answer.code == 0 and "name: vllm" in answer.out and "ranks: 3" in answer.out
 
@@ -420,7 +420,7 @@ def test_a_recipe_for_several_gpus_is_shown_anywhere(command):
         ("tldr_2_8b_dpo_4gpu", ["backend.device must be", "got 4 with 1 started"]),
     ],
 )
-def test_a_recipe_for_gpus_is_refused_where_there_are_none(
+def test_recipe_for_gpus_is_rejected_without_cuda(
     command, monkeypatch, everything_installed, tmp_path, name, said
 ):
     monkeypatch.setattr(machine, "torch_has_cuda", lambda: False)
@@ -445,11 +445,11 @@ def test_a_recipe_for_gpus_is_refused_where_there_are_none(
         (["experiment=tldr_410m_dpo_vllm"], 1, 1, None),
         (["experiment=tldr_410m_dpo_4gpu"], 4, 2, "4 GPUs here (4 to train, 0 to sample), got 2"),
         (["experiment=chat_8b_dpo_async"], 7, 8, None),
-        (["experiment=tldr_410m_dpo"], 1, 0, None),  # nvidia-smi did not say
+        (["experiment=tldr_410m_dpo"], 1, 0, None),  # the number of GPUs is unknown
         ([], 2, 0, None),
     ],
 )
-def test_processes_and_gpus_are_counted_before_a_run(monkeypatch, words, ranks, gpus, said):
+def test_processes_and_gpus_are_checked_before_a_run(monkeypatch, words, ranks, gpus, said):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
@@ -458,14 +458,14 @@ def test_processes_and_gpus_are_counted_before_a_run(monkeypatch, words, ranks, 
     assert (found == []) if said is None else (len(found) == 1 and said in found[0])
 
 
-def test_a_wish_for_less_than_one_rank_is_refused(command):
+def test_backend_ranks_below_1_is_rejected(command):
     answer = command("backend.ranks=0")
     assert answer.code == 2 and "backend.ranks must be >= 1" in answer.err
 
 
 # -- sweeps ----------------------------------------------------------------------------------------
 
-SWEPT = {  # by hand: the paper's studies
+SWEPT = {  # studies of the paper, copied by hand
     "minibatches": ("schedule.minibatches", [1, 2, 4, 8, 16, 32, 64]),
     "epochs": ("schedule.epochs", [1, 2, 3]),
     "samples": ("algo.samples_per_prompt", [2, 4, 8]),
@@ -495,25 +495,25 @@ def test_the_command_of_a_sweep_starts_its_runs(command, monkeypatch, everything
         assert [cfg.num_updates() for cfg, _ in answer.runs] == [1024, 512, 256]
 
 
-def test_a_sweep_goes_with_what_else_is_swept_and_with_any_run(command):
+def test_sweep_option_can_be_combined_with_other_swept_keys_and_any_run(command):
     answer = command("-m", "sweep=epochs", "seed=1,2")
     assert answer.code == 0, answer.err
     ran = [(cfg.schedule.epochs, cfg.seed, cfg.task.name) for cfg, _ in answer.runs]
     assert ran == [(epochs, seed, "tldr_mini") for epochs in (1, 2, 3) for seed in (1, 2)]
 
 
-def test_every_sweep_is_the_papers():
+def test_every_sweep_is_a_study_of_the_paper_and_starts_without_m():
     assert sorted(SWEPT) == SWEEPS
     for name in SWEEPS:
         mode = OmegaConf.select(snapshots.compose(f"sweep={name}", with_hydra=True), "hydra.mode")
-        assert str(mode).endswith("MULTIRUN"), "so that it is a sweep without -m too"
+        assert str(mode).endswith("MULTIRUN"), "a sweep option must start a sweep without -m too"
 
 
 # -- docs ------------------------------------------------------------------------------------------
 
 
 def table(heading: str) -> dict[str, list[str]]:
-    """The rows of the tables below a heading, by their first cell."""
+    """Return the rows of the tables below a heading, by their first cell."""
     text = DOCS.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     return {name.strip("`"): cells for name, *cells in rows}
@@ -545,6 +545,6 @@ def test_the_docs_have_every_hardware_option():
 
 
 @pytest.mark.parametrize("words", re.findall(r"^    (?:python|torchrun .*) -m rlhf\.train (.*)$", DOCS, re.M))
-def test_other_commands_of_the_docs_are_sound(words, everything_installed):
+def test_other_commands_of_the_docs_are_valid(words, everything_installed):
     chosen = [word.strip("'") for word in words.split() if word != "-m"]
     typed(snapshots.compose(*chosen), chosen)

@@ -1,4 +1,4 @@
-"""docs/reliability.md: every fault of the page has a test, and its exit codes are those of the command."""
+"""Tests that every fault in docs/reliability.md has a test and that the exit codes are correct."""
 
 from __future__ import annotations
 
@@ -27,123 +27,123 @@ SWEEPS = "end_to_end/test_sweeps.py"
 SWEEP_COMMANDS = "commands/test_sweeps.py"
 WORKER = "processes/test_worker.py"
 
-TESTS: dict[str, dict[str, list[str]]] = {  # fault, as on the page -> its tests by file
+TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> its tests by file
     "`kill -9` of the trainer": {
-        SURVIVAL: ["test_killed_in_the_middle_of_a_run", "test_killed_at_random_moments"],
-        ASYNC: ["test_a_killed_trainer_leaves_no_process_and_goes_on_to_the_same_rows"],
+        SURVIVAL: ["test_run_killed_after_a_checkpoint_resumes_with_identical_results", "test_run_killed_at_random_moments_resumes_with_identical_results"],
+        ASYNC: ["test_a_killed_trainer_leaves_no_process_and_resumes_to_the_same_rows"],
     },
-    "`kill -9` while a checkpoint is written": {SURVIVAL: ["test_killed_in_the_middle_of_a_checkpoint"]},
+    "`kill -9` while a checkpoint is written": {SURVIVAL: ["test_run_killed_in_a_checkpoint_resumes_from_the_previous_checkpoint"]},
     "`kill -9` while weights are sent to the generator": {
-        SURVIVAL: ["test_killed_in_the_middle_of_a_weight_transfer"],
-        WORKER: ["test_a_process_ends_with_its_trainer_and_leaves_nothing"],
+        SURVIVAL: ["test_run_killed_in_a_weight_transfer_resumes_with_identical_results"],
+        WORKER: ["test_a_process_ends_with_its_trainer_and_leaves_no_files"],
     },
     "`kill -9` of `rlhf.pipeline`": {
-        PIPELINE: ["test_killed_in_every_stage_it_goes_on_and_ends_as_it_would_have"]
+        PIPELINE: ["test_chain_killed_in_every_stage_resumes_and_ends_like_an_uninterrupted_run"]
     },
     "`kill -9` or SIGTERM of `rlhf.relabel`": {
-        RELABEL: ["test_what_was_interrupted_goes_on_and_ends_the_same"]
+        RELABEL: ["test_interrupted_relabelling_resumes_and_gives_identical_pairs"]
     },
     "SIGTERM during training": {
         SURVIVAL: [
-            "test_sigterm_ends_the_command_with_a_checkpoint_and_75",
-            "test_interrupted_and_gone_on_with_equals_uninterrupted",
+            "test_sigterm_ends_the_command_with_a_checkpoint_and_exit_code_75",
+            "test_resume_after_a_signal_equals_an_uninterrupted_run",
         ]
     },
     "SIGUSR1 or SIGUSR2 during training": {
-        SURVIVAL: ["test_interrupted_and_gone_on_with_equals_uninterrupted"]
+        SURVIVAL: ["test_resume_after_a_signal_equals_an_uninterrupted_run"]
     },
     "signal while the trainer waits for the generator": {
-        SURVIVAL: ["test_interrupted_while_the_generator_is_waited_for"]
+        SURVIVAL: ["test_signal_during_a_wait_for_the_generator_interrupts_the_run"]
     },
     "signal after the last update": {SURVIVAL: ["test_a_signal_after_the_last_update_lets_the_run_finish"]},
     "SIGTERM during a stage (SFT model, pairs, reward model)": {
-        SURVIVAL: ["test_interrupted_in_each_stage_made_on_the_way"]
+        SURVIVAL: ["test_resume_after_a_signal_in_each_stage_equals_an_uninterrupted_run"]
     },
-    "second SIGTERM": {SIGNALS: ["test_a_second_sigterm_ends_the_process_at_once_whatever_it_is_doing"]},
-    "Ctrl-C": {ASYNC: ["test_ctrl_c_ends_trainer_and_worker"]},
-    "signal to the generator process": {ASYNC: ["test_signals_to_stop_are_the_trainers_to_obey"]},
+    "second SIGTERM": {SIGNALS: ["test_a_second_sigterm_ends_a_blocked_process_at_once"]},
+    "Ctrl-C": {ASYNC: ["test_ctrl_c_ends_trainer_and_worker_processes"]},
+    "signal to the generator process": {ASYNC: ["test_the_generator_process_ignores_stop_signals"]},
     "generator process killed": {
         ASYNC: ["test_a_worker_killed_in_the_middle_of_a_run_changes_no_row"],
         WORKER: [
-            "test_a_lost_request_is_sampled_again_by_the_same_version",
-            "test_a_process_killed_while_it_waits_is_replaced",
+            "test_a_lost_request_is_sampled_again_with_the_same_version",
+            "test_a_process_killed_while_idle_is_replaced",
         ],
     },
     "generator process killed while it loads weights": {
-        WORKER: ["test_a_process_lost_while_it_takes_weights_takes_them_again"]
+        WORKER: ["test_a_process_lost_while_it_loads_weights_loads_the_weights_again"]
     },
-    "generator process hangs": {WORKER: ["test_a_lost_request_is_sampled_again_by_the_same_version"]},
+    "generator process hangs": {WORKER: ["test_a_lost_request_is_sampled_again_with_the_same_version"]},
     "annotator process killed": {ASYNC: ["test_an_annotator_killed_in_the_middle_of_a_run_changes_no_row"]},
     "process lost more than `generator.restarts` times": {
-        ASYNC: ["test_a_worker_that_cannot_be_replaced_ends_the_run"],
+        ASYNC: ["test_a_run_ends_if_the_generator_exceeds_its_restarts"],
         WORKER: ["test_a_process_lost_too_often_stops_the_run"],
     },
-    "weights arrive damaged in the generator": {WORKER: ["test_weights_that_did_not_arrive_stop_the_run"]},
-    "`kill -9` of a rank": {RANKS: ["test_a_rank_that_is_killed_ends_the_run_and_fewer_ranks_can_go_on"]},
-    "a rank hangs": {RANKS: ["test_a_rank_that_hangs_ends_the_run_when_the_others_have_waited"]},
-    "error in one rank": {RANKS: ["test_an_error_of_one_rank_is_told"]},
+    "weights arrive damaged in the generator": {WORKER: ["test_a_failed_weight_transfer_stops_the_run"]},
+    "`kill -9` of a rank": {RANKS: ["test_killed_rank_ends_the_run_and_one_rank_resumes_it"]},
+    "a rank hangs": {RANKS: ["test_hanging_rank_ends_the_run_after_backend_timeout"]},
+    "error in one rank": {RANKS: ["test_error_of_one_rank_is_reported_with_its_rank"]},
     "ZeRO checkpoint of another number of ranks": {
-        BACKENDS: ["test_a_divided_checkpoint_is_refused_to_other_ranks_before_anything_is_loaded"]
+        BACKENDS: ["test_a_divided_checkpoint_is_rejected_on_another_number_of_ranks_before_loading"]
     },
     "a job of a sweep fails": {
         SWEEP_COMMANDS: ["test_jobs_that_fail_are_listed_at_the_end_and_the_others_are_kept"],
-        SWEEPS: ["test_what_fails_is_listed_and_the_others_are_kept"],
+        SWEEPS: ["test_failed_job_is_listed_and_other_results_are_kept"],
     },
     "a SLURM job of a sweep dies": {
-        SLURM: ["test_a_job_that_fails_or_dies_is_listed_and_the_others_are_kept"]
+        SLURM: ["test_failed_and_killed_jobs_are_listed_and_other_results_are_kept"]
     },
     "SIGTERM during a sweep": {
-        JOBS: ["test_a_signal_ends_a_sweep_and_the_jobs_that_are_left_are_not_started"]
+        JOBS: ["test_signal_ends_a_sweep_and_the_remaining_jobs_are_not_started"]
     },
     "time limit or preemption of a SLURM job": {
         SLURM: [
-            "test_a_job_that_hits_its_time_limit_is_requeued_and_ends_as_undisturbed",
-            "test_a_job_that_is_preempted_goes_on_later",
-            "test_a_job_of_two_nodes_is_stopped_requeued_and_ends_as_undisturbed",
+            "test_job_at_its_time_limit_is_requeued_and_ends_like_an_uninterrupted_run",
+            "test_preempted_job_resumes_and_ends_like_an_uninterrupted_run",
+            "test_two_node_job_is_stopped_requeued_and_ends_like_an_uninterrupted_run",
         ]
     },
     "a SLURM job is cancelled": {
-        SLURM: ["test_a_sweep_that_lost_its_terminal_finds_its_jobs_and_ctrl_c_cancels_them"]
+        SLURM: ["test_restarted_sweep_finds_its_queued_job_and_ctrl_c_cancels_the_job"]
     },
     "the terminal of a SLURM sweep is lost": {
-        SLURM: ["test_a_sweep_that_lost_its_terminal_finds_its_jobs_and_ctrl_c_cancels_them"]
+        SLURM: ["test_restarted_sweep_finds_its_queued_job_and_ctrl_c_cancels_the_job"]
     },
     "disk full while a checkpoint is written": {
         SURVIVAL: [
-            "test_a_checkpoint_without_room_costs_nothing_but_itself",
-            "test_a_disk_that_fills_up_costs_checkpoints_and_then_the_model",
+            "test_checkpoint_without_disk_space_is_skipped_with_a_warning",
+            "test_disk_that_fills_up_skips_checkpoints_and_then_fails_at_the_model",
         ],
-        CHECKPOINT: ["test_a_checkpoint_without_room_is_a_warning_and_the_last_one_stays"],
+        CHECKPOINT: ["test_a_full_disk_gives_a_warning_and_the_last_checkpoint_is_kept"],
     },
     "disk full while the final model is written": {
         SURVIVAL: [
-            "test_a_model_without_room_is_an_error_that_names_the_last_checkpoint",
-            "test_a_disk_that_fills_up_costs_checkpoints_and_then_the_model",
+            "test_full_disk_at_the_final_model_is_an_error_that_names_the_last_checkpoint",
+            "test_disk_that_fills_up_skips_checkpoints_and_then_fails_at_the_model",
         ]
     },
     "disk full while metrics or another file is written": {
         SURVIVAL: [
-            "test_a_row_without_room_is_an_error_that_names_the_file",
+            "test_full_disk_at_a_metrics_row_is_an_error_that_names_the_file",
             "test_a_disk_that_is_full_ends_the_run_without_a_traceback",
         ]
     },
     "a checkpoint file is truncated": {
-        SURVIVAL: ["test_a_damaged_checkpoint_is_passed_over"],
-        CHECKPOINT: ["test_a_file_that_is_not_as_it_was_written_is_noticed_and_named"],
+        SURVIVAL: ["test_damaged_checkpoint_is_skipped"],
+        CHECKPOINT: ["test_a_damaged_file_is_detected_and_named"],
     },
-    "a checkpoint file is altered": {SURVIVAL: ["test_a_damaged_checkpoint_is_passed_over"]},
+    "a checkpoint file is altered": {SURVIVAL: ["test_damaged_checkpoint_is_skipped"]},
     "all checkpoints are damaged": {
-        SURVIVAL: ["test_where_every_checkpoint_is_damaged_the_run_starts_again_unless_it_must_go_on"]
+        SURVIVAL: ["test_run_restarts_if_all_checkpoints_are_damaged_unless_resume_is_must"]
     },
     "a new checkpoint is incomplete after writing": {
-        CHECKPOINT: ["test_an_older_checkpoint_is_kept_until_the_new_one_is_as_it_was_written"]
+        CHECKPOINT: ["test_the_old_checkpoint_is_kept_if_the_new_checkpoint_is_damaged"]
     },
     "loss or gradient norm is NaN or infinite": {
-        RUN: ["test_a_loss_that_is_not_finite_stops_the_run_and_names_what_is_needed_to_go_on"]
+        RUN: ["test_non_finite_loss_stops_the_run_and_names_the_last_checkpoint"]
     },
     "other settings in the same folder": {SURVIVAL: ["test_other_settings_are_refused"]},
     "other training examples": {SURVIVAL: ["test_other_data_are_refused_before_a_model_is_loaded"]},
-    "other versions of torch, transformers or vLLM": {SURVIVAL: ["test_other_libraries_are_warned_of"]},
+    "other versions of torch, transformers or vLLM": {SURVIVAL: ["test_other_library_versions_give_a_warning"]},
 }
 
 
@@ -157,7 +157,7 @@ ROWS = [row for row in TABLES if row[0] != "fault"]
 
 
 def names_in(file: str) -> set[str]:
-    """The names of a file's tests; none if there is no such file."""
+    """Return the names of the tests in a file, or an empty set if the file does not exist."""
     path = ROOT / "tests" / file
     body = ast.parse(path.read_text()).body if path.exists() else []
     return {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
@@ -180,14 +180,14 @@ def test_the_tests_of_a_fault_exist(fault):
         assert names and set(names) <= names_in(file), f"{file} has not all of {names}"
 
 
-def test_each_test_of_survival_belongs_to_a_fault():
+def test_each_test_of_test_survival_belongs_to_a_fault():
     named = {name for tests in TESTS.values() for name in tests.get(SURVIVAL, [])}
     assert names_in(SURVIVAL) == named
 
 
-def test_exit_codes_are_those_that_the_command_names():
+def test_exit_codes_are_those_of_the_command():
     from rlhf import train
 
     named = set(re.findall(r"\d+", train.__doc__.partition("Exit codes:")[2]))
-    killed = {"137"}  # the shell's for kill -9
+    killed = {"137"}  # the exit code that a shell reports after kill -9
     assert {code for row in ROWS for code in re.findall(r"\d+", row[3])} <= named | killed

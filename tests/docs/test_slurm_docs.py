@@ -1,4 +1,4 @@
-"""docs/slurm.md: its commands compose, its files are there, its exit codes are those of the command."""
+"""Tests that the commands, file names, exit codes and defaults in docs/slurm.md are correct."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def words(start: str) -> list[list[str]]:
     return [shlex.split(line.removeprefix(start)) for line in COMMANDS if line.startswith(start)]
 
 
-def test_each_command_is_of_a_kind_that_is_looked_at():
+def test_each_command_of_the_docs_is_of_a_known_kind():
     kinds = ("python -m rlhf.train ", "sbatch ", "launchers/", "cp launchers/", "source launchers/site.sh")
     assert len(COMMANDS) >= 9 and all(line.startswith(kinds) for line in COMMANDS)
 
 
 @pytest.mark.parametrize("given", words("python -m rlhf.train "), ids=str)
 def test_a_sweep_of_the_docs_launches(command, monkeypatch, tmp_path, given):
-    (tmp_path / "outputs").mkdir()  # as a run would
+    (tmp_path / "outputs").mkdir()  # a run would create this folder
     launched = []
 
     def launch(watched, jobs, first):
@@ -56,7 +56,7 @@ def test_a_job_of_the_docs_composes(given):
     compose(given[given.index(script) + 1 :])
 
 
-def test_files_and_targets_that_the_docs_name_are_there():
+def test_files_and_make_targets_in_the_docs_exist():
     named = set(re.findall(r"`?((?:launchers|tests|rlhf)/[\w./]+\.\w+)", DOCS)) - {"launchers/site.sh"}
     assert len(named) >= 5 and all((ROOT / file).is_file() for file in named), named
     assert "launchers/site.sh" in (ROOT / ".gitignore").read_text().split()
@@ -66,7 +66,7 @@ def test_files_and_targets_that_the_docs_name_are_there():
 
 def test_exit_codes_of_the_docs_are_those_of_the_command():
     table = DOCS.partition("| exit code |")[2].partition("###")[0]
-    killed = {"137"}  # the shell's for kill -9
+    killed = {"137"}  # the exit code that a shell reports after kill -9
     named = set(re.findall(r"\b\d+\b", train.__doc__.partition("Exit codes:")[2])) | killed
     assert set(re.findall(r"^\| (\d+) \|", table, re.M)) == named
 
@@ -78,5 +78,5 @@ def test_keys_and_defaults_of_the_docs_are_those_of_the_launcher():
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "local_slurm.sh", "site.example.sh"])
-def test_scripts_are_shell(script):
+def test_scripts_have_valid_shell_syntax(script):
     subprocess.run(["bash", "-n", ROOT / "launchers" / script], check=True)

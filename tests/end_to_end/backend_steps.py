@@ -1,9 +1,9 @@
-"""Steps of every backend on tiny models, by as many ranks as the environment names; see test_backends.py.
+"""Program of one rank in test_backends.py: executes training steps of backends on tiny models.
 
-    python -m tests.end_to_end.backend_steps <backends, comma-separated> <folder> [<folder of other ranks>]
+    python -m tests.end_to_end.backend_steps <backends, comma-separated> <folder> [<other folder>]
 
-Writes what each backend did to <folder>/<backend>.pt. What other ranks wrote is gone on from where
-that can be.
+The first rank writes the results of each backend to <folder>/<backend>.pt. The other folder has results of a
+different number of ranks. The backends torch and zero0 also resume from the checkpoints in that folder.
 """
 
 import contextlib
@@ -36,20 +36,23 @@ from rlhf.processes.ranks import Ranks
 from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 OBJECTIVES = {"dpo": OnlineDPO(DPOConfig()), "ppo": PPO(PPOConfig())}
-# A large eps: where a gradient is but rounding noise (the bias of keys has none), Adam would make a step of
-# it that is another on every backend.
+# The gradient of the keys' bias is 0 except for rounding errors, which differ between backends. With a small
+# eps, Adam would turn these errors into full steps.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.5)
 
 
 class Steps:
-    """What one backend does. Three prompts do not come out even on two ranks: a micro-batch stands in."""
+    """Steps of one backend.
+
+    Three prompts do not divide evenly between two ranks, so one rank runs a padding micro-batch.
+    """
 
     def __init__(self, name: str, ranks: Ranks, folder: Path) -> None:
         self.name = name
         self.ranks = ranks
         self.folder = folder / name
         config: Any = SCHEMAS[f"schema/backend/{name}"](micro_batch=2)
-        if name.startswith("zero3"):  # so small a model would stay whole
+        if name.startswith("zero3"):  # DeepSpeed's defaults would not divide such a small model
             small = {
                 "stage3_param_persistence_threshold": 0,
                 "stage3_max_reuse_distance": 0,
@@ -100,7 +103,7 @@ class Steps:
         }
 
     def trained(self, name: str) -> dict[str, Any]:
-        """Three updates; then the last again from a checkpoint, and again after steps that failed."""
+        """Run three updates, then the third update again from a checkpoint, then steps that fail."""
         objective = OBJECTIVES[name]
         engine = self.engine(critic=name == "ppo")
         batch = objective.credit(engine.annotate(scored(), objective.needs))
@@ -117,17 +120,16 @@ class Steps:
         }
 
     def resumed(self, objective: Objective, checkpoint: Path) -> dict[str, Any]:
-        """The third update, from the checkpoint of two."""
+        """Run the third update from the checkpoint that was saved after two updates."""
         engine = self.engine(critic=objective is OBJECTIVES["ppo"])
-        batch = objective.credit(
-            engine.annotate(scored(), objective.needs)
-        )  # by the first weights, as before
+        # computed with the initial weights, as in `trained`
+        batch = objective.credit(engine.annotate(scored(), objective.needs))
         engine.load(checkpoint)
         row = figures(engine, batch, objective)
         return {"row": row, "weights": weights(engine), "steps": engine.step_index}
 
     def failed(self, objective: Objective, batch: Batch) -> dict[str, Any]:
-        """A step, one whose loss is not finite, one whose gradient alone is not finite, and a step."""
+        """Run a step, two steps that fail (loss not finite; only gradient not finite), and another step."""
         engine = self.engine(critic=objective is OBJECTIVES["ppo"])
         figures(engine, batch, objective)
         before = weights(engine)
@@ -146,7 +148,7 @@ class Steps:
         }
 
     def ran(self) -> bool:
-        """Whether code that a file of a checkpoint holds in place of tensors is run when that is loaded."""
+        """Return whether loading a checkpoint runs code that a file contains in place of tensors."""
         here = self.folder / "code"
         engine = self.engine()
         engine.save(here)
@@ -158,7 +160,7 @@ class Steps:
         return proof.exists()
 
     def short(self) -> dict[str, Any]:
-        """Where all prompts and responses of one rank's micro-batches have one token."""
+        """Run a step in which all prompts and responses of one rank's micro-batches have one token."""
         objective = OBJECTIVES["dpo"]
         engine = self.engine()
         batch = scored()
@@ -171,7 +173,7 @@ class Steps:
         return {"rows": [figures(engine, batch, objective)], "weights": weights(engine)}
 
     def defaults(self) -> dict[str, Any]:
-        """With DeepSpeed's own settings, under which small weights stay where a forward has gathered them."""
+        """Run with DeepSpeed's defaults, with which small weights stay gathered after a forward pass."""
         steps = Steps(self.name, self.ranks, self.folder)
         if isinstance(steps.config, ZeroConfig):
             steps.config.deepspeed = {}
@@ -199,7 +201,7 @@ class Steps:
         }
 
     def frozen(self) -> dict[str, Any]:
-        """A reward model that is not trained."""
+        """Run inference with models that are not trained: a reward model and a reference."""
         rollouts = tiny_rollouts(3, 2)
         model = self.place(RewardModel(tiny_classifier("llama"), shared_prefix=True))
         rewards = infer(model, rollouts, "rewards", 2, self.ranks, Dtype.float32)
@@ -211,13 +213,15 @@ class Steps:
         return {"rewards": rewards, "logprobs": found, "trained": trainable(model) + trainable(reference)}
 
     def left(self) -> dict[str, Any]:
-        """What is generated from and left behind: of tied and of other models, and of a reward model."""
+        """Return weights, logits and the saved model of a policy without tied weights, of a policy with tied
+        weights, and of a reward model.
+        """
         found: dict[str, Any] = {}
         for kind, tied in (("gpt_neox", False), ("llama", True)):
             engine = self.engine(kind=kind, tie_word_embeddings=tied)
             folder = self.folder / kind
             with engine.borrow_policy() as model, torch.no_grad():
-                for _ in range(1 + self.ranks.rank):  # no rank waits for another to decode
+                for _ in range(1 + self.ranks.rank):  # decoding must not wait for other ranks
                     logits = model(torch.arange(2, 9)[None]).logits
             time.sleep(0.3 * self.ranks.rank)
             engine.save_model(folder)
@@ -264,15 +268,15 @@ class BrokenLoss(Objective):
 
 
 class BrokenGradient(BrokenLoss):
-    """An objective whose loss is a number, and whose gradient is not."""
+    """An objective whose loss is finite and whose gradient is not finite."""
 
     def broken(self, loss: Tensor) -> Tensor:
         zero = 0.0 * loss
-        return loss + zero.clamp(min=0).sqrt()  # the slope of a root at 0
+        return loss + zero.clamp(min=0).sqrt()  # the derivative of sqrt at 0 is infinite
 
 
 class Code:
-    """What unpickling runs."""
+    """An object that, when unpickled, runs code: it creates the folder `proof`."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -298,12 +302,12 @@ def weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def numel(module: torch.nn.Module | None) -> int:
-    """Numbers that a module holds at this moment."""
+    """Return the number of parameter values that a module has on this rank now."""
     return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
 
 
 def listening() -> list[str]:
-    """The addresses at which this process waits for others."""
+    """Return the addresses on which this process listens for connections."""
     open_ = psutil.Process().net_connections("inet")
     return sorted({socket.laddr.ip for socket in open_ if socket.status == psutil.CONN_LISTEN})
 

@@ -1,9 +1,9 @@
-"""Look at a page in a real browser, Chromium or Chrome, without a display.
+"""Open a page in a headless browser (Chromium or Chrome) and take screenshots.
 
     python tests/end_to_end/browser.py <page.html> <folder> light|dark
 
-writes a picture of each section to the folder, <id>.png and top.png. The browser is spoken to in the DevTools
-protocol, through a pipe each way: JSON, and a zero byte after each message.
+The program writes top.png and a screenshot of each section, <id>.png, to the folder. It controls the browser
+with the DevTools protocol over two pipes. Each message is JSON followed by a zero byte.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chro
 FLAGS = (
     "--headless",
     "--remote-debugging-pipe",
-    "--no-sandbox",  # a page of our own, as root in a container too
+    "--no-sandbox",  # required for root in a container; the page is our own
     "--disable-gpu",
     "--disable-dev-shm-usage",  # /dev/shm is small in containers
     "--hide-scrollbars",
@@ -36,21 +36,21 @@ TIMEOUT_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a page has shown."""
+    """Observations of a page in the browser."""
 
-    console: list[str]  # lines of the console, exceptions among them
-    asked: list[str]  # every address that was asked for
-    value: Any  # what the JavaScript expression is at the end
+    console: list[str]  # lines of the console, including exceptions
+    asked: list[str]  # URLs of all requests
+    value: Any  # value of the JavaScript expression after the last screenshot
 
 
 def find() -> str | None:
-    """The first browser on PATH; None where there is none."""
+    """Return the path of the first browser on PATH, or None if there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @dataclass
 class Tab:
-    """A tab of a browser: the files of the two pipes, and the events so far."""
+    """A tab of a browser: file descriptors of the two pipes, and the events received."""
 
     requests: int
     answers: int
@@ -60,7 +60,7 @@ class Tab:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Call a method of the protocol, and wait for its result."""
+        """Call a method of the protocol and return its result."""
         self.calls += 1
         message: dict[str, Any] = {"id": self.calls, "method": method, "params": params}
         if self.session is not None:
@@ -72,16 +72,18 @@ class Tab:
         return answer["result"]
 
     def wait(self, method: str) -> None:
-        """Read until an event has come."""
+        """Read messages until an event of this method has arrived."""
         while all(event.get("method") != method for event in self.events):
             self.events.append(self.read())
 
     def read(self) -> dict[str, Any]:
-        """The next message."""
+        """Return the next message of the browser."""
         end = time.monotonic() + TIMEOUT_S
         while b"\0" not in self.unread:
             left = max(0.0, end - time.monotonic())
-            assert select.select([self.answers], [], [], left)[0], f"the browser was silent for {TIMEOUT_S} s"
+            assert select.select([self.answers], [], [], left)[0], (
+                f"the browser sent no message for {TIMEOUT_S} s"
+            )
             part = os.read(self.answers, 1 << 16)
             assert part, "the browser has ended"
             self.unread += part
@@ -89,25 +91,25 @@ class Tab:
         return json.loads(message)
 
     def evaluate(self, expression: str) -> Any:
-        """What a JavaScript expression is."""
+        """Return the value of a JavaScript expression."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def of(self, method: str) -> list[dict[str, Any]]:
-        """What the events of a kind tell."""
+        """Return the parameters of the received events of a method."""
         return [event["params"] for event in self.events if event.get("method") == method]
 
 
 def look(
     browser: str, page: Path, folder: Path, scheme: str, width: int = 1200, expression: str = "null"
 ) -> Seen:
-    """Open `page` in a `scheme`, light or dark, photograph its sections, and tell what it shows."""
+    """Open `page` in a colour scheme (light or dark), save screenshots to `folder`, return observations."""
     to_browser, requests = os.pipe()
     answers, from_browser = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [browser, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        # the protocol's ends are files 3 and 4
+        # the browser reads messages from file descriptor 3 and writes messages to 4
         shell = f'exec "$@" 3</dev/fd/{to_browser} 4>/dev/fd/{from_browser}'
         process = subprocess.Popen(
             ["sh", "-c", shell, "sh", *command],
@@ -133,7 +135,7 @@ def look(
 
 
 def visit(tab: Tab, page: Path, folder: Path, scheme: str, width: int, expression: str) -> Seen:
-    """The same, in a browser that has been started."""
+    """Open a page in a tab of a running browser; see `look`."""
     target = tab.call("Target.createTarget", url="about:blank")["targetId"]
     tab.session = tab.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
     for domain in ("Page", "Runtime", "Log", "Network"):
@@ -141,7 +143,7 @@ def visit(tab: Tab, page: Path, folder: Path, scheme: str, width: int, expressio
     tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     size = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
     tab.call("Emulation.setDeviceMetricsOverride", **size)
-    tab.events.clear()  # of the empty page
+    tab.events.clear()  # drop the events of the empty page
     opened = tab.call("Page.navigate", url=page.resolve().as_uri())
     assert "errorText" not in opened, f"{page}: {opened['errorText']}"
     tab.wait("Page.loadEventFired")

@@ -1,4 +1,4 @@
-"""Runs of a few updates on the embedded task, with its artefacts made once for all tests."""
+"""Fixtures of the end-to-end tests: tiny runs on the embedded task, with artefacts shared by all tests."""
 
 import hashlib
 import json
@@ -23,14 +23,14 @@ VARIES = ("time/", "throughput/", "memory/")
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory) -> Path:
-    """One cache for all workers of the test session; whoever comes first makes what is in it."""
+    """Return the cache folder of all pytest workers. The first worker that needs an artefact makes it."""
     base = tmp_path_factory.getbasetemp()
     return (base.parent if base.name.startswith("popen-") else base) / "artefacts"
 
 
 @pytest.fixture
 def tiny(cache_dir) -> Callable[..., Config]:
-    """Compose a run of a few updates, with overrides."""
+    """`tiny(*overrides)` returns the config of a run of a few updates."""
     return lambda *overrides: compose([*TINY, f"cache_dir={cache_dir}", *overrides])
 
 
@@ -67,12 +67,12 @@ def finished(cache_dir, made_once) -> Callable[..., RunFolder]:
 
 @pytest.fixture
 def command(cache_dir, tmp_path) -> list[str]:
-    """The words of the same run on a command line."""
+    """Return the command-line arguments of a tiny run with its output in `tmp_path`."""
     return [*TINY, f"cache_dir={cache_dir}", f"output_dir={tmp_path}"]
 
 
 def assert_same_end(a: RunFolder, b: RunFolder) -> None:
-    """Two runs have the same rows, the same completions and the same final weights, bit for bit."""
+    """Check that two finished runs have equal rows, completions and final weights (bit for bit)."""
     assert a.finished() and b.finished()
     assert rows(a) == rows(b)
     assert a.completions.read_text() == b.completions.read_text()
@@ -82,16 +82,16 @@ def assert_same_end(a: RunFolder, b: RunFolder) -> None:
 
 
 def rows(folder: RunFolder | Path) -> list[dict]:
-    """The rows of metrics.jsonl, without what differs from one run to the next."""
+    """Return the rows of metrics.jsonl without the metrics that differ between equal runs (see `VARIES`)."""
     path = folder.path if isinstance(folder, RunFolder) else folder
     lines = (path / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(VARIES)} for line in lines]
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
-    """Wait until something is so: minutes at most, and not beyond the end of a process that is to do it."""
+    """Wait until `condition()` is true. Fail after 500 seconds, or when `process` ends before."""
     end = time.monotonic() + 500
     while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
+        assert time.monotonic() < end, "the condition did not become true within 500 s"
         assert process is None or process.poll() is None, process.stdout and process.stdout.read()
         time.sleep(0.05)

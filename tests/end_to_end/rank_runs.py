@@ -1,6 +1,6 @@
-"""What a rank does in test_ranks.py: carries out runs one after the other, with the ranks beside it.
+"""Program of one rank in test_ranks.py and test_backends.py: executes training runs one after the other.
 
-torchrun --nproc-per-node 2 -m tests.end_to_end.rank_runs <file with a list of [words, folder]>
+torchrun --nproc-per-node 2 -m tests.end_to_end.rank_runs <JSON file with a list of [arguments, folder]>
 """
 
 import json

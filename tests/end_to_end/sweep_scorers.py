@@ -1,4 +1,4 @@
-"""Scorers with which a job of a sweep stays where it is until it is stopped, or fails."""
+"""Scorers for sweep tests: `patient` waits for a signal, `fails` raises, `dies` kills its process."""
 
 import os
 import signal
@@ -6,9 +6,9 @@ import time
 
 from rlhf.processes import signals
 
-SECONDS = 300  # until a test gives up
-BATCH = 32  # responses of an update; evaluations have another number
-scored = 0  # updates
+SECONDS = 300  # maximum wait
+BATCH = 32  # responses per update; an evaluation scores another number
+scored = 0  # number of scored updates
 
 
 def length(prompts: list[str], responses: list[str], references: list[str]) -> list[float]:
@@ -16,7 +16,7 @@ def length(prompts: list[str], responses: list[str], references: list[str]) -> l
 
 
 def patient(prompts: list[str], responses: list[str], references: list[str]) -> list[float]:
-    """Waits in update 2 of a job's first session until the job is asked to stop, where PATIENT is set."""
+    """Wait in update 2 until a signal stops the job, if PATIENT is set and the job was not requeued."""
     global scored
     scored += len(prompts) == BATCH
     if scored == 2 and "PATIENT" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:

@@ -1,4 +1,4 @@
-"""Every algorithm, through the whole loop, on all axes of off-policyness."""
+"""Tests of every algorithm in complete runs: on-policy, off-policy, resumed and offline."""
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -11,7 +11,8 @@ from tests.end_to_end.conftest import rows
 
 ONLINE = ("dpo", "bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 SMOKE = pytest.mark.smoke
-SCORED = ("scorer=facts", "scorer.missing_eos_score=null")  # finer than an untrained reward model
+# The scores of this scorer differ more than those of an untrained reward model.
+SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
 
 
 def updates(folder: RunFolder) -> list[dict]:
@@ -21,7 +22,7 @@ def updates(folder: RunFolder) -> list[dict]:
 @pytest.mark.parametrize(
     "algo", [pytest.param(algo, marks=SMOKE if algo in ("ppo", "grpo") else ()) for algo in ONLINE]
 )
-def test_the_first_update_starts_from_one_model(tiny, tmp_path, algo):
+def test_policy_reference_and_sampler_agree_in_the_first_update(tiny, tmp_path, algo):
     folder = RunFolder(tmp_path / "run")
     run(tiny(f"algo={algo}", "algo.samples_per_prompt=4", *SCORED), folder)
     first, second = updates(folder)
@@ -39,26 +40,27 @@ def test_the_first_update_starts_from_one_model(tiny, tmp_path, algo):
 
 
 @pytest.mark.parametrize("algo", ONLINE)
-def test_every_axis_of_off_policyness_works(tiny, tmp_path, algo):
+def test_minibatches_epochs_and_lag_train_off_policy(tiny, tmp_path, algo):
     axes = ("schedule.minibatches=2", "schedule.epochs=2", "schedule.max_lag=1", "algo.samples_per_prompt=4")
-    in_line = "generator.worker=false"  # the same tokens, without the time that a process takes to start
+    in_line = "generator.worker=false"  # the same tokens, without the start of a process
     folder = RunFolder(tmp_path / "run")
     run(tiny(f"algo={algo}", *axes, *SCORED, "schedule.total_episodes=96", in_line), folder)
     first, *_, last = updates(folder)
     assert [row["lag"] for row in updates(folder)] == [0, 1, 1]
-    assert last["mismatch/max_ratio"] > 1, "the trainer has moved on since the sample was drawn"
+    assert last["mismatch/max_ratio"] > 1, "the policy has changed since the sample was drawn"
     assert last["mismatch/ess"] < 1
-    assert first["policy/approxkl"] > 0, "later steps on a batch find another policy"
+    assert first["policy/approxkl"] > 0, "the policy changes between the steps on one batch"
 
 
 @pytest.mark.parametrize("algo", ["dpo", "grpo", "ppo"])
-def test_a_sampler_that_computes_otherwise_is_warned_of_with_figures(tiny, tmp_path, algo, monkeypatch):
+def test_wrong_sampler_logprobs_are_reported_in_the_log_with_metrics(tiny, tmp_path, algo, monkeypatch):
     sample = HFGenerator.submit
 
     def shifted(self, prompts, sampling):
         future = sample(self, prompts, sampling)
         rollouts = future.result()
-        rollouts.behaviour_logprobs = rollouts.behaviour_logprobs * 1.1  # as if at another temperature
+        # as if sampled at a different temperature
+        rollouts.behaviour_logprobs = rollouts.behaviour_logprobs * 1.1
         return future
 
     monkeypatch.setattr(HFGenerator, "submit", shifted)
@@ -70,7 +72,7 @@ def test_a_sampler_that_computes_otherwise_is_warned_of_with_figures(tiny, tmp_p
 
 
 @pytest.mark.parametrize("settings", [[], ["algo.kl_target=0.5"]], ids=["fixed", "adaptive"])
-def test_ppo_goes_on_where_it_was_interrupted(tiny, tmp_path, finished, settings, monkeypatch):
+def test_resumed_ppo_run_equals_uninterrupted_run(tiny, tmp_path, finished, settings, monkeypatch):
     words = ["algo=ppo", *settings, *SCORED, "schedule.save_every=1", "schedule.total_episodes=48"]
     whole = finished(*words)
 
@@ -97,7 +99,7 @@ def test_ppo_goes_on_where_it_was_interrupted(tiny, tmp_path, finished, settings
 
 
 @pytest.mark.parametrize("start", ["reward", "policy"])
-def test_the_value_model_starts_as_the_reward_model_or_at_0(tiny, tmp_path, start):
+def test_value_model_starts_from_the_reward_model_or_at_zero(tiny, tmp_path, start):
     folder = RunFolder(tmp_path / "run")
     run(tiny("algo=ppo", f"algo.value_from={start}"), folder)
     first = updates(folder)[0]
@@ -105,7 +107,7 @@ def test_the_value_model_starts_as_the_reward_model_or_at_0(tiny, tmp_path, star
     assert first["loss/value"] > 0
 
 
-def test_offline_dpo_trains_on_any_pairs_of_prompt_chosen_and_rejected(finished, tmp_path):
+def test_offline_dpo_trains_on_a_dataset_of_prompt_chosen_and_rejected(finished, tmp_path):
     columns = {
         "prompt": [f"SUBREDDIT: r/{name} TL;DR:" for name in ("a", "b", "c", "d") * 8],
         "chosen": [" my friend moved to paris"] * 32,
@@ -131,9 +133,9 @@ def test_offline_dpo_trains_on_any_pairs_of_prompt_chosen_and_rejected(finished,
     assert last["loss/policy"] < first["loss/policy"]
 
 
-def test_a_run_of_ties_says_so(tiny, tmp_path):
+def test_a_run_with_only_ties_skips_every_step_and_reports_the_tie_rate(tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
     run(tiny("algo=dapo", "task=arithmetic", "algo.samples_per_prompt=2"), folder)
-    for row in updates(folder):  # a model that has learned nothing is always wrong
+    for row in updates(folder):  # an untrained model is always wrong, so all scores are equal
         assert row["objective/tie_rate"] == 1 and row["policy/skipped_steps"] == 1
         assert "policy/grad_norm" not in row

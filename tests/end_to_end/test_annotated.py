@@ -1,4 +1,4 @@
-"""Rollouts that are scored ahead, in a process beside the generator's: the run is the same without it."""
+"""Tests of the annotator process, which scores rollouts ahead of the trainer."""
 
 import os
 
@@ -26,11 +26,11 @@ RUN = [
 
 
 def refuse(*_):
-    raise AssertionError("the trainer was to leave this to the annotator")
+    raise AssertionError("the trainer annotates although the annotator should")
 
 
 @pytest.mark.parametrize("algo", ["dpo", "ppo", "grpo"])
-def test_figures_are_those_of_a_trainer_that_scores_itself(tiny, tmp_path, monkeypatch, algo):
+def test_metrics_with_annotator_equal_metrics_of_a_trainer_that_scores(tiny, tmp_path, monkeypatch, algo):
     plain, ahead = RunFolder(tmp_path / "plain"), RunFolder(tmp_path / "ahead")
     words = [f"algo={algo}", *RUN, "save_generations=true", "scorer.missing_eos_score=null"]
     run(tiny(*words, "generator.worker=false"), plain)
@@ -45,7 +45,7 @@ def test_figures_are_those_of_a_trainer_that_scores_itself(tiny, tmp_path, monke
     assert [row["lag"] for row in rows(plain)] == [0, 1, 1]
     for a, b in zip(rows(ahead), rows(plain), strict=True):
         assert a.pop("generator/restarts") == a.pop("annotator/restarts") == 0
-        if a["update"] == 1:  # the policy is the reference, and rounding decides the sign of a margin
+        if a["update"] == 1:  # the policy equals the reference, so rounding decides the sign of a margin
             for row in (a, b):
                 row.pop("rewards/accuracies", None)
         assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
@@ -55,8 +55,9 @@ def test_figures_are_those_of_a_trainer_that_scores_itself(tiny, tmp_path, monke
         assert a.flatten().tolist() == pytest.approx(b.flatten().tolist(), rel=1e-5, abs=1e-5)
 
 
-def test_an_error_of_the_users_function_ends_the_run_and_names_the_log(tiny, tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # what it prints is to be kept without that
+def test_an_error_in_a_scorer_function_stops_the_run_and_names_the_log(tiny, tmp_path, monkeypatch):
+    # the log must contain printed lines without this variable
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     file = tmp_path / "own_rewards.py"
     file.write_text(
         "def score(prompt, response, reference):\n"

@@ -1,4 +1,7 @@
-"""A generator in its own process: same tokens as in line, and whoever is killed, nothing is lost or left."""
+"""Tests of generator and annotator processes: equal results without them, and recovery from kills.
+
+"In line" means that the trainer process generates (`generator.worker=false`).
+"""
 
 import os
 import shutil
@@ -37,7 +40,7 @@ pytestmark = pytest.mark.forks
 
 SEED, STOP, PAD, BATCH = 7, 3, 0, 8
 RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep"]
-RUN += ["schedule.max_lag=1"]  # as LAG of test_survival.py, so that one run serves both
+RUN += ["schedule.max_lag=1"]  # equals LAG in test_survival.py, so both files share one finished run
 
 
 REPLICAS = [
@@ -75,7 +78,7 @@ def prompts():
 
 
 def trained(model, generator, lag, updates):
-    """Rollouts of a schedule in which each update changes the weights."""
+    """Return the rollouts of a schedule in which each update changes the weights."""
     sampling = Sampling(samples=3, temperature=0.7, response_length=10, purpose="train")
     found, draw = [], torch.Generator().manual_seed(1)
     generator.load(model.state_dict().items(), 0)
@@ -90,7 +93,7 @@ def trained(model, generator, lag, updates):
 
 
 class InLine(HFGenerator):
-    """Keeps a copy of the weights of the last load, so that it is the model's past that samples."""
+    """A generator in the trainer process that samples with a copy of the weights of the last load."""
 
     def __init__(self, model):
         own = tiny_lm(model.config.model_type)
@@ -103,7 +106,7 @@ class InLine(HFGenerator):
 
 
 @pytest.mark.parametrize(("kind", "lag"), [("gpt_neox", 1), ("llama", 2)])
-def test_tokens_are_those_of_the_same_schedule_in_line(tmp_path, kind, lag):
+def test_generator_process_gives_the_same_tokens_as_sampling_in_line(tmp_path, kind, lag):
     model = tiny_lm(kind)
     expected = trained(model, InLine(model), lag, updates=5)
     model = tiny_lm(kind)
@@ -119,11 +122,13 @@ def test_tokens_are_those_of_the_same_schedule_in_line(tmp_path, kind, lag):
         for field in ("response_ids", "response_mask", "ended", "index", "prompt_ids"):
             assert torch.equal(getattr(a, field), getattr(b, field)), field
         torch.testing.assert_close(a.behaviour_logprobs, b.behaviour_logprobs, rtol=0, atol=1e-5)
-    assert not torch.equal(found[0].response_ids, found[-1].response_ids), "the weights did change"
+    assert not torch.equal(found[0].response_ids, found[-1].response_ids), (
+        "the change of the weights must change the tokens"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sampler_holds_what_it_was_sent(kind, tmp_path):
+def test_a_sampler_loads_the_weights_that_were_sent(kind, tmp_path):
     from rlhf.generators.transfer.shared_memory import SharedWeights
     from rlhf.generators.transfer.weights import confirm
 
@@ -136,7 +141,7 @@ def test_a_sampler_holds_what_it_was_sent(kind, tmp_path):
     shared.close()
 
 
-def test_weights_of_another_model_are_refused():
+def test_weights_with_missing_names_are_rejected():
     from rlhf.generators.transfer.shared_memory import SharedWeights
 
     sampler: HFSampler = factory(tiny_lm("llama")).build()
@@ -148,55 +153,55 @@ def test_weights_of_another_model_are_refused():
 
 
 @pytest.fixture
-def undisturbed(finished):
-    """A run with a worker that nothing happens to."""
+def uninterrupted(finished):
+    """Return a finished run whose processes were not killed."""
     return finished(*RUN)
 
 
 def figures(folder):
-    """Rows, without the counts of restarts."""
+    """Return the rows of a run without the counts of restarts."""
     return [{k: v for k, v in row.items() if not k.endswith("/restarts")} for row in rows(folder)]
 
 
 @pytest.mark.smoke
-def test_a_run_samples_and_annotates_in_processes_of_their_own_and_says_so(undisturbed):
-    updates = read_lines(undisturbed.metrics)
+def test_a_run_logs_the_start_of_its_generator_and_annotator_processes(uninterrupted):
+    updates = read_lines(uninterrupted.metrics)
     updates = [row for row in updates if "lr" in row]
     assert [row["lag"] for row in updates] == [0, 1, 1, 1, 1]
     assert all(row["generator/restarts"] == row["annotator/restarts"] == 0 for row in updates)
     assert all(row["time/generate_s"] > 0 and row["time/annotate_ahead_s"] > 0 for row in updates)
     for name in PROCESSES:
-        assert (undisturbed.path / f"{name}.log").exists()
-        assert f"starting the {name} process" in undisturbed.log.read_text()
+        assert (uninterrupted.path / f"{name}.log").exists()
+        assert f"starting the {name} process" in uninterrupted.log.read_text()
 
 
-def test_two_equal_runs_give_equal_rows(undisturbed, tiny, tmp_path):
+def test_two_equal_runs_give_equal_rows(uninterrupted, tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
     run(tiny(*RUN), folder)
-    assert rows(folder) == rows(undisturbed)
-    assert folder.completions.read_text() == undisturbed.completions.read_text()
+    assert rows(folder) == rows(uninterrupted)
+    assert folder.completions.read_text() == uninterrupted.completions.read_text()
 
 
-def test_the_same_schedule_in_line_gives_the_same_completions_and_figures(undisturbed, tiny, tmp_path):
+def test_a_run_in_line_gives_the_same_completions_and_metrics(uninterrupted, tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
     run(tiny(*RUN, "generator.worker=false"), folder)
     assert not any((folder.path / f"{name}.log").exists() for name in PROCESSES)
-    for a, b in zip(figures(folder), figures(undisturbed), strict=True):
+    for a, b in zip(figures(folder), figures(uninterrupted), strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
     told = [
         [line["response"] for line in read_lines(file)]
-        for file in (folder.completions, undisturbed.completions)
+        for file in (folder.completions, uninterrupted.completions)
     ]
     assert told[0] == told[1]
 
 
 @pytest.fixture
-def of_one(finished):
-    """A run with a lag of 2 and one generator."""
+def one_replica(finished):
+    """Return a finished run with max_lag=2 and one generator."""
     return finished(*REPLICAS)
 
 
-def test_two_replicas_give_the_tokens_and_figures_of_one(of_one, tiny, tmp_path, monkeypatch):
+def test_two_replicas_give_the_same_completions_and_metrics_as_one(one_replica, tiny, tmp_path, monkeypatch):
     submit, asked = Replica.submit, []
 
     def noted(self, prompts, sampling):
@@ -210,16 +215,16 @@ def test_two_replicas_give_the_tokens_and_figures_of_one(of_one, tiny, tmp_path,
     assert [each for each in asked if each[0] == "train"] == [("train", t, logs[t % 2]) for t in range(6)]
     assert all((folder.path / name).exists() for name in logs) and workers(os.getpid()) == before
     assert [row["lag"] for row in rows(folder) if "lr" in row] == [0, 1, 2, 2, 2, 2]
-    assert figures(folder) == figures(of_one)
-    assert folder.completions.read_text() == of_one.completions.read_text()
+    assert figures(folder) == figures(one_replica)
+    assert folder.completions.read_text() == one_replica.completions.read_text()
 
 
-def test_replicas_may_be_killed_and_their_number_changed_between_sessions(
-    of_one, tiny, tmp_path, monkeypatch
+def test_a_killed_replica_and_a_changed_number_of_replicas_change_no_row(
+    one_replica, tiny, tmp_path, monkeypatch
 ):
     folder = RunFolder(tmp_path / "run")
-    shutil.copytree(of_one.path, folder.path)
-    folder.state.unlink()  # as if it had been lost after its last checkpoint, that of update 3
+    shutil.copytree(one_replica.path, folder.path)
+    folder.state.unlink()  # as if the trainer was killed after its last checkpoint (update 3)
     submit, killed = Replica.submit, []
 
     def submit_and_kill(self, prompts, sampling):
@@ -232,12 +237,12 @@ def test_replicas_may_be_killed_and_their_number_changed_between_sessions(
 
     monkeypatch.setattr(Replica, "submit", submit_and_kill)
     run(tiny(*REPLICAS, "generator.replicas=3"), folder)
-    assert figures(folder) == figures(of_one)
-    assert folder.completions.read_text() == of_one.completions.read_text()
+    assert figures(folder) == figures(one_replica)
+    assert folder.completions.read_text() == one_replica.completions.read_text()
     assert sum(row.get("generator/restarts", 0) for row in rows(folder)) == len(killed) == 1
 
 
-def test_a_worker_killed_in_the_middle_of_a_run_changes_no_row(undisturbed, tiny, tmp_path, monkeypatch):
+def test_a_worker_killed_in_the_middle_of_a_run_changes_no_row(uninterrupted, tiny, tmp_path, monkeypatch):
     submit, load = WorkerGenerator.submit, WorkerGenerator.load
 
     def submit_and_kill(self, prompts, sampling):
@@ -256,12 +261,14 @@ def test_a_worker_killed_in_the_middle_of_a_run_changes_no_row(undisturbed, tiny
     monkeypatch.setattr(WorkerGenerator, "load", load_and_kill)
     folder = RunFolder(tmp_path / "run")
     run(tiny(*RUN, "generator.restarts=9"), folder)
-    assert figures(folder) == figures(undisturbed)
-    assert folder.completions.read_text() == undisturbed.completions.read_text()
+    assert figures(folder) == figures(uninterrupted)
+    assert folder.completions.read_text() == uninterrupted.completions.read_text()
     assert sum(row.get("generator/restarts", 0) for row in rows(folder)) >= 2
 
 
-def test_an_annotator_killed_in_the_middle_of_a_run_changes_no_row(undisturbed, tiny, tmp_path, monkeypatch):
+def test_an_annotator_killed_in_the_middle_of_a_run_changes_no_row(
+    uninterrupted, tiny, tmp_path, monkeypatch
+):
     put, killed = Worker.put, []
 
     def put_and_kill(self, job):
@@ -275,18 +282,16 @@ def test_an_annotator_killed_in_the_middle_of_a_run_changes_no_row(undisturbed, 
     monkeypatch.setattr(Worker, "put", put_and_kill)
     folder = RunFolder(tmp_path / "run")
     run(tiny(*RUN), folder)
-    assert figures(folder) == figures(undisturbed)
-    assert folder.completions.read_text() == undisturbed.completions.read_text()
+    assert figures(folder) == figures(uninterrupted)
+    assert folder.completions.read_text() == uninterrupted.completions.read_text()
     assert sum(row.get("annotator/restarts", 0) for row in rows(folder)) == len(killed) == 2
     assert sum(row.get("generator/restarts", 0) for row in rows(folder)) == 0
 
 
-def test_a_checkpoint_keeps_rollouts_annotated_for_a_session_that_need_not_annotate(
-    undisturbed, tiny, tmp_path, monkeypatch
-):
+def test_a_resumed_run_does_not_score_checkpointed_rollouts_again(uninterrupted, tiny, tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
-    shutil.copytree(undisturbed.path, folder.path)
-    folder.state.unlink()  # as if it had been lost after its last checkpoint
+    shutil.copytree(uninterrupted.path, folder.path)
+    folder.state.unlink()  # as if the trainer was killed after its last checkpoint
     packed = torch.load(folder.last_checkpoint() / "in_flight.pt", weights_only=True)
     assert [p["scores"].shape for p in packed] == [(8, 2)] and packed[0]["ref_logprobs"].shape == (8, 2, 16)
     score, scored = RewardModelScorer.score, []
@@ -297,12 +302,12 @@ def test_a_checkpoint_keeps_rollouts_annotated_for_a_session_that_need_not_annot
 
     monkeypatch.setattr(RewardModelScorer, "score", noted)
     run(tiny(*RUN, "generator.worker=false"), folder)
-    assert scored == [(16, 1)], "only the completions of the evaluation"
-    for a, b in zip(figures(folder), figures(undisturbed), strict=True):
+    assert scored == [(16, 1)], "the trainer must score only the completions of the evaluation"
+    for a, b in zip(figures(folder), figures(uninterrupted), strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
 
 
-def test_a_worker_that_cannot_be_replaced_ends_the_run(tiny, tmp_path, monkeypatch):
+def test_a_run_ends_if_the_generator_exceeds_its_restarts(tiny, tmp_path, monkeypatch):
     load = WorkerGenerator.load
 
     def kill(self, weights, version):
@@ -320,7 +325,7 @@ PROCESSES = ("generator", "annotator")
 
 
 def workers(pid):
-    """Processes that a trainer has started, and that have not ended."""
+    """Return the running worker processes of a trainer."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):
@@ -330,7 +335,7 @@ def workers(pid):
 
 
 def shared_files(pid):
-    """Files of a trainer that have a name."""
+    """Return the named shared-memory files of a trainer."""
     return [
         p for place in ("/dev/shm", tempfile.gettempdir()) for p in Path(place).glob(f"rlhf-weights-{pid}-*")
     ]
@@ -346,32 +351,33 @@ def start(words):
     )
 
 
-def test_a_killed_trainer_leaves_no_process_and_goes_on_to_the_same_rows(
-    undisturbed, tiny, command, tmp_path
+def test_a_killed_trainer_leaves_no_process_and_resumes_to_the_same_rows(
+    uninterrupted, tiny, command, tmp_path
 ):
     words, folder = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN)))
     process = start(words)
     wait_for(lambda: len(workers(process.pid)) == len(PROCESSES) or process.poll() is not None)
     found = workers(process.pid)
     wait_for(lambda: folder.last_checkpoint() is not None or process.poll() is not None)
-    os.kill(process.pid, signal.SIGKILL)  # at once: a run of five updates is soon over
+    os.kill(process.pid, signal.SIGKILL)  # immediately, because a run of five updates ends soon
     process.wait()
     assert len(found) == len(PROCESSES) and not folder.finished()
-    assert not psutil.wait_procs(found, timeout=60)[1], "a worker is still there"
+    assert not psutil.wait_procs(found, timeout=60)[1], "a worker process is still running"
     assert not shared_files(process.pid)
 
     again = start(words)
     told, _ = again.communicate(timeout=300)
     assert again.returncode == 0 and "resumed from update" in told, told
-    assert figures(folder) == figures(undisturbed)
-    assert folder.completions.read_text() == undisturbed.completions.read_text()
+    assert figures(folder) == figures(uninterrupted)
+    assert folder.completions.read_text() == uninterrupted.completions.read_text()
 
 
-def test_signals_to_stop_are_the_trainers_to_obey(tiny, tmp_path, undisturbed, monkeypatch):
+def test_the_generator_process_ignores_stop_signals(tiny, tmp_path, uninterrupted, monkeypatch):
     submit, asked = WorkerGenerator.submit, []
 
     def submit_and_ask_to_stop(self, prompts, sampling):
-        if self.process is not None and self.confirmed is not None:  # it is past its imports
+        # the process has loaded weights, so its imports are done
+        if self.process is not None and self.confirmed is not None:
             for number in SIGNALS:
                 os.killpg(self.process.pid, number)
                 asked.append(number)
@@ -380,16 +386,16 @@ def test_signals_to_stop_are_the_trainers_to_obey(tiny, tmp_path, undisturbed, m
     monkeypatch.setattr(WorkerGenerator, "submit", submit_and_ask_to_stop)
     folder = RunFolder(tmp_path / "run")
     run(tiny(*RUN, "generator.restarts=0"), folder)
-    assert asked and figures(folder) == figures(undisturbed)
+    assert asked and figures(folder) == figures(uninterrupted)
 
 
-@pytest.mark.forks(False)  # processes as a user starts them
-def test_ctrl_c_ends_trainer_and_worker(command):
+@pytest.mark.forks(False)  # start new interpreters, as a user does
+def test_ctrl_c_ends_trainer_and_worker_processes(command):
     process = start([*command, *RUN, "schedule.total_episodes=8000"])
     wait_for(lambda: process.poll() is not None or len(workers(process.pid)) == len(PROCESSES))
     time.sleep(1)
     found = workers(process.pid)
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends SIGINT to the process group
     told, _ = process.communicate(timeout=300)
     assert process.returncode == 130 and told.splitlines()[-1] == "interrupted", told
     assert len(found) == len(PROCESSES) and not psutil.wait_procs(found, timeout=60)[1]

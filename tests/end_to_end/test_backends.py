@@ -1,4 +1,4 @@
-"""Every backend on one rank and on two (gloo, CPU) does what plain torch does on one."""
+"""Tests that every backend on one and two ranks (gloo, CPU) gives the results of plain torch on one rank."""
 
 import json
 import os
@@ -25,7 +25,7 @@ OFFLOADS = ("zero2_offload", "zero3_offload")
 SIZES = (1, 2)
 LIMIT_S = 500
 
-# DeepSpeed compiles its CPU optimizer for minutes, so only machines that compiled it before test it.
+# DeepSpeed needs minutes to compile its CPU optimizer, so its tests run only if it is already compiled.
 EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
 BUILT = any(EXTENSIONS.glob("**/cpu_adam/cpu_adam.so"))
 needs_cpu_adam = pytest.mark.skipif(not BUILT, reason=needs.CPU_ADAM)
@@ -36,11 +36,11 @@ OFFLOAD = [
     for size in SIZES
     for name in OFFLOADS
 ]
-EVERY = [*PLAIN[1:], *OFFLOAD]  # all but plain torch on one rank
+EVERY = [*PLAIN[1:], *OFFLOAD]  # all except plain torch on one rank, which the others are compared with
 
 
 def ranks(size: int, *words: object) -> None:
-    """Run a module of ours by `size` processes that know of one another as torchrun tells them."""
+    """Run a module of the tests in `size` processes with the environment variables of torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,7 +64,7 @@ def ranks(size: int, *words: object) -> None:
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """What each backend did, by (number of ranks, backend)."""
+    """Return the results of backend_steps.py by (number of ranks, backend)."""
     base = tmp_path_factory.mktemp("steps")
     found = {}
     for size in sorted(SIZES, reverse=True):
@@ -79,7 +79,7 @@ def steps(tmp_path_factory):
 
 
 def same_rows(found, expected):
-    """Losses and gradient norms agree to 1e-4."""
+    """Check that losses and gradient norms agree to 1e-4, and other metrics to 1e-3."""
     assert len(found) == len(expected)
     for row, wanted in zip(found, expected, strict=True):
         assert {"loss/policy", "policy/grad_norm", "lr"} <= row.keys() == wanted.keys()
@@ -91,7 +91,7 @@ def same_rows(found, expected):
 
 
 def same_weights(found, expected, rtol=1e-4, atol=1e-6):
-    assert list(found) == list(expected), "names and order too"
+    assert list(found) == list(expected), "names of weights or their order differ"
     for name, weight in expected.items():
         torch.testing.assert_close(
             found[name], weight, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
@@ -100,14 +100,14 @@ def same_weights(found, expected, rtol=1e-4, atol=1e-6):
 
 @pytest.mark.parametrize("algo", ["dpo", "ppo"])
 @pytest.mark.parametrize(("size", "name"), EVERY)
-def test_losses_gradient_norms_and_weights_are_those_of_plain_torch(size, name, algo, steps):
+def test_losses_gradient_norms_and_weights_equal_those_of_plain_torch(size, name, algo, steps):
     found, expected = steps[size, name][algo], steps[1, "torch"][algo]
     same_rows(found["rows"], expected["rows"])
     same_weights(found["weights"], expected["weights"])
     torch.testing.assert_close(found["ref_logprobs"], expected["ref_logprobs"], rtol=0, atol=1e-5)
     norms = [row["policy/grad_norm"] for row in expected["rows"]]
-    assert norms[0] > 0.5, "the norm before clipping, which must have had something to do"
-    assert len(set(norms)) == len(norms), "each update is another"
+    assert norms[0] > 0.5, "the norm before clipping must exceed max_grad_norm"
+    assert len(set(norms)) == len(norms), "each update must have a different gradient norm"
 
 
 @pytest.mark.parametrize("algo", ["dpo", "ppo"])
@@ -121,16 +121,15 @@ def test_resumed_equals_uninterrupted(size, name, algo, steps):
 
 @pytest.mark.parametrize("algo", ["dpo", "ppo"])
 @pytest.mark.parametrize(("size", "name"), OFFLOAD)
-def test_resumed_equals_uninterrupted_but_for_the_last_digit_with_the_optimizer_on_the_cpu(
-    size, name, algo, steps
-):
-    found = steps[size, name][algo]  # its powers of beta are products before, and made anew after
+def test_resumed_equals_uninterrupted_up_to_rounding_with_the_optimizer_on_the_cpu(size, name, algo, steps):
+    # The optimizer updates its powers of beta by multiplication, and computes the powers anew after loading.
+    found = steps[size, name][algo]
     same_rows([found["resumed"]["row"]], found["rows"][2:])
     same_weights(found["resumed"]["weights"], found["weights"], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["torch", "zero0"])
-def test_what_is_not_divided_goes_on_by_another_number_of_ranks(name, steps):
+def test_checkpoints_that_are_not_divided_resume_on_another_number_of_ranks(name, steps):
     found, expected = steps[1, name]["other ranks"], steps[2, name]["dpo"]
     assert found["steps"] == 3
     same_rows([found["row"]], expected["rows"][2:])
@@ -139,32 +138,32 @@ def test_what_is_not_divided_goes_on_by_another_number_of_ranks(name, steps):
 
 @pytest.mark.parametrize("algo", ["dpo", "ppo"])
 @pytest.mark.parametrize(("size", "name"), PLAIN)
-def test_a_step_that_is_not_finite_changes_nothing(size, name, algo, steps):
+def test_a_step_with_non_finite_loss_or_gradient_changes_no_weight(size, name, algo, steps):
     found = steps[size, name][algo]["failed"]
     assert [index for _, index in found["said"]] == [[0, 1, 2]] * 2
     loss, gradient = (what for what, _ in found["said"])
     assert "loss/policy nan" in loss
     assert "loss/policy nan" not in gradient and gradient.endswith(("norm nan", "norm inf"))
     same_weights(found["after"], found["before"], rtol=0, atol=0)
-    assert found["next"] == steps[size, name][algo]["rows"][1], "as if it had not been"
+    assert found["next"] == steps[size, name][algo]["rows"][1], "a failed step must not change the next step"
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_zero3_divides_the_weights_of_what_is_trained_and_of_the_reference(size, steps):
+def test_zero3_divides_the_weights_of_the_trained_model_and_of_the_reference(size, steps):
     for algo in ("dpo", "ppo"):
-        assert steps[size, "zero3"][algo]["kept"] == (0, 0), "between steps nothing is whole"
+        assert steps[size, "zero3"][algo]["kept"] == (0, 0), "between steps no weight is gathered"
         assert min(steps[size, "zero2"][algo]["kept"]) > 0
 
 
 @pytest.mark.parametrize(("size", "name"), EVERY)
-def test_ranks_keep_step_where_prompts_and_responses_have_one_token(size, name, steps):
+def test_ranks_do_not_deadlock_on_prompts_and_responses_of_one_token(size, name, steps):
     found, expected = steps[size, name]["short"], steps[1, "torch"]["short"]
     same_rows(found["rows"], expected["rows"])
     same_weights(found["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize(("size", "name"), EVERY)
-def test_weights_that_inference_has_gathered_can_be_trained(size, name, steps):
+def test_training_works_after_inference_has_gathered_weights(size, name, steps):
     found, expected = steps[size, name]["defaults"], steps[1, "torch"]["dpo"]
     same_rows(found["rows"], expected["rows"][:2])
 
@@ -182,7 +181,7 @@ def test_bfloat16_is_autocast_over_float32_weights(size, name, steps):
 
 
 @pytest.mark.parametrize(("size", "name"), EVERY)
-def test_frozen_models_answer_as_on_plain_torch(size, name, steps):
+def test_frozen_models_give_the_same_outputs_as_on_plain_torch(size, name, steps):
     found, expected = steps[size, name]["frozen"], steps[1, "torch"]["frozen"]
     torch.testing.assert_close(found["rewards"], expected["rewards"], rtol=0, atol=1e-5)
     for temperature in (1.0, 0.7):
@@ -193,7 +192,7 @@ def test_frozen_models_answer_as_on_plain_torch(size, name, steps):
 
 
 @pytest.mark.parametrize(("size", "name"), PLAIN)
-def test_the_model_is_given_and_left_behind_whole(size, name, steps):
+def test_borrowed_and_saved_models_are_complete(size, name, steps):
     found, expected = steps[size, name]["left"], steps[1, "torch"]["left"]
     for kind in ("gpt_neox", "llama"):
         same_weights(found[kind]["weights"], expected[kind]["weights"], rtol=0, atol=0)
@@ -204,21 +203,21 @@ def test_the_model_is_given_and_left_behind_whole(size, name, steps):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_checkpoint_is_tensors_not_code(name, steps):
+def test_loading_a_checkpoint_runs_no_code(name, steps):
     assert not steps[1, name]["ran"]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_one_rank_listens_on_loopback_at_most(name, steps):
+def test_a_single_rank_listens_on_loopback_only(name, steps):
     assert set(steps[1, name]["listening"]) <= {"127.0.0.1", "::1"}
 
 
-# -- whole runs ------------------------------------------------------------------------------------
+# -- complete runs ---------------------------------------------------------------------------------
 
-RUNS = {  # by name: number of ranks, words
+RUNS = {  # name -> (number of ranks, arguments)
     "zero2 ppo": (1, ["backend=zero2", "algo=ppo"]),
     "zero3 dpo": (1, ["backend=zero3", "algo=dpo", "algo.ties=keep"]),
-    # Several ranks have no annotator, so the run of one goes without it: its metrics are one more.
+    # Runs of several ranks have no annotator, whose metric would be an extra one in the run of one rank.
     "zero3 ppo on two": (2, ["backend=zero3", "algo=ppo", "schedule.max_lag=1", "generator.annotate=false"]),
     "zero3 reward": (1, ["backend=zero3", "algo=reward"]),
 }
@@ -226,7 +225,7 @@ RUNS = {  # by name: number of ranks, words
 
 @pytest.fixture(scope="module")
 def runs(cache_dir, tmp_path_factory):
-    """Each run in full, and once more from its checkpoint: words and the two folders."""
+    """Execute each run, and resume a copy from its checkpoint; return arguments and both folders by name."""
     base = tmp_path_factory.mktemp("runs")
     common = [*TINY, f"cache_dir={cache_dir}"]
     found = {
@@ -245,7 +244,7 @@ def runs(cache_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_goes_as_on_plain_torch(name, runs, finished):
+def test_a_run_gives_the_same_metrics_as_on_plain_torch(name, runs, finished):
     _, folder, _ = runs[name]
     plain = finished(*(word for word in RUNS[name][1] if not word.startswith("backend=zero")))
     assert len(rows(folder)) == len(rows(plain)) >= 4
@@ -257,7 +256,7 @@ def test_a_run_goes_as_on_plain_torch(name, runs, finished):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_was_interrupted_ends_the_same(name, runs):
+def test_a_resumed_run_gives_the_same_metrics_and_model(name, runs):
     _, folder, resumed = runs[name]
     assert "resumed from update" in (resumed / "train.log").read_text()
     assert "resumed from update" not in (folder / "train.log").read_text()
@@ -266,7 +265,7 @@ def test_a_run_that_was_interrupted_ends_the_same(name, runs):
     assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
 
 
-def test_a_run_after_one_with_divided_weights_in_the_same_process_is_what_it_is_alone(cache_dir, tmp_path):
+def test_a_zero3_run_does_not_change_a_later_run_in_the_same_process(cache_dir, tmp_path):
     words = [*TINY, f"cache_dir={cache_dir}", "algo=sft"]
     alone, output_dir = RunFolder(tmp_path / "alone"), tmp_path / "sweep"
     sweep = ["-m", *words, "backend=zero3,torch", f"output_dir={output_dir}"]
@@ -278,7 +277,7 @@ def test_a_run_after_one_with_divided_weights_in_the_same_process_is_what_it_is_
     assert_same_end(RunFolder(output_dir / run_name(compose(words))), alone)
 
 
-def test_a_divided_checkpoint_is_refused_to_other_ranks_before_anything_is_loaded(runs, tmp_path):
+def test_a_divided_checkpoint_is_rejected_on_another_number_of_ranks_before_loading(runs, tmp_path):
     words, folder, _ = runs["zero3 ppo on two"]
     other = tmp_path / "resumed"
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns("trainer_state.json", "model"))
@@ -293,7 +292,7 @@ def test_a_divided_checkpoint_is_refused_to_other_ranks_before_anything_is_loade
     assert "ppo of pythia" not in done.stdout
 
 
-def test_without_a_compiler_offloading_is_refused_before_anything_is_loaded(command, tmp_path):
+def test_offloading_without_a_compiler_is_rejected_before_loading(command, tmp_path):
     environment = {**os.environ, "PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}
     done = subprocess.run(
         [sys.executable, "-m", "rlhf.train", *command, "backend=zero3_offload"],
@@ -307,7 +306,7 @@ def test_without_a_compiler_offloading_is_refused_before_anything_is_loaded(comm
     assert "making" not in done.stdout and "dpo of pythia" not in done.stdout
 
 
-def test_settings_that_deepspeed_refuses_are_told_before_anything_is_loaded(command):
+def test_invalid_deepspeed_settings_are_reported_before_loading(command):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "rlhf.train", *command, "backend=zero2"),

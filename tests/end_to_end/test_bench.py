@@ -1,4 +1,4 @@
-"""The benchmark against TRL, started as a user starts it."""
+"""Tests of the commands of the benchmark against TRL."""
 
 import json
 import os
@@ -29,14 +29,14 @@ def smoke(folder: Path, *words: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
-    """The measurements of this project, by algorithm, from one start of the benchmark."""
+    """Return the measurements of this project by algorithm, from one benchmark command."""
     found = smoke(tmp_path_factory.mktemp("bench"), "--side", "ours", "--algo", "dpo", "ppo")
     assert [Case(**each["case"]).algo for each in found] == ["dpo", "ppo"]
     return {Case(**each["case"]).algo: each for each in found}
 
 
 @pytest.mark.parametrize("algo", ["dpo", "ppo"])
-def test_our_side_does_the_work_and_measures_it(algo, ours):
+def test_our_side_reports_the_expected_counts_and_cpu_time_of_all_phases(algo, ours):
     found = ours[algo]
     figures, case = found["figures"], Case(**found["case"])
     assert found["side"] == "ours" and case.algo == algo
@@ -48,7 +48,7 @@ def test_our_side_does_the_work_and_measures_it(algo, ours):
 
 
 @pytest.mark.parametrize("algo", ["dpo", "ppo"])
-def test_the_other_side_does_the_same_work(algo, tmp_path):
+def test_trl_and_our_side_do_the_same_work(algo, tmp_path):
     (case, *_) = cases(list(LENGTHS), [algo], [1])
     if not bench.python(ROOT, case).exists():
         pytest.skip(needs.TRL)
@@ -58,7 +58,7 @@ def test_the_other_side_does_the_same_work(algo, tmp_path):
     assert ours == theirs
 
 
-def test_a_profile_accounts_for_all_that_an_update_takes():
+def test_a_profile_adds_up_to_the_time_of_an_update():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.against_trl.profile", "short-nano", "dpo", "--markdown"]
         + ["--operations", "3"],
@@ -69,7 +69,9 @@ def test_a_profile_accounts_for_all_that_an_update_takes():
     table = {row[0]: [float(cell.rstrip("%")) for cell in row[1:]] for row in rows[2:]}
     *kinds, whole = table.values()
     for column, total in zip(zip(*kinds, strict=True), whole, strict=True):
-        assert sum(column) == pytest.approx(total, abs=len(kinds) / 2 + 0.5), "but for rounding"
+        assert sum(column) == pytest.approx(total, abs=len(kinds) / 2 + 0.5), (
+            "the kinds must sum to the total, except for rounding"
+        )
     assert all(ms > 0 for kind in ("matrix products", "attention") for ms in table[kind])
     assert all(ms >= 0 for row in kinds for ms in row)
     assert (
@@ -77,7 +79,7 @@ def test_a_profile_accounts_for_all_that_an_update_takes():
     )
 
 
-def test_an_environment_that_is_not_there_is_an_error_that_names_it(tmp_path):
+def test_a_missing_environment_is_an_error_that_names_the_environment(tmp_path):
     done = subprocess.run(
         [*SMOKE, "--algo", "ppo", "--environments", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
@@ -87,7 +89,7 @@ def test_an_environment_that_is_not_there_is_an_error_that_names_it(tmp_path):
 
 
 @pytest.mark.parametrize("module", ["bench --gpu", "roofline tldr-410m dpo"])
-def test_without_a_gpu_there_is_an_error_for_what_needs_one(module):
+def test_commands_that_need_a_gpu_fail_without_a_gpu(module):
     command = [sys.executable, "-m", *f"benchmarks.against_trl.{module}".split()]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""`python -m rlhf.evaluate`: what is measured of a run afterwards is what was measured while it trained."""
+"""Tests of `python -m rlhf.evaluate`: the metrics equal those of the evaluations during training."""
 
 import json
 import shutil
@@ -14,7 +14,8 @@ from tests import needs
 
 pytestmark = pytest.mark.forks
 
-EVERY = ("schedule.eval_every=1", "schedule.save_every=1")  # of two updates
+# Runs have two updates, each with an evaluation and a checkpoint.
+EVERY = ("schedule.eval_every=1", "schedule.save_every=1")
 RUNS = {
     "dpo": [],
     "lora": ["model.lora.rank=4", "optim.lr=1e-2"],
@@ -28,7 +29,7 @@ NEEDS = {"lora": "peft", "zero2": "deepspeed"}
 
 @pytest.fixture
 def copy_of(finished, tmp_path):
-    """`copy_of(name)` is a copy of a finished run of `RUNS`, for the evaluations of one test."""
+    """`copy_of(name)` returns a copy of a finished run of `RUNS` that the test may change."""
 
     def get(name: str) -> RunFolder:
         pytest.importorskip(NEEDS.get(name, "rlhf"))
@@ -39,7 +40,7 @@ def copy_of(finished, tmp_path):
 
 @pytest.fixture
 def copied(copy_of):
-    """A copy of the finished run of dpo."""
+    """Return a copy of the finished DPO run."""
     return copy_of("dpo")
 
 
@@ -50,7 +51,7 @@ def measured(folder: RunFolder, *words: str, **more) -> list[dict]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.smoke if name == "sft" else ()) for name in RUNS]
 )
-def test_figures_are_those_that_training_measured(copy_of, name):
+def test_metrics_equal_those_measured_during_training(copy_of, name):
     folder = copy_of(name)
     trained = {
         row["update"]: row for row in read_lines(folder.metrics) if "eval/loss" in row or "eval/kl" in row
@@ -62,14 +63,14 @@ def test_figures_are_those_that_training_measured(copy_of, name):
     for row in rows:
         figures = {key: value for key, value in trained[row["update"]].items() if key.startswith("eval/")}
         if name == "reward" and row["model"] == "model":
-            # The reward model is centred after training.
+            # The reward model is centred after training, so the saved model has an offset.
             figures["eval/reward"] -= json.loads((folder.model / "config.json").read_text())["reward_offset"]
         measured_again = {key: row[key] for key in figures}
         assert measured_again == (pytest.approx(figures, abs=1e-5) if name == "reward" else figures)
     assert trained[1] != trained[2]
 
 
-def test_a_row_tells_its_settings_and_how_sure_its_win_rate_is(copy_of):
+def test_a_row_has_its_settings_and_the_confidence_interval_of_its_win_rate(copy_of):
     folder = copy_of("sft")
     *_, row = measured(folder, "eval.prompts=24")
     low, high = wilson(row["eval/win_rate"], 24)
@@ -85,7 +86,7 @@ def test_a_row_tells_its_settings_and_how_sure_its_win_rate_is(copy_of):
     assert f"{row['eval/win_rate']:.3f} [{low:.3f}, {high:.3f}]" == evaluate.figure(row, "eval/win_rate")
 
 
-def test_what_was_evaluated_is_not_evaluated_again(copied, capsys, monkeypatch):
+def test_evaluated_models_are_not_evaluated_again(copied, capsys, monkeypatch):
     first = measured(copied)
     told = copied.evaluations.read_text()
     capsys.readouterr()
@@ -94,7 +95,7 @@ def test_what_was_evaluated_is_not_evaluated_again(copied, capsys, monkeypatch):
     assert capsys.readouterr().out.count("evaluated already with these settings: ") == 2
 
 
-def test_another_split_or_other_settings_are_rows_of_their_own(copied):
+def test_each_split_and_each_change_of_settings_adds_a_row(copied):
     validation = measured(copied, only=("model",))
     test = measured(copied, only=("model",), split="test")
     fewer = measured(copied, "eval.prompts=4", only=("model",))
@@ -104,31 +105,33 @@ def test_another_split_or_other_settings_are_rows_of_their_own(copied):
     assert [row["settings"]["split"] for row in rows] == ["validation", "test", "validation"]
 
 
-def test_an_evaluation_that_was_ended_goes_on_with_what_is_missing(copied):
+def test_an_interrupted_evaluation_resumes_with_the_missing_models(copied):
     whole = measured(copied)
     one, other = copied.evaluations.read_text().splitlines(keepends=True)
-    copied.evaluations.write_text(one + other[:50])  # a crash cut it off
+    copied.evaluations.write_text(one + other[:50])  # as if a crash cut off the last line
     assert measured(copied) == whole
     assert copied.evaluations.read_text() == one + other
 
 
-def test_a_damaged_checkpoint_is_told_of_and_left_out(copied, capsys):
+def test_a_damaged_checkpoint_is_reported_and_skipped(copied, capsys):
     file = copied.path / "checkpoint-1" / "optimizer.pt"
     file.write_bytes(file.read_bytes()[:100])
     assert [row["model"] for row in measured(copied)] == ["model"]
     told = " ".join(capsys.readouterr().out.split())
     assert "checkpoint-1 is damaged and is not evaluated: optimizer.pt has 100 bytes" in told
-    assert (copied.path / "checkpoint-1" / "COMPLETE").is_file(), "it is the run's to set aside"
+    assert (copied.path / "checkpoint-1" / "COMPLETE").is_file(), (
+        "only the run may mark a checkpoint as damaged"
+    )
 
 
-def test_a_run_without_anything_to_evaluate_is_refused(copied):
+def test_a_run_without_checkpoint_or_final_model_is_rejected(copied):
     shutil.rmtree(copied.path / "checkpoint-1")
     copied.write_state({"update": 1, "episode": 16, "finished": False})
     with pytest.raises(UserError, match="run= must have a checkpoint or a final model to evaluate"):
         measured(copied)
 
 
-def test_another_judge_judges(copied, tmp_path):
+def test_the_gold_scorer_can_be_replaced(copied, tmp_path):
     judge = tmp_path / "judge.py"
     judge.write_text("def brief(prompt, response, reference):\n    return -float(len(response))\n")
     (row,) = measured(copied, "scorer@gold=function", f"gold.path={judge}:brief", only=("model",))
@@ -137,7 +140,7 @@ def test_another_judge_judges(copied, tmp_path):
     assert row["eval/gold_score"] == sum(scores) / len(scores) and row["settings"]["gold"] == f"{judge}:brief"
 
 
-def test_a_large_request_is_answered_in_parts_with_the_same_samples(copied, monkeypatch):
+def test_generation_in_chunks_gives_the_same_samples(copied, monkeypatch):
     whole = measured(copied, only=("model",))
     copied.evaluations.unlink()
     monkeypatch.setattr(evaluate, "CHUNK", 5)
@@ -146,11 +149,14 @@ def test_a_large_request_is_answered_in_parts_with_the_same_samples(copied, monk
                    for key, value in whole[0].items()}  # fmt: skip
 
 
-def test_vllm_answers_for_each_checkpoint_with_its_weights(copy_of):
+def test_vllm_evaluates_each_checkpoint_with_the_weights_of_the_checkpoint(copy_of):
     pytest.importorskip("vllm", reason=needs.VLLM)
     folder = copy_of("sft")
     by_hf, by_vllm = measured(folder), measured(folder, "generator=vllm")
     assert [row["settings"]["generator"] for row in by_vllm] == ["vllm", "vllm"]
-    for one, other in zip(by_hf, by_vllm, strict=True):  # near-greedy, so nearly the same responses
+    # near-greedy sampling gives nearly the same responses
+    for one, other in zip(by_hf, by_vllm, strict=True):
         assert other["eval/gold_score"] == pytest.approx(one["eval/gold_score"], abs=0.4)
-    assert abs(by_hf[0]["eval/gold_score"] - by_hf[1]["eval/gold_score"]) > 1.0, "the two models differ"
+    assert abs(by_hf[0]["eval/gold_score"] - by_hf[1]["eval/gold_score"]) > 1.0, (
+        "the checkpoint and the final model must differ"
+    )

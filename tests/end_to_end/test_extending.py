@@ -1,4 +1,4 @@
-"""docs/extending.md as it is written: rlhf installed from a wheel, somebody else's package beside it."""
+"""Tests of files and commands in docs/extending.md. rlhf and the example package are installed as wheels."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def install(source: Path, site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory) -> Path:
-    """A folder with `site`, where rlhf and my_lab are installed, and with `my_lab/conf`; no checkout."""
+    """Return a folder outside of the checkout with `site` (rlhf and my_lab installed) and `my_lab/conf`."""
     base = tmp_path_factory.mktemp("lab")
     source = base / "source"
     for name in ("rlhf", "conf"):
@@ -53,7 +53,7 @@ def lab(tmp_path_factory) -> Path:
 
 
 def call(lab: Path, *words: str, code: int = 0) -> str:
-    """What a command says, called in the folder `lab`, which is none of the checkout."""
+    """Run a Python command in the folder `lab`, check its exit code and return its output."""
     done = subprocess.run(
         [sys.executable, *words],
         cwd=lab,
@@ -65,17 +65,17 @@ def call(lab: Path, *words: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_what_is_imported_is_the_wheel(lab):
+def test_rlhf_is_imported_from_the_installed_wheel(lab):
     assert call(lab, "-c", "import rlhf; print(rlhf.__file__)").startswith(str(lab / "site"))
 
 
-def test_help_tells_the_options_of_the_wheel_and_of_the_other_package(lab):
+def test_help_lists_the_options_of_rlhf_and_of_the_other_package(lab):
     told = call(lab, "site/bin/rlhf", "--config-dir", "my_lab/conf", "--help")
     for line in ("dpo  ", "reinforce_mean  ", "backwards  ", "in_place  "):
         assert re.search(rf"^    {line}", told, re.M), line
 
 
-def test_algorithm_task_and_scorer_of_another_package_train_and_are_evaluated(lab):
+def test_algorithm_task_and_scorer_of_another_package_can_be_trained_and_evaluated(lab):
     words = ["--config-dir", "my_lab/conf", *COMMANDS[0].split(), *TINY]
     told = call(lab, "site/bin/rlhf", *words)
     assert "reinforce_mean of pythia on backwards" in told
@@ -91,18 +91,18 @@ def test_algorithm_task_and_scorer_of_another_package_train_and_are_evaluated(la
     assert "finished already" in call(lab, "site/bin/rlhf", *words)
 
 
-def test_the_chain_makes_the_stages_of_another_package(lab):
+def test_the_pipeline_runs_the_stages_of_another_package(lab):
     told = call(lab, "-m", "rlhf.pipeline", "--config-dir", "my_lab/conf", *COMMANDS[1].split(), *TINY)
     assert "[1/3] SFT model" in told and "[3/3] evaluation (validation): done" in told
 
 
-def test_a_mistake_names_the_keys_of_the_other_package(lab):
+def test_an_unknown_key_is_reported_with_similar_keys_of_the_other_package(lab):
     words = ["--config-dir", "my_lab/conf", "task=backwards", "task.leters=3"]
     told = call(lab, "site/bin/rlhf", *words, code=2)
     assert "task.leters must be a setting of task=backwards" in told and "task.letters?" in told
 
 
-def test_an_entry_point_that_does_not_import_is_told_of_and_whose_it_is(lab, tmp_path):
+def test_an_entry_point_that_cannot_be_imported_is_reported_with_its_package(lab, tmp_path):
     site = tmp_path / "site"
     shutil.copytree(lab / "site", site)
     (site / "my_lab" / "options.py").write_text("import nothing_of_the_kind\n")

@@ -1,4 +1,4 @@
-"""The growth benchmark, from runs to the drawing."""
+"""Test of the growth benchmark, from measurement to plot."""
 
 import json
 
@@ -9,12 +9,12 @@ from benchmarks.growth import Point, work
 SMALL = Point(prompts=2, samples=2, prompt=4, response=3, vocabulary=32, hidden_size=32, layers=1)
 
 
-def test_a_small_sweep_is_measured_and_drawn(monkeypatch, tmp_path):
+def test_a_small_sweep_is_measured_and_plotted(monkeypatch, tmp_path):
     monkeypatch.setattr(growth, "BASE", SMALL)
     monkeypatch.setattr(growth, "UPDATES", 2)
     monkeypatch.setattr(growth, "AXES", {"layers": ("layers", (1, 2)), "samples": ("samples", (2, 4))})
     out = tmp_path / "growth.json"
-    for axis in ("layers", "samples"):  # one after the other: what was measured stays
+    for axis in ("layers", "samples"):  # the second command keeps the measurements of the first
         monkeypatch.setattr("sys.argv", ["growth", "--axis", axis, "--out", str(out)])
         growth.main()
     kept = json.loads(out.read_text())

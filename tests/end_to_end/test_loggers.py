@@ -1,4 +1,4 @@
-"""The experiment trackers, for real: Weights & Biases offline, TensorBoard event files."""
+"""Tests of the loggers with the real packages: Weights & Biases (offline) and TensorBoard event files."""
 
 import json
 import struct
@@ -24,29 +24,29 @@ SESSIONS = ("schedule.total_episodes=64", "schedule.save_every=2", "schedule.eva
 
 
 def records(file: Path) -> Iterator[Record]:
-    """What W&B has written to a run's file: protocol buffers in the log format of LevelDB."""
-    data, at, parts = file.read_bytes(), 7, b""  # behind W&B's own header
+    """Yield the records of a W&B run file: protocol buffers in the log format of LevelDB."""
+    data, at, parts = file.read_bytes(), 7, b""  # skip the 7 bytes of W&B's header
     while at + 7 <= len(data):
-        left = 32768 - at % 32768  # of the block; a record's header is never divided
+        left = 32768 - at % 32768  # bytes left in the block; a header is never split across blocks
         if left < 7:
             at += left
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
         parts += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # the whole of a record, or its last part
+        if kind in (1, 4):  # a complete record, or the last part of a record
             yield Record.FromString(parts)
             parts = b""
 
 
 def sessions(folder: RunFolder) -> list[list[Record]]:
-    """The records of each session of a run, oldest first."""
-    wandb.teardown()  # writes what is left
+    """Return the records of each session of a run, oldest first."""
+    wandb.teardown()  # flush pending records
     return [list(records(file)) for file in sorted(folder.path.glob("wandb/offline-run-*/*.wandb"))]
 
 
 def history(session: list[Record]) -> list[dict]:
-    """The rows of a session, by step."""
+    """Return the logged rows of a session in order of their steps."""
     found = [record.history for record in session if record.HasField("history")]
     return [
         {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in row.item}
@@ -54,7 +54,7 @@ def history(session: list[Record]) -> list[dict]:
     ]
 
 
-def test_wandb_and_tensorboard_get_the_rows_of_metrics_jsonl(tiny, tmp_path, monkeypatch):
+def test_wandb_and_tensorboard_get_the_rows_of_metrics_jsonl_and_no_secret(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789012345678901234567890123456789")
     monkeypatch.setattr(sys, "argv", ["train.py", "some.api_key=a-secret-of-the-command-line"])
     folder = RunFolder(tmp_path / "run")
@@ -77,7 +77,7 @@ def test_wandb_and_tensorboard_get_the_rows_of_metrics_jsonl(tiny, tmp_path, mon
                 assert secret not in file.read_bytes(), file
 
 
-def test_a_run_that_is_gone_on_with_goes_on_in_its_run_of_wandb(tiny, tmp_path, monkeypatch):
+def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     cfg = tiny(*OFFLINE, *SESSIONS)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -103,7 +103,7 @@ def test_a_run_that_is_gone_on_with_goes_on_in_its_run_of_wandb(tiny, tmp_path, 
 
 
 def test_wandb_gets_the_completions_of_each_evaluation_as_a_table(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")  # counts, as logger.wandb.mode is null
+    monkeypatch.setenv("WANDB_MODE", "offline")  # used, because logger.wandb.mode is null
     folder = RunFolder(tmp_path / "run")
     run(tiny("logger=wandb", "schedule.eval_every=2"), folder)
     kept = read_lines(folder.completions)
@@ -119,7 +119,7 @@ def test_wandb_gets_the_completions_of_each_evaluation_as_a_table(tiny, tmp_path
         assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == expected
 
 
-def test_a_folder_keeps_its_run_of_wandb_and_a_new_folder_of_that_name_has_another(tmp_path):
+def test_a_folder_keeps_its_wandb_run_id_and_a_new_folder_of_that_name_gets_another_id(tmp_path):
     folder = RunFolder(tmp_path / "lag0: 50%")
     mine = run_id(folder)
     assert run_id(folder) == mine
@@ -129,7 +129,7 @@ def test_a_folder_keeps_its_run_of_wandb_and_a_new_folder_of_that_name_has_anoth
     assert len(run_id(RunFolder(tmp_path / ("long" * 50)))) <= 128
 
 
-def test_without_a_key_for_wandb_the_error_says_what_to_do(tiny, tmp_path, monkeypatch):
+def test_a_missing_wandb_key_is_an_error_with_the_remedy(tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

@@ -1,4 +1,4 @@
-"""Runs that train adapters: one model in memory, what they leave, and the same figures however computed."""
+"""Tests of LoRA runs: models in memory, saved files, and equal metrics with every way to compute them."""
 
 import json
 
@@ -25,7 +25,7 @@ LORA = ("model.lora.rank=4", "optim.lr=1e-2", "algo.ties=keep")
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """The keys of the causal LMs that a run loads."""
+    """Return a list to which each load of a causal LM appends its config key."""
     keys, load = [], loading.load_causal_lm
 
     def note(*args, **settings):
@@ -37,7 +37,7 @@ def loaded(monkeypatch):
     return keys
 
 
-def test_the_reference_is_the_policy_without_its_adapters_and_no_second_model(tiny, tmp_path, loaded):
+def test_the_reference_is_the_policy_without_adapters_and_loads_no_second_model(tiny, tmp_path, loaded):
     cfg, folder = complete(tiny(*LORA, "schedule.eval_every=1"), run), RunFolder(tmp_path / "run")
     loaded.clear()
     run(cfg, folder)
@@ -59,7 +59,7 @@ def test_the_reference_is_the_policy_without_its_adapters_and_no_second_model(ti
 
 
 @pytest.mark.smoke
-def test_a_run_leaves_the_merged_model_and_the_adapter(tiny, finished):
+def test_a_run_saves_the_merged_model_and_the_adapter(tiny, finished):
     cfg, folder = complete(tiny(*LORA), run), finished(*LORA)
     merged, before, base = (
         AutoModelForCausalLM.from_pretrained(path)
@@ -75,7 +75,7 @@ def test_a_run_leaves_the_merged_model_and_the_adapter(tiny, finished):
     assert files == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def test_adapters_of_a_reward_model_and_of_ppo_with_its_value_model(tiny, tmp_path):
+def test_reward_and_ppo_runs_save_adapters_of_reward_and_value_model(tiny, tmp_path):
     cfg, judge = complete(tiny("algo=reward", "model.lora.rank=4"), run), RunFolder(tmp_path / "reward")
     run(cfg, judge)
     merged = AutoModelForSequenceClassification.from_pretrained(judge.model)
@@ -92,7 +92,7 @@ def test_adapters_of_a_reward_model_and_of_ppo_with_its_value_model(tiny, tmp_pa
     assert rows(folder)[1]["policy/ratio"] == pytest.approx(1, abs=1e-5)
 
 
-def test_adapters_of_sft_start_from_the_base(tiny, tmp_path):
+def test_sft_with_adapters_trains_from_the_base_model(tiny, tmp_path):
     base = complete(tiny(), run).model.policy
     folder = RunFolder(tmp_path / "run")
     run(tiny("algo=sft", f"model.base={base}", "model.lora.rank=4", "optim.lr=1e-2"), folder)
@@ -100,20 +100,22 @@ def test_adapters_of_sft_start_from_the_base(tiny, tmp_path):
     assert losses[-1] < losses[0] and folder.adapter.is_dir()
 
 
-def test_the_generators_process_samples_as_the_trainer_with_its_adapters(finished):
+def test_the_generator_process_samples_the_same_tokens_as_the_trainer_with_adapters(finished):
     found = []
     for worker in ("false", "true"):
         folder = finished(*LORA, "schedule.total_episodes=64", f"generator.worker={worker}")
         found.append([row for row in rows(folder) if "lr" in row])
     for ours, theirs in zip(*found, strict=True):
         assert theirs["mismatch/kl"] < 1e-9
-        assert theirs["objective/scores"] == ours["objective/scores"], "the same tokens"
+        assert theirs["objective/scores"] == ours["objective/scores"], (
+            "the generator process must sample the same tokens"
+        )
         assert theirs["objective/kl"] == pytest.approx(ours["objective/kl"], abs=1e-5)
     assert abs(found[0][-1]["objective/kl"]) > 1e-3
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_gradient_checkpointing_changes_no_figure(tiny, tmp_path, rank):
+def test_gradient_checkpointing_changes_no_metric(tiny, tmp_path, rank):
     found = []
     for on in ("false", "true"):
         folder = RunFolder(tmp_path / on)
@@ -123,7 +125,7 @@ def test_gradient_checkpointing_changes_no_figure(tiny, tmp_path, rank):
 
 
 @pytest.mark.parametrize("algo", ["dpo", "ppo", "reward"])
-def test_frozen_weights_are_held_in_the_dtype_and_trained_ones_in_float32(tiny, algo):
+def test_frozen_weights_have_the_model_dtype_and_trained_weights_are_float32(tiny, algo):
     for rank, frozen in ((4, {torch.bfloat16}), (0, set())):
         cfg = complete(tiny(f"algo={algo}", f"model.lora.rank={rank}", "model.dtype=bfloat16"), run)
         parameters = list(build_module(cfg, build_tokenizer(cfg)).parameters())
@@ -131,14 +133,14 @@ def test_frozen_weights_are_held_in_the_dtype_and_trained_ones_in_float32(tiny, 
         assert {p.dtype for p in parameters if not p.requires_grad} == frozen
 
 
-def test_in_bfloat16_too_the_policy_starts_as_the_reference_and_float32_is_left(tiny, tmp_path):
+def test_a_bfloat16_policy_starts_equal_to_the_reference_and_is_saved_as_float32(tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
     run(tiny(*LORA, "model.dtype=bfloat16", "schedule.eval_every=1"), folder)
     assert json.loads((folder.model / "config.json").read_text())["dtype"] == "float32"
     assert [row["eval/kl"] == 0 for row in rows(folder) if "eval/kl" in row] == [True, False, False]
 
 
-def test_float16_without_a_gpu_is_refused_before_anything_is_loaded(tiny, monkeypatch):
+def test_float16_without_a_gpu_is_rejected_before_loading(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         UserError, match=r"model.dtype must be float32 or bfloat16 without a GPU \(torch finds"
@@ -147,7 +149,7 @@ def test_float16_without_a_gpu_is_refused_before_anything_is_loaded(tiny, monkey
 
 
 @pytest.mark.parametrize("backend", ["zero2", "zero3"])
-def test_adapters_are_trained_by_deepspeed_as_by_plain_torch(tiny, tmp_path, finished, backend):
+def test_deepspeed_and_plain_torch_train_the_same_adapters(tiny, tmp_path, finished, backend):
     plain, divided = finished(*LORA), RunFolder(tmp_path / backend)
     run(tiny(*LORA, f"backend={backend}"), divided)
     for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):

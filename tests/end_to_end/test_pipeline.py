@@ -1,4 +1,4 @@
-"""`python -m rlhf.pipeline`: one chain from nothing to an evaluation, whatever ends it on the way."""
+"""Tests of `python -m rlhf.pipeline`: the chain of stages from the SFT model to the final evaluation."""
 
 import json
 import os
@@ -28,7 +28,8 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 WORDS = [*COMMAND.split(), *TINY, "schedule.total_episodes=64", "schedule.save_every=1"]
 WORDS += ['stages.sft=["debug=tiny","schedule.save_every=1"]', "eval.samples=0"]
 
-# The command, which `kill -9` ends at one point: in the middle of a stage, or between two.
+# Runs the pipeline command and kills it with SIGKILL at the place that the first argument names: in a stage,
+# or between two stages.
 KILLED = """
 import os, signal, sys
 from rlhf import pipeline
@@ -53,7 +54,7 @@ else:
     Recorder.flush = struck
 pipeline.main()
 """
-PLACES = {  # where it is killed: what the next start says of it
+PLACES = {  # place of the kill: text that the next start prints
     "sft:2": "resumed from update 1 of 2",
     "pairs": "[1/5] SFT model: finished already",
     "reward:2": "[2/5] preference pairs: finished already",
@@ -66,7 +67,7 @@ def start(command, *words) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *command, *words], capture_output=True, text=True, timeout=500)
 
 
-def test_killed_in_every_stage_it_goes_on_and_ends_as_it_would_have(tmp_path):
+def test_chain_killed_in_every_stage_resumes_and_ends_like_an_uninterrupted_run(tmp_path):
     words = [*WORDS, f"cache_dir={tmp_path}/cache", f"output_dir={tmp_path}/out", "progress=plain"]
     expected = None
     for place, then in PLACES.items():
@@ -77,7 +78,7 @@ def test_killed_in_every_stage_it_goes_on_and_ends_as_it_would_have(tmp_path):
     done = start(["-m", "rlhf.pipeline"], *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert expected in done.stdout
-    assert "evaluated already with these settings" in done.stdout, "what was evaluated before the kill counts"
+    assert "evaluated already with these settings" in done.stdout, "earlier evaluations must be reused"
 
     cfg = compose(words)
     folder = RunFolder(tmp_path / "out" / run_name(cfg))
@@ -87,7 +88,7 @@ def test_killed_in_every_stage_it_goes_on_and_ends_as_it_would_have(tmp_path):
     table = done.stdout[done.stdout.rindex("stage ") :]
     assert table.count("skipped") == 4 and "evaluation (validation)" in table
 
-    # The same run without the chain, with stages that nothing happened to.
+    # The same run without the pipeline, with stages that were not killed.
     alone = RunFolder(tmp_path / "alone")
     run(compose([*words, f"cache_dir={tmp_path}/other", "progress=off"]), alone)
     assert_same_end(folder, alone)
@@ -95,7 +96,7 @@ def test_killed_in_every_stage_it_goes_on_and_ends_as_it_would_have(tmp_path):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """The words of a chain whose base model and data are in folders."""
+    """Return the arguments of a chain whose base model, prompts and pairs are in local folders."""
     import torch
 
     from rlhf.models.loading import new_nano, save
@@ -127,14 +128,14 @@ def stored(tmp_path_factory):
     ]  # fmt: skip
 
 
-def told(monkeypatch, capsys, *words) -> str:
+def run_pipeline(monkeypatch, capsys, *words) -> str:
     monkeypatch.setattr(sys, "argv", ["pipeline", *words])
     pipeline.main()
     return capsys.readouterr().out
 
 
-def test_a_chain_on_stored_data_trains_each_stage_on_the_one_before(stored, monkeypatch, capsys):
-    said = told(monkeypatch, capsys, *stored)
+def test_each_stage_uses_the_models_and_pairs_of_the_earlier_stages(stored, monkeypatch, capsys):
+    said = run_pipeline(monkeypatch, capsys, *stored)
     out = Path(stored[9].partition("=")[2])
     folders = {path.name.split("-")[2]: RunFolder(path) for path in out.glob("tldr-pythia-*")}
     (pairs,) = out.glob("tldr-pairs-*")
@@ -146,35 +147,35 @@ def test_a_chain_on_stored_data_trains_each_stage_on_the_one_before(stored, monk
     assert [row["model"] for row in read_lines(folders["dpo"].evaluations)] == ["checkpoint-1", "model"]
     assert "[5/5] evaluation (validation): done in" in said
 
-    again = told(monkeypatch, capsys, *stored)
+    again = run_pipeline(monkeypatch, capsys, *stored)
     assert again.count("finished already, in ") == 5 and again.count("skipped") == 5
 
 
-def test_a_model_that_is_named_is_not_made(stored, monkeypatch, capsys, tmp_path):
+def test_no_sft_or_reward_stage_if_policy_and_scorer_are_configured(stored, monkeypatch, capsys, tmp_path):
     out = Path(stored[9].partition("=")[2])
     (sft,) = out.glob("tldr-pythia-sft-*")
     words = [*stored, f"output_dir={tmp_path}", f"model.policy={sft}/model", "scorer=function"]
     words = [word for word in words if word != stored[9]]
-    said = told(monkeypatch, capsys, *words, f"scorer.path={out.parent}/judge.py:brief")
+    said = run_pipeline(monkeypatch, capsys, *words, f"scorer.path={out.parent}/judge.py:brief")
     assert "[1/2] RLHF (dpo)" in said and len(list(tmp_path.glob("tldr-pythia-*"))) == 1
 
 
-def test_the_final_model_is_pushed_only_where_it_is_told_to_and_privately(stored, monkeypatch, capsys):
+def test_final_model_is_pushed_only_with_push_to_and_as_private_repository(stored, monkeypatch, capsys):
     from huggingface_hub import HfApi
 
     calls = []
     monkeypatch.setenv("HF_TOKEN", "of-the-test")
     monkeypatch.setattr(HfApi, "create_repo", lambda *given, **more: calls.append(more))
     monkeypatch.setattr(HfApi, "upload_folder", lambda *given, **more: calls.append(more))
-    told(monkeypatch, capsys, *stored)
+    run_pipeline(monkeypatch, capsys, *stored)
     assert calls == []
-    said = told(monkeypatch, capsys, *stored, "push_to=me/model")
+    said = run_pipeline(monkeypatch, capsys, *stored, "push_to=me/model")
     assert calls[0] == {"private": True, "exist_ok": True}
     assert calls[1]["repo_id"] == "me/model" and calls[1]["folder_path"].endswith("/model")
     assert "pushed to https://huggingface.co/me/model" in said and "of-the-test" not in said
 
 
-def test_a_token_is_read_from_the_environment_alone(monkeypatch):
+def test_hub_token_is_read_only_from_the_environment(monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     assert os.environ.get(hub.VARIABLE) is None
     with pytest.raises(ValueError, match="no other place is read"):

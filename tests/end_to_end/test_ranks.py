@@ -1,4 +1,4 @@
-"""Two ranks on one machine (gloo): the run of one rank, and what happens when one of them is lost."""
+"""Tests of runs on two ranks of one machine (gloo): same results as one rank, and the loss of a rank."""
 
 import json
 import os
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.forks
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LIMIT_S = 500
 
-# By default one rank alone has its rollouts annotated ahead.
+# By default a run on one rank starts an annotator process, and a run on two ranks does not.
 ALIKE = ["schedule.max_lag=1", "generator.annotate=false"]
 
-# By name: what is trained on one rank and on two. Rows do not always come out even.
+# The runs that are trained on one rank and on two, by name. Some batches do not divide evenly by two.
 RUNS = {
     "dpo": [
         *("algo=dpo", "algo.ties=keep", "backend.micro_batch=2", "schedule.minibatches=2"),
@@ -60,7 +60,7 @@ def ended(process: subprocess.Popen) -> str:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(cache_dir, tmp_path_factory):
-    """The runs of RUNS, by one pair of ranks: words and folder of each."""
+    """Train the runs of RUNS on two ranks; return the arguments and folder of each run, and the output."""
     base = tmp_path_factory.mktemp("ranks")
     jobs = {name: ([*TINY, f"cache_dir={cache_dir}", *words], base / name) for name, words in RUNS.items()}
     listed = base / "jobs.json"
@@ -72,7 +72,7 @@ def on_two_ranks(cache_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", REPEATABLE)
-def test_two_ranks_train_as_one(name, on_two_ranks, finished):
+def test_two_ranks_give_the_metrics_and_weights_of_one_rank(name, on_two_ranks, finished):
     jobs, _ = on_two_ranks
     _, folder = jobs[name]
     alone = finished(*RUNS[name])
@@ -82,15 +82,15 @@ def test_two_ranks_train_as_one(name, on_two_ranks, finished):
         assert row == pytest.approx(expected, rel=1e-4, abs=2e-5)
     trained = load_file(folder / "model" / "model.safetensors")
     for tensor, weight in load_file(alone.model / "model.safetensors").items():
-        assert (trained[tensor] - weight).abs().max() < 4e-5, tensor  # Adam makes much of little
+        assert (trained[tensor] - weight).abs().max() < 4e-5, tensor  # Adam amplifies rounding differences
 
 
-def test_only_the_first_rank_speaks_and_writes(on_two_ranks):
+def test_only_the_first_rank_prints_and_writes_files(on_two_ranks):
     jobs, out = on_two_ranks
-    assert out.count("dpo of pythia on tldr_mini") == 3, "three runs of that name"
+    assert out.count("dpo of pythia on tldr_mini") == 3, "three runs of RUNS have this title"
     _, folder = jobs["ppo"]
     updates = [row["update"] for row in rows(folder)]
-    assert len(updates) == len(set(updates)) + 2, "an update has one row, and one more where it is evaluated"
+    assert len(updates) == len(set(updates)) + 2, "an update has one row, or two rows if it is evaluated"
     assert sorted(file.name for file in (folder / "generations").iterdir()) == [
         "000001.parquet",
         "000002.parquet",
@@ -98,19 +98,19 @@ def test_only_the_first_rank_speaks_and_writes(on_two_ranks):
     assert not list(folder.glob("checkpoint-*/.tmp*")) and (folder / "checkpoint-1" / "COMPLETE").is_file()
 
 
-def test_vllm_samples_from_the_weights_that_zero3_has_divided(on_two_ranks, tmp_path):
+def test_vllm_samples_from_the_gathered_zero3_weights(on_two_ranks, tmp_path):
     jobs, _ = on_two_ranks
     words, folder = jobs["zero3 with vllm"]
     trained = [row for row in rows(folder) if "lr" in row]
     assert len(trained) == 2
-    for row in trained:  # the second is of weights that were gathered after a step
+    for row in trained:  # the second update samples from weights gathered after a step
         assert row["mismatch/kl"] < 1e-7 and row["mismatch/max_ratio"] < 1.001
     alone = RunFolder(tmp_path / "alone")
     run(compose([word for word in words if word != "backend=zero3"]), alone)
     assert (folder / "completions.jsonl").read_text() == alone.completions.read_text()
 
 
-def test_in_flight_every_token_is_of_a_version_that_was_loaded(on_two_ranks):
+def test_in_flight_run_on_two_ranks_reaches_the_last_episode(on_two_ranks):
     jobs, _ = on_two_ranks
     last = rows(jobs["in flight"][1])[-1]
     assert last["episode"] == 64
@@ -125,7 +125,7 @@ SURVIVES = [
 
 
 def ranks_of(process: subprocess.Popen) -> list[psutil.Process]:
-    """The ranks below torchrun, in the order of their start."""
+    """Return the rank processes that torchrun started, in the order of their start."""
     children = psutil.Process(process.pid).children()
     ranks = [child for child in children if "rlhf.train" in child.cmdline()]
     return sorted(ranks, key=lambda rank: (rank.create_time(), rank.pid))
@@ -139,14 +139,13 @@ def wait_for_a_checkpoint(folder: RunFolder, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-# In ten updates of sampling a draw between two tokens may fall otherwise on one rank than on two, and all
-# after it differs; without sampling nothing does.
+# `alike`: number of updates after the kill whose rows must agree with those of one rank. Two ranks round
+# differently from one rank. Within ten sampled updates the runs may draw different tokens, and then all later
+# rows differ. Without sampling, all rows agree.
 @pytest.mark.parametrize(
     ("generator", "alike"), [("hf", 3), pytest.param("dataset", 10, marks=pytest.mark.smoke)]
 )
-def test_a_rank_that_is_killed_ends_the_run_and_fewer_ranks_can_go_on(
-    generator, alike, tiny, command, tmp_path
-):
+def test_killed_rank_ends_the_run_and_one_rank_resumes_it(generator, alike, tiny, command, tmp_path):
     words = [*SURVIVES, f"generator={generator}"]
     folder, whole = RunFolder(tmp_path / "killed"), RunFolder(tmp_path / "whole")
     run(tiny(*words), whole)
@@ -167,7 +166,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_fewer_ranks_can_go_on(
             assert row == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-def test_a_rank_that_hangs_ends_the_run_when_the_others_have_waited(command, tmp_path):
+def test_hanging_rank_ends_the_run_after_backend_timeout(command, tmp_path):
     folder = RunFolder(tmp_path / "hangs")
     words = [*command, *SURVIVES, "backend.timeout_s=4", f"hydra.run.dir={folder.path}"]
     process = launched("-m", "rlhf.train", *words)
@@ -175,13 +174,13 @@ def test_a_rank_that_hangs_ends_the_run_when_the_others_have_waited(command, tmp
     first, stopped = ranks_of(process)
     stopped.send_signal(signal.SIGSTOP)
     first.wait(LIMIT_S)
-    stopped.kill()  # torchrun would, after half a minute
+    stopped.kill()  # torchrun kills this rank only after half a minute
     out = ended(process)
     assert process.returncode != 0
     assert "the connection between the ranks failed" in out and "backend.timeout_s" in out, out
 
 
-def test_an_error_of_one_rank_is_told(command, tmp_path):
+def test_error_of_one_rank_is_reported_with_its_rank(command, tmp_path):
     (tmp_path / "judge.py").write_text(
         "import os\n"
         "assert os.environ['RANK'] == '0', 'only on the first rank'\n"

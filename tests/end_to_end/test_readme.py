@@ -1,4 +1,4 @@
-"""What the README tells a reader to write works as written."""
+"""Test that the algorithm written in the README trains."""
 
 import pytest
 

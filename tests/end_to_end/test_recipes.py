@@ -1,4 +1,4 @@
-"""Every recipe runs with debug=tiny: two updates through the code of its task, with nothing from the hub."""
+"""Tests that every recipe runs with debug=tiny: two updates with the code of its task, without the Hub."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,11 @@ def tiny_recipe(name: str, cache_dir: Path, *more: str) -> Config:
 
 
 def distinct() -> list[str]:
-    """The recipes, but of those that differ in the size of Pythia alone, which is tiny here, the first."""
+    """Return the names of the recipes whose settings differ by more than the size of Pythia.
+
+    With debug=tiny all sizes of Pythia are the same tiny model. Of recipes that differ only in the size, the
+    410m recipe or else the first by name is returned.
+    """
     found: dict[str, str] = {}
     trained = set(options("experiment")) - set(RELABELS)
     for name in sorted(trained, key=lambda name: ("410m" not in name, name)):
@@ -43,14 +47,14 @@ DISTINCT = distinct()
 
 
 def check(cfg: Config, folder: RunFolder) -> list[dict]:
-    """Run it, and look whether it trained twice and was evaluated; returns the rows of the updates."""
+    """Run `cfg`, check its two updates and three evaluations, and return the rows of the updates."""
     assert validate.problems(cfg) == []
     run(cfg, folder)
     assert folder.finished() and folder.model.is_dir()
     found = rows(folder)
     updates = [row for row in found if "lr" in row]
     assert [row["update"] for row in updates] == [1, 2]
-    assert any(row.get("policy/grad_norm", 0) > 0 for row in updates), "not all are ties"
+    assert any(row.get("policy/grad_norm", 0) > 0 for row in updates), "every update has only ties"
     assert [row["update"] for row in found if any(key.startswith("eval/") for key in row)] == [0, 1, 2]
     return updates
 
@@ -58,7 +62,7 @@ def check(cfg: Config, folder: RunFolder) -> list[dict]:
 @pytest.mark.parametrize("name", DISTINCT)
 def test_a_recipe_runs_offline_and_tiny(cache_dir, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    # one recipe is annotated ahead as well, a third process
+    # only one of the asynchronous recipes also starts an annotator process
     ahead = [] if name == "tldr_410m_dpo_async" or "async" not in name else ["generator.annotate=false"]
     cfg = tiny_recipe(name, cache_dir, *ahead)
     folder = RunFolder(tmp_path / "run")
@@ -66,21 +70,25 @@ def test_a_recipe_runs_offline_and_tiny(cache_dir, tmp_path, monkeypatch, name):
     assert cfg.backend.name == "torch" and cfg.backend.ranks is None
     if cfg.generator.samples:
         assert [row["lag"] for row in updates] == [0, 1 if "async" in name else 0]
-        assert (folder.path / "generator.log").exists() == ("async" in name), "in a process of its own"
+        assert (folder.path / "generator.log").exists() == ("async" in name), (
+            "only asynchronous recipes have a generator process"
+        )
         assert updates[0]["objective/eos_rate"] > 0.5
     stored = json.loads((folder.path / "environment.json").read_text())
     assert "mnoukhov" not in json.dumps(stored)
 
 
 @pytest.mark.parametrize("name", RELABELS)
-def test_a_relabelling_recipe_makes_pairs_that_a_reward_recipe_is_trained_on(cache_dir, tmp_path, name):
+def test_reward_recipe_trains_on_the_pairs_of_a_relabelling_recipe(cache_dir, tmp_path, name):
     words = [f"experiment={name}", "debug=tiny", f"cache_dir={cache_dir}", "progress=off"]
     cfg, output = relabel.pairs_of(words), tmp_path / "pairs"
     relabel.relabel(cfg, output)
-    relabel.relabel(cfg, output)  # is there already
+    relabel.relabel(cfg, output)  # the output exists: nothing is relabelled
     told = json.loads((output / relabel.REPORT).read_text())
-    assert all(one["swapped"] > 0 < one["agreed"] for one in told["splits"].values()), "a judge at random"
-    assert told["gold"].endswith("/judge"), "the stand-in is not passed off as the gold model"
+    assert all(one["swapped"] > 0 < one["agreed"] for one in told["splits"].values()), (
+        "the random judge must agree with some pairs and swap others"
+    )
+    assert told["gold"].endswith("/judge"), "the report must name the stand-in, not the gold model"
     made = datasets.load_from_disk(str(output))
     assert all(row["chosen_score"] >= row["rejected_score"] for rows in made.values() for row in rows)
     reward = tiny_recipe("tldr_410m_reward", cache_dir, f"task.preferences_path={output}")
@@ -96,7 +104,7 @@ def test_a_relabelling_recipe_makes_pairs_that_a_reward_recipe_is_trained_on(cac
         ("schedule.max_lag=8", 1),
     ],
 )
-def test_the_far_end_of_a_sweep_runs_tiny(cache_dir, tmp_path, job, steps):
+def test_largest_value_of_each_sweep_runs_with_debug_tiny(cache_dir, tmp_path, job, steps):
     cfg = tiny_recipe("tldr_410m_dpo", cache_dir, job)
     assert cfg.num_updates() == 2
     check(cfg, RunFolder(tmp_path / "run"))
@@ -104,7 +112,7 @@ def test_the_far_end_of_a_sweep_runs_tiny(cache_dir, tmp_path, job, steps):
 
 
 @pytest.mark.parametrize("task", ["tldr", "gsm8k", "chat"])
-def test_stand_ins_have_the_columns_of_the_data_that_they_stand_for(cache_dir, task):
+def test_stand_in_data_has_the_columns_of_the_real_data(cache_dir, task):
     from datasets import load_dataset
 
     model = {"tldr": "pythia_410m", "gsm8k": "rho_1b", "chat": "llama_8b"}[task]
@@ -127,17 +135,17 @@ def test_stand_ins_have_the_columns_of_the_data_that_they_stand_for(cache_dir, t
         assert all(row["chosen"] != row["rejected"] for row in pairs)
 
 
-def test_what_a_user_names_is_no_stand_in(cache_dir, tmp_path):
+def test_models_and_data_set_by_the_user_are_not_replaced_by_stand_ins(cache_dir, tmp_path):
     made = complete(tiny_recipe("tldr_410m_dpo", cache_dir), run)
     own = [f"model.policy={made.model.policy}", f"task.path={made.task.path}"]
     cfg = complete(tiny_recipe("tldr_410m_dpo", cache_dir, *own), run)
     assert (cfg.model.policy, cfg.task.path) == (made.model.policy, made.task.path)
-    assert cfg.task.preferences_path is None, "pairs are looked for where the user's data are"
+    assert cfg.task.preferences_path is None, "pairs are read from the folder of the user's data"
     assert cfg.model.reward != made.model.reward and "stand-ins-tldr" in str(cfg.model.reward)
     assert "stand-ins-tldr" in cfg.gold.path and cfg.gold.path != cfg.model.reward
 
 
-def test_without_debug_nothing_of_the_hub_is_replaced():
+def test_without_debug_no_hub_model_is_replaced_by_a_stand_in():
     cfg = compose(["experiment=tldr_410m_dpo"])
     assert complete(cfg, run) is cfg and cfg.model.policy == "mnoukhov/pythia410m-sft-tldr"
 

@@ -1,4 +1,4 @@
-"""`python -m rlhf.relabel`: pairs in the order of a judge, whatever interrupts it."""
+"""Tests of `python -m rlhf.relabel`: preference pairs reordered by a judge, resume, and push."""
 
 import json
 import os
@@ -28,7 +28,11 @@ PAIRS = {"train": 40, "validation": 12}
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A folder of pairs: references of one's own post, and of another's; every tenth pair is a tie."""
+    """Return a folder of preference pairs.
+
+    A pair has the reference of its own post and the reference of another post. Every tenth pair has the same
+    text twice, which is a tie.
+    """
     folder = tmp_path_factory.mktemp("pairs")
     made = make(compose([*TINY]).task)
     for split, count in PAIRS.items():
@@ -58,7 +62,7 @@ def contents(output) -> dict:
     return {split: list(saved[split]) for split in saved}
 
 
-def test_the_better_response_is_the_chosen_one(source, relabelled):
+def test_response_with_the_higher_gold_score_becomes_chosen(source, relabelled):
     for split, rows in contents(relabelled).items():
         before = read_lines(source / f"{split}.jsonl")
         assert len(rows) == len(before) == PAIRS[split]
@@ -71,14 +75,14 @@ def test_the_better_response_is_the_chosen_one(source, relabelled):
             assert row["swapped"] == (scores[1] > scores[0])
 
 
-def test_the_report_counts_agreement_without_ties_and_tells_them(source, relabelled):
+def test_report_counts_ties_and_leaves_them_out_of_the_agreement(source, relabelled):
     told = json.loads((relabelled / relabel.REPORT).read_text())["splits"]["train"]
     margins = [
         gold_score(pair["prompt"], pair["chosen"]) - gold_score(pair["prompt"], pair["rejected"])
         for pair in read_lines(source / "train.jsonl")
     ]
     ties, agreed = margins.count(0), sum(margin > 0 for margin in margins)
-    assert ties >= 4 and 0 < agreed < 40 - ties, "the pairs are of all kinds"
+    assert ties >= 4 and 0 < agreed < 40 - ties, "the pairs must include ties, agreements and swaps"
     assert (told["pairs"], told["ties"], told["agreed"], told["swapped"]) == (
         40, ties, agreed, 40 - ties - agreed,
     )  # fmt: skip
@@ -87,14 +91,14 @@ def test_the_report_counts_agreement_without_ties_and_tells_them(source, relabel
 
 
 @pytest.mark.smoke
-def test_a_reward_model_is_trained_on_what_was_made(relabelled, cache_dir, tmp_path):
+def test_reward_model_trains_on_relabelled_pairs(relabelled, cache_dir, tmp_path):
     words = [f"cache_dir={cache_dir}", f"task.preferences_path={relabelled}", "eval.prompts=12"]
     folder = RunFolder(tmp_path / "reward")
     run(compose([*TINY, "algo=reward", *words]), folder)
     assert "eval/accuracy" in folder.finished()["result"]
 
 
-def test_what_was_interrupted_goes_on_and_ends_the_same(source, relabelled, tmp_path, monkeypatch):
+def test_interrupted_relabelling_resumes_and_gives_identical_pairs(source, relabelled, tmp_path, monkeypatch):
     output, scored = tmp_path / "pairs", []
     monkeypatch.setattr(relabel, "BATCH", 8)
     write = append
@@ -104,7 +108,7 @@ def test_what_was_interrupted_goes_on_and_ends_the_same(source, relabelled, tmp_
         scored.extend(rows)
         if len(scored) == 24:
             with file.open("a") as cut:
-                cut.write('{"index": 3, "sco')  # what a kill leaves of a line
+                cut.write('{"index": 3, "sco')  # an incomplete line, as a kill leaves it
             raise Interrupted("enough")
 
     monkeypatch.setattr(relabel, "append", struck)
@@ -117,10 +121,10 @@ def test_what_was_interrupted_goes_on_and_ends_the_same(source, relabelled, tmp_
     assert len(scored) == sum(PAIRS.values()), "no pair is scored twice"
     assert contents(output) == contents(relabelled)
     assert (output / relabel.REPORT).read_text() == (relabelled / relabel.REPORT).read_text()
-    assert list(tmp_path.iterdir()) == [output], "nothing is left behind"
+    assert list(tmp_path.iterdir()) == [output], "no temporary file is left"
 
 
-def test_scores_of_another_judge_are_not_gone_on_with(source, relabelled, tmp_path, monkeypatch):
+def test_saved_scores_of_another_judge_are_not_reused(source, relabelled, tmp_path, monkeypatch):
     judge = tmp_path / "judge.py"
     judge.write_text("def none(prompt, response, reference):\n    return 0.0\n")
     output = tmp_path / "out" / "pairs"
@@ -141,7 +145,7 @@ def test_long_prompts_are_left_out_and_counted(source, tmp_path):
     assert told["pairs"] == len(contents(tmp_path / "pairs")["train"]) == 40 - told["left_out"]
 
 
-def test_a_reward_model_judges_in_its_own_tokens(source, cache_dir, tmp_path):
+def test_reward_model_judge_scores_with_its_own_tokenizer(source, cache_dir, tmp_path):
     from rlhf.core.batch import Rollouts
     from rlhf.core.encoding import encode_completions
     from rlhf.stages.prerequisites import make_policy, make_reward
@@ -153,7 +157,7 @@ def test_a_reward_model_judges_in_its_own_tokens(source, cache_dir, tmp_path):
     relabel.relabel(cfg, tmp_path / "pairs")
     tokenizer = relabel.tokenizer_of(cfg)
     gold = build_scorer(cfg, "gold", tokenizer, ALONE)
-    assert gold.own_tokenizer is None, "texts are cut into tokens once"
+    assert gold.own_tokenizer is None, "texts must be tokenized only once"
     held_out = build_task(cfg, tokenizer, Data.preferences, 1).held_out(12)
     rollouts: Rollouts = encode_completions(held_out, held_out.completions, tokenizer, None)
     for row, scores in zip(contents(tmp_path / "pairs")["validation"], gold.score(rollouts), strict=True):
@@ -161,7 +165,9 @@ def test_a_reward_model_judges_in_its_own_tokens(source, cache_dir, tmp_path):
         assert [row["chosen_score"], row["rejected_score"]] == pytest.approx(both, abs=1e-5)
 
 
-def test_what_is_there_is_left_alone(source, relabelled, tmp_path, capsys, monkeypatch):
+def test_existing_pairs_are_kept_and_other_output_folders_are_refused(
+    source, relabelled, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(relabel, "carry_out", lambda *_: pytest.fail("made again"))
     relabel.relabel(config(source), relabelled)
     assert f"relabelled already: {relabelled}" in capsys.readouterr().out.replace("\n", "")
@@ -172,7 +178,7 @@ def test_what_is_there_is_left_alone(source, relabelled, tmp_path, capsys, monke
         relabel.relabel(config(source), tmp_path)
 
 
-def test_nothing_is_pushed_unless_told_and_then_privately(source, relabelled, monkeypatch):
+def test_pairs_are_pushed_only_with_push_to_and_as_private_dataset(source, relabelled, monkeypatch):
     pushed = []
     monkeypatch.setattr(datasets.DatasetDict, "push_to_hub", lambda *_, **more: pushed.append(more))
     monkeypatch.setattr(relabel_command, "is_first_rank", lambda: True)
@@ -184,7 +190,7 @@ def test_nothing_is_pushed_unless_told_and_then_privately(source, relabelled, mo
     assert pushed == [{"private": True, "token": "of-the-test"}]
 
 
-def test_a_push_that_fails_says_what_to_do_and_no_token(source, relabelled, monkeypatch):
+def test_failed_push_reports_a_remedy_and_hides_the_token(source, relabelled, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "of-the-test")
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     with pytest.raises(

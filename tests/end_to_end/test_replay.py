@@ -1,4 +1,4 @@
-"""Rollouts that a run saves, and a run that is trained on them without a generator."""
+"""Tests of saved rollouts: their files, and runs that train on the files without a generator."""
 
 import shutil
 from dataclasses import replace
@@ -25,7 +25,7 @@ WORDS = ("algo=grpo", "algo.samples_per_prompt=2", "schedule.total_episodes=48",
 
 @pytest.fixture
 def saved(finished) -> RunFolder:
-    """A run that saved its rollouts; tests only read its folder."""
+    """Return the folder of a finished run that saved its rollouts. Tests must not change the folder."""
     return finished(*WORDS, "save_generations=true")
 
 
@@ -38,7 +38,7 @@ def updates(folder):
     return [row for row in rows(folder) if "lr" in row]
 
 
-def test_saving_changes_no_figure_and_the_folder_loads_as_a_data_set(tiny, tmp_path, saved):
+def test_saving_rollouts_changes_no_metric_and_the_folder_loads_as_a_dataset(tiny, tmp_path, saved):
     plain = RunFolder(tmp_path / "plain")
     run(tiny(*WORDS), plain)
     assert rows(plain) == rows(saved)
@@ -53,7 +53,7 @@ def test_saving_changes_no_figure_and_the_folder_loads_as_a_data_set(tiny, tmp_p
 
 
 @pytest.mark.smoke
-def test_a_replayed_run_has_the_figures_of_the_run_that_sampled(tiny, tmp_path, saved):
+def test_replayed_run_has_the_metrics_of_the_run_that_sampled(tiny, tmp_path, saved):
     folder = RunFolder(tmp_path / "replayed")
     run(replayed(tiny, saved), folder)
     same = [row.keys() for row in updates(saved)]
@@ -68,7 +68,7 @@ def test_another_algorithm_can_be_trained_on_the_same_rollouts(tiny, tmp_path, s
         run(replayed(tiny, saved, f"algo={algo}", "generator=dataset", "scorer=facts"), folder)
         first, *_, last = updates(folder)
         assert first["objective/scores"] == pytest.approx(updates(saved)[0]["objective/scores"])
-        assert last["mismatch/max_ratio"] > 1, "the sampler was another policy"
+        assert last["mismatch/max_ratio"] > 1, "the rollouts are from another policy"
 
 
 def test_a_file_reads_back_as_the_rollouts_that_were_written(tiny, saved):
@@ -80,7 +80,7 @@ def test_a_file_reads_back_as_the_rollouts_that_were_written(tiny, saved):
     assert rollouts.prompt_mask[:, -1].all(), "prompts are padded on the left"
 
 
-def test_tokens_of_several_versions_are_kept(tiny, saved, tmp_path):
+def test_token_versions_are_saved_and_read_back(tiny, saved, tmp_path):
     first = read(files(saved.generations)[0], pad_id=0)
     mixed = torch.arange(16).expand(8, 2, 16) % 3 * first.response_mask
     batch = first.extend(Batch, scores=first.labels)
@@ -100,7 +100,7 @@ def test_tokens_of_several_versions_are_kept(tiny, saved, tmp_path):
         ("algo.samples_per_prompt=4", "set algo.samples_per_prompt=2"),
     ],
 )
-def test_settings_that_are_not_those_of_the_rollouts_are_problems(tiny, saved, word, remedy):
+def test_settings_that_differ_from_the_rollouts_are_reported(tiny, saved, word, remedy):
     (found,) = [text for text in problems(replayed(tiny, saved, word)) if "of the rollouts" in text]
     assert found.endswith(remedy)
 
@@ -110,7 +110,7 @@ def test_rollouts_in_the_tokens_of_another_tokenizer_are_refused(saved):
         ReplayGenerator(saved.generations, tiny_tokenizer())
 
 
-def test_a_file_that_is_none_of_ours_is_a_problem(tiny, saved, tmp_path):
+def test_foreign_or_broken_rollout_file_is_reported(tiny, saved, tmp_path):
     saved = RunFolder(shutil.copytree(saved.path, tmp_path / "saved"))
     first = files(saved.generations)[0]
     datasets.Dataset.from_dict({"a": [1]}).to_parquet(first)
@@ -121,7 +121,7 @@ def test_a_file_that_is_none_of_ours_is_a_problem(tiny, saved, tmp_path):
     assert any("generator.path must be a folder of saved rollouts" in text for text in broken)
 
 
-def test_missing_and_too_few_rollouts_are_problems(tiny, tmp_path, saved):
+def test_missing_or_too_few_rollouts_are_reported(tiny, tmp_path, saved):
     assert any("schedule.total_episodes must be <= 48" in text for text in problems(
         replayed(tiny, saved, "schedule.total_episodes=64")
     ))  # fmt: skip
@@ -129,7 +129,7 @@ def test_missing_and_too_few_rollouts_are_problems(tiny, tmp_path, saved):
     assert any("generator.path must be a folder of saved rollouts" in text for text in problems(nowhere))
 
 
-def test_an_interrupted_run_writes_what_comes_after_its_checkpoint_anew(tiny, tmp_path, saved, monkeypatch):
+def test_resumed_run_rewrites_the_rollouts_after_its_checkpoint(tiny, tmp_path, saved, monkeypatch):
     from rlhf.training.checkpoint import Checkpoints
 
     class Stopped(Exception):

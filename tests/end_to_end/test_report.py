@@ -1,4 +1,4 @@
-"""Reports of real runs, as docs/reports.md has them: two algorithms, two seeds, and one run asynchronous."""
+"""Tests of the report on the runs of docs/reports.md: two algorithms, two seeds, one asynchronous run."""
 
 import json
 import re
@@ -32,7 +32,7 @@ FIGURES = [
 
 @pytest.fixture(scope="module")
 def made(cache_dir, tmp_path_factory):
-    """The folder in which the docs' commands were run, with tiny runs, and what the last one printed."""
+    """Run the commands of docs/reports.md with tiny runs; return the folder and the last command's output."""
     folder = tmp_path_factory.mktemp("reports")
     found = re.search(r"executed by .*?```text\n(.*?)```", DOCS, re.S)
     assert found is not None
@@ -53,7 +53,7 @@ def made(cache_dir, tmp_path_factory):
     return folder, printed
 
 
-def test_the_commands_of_the_docs_leave_a_table_a_page_and_pictures(made):
+def test_documented_commands_print_a_table_and_write_a_page_and_figures(made):
     folder, printed = made
     for label, seeds in zip(LABELS, (2, 1, 2), strict=True):
         assert re.search(rf"^ *{re.escape(label)} +{seeds} ", printed, re.M), printed
@@ -64,7 +64,7 @@ def test_the_commands_of_the_docs_leave_a_table_a_page_and_pictures(made):
             assert len(picture.convert("RGB").getcolors(1 << 24)) > 20, name
 
 
-def test_the_figures_of_the_table_are_those_of_the_runs(made):
+def test_report_table_has_the_mean_gold_score_of_the_runs(made):
     folder, _ = made
     html = (folder / "outputs" / "report" / "index.html").read_text()
     states = [
@@ -88,7 +88,7 @@ def test_the_page_lists_commands_and_commit_and_puts_answers_side_by_side(made):
     assert titles == ["reference response", "before training", *answers]
 
 
-def test_an_interrupted_run_is_reported_as_far_as_it_came(tiny, tmp_path, monkeypatch):
+def test_interrupted_run_is_reported_up_to_its_last_update(tiny, tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt(patch, update=3)
@@ -98,8 +98,8 @@ def test_an_interrupted_run_is_reported_as_far_as_it_came(tiny, tmp_path, monkey
     assert found.last("eval/gold_score") is not None and found.seconds() > 0
 
 
-# Sizes of the figures; which of their texts lie on one another; whether pointing at the first group dims the
-# others; what a click on a heading sorts.
+# Returns the sizes of the figures, pairs of overlapping texts, whether hovering over the first group dims the
+# other groups, and the column values after a click on the column's heading.
 EXPRESSION = """(() => {
   const boxes = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect());
   const over = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2
@@ -132,7 +132,7 @@ PAPER = {"light": (0xFF, 0xFF, 0xFF), "dark": (0x14, 0x17, 0x1B)}
 @pytest.mark.system
 @pytest.mark.skipif(browser.find() is None, reason=needs.BROWSER)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_the_page_in_light_and_dark_and_complains_of_nothing(made, tmp_path, scheme):
+def test_page_renders_in_light_and_dark_without_browser_messages(made, tmp_path, scheme):
     page = made[0] / "outputs" / "report" / "index.html"
     seen = browser.look(str(browser.find()), page, tmp_path, scheme, 1200, EXPRESSION)
     assert seen.console == []
@@ -148,4 +148,4 @@ def test_a_browser_shows_the_page_in_light_and_dark_and_complains_of_nothing(mad
             pixels = picture.convert("RGB")
         assert pixels.getpixel((5, 5)) == PAPER[scheme]
         blue = sum(count for count, colour in pixels.getcolors(1 << 24) if colour == SERIES[scheme])
-        assert blue > 100, f"{name}: the first series is not to be seen"
+        assert blue > 100, f"{name}: the first series is not visible"

@@ -1,4 +1,4 @@
-"""Whole runs, in this process: what they leave, what they log, how they go on."""
+"""Tests of complete runs in this process: files, metrics, resume, and errors."""
 
 import json
 import math
@@ -25,18 +25,18 @@ from tests.end_to_end.conftest import rows
 pytestmark = pytest.mark.forks
 
 
-EVERY = ("schedule.eval_every=1", "schedule.save_every=1")  # of two updates
+EVERY = ("schedule.eval_every=1", "schedule.save_every=1")  # at each of the two updates
 
 
 @pytest.fixture
 def done(tiny, finished):
-    """A finished run that tests only read: its config, its folder and its result."""
+    """Return the config, folder and win rate of a finished run. Tests must not change the folder."""
     folder = finished(*EVERY)
     return tiny(*EVERY), folder, folder.finished()["result"]["eval/win_rate"]
 
 
 @pytest.mark.smoke
-def test_a_run_leaves_the_files_of_its_contract(done):
+def test_finished_run_has_the_documented_files(done):
     cfg, folder, result = done
     assert load_config(folder.config) == cfg
     environment = json.loads(folder.environment.read_text())
@@ -59,7 +59,7 @@ def test_the_final_model_loads_with_transformers(done):
 
 
 @pytest.mark.smoke
-def test_rows_carry_the_figures_of_the_contract(done):
+def test_metrics_rows_have_the_documented_keys(done):
     _, folder, _ = done
     found = read_lines(folder.metrics)
     updates = [row for row in found if "lr" in row]
@@ -114,23 +114,23 @@ def test_completions_are_kept_with_both_scores(done):
 
 
 @pytest.mark.smoke
-def test_the_first_update_is_on_policy_and_at_the_reference(done):
+def test_kl_to_the_reference_is_zero_at_the_first_update(done):
     _, folder, _ = done
     evaluation, first = rows(folder)[:2]
     assert abs(evaluation["eval/kl"]) < 1e-4
     assert abs(first["objective/kl"]) < 1e-4
 
 
-def test_lines_are_told_by_newlines_alone(tmp_path):
+def test_only_newlines_separate_jsonl_rows(tmp_path):
     file = tmp_path / "completions.jsonl"
     texts = ["one\u2028two", "three\x85four", "fünf"]
     append(file, [{"update": 1, "response": text} for text in texts])
     with file.open("a") as out:
-        out.write('{"update": 2, "resp')  # cut off by a crash
+        out.write('{"update": 2, "resp')  # an incomplete row, as a crash leaves it
     assert [row["response"] for row in read_lines(file)] == texts
 
 
-def test_what_is_found_wrong_while_loading_is_the_users_to_mend(tiny, tmp_path):
+def test_model_without_tokenizer_is_a_user_error(tiny, tmp_path):
     folder = tmp_path / "model"
     model = AutoModelForCausalLM.from_config(
         GPTNeoXConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -151,7 +151,7 @@ LONGER = ("schedule.total_episodes=64", "schedule.save_every=1", "schedule.eval_
 
 
 def interrupt(monkeypatch, update):
-    """End the process' run after `update`, as a crash between two updates would."""
+    """Raise KeyboardInterrupt after update number `update`, as a crash between two updates would."""
     flush = Recorder.flush
 
     def crash(self, state, *rest):
@@ -178,7 +178,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tiny, tmp_path, finished, 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt(patch, update=3)
         run(cfg, parts)
-    assert rows(parts)[-1]["update"] >= 2, "it went on beyond the checkpoint it will resume from"
+    assert rows(parts)[-1]["update"] >= 2, "rows must exist beyond the checkpoint that the run resumes from"
     assert not parts.finished()
     run(cfg, parts)
     assert rows(parts) == rows(whole)
@@ -203,12 +203,12 @@ def test_the_newest_checkpoints_are_kept(tiny, tmp_path):
     assert sorted(p.name for p in folder.path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
 
 
-def test_lag_is_logged_and_the_sampler_is_older_by_it(finished):
+def test_lag_is_logged_and_grows_to_max_lag(finished):
     trained = [row for row in rows(finished(*LONGER, "schedule.max_lag=2")) if "lr" in row]
     assert [row["lag"] for row in trained] == [0, 1, 2, 2]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_what_is_needed_to_go_on(tiny, tmp_path):
+def test_non_finite_loss_stops_the_run_and_names_the_last_checkpoint(tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
     cfg = tiny(*LONGER, "optim.lr=1e30", "optim.max_grad_norm=null", "optim.schedule=constant")
     with pytest.raises(RunError) as stopped:
@@ -231,7 +231,7 @@ def test_the_same_run_twice_gives_the_same_metrics_and_returns_the_last_win_rate
     assert rows(other) != rows(first)
 
 
-def test_the_reward_model_scores_the_references_zero_on_average(tiny, tmp_path):
+def test_reward_run_returns_its_accuracy_and_saves_a_reward_offset(tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
     accuracy = run(tiny("algo=reward"), folder)
     assert 0 <= accuracy <= 1 and accuracy == rows(folder)[-1]["eval/accuracy"]
@@ -240,14 +240,14 @@ def test_the_reward_model_scores_the_references_zero_on_average(tiny, tmp_path):
     assert math.isfinite(model.config.reward_offset) and model.config.reward_offset != 0
 
 
-def test_a_checkpoint_without_its_marker_is_not_taken(done, tmp_path):
+def test_checkpoint_without_complete_marker_is_ignored(done, tmp_path):
     folder = RunFolder(shutil.copytree(done[1].path, tmp_path / "run"))
     last = folder.last_checkpoint()
     (last / "COMPLETE").unlink()
     assert folder.last_checkpoint() is None
 
 
-def test_supervised_runs_decode_as_many_at_once_for_evaluation_as_they_are_told(tiny, tmp_path, monkeypatch):
+def test_sft_run_evaluates_in_batches_of_eval_batch_size(tiny, tmp_path, monkeypatch):
     asked = []
 
     def sampler(borrow, tokenizer, batch_size, seed):

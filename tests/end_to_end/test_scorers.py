@@ -1,4 +1,4 @@
-"""Runs with more than one scorer."""
+"""Test of a run with more than one scorer."""
 
 import pytest
 
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.forks
 MIX = ["scorer=weighted", "+scorer@scorer.parts.model=reward_model", "+scorer@scorer.parts.words=function"]
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])  # scored by the trainer, and ahead in a process of its own
-def test_a_run_trains_on_a_weighted_score_and_shows_its_parts(tiny, tmp_path, max_lag):
+@pytest.mark.parametrize("max_lag", [0, 1])  # 0: the trainer scores; 1: the annotator process scores
+def test_run_trains_on_a_weighted_score_and_logs_its_parts(tiny, tmp_path, max_lag):
     file = tmp_path / "own_rewards.py"
     file.write_text(
         "def words(prompts, responses, references):\n    return [len(r.split()) for r in responses]\n"
@@ -28,5 +28,7 @@ def test_a_run_trains_on_a_weighted_score_and_shows_its_parts(tiny, tmp_path, ma
     for row in trained:
         model, words = row["objective/scores/model"], row["objective/scores/words"]
         assert 0 < words <= 16 and row["objective/scores"] == pytest.approx(model - 0.5 * words, abs=1e-5)
-    assert len({row["objective/scores/model"] for row in trained}) == 2, "the reward model was made and read"
+    assert len({row["objective/scores/model"] for row in trained}) == 2, (
+        "the reward model's score differs between the updates"
+    )
     assert load_config(folder.config) == cfg

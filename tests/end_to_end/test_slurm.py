@@ -1,6 +1,7 @@
-"""Jobs of a real SLURM of two nodes, which is started for these tests and ends with them: docs/slurm.md.
+"""Tests of jobs on a real SLURM with two nodes, as in docs/slurm.md.
 
-What takes a minute, a time limit, is under way while others are tested.
+The tests start SLURM on this machine and stop it at the end. The job with a time limit of one minute runs in
+the background while other tests run.
 """
 
 import json
@@ -26,30 +27,31 @@ SCORERS = "tests.end_to_end.sweep_scorers"
 SLURM = ["hydra/launcher=slurm", "hydra.launcher.cpus_per_task=1"]
 PATIENT = [
     "algo=rloo",
-    "backend.threads=1",  # another number rounds otherwise
+    "backend.threads=1",  # another number of threads rounds differently
     "scorer=function",
     "scorer.batched=true",
     f"scorer.path={SCORERS}:patient",
     "schedule.total_episodes=160",  # five updates
-    "schedule.save_every=0",  # checkpoints only where a run is stopped
+    "schedule.save_every=0",  # a checkpoint only when the run is stopped
 ]
 
 
 @pytest.fixture(scope="module")
 def slurm():
-    """The environment of commands that find the SLURM of these tests."""
+    """Yield the environment in which commands use the SLURM of these tests."""
     if not shutil.which("slurmctld"):
         pytest.skip(needs.SLURM)
     if os.getuid() != 0:
         pytest.skip(needs.ROOT)
-    # It ends when its command does, and that when it reads no more: so it does not outlive these tests.
+    # SLURM stops when this command ends, and the command ends when its stdin closes. So SLURM stops even if
+    # the tests are killed.
     ask = 'echo "$SLURM_CONF"; cat >/dev/null'
     with subprocess.Popen(
         [LOCAL_SLURM, "run", "bash", "-c", ask], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin and process.stdout
         conf = process.stdout.readline().strip()
-        assert conf, "SLURM did not start; what it printed is above"
+        assert conf, "SLURM did not start; its output is above"
         yield {
             **os.environ,
             "SLURM_CONF": conf,
@@ -67,7 +69,7 @@ def words(cache_dir):
 
 
 def train(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    """Start the command, with all that it prints in one pipe."""
+    """Start the training command, with stdout and stderr in one pipe."""
     return subprocess.Popen(
         [sys.executable, "-m", "rlhf.train", *words],
         env=environment,
@@ -77,8 +79,8 @@ def train(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str
     )
 
 
-def told(process: subprocess.Popen[str], code: int = 0) -> str:
-    """What a command printed, once it has ended with `code`."""
+def output_of(process: subprocess.Popen[str], code: int = 0) -> str:
+    """Wait for a command, check that its exit code is `code`, and return its output."""
     out, _ = process.communicate(timeout=500)
     assert process.returncode == code, out
     return out
@@ -93,28 +95,34 @@ def ask(slurm: dict[str, str], *command: str) -> str:
 
 
 def job_of(output_dir: Path) -> str:
-    """The id of the one job of a sweep."""
+    """Return the id of the only job of a sweep."""
     (record,) = (output_dir / ".submitit").glob("*.job")
     return record.read_text().split()[0]
 
 
 def in_update_2(folder: RunFolder):
-    """Whether a run has come to where its scorer waits."""
+    """Return a function that checks whether the run is in update 2, where its scorer waits."""
     return lambda: folder.metrics.exists() and any("lr" in row for row in rows(folder))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(slurm, words, tmp_path_factory):
-    """The run of these tests that nobody stops, and that does not wait to be: a job as they are."""
+def uninterrupted(slurm, words, tmp_path_factory):
+    """Return the folder of an uninterrupted run, made by a job with the settings of the other tests.
+
+    PATIENT is not set, so the scorer does not wait.
+    """
     output_dir = tmp_path_factory.mktemp("undisturbed")
     calm = {name: value for name, value in slurm.items() if name != "PATIENT"}
-    told(train(["-m", *words, *PATIENT, f"output_dir={output_dir}", *SLURM], calm))
+    output_of(train(["-m", *words, *PATIENT, f"output_dir={output_dir}", *SLURM], calm))
     return folder_of([*words, *PATIENT], output_dir)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(words, tmp_path_factory):
-    """The same of two ranks, started by torchrun. One rank rounds otherwise, and may sample another token."""
+    """Return the folder of an uninterrupted run on two ranks, started by torchrun.
+
+    One rank rounds differently and may sample other tokens.
+    """
     output_dir = tmp_path_factory.mktemp("two_ranks")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlhf.train"]
     subprocess.run(
@@ -126,8 +134,8 @@ def two_ranks(words, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def limited(slurm, words, tmp_path_factory, undisturbed):
-    """A sweep of one job, under way, whose job will hit its time limit."""
+def limited(slurm, words, tmp_path_factory, uninterrupted):
+    """Start a sweep whose only job will reach its time limit; yield the process and the output folder."""
     output_dir = tmp_path_factory.mktemp("limited")
     limit = ["hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=20"]
     sweep = train(["-m", *words, *PATIENT, f"output_dir={output_dir}", *SLURM, *limit], slurm)
@@ -155,7 +163,7 @@ def test_each_task_of_a_step_is_a_rank_and_finds_the_others(slurm):
     ]
 
 
-def test_a_batch_script_is_no_rank_however_many_tasks_its_job_has(slurm, tmp_path):
+def test_batch_script_is_not_a_rank_in_a_job_of_two_tasks(slurm, tmp_path):
     program = (
         "import os; from rlhf.launch.slurm import name_rank; name_rank();"
         " print(os.environ.get('RANK', 'alone'))"
@@ -166,9 +174,9 @@ def test_a_batch_script_is_no_rank_however_many_tasks_its_job_has(slurm, tmp_pat
     assert out.read_text() == "alone\n"
 
 
-def test_a_sweep_is_a_job_for_each_run_and_again_runs_only_what_is_missing(slurm, limited, words, tmp_path):
+def test_sweep_submits_one_job_per_run_and_when_repeated_only_missing_runs(slurm, limited, words, tmp_path):
     sweep = ["-m", "algo=dpo,rloo", "seed=1,2", *SLURM, *words, f"output_dir={tmp_path}"]
-    text = told(train(sweep, slurm))
+    text = output_of(train(sweep, slurm))
     folders = [
         folder_of([*words, f"algo={algo}", f"seed={seed}"], tmp_path)
         for algo in ("dpo", "rloo")
@@ -178,23 +186,23 @@ def test_a_sweep_is_a_job_for_each_run_and_again_runs_only_what_is_missing(slurm
     assert text.count("submitted as job") == text.count("done, in") == 4
 
     shutil.rmtree(folders[3].path)
-    text = told(train(sweep, slurm))
+    text = output_of(train(sweep, slurm))
     assert text.count("finished already") == 3 and text.count("submitted as job") == 1
     assert "algo=rloo seed=2: done, in" in text and folders[3].finished()
 
 
-def test_a_job_that_fails_or_dies_is_listed_and_the_others_are_kept(slurm, limited, words, tmp_path):
+def test_failed_and_killed_jobs_are_listed_and_other_results_are_kept(slurm, limited, words, tmp_path):
     scorers = ",".join(f"{SCORERS}:{name}" for name in ("fails", "length", "dies")).replace(":", r"\:")
     sweep = ["-m", "algo=rloo", "scorer=function", "scorer.batched=true", f"scorer.path={scorers}"]
-    text = told(train([*sweep, *SLURM, *words, f"output_dir={tmp_path}"], slurm), code=1)
+    text = output_of(train([*sweep, *SLURM, *words, f"output_dir={tmp_path}"], slurm), code=1)
     assert text.count(": done, in") == 1
     _, _, listed = text.partition("error: 2 of 3 jobs failed; the others are kept")
     assert "no score for these" in listed and "the job ended without a result" in listed
     assert listed.count(f"{tmp_path}/tldr_mini-pythia-rloo") == 2
-    assert listed.count("_log.") == 1, "what a job printed that said nothing itself"
+    assert listed.count("_log.") == 1, "the log of the job that ended without a result must be listed"
 
 
-def test_a_job_of_two_nodes_is_stopped_requeued_and_ends_as_undisturbed(
+def test_two_node_job_is_stopped_requeued_and_ends_like_an_uninterrupted_run(
     slurm, limited, words, tmp_path, two_ranks
 ):
     script = str(ROOT / "launchers" / "train.sbatch")
@@ -217,7 +225,9 @@ def test_a_job_of_two_nodes_is_stopped_requeued_and_ends_as_undisturbed(
     assert_same_end(folder, two_ranks)
 
 
-def test_a_job_that_is_preempted_goes_on_later(slurm, limited, words, tmp_path, undisturbed):
+def test_preempted_job_resumes_and_ends_like_an_uninterrupted_run(
+    slurm, limited, words, tmp_path, uninterrupted
+):
     sweep = train(["-m", *words, *PATIENT, f"output_dir={tmp_path}", *SLURM], slurm)
     folder = folder_of([*words, *PATIENT], tmp_path)
     wait_for(in_update_2(folder), sweep)
@@ -225,13 +235,13 @@ def test_a_job_that_is_preempted_goes_on_later(slurm, limited, words, tmp_path, 
     node = ask(slurm, "squeue", "--noheader", f"--jobs={job}", "--format=%N")
     urgent = ("--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null")
     ask(slurm, "sbatch", *urgent, "--wrap=true")
-    assert "done, in" in told(sweep)
+    assert "done, in" in output_of(sweep)
     assert "Restarts=1" in ask(slurm, "scontrol", "show", "job", job)
-    assert_same_end(folder, undisturbed)
+    assert_same_end(folder, uninterrupted)
 
 
-def test_a_sweep_that_lost_its_terminal_finds_its_jobs_and_ctrl_c_cancels_them(
-    slurm, limited, words, tmp_path, undisturbed
+def test_restarted_sweep_finds_its_queued_job_and_ctrl_c_cancels_the_job(
+    slurm, limited, words, tmp_path, uninterrupted
 ):
     sweep = ["-m", *words, *PATIENT, f"output_dir={tmp_path}", *SLURM]
     folder = folder_of([*words, *PATIENT], tmp_path)
@@ -245,33 +255,33 @@ def test_a_sweep_that_lost_its_terminal_finds_its_jobs_and_ctrl_c_cancels_them(
     assert again.stdout
     assert f"still in the queue as job {job}" in again.stdout.readline()
     again.send_signal(signal.SIGINT)
-    text = told(again, code=130)
+    text = output_of(again, code=130)
     assert "cancelled 1 jobs" in text and "Traceback" not in text
     wait_for(lambda: job not in ask(slurm, "squeue", "--noheader", "--format=%i").split())
     state = ask(slurm, "scontrol", "show", "job", job)
-    assert "JobState=CANCELLED" in state and "Restarts=0" in state, "and SLURM does not start it again"
+    assert "JobState=CANCELLED" in state and "Restarts=0" in state, "SLURM must not restart a cancelled job"
     assert folder.last_checkpoint() == folder.path / "checkpoint-2"
 
 
-def test_a_job_that_hits_its_time_limit_is_requeued_and_ends_as_undisturbed(
-    slurm, limited, words, undisturbed
+def test_job_at_its_time_limit_is_requeued_and_ends_like_an_uninterrupted_run(
+    slurm, limited, words, uninterrupted
 ):
     sweep, output_dir = limited
-    assert "done, in" in told(sweep)
+    assert "done, in" in output_of(sweep)
     job = ask(slurm, "scontrol", "show", "job", job_of(output_dir))
     assert re.search(r"Restarts=[1-9]", job) and "TimeLimit=00:01:00" in job
-    assert_same_end(folder_of([*words, *PATIENT], output_dir), undisturbed)
+    assert_same_end(folder_of([*words, *PATIENT], output_dir), uninterrupted)
 
 
-def test_what_slurm_does_not_accept_is_the_users_to_mend(slurm, words, tmp_path):
+def test_setting_that_slurm_rejects_fails_with_exit_code_2(slurm, words, tmp_path):
     wrong = ["hydra.launcher.partition=nope", f"output_dir={tmp_path}"]
-    text = told(train(["-m", "seed=1,2", *SLURM, *wrong, *words], slurm), code=2)
+    text = output_of(train(["-m", "seed=1,2", *SLURM, *wrong, *words], slurm), code=2)
     assert "error: hydra.launcher must be what SLURM accepts, got:" in text and "Traceback" not in text
     assert "invalid partition specified: nope" in text
 
 
-def test_the_site_chooses_where_the_command_line_does_not(slurm, words, tmp_path, limited):
+def test_sbatch_variables_apply_unless_the_command_line_sets_the_option(slurm, words, tmp_path, limited):
     site = {**slurm, "SBATCH_PARTITION": "nope"}
     sweep = ["-m", *words, "algo=rloo", f"output_dir={tmp_path}", *SLURM]
-    assert "invalid partition specified: nope" in told(train(sweep, site), code=2)
-    assert "done, in" in told(train([*sweep, "hydra.launcher.partition=urgent"], site))
+    assert "invalid partition specified: nope" in output_of(train(sweep, site), code=2)
+    assert "done, in" in output_of(train([*sweep, "hydra.launcher.partition=urgent"], site))

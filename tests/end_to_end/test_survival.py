@@ -1,4 +1,4 @@
-"""Whatever ends a run, the same command goes on, and ends as it would have without: docs/reliability.md."""
+"""Tests of the faults of docs/reliability.md: the same command resumes the run with identical results."""
 
 import errno
 import os
@@ -38,9 +38,9 @@ RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_eve
 LAG = [*RUN, "schedule.max_lag=1"]
 PPO = ["algo=ppo", *RUN[:3], "schedule.log_every=3"]
 SFT = ["algo=sft", "schedule.total_episodes=32", "schedule.save_every=1", "schedule.eval_every=2"]
-ONLY_AT_SIGNALS = "schedule.save_every=0"  # changes no result
+ONLY_AT_SIGNALS = "schedule.save_every=0"  # does not change the results
 
-# The command, in which something happens once.
+# Programs that run the training command and send one signal to their own process.
 AT = """
 import os, signal
 from rlhf.train import main
@@ -104,19 +104,19 @@ def finish(words) -> str:
 
 
 @pytest.fixture
-def undisturbed(finished):
-    """`undisturbed(*words)` is a run that nothing happens to; made once."""
+def uninterrupted(finished):
+    """`uninterrupted(*words)` returns the folder of a finished run without a fault, made once."""
     return finished
 
 
 @pytest.fixture(autouse=True)
-def artefacts(undisturbed):
-    """What runs need is there, so that what a test does happens to the run and not to a stage of it."""
-    undisturbed(*RUN)
+def artefacts(uninterrupted):
+    """Make the SFT model, pairs and reward model first, so that a fault affects the run and not a stage."""
+    uninterrupted(*RUN)
 
 
 def at(patch, kind, name, due, strike):
-    """Have `strike()` called before the method `name` of `kind`, where `due(*arguments)` says so."""
+    """Patch the method `name` of `kind` so that it first calls `strike()` if `due(*arguments)` is true."""
     function = getattr(kind, name)
 
     def struck(self, *arguments, **more):
@@ -142,8 +142,8 @@ def raising(error):
 
 
 @pytest.mark.smoke
-@pytest.mark.forks(False)  # processes as a user starts them
-def test_killed_in_the_middle_of_a_run(tiny, command, tmp_path, undisturbed):
+@pytest.mark.forks(False)  # new Python processes, as a user starts them
+def test_run_killed_after_a_checkpoint_resumes_with_identical_results(tiny, command, tmp_path, uninterrupted):
     words, folder = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN)))
     process = start(words, "-m", "rlhf.train")
     wait_for(lambda: folder.last_checkpoint() is not None, process)
@@ -155,10 +155,10 @@ def test_killed_in_the_middle_of_a_run(tiny, command, tmp_path, undisturbed):
 
     assert "resumed from update" in told
     assert "model:" in told.splitlines()[-1] and "win rate" in told.splitlines()[-1]
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
-def test_killed_at_random_moments(tiny, command, tmp_path, undisturbed):
+def test_run_killed_at_random_moments_resumes_with_identical_results(tiny, command, tmp_path, uninterrupted):
     longer = [*LAG, "schedule.total_episodes=160"]
     words, folder = [*command, *longer], RunFolder(tmp_path / run_name(tiny(*longer)))
 
@@ -168,40 +168,46 @@ def test_killed_at_random_moments(tiny, command, tmp_path, undisturbed):
     for _ in range(2):
         before, process = written(), start(words, "-m", "rlhf.train")
         wait_for(lambda before=before: written() != before, process)
-        time.sleep(random.uniform(0, 1.5))  # the ten updates take about as long
+        time.sleep(random.uniform(0, 1.5))  # about the duration of the ten updates
         process.kill()
         process.wait()
     finish(words)
-    assert_same_end(folder, undisturbed(*longer))
+    assert_same_end(folder, uninterrupted(*longer))
 
 
-def test_killed_in_the_middle_of_a_checkpoint(tiny, command, tmp_path, undisturbed):
+def test_run_killed_in_a_checkpoint_resumes_from_the_previous_checkpoint(
+    tiny, command, tmp_path, uninterrupted
+):
     words, folder = [*command, *RUN], RunFolder(tmp_path / run_name(tiny(*RUN)))
     process = start(words, "-c", DIES_IN_A_CHECKPOINT)
     out, _ = process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL, out
-    assert folder.last_checkpoint() == folder.path / "checkpoint-1", "what was half written does not count"
+    assert folder.last_checkpoint() == folder.path / "checkpoint-1", (
+        "the incomplete checkpoint must be ignored"
+    )
     assert list(folder.path.glob(".tmp-checkpoint-2"))
 
     assert "resumed from update 1 of 5" in finish(words)
 
-    assert_same_end(folder, undisturbed(*RUN))
-    assert not list(folder.path.glob(".tmp-*")), "nor is it left behind"
+    assert_same_end(folder, uninterrupted(*RUN))
+    assert not list(folder.path.glob(".tmp-*")), "the incomplete checkpoint must be removed"
 
 
-def test_killed_in_the_middle_of_a_weight_transfer(tiny, command, tmp_path, undisturbed):
+def test_run_killed_in_a_weight_transfer_resumes_with_identical_results(
+    tiny, command, tmp_path, uninterrupted
+):
     words, folder = [*command, *LAG], RunFolder(tmp_path / run_name(tiny(*LAG)))
     process = start(words, "-c", DIES_IN_A_TRANSFER)
     out, _ = process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL, out
     assert "resumed from update 1 of 5" in finish(words)
-    assert_same_end(folder, undisturbed(*LAG))
+    assert_same_end(folder, uninterrupted(*LAG))
 
 
 # -- signals ---------------------------------------------------------------------------------------
 
 
-def test_sigterm_ends_the_command_with_a_checkpoint_and_75(tiny, command, tmp_path, undisturbed):
+def test_sigterm_ends_the_command_with_a_checkpoint_and_exit_code_75(tiny, command, tmp_path, uninterrupted):
     words, folder = [*command, *RUN, ONLY_AT_SIGNALS], RunFolder(tmp_path / run_name(tiny(*RUN)))
     process = start(words, "-c", SIGTERM_AFTER_UPDATE_2)
     told, _ = process.communicate(timeout=500)
@@ -217,10 +223,10 @@ def test_sigterm_ends_the_command_with_a_checkpoint_and_75(tiny, command, tmp_pa
 
     assert "resumed from update 2 of 5" in finish(words)
 
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
-def me(number):
+def signal_self(number):
     return lambda: os.kill(os.getpid(), number)
 
 
@@ -236,29 +242,31 @@ def me(number):
     ],
     ids=["in a step", "in the first evaluation", "in an evaluation", "ppo", "in line", "sft"],
 )
-def test_interrupted_and_gone_on_with_equals_uninterrupted(
-    tiny, tmp_path, monkeypatch, undisturbed, number, place, update, words
+def test_resume_after_a_signal_equals_an_uninterrupted_run(
+    tiny, tmp_path, monkeypatch, uninterrupted, number, place, update, words
 ):
     cfg, folder = tiny(*words, ONLY_AT_SIGNALS), RunFolder(tmp_path / "run")
     with monkeypatch.context() as patch:
-        at(patch, *place, me(number))
+        at(patch, *place, signal_self(number))
         with pytest.raises(Interrupted, match=f"by {number.name} after update {update} "):
             run(cfg, folder)
     assert folder.last_checkpoint().name == f"checkpoint-{update}"
     assert signal.getsignal(number) is signal.SIG_DFL
     run(cfg, folder)
-    assert_same_end(folder, undisturbed(*words))
+    assert_same_end(folder, uninterrupted(*words))
 
 
-def test_a_signal_after_the_last_update_lets_the_run_finish(tiny, tmp_path, monkeypatch, undisturbed):
+def test_a_signal_after_the_last_update_lets_the_run_finish(tiny, tmp_path, monkeypatch, uninterrupted):
     folder = RunFolder(tmp_path / "run")
     with monkeypatch.context() as patch:
-        at(patch, TorchEngine, "save_model", lambda *_: True, me(signal.SIGTERM))
+        at(patch, TorchEngine, "save_model", lambda *_: True, signal_self(signal.SIGTERM))
         run(tiny(*RUN, ONLY_AT_SIGNALS), folder)
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
-def test_interrupted_while_the_generator_is_waited_for(tiny, tmp_path, monkeypatch, undisturbed):
+def test_signal_during_a_wait_for_the_generator_interrupts_the_run(
+    tiny, tmp_path, monkeypatch, uninterrupted
+):
     cfg, folder, told = tiny(*LAG, ONLY_AT_SIGNALS), RunFolder(tmp_path / "run"), []
     monkeypatch.setattr(signals, "PATIENCE_S", 0.2)
     monkeypatch.setattr(signals, "tell", told.append)
@@ -267,7 +275,7 @@ def test_interrupted_while_the_generator_is_waited_for(tiny, tmp_path, monkeypat
     def stop_the_generator(self, prompts, sampling):
         if (sampling.purpose, sampling.request) == ("train", 2):
             os.kill(self.process.pid, signal.SIGSTOP)
-            threading.Timer(0.3, me(signal.SIGUSR1)).start()
+            threading.Timer(0.3, signal_self(signal.SIGUSR1)).start()
             threading.Timer(1.0, os.kill, (self.process.pid, signal.SIGCONT)).start()
         return submit(self, prompts, sampling)
 
@@ -280,12 +288,14 @@ def test_interrupted_while_the_generator_is_waited_for(tiny, tmp_path, monkeypat
     assert "SIGUSR1: stopping after the current update" in told[0]
     assert "still waiting for the current operation" in told[1] and len(told) == 2
     run(cfg, folder)
-    assert_same_end(folder, undisturbed(*LAG))
+    assert_same_end(folder, uninterrupted(*LAG))
 
 
-def test_interrupted_in_each_stage_made_on_the_way(tmp_path, monkeypatch, undisturbed):
+def test_resume_after_a_signal_in_each_stage_equals_an_uninterrupted_run(
+    tmp_path, monkeypatch, uninterrupted
+):
     cfg = compose([*TINY, *RUN, f"cache_dir={tmp_path / 'cache'}"])
-    folder, sigterm = RunFolder(tmp_path / "run"), me(signal.SIGTERM)
+    folder, sigterm = RunFolder(tmp_path / "run"), signal_self(signal.SIGTERM)
 
     def stage(what):
         (found,) = (RunFolder(path) for path in (tmp_path / "cache").glob(f"{what}-*") if path.is_dir())
@@ -301,12 +311,12 @@ def test_interrupted_in_each_stage_made_on_the_way(tmp_path, monkeypatch, undist
     interrupted("outside of training", HFGenerator, "submit", lambda _, how: how.purpose == "pairs")
     assert stage("sft").finished() and not list((tmp_path / "cache").glob("pairs-*/*"))
     interrupted(r"after update 1 of \d+ \(reward of", Recorder, "flush", after_update(1))
-    interrupted(  # as its model is written, which is no reason to begin with the run
+    interrupted(  # while the reward model is written: the run itself must not start
         "outside of training", TorchEngine, "save_model", lambda path: "reward" in str(path)
     )
     assert stage("reward").finished() and folder.last_checkpoint() is None
     run(cfg, folder)
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
 # -- damage ----------------------------------------------------------------------------------------
@@ -314,7 +324,7 @@ def test_interrupted_in_each_stage_made_on_the_way(tmp_path, monkeypatch, undist
 
 @pytest.fixture
 def crashed(tiny, tmp_path, made_once):
-    """A run that was ended by a crash after update 3, with checkpoints of updates 1 and 2."""
+    """Return the config and folder of a run that crashed in update 4 and has checkpoints 2 and 3."""
     cfg, folder = tiny(*RUN), RunFolder(tmp_path / "run")
 
     def crash(path):
@@ -346,18 +356,18 @@ def alter(file):
         (Path.unlink, "in_flight.pt", "cannot be read"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over(crashed, undisturbed, capsys, damage, name, why):
+def test_damaged_checkpoint_is_skipped(crashed, uninterrupted, capsys, damage, name, why):
     cfg, folder = crashed
     damage(folder.path / "checkpoint-3" / name)
     run(cfg, folder)
     told = capsys.readouterr().out
     assert f"checkpoint-3 is damaged and is not used: {name} {why}" in told
     assert "resumed from update 2 of 5" in told
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
-def test_where_every_checkpoint_is_damaged_the_run_starts_again_unless_it_must_go_on(
-    crashed, tiny, undisturbed, capsys
+def test_run_restarts_if_all_checkpoints_are_damaged_unless_resume_is_must(
+    crashed, tiny, uninterrupted, capsys
 ):
     cfg, folder = crashed
     for path in complete_checkpoints(folder.path):
@@ -367,7 +377,7 @@ def test_where_every_checkpoint_is_damaged_the_run_starts_again_unless_it_must_g
     assert capsys.readouterr().out.count("is damaged and is not used: random.pt") == 2
     run(cfg, folder)
     assert "resumed from" not in capsys.readouterr().out
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
 # -- another run -----------------------------------------------------------------------------------
@@ -381,7 +391,7 @@ def test_other_settings_are_refused(crashed, tiny):
     assert folder.config.read_text() == before
 
 
-def test_other_data_are_refused_before_a_model_is_loaded(crashed, monkeypatch, undisturbed):
+def test_other_data_are_refused_before_a_model_is_loaded(crashed, monkeypatch, uninterrupted):
     cfg, folder = crashed
     prompts = TLDRMiniSource.prompts
     with monkeypatch.context() as patch:
@@ -392,17 +402,17 @@ def test_other_data_are_refused_before_a_model_is_loaded(crashed, monkeypatch, u
         with pytest.raises(UserError, match=r"task must give the same training examples as .* resume=never"):
             run(cfg, folder)
     run(cfg, folder)
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
-def test_other_libraries_are_warned_of(crashed, monkeypatch, undisturbed, capsys):
+def test_other_library_versions_give_a_warning(crashed, monkeypatch, uninterrupted, capsys):
     cfg, folder = crashed
     now = {**versions(), "transformers": "9.9"}
     monkeypatch.setattr(checkpoint, "versions", lambda: now)
     run(cfg, folder)
     told = capsys.readouterr().out
     assert "warning: transformers is 9.9, and was " in told and told.count("metrics may differ") == 1
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
 # -- a full disk -----------------------------------------------------------------------------------
@@ -410,7 +420,9 @@ def test_other_libraries_are_warned_of(crashed, monkeypatch, undisturbed, capsys
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_checkpoint_without_room_costs_nothing_but_itself(tiny, tmp_path, monkeypatch, undisturbed, capsys):
+def test_checkpoint_without_disk_space_is_skipped_with_a_warning(
+    tiny, tmp_path, monkeypatch, uninterrupted, capsys
+):
     folder = RunFolder(tmp_path / "run")
     with monkeypatch.context() as patch:
         at(patch, TorchEngine, "save", lambda path: path.name.endswith(("-2", "-3")), raising(FULL))
@@ -418,11 +430,11 @@ def test_a_checkpoint_without_room_costs_nothing_but_itself(tiny, tmp_path, monk
     told = capsys.readouterr().out
     assert told.count("warning: no space for ") == 2
     assert [path.name for path in complete_checkpoints(folder.path)] == ["checkpoint-1", "checkpoint-4"]
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
-def test_a_model_without_room_is_an_error_that_names_the_last_checkpoint(
-    tiny, tmp_path, monkeypatch, undisturbed
+def test_full_disk_at_the_final_model_is_an_error_that_names_the_last_checkpoint(
+    tiny, tmp_path, monkeypatch, uninterrupted
 ):
     cfg, folder = tiny(*RUN), RunFolder(tmp_path / "run")
     with monkeypatch.context() as patch:
@@ -431,11 +443,13 @@ def test_a_model_without_room_is_an_error_that_names_the_last_checkpoint(
             run(cfg, folder)
     assert not folder.finished() and not list(folder.path.glob(".tmp*"))
     run(cfg, folder)
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
 @pytest.mark.parametrize("method", ["log", "evaluation"])
-def test_a_row_without_room_is_an_error_that_names_the_file(tiny, tmp_path, monkeypatch, undisturbed, method):
+def test_full_disk_at_a_metrics_row_is_an_error_that_names_the_file(
+    tiny, tmp_path, monkeypatch, uninterrupted, method
+):
     cfg, folder = tiny(*RUN), RunFolder(tmp_path / "run")
 
     class Full(type(Path())):
@@ -456,12 +470,12 @@ def test_a_row_without_room_is_an_error_that_names_the_file(tiny, tmp_path, monk
         ):
             run(cfg, folder)
     run(cfg, folder)
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """`disk(mib)` is a folder with a disk of its own of that size."""
+    """`disk(mib)` mounts a file system of `mib` MiB and returns its folder."""
     made = tmp_path / "disk"
     made.mkdir()
 
@@ -479,9 +493,9 @@ def disk(tmp_path):
     subprocess.run(["umount", "-l", made], capture_output=True)
 
 
-def test_a_disk_that_fills_up_costs_checkpoints_and_then_the_model(tiny, disk, undisturbed, capsys):
-    # Room for two checkpoints, of 2 and of 6 MiB, and half of a third. Its optimizer is written by torch, the
-    # final model by safetensors, which meet the end in words of their own.
+def test_disk_that_fills_up_skips_checkpoints_and_then_fails_at_the_model(tiny, disk, uninterrupted, capsys):
+    # The disk has space for two checkpoints, of 2 and of 6 MiB, and half of a third. torch writes the
+    # optimizer and safetensors the final model; their errors on a full disk have different messages.
     place = disk(14)
     cfg, folder = tiny(*RUN, "progress=plain"), RunFolder(place / "run")
     filler = place / "filler"
@@ -494,11 +508,11 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_then_the_model(tiny, disk, u
     subprocess.run(["mount", "-o", "remount,size=40m", place], check=True)
     run(cfg, folder)
     assert "resumed from update 2 of 5" in capsys.readouterr().out
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
 def test_a_disk_that_is_full_ends_the_run_without_a_traceback(
-    tiny, command, disk, monkeypatch, tmp_path, undisturbed, capfd
+    tiny, command, disk, monkeypatch, tmp_path, uninterrupted, capfd
 ):
     place = disk(40)
     cfg, folder, filler = tiny(*RUN), RunFolder(place / "run"), place / "filler"
@@ -518,4 +532,4 @@ def test_a_disk_that_is_full_ends_the_run_without_a_traceback(
     assert "Traceback" not in "".join(capfd.readouterr())
     filler.unlink()
     run(cfg, folder)
-    assert_same_end(folder, undisturbed(*RUN))
+    assert_same_end(folder, uninterrupted(*RUN))

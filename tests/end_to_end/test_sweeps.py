@@ -1,4 +1,4 @@
-"""Sweeps whose jobs run in processes of their own on this machine; those of SLURM are in test_slurm.py."""
+"""Tests of sweeps whose jobs are processes on this machine. Sweeps on SLURM are tested in test_slurm.py."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def scored_by(*names: str) -> str:
 
 
 @pytest.mark.parametrize("launcher", ["joblib", pytest.param("local", marks=pytest.mark.smoke)])
-def test_what_fails_is_listed_and_the_others_are_kept(launcher, command, tmp_path):
+def test_failed_job_is_listed_and_other_results_are_kept(launcher, command, tmp_path):
     process = train([*command, *SCORER, scored_by("fails", "length"), *LAUNCHERS[launcher]])
     out, _ = process.communicate(timeout=500)
     assert process.returncode == 1, out
@@ -51,7 +51,7 @@ def test_what_fails_is_listed_and_the_others_are_kept(launcher, command, tmp_pat
     assert sum(RunFolder(path).finished() is not None for path in tmp_path.glob("tldr_mini-*")) == 1
 
 
-def test_optuna_searches_for_the_least_loss_and_goes_on_in_its_study(command, tmp_path):
+def test_optuna_minimizes_the_loss_and_resumes_its_study(command, tmp_path):
     study = [f"hydra.sweeper.storage=sqlite:///{tmp_path}/search.db", "hydra.sweeper.study_name=lr"]
     search = ["hydra/sweeper=search", "hydra.sweeper.n_trials=2", "hydra.sweeper.direction=minimize"]
     words = [*command, "algo=sft", "objective_metric=eval/loss", "optim.lr=interval(1e-5,1e-2)"]
@@ -63,7 +63,9 @@ def test_optuna_searches_for_the_least_loss_and_goes_on_in_its_study(command, tm
         folders = [RunFolder(path) for path in tmp_path.glob("tldr_mini-*")]
         lrs = [load_config(folder.config).optim.lr for folder in folders]
         losses = dict(zip(lrs, (f.finished()["result"]["eval/loss"] for f in folders), strict=True))
-        assert len(losses) == len(set(losses.values())) == trials, "other proposals, other results"
+        assert len(losses) == len(set(losses.values())) == trials, (
+            "each trial must have its own learning rate and loss"
+        )
         best = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
         assert best["best_value"] == min(losses.values()) == losses[best["best_params"]["optim.lr"]]
 
@@ -80,7 +82,7 @@ def test_ctrl_c_ends_a_sweep_and_every_process_of_it(launcher, command, tmp_path
     jobs = psutil.Process(process.pid).children(recursive=True)
     assert len(jobs) >= 2
 
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # Ctrl-C in a terminal signals the process group
     out, _ = process.communicate(timeout=300)
 
     assert process.returncode == 130 and "Traceback" not in out, out

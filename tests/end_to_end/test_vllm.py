@@ -1,4 +1,4 @@
-"""Real vLLM, in a process of its own as in a run: tokens and log-probs are those of the trainer's model."""
+"""Tests of real vLLM in a separate process: its tokens and log-probs are those of the trainer's model."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from tests.tiny_models import VOCABULARY, logprobs_in_flight, tiny_lm
 
 pytest.importorskip("vllm", reason=needs.VLLM)
 
-HEADS = {"hidden_size": 64, "num_attention_heads": 2}  # of size 32, the smallest that vLLM has on a CPU
+HEADS = {"hidden_size": 64, "num_attention_heads": 2}  # heads of size 32, the minimum of vLLM on a CPU
 PAD, STOPS = 0, (1, 5, 9, 13)  # several stop tokens, so that responses end
-OTHER_END = 7  # what the model's config calls its end; the tokenizer's counts
+OTHER_END = 7  # EOS of the model's config; only the tokenizer's stop tokens end a response
 LENGTH = 12
-SAMPLER: list[VLLMSampler] = []  # in the process
+SAMPLER: list[VLLMSampler] = []  # the sampler of the vLLM process
 
 
 def build(factory: VLLMFactory) -> None:
@@ -62,7 +62,7 @@ def ask(name: str, *arguments: Any) -> Any:
 
 
 class Process:
-    """A sampler in a process of its own, and the model whose weights it is given."""
+    """A vLLM sampler in a separate process, and the model whose weights the sampler loads."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, transfer: str = "shared_memory") -> None:
         self.model = model
@@ -74,7 +74,7 @@ class Process:
     @staticmethod
     def factory(model: PreTrainedModel, folder: Path, transfer: str) -> VLLMFactory:
         model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)  # no weights: they come with `load`
+        model.config.save_pretrained(folder)  # without weights: `load` sends them
         return VLLMFactory(
             model=str(folder),
             trust_remote_code=False,
@@ -97,7 +97,10 @@ class Process:
         return self.pool.submit(ask, name, *arguments).result()
 
     def write(self, version: int) -> Manifest:
-        """Write the model's weights, as they are at the start plus noise that `version` decides."""
+        """Write the weights of `version` to the shared memory.
+
+        Version 0 is the start weights. Other versions add noise whose seed is `version`.
+        """
         draw = torch.Generator().manual_seed(version)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -106,7 +109,7 @@ class Process:
         return self.shared.write(self.model.state_dict().items(), version)
 
     def load(self, version: int, change: Any = None) -> None:
-        """Give it these weights."""
+        """Load the weights of `version` into the sampler; `change` alters the manifest before."""
         manifest = self.write(version)
         try:
             assert self.ask("load", change(manifest) if change else manifest) == manifest.checksums()
@@ -137,14 +140,14 @@ def prompts(count: int = 8, length: int = 100) -> Prompts:
 
 
 def difference(model: PreTrainedModel, rollouts: Rollouts, temperature: float) -> float:
-    """Of the sampler's log-probs from the model's, the largest."""
+    """Return the largest difference between the log-probs of the sampler and of the model."""
     with torch.no_grad():
         expected = Policy(model, temperature, shared_prefix=False)(rollouts).logprobs
     return float((expected - rollouts.behaviour_logprobs).abs().max())
 
 
 def greedy(model: PreTrainedModel, given: Prompts) -> torch.Tensor:
-    """What the model says is most likely, [N, 1, LENGTH]."""
+    """Return the greedy response ids of the model, [N, 1, LENGTH]."""
     numbers = torch.full((len(given), 1, LENGTH), 0.5, dtype=torch.float64)
     ids, *_ = sample(model, given.prompt_ids, given.prompt_mask, 1, LENGTH, 1e-6, numbers, STOPS, PAD)
     return torch.nn.functional.pad(ids, (0, LENGTH - ids.shape[-1]), value=PAD)
@@ -152,8 +155,10 @@ def greedy(model: PreTrainedModel, given: Prompts) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=["gpt_neox", "llama"])
 def process(request, tmp_path_factory):
-    """One start for all facts of a kind; Llama with tied embeddings. GPT-NeoX is served by transformers' own
-    code, Llama by vLLM's."""
+    """Start vLLM once per type of model: GPT-NeoX, and Llama with tied embeddings.
+
+    vLLM runs GPT-NeoX with the model code of transformers and Llama with its own model code.
+    """
     tied = request.param == "llama"
     model = tiny_lm(request.param, **HEADS, tie_word_embeddings=tied, eos_token_id=OTHER_END)
     process = Process(model, tmp_path_factory.mktemp(request.param))
@@ -163,11 +168,8 @@ def process(request, tmp_path_factory):
 
 def test_after_each_load_tokens_and_logprobs_are_those_of_the_new_weights(process):
     given, seen = prompts(), []
-    for version in (
-        0,
-        1,
-        2,
-    ):  # the same prompts: their prefixes are in the cache, computed with other weights
+    # The prompts repeat, so the prefix cache has entries of the previous weights.
+    for version in (0, 1, 2):
         process.load(version)
         assert process.ask("version") == version
         likely = process.sample(given, samples=1, temperature=0.0)
@@ -180,7 +182,7 @@ def test_after_each_load_tokens_and_logprobs_are_those_of_the_new_weights(proces
     assert (seen[0] - seen[1]).abs().max() > 0.1 and (seen[1] - seen[2]).abs().max() > 0.1
 
 
-def test_more_prompts_than_are_encoded_at_once(process):
+def test_requests_that_exceed_one_forward_pass_give_correct_logprobs(process):
     process.load(1)
     given = prompts(count=150)
     assert given.prompt_mask.sum() < 8192 < 2 * given.prompt_mask.sum()
@@ -192,7 +194,7 @@ def test_more_prompts_than_are_encoded_at_once(process):
 
 
 def ask_in_flight(manifest: Manifest, swap: int, given: Prompts, sampling: Sampling) -> Rollouts:
-    """Rollouts whose first `swap` tokens are of the weights held, and all others of those that come then."""
+    """Return rollouts whose first `swap` tokens are from the loaded weights, and the rest from `manifest`."""
     steps: list[int] = []
 
     def update() -> int:
@@ -204,7 +206,7 @@ def ask_in_flight(manifest: Manifest, swap: int, given: Prompts, sampling: Sampl
     return SAMPLER[0].sample(given, sampling, update)
 
 
-def test_weights_that_change_in_flight_find_the_cache_of_those_before(process):
+def test_weights_loaded_in_flight_continue_with_the_cache_of_the_old_weights(process):
     swap, given = 4, prompts()
     process.load(1)
     new = deepcopy(process.model)
@@ -222,10 +224,12 @@ def test_weights_that_change_in_flight_find_the_cache_of_those_before(process):
     assert not torch.equal(mixed.response_ids, plain.response_ids)
     expected = logprobs_in_flight(old, new, mixed, swap, 0.7)
     torch.testing.assert_close(mixed.behaviour_logprobs, expected, rtol=0, atol=1e-4)
-    assert later.version == 1 and difference(new, later, 0.7) < 1e-4, "the cache was not kept for others"
+    assert later.version == 1 and difference(new, later, 0.7) < 1e-4, (
+        "later requests do not use the cache of the old weights"
+    )
 
 
-def test_merged_adapters_arrive_as_the_trainer_has_them(process):
+def test_merged_adapters_give_the_logprobs_of_the_trainer(process):
     process.load(0)
     policy = Policy(deepcopy(process.model), 0.7, shared_prefix=False)
     whole = [] if policy.model.config.tie_word_embeddings else ["lm_head"]
@@ -246,22 +250,22 @@ def test_merged_adapters_arrive_as_the_trainer_has_them(process):
     assert (found.behaviour_logprobs - before).abs().max() > 0.1
 
 
-def test_near_greedy_as_in_evaluation(process):
+def test_near_greedy_sampling_agrees_with_greedy_sampling(process):
     process.load(1)
     likely = process.sample(prompts(), samples=1, temperature=0.0, purpose="eval")
     nearly = process.sample(prompts(), samples=1, temperature=0.01, purpose="eval")
     assert (likely.response_ids == nearly.response_ids).all(-1).float().mean() > 0.7
-    assert difference(process.model, nearly, 0.01) < 1e-2  # float rounding, times 100
+    assert difference(process.model, nearly, 0.01) < 1e-2  # rounding differences, divided by the temperature
 
 
-def test_a_response_holds_its_stop_token_and_nothing_after_it(process):
+def test_response_ends_with_its_stop_token_and_is_then_padded(process):
     process.load(1)
     rollouts = process.sample(prompts(), samples=4)
     ids, mask = rollouts.response_ids, rollouts.response_mask
     assert ids.shape == mask.shape == rollouts.behaviour_logprobs.shape == (8, 4, LENGTH)
     stops = mask & torch.isin(ids, torch.tensor(STOPS))
     assert torch.equal(rollouts.ended, stops.any(-1)) and 0 < rollouts.ended.sum() < rollouts.ended.numel()
-    assert (ids[..., :-1][mask[..., 1:]] == OTHER_END).any()  # responses go on after it
+    assert (ids[..., :-1][mask[..., 1:]] == OTHER_END).any()  # this token does not end a response
     assert (ids[~mask] == PAD).all() and (rollouts.behaviour_logprobs[~mask] == 0).all()
     lengths = mask.sum(-1)
     assert torch.equal(mask, torch.arange(LENGTH) < lengths[..., None])
@@ -270,7 +274,7 @@ def test_a_response_holds_its_stop_token_and_nothing_after_it(process):
     assert torch.equal(last, rollouts.ended) and (stops.sum(-1) <= 1).all()
 
 
-def test_a_sample_is_named_by_purpose_request_and_example(process):
+def test_samples_are_determined_by_purpose_request_and_example(process):
     process.load(1)
     given = prompts()
     ids = process.sample(given, request=3).response_ids
@@ -283,10 +287,10 @@ def test_a_sample_is_named_by_purpose_request_and_example(process):
     moved = process.sample(replace(given, index=given.index + 1), request=3).response_ids
     assert not torch.equal(moved, ids)
     same = [torch.equal(row[i], row[j]) for row in ids for i, j in ((0, 1), (0, 2), (1, 2))]
-    assert sum(same) < len(same) / 4  # K samples differ
+    assert sum(same) < len(same) / 4  # most of the K samples differ
 
 
-def test_refused_weights_leave_those_before_in_place(process):
+def test_refused_weights_leave_the_previous_weights_loaded(process):
     process.load(1)
     before = process.sample(prompts())
     first = "checksum", "shape", "missing", "unknown"
@@ -314,8 +318,8 @@ def test_refused_weights_leave_those_before_in_place(process):
     assert difference(process.model, process.sample(prompts()), 0.7) < 1e-4
 
 
-def test_what_was_loaded_does_not_hang_on_the_shared_memory(process):
-    """The trainer writes the next version there while this one samples."""
+def test_loaded_weights_are_a_copy_of_the_shared_memory(process):
+    """The trainer writes the next version to the shared memory while the sampler uses the loaded version."""
     process.load(1)
     before = process.sample(prompts())
     zeros = {name: torch.zeros_like(tensor) for name, tensor in process.model.state_dict().items()}
@@ -326,7 +330,7 @@ def test_what_was_loaded_does_not_hang_on_the_shared_memory(process):
 
 @pytest.mark.smoke
 def test_in_a_run_sampler_and_trainer_agree(tiny, tmp_path):
-    """On the trainer's device, where the process gives no memory back while it waits, as it says: a CPU."""
+    """Run colocated vLLM on a CPU, where vLLM cannot free its memory while it waits; the log says so."""
     folder = RunFolder(tmp_path)
     run(tiny("algo=rloo", "scorer=facts", "generator=vllm_colocated", "schedule.total_episodes=96"), folder)
     updates = [row for row in rows(folder) if "objective/kl" in row]
@@ -346,18 +350,21 @@ def test_a_killed_trainer_leaves_no_file_of_vllm(command):
         scratch = Path(worker.environ()["TMPDIR"])
         wait_for(lambda: list(scratch.glob("vllm_dist_*")) or not worker.is_running())
         os.kill(trainer.pid, signal.SIGKILL)
-    assert not psutil.wait_procs([worker], timeout=60)[1], "the worker is still there"
+    assert not psutil.wait_procs([worker], timeout=60)[1], "the worker process still runs"
     assert not scratch.exists()
 
 
-# -- vLLM's engines for GPUs -----------------------------------------------------------------------
+# -- vLLM's transfer engines for GPUs --------------------------------------------------------------
 
 
 def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dict[str, int]]:
-    """Have vLLM take over what `sent` names as from a GPU, trainer and vLLM in this very process; returns the
-    checksums of what was written, and of what was taken.
+    """Transfer the weights of `sent` to vLLM through a GPU transfer engine, without a GPU.
 
-    All is as on a GPU, but for what needs one: streams, handles of memory, and NCCL's communicator.
+    Trainer and vLLM are both in this process. Only the parts that need a GPU are replaced: streams, memory
+    handles, and the communicator of NCCL.
+
+    Returns:
+        The checksums of the written weights, and of the loaded weights.
     """
     from rlhf.generators.transfer import gpu as gpu_transfer
 
@@ -399,7 +406,7 @@ def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dic
             (f"{engines}.packed_tensor._get_streams", lambda device, count: (stream,) * count),
             (f"{engines}.ipc_engine.rebuild_cuda_tensor", lambda *words: memory[words[7]]),
             ("rlhf.generators.transfer.gpu.reduce_tensor", reduced),
-            ("rlhf.generators.transfer.gpu.BUFFER", 10_000),  # so that there are several pieces
+            ("rlhf.generators.transfer.gpu.BUFFER", 10_000),  # bytes; the weights need several buffers
             ("torch.accelerator.current_device_index", lambda: 0),
             ("torch.cuda.ipc_collect", lambda: None),
             ("torch.cuda.get_device_properties", lambda device: gpu),
@@ -416,7 +423,7 @@ def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dic
 
 
 @pytest.mark.parametrize("transfer", ["ipc", "nccl"])
-def test_vllm_takes_weights_over_as_its_engines_for_gpus_receive_them(transfer, tmp_path):
+def test_vllm_loads_weights_through_its_gpu_transfer_engines_without_a_gpu(transfer, tmp_path):
     model = tiny_lm("llama", **HEADS, eos_token_id=OTHER_END)
     process, given = Process(model, tmp_path, transfer), prompts()
     for version in (1, 2):
@@ -458,6 +465,8 @@ def test_on_gpus_tokens_are_those_of_the_trainer_after_each_load(transfer, tmp_p
             generator.load(((name, tensor.to(gpu)) for name, tensor in model.state_dict().items()), version)
             rollouts = generator.submit(given, sampling).result()
             assert rollouts.version == version
-            assert (rollouts.response_ids == greedy(model, given)).float().mean() > 0.85, "rounding alone"
+            assert (rollouts.response_ids == greedy(model, given)).float().mean() > 0.85, (
+                "more than rounding differences"
+            )
     finally:
         generator.close()

@@ -1,4 +1,4 @@
-"""The engine: sums divided once, clipping, schedules, and a loss that is not finite."""
+"""Tests of the engine: micro-batches, clipping, learning-rate schedules, precision and non-finite losses."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def engine_of(
     return TorchEngine(
         module,
         Policy(reference, 0.7, shared_prefix=True).requires_grad_(False),
-        None,  # nothing is saved
+        None,  # tokenizer, which only `save` needs
         OptimConfig(lr=lr, max_grad_norm=max_grad_norm),
         total_steps=10,
         steps_per_batch=steps_per_batch,
@@ -65,7 +65,7 @@ def weights(engine):
 
 
 def gradient(engine):
-    """The gradient of the only step so far, read from Adam's first moment."""
+    """Return the gradient of the only step so far, computed from Adam's first moment."""
     return torch.cat([s["exp_avg"].flatten() for s in engine.optimizer.state.values()]) / 0.1
 
 
@@ -90,26 +90,26 @@ OBJECTIVES = {
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_eight_micro_batches_of_one_equal_one_of_eight(objective):
+def test_a_step_does_not_depend_on_the_micro_batch_size(objective):
     critic = isinstance(objective, PPO)
-    one, engine_one = step(objective, micro_batch=2, critic=critic)  # a pair is never split: one at a time
+    one, engine_one = step(objective, micro_batch=2, critic=critic)  # one prompt: its samples stay together
     all_, engine_all = step(objective, micro_batch=16, critic=critic)
     for name in ("loss/policy", "policy/grad_norm"):
         assert one[name] == pytest.approx(all_[name], rel=1e-5, abs=1e-7)
     assert one == pytest.approx(all_, rel=1e-3, abs=1e-6), (
-        "figures too, though a margin is a small difference"
+        "the tolerance is larger because a margin is a small difference"
     )
     torch.testing.assert_close(gradient(engine_one), gradient(engine_all), rtol=1e-4, atol=1e-6)
 
 
-def test_the_gradient_norm_is_reported_before_clipping_and_the_step_uses_the_clipped_one():
+def test_gradient_norm_is_reported_before_clipping_and_the_step_uses_the_clipped_gradient():
     free, _ = step(SFT(SFTConfig()))
     clipped, engine = step(SFT(SFTConfig()), max_grad_norm=1e-3)
     assert clipped["policy/grad_norm"] == pytest.approx(free["policy/grad_norm"])
     assert gradient(engine).norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_a_batch_of_ties_changes_nothing_and_says_so():
+def test_a_batch_of_ties_skips_the_step_and_counts_it():
     engine = engine_of()
     objective = OnlineDPO(DPOConfig())
     batch = replace(scored(), scores=torch.zeros(8, 2))
@@ -119,7 +119,7 @@ def test_a_batch_of_ties_changes_nothing_and_says_so():
     assert "loss/policy" not in figures
     assert torch.equal(weights(engine), before)
     assert objective.describe(batch)["objective/tie_rate"].value() == 1
-    assert engine.step_index == 1, "the learning-rate schedule stays that of the plan"
+    assert engine.step_index == 1, "a skipped step also advances the learning-rate schedule"
 
 
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.float16])
@@ -138,13 +138,13 @@ def test_a_loss_that_is_not_finite_stops_before_any_weight_changes(bad, dtype):
     assert torch.equal(weights(engine), before)
 
 
-def test_old_logprobs_are_computed_only_where_several_steps_follow():
+def test_old_logprobs_are_computed_only_if_a_batch_has_several_steps():
     needs = frozenset({"old_logprobs"})
     assert engine_of(steps_per_batch=1).annotate(scored(), needs).old_logprobs is None
     assert engine_of(steps_per_batch=2).annotate(scored(), needs).old_logprobs is not None
 
 
-def test_old_logprobs_of_a_stale_batch_are_computed_where_credit_reads_them():
+def test_old_logprobs_of_a_stale_batch_are_computed_only_if_credit_reads_them():
     stale = engine_of(stale=True)
     assert stale.annotate(scored(), frozenset({"ratio"})).old_logprobs is None
     assert stale.annotate(scored(), frozenset({"ratio", "old_logprobs"})).old_logprobs is not None
@@ -152,7 +152,7 @@ def test_old_logprobs_of_a_stale_batch_are_computed_where_credit_reads_them():
     assert engine_of(steps_per_batch=2).annotate(scored(), frozenset({"ratio"})).old_logprobs is not None
 
 
-def test_a_batch_without_any_advantage_changes_nothing_and_says_so():
+def test_a_batch_without_advantages_skips_the_step_and_counts_it():
     engine, objective = engine_of(), OBJECTIVES["dapo"]
     before = weights(engine).clone()
     batch = replace(scored(), scores=torch.full((8, 2), 0.3))
@@ -161,7 +161,7 @@ def test_a_batch_without_any_advantage_changes_nothing_and_says_so():
     assert torch.equal(weights(engine), before)
 
 
-def test_policy_and_value_model_are_two_groups_with_their_own_learning_rates():
+def test_policy_and_value_model_are_optimizer_groups_with_separate_learning_rates():
     engine = engine_of(critic=True, value_lr=5e-3, lr=1e-3)
     actor, critic = engine.optimizer.param_groups
     parts = engine.module.actor, engine.module.critic
@@ -174,7 +174,7 @@ def test_policy_and_value_model_are_two_groups_with_their_own_learning_rates():
     assert (actor["lr"], critic["lr"]) == pytest.approx((0.9e-3, 4.5e-3)), "both follow the schedule"
 
 
-def test_the_value_loss_trains_the_value_model_alone_and_the_policy_loss_the_policy():
+def test_the_value_model_is_trained_only_by_the_value_loss():
     for weight, moved in ((0.0, "actor"), (0.1, "both")):
         engine = engine_of(critic=True, lr=1e-2)
         before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -202,7 +202,7 @@ def test_an_actor_critic_is_saved_and_loaded_with_its_optimizer(tmp_path):
     assert torch.equal(weights(engine), weights(again))
 
 
-def test_the_generator_is_given_the_policy_of_an_actor_critic():
+def test_the_generator_receives_only_the_policy_of_an_actor_critic():
     engine = engine_of(critic=True)
     assert dict(engine.weights()).keys() == engine.module.actor.model.state_dict().keys()
     with engine.borrow_policy() as model:
@@ -227,14 +227,14 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_weights():
 
 
 @pytest.mark.parametrize("dtype", Dtype)
-def test_products_are_computed_in_the_dtype(dtype):
+def test_autocast_computes_matrix_products_in_the_given_dtype(dtype):
     x = torch.ones(2, 2)
     with autocast(torch.device("cpu"), dtype):
         assert (x @ x).dtype is getattr(torch, dtype.value)
 
 
 class Scaled(SFT):
-    """A loss whose gradient is too large for float16 at a scale of more than `fits`."""
+    """An SFT loss whose scaled gradient overflows if its largest element exceeds `fits`."""
 
     def __init__(self, fits):
         super().__init__(SFTConfig())
@@ -255,7 +255,7 @@ def test_float16_computes_near_float32_and_keeps_float32_weights():
     assert all(p.dtype == torch.float32 for p in engine.module.parameters())
 
 
-def test_in_float16_the_loss_is_scaled_so_that_small_gradients_are_not_lost():
+def test_float16_scales_the_loss_so_that_small_gradients_do_not_underflow():
     class Small(SFT):
         loss_weights = {"policy": 1e-6}
 
@@ -264,11 +264,11 @@ def test_in_float16_the_loss_is_scaled_so_that_small_gradients_are_not_lost():
     assert engine.scaler.get_scale() == 2**16
     assert rough["policy/grad_norm"] == pytest.approx(exact["policy/grad_norm"], rel=5e-2)
     clipped, engine = step(SFT(SFTConfig()), dtype=Dtype.float16, max_grad_norm=1e-3)
-    assert clipped["policy/grad_norm"] > 1e-2, "of gradients that are no longer scaled"
+    assert clipped["policy/grad_norm"] > 1e-2, "the norm is computed from unscaled gradients"
     assert gradient(engine).norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_an_overflow_leaves_the_step_out_and_lowers_the_scale(tmp_path):
+def test_an_overflow_skips_the_step_and_lowers_the_scale(tmp_path):
     count = SFT(SFTConfig()).count(scored())["policy"]
     objective = Scaled(fits=2**14 / count)
     engine = engine_of(dtype=Dtype.float16)
@@ -287,7 +287,7 @@ def test_an_overflow_leaves_the_step_out_and_lowers_the_scale(tmp_path):
     assert again.scaler.get_scale() == 2**14
 
 
-def test_overflows_that_a_lower_scale_does_not_end_stop_the_run():
+def test_overflows_that_persist_at_lower_scales_stop_the_run():
     engine = engine_of(dtype=Dtype.float16)
     before = weights(engine).clone()
     for _ in range(16):
@@ -297,7 +297,7 @@ def test_overflows_that_a_lower_scale_does_not_end_stop_the_run():
     assert torch.equal(weights(engine), before)
 
 
-def test_in_float32_an_overflow_stops_at_once():
+def test_an_overflow_in_float32_stops_the_run_at_once():
     with pytest.raises(NonFinite):
         engine_of().step(scored(), Scaled(fits=0))
 

@@ -1,4 +1,4 @@
-"""Rollouts are annotated in their order, by what the trainer would have used, and nothing gets lost."""
+"""Tests of annotating generators: rollouts keep their order and get the trainer's scores and log-probs."""
 
 import time
 from concurrent.futures import Future
@@ -32,11 +32,11 @@ from tests.tiny_models import scorer_context, tiny_lm, tiny_rollouts, tiny_token
 
 pytestmark = [pytest.mark.process, pytest.mark.forks]
 
-SECONDS = 120  # until a test gives up
+SECONDS = 120  # timeout of a wait, in seconds
 
 
 class Asked(Generator):
-    """A generator, or an annotator, whose answers the test gives."""
+    """A generator or an annotator whose answers are set by the test."""
 
     def __init__(self, name):
         self.name = name
@@ -83,7 +83,7 @@ def labelled(**settings):
 # -- the generator ---------------------------------------------------------------------------------
 
 
-def test_what_was_sampled_to_train_on_is_annotated_in_its_order(parts):
+def test_training_rollouts_are_annotated_in_the_order_of_sampling(parts):
     whole, generator, annotator = parts
     futures = [ask(whole) for _ in range(3)]
     sampled = [labelled(version=version) for version in range(3)]
@@ -100,14 +100,14 @@ def test_what_was_sampled_to_train_on_is_annotated_in_its_order(parts):
 
 
 @pytest.mark.parametrize("purpose", ["eval", "eval-kl"])
-def test_what_is_not_trained_on_is_left_as_it_is(parts, purpose):
+def test_evaluation_rollouts_are_not_annotated(parts, purpose):
     whole, generator, annotator = parts
     future = ask(whole, purpose)
     generator.futures[0].set_result(rollouts := tiny_rollouts())
     assert future.result(SECONDS) is rollouts and not annotator.calls
 
 
-def test_an_error_of_either_reaches_who_waits(parts):
+def test_errors_of_generator_and_annotator_reach_the_waiting_caller(parts):
     whole, generator, annotator = parts
     sampled, annotated, refused = ask(whole), ask(whole), ask(whole)
     generator.futures[0].set_exception(RunError("no samples"))
@@ -120,7 +120,7 @@ def test_an_error_of_either_reaches_who_waits(parts):
             future.result(SECONDS)
 
 
-def test_loads_figures_and_the_end_reach_both(parts):
+def test_load_reaches_the_generator_and_figures_and_close_reach_both(parts):
     whole, generator, annotator = parts
     whole.load([("weight", torch.ones(1))], 3)
     assert generator.calls == [("load", [("weight", torch.ones(1))], 3)] and not annotator.calls
@@ -129,7 +129,7 @@ def test_loads_figures_and_the_end_reach_both(parts):
     assert generator.calls[-1] == annotator.calls[-1] == "close"
 
 
-def test_the_annotator_is_closed_whatever_the_generator_does(parts, monkeypatch):
+def test_the_annotator_is_closed_if_closing_the_generator_fails(parts, monkeypatch):
     whole, generator, annotator = parts
 
     def fail():
@@ -153,7 +153,7 @@ def test_the_annotator_is_closed_whatever_the_generator_does(parts, monkeypatch)
         ("generator.worker=true generator.annotate=true", "cpu", True),
     ],
 )
-def test_rollouts_are_annotated_where_that_runs_beside_training_and_costs_no_gpu(
+def test_an_annotator_starts_by_default_only_with_lag_and_without_gpu(
     monkeypatch, tmp_path, words, device, annotated
 ):
     started = []
@@ -171,10 +171,12 @@ def test_rollouts_are_annotated_where_that_runs_beside_training_and_costs_no_gpu
     if annotated:
         _, name, factory, log, environment, limits = started[1]
         assert (name, factory.cfg, log) == ("annotator", cfg, tmp_path / "annotator.log")
-        assert [environment, limits] == list(started[0][3:5]), "those of the generator"
+        assert [environment, limits] == list(started[0][3:5]), (
+            "the annotator has the environment and the limits of the generator"
+        )
 
 
-# -- what the process does -------------------------------------------------------------------------
+# -- the annotator process -------------------------------------------------------------------------
 
 
 def labels_scorer(kind=LabelsScorer):
@@ -189,7 +191,7 @@ def annotator(scorer=None, reference=None):
     return Annotator(scorer or labels_scorer(), reference, 4, ALONE, Dtype.float32)
 
 
-def test_a_batch_has_scores_reference_and_the_seconds_they_took():
+def test_annotate_adds_scores_reference_logprobs_and_the_seconds_it_took():
     model, rollouts = tiny_lm(), labelled(version=4, generate_s=2.0)
     batch = annotator(reference=Policy(model, 0.7, shared_prefix=True)).annotate(rollouts)
     assert torch.equal(batch.scores, rollouts.labels) and (batch.version, batch.generate_s) == (4, 2.0)
@@ -208,13 +210,13 @@ def test_a_weighted_score_keeps_its_parts():
 
 
 class Never(TextScorer):
-    """Fails on every text."""
+    """A scorer that fails on every text."""
 
     def judge(self, prompt, response, reference):
         raise AssertionError("there is nothing to score")
 
 
-def test_a_batch_keeps_its_scores_through_a_scorer():
+def test_a_scorer_returns_a_scored_batch_unchanged():
     batch = annotator().annotate(labelled())
     never = Never(AnswerScorerConfig(), scorer_context(tiny_tokenizer()))
     assert never(batch) is batch
@@ -223,7 +225,7 @@ def test_a_batch_keeps_its_scores_through_a_scorer():
     assert weighted(batch) is batch
 
 
-def test_an_error_of_the_scorer_names_the_log_and_is_in_it(capsys):
+def test_a_scorer_error_names_the_log_and_is_written_to_it(capsys):
     class Broken(LabelsScorer):
         def score(self, rollouts):
             raise RunError("no score for row 3") from ValueError("out of ideas")
@@ -233,7 +235,7 @@ def test_an_error_of_the_scorer_names_the_log_and_is_in_it(capsys):
     assert "out of ideas" in capsys.readouterr().err
 
 
-def test_a_batch_in_flight_is_kept_whole(tmp_path):
+def test_a_batch_in_flight_is_saved_and_loaded_with_its_annotations(tmp_path):
     batch = annotator(reference=Policy(tiny_lm(), 0.7, shared_prefix=True)).annotate(labelled(version=4))
     torch.save([pack(batch), pack(tiny_rollouts())], tmp_path / "in_flight.pt")
     kept, plain = map(unpack, torch.load(tmp_path / "in_flight.pt", weights_only=True))
@@ -248,21 +250,21 @@ def settings(tmp_path):
     return compose([f"model.policy={tmp_path / 'model'}", "scorer=facts", "backend.micro_batch=4"])
 
 
-def test_an_annotator_computes_with_the_settings_of_the_run(settings):
+def test_an_annotator_uses_the_settings_of_the_run(settings):
     settings.model.reference = settings.model.policy
     settings.scorer.missing_eos_score = -7
     made = AnnotatorFactory(settings).build(None)
     assert made.reference.temperature == settings.generator.temperature and made.micro_batch == 4
-    assert (made.annotate(tiny_rollouts()).scores == -7).all(), "none of these has an end"
+    assert (made.annotate(tiny_rollouts()).scores == -7).all(), "no response has an end token"
 
 
-def test_what_the_objective_does_not_need_is_not_computed(settings, monkeypatch):
-    settings.model.reference = "nowhere"  # so that nobody can load it
+def test_reference_logprobs_are_not_computed_if_the_objective_does_not_need_them(settings, monkeypatch):
+    settings.model.reference = "nowhere"  # a path that cannot be loaded
     monkeypatch.setattr(OnlineDPO, "needs", frozenset())
     assert AnnotatorFactory(settings).build(None).annotate(tiny_rollouts()).ref_logprobs is None
 
 
-def test_a_process_annotates_and_ends_without_a_thread_left(settings, tmp_path):
+def test_an_annotator_process_annotates_and_close_leaves_no_thread(settings, tmp_path):
     log, limits = Path(tmp_path / "annotator.log"), Limits(120, 60, restarts=0)
     process = Worker("annotator", AnnotatorFactory(settings), log, {"OMP_NUM_THREADS": "1"}, limits)
     generator = Asked("generator")

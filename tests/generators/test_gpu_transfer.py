@@ -1,6 +1,6 @@
-"""Weights by way of a GPU, on the CPU: checksums, snapshots, and both halves of a transfer in their order.
+"""Tests of weight transfer between GPUs, run on the CPU: checksums, snapshots, both sides of a transfer.
 
-In place of NCCL a socket connects trainer and process; in place of vLLM a sampler of one weight receives.
+A socket between trainer and worker process replaces NCCL. A sampler with one weight replaces vLLM.
 """
 
 import os
@@ -41,7 +41,7 @@ def some(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_equal_bits_have_equal_checksums_wherever_they_lie(dtype):
+def test_a_checksum_does_not_depend_on_strides_and_offsets_in_memory(dtype):
     tensor = some(dtype)
     sum_ = fingerprint(tensor)
     assert sum_.dtype == torch.int64 and sum_.shape == ()
@@ -53,7 +53,7 @@ def test_equal_bits_have_equal_checksums_wherever_they_lie(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_any_bit_of_any_element_that_changes_changes_the_checksum(dtype):
+def test_a_change_of_any_single_bit_changes_the_checksum(dtype):
     tensor = some(dtype)
     sums = {int(fingerprint(tensor))}
     size = tensor.element_size()
@@ -66,7 +66,7 @@ def test_any_bit_of_any_element_that_changes_changes_the_checksum(dtype):
     assert len(sums) == 1 + tensor.numel() * len(bits)
 
 
-def test_elements_that_are_swapped_or_moved_change_the_checksum():
+def test_swapping_or_moving_elements_changes_the_checksum():
     tensor = torch.arange(40.0)
     sums = {int(fingerprint(tensor)), int(fingerprint(tensor.roll(1))), int(fingerprint(tensor.flip(0)))}
     for i in range(40):
@@ -77,7 +77,7 @@ def test_elements_that_are_swapped_or_moved_change_the_checksum():
     assert len(sums) == 3 + 40 * 39 // 2
 
 
-def test_another_type_or_shape_of_the_same_bits_has_another_checksum():
+def test_a_checksum_depends_on_dtype_and_shape():
     zeros = torch.zeros(4, 6)
     others = [
         zeros.view(torch.int32),
@@ -89,7 +89,7 @@ def test_another_type_or_shape_of_the_same_bits_has_another_checksum():
     assert len({int(fingerprint(tensor)) for tensor in (zeros, *others)}) == 1 + len(others)
 
 
-def test_a_checksum_does_not_depend_on_the_pieces_in_which_it_is_computed(monkeypatch):
+def test_a_checksum_does_not_depend_on_the_chunk_size(monkeypatch):
     tensor = torch.randn(1000)
     sums = {int(fingerprint(tensor))}
     for size in (1, 7, 999, 1000):
@@ -98,7 +98,7 @@ def test_a_checksum_does_not_depend_on_the_pieces_in_which_it_is_computed(monkey
     assert len(sums) == 1
 
 
-def test_checksums_are_numbers_of_64_bits():
+def test_checksums_are_unsigned_64_bit_integers():
     found = checksums({str(i): fingerprint(torch.tensor(i)) for i in range(50)})
     assert all(0 <= value < 2**64 for value in found.values()) and max(found.values()) > 2**63
     assert checksums({}) == {}
@@ -108,10 +108,10 @@ def test_checksums_are_numbers_of_64_bits():
 
 
 class Snapshots(GpuWeights):
-    """What CUDA IPC and NCCL have in common."""
+    """The snapshot store without a way to send: the base class of CUDA IPC and NCCL."""
 
 
-def test_a_snapshot_is_a_copy_made_tensor_by_tensor():
+def test_a_snapshot_copies_each_tensor_before_it_requests_the_next():
     store = Snapshots(CPU, torch.float32)
     manifest = store.write(overwritten(WEIGHTS), 3)
     for (name, kept), (expected, sent) in zip(store.snapshots[3], WEIGHTS.items(), strict=True):
@@ -121,7 +121,7 @@ def test_a_snapshot_is_a_copy_made_tensor_by_tensor():
     assert [entry.shape for entry in manifest.entries] == [tuple(x.shape) for x in WEIGHTS.values()]
 
 
-def test_floating_point_tensors_are_of_the_samplers_type():
+def test_a_snapshot_converts_only_floating_point_tensors_to_the_sampler_dtype():
     store = Snapshots(CPU, torch.bfloat16)
     manifest = store.write(WEIGHTS.items(), 3)
     types = {entry.name: entry.dtype for entry in manifest.entries}
@@ -129,7 +129,7 @@ def test_floating_point_tensors_are_of_the_samplers_type():
     assert set(types.values()) == {torch.bfloat16}
 
 
-def test_training_on_changes_no_snapshot_and_a_released_one_is_gone():
+def test_training_does_not_change_snapshots_and_release_deletes_them():
     store, weight = Snapshots(CPU, torch.float32), torch.ones(3)
     first = store.write([("w", weight)], 1)
     weight.add_(1)
@@ -142,7 +142,7 @@ def test_training_on_changes_no_snapshot_and_a_released_one_is_gone():
     assert not store.snapshots
 
 
-def test_a_gpu_that_is_full_is_an_error_for_the_user():
+def test_a_full_gpu_gives_a_run_error_with_a_remedy():
     def weights():
         yield "a", torch.ones(3)
         raise torch.OutOfMemoryError("2 GiB more")
@@ -153,7 +153,7 @@ def test_a_gpu_that_is_full_is_an_error_for_the_user():
         Snapshots(CPU, torch.float32).write(weights(), 2)
 
 
-def test_cuda_ipc_names_each_tensor_of_a_snapshot_by_its_gpu(monkeypatch):
+def test_cuda_ipc_handles_are_keyed_by_the_uuid_of_the_gpu(monkeypatch):
     class Properties:
         uuid = "GPU-1"
 
@@ -167,11 +167,11 @@ def test_cuda_ipc_names_each_tensor_of_a_snapshot_by_its_gpu(monkeypatch):
     assert told.entries == manifest.entries and told.group is None and manifest.update is None
 
 
-# -- trainer and process ---------------------------------------------------------------------------
+# -- trainer and worker process --------------------------------------------------------------------
 
 
 class Peer:
-    """In place of NCCL's communicator: the other rank, over a socket."""
+    """A replacement for NCCL's communicator: a socket connection to the other rank."""
 
     def __init__(self, connection):
         self.connection = connection
@@ -195,7 +195,13 @@ class Peer:
 
 
 class OverSocket(Nccl):
-    """NCCL with sockets in its place. Notes groups and what was sent; cannot send version `fails`."""
+    """A replacement for NCCL that uses sockets, counts groups and records the versions that it sent.
+
+    Args:
+        fails: the version that cannot be sent.
+        notices: whether a send fails with an error if the other rank is lost. By default the send waits
+            forever, as with NCCL.
+    """
 
     def __init__(self, fails=None, notices=False):
         super().__init__(CPU, torch.float32, workers=1)
@@ -219,17 +225,17 @@ class OverSocket(Nccl):
         try:
             for _, tensor in weights:
                 communicator.send(tensor.numpy().tobytes())
-                assert communicator.receive(5) == b"taken"  # a collective waits for the others
+                assert communicator.receive(5) == b"taken"  # a collective waits for all ranks
         except OSError:
-            if not self.notices:  # that the other is gone: as a rule NCCL waits for ever
+            if not self.notices:
                 communicator.destroyed.wait()
             raise
-        time.sleep(0.1)  # the trainer's half may end later
+        time.sleep(0.1)  # the trainer's side may finish after the sampler's side
         self.sent.append(version)
 
 
 class Receives:
-    """A sampler's `load` as vLLM's: joins the group where there is a new one, then receives."""
+    """A mixin with a `load` like vLLM's: it joins the group that the manifest names and receives weights."""
 
     def load(self, manifest):
         fault = self.made_by.strikes
@@ -282,7 +288,10 @@ class FakeInFlight(test_in_flight.Fake):
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(factory)` makes a generator; all are closed at the end of the test, and nobody sends on."""
+    """Return a function that starts a generator from a factory.
+
+    After the test, the fixture checks that each generator closes in time and that its sender threads end.
+    """
     made = []
 
     def make(factory, fails=None, notices=False, request_s=60, in_flight=False):
@@ -302,29 +311,29 @@ def start(tmp_path):
 
 
 def load(generator, version):
-    """Weights of several tensors, larger than a socket holds."""
+    """Load three tensors that are together larger than the buffer of a socket."""
     generator.load([(name, torch.full((100_000,), float(version))) for name in "abc"], version)
 
 
 def test_each_request_is_sampled_by_the_last_weights_that_were_sent_before_it(start):
     generator = start(Fake())
     futures = between_loads(generator, load)
-    assert generator.store.sent != [0, 1, 2, 3], "nothing is sent before its turn"
+    assert generator.store.sent != [0, 1, 2, 3], "a version is sent only when its turn comes"
     assert answers(futures) == IN_TURN
     assert generator.store.sent == [0, 1, 2, 3] and generator.store.groups == 1
-    assert list(generator.store.snapshots) == [3], "what was confirmed before is released"
+    assert list(generator.store.snapshots) == [3], "a snapshot is released once a later version is confirmed"
 
 
 FAULTS = (
     ("dies before it joins", False),
     ("dies while it receives", False),
-    ("dies while it receives", True),  # and the trainer's half breaks off with an error
+    ("dies while it receives", True),  # the trainer's side also fails with an error
     ("hangs while it receives", False),
 )
 
 
 @pytest.mark.parametrize(("fault", "notices"), FAULTS)
-def test_a_process_lost_while_it_receives_is_sent_the_weights_again_in_a_new_group(
+def test_weights_are_sent_again_in_a_new_group_after_the_receiving_process_is_lost(
     start, tmp_path, fault, notices
 ):
     at = 0 if fault == "dies before it joins" else 1
@@ -336,12 +345,13 @@ def test_a_process_lost_while_it_receives_is_sent_the_weights_again_in_a_new_gro
     futures += [ask(generator, 1)]
     assert answers(futures) == [(0, 0, 0), (1, 1, 1)]
     assert generator.store.groups == 2 and generator.restarts == 1
-    if fault == "dies before it joins":  # nobody will, which a daemon thread waits for, as with NCCL
+    if fault == "dies before it joins":
+        # No process joins the first group. Its sender, a daemon thread, waits forever, as with NCCL.
         first = generator.store.senders.pop(0)
         assert first.is_alive() and first.daemon and first.abandoned
 
 
-def test_a_lost_request_is_sampled_again_by_weights_that_the_trainer_has_kept(start, tmp_path):
+def test_a_lost_request_is_sampled_again_by_weights_that_the_trainer_kept(start, tmp_path):
     generator = start(Fake("dies", at=1, once=tmp_path))
     load(generator, 0)
     futures = [ask(generator, 0), ask(generator, 1)]
@@ -351,7 +361,7 @@ def test_a_lost_request_is_sampled_again_by_weights_that_the_trainer_has_kept(st
     assert generator.store.sent == [0, 0, 1] and generator.store.groups == 2
 
 
-def test_a_process_that_refuses_weights_stops_the_run_and_nobody_sends_on(start):
+def test_a_process_that_rejects_weights_stops_the_run_and_the_transfer(start):
     generator = start(Fake("refuses", at=1))
     load(generator, 0)
     load(generator, 1)
@@ -360,7 +370,7 @@ def test_a_process_that_refuses_weights_stops_the_run_and_nobody_sends_on(start)
     assert generator.restarts == 0 and generator.store.sent == [0]
 
 
-def test_weights_that_arrive_changed_stop_the_run(start):
+def test_weights_that_arrive_corrupted_stop_the_run(start):
     generator = start(Fake("takes another", at=1))
     load(generator, 0)
     load(generator, 1)
@@ -379,7 +389,7 @@ def test_weights_that_the_trainer_cannot_send_stop_the_run_with_the_reason(start
     assert generator.restarts == 0
 
 
-def test_weights_that_overtake_a_request_are_sent_in_their_order(start, tmp_path):
+def test_in_flight_weights_are_sent_in_the_order_of_their_versions(start, tmp_path):
     generator = start(FakeInFlight(tmp_path), in_flight=True)
     load(generator, 0)
     running, waiting = ask(generator, 0, "until 2"), ask(generator, 0, "until 3")
@@ -393,23 +403,23 @@ def test_weights_that_overtake_a_request_are_sent_in_their_order(start, tmp_path
     assert generator.store.sent == [0, 1, 2, 3] and list(generator.store.snapshots) == [3]
 
 
-def test_weights_that_come_too_late_for_a_request_are_sent_after_it(start, tmp_path):
+def test_weights_that_a_running_request_does_not_take_are_sent_after_the_request(start, tmp_path):
     generator = start(FakeInFlight(tmp_path), in_flight=True)
     load(generator, 0)
     running = ask(generator, 0, "deaf")
     wait_for(tmp_path / "begun")
     load(generator, 1)
-    time.sleep(0.2)  # it is told, and nobody receives
+    time.sleep(0.2)  # the process has the manifest, but the running request does not receive
     assert generator.store.sent == [0]
     (tmp_path / "go").touch()
     assert running.result(SECONDS).versions() == {0}
     assert generator.store.sent == [0, 1] and generator.confirmed.version == 1
 
 
-def test_close_breaks_a_transfer_off(start, tmp_path):
+def test_close_aborts_a_running_transfer(start, tmp_path):
     generator = start(Fake("hangs while it receives", at=1))
     load(generator, 0)
     ask(generator, 0).result(SECONDS)
     load(generator, 1)
-    time.sleep(0.2)  # the fixture sees that it closes in time
+    time.sleep(0.2)  # the fixture `start` checks that close returns in time
     assert generator.store.sent == [0] and generator.store.sender.is_alive()

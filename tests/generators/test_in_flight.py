@@ -1,4 +1,4 @@
-"""Weights that change while requests are running: which token is whose, and what becomes of the mixture."""
+"""Tests of in-flight weight updates: token versions, the kept cache, corrections, and the worker process."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.process, pytest.mark.forks]
 
 SWAP, LENGTH, TEMPERATURE = 4, 10, 0.7
 STOPS, PAD = [3, 4, 5], 0
-SECONDS = 120  # until a test gives up
+SECONDS = 120  # timeout of a wait, in seconds
 
 
 def changed(kind="gpt_neox", seed=1, by=0.05):
@@ -49,11 +49,10 @@ def prompts(count=6):
 # -- decoding --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # a prompt's samples in one row, or each in its own
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # eager: one row per sample; sdpa: shared rows
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_before_a_swap_are_the_old_weights_and_those_after_the_new_ones_on_the_kept_cache(
-    kind, attention
-):
+def test_tokens_before_a_swap_come_from_the_old_weights_and_later_tokens_from_the_new(kind, attention):
+    """After the swap, decoding continues on the cache that the old weights computed."""
     old, new, model, given, steps = tiny_lm(kind), changed(kind), tiny_lm(kind), prompts(), []
     model.set_attn_implementation(attention)
 
@@ -89,11 +88,13 @@ def test_tokens_before_a_swap_are_the_old_weights_and_those_after_the_new_ones_o
     torch.testing.assert_close(mixed.behaviour_logprobs, expected, rtol=0, atol=1e-5)
     with torch.no_grad():
         anew = Policy(new, TEMPERATURE, shared_prefix=False)(mixed).logprobs
-    assert (anew - mixed.behaviour_logprobs)[..., SWAP:].abs().max() > 1e-3, "the cache was not made anew"
+    assert (anew - mixed.behaviour_logprobs)[..., SWAP:].abs().max() > 1e-3, (
+        "the cache must not be recomputed"
+    )
 
 
 @pytest.mark.parametrize("dtype", Dtype)
-def test_a_sampler_says_which_version_sampled_each_token(dtype):
+def test_a_sampler_reports_the_version_that_sampled_each_token(dtype):
     old, new, given, shared = tiny_lm(), changed(by=0.2), prompts(), SharedWeights()
     sampler = HFSamplerFactory(
         config=old.config.to_json_string(use_diff=False),
@@ -137,7 +138,7 @@ def test_a_sampler_says_which_version_sampled_each_token(dtype):
 
 
 def mixed_batch(old, new):
-    """Rollouts whose first tokens are the old weights' and whose others are the new ones'."""
+    """Return rollouts whose tokens before `SWAP` were sampled by `old` and whose later tokens by `new`."""
     rollouts = tiny_rollouts(prompts=8, samples=2)
     logprobs = logprobs_in_flight(old, new, rollouts, SWAP, TEMPERATURE)
     versions = torch.where(torch.arange(rollouts.response_ids.shape[-1]) < SWAP, 3, 4)
@@ -149,7 +150,7 @@ def mixed_batch(old, new):
     )
 
 
-def test_corrections_weigh_a_token_by_the_weights_that_sampled_it():
+def test_corrections_use_the_weights_that_sampled_each_token():
     old, new = tiny_lm(), changed()
     rollouts = mixed_batch(old, new)
     mask, versions = rollouts.response_mask, rollouts.token_versions
@@ -161,9 +162,9 @@ def test_corrections_weigh_a_token_by_the_weights_that_sampled_it():
     stale, fresh = mask & (versions == 3), mask & (versions == 4)
     ratio = (trained - before).exp()
     torch.testing.assert_close(weights[stale], ratio[stale], rtol=1e-4, atol=1e-5)
-    assert (weights - ratio).abs()[fresh].max() > 0.1, "these are no samples of the old weights"
+    assert (weights - ratio).abs()[fresh].max() > 0.1, "the old weights did not sample these tokens"
     off = [weights[tokens].log().abs().mean() for tokens in (stale, fresh)]
-    assert off[0] > 1.5 * off[1] > 0, "what the kept cache leaves is less, and is corrected too"
+    assert off[0] > 1.5 * off[1] > 0, "the kept cache causes a smaller mismatch, which is also corrected"
     capped, figures = importance_weights(
         trained, rollouts.behaviour_logprobs, mask, CorrectionConfig(kind=CorrectionKind.truncate, cap=1.1)
     )
@@ -171,7 +172,7 @@ def test_corrections_weigh_a_token_by_the_weights_that_sampled_it():
     assert torch.equal(capped, weights.clamp(max=1.1))
 
 
-def test_versions_of_tokens_go_wherever_the_tokens_go(tmp_path):
+def test_token_versions_follow_selecting_trimming_and_saving_of_tokens(tmp_path):
     rollouts = mixed_batch(tiny_lm(), changed())
     versions, rows = rollouts.token_versions, torch.tensor([5, 2])
     batch = rollouts.extend(Batch, scores=torch.zeros(8, 2))
@@ -191,10 +192,10 @@ def test_versions_of_tokens_go_wherever_the_tokens_go(tmp_path):
 
 @dataclass
 class Fake:
-    """Makes a sampler of one weight, whose every token is that weight.
+    """A factory of samplers with one weight; each sampled token is the value of that weight.
 
-    It answers a request of purpose "until <version>" only when it holds that version, one of purpose "deaf"
-    when the file `go` is there, without a look at newer weights. The file `begun` says that it has begun.
+    A request with purpose "until <version>" ends once that version is loaded. A request with purpose "deaf"
+    ends once the file `go` exists and takes no newer weights. The file `begun` marks that sampling has begun.
     """
 
     folder: Path
@@ -245,13 +246,13 @@ class FakeSampler:
 def wait_for(path):
     end = time.monotonic() + SECONDS
     while not path.exists():
-        assert time.monotonic() < end, f"no {path.name}"
+        assert time.monotonic() < end, f"the file {path.name} must appear"
         time.sleep(0.01)
 
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(fault)` makes a generator with version 0 loaded; it is closed at the end of the test."""
+    """Return a function that starts a generator with version 0 loaded; the fixture closes the generator."""
     made = []
 
     def make(fault="", in_flight=True):
@@ -275,7 +276,7 @@ def load(generator, version):
     generator.load([("weight", torch.tensor(float(version)))], version)
 
 
-def test_a_load_overtakes_requests_and_is_confirmed(start, tmp_path):
+def test_an_in_flight_load_takes_effect_during_a_request_and_is_confirmed(start, tmp_path):
     generator = start()
     running = ask(generator, "until 2")
     waiting = [ask(generator, "until 0"), ask(generator, "until 3")]
@@ -284,7 +285,9 @@ def test_a_load_overtakes_requests_and_is_confirmed(start, tmp_path):
     load(generator, 2)
     rollouts = running.result(SECONDS)
     versions = rollouts.token_versions
-    assert torch.equal(versions, rollouts.response_ids), "each token is of the version that it says"
+    assert torch.equal(versions, rollouts.response_ids), (
+        "each token was sampled by the version that is reported for it"
+    )
     assert rollouts.version == versions[0, 0, 0] == 0 and versions[0, 0, -1] == 2
     assert waiting[0].result(SECONDS).versions() == {2}
     assert generator.confirmed.version == 2 and not generator.loads
@@ -294,10 +297,10 @@ def test_a_load_overtakes_requests_and_is_confirmed(start, tmp_path):
     for version in (4, 5, 6):
         load(generator, version)
         assert ask(generator, f"until {version}").result(SECONDS).versions() == {version}
-    assert len(generator.store.files) <= 4, "what was confirmed is released"
+    assert len(generator.store.files) <= 4, "a file is released once a later version is confirmed"
 
 
-def test_nothing_overtakes_between_requests(start, tmp_path):
+def test_a_load_waits_for_earlier_requests_if_updates_are_not_in_flight(start, tmp_path):
     generator = start(in_flight=False)
     futures = [ask(generator, "train"), ask(generator, "train")]
     wait_for(tmp_path / "begun")
@@ -310,32 +313,32 @@ def test_nothing_overtakes_between_requests(start, tmp_path):
     assert all(r.token_versions is None for r in found)
 
 
-def test_a_load_that_comes_too_late_is_confirmed_after_the_request(start, tmp_path):
+def test_a_load_that_a_running_request_does_not_take_is_confirmed_after_the_request(start, tmp_path):
     generator = start()
     running = ask(generator, "deaf")
     wait_for(tmp_path / "begun")
     load(generator, 1)
-    time.sleep(0.2)  # it is sent, and nobody reads it
+    time.sleep(0.2)  # the load is sent, but the running request does not read it
     (tmp_path / "go").touch()
     assert running.result(SECONDS).versions() == {0}
     assert generator.confirmed.version == 1
     assert ask(generator, "until 0").result(SECONDS).versions() == {1}
 
 
-def test_weights_and_an_answer_that_are_both_more_than_the_socket_holds_pass_each_other(start, tmp_path):
+def test_a_load_and_an_answer_that_both_exceed_the_socket_buffer_do_not_deadlock(start, tmp_path):
     generator = start()
     running = ask(generator, "deaf")
     wait_for(tmp_path / "begun")
     many = [(f"{'a long name ' * 100} {i}", torch.tensor(1.0)) for i in range(1000)]  # over 1 MB of names
     generator.load(many, 1)
-    time.sleep(0.2)  # the trainer sends, and nobody reads it before the answer is sent
+    time.sleep(0.2)  # the process reads the load only after it has sent the answer
     (tmp_path / "go").touch()
     answer = running.result(SECONDS)
     assert answer.versions() == {0} and answer.response_ids.nbytes > 1e6
     assert generator.confirmed.version == 1 and generator.restarts == 0
 
 
-def test_a_process_lost_with_weights_that_overtook_has_them_again(start, tmp_path):
+def test_a_restarted_process_receives_the_in_flight_weights_again(start, tmp_path):
     generator = start("dies")
     running, waiting = ask(generator, "until 1"), ask(generator, "until 1")
     wait_for(tmp_path / "begun")
@@ -345,7 +348,7 @@ def test_a_process_lost_with_weights_that_overtook_has_them_again(start, tmp_pat
     assert generator.figures()["generator/restarts"].value() == 1
 
 
-def test_weights_confirmed_in_flight_with_another_checksum_stop_the_run(start, tmp_path):
+def test_a_wrong_checksum_of_in_flight_weights_stops_the_run(start, tmp_path):
     generator = start("takes another")
     running, waiting = ask(generator, "until 1"), ask(generator, "until 0")
     wait_for(tmp_path / "begun")
@@ -355,7 +358,7 @@ def test_weights_confirmed_in_flight_with_another_checksum_stop_the_run(start, t
             future.result(SECONDS)
 
 
-def test_close_does_not_wait_for_a_request_that_is_overtaken(start, tmp_path):
+def test_close_does_not_wait_for_a_running_in_flight_request(start, tmp_path):
     generator = start()
     futures = [ask(generator, "until 9"), ask(generator, "until 9")]
     wait_for(tmp_path / "begun")

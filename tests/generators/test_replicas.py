@@ -1,4 +1,4 @@
-"""Replicas take requests in turn, each sampled by the version that one generator would have sampled it by."""
+"""Tests of replicas: they answer requests in turn and use the same weight versions as a single generator."""
 
 import os
 import signal
@@ -21,7 +21,12 @@ WEIGHTS = [("weight", torch.ones(1))]
 
 
 class Noted(Replica):
-    """A replica without a process: does each job at once, or when the test says so, and notes it."""
+    """A replica without a process that records the jobs it has done.
+
+    Args:
+        store: the store of the weights.
+        waits: do the jobs when the test calls `work`; by default at once.
+    """
 
     def __init__(self, store, waits=False):
         self.store, self.waits = store, waits
@@ -62,7 +67,7 @@ def sampling(request=0, purpose="train"):
 
 
 def train(generator, lag, updates, first=0):
-    """What the loop does with a stream; returns what each request was answered with."""
+    """Load and request as the training loop does; return the version that answered each request."""
     stream = Stream(generator, (prompts() for _ in range(updates)), sampling(first), lag, Timer())
     generator.load(WEIGHTS, first)
     seen = []
@@ -82,16 +87,16 @@ def test_request_t_goes_to_replica_t_mod_n_and_is_sampled_by_version_t_minus_lag
             if (version := max(0, t - lag)) != held:
                 expected.append(("load", held := version))
             expected.append(("train", t))
-        assert replica.done == expected, "it takes over the versions of its own requests alone"
+        assert replica.done == expected, "a replica loads only the versions that its requests need"
 
 
-def test_a_resumed_run_goes_on_with_the_replica_whose_turn_it_is():
+def test_a_resumed_run_continues_with_the_replica_whose_turn_it_is():
     generator = noted(3)
     train(generator, lag=2, updates=3, first=7)
     assert [replica.done[1] for replica in generator.replicas] == [("train", 9), ("train", 7), ("train", 8)]
 
 
-def test_an_evaluation_is_answered_by_the_replica_with_the_least_to_do():
+def test_an_evaluation_goes_to_the_replica_with_the_shortest_queue():
     generator = noted(3, waits=True)
     generator.load(WEIGHTS, 0)
     for request in (0, 1):
@@ -99,12 +104,14 @@ def test_an_evaluation_is_answered_by_the_replica_with_the_least_to_do():
     generator.load(WEIGHTS, 1)
     generator.submit(prompts(), sampling(5, "eval"))
     generator.replicas[2].work()
-    assert generator.replicas[2].done == [("load", 1), ("eval", 5)], "by the weights of the last load"
+    assert generator.replicas[2].done == [("load", 1), ("eval", 5)], (
+        "an evaluation uses the weights of the last load"
+    )
     generator.submit(prompts(), sampling(5, "eval"))
-    assert len(generator.replicas[2].queue) == 1, "it holds these weights already"
+    assert len(generator.replicas[2].queue) == 1, "the replica has loaded these weights already"
 
 
-def test_all_replicas_are_given_weights_at_once_in_flight():
+def test_in_flight_weights_are_loaded_into_all_replicas_at_once():
     generator = noted(3, in_flight=True)
     for version in range(3):
         generator.load(WEIGHTS, version)
@@ -112,7 +119,7 @@ def test_all_replicas_are_given_weights_at_once_in_flight():
 
 
 @pytest.mark.parametrize(("count", "lag"), [(2, 2), (3, 5)])
-def test_one_snapshot_serves_all_and_is_written_again_when_none_needs_it(count, lag):
+def test_replicas_share_a_snapshot_whose_file_is_reused_after_its_release(count, lag):
     generator = noted(count)
     train(generator, lag, updates=20)
     store = generator.store
@@ -123,10 +130,10 @@ def test_one_snapshot_serves_all_and_is_written_again_when_none_needs_it(count, 
     first.load(WEIGHTS, 0)
     for request in range(count):
         first.submit(prompts(), sampling(request))
-    assert len(first.store.files) == 1, "a copy for all"
+    assert len(first.store.files) == 1, "all replicas read the same copy"
 
 
-def test_memory_is_given_back_after_all_processes_have_ended():
+def test_shared_memory_is_freed_after_all_processes_have_ended():
     generator = noted(2)
     generator.load(WEIGHTS, 0)
     close, ended = generator.store.close, []
@@ -147,7 +154,7 @@ def test_memory_is_given_back_after_all_processes_have_ended():
         ("5,7,6", 3, ["6", "7", "6", "7"]),
     ],
 )
-def test_replicas_on_gpus_leave_the_first_to_the_trainer(monkeypatch, visible, gpus, given):
+def test_replicas_leave_the_first_gpu_to_the_trainer(monkeypatch, visible, gpus, given):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     made = [environment(1, torch.device("cuda"), replica) for replica in range(4)]
@@ -159,7 +166,7 @@ def test_replicas_on_gpus_leave_the_first_to_the_trainer(monkeypatch, visible, g
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(count, factory)` makes replicas in processes; all are closed at the end of the test."""
+    """Return a function that starts replicas in worker processes; the fixture closes the replicas."""
     made = []
 
     def make(count, factory):
@@ -179,7 +186,7 @@ def processes(generator):
     return [replica.process.pid for replica in generator.replicas]
 
 
-def test_a_replica_that_is_lost_is_replaced_and_the_others_go_on(start, tmp_path):
+def test_a_lost_replica_is_restarted_and_the_others_continue(start, tmp_path):
     generator = start(2, Fake("dies", at=2, once=tmp_path))
     load(generator, 0)
     futures = [ask(generator, 0, "train"), ask(generator, 1), ask(generator, 2)]
@@ -192,21 +199,21 @@ def test_a_replica_that_is_lost_is_replaced_and_the_others_go_on(start, tmp_path
     assert [replica.restarts for replica in generator.replicas] == [1, 0]
     figures = generator.figures()
     assert figures["generator/restarts"].value() == 1 and figures["time/load_s"].value() > 0
-    assert generator.figures()["generator/restarts"].value() == 0, "each restart is told once"
+    assert generator.figures()["generator/restarts"].value() == 0, "each restart is reported once"
     found = processes(generator)
     assert len(set(found)) == 2
     generator.close()
     assert all(map(gone, found)) and not generator.store.files
 
 
-def test_two_requests_are_under_way_at_once(start):
+def test_two_replicas_answer_requests_in_parallel(start):
     generator = start(2, Fake("hangs", at=0))
     load(generator, 0)
     stuck, other = ask(generator, 0), ask(generator, 1)
     assert answers([other]) == [(0, 0, 1)] and not stuck.done()
 
 
-def test_a_replica_that_fails_stops_the_run_when_its_request_is_waited_for(start, tmp_path):
+def test_a_failed_replica_stops_the_run_when_its_answer_is_awaited(start, tmp_path):
     generator = start(2, Fake("raises", at=1))
     load(generator, 0)
     futures = [ask(generator, 0), ask(generator, 1)]
@@ -219,7 +226,7 @@ def test_a_replica_that_fails_stops_the_run_when_its_request_is_waited_for(start
     assert isinstance(ask(generator, 2), Future)
 
 
-def test_a_killed_replica_takes_over_what_is_loaded_next(start):
+def test_a_killed_replica_restarts_with_the_weights_that_are_loaded_next(start):
     generator = start(2, Fake())
     load(generator, 0)
     answers([ask(generator, 0), ask(generator, 1)])

@@ -1,3 +1,5 @@
+"""Tests of the sampler: log-probs, batching, CUDA graphs and draws from the distribution of tokens."""
+
 from dataclasses import fields, replace
 
 import pytest
@@ -18,7 +20,7 @@ from tests import needs
 from tests.tiny_models import KINDS, VOCABULARY, tiny_lm, tiny_rollouts
 
 LENGTH = 12
-STOPS = [3, 4, 5, 6, 7, 8, 9, 10]  # many, so that rows end at different places
+STOPS = [3, 4, 5, 6, 7, 8, 9, 10]  # many, so that rows end at different steps
 
 
 def run(model, rows=slice(None), samples=2, temperature=0.7, stops=STOPS, length=LENGTH, numbers=None):
@@ -33,10 +35,10 @@ def rollouts(ids, mask, ended):
     return replace(tiny_rollouts(prompts=6), response_ids=ids, response_mask=mask, ended=ended)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # a prompt's samples in one row, or each in its own
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # eager: one row per sample; sdpa: shared rows
 @pytest.mark.parametrize("shared_prefix", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_are_those_of_the_trainer(kind, shared_prefix, attention):
+def test_sampled_logprobs_equal_the_logprobs_of_the_trainer(kind, shared_prefix, attention):
     model = tiny_lm(kind)
     model.set_attn_implementation(attention)
     ids, mask, logprobs, ended = run(model)
@@ -46,7 +48,7 @@ def test_log_probs_are_those_of_the_trainer(kind, shared_prefix, attention):
     torch.testing.assert_close(logprobs, trained, rtol=0, atol=1e-5)
 
 
-def test_tokens_do_not_depend_on_the_order_or_company_of_rows():
+def test_tokens_do_not_depend_on_the_order_of_rows_or_on_other_rows():
     model = tiny_lm()
     ids, mask, logprobs, ended = run(model)
     for rows in ([5, 3, 0, 1, 4, 2], [2], [4, 1]):
@@ -58,7 +60,7 @@ def test_tokens_do_not_depend_on_the_order_or_company_of_rows():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_do_not_depend_on_how_samples_are_laid_out(kind):
+def test_tokens_do_not_depend_on_the_attention_implementation(kind):
     model = tiny_lm(kind)
     expected = run(model, samples=3, stops=range(2, 25))
     model.set_attn_implementation("eager")
@@ -70,7 +72,9 @@ def test_tokens_do_not_depend_on_how_samples_are_laid_out(kind):
     ("samples", "prompt", "response", "group"),
     [(4, 24, 48, 4), (128, 64, 32, 8), (128, 512, 32, 64), (12, 24, 480, 6), (11, 24, 48, 11), (1, 9, 1, 1)],
 )
-def test_so_many_samples_share_a_row_as_responses_are_short_beside_prompts(samples, prompt, response, group):
+def test_more_samples_share_a_row_if_responses_are_short_relative_to_prompts(
+    samples, prompt, response, group
+):
     assert sharing_rules.in_decoding(samples, prompt, response) == group
     planned = Tokens(prompts=3, samples=samples, prompt=prompt, response=response)
     assert planned.decoded_a_row(eager=False) == group and planned.decoded_a_row(eager=True) == 1
@@ -93,7 +97,7 @@ def test_tokens_do_not_depend_on_how_many_prompts_are_encoded_at_once(monkeypatc
     model.set_attn_implementation(attention)
     expected = run(model, samples=3)
     order = tiny_rollouts(prompts=6).prompt_mask.sum(1).argsort(descending=True)
-    monkeypatch.setitem(decoding.TOKENS, "cpu", 18)  # two prompts of the longest
+    monkeypatch.setitem(decoding.TOKENS, "cpu", 18)  # two prompts of the greatest length
     model.base_model.register_forward_hook(lambda *call: encoded.append(call[2].last_hidden_state.shape[:2]))
     for found, wanted in zip(run(model, rows=order, samples=3), expected, strict=True):
         torch.testing.assert_close(found, wanted[order], rtol=0, atol=1e-5)
@@ -101,7 +105,7 @@ def test_tokens_do_not_depend_on_how_many_prompts_are_encoded_at_once(monkeypatc
     assert encoded[:3] == [(2, lengths[0]), (2, lengths[2]), (2, lengths[4])] and lengths[4] < lengths[0]
 
 
-def test_an_answer_has_the_order_of_its_prompts_whatever_their_lengths_and_the_batch_size():
+def test_an_answer_keeps_the_order_of_prompts_for_all_lengths_and_batch_sizes():
     batch, model, versions = tiny_rollouts(prompts=6, seed=1), tiny_lm(), iter(range(99))
     prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
     asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
@@ -115,11 +119,11 @@ def test_an_answer_has_the_order_of_its_prompts_whatever_their_lengths_and_the_b
         assert torch.equal(alone.response_ids[0], whole.response_ids[i])
     followed = respond(model, prompts, asked, STOPS, 0, 4, 1, update=lambda: next(versions))
     order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
-    begun = followed.token_versions[order, :, 0]  # two prompts are decoded at once
+    begun = followed.token_versions[order, :, 0]  # prompts are decoded in batches of two
     assert torch.equal(begun[::2], begun[1::2]) and (begun[::2].diff(dim=0) > 0).all()
 
 
-def test_heads_that_share_keys_are_attended_without_repeating_the_cache(monkeypatch):
+def test_grouped_query_attention_does_not_repeat_the_cache(monkeypatch):
     keys, model = [], tiny_lm("llama")
 
     def attend(module, query, key, value, mask, **settings):
@@ -131,7 +135,7 @@ def test_heads_that_share_keys_are_attended_without_repeating_the_cache(monkeypa
         *_, ended = run(model, stops=[])
     finally:
         decoding.AttentionInterface.register(GROUPED, grouped_attention)
-    assert not ended.any() and keys == [2] * 2 * (LENGTH - 1)  # 2 of 4 heads, 2 layers
+    assert not ended.any() and keys == [2] * 2 * (LENGTH - 1)  # 2 key heads for 4 query heads, 2 layers
     assert model.config._attn_implementation == "sdpa"
     module = model.base_model.layers[0].self_attn
     query, key, value = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 11, 8), torch.randn(3, 2, 11, 8)
@@ -142,7 +146,7 @@ def test_heads_that_share_keys_are_attended_without_repeating_the_cache(monkeypa
 
 
 @pytest.mark.parametrize("batch_size", [256, 4])
-def test_what_is_sampled_can_be_trained_on(batch_size):
+def test_sampled_rollouts_can_be_trained_on(batch_size):
     batch, model, versions = tiny_rollouts(prompts=6), tiny_lm(), iter(range(99))
     prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
     asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
@@ -161,7 +165,7 @@ def test_samples_of_a_prompt_differ_and_do_not_depend_on_their_number():
     assert not torch.equal(two[:, 0], two[:, 1])
 
 
-def test_a_response_ends_with_its_first_stop_token_and_then_there_is_padding():
+def test_a_response_ends_with_its_first_stop_token_and_is_padded_after_it():
     ids, mask, logprobs, ended = run(tiny_lm())
     stops = torch.isin(ids, torch.tensor(STOPS))
     assert ended.any() and not ended.all()
@@ -183,21 +187,21 @@ def test_decoding_ends_with_the_longest_response():
     assert len(steps) == ids.shape[-1]
 
 
-def test_rows_that_have_ended_leave_the_batch():
+def test_finished_rows_are_removed_from_the_batch():
     sizes = []
     model = tiny_lm()
     model.base_model.register_forward_hook(
         lambda module, args, output: sizes.append(len(output.last_hidden_state))
     )
     _, mask, _, _ = run(model, stops=range(2, 25))
-    needed = mask.any(1).sum(0).tolist()  # prompts with a response that goes on
+    needed = mask.any(1).sum(0).tolist()  # number of prompts with an unfinished response, per step
     assert needed[0] == sizes[0] == 6 and sizes[-1] < 6
     assert sizes == [6, *needed[1:]]
 
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Has steps made as if they were recorded, in short graphs; counts recordings."""
+    """Replace recorded CUDA graphs by plain calls, with 4 steps per graph; return a list of recordings."""
     recorded = []
     monkeypatch.setattr(sampling, "can_record", lambda device: True)
     monkeypatch.setattr(cuda_graph, "record", lambda run: recorded.append(1) or run)
@@ -207,7 +211,7 @@ def graphs(monkeypatch):
 
 @pytest.mark.parametrize("stops", [[], STOPS, range(2, 25), range(2, 80)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_on_memory_that_stays_give_the_same(kind, stops, graphs, monkeypatch):
+def test_steps_on_fixed_memory_give_the_same_samples(kind, stops, graphs, monkeypatch):
     model = tiny_lm(kind)
     found = run(model, samples=3, stops=stops)
     assert graphs
@@ -216,7 +220,7 @@ def test_steps_on_memory_that_stays_give_the_same(kind, stops, graphs, monkeypat
         torch.testing.assert_close(same, expected, rtol=0, atol=1e-5)
 
 
-def test_rows_and_lengths_stay_within_a_graph_and_change_between(graphs, monkeypatch):
+def test_rows_and_cache_length_change_only_between_graphs(graphs, monkeypatch):
     sizes, model = [], tiny_lm("llama")
     attend = decoding.grouped_attention
 
@@ -229,7 +233,7 @@ def test_rows_and_lengths_stay_within_a_graph_and_change_between(graphs, monkeyp
         _, mask, *_ = run(model, stops=range(2, 25))
     finally:
         decoding.AttentionInterface.register(GROUPED, attend)
-    going, steps = mask.any(1).sum(0).tolist(), sizes[::2]  # of two layers
+    going, steps = mask.any(1).sum(0).tolist(), sizes[::2]  # one of the two layers
     ends = [min(LENGTH - 1, t + 4) for t in range(0, LENGTH - 1, 4)]
     assert [rows for rows, _ in steps] == [going[1 + t // 4 * 4] for t in range(len(steps))]
     longest = int(tiny_rollouts(prompts=6).prompt_mask.sum(1).max())
@@ -238,7 +242,7 @@ def test_rows_and_lengths_stay_within_a_graph_and_change_between(graphs, monkeyp
     assert all(length >= longest + 2 * ends[t // 4] for t, (_, length) in enumerate(steps))
 
 
-def test_a_model_that_asks_for_the_length_of_the_cache_is_sampled_from_without_graphs(graphs, caplog):
+def test_a_model_that_reads_the_cache_length_is_sampled_without_graphs(graphs, caplog):
     model, asked = tiny_lm(), []
     expected = run(model)
     assert graphs and not caplog.records
@@ -260,7 +264,7 @@ def test_a_model_that_asks_for_the_length_of_the_cache_is_sampled_from_without_g
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=needs.GPU)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_on_a_gpu_gives_what_its_steps_give_one_by_one(kind, dtype, monkeypatch, caplog):
+def test_a_cuda_graph_gives_the_same_samples_as_single_steps(kind, dtype, monkeypatch, caplog):
     recorded, record = [], cuda_graph.record
     monkeypatch.setattr(cuda_graph, "record", lambda run: recorded.append(1) or record(run))
     monkeypatch.setattr(cuda_graph, "STEPS", 4)
@@ -278,7 +282,7 @@ def test_a_graph_on_a_gpu_gives_what_its_steps_give_one_by_one(kind, dtype, monk
 
 
 class Casts(TorchDispatchMode):
-    """Counts what is made in bfloat16 of float32: weights, and keys or values of a whole cache."""
+    """A dispatch mode that counts casts of weights and of cached keys or values to bfloat16."""
 
     weights = caches = 0
 
@@ -290,7 +294,7 @@ class Casts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_under_autocast_weights_are_cast_once_and_what_is_cached_never(kind):
+def test_autocast_casts_weights_once_and_the_cache_never(kind):
     model = tiny_lm(kind)
     with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
         run(model, samples=3, stops=[])
@@ -311,7 +315,7 @@ def test_tokens_follow_the_distribution():
     torch.testing.assert_close(logprobs, expected[tokens].log())
 
 
-def test_a_token_is_the_quantile_of_its_number():
+def test_a_token_is_the_quantile_of_its_uniform_number():
     probabilities = torch.tensor([[0.0, 0.25, 0.5, 0.0, 0.25]]).expand(7, -1)
     numbers = torch.tensor([0.0, 0.2, 0.26, 0.74, 0.76, 0.99, 1 - 2**-53], dtype=torch.float64)
     tokens, _ = choose(probabilities.log(), 1.0, numbers)
@@ -319,11 +323,11 @@ def test_a_token_is_the_quantile_of_its_number():
 
 
 @pytest.mark.parametrize("words", [300, 1024, 5000, 50_304])
-def test_a_token_of_a_large_vocabulary_is_the_quantile_of_its_number(words, monkeypatch):
+def test_a_token_of_a_large_vocabulary_is_the_quantile_of_its_uniform_number(words, monkeypatch):
     draw = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(40, words, generator=draw)
     logits[:, words // 3 : words // 2] = -torch.inf
-    logits[::2, : words - 2] -= 30  # the last words have all the weight
+    logits[::2, : words - 2] -= 30  # in every second row, the last two tokens have nearly all the probability
     numbers = uniforms(1, 0, torch.arange(40), 1, 1)[:, 0, 0]
     numbers[:4] = torch.tensor([0.0, 0.0, 1 - 2**-53, 1 - 2**-53], dtype=torch.float64)
     expected = logits.double().div(0.7).log_softmax(-1)
@@ -339,7 +343,7 @@ def test_a_token_of_a_large_vocabulary_is_the_quantile_of_its_number(words, monk
 
 
 @pytest.mark.parametrize("words", [20, 5000])
-def test_logits_that_are_no_numbers_give_a_word_and_no_log_prob(words):
+def test_nan_logits_give_a_valid_token_and_a_nan_logprob(words):
     tokens, logprobs = choose(torch.full((3, words), torch.nan), 1.0, torch.rand(3, dtype=torch.float64))
     assert ((tokens >= 0) & (tokens < words)).all() and logprobs.isnan().all()
 
@@ -359,7 +363,7 @@ def test_near_greedy_sampling_takes_the_most_likely_token_without_nan():
     assert token.item() == 0 and logprob.item() == 0
 
 
-def test_what_the_prompts_padding_holds_has_no_influence():
+def test_token_ids_in_prompt_padding_have_no_effect():
     model, batch = tiny_lm(), tiny_rollouts(prompts=6)
     numbers = uniforms(1, 0, batch.index, 2, LENGTH)
     filled = batch.prompt_ids.masked_fill(~batch.prompt_mask, -100)
@@ -371,7 +375,7 @@ def test_what_the_prompts_padding_holds_has_no_influence():
         assert torch.equal(expected, same)
 
 
-def test_a_sliding_window_model_is_sampled_from_rightly():
+def test_sampled_logprobs_of_a_sliding_window_model_equal_the_logprobs_of_the_trainer():
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=VOCABULARY,
@@ -391,7 +395,7 @@ def test_a_sliding_window_model_is_sampled_from_rightly():
     torch.testing.assert_close(logprobs, trained, rtol=0, atol=1e-5)
 
 
-def test_uniform_numbers_belong_to_seed_request_and_example():
+def test_uniform_numbers_depend_on_seed_request_and_example():
     index = torch.tensor([7, 3, 10**9])
     numbers = uniforms(1, 5, index, 2, 4)
     assert numbers.shape == (3, 2, 4) and numbers.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""What arrives is what was sent, or an error that says which tensor and which versions."""
+"""Tests of weight transfer by shared memory: weights arrive unchanged or an error names the tensor."""
 
 import os
 import pickle
@@ -35,7 +35,7 @@ def shared():
 
 @pytest.fixture(params=["nameless", "named"])
 def either(request, monkeypatch):
-    """Shared memory as on Linux, and as elsewhere."""
+    """Yield shared memory without a name, as on Linux, and with a name, as on other systems."""
     if request.param == "named":
         monkeypatch.delattr(os, "memfd_create")
     shared = SharedWeights()
@@ -53,14 +53,14 @@ def equal(found, sent):
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_all_shapes_and_types_arrive(either):
+def test_tensors_of_all_shapes_and_dtypes_arrive_unchanged(either):
     manifest = pickle.loads(pickle.dumps(either.write(WEIGHTS.items(), 3)))
     equal(taken(manifest), WEIGHTS)
     confirm(manifest, 3, {name: checksum(tensor) for name, tensor in WEIGHTS.items()})
 
 
 @pytest.mark.process
-def test_another_process_reads_them(either):
+def test_another_process_reads_the_weights(either):
     manifest = either.write(WEIGHTS.items(), 3)
     code = (
         "import pickle, sys\n"
@@ -75,7 +75,7 @@ def test_another_process_reads_them(either):
     confirm(manifest, 3, pickle.loads(done.stdout))
 
 
-def test_weights_are_asked_for_one_at_a_time(shared):
+def test_weights_are_requested_one_tensor_at_a_time(shared):
     made, alive = [], []
 
     def weights():
@@ -87,11 +87,11 @@ def test_weights_are_asked_for_one_at_a_time(shared):
 
     manifest = shared.write(weights(), 1)
     assert [float(t[0]) for _, t in read(manifest)] == [0, 1, 2, 3, 4]
-    assert max(alive) == 2  # the one just written and the one to come
+    assert max(alive) == 2  # the tensor just written and the next tensor
 
 
 def overwritten(tensors):
-    """`tensors`, each in the same memory, which the next one takes: as an engine gathers them from shards."""
+    """Yield `tensors` one by one in the same memory, as an engine does that gathers weights from shards."""
     memory = torch.empty(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
     for name, tensor in tensors.items():
         view = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -99,11 +99,11 @@ def overwritten(tensors):
     memory.zero_()
 
 
-def test_a_tensor_that_is_overwritten_when_the_next_is_asked_for_was_copied_before(shared):
+def test_each_tensor_is_copied_before_the_next_is_requested(shared):
     equal(taken(shared.write(overwritten(WEIGHTS), 1)), WEIGHTS)
 
 
-def test_a_version_stays_until_it_is_released(shared):
+def test_a_version_is_kept_until_it_is_released(shared):
     first = shared.write([("w", torch.ones(3))], 1)
     second = shared.write([("w", torch.zeros(3))], 2)
     assert first.path != second.path
@@ -113,7 +113,7 @@ def test_a_version_stays_until_it_is_released(shared):
     assert len(shared.files) == 2
 
 
-def test_a_file_that_was_written_again_is_not_taken_for_the_earlier_version(shared):
+def test_reading_a_version_fails_if_its_file_was_reused_for_another_version(shared):
     first = shared.write([("w", torch.ones(3))], 1)
     shared.release(first)
     shared.write([("w", torch.ones(3))], 2)
@@ -121,7 +121,7 @@ def test_a_file_that_was_written_again_is_not_taken_for_the_earlier_version(shar
         taken(first)
 
 
-def test_a_write_that_broke_off_is_not_taken(shared):
+def test_reading_a_version_fails_if_a_later_write_is_incomplete(shared):
     def breaks():
         yield "a", torch.ones(3)
         raise ValueError("gathering failed")
@@ -136,14 +136,14 @@ def test_a_write_that_broke_off_is_not_taken(shared):
         taken(first)
 
 
-def test_a_file_that_is_cut_short_names_the_tensor_and_the_version(shared):
+def test_a_truncated_file_gives_an_error_that_names_the_tensor_and_the_version(shared):
     manifest = shared.write([("a", torch.ones(300)), ("b", torch.ones(300))], 4)
     os.truncate(manifest.path, 2000)
     with pytest.raises(TransferError, match=r"b of version 4 must reach .* got a file of 2000 bytes"):
         taken(manifest)
 
 
-def test_a_changed_byte_names_the_tensor_and_the_version(shared):
+def test_a_changed_byte_gives_an_error_that_names_the_tensor_and_the_version(shared):
     manifest = shared.write([("a", torch.ones(300)), ("b", torch.ones(300))], 4)
     with open(manifest.path, "r+b") as file:
         file.seek(manifest.entries[1].offset + 17)
@@ -152,7 +152,7 @@ def test_a_changed_byte_names_the_tensor_and_the_version(shared):
         taken(manifest)
 
 
-def test_a_file_that_is_gone_is_an_error(shared):
+def test_a_missing_file_gives_an_error(shared):
     manifest = replace(shared.write([("a", torch.ones(3))], 4), path="/nowhere/weights")
     with pytest.raises(TransferError, match="version 4 cannot be read"):
         taken(manifest)
@@ -167,14 +167,16 @@ def test_a_file_that_is_gone_is_an_error(shared):
         (5, {"c": 1}, "must hold c of version 5 with the checksum none: there is no such tensor"),
     ],
 )
-def test_a_confirmation_that_differs_names_the_tensor_and_the_versions(shared, version, change, message):
+def test_a_wrong_confirmation_gives_an_error_that_names_the_tensor_and_the_versions(
+    shared, version, change, message
+):
     manifest = shared.write([("a", torch.ones(3)), ("b", torch.ones(4))], 5)
     held = {k: v for k, v in {**manifest.checksums(), **change}.items() if v is not None}
     with pytest.raises(TransferError, match=message):
         confirm(manifest, version, held)
 
 
-def test_memory_that_runs_out_is_an_error_for_the_user(shared, monkeypatch):
+def test_full_shared_memory_gives_a_run_error(shared, monkeypatch):
     def full(data):
         raise OSError(28, "No space left on device")
 
@@ -183,7 +185,7 @@ def test_memory_that_runs_out_is_an_error_for_the_user(shared, monkeypatch):
         shared.write([("a", torch.ones(3))], 2)
 
 
-def test_nothing_remains_when_it_is_closed(either):
+def test_close_removes_the_shared_memory(either):
     manifest = either.write([("a", torch.ones(3))], 1)
     assert os.path.exists(manifest.path)
     either.close()

@@ -1,4 +1,4 @@
-"""generator=vllm before vLLM starts: its settings, its GPUs, and what it compares weights with."""
+"""Tests of generator=vllm without vLLM: settings, GPUs, choice of the transfer, and checks of the weights."""
 
 import importlib.util
 import subprocess
@@ -38,13 +38,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence_with_its_remedy(mistake):
+def test_an_invalid_setting_is_reported_in_one_line_with_its_remedy(mistake):
     (problem,) = validate.problems(compose(["generator=vllm", mistake]))
     assert MISTAKES[mistake] in problem and "\n" not in problem
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm_colocated"])
-def test_the_defaults_are_sound(name):
+def test_the_default_settings_are_valid(name):
     assert not validate.problems(compose([f"generator={name}"]))
 
 
@@ -54,7 +54,7 @@ def test_without_vllm_the_error_names_the_extra(monkeypatch):
     assert "generator=vllm needs vLLM" in problem and "pip install -e '.[vllm]'" in problem
 
 
-def test_a_generator_that_sleeps_while_training_is_never_late():
+def test_vllm_colocated_requires_max_lag_0():
     (problem,) = validate.problems(compose(["generator=vllm_colocated", "schedule.max_lag=1"]))
     assert "schedule.max_lag must be 0 with generator=vllm_colocated" in problem
     assert not validate.problems(compose(["generator=vllm", "schedule.max_lag=1"]))
@@ -76,7 +76,7 @@ def test_the_trainers_side_imports_no_vllm():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_factory_takes_its_sizes_from_the_run(monkeypatch, tmp_path):
+def test_the_factory_takes_its_settings_from_the_run(monkeypatch, tmp_path):
     cfg = compose(["generator=vllm", "model.policy=somewhere", "generator.response_length=20", "seed=5"])
     tokenizer = tiny_tokenizer()
     engine = SimpleNamespace(module=SimpleNamespace(model=tiny_lm()), borrow_policy=None)
@@ -117,7 +117,7 @@ def settings(
         (settings("vllm_colocated", 2), 2, (0, 1)),
     ],
 )
-def test_gpus_are_those_after_the_trainers_or_its_own(config, gpus, placed):
+def test_vllm_uses_the_gpus_after_the_trainers_or_shares_the_trainers_gpus(config, gpus, placed):
     assert place(config, gpus) == placed
 
 
@@ -130,13 +130,13 @@ def test_gpus_are_those_after_the_trainers_or_its_own(config, gpus, placed):
         (settings("vllm_colocated", per_rank=True), 2, (1,)),
     ],
 )
-def test_gpus_of_the_second_of_two_ranks(monkeypatch, config, gpus, placed):
+def test_vllm_gpus_of_the_second_of_two_ranks(monkeypatch, config, gpus, placed):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert place(config, gpus) == placed
 
 
-def test_several_ranks_that_share_their_gpus_need_a_generator_each(monkeypatch):
+def test_vllm_colocated_with_several_ranks_requires_per_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     alone, each = (compose(["generator=vllm_colocated", f"generator.per_rank={x}"]) for x in (False, True))
     assert [text for text in validate.problems(alone) if "generator.per_rank=true" in text]
@@ -163,7 +163,7 @@ def test_several_ranks_that_share_their_gpus_need_a_generator_each(monkeypatch):
         (settings("vllm", 2), 0, "without GPUs (torch finds no GPU), got null and 2"),
     ],
 )
-def test_gpus_that_are_not_there_or_taken_are_refused(config, gpus, said):
+def test_missing_gpus_and_gpus_of_the_trainer_are_rejected(config, gpus, said):
     with pytest.raises(UserError) as error:
         place(config, gpus)
     assert said in str(error.value)
@@ -177,7 +177,7 @@ def chosen(name, transfer, devices, trainer=CUDA, nccl=True):
     return route(config, devices, trainer, nccl).value
 
 
-def test_replicas_take_weights_from_memory_that_all_share():
+def test_replicas_receive_weights_through_shared_memory():
     assert route(settings("vllm"), (1, 2), CUDA, True).value == "nccl"
     assert route(settings("vllm", replicas=2), (1, 2), CUDA, True).value == "shared_memory"
 
@@ -196,12 +196,12 @@ def test_replicas_take_weights_from_memory_that_all_share():
         ("vllm_colocated", (0, 1), CUDA, True, "shared_memory"),
     ],
 )
-def test_weights_go_the_way_that_devices_allow(name, devices, trainer, nccl, way):
+def test_the_default_transfer_depends_on_the_devices(name, devices, trainer, nccl, way):
     assert chosen(name, "auto", devices, trainer, nccl) == way
     assert chosen(name, "shared_memory", devices, trainer, nccl) == "shared_memory"
 
 
-def test_a_way_that_was_asked_for_is_taken_or_refused():
+def test_a_requested_transfer_is_used_or_rejected():
     assert chosen("vllm_colocated", "ipc", (0,), nccl=False) == "ipc"
     assert chosen("vllm", "nccl", (1,)) == "nccl"
     for words, said in (
@@ -232,12 +232,12 @@ def test_a_way_that_was_asked_for_is_taken_or_refused():
         ),
     ],
 )
-def test_ways_that_cannot_be_are_refused_before_anything_is_loaded(words, said):
+def test_impossible_transfers_are_rejected_by_validation(words, said):
     (problem,) = validate.problems(compose(words))
     assert said in problem and problem.endswith("set generator.transfer=auto")
 
 
-def test_the_way_of_the_weights_is_not_in_the_name_of_a_run():
+def test_the_transfer_does_not_change_the_run_name():
     names = {run_name(compose(["generator=vllm", f"generator.transfer={way}"])) for way in ("auto", "nccl")}
     assert len(names) == 1
 
@@ -245,11 +245,11 @@ def test_the_way_of_the_weights_is_not_in_the_name_of_a_run():
 @pytest.mark.parametrize(
     ("way", "kind"), [("shared_memory", SharedWeights), ("ipc", CudaIpc), ("nccl", Nccl)]
 )
-def test_the_trainers_side_is_the_one_of_that_way(way, kind):
+def test_the_weight_store_matches_the_transfer(way, kind):
     assert type(build_store(Transfer[way], CPU, torch.bfloat16, workers=2)) is kind
 
 
-def test_gpus_are_counted_among_those_that_are_visible():
+def test_gpu_indices_refer_to_the_visible_gpus():
     assert visible((1, 2), None) == "1,2"
     assert visible((1,), "4,7") == "7"
 
@@ -276,7 +276,7 @@ def test_the_trainers_weights_are_those_that_vllm_expects(kind, tied):
         (lambda weights: weights.clear(), "and 25 more"),
     ],
 )
-def test_weights_of_another_model_are_refused_by_name(change, said):
+def test_weights_of_another_model_are_rejected_with_the_tensor_name(change, said):
     weights = tiny_lm().state_dict()
     change(weights)
     manifest = SharedWeights().write(weights.items(), 4)
@@ -296,7 +296,7 @@ def test_ragged_completions_are_padded_on_the_right():
 
 
 class Recorded:
-    """In place of vLLM: takes note of what it is asked."""
+    """A replacement for vLLM that records the calls of its methods."""
 
     llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
 
@@ -321,7 +321,7 @@ class Recorded:
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
-def test_a_sampler_that_shares_the_gpu_wakes_for_a_load_what_it_needs_for_it(sleeps):
+def test_a_sleeping_sampler_wakes_only_its_weights_for_a_load(sleeps):
     model, shared = tiny_lm(), SharedWeights()
     manifest = shared.write(model.state_dict().items(), 3)
     sampler = object.__new__(VLLMSampler)
@@ -336,7 +336,7 @@ def test_a_sampler_that_shares_the_gpu_wakes_for_a_load_what_it_needs_for_it(sle
     shared.close()
 
 
-def test_vllm_joins_a_new_group_before_it_receives_and_is_told_what_comes():
+def test_vllm_joins_a_new_group_before_it_receives_the_described_weights():
     model, told = tiny_lm(), []
     weights = Nccl(torch.device("cpu"), torch.float32, workers=2)
     manifest = weights.write(model.state_dict().items(), 3)

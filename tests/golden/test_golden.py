@@ -1,4 +1,4 @@
-"""Losses and gradient norms of other implementations, met by the objective and the engine that train."""
+"""Tests of losses and gradient norms against values that were recorded from other implementations."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,7 @@ def cases():
 
 
 def golden_batch(name: str) -> Batch:
-    """The fixed batch, sample-major rows turned into [N, K, T]."""
+    """Load a recorded batch; its rows, which are in sample-major order, become [N, K, T]."""
     raw = np.load(GOLDEN / f"{name}.npz")
     context = int(raw["context_length"])
     rows = len(raw["queries"])
@@ -63,7 +63,10 @@ def golden_batch(name: str) -> Batch:
 
 
 def kept_values(name: str) -> torch.Tensor:
-    """The values [N, K, T+1] before the update, which are those of no model; the original has no last."""
+    """Return the recorded values [N, K, T+1] from before the update.
+
+    No model gives these values, so they are loaded. The recording lacks the last value, which is set to 0.
+    """
     raw = torch.from_numpy(np.load(GOLDEN / f"{name}.npz")["values"])
     return F.pad(raw.view(int(name[-1]), -1, raw.shape[-1]).transpose(0, 1), (0, 1))
 
@@ -79,7 +82,7 @@ def golden_engine(optim: OptimConfig, micro_batch: int = 16, critic: bool = Fals
     return TorchEngine(
         module,
         policy("ref"),
-        None,  # nothing is saved
+        None,  # tokenizer, which only `save` needs
         optim,
         total_steps=100,
         steps_per_batch=1,
@@ -93,7 +96,7 @@ def path_optim() -> OptimConfig:
 
 
 def gradients(engine: TorchEngine) -> dict[str, float]:
-    """Gradient norms by the names of the golden file: "0." before the policy's, "1." before the critic's."""
+    """Return gradient norms by their recorded names, with prefix "0." (policy) or "1." (critic)."""
     if not isinstance(engine.module, ActorCritic):
         return grad_norms(engine.module.model)
     parts = {"0": engine.module.actor.model, "1": engine.module.critic.model}
@@ -109,7 +112,7 @@ def algorithm(name: str, **settings) -> Objective:
     return objective
 
 
-# Case, batch, objective, and whether the trainer before the update is the one that sampled.
+# Case, batch, objective, and whether `old_logprobs` are the log-probs of the sampler (else of the policy).
 CASES = [
     ("odpo_sigmoid", "batch_k2", algorithm("dpo", ties=Ties.keep), True),
     ("bok2", "batch_k2", algorithm("bok", ties=Ties.keep), True),
@@ -124,7 +127,7 @@ CASES = [
 
 @pytest.mark.parametrize("micro_batch", [16, 4])
 @pytest.mark.parametrize("name, file, objective, sampled_before", CASES, ids=[case[0] for case in CASES])
-def test_loss_and_gradients_are_those_of_the_original(
+def test_loss_and_gradients_equal_the_recorded_values(
     cases, name, file, objective, sampled_before, micro_batch
 ):
     case = cases[name]
@@ -156,7 +159,7 @@ def test_loss_and_gradients_are_those_of_the_original(
         assert figures["value/clipfrac"] == pytest.approx(case["vf_clipfrac"])
 
 
-def test_five_steps_of_online_dpo_follow_the_original(cases):
+def test_five_steps_of_online_dpo_equal_the_recorded_steps(cases):
     engine = golden_engine(path_optim())
     objective = OnlineDPO(DPOConfig(ties=Ties.keep))
     batch = objective.credit(engine.annotate(golden_batch("batch_k2"), objective.needs))
@@ -170,7 +173,7 @@ def test_five_steps_of_online_dpo_follow_the_original(cases):
     assert norm == pytest.approx(case["param_l2"], rel=1e-5)
 
 
-def test_reference_logprobs_are_those_of_the_original():
+def test_reference_logprobs_equal_the_recorded_values():
     raw = np.load(GOLDEN / "batch_k2.npz")
     engine = golden_engine(path_optim())
     batch = golden_batch("batch_k2")
@@ -179,7 +182,7 @@ def test_reference_logprobs_are_those_of_the_original():
     torch.testing.assert_close(found, kept * batch.response_mask, rtol=0, atol=1e-4)
 
 
-def test_a_tie_that_is_dropped_leaves_sum_and_count(cases):
+def test_a_dropped_tie_is_excluded_from_the_loss_sum_and_the_count(cases):
     engine = golden_engine(path_optim())
     batch = engine.annotate(golden_batch("batch_k2"), frozenset({"ref_logprobs"}))
     kept, dropped = (OnlineDPO(DPOConfig(ties=ties)) for ties in (Ties.keep, Ties.drop))

@@ -19,7 +19,7 @@ from rlhf.launch import hydra_internals
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
-def test_hydras_own_sweeper_is_recognised_by_its_target():
+def test_the_basic_sweeper_of_hydra_is_recognised_by_its_target():
     from hydra.core.config_store import ConfigStore
 
     Plugins.instance()  # registers the configs of the sweepers
@@ -29,14 +29,14 @@ def test_hydras_own_sweeper_is_recognised_by_its_target():
     assert not hydra_internals.uses_basic_sweeper(OmegaConf.create(other))
 
 
-def test_combinations_are_every_value_with_every_other():
+def test_combinations_are_the_cartesian_product_of_the_sweep_values():
     overrides = OverridesParser.create().parse_overrides(["seed=1,2", "algo=dpo", "optim.lr=choice(0.1,0.2)"])
     assert hydra_internals.combinations(overrides) == [
         [f"seed={seed}", "algo=dpo", f"optim.lr={lr}"] for seed in (1, 2) for lr in (0.1, 0.2)
     ]
 
 
-def test_hydras_help_lists_groups_by_a_method_that_can_be_replaced(monkeypatch):
+def test_the_group_listing_in_the_help_of_hydra_can_be_omitted(monkeypatch):
     monkeypatch.setattr(Hydra, "format_config_groups", Hydra.format_config_groups)  # restored after the test
     assert "format_config_groups" in Hydra.get_help.__code__.co_names
     hydra_internals.omit_group_listing()
@@ -69,21 +69,21 @@ def test_a_launcher_is_wrapped_and_set_up_only_inside_the_context():
     assert type(instantiate()).__name__ == "BasicLauncher"
 
 
-def test_the_executor_of_a_launcher_is_that_of_submitit_or_none():
+def test_submitit_executor_is_slurm_or_local_and_none_for_other_launchers():
     submitit = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
     assert hydra_internals.submitit_executor(submitit.SlurmLauncher()) == "slurm"
     assert hydra_internals.submitit_executor(submitit.LocalLauncher()) == "local"
     assert hydra_internals.submitit_executor(Wrapper(None)) is None
 
 
-def test_general_settings_are_those_of_every_executor():
+def test_general_settings_exclude_settings_of_a_single_executor():
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     general = hydra_internals.submitit_general_settings()
     assert {"timeout_min", "nodes", "tasks_per_node", "name"} <= general
     assert not {"partition", "signal_delay_s", "max_num_timeout"} & general
 
 
-def test_the_arguments_of_a_submitit_job_are_those_of_the_launchers_call():
+def test_submitit_job_arguments_match_the_call_signature_of_the_launcher():
     submitit = pytest.importorskip("hydra_plugins.hydra_submitit_launcher.submitit_launcher")
     first, second = hydra_internals.submitit_calls([["seed=1"], ["seed=2"]], first=3)
     parameters = [*inspect.signature(submitit.BaseSubmititLauncher.__call__).parameters][1:]

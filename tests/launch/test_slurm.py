@@ -1,4 +1,4 @@
-"""A task of SLURM, or of submitit on this machine, is the rank that torchrun would have made of it."""
+"""The rank variables of tasks that SLURM or the local executor of submitit starts."""
 
 import pytest
 
@@ -23,7 +23,7 @@ LOCAL = {
 }
 
 
-def test_a_task_of_slurm_is_a_rank():
+def test_a_slurm_task_gets_the_rank_variables_of_torchrun():
     made = rank_environment(STEP)
     port = made.pop("MASTER_PORT")
     assert made == {
@@ -36,7 +36,7 @@ def test_a_task_of_slurm_is_a_rank():
     assert int(port) in slurm.PORTS
 
 
-def test_all_tasks_of_a_step_meet_at_one_place_and_other_steps_at_another():
+def test_tasks_of_a_step_share_a_master_port_and_other_steps_use_other_ports():
     def port(**changes):
         return rank_environment({**STEP, **changes})["MASTER_PORT"]
 
@@ -44,7 +44,7 @@ def test_all_tasks_of_a_step_meet_at_one_place_and_other_steps_at_another():
     assert len({port(), port(SLURM_STEP_ID="1"), port(SLURM_JOB_ID="1235")}) == 3
 
 
-def test_a_task_of_submitit_on_this_machine_is_a_rank():
+def test_a_task_of_the_local_submitit_executor_gets_rank_variables():
     made = rank_environment(LOCAL)
     assert (made["RANK"], made["WORLD_SIZE"], made["LOCAL_WORLD_SIZE"]) == ("1", "2", "2")
     assert made["MASTER_ADDR"] == "127.0.0.1"
@@ -59,17 +59,17 @@ def test_a_task_of_submitit_on_this_machine_is_a_rank():
         {**LOCAL, "SUBMITIT_LOCAL_NTASKS": "1"},
     ],
 )
-def test_a_process_that_is_alone_is_no_rank(environ):
+def test_a_single_task_or_a_batch_script_gets_no_rank_variables(environ):
     assert rank_environment(environ) == {}
 
 
-def test_a_task_that_sees_one_gpu_counts_from_it():
+def test_local_rank_is_zero_if_the_task_sees_only_one_gpu():
     assert rank_environment({**STEP, "CUDA_VISIBLE_DEVICES": "3"})["LOCAL_RANK"] == "0"
     assert rank_environment({**STEP, "CUDA_VISIBLE_DEVICES": "0,1,2"})["LOCAL_RANK"] == "1"
 
 
-def test_what_was_set_by_hand_or_by_torchrun_is_left_alone(monkeypatch):
-    # Also restores what name_rank sets.
+def test_variables_set_by_the_user_or_by_torchrun_are_not_overwritten(monkeypatch):
+    # setenv and delenv also make monkeypatch remove the variables that name_rank sets.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -95,10 +95,10 @@ def test_what_was_set_by_hand_or_by_torchrun_is_left_alone(monkeypatch):
         ("gpu[5,7].site.org", "gpu5.site.org"),
     ],
 )
-def test_first_host_of_slurms_shorthand(nodes, first):
+def test_the_first_host_of_a_slurm_node_list_is_parsed(nodes, first):
     assert first_host(nodes) == first
 
 
-def test_tasks_of_each_node_of_slurms_shorthand():
+def test_the_tasks_of_each_node_are_parsed_from_the_slurm_notation():
     assert [tasks_of_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
     assert tasks_of_node("8", 0) == 8

@@ -1,4 +1,4 @@
-"""What is estimated of a step, of log-probs and of sampling, against what torch allocates for them."""
+"""Estimates of activation memory, compared with the memory that torch allocates."""
 
 import json
 import subprocess
@@ -68,7 +68,7 @@ def made(config, eager=False, checkpointing=False) -> PreTrainedModel:
 
 
 def batch(prompts: int, samples: int, prompt: int, response: int, words: int) -> Batch:
-    """Of full length but every other row, so that there is a mask."""
+    """Return rows of full length, except that every second row is shorter, so that masks are needed."""
     prompt_mask = torch.ones(prompts, prompt, dtype=torch.bool)
     prompt_mask[1::2, :3] = False
     response_mask = torch.ones(prompts, samples, response, dtype=torch.bool)
@@ -105,7 +105,7 @@ def engine_of(model: PreTrainedModel, micro_batch: int, dtype: Dtype) -> TorchEn
 
 
 def allocated(call: Callable[[], object]) -> int:
-    """The most bytes that torch holds during a call, less what it held before."""
+    """Return the peak of the bytes that torch allocates during a call, minus the bytes allocated before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -124,7 +124,7 @@ def size_of(config) -> ModelSize:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.process
-def test_the_estimate_is_near_what_torch_allocates(case):
+def test_estimates_are_close_to_the_memory_that_torch_allocates(case):
     config, prompts, samples, prompt, response, settings = CASES[case]
     dtype, eager = settings.get("dtype", Dtype.float32), settings.get("eager", False)
     checkpointing = settings.get("checkpointing", False)
@@ -135,7 +135,7 @@ def test_the_estimate_is_near_what_torch_allocates(case):
     precision = FLOAT32 if dtype is Dtype.float32 else AUTOCAST
     tokens = Tokens(prompts=prompts, samples=samples, prompt=prompt, response=response)
 
-    engine.step(rows, objective)  # makes the optimizer's states
+    engine.step(rows, objective)  # creates the optimizer states
     gradients = 4 * size.parameters
     trained = allocated(lambda: engine.step(rows, objective))
     estimate = gradients + activations.training(
@@ -156,7 +156,7 @@ def test_the_estimate_is_near_what_torch_allocates(case):
     assert estimate == pytest.approx(allocated(decode), rel=0.3)
 
 
-def test_memory_grows_with_the_tokens_and_checkpointing_takes_less():
+def test_memory_grows_with_tokens_and_shrinks_with_gradient_checkpointing():
     size = size_of(PYTHIA_14M)
     tokens = Tokens(prompts=8, samples=2, prompt=512, response=128)
 
@@ -193,9 +193,9 @@ print(json.dumps([before, peak()]))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's own peak")
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak memory of a process is read from Linux")
 @pytest.mark.process
-def test_a_process_that_trains_grows_by_the_estimate():
+def test_peak_memory_of_a_training_process_grows_by_the_estimate():
     done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, check=True)
     before, after = json.loads(done.stdout.splitlines()[-1])
     size = size_of(NANO)
@@ -205,7 +205,7 @@ def test_a_process_that_trains_grows_by_the_estimate():
     assert after - before == pytest.approx(needed, rel=0.3)
 
 
-def test_sizes_of_pieces_are_those_of_the_code_that_is_planned():
+def test_tile_and_chunk_sizes_match_the_constants_of_the_models_and_generators():
     assert activations.TILE_BYTES == {"cpu": logprobs.CPU_TILE_BYTES, "cuda": logprobs.GPU_TILE_BYTES}
     assert activations.CHOICE_CHUNK == {"cpu": sampling.CPU_CHUNK, "cuda": sampling.GPU_CHUNK}
     assert activations.PROMPT_TOKENS == decoding.TOKENS

@@ -1,4 +1,4 @@
-"""The size of a model, told without loading it."""
+"""The size of a model, computed from its config or the headers of its weights, without loading the model."""
 
 import json
 
@@ -62,13 +62,13 @@ def counted(config: dict, auto=AutoModelForCausalLM) -> int:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_parameters_by_formula_are_those_that_transformers_makes(name):
+def test_computed_parameter_count_matches_transformers(name):
     size = config_size(SHAPES[name])
     assert size is not None and size.parameters == counted(SHAPES[name])
 
 
 @pytest.mark.parametrize("name", ["pythia 14m", "llama 3.2 1b"])
-def test_a_scoring_model_has_the_backbone_and_one_number(name):
+def test_a_scoring_model_has_the_backbone_and_a_head_with_one_output(name):
     size = config_size(SHAPES[name])
     classifier = counted({**SHAPES[name], "num_labels": 1}, AutoModelForSequenceClassification)
     assert size.scoring().parameters == classifier
@@ -76,7 +76,7 @@ def test_a_scoring_model_has_the_backbone_and_one_number(name):
     assert config_size(saved).parameters == classifier
 
 
-def test_the_embedded_model_is_as_large_as_it_is_made():
+def test_size_of_the_embedded_model_matches_the_created_model():
     model = compose(["model.hidden_size=64", "model.layers=3"]).model
     task = compose([]).task
     size = nano_size(model, task.vocabulary_size)
@@ -87,7 +87,7 @@ def test_the_embedded_model_is_as_large_as_it_is_made():
 
 @pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj", "query_key_value"]])
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
-def test_adapters_are_as_many_as_peft_makes(kind, targets):
+def test_adapter_parameter_count_matches_peft(kind, targets):
     model, size = tiny_lm(kind), config_size(tiny_config(kind).to_dict())
     there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     kept = targets and [name for name in targets if name in there]
@@ -104,16 +104,17 @@ def with_weights(folder, kind="gpt_neox", **settings) -> int:
 
 @pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}])
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
-def test_headers_of_the_weights_are_counted_before_any_formula(tmp_path, kind, settings):
+def test_headers_of_the_weights_take_precedence_over_the_formula(tmp_path, kind, settings):
     count = with_weights(tmp_path, kind, **settings)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 1}))
-    save_file({"copy": torch.zeros(1000)}, tmp_path / "consolidated.safetensors")  # what nothing loads
+    # No model loads this file.
+    save_file({"copy": torch.zeros(1000)}, tmp_path / "consolidated.safetensors")
     size = folder_size(tmp_path)
     assert size.parameters == count and (size.head == 0) == bool(settings)
 
 
-def test_weights_in_several_files_are_counted_once_and_others_left_out(tmp_path):
+def test_sharded_weights_are_counted_once_and_other_files_are_ignored(tmp_path):
     model = tiny_lm()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -121,7 +122,7 @@ def test_weights_in_several_files_are_counted_once_and_others_left_out(tmp_path)
     assert folder_size(tmp_path).parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_buffers_of_old_checkpoints_are_no_parameters(tmp_path):
+def test_buffers_of_old_checkpoints_are_not_counted_as_parameters(tmp_path):
     count = with_weights(tmp_path)
     old = {
         **tiny_lm().state_dict(),
@@ -133,7 +134,7 @@ def test_buffers_of_old_checkpoints_are_no_parameters(tmp_path):
     assert folder_size(tmp_path).parameters == count
 
 
-def test_a_reward_model_is_counted_with_its_own_head(tmp_path):
+def test_the_size_of_a_reward_model_includes_its_scoring_head(tmp_path):
     with_weights(tmp_path / "lm")
     model = new_reward_model(str(tmp_path / "lm"), 0)
     save(model, tiny_tokenizer(), tmp_path / "rm")
@@ -142,13 +143,13 @@ def test_a_reward_model_is_counted_with_its_own_head(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0[]"])
-def test_weights_that_cannot_be_read_leave_the_formula(tmp_path, content):
+def test_the_formula_is_used_if_the_weights_cannot_be_read(tmp_path, content):
     count = with_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
     assert folder_size(tmp_path).parameters == count
 
 
-def test_a_mixture_of_experts_is_known_by_its_weights_alone(tmp_path):
+def test_the_size_of_a_mixture_of_experts_is_known_only_from_its_weights(tmp_path):
     count = with_weights(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": 8}))
@@ -157,7 +158,7 @@ def test_a_mixture_of_experts_is_known_by_its_weights_alone(tmp_path):
     assert folder_size(tmp_path) is None
 
 
-def test_a_hub_name_is_looked_for_in_the_cache_alone(tmp_path, monkeypatch):
+def test_a_hub_model_is_looked_up_only_in_the_local_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert named_size("someone/model") is None
     repository = tmp_path / "models--someone--model"
@@ -167,6 +168,6 @@ def test_a_hub_name_is_looked_for_in_the_cache_alone(tmp_path, monkeypatch):
     assert isinstance(size := named_size("someone/model"), ModelSize) and size.parameters == count
 
 
-def test_a_config_without_sizes_says_nothing():
+def test_the_size_is_unknown_for_a_config_without_sizes():
     assert config_size({}) is None and config_size({"hidden_size": 8}) is None
     assert config_size({"text_config": tiny_config("llama").to_dict()}) is not None

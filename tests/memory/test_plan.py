@@ -1,4 +1,4 @@
-"""The memory plan: what each device needs, and what is refused before anything is loaded."""
+"""The memory plan: the memory that each device needs, and the rejection of runs that do not fit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ COUNT_2_8B = 2_775_208_960  # parameters, as EleutherAI publish them
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch):
-    """A machine that is the same wherever the tests run."""
+    """Replace this machine by a laptop with 16 GiB of RAM and no GPU, and this run by a single rank."""
     monkeypatch.setattr(memory, "this_machine", lambda: LAPTOP)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -64,7 +64,7 @@ def local_model(folder: Path, config: dict) -> str:
 
 @pytest.fixture
 def pythia(tmp_path) -> list[str]:
-    """Words that name Pythia 2.8b, a folder without its weights, for policy and reward model."""
+    """Return overrides that set policy and reward model to a folder of Pythia 2.8b with empty weights."""
     folder = local_model(tmp_path / "pythia", PYTHIA_2_8B)
     return [f"model.policy={folder}", f"model.reward={folder}", "model.dtype=bfloat16"]
 
@@ -77,7 +77,7 @@ def phases(use: Use) -> dict[str, Phase]:
     return {phase.name: phase for phase in use.phases}
 
 
-def test_the_default_run_fits_a_laptop_many_times():
+def test_the_default_run_needs_less_than_2_gib_of_ram():
     (use,) = memory.plan(compose([])).uses
     assert use.device == "RAM" and use.fits and 0.6 * GIB < use.bytes < 2 * GIB
     weights = parts(use)["policy: weights"]
@@ -116,7 +116,7 @@ def test_weights_and_optimizer_of_a_large_model_are_counted(pythia):
     assert phases(use)["optimizer step"].bytes == 8 * COUNT_2_8B, "gradients, and updates of all tensors"
 
 
-def test_less_is_kept_for_fewer_and_shorter_sequences(pythia):
+def test_fewer_and_shorter_sequences_need_less_memory(pythia):
     def training(*words: str) -> float:
         return phases(memory.plan(compose([*pythia, *words]), TWO_GPUS).uses[0])["training"].bytes
 
@@ -127,30 +127,33 @@ def test_less_is_kept_for_fewer_and_shorter_sequences(pythia):
     assert training("model.shared_prefix=false") > training()
     eight = ["algo.samples_per_prompt=8", "backend.micro_batch=16", "schedule.prompts_per_update=64"]
     bok, dpo = (memory.plan(compose([f"algo={algo}", *eight])).uses[0] for algo in ("bok", "dpo"))
-    assert phases(bok)["training"].bytes > phases(dpo)["training"].bytes, "one of them is kept, or two"
+    assert phases(bok)["training"].bytes > phases(dpo)["training"].bytes, (
+        "bok trains on 1 sample of a prompt and dpo on 2, so a micro-batch of bok has more prompts"
+    )
     assert training("schedule.prompts_per_update=4", "backend.micro_batch=64") < training(
         "schedule.prompts_per_update=64", "backend.micro_batch=64"
-    ), "a micro-batch holds no more than there is"
+    ), "a micro-batch has at most as many rows as the batch"
 
     def sampling(prompts: int) -> float:
         words = [f"schedule.prompts_per_update={prompts}", "schedule.eval_every=0"]
         return phases(memory.plan(compose(words)).uses[0])["sampling"].bytes
 
-    assert sampling(4) < sampling(64) / 4, "no more is sampled at once than is asked for"
+    assert sampling(4) < sampling(64) / 4, "at most the requested prompts are sampled at the same time"
 
 
-def test_shorter_prompts_never_take_more_where_a_gpu_has_them_in_one_pass(pythia):
+def test_shorter_prompts_never_need_more_memory_on_a_gpu(pythia):
     def bytes_of(prompt: int, phase: str) -> float:
         words = ["backend.micro_batch=64", f"task.max_prompt_tokens={prompt}", "algo.samples_per_prompt=2"]
         return phases(memory.plan(compose([*pythia, *words]), TWO_GPUS).uses[0])[phase].bytes
 
-    edge = int(sharing_rules.prompt_pass_pays_from(2, 2560) / 32)  # tokens of a prompt; 32 prompts
+    # the length from which 32 prompts are encoded in a separate pass
+    edge = int(sharing_rules.prompt_pass_pays_from(2, 2560) / 32)
     for phase in ("training", "log-probs and scores"):
         needed = [bytes_of(prompt, phase) for prompt in (edge // 2, edge - 1, edge + 1, 2 * edge)]
         assert needed == sorted(needed) and needed[0] < needed[3]
 
 
-def test_a_generator_in_its_own_process_has_its_own_weights_and_shares_versions_of_them():
+def test_a_generator_process_needs_its_own_weights_and_weight_versions_in_transfer():
     (use,) = memory.plan(compose(["schedule.max_lag=1"])).uses
     weights = parts(use)["policy: weights"]
     assert parts(use)["generator: weights"] == weights
@@ -160,7 +163,7 @@ def test_a_generator_in_its_own_process_has_its_own_weights_and_shares_versions_
     assert parts(more)["weights in transfer"] == 4 * weights
 
 
-def test_each_replica_is_a_process_with_weights_of_its_own(pythia):
+def test_each_replica_is_a_process_with_its_own_weights(pythia):
     def needs(words: str, machine: Machine = LAPTOP) -> dict[str, float]:
         plan = memory.plan(compose([*words.split(), "schedule.max_lag=3"]), machine)
         return {f"{use.device}: {name}": size for use in plan.uses for name, size in parts(use).items()}
@@ -173,18 +176,22 @@ def test_each_replica_is_a_process_with_weights_of_its_own(pythia):
     assert three["RAM: vLLM: keys and values"] == 3 * one["RAM: vLLM: keys and values"]
     gpus = Machine(ram=256 * GIB, gpus=(80 * GIB,) * 3)
     one, three = needs("", gpus), needs("generator.replicas=3", gpus)
-    assert three["GPU 0: generator: weights"] == 2 * one["GPU 0: generator: weights"], "three on two GPUs"
+    assert three["GPU 0: generator: weights"] == 2 * one["GPU 0: generator: weights"], (
+        "2 of the 3 replicas share a GPU"
+    )
     assert "vLLM's share of GPU 1 2: vLLM: weights" in needs("generator=vllm generator.replicas=2", gpus)
 
 
-def test_vllm_takes_its_share_of_ram_or_of_a_gpu(pythia):
+def test_vllm_uses_its_configured_share_of_ram_or_of_a_gpu(pythia):
     (use,) = memory.plan(compose(["generator=vllm", "generator.memory=0.2"])).uses
     assert parts(use)["vLLM: keys and values"] == pytest.approx(0.2 * LAPTOP.ram)
     vllm, trainer, ram = memory.plan(compose([*pythia, "generator=vllm"]), TWO_GPUS).uses
     assert vllm.device == "vLLM's share of GPU 1" and vllm.total == int(0.9 * 40 * GIB)
     assert parts(vllm)["vLLM: weights"] == 2 * COUNT_2_8B
     assert trainer.device == "GPU 0" and ram.device == "RAM"
-    assert parts(trainer)["weights in transfer"] == 2 * 2 * COUNT_2_8B, "as vLLM has them, by NCCL"
+    assert parts(trainer)["weights in transfer"] == 2 * 2 * COUNT_2_8B, (
+        "NCCL sends the weights in the dtype of vLLM"
+    )
     assert "weights in transfer" not in parts(ram)
     shared = [*pythia, "generator=vllm", "generator.transfer=shared_memory"]
     _, trainer, ram = memory.plan(compose(shared), TWO_GPUS).uses
@@ -192,7 +199,7 @@ def test_vllm_takes_its_share_of_ram_or_of_a_gpu(pythia):
     assert "weights in transfer" not in parts(trainer)
 
 
-def test_vllm_that_shares_the_gpu_needs_its_share_while_the_trainer_waits(pythia):
+def test_colocated_vllm_uses_its_share_of_the_gpu_only_during_sampling(pythia):
     words = [*pythia, "generator=vllm_colocated"]
     vllm, trainer, ram = memory.plan(compose(words), TWO_GPUS).uses
     assert vllm.device == "vLLM's share of GPU 0" and vllm.fits
@@ -202,7 +209,7 @@ def test_vllm_that_shares_the_gpu_needs_its_share_while_the_trainer_waits(pythia
     assert not small.fits, "the weights alone are more than 4 GiB"
 
 
-def test_a_process_that_scores_ahead_has_models_of_its_own(pythia):
+def test_an_annotator_process_has_its_own_reference_and_reward_model(pythia):
     def annotator(*words: str) -> dict[str, float]:
         (use,) = memory.plan(compose([*words])).uses
         return {name: held for name, held in parts(use).items() if name.startswith("annotator")}
@@ -217,7 +224,7 @@ def test_a_process_that_scores_ahead_has_models_of_its_own(pythia):
     assert not annotator() and not annotator("schedule.max_lag=1", "generator.annotate=false")
 
 
-def test_each_rank_may_have_a_generator(monkeypatch, pythia):
+def test_generator_per_rank_plans_one_generator_for_each_rank(monkeypatch, pythia):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     lag, own = ["schedule.max_lag=1"], "generator.per_rank=true"
@@ -241,12 +248,15 @@ def test_ranks_on_one_machine_share_its_ram_and_have_a_gpu_each(monkeypatch, pyt
         whole = phases(memory.plan(compose(words)).uses[0])
         monkeypatch.setenv("WORLD_SIZE", "4")
         assert shared["training"].bytes == pytest.approx(whole["training"].bytes / 4, rel=0.05)
-        assert shared["sampling"].bytes < whole["sampling"].bytes / 2, "not all of it by the sequence"
+        assert shared["sampling"].bytes < whole["sampling"].bytes / 2, (
+            "a part of the sampling memory does not depend on the number of sequences"
+        )
     gpus = memory.plan(compose(pythia), TWO_GPUS).uses[0]
     assert gpus.device == "GPU 0 1" and gpus.total == 40 * GIB
 
 
-SHARES = {  # stage, offload: bytes a parameter on each of 4 GPUs (weights, gradients, optimizer), and in RAM
+# (stage, offload): bytes per parameter on each of 4 GPUs (weights, gradients, optimizer), and in RAM
+SHARES = {
     (0, False): (2, 2, 12, 0),
     (1, False): (2, 2, 3, 0),
     (2, False): (2, 0.5, 3, 0),
@@ -257,7 +267,7 @@ SHARES = {  # stage, offload: bytes a parameter on each of 4 GPUs (weights, grad
 
 
 @pytest.mark.parametrize("case", SHARES)
-def test_zero_shares_and_offloads_by_stage(case):
+def test_zero_partitions_and_offloads_by_stage(case):
     footprint = zero(*case, bfloat16=True)
     kinds = ("weights", "gradients", "optimizer")
     *device, ram = SHARES[case]
@@ -265,14 +275,16 @@ def test_zero_shares_and_offloads_by_stage(case):
     assert sum(footprint.in_ram(kind, 100, 4) for kind in kinds) == 100 * ram
 
 
-def test_a_backend_that_shares_and_offloads_changes_the_plan(monkeypatch, pythia):
+def test_a_backend_that_partitions_and_offloads_changes_the_plan(monkeypatch, pythia):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(TorchConfig, "footprint", lambda *_: zero(3, True, bfloat16=True))
     gpu, ram = memory.plan(compose(pythia), TWO_GPUS).uses
     assert "policy: optimizer" not in parts(gpu) and "policy: weights" not in parts(gpu)
     assert "policy: one layer" in [part.name for part in phases(gpu)["training"].parts]
     assert "optimizer step" not in phases(gpu)
-    assert parts(ram)["policy: offloaded"] == pytest.approx(2 * 18 / 2 * COUNT_2_8B), "two ranks are here"
+    assert parts(ram)["policy: offloaded"] == pytest.approx(2 * 18 / 2 * COUNT_2_8B), (
+        "2 ranks run on this machine"
+    )
 
 
 def test_float32_under_zero_keeps_a_copy_of_the_weights_from_stage_1_on():
@@ -280,7 +292,7 @@ def test_float32_under_zero_keeps_a_copy_of_the_weights_from_stage_1_on():
     assert zero(1, False, bfloat16=False).optimizer == 12
 
 
-def test_adapters_alone_have_gradients_and_optimizer_states_and_the_reference_is_within(pythia):
+def test_lora_needs_gradients_and_optimizer_states_for_adapters_and_no_reference_weights(pythia):
     words = [*pythia, "model.lora.rank=16"]
     use = memory.plan(compose(words), TWO_GPUS).uses[0]
     adapters = 32 * 16 * ((2560 + 3 * 2560) + 2 * 2560 + 2 * (2560 + 10240))
@@ -295,12 +307,12 @@ def test_adapters_alone_have_gradients_and_optimizer_states_and_the_reference_is
     assert parts(other.uses[0])["reference: weights"] == 2 * COUNT_2_8B
 
 
-def test_a_value_model_with_adapters_has_a_whole_head(pythia):
+def test_lora_trains_all_weights_of_the_value_head(pythia):
     use = memory.plan(compose([*pythia, "algo=ppo", "model.lora.rank=16"]), TWO_GPUS).uses[0]
     assert parts(use)["value model: adapters"] == parts(use)["policy: adapters"] + 4 * 2560
 
 
-def test_gradient_checkpointing_takes_less(pythia):
+def test_gradient_checkpointing_needs_less_activation_memory(pythia):
     def training(*words: str) -> float:
         return phases(memory.plan(compose([*pythia, *words]), TWO_GPUS).uses[0])["training"].bytes
 
@@ -308,17 +320,19 @@ def test_gradient_checkpointing_takes_less(pythia):
     assert training("model.gradient_checkpointing=true") - gradients < 0.5 * (training() - gradients)
 
 
-def test_zero3_divides_frozen_models_too(monkeypatch, pythia):
+def test_zero3_also_partitions_frozen_models(monkeypatch, pythia):
     monkeypatch.setenv("WORLD_SIZE", "2")
     use = memory.plan(compose([*pythia, "backend=zero3"]), TWO_GPUS).uses[0]
     assert parts(use)["reference: weights"] == 2 * COUNT_2_8B / 2
     assert parts(use)["policy: weights"] == 4 * COUNT_2_8B / 2
     offloaded = memory.plan(compose([*pythia, "backend=zero3_offload"]), TWO_GPUS).uses
     assert "reference: weights" not in parts(offloaded[0])
-    assert parts(offloaded[1])["reference: offloaded"] == 2 * (2 * COUNT_2_8B / 2), "two ranks are here"
+    assert parts(offloaded[1])["reference: offloaded"] == 2 * (2 * COUNT_2_8B / 2), (
+        "2 ranks run on this machine"
+    )
 
 
-def test_models_that_are_not_here_leave_the_plan_unknown(monkeypatch):
+def test_the_plan_is_unknown_if_models_are_not_downloaded(monkeypatch):
     monkeypatch.setattr(loaded_models, "named_size", lambda name: None)
     cfg = compose(["model=pythia_410m", "task=tldr"])
     made = memory.plan(cfg)
@@ -328,13 +342,13 @@ def test_models_that_are_not_here_leave_the_plan_unknown(monkeypatch):
     assert told.startswith("unknown until these models are downloaded: model.policy=mnoukhov/")
 
 
-def test_a_device_of_unknown_size_refuses_nothing(pythia):
+def test_a_run_on_a_device_of_unknown_memory_is_not_rejected(pythia):
     cfg = compose([*pythia, "backend.device=cuda"])
     gpu = memory.plan(cfg, LAPTOP).uses[0]
     assert gpu.device == "GPU 0" and gpu.total is None and gpu.fits
 
 
-def test_refused_is_what_is_too_much_even_with_short_sequences():
+def test_a_run_is_rejected_only_if_half_of_the_estimated_memory_does_not_fit():
     def use(counted: float, estimated: float) -> Use:
         phase = Phase("training", (Part("activations", estimated * GIB, estimated=True),))
         return Use("RAM", 16 * GIB, (Part("weights", counted * GIB),), (phase,))
@@ -342,7 +356,7 @@ def test_refused_is_what_is_too_much_even_with_short_sequences():
     assert use(12, 6).fits and not use(12, 10).fits and not use(17, 0).fits
 
 
-def test_a_run_that_may_not_fit_is_warned_of(monkeypatch):
+def test_a_run_that_may_not_fit_gives_a_warning(monkeypatch):
     cfg = compose([])
     needed = memory.plan(cfg).uses[0].bytes
     assert advice.warnings(cfg) == []
@@ -352,7 +366,7 @@ def test_a_run_that_may_not_fit_is_warned_of(monkeypatch):
     assert advice.problems(cfg) == []
 
 
-def test_too_large_a_micro_batch_is_answered_by_one_that_fits():
+def test_the_error_for_a_too_large_micro_batch_suggests_a_size_that_fits():
     cfg = compose(["backend.micro_batch=16384", "schedule.prompts_per_update=8192",
                    "schedule.total_episodes=163840"])  # fmt: skip
     (problem,) = advice.problems(cfg)
@@ -362,7 +376,7 @@ def test_too_large_a_micro_batch_is_answered_by_one_that_fits():
     assert 256 <= fitting < 16384 and "got 16384;" in problem
 
 
-def test_too_large_a_batch_of_sampling_is_answered_too():
+def test_the_error_for_a_too_large_generator_batch_suggests_another_size():
     words = ["generator.batch_size=16384", "eval.prompts=16384", "model.layers=8"]
     (problem,) = advice.problems(compose(words))
     assert (
@@ -371,7 +385,7 @@ def test_too_large_a_batch_of_sampling_is_answered_too():
     )
 
 
-def test_evaluation_where_nothing_is_sampled_decodes_what_eval_batch_size_says():
+def test_eval_batch_size_sets_the_sampling_memory_of_supervised_runs():
     def sampling(*words: str) -> float:
         return phases(memory.plan(compose(["algo=sft", *words])).uses[0])["sampling"].bytes
 
@@ -384,14 +398,14 @@ def test_evaluation_where_nothing_is_sampled_decodes_what_eval_batch_size_says()
     )
 
 
-def test_an_embedded_model_that_is_too_large_is_told_by_its_width():
+def test_the_error_for_a_too_large_embedded_model_names_hidden_size():
     (problem,) = advice.problems(compose(["model.hidden_size=8192", "model.layers=32"]))
     assert problem.startswith("model.hidden_size must be small enough for")
     assert "got 8192; set model.hidden_size=" in problem
 
 
 @pytest.mark.process
-def test_a_model_of_70_billion_parameters_is_refused_at_once_and_leaves_nothing(tmp_path):
+def test_a_70b_model_is_rejected_before_torch_is_imported_and_leaves_no_files(tmp_path):
     folder = local_model(tmp_path / "llama", LLAMA_70B)
     script = f"""
 import sys
@@ -414,23 +428,25 @@ except SystemExit as stop:
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 
-def test_a_job_of_a_sweep_is_refused_where_it_runs(command, tmp_path):
+def test_a_sweep_job_that_does_not_fit_is_rejected_with_exit_code_2(command, tmp_path):
     folder = local_model(tmp_path / "llama", LLAMA_70B)
     answer = command("-m", f"model.policy={folder}", "scorer=facts", "seed=1")
     assert answer.code == 2 and not answer.runs
     assert "model.policy must be small enough for the 16.0 GiB of RAM" in answer.err
 
 
-def test_a_finished_run_answers_on_a_machine_too_small_for_it(command, monkeypatch):
+def test_a_finished_run_is_reported_on_a_machine_with_too_little_memory(command, monkeypatch):
     assert command().code == 0
     folder = next(Path("outputs").iterdir())
     (folder / "trainer_state.json").write_text(json.dumps({"finished": True, "result": {}}))
     monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=GIB // 2))
     assert "finished already" in command().out
-    assert command("resume=never").code == 2 and folder.is_dir(), "refused before it is moved aside"
+    assert command("resume=never").code == 2 and folder.is_dir(), (
+        "the run is rejected before its folder is moved aside"
+    )
 
 
-def test_the_short_form_is_a_line_for_each_device(monkeypatch, pythia):
+def test_the_summary_has_one_memory_row_for_each_device(monkeypatch, pythia):
     rows = dict(describe(compose([])))
     assert rows["memory (RAM)"].startswith("about 1.0 GiB of 16.0 GiB: process 0.6 GiB, training 0.4 GiB")
     monkeypatch.setattr(memory, "this_machine", lambda: TWO_GPUS)
@@ -438,7 +454,7 @@ def test_the_short_form_is_a_line_for_each_device(monkeypatch, pythia):
     assert names == ["memory (vLLM's share of GPU 1)", "memory (GPU 0)", "memory (RAM)"]
 
 
-# -- the command -----------------------------------------------------------------------------------
+# -- the command python -m rlhf.plan ---------------------------------------------------------------
 
 
 def planned(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
@@ -452,7 +468,7 @@ def planned(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
     return code, said.out, said.err
 
 
-def test_the_command_prints_each_part_and_makes_nothing(monkeypatch, capsys, tmp_path):
+def test_the_command_prints_each_part_and_creates_no_files(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, out, err = planned(monkeypatch, capsys, "algo=ppo")
     assert code == 0 and err == "" and not list(tmp_path.iterdir())
@@ -461,7 +477,7 @@ def test_the_command_prints_each_part_and_makes_nothing(monkeypatch, capsys, tmp
         assert said in out
 
 
-def test_the_command_says_what_does_not_fit_after_the_table(monkeypatch, capsys, tmp_path):
+def test_the_command_prints_the_table_before_the_error(monkeypatch, capsys, tmp_path):
     folder = local_model(tmp_path / "llama", LLAMA_70B)
     code, out, err = planned(monkeypatch, capsys, f"model.policy={folder}", "scorer=facts")
     assert code == 2 and "70.55 billion parameters x 4 bytes" in out
@@ -477,18 +493,18 @@ def test_the_command_says_what_does_not_fit_after_the_table(monkeypatch, capsys,
         (["--config-dir", "nowhere"], "--config-dir must name a folder laid out like conf/"),
     ],
 )
-def test_mistakes_are_told_as_of_a_run(monkeypatch, capsys, words, said):
+def test_the_command_reports_config_errors_with_exit_code_2(monkeypatch, capsys, words, said):
     code, out, err = planned(monkeypatch, capsys, *words)
     assert code == 2 and out == "" and err.startswith("error: ") and said in err
 
 
-def test_the_command_reads_options_of_ones_own(monkeypatch, capsys, own_conf):
+def test_the_command_accepts_a_config_folder_of_the_user(monkeypatch, capsys, own_conf):
     words = ["--config-dir", str(own_conf), "experiment=fine"]
     assert planned(monkeypatch, capsys, *words)[0] == 0
 
 
 @pytest.mark.process
-def test_the_command_imports_neither_torch_nor_a_library_of_it(tmp_path):
+def test_the_command_imports_neither_torch_nor_libraries_that_import_torch(tmp_path):
     script = (
         "import sys; sys.argv = ['plan.py', 'algo=ppo']; from rlhf.plan import main; main();"
         "print(sorted({'torch', 'transformers', 'datasets', 'vllm', 'deepspeed'} & set(sys.modules)))"
@@ -498,6 +514,6 @@ def test_the_command_imports_neither_torch_nor_a_library_of_it(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_help_says_how_it_is_used(monkeypatch, capsys):
+def test_the_help_of_the_command_prints_its_usage(monkeypatch, capsys):
     code, out, _ = planned(monkeypatch, capsys, "--help")
     assert code == 0 and out.startswith("usage: python -m rlhf.plan")

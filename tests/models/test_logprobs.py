@@ -1,3 +1,5 @@
+"""Log-probs of tokens, computed from hidden states with one tile of logits at a time."""
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,7 +14,7 @@ TILES = [(1, 1), (4, 10), (R, 10), (4, V), (100, 100)]
 
 
 class Watch(TorchDispatchMode):
-    """Remembers the size of the largest tensor that an operation made, and counts matrix products."""
+    """A dispatch mode that records the size of the largest tensor created and counts matrix products."""
 
     largest = 0
     products = 0
@@ -39,7 +41,7 @@ def plain(hidden, weight, bias, targets, temperature):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_equals_log_softmax_of_the_full_logits_in_value_and_gradient(bias):
+def test_log_probs_equal_log_softmax_of_the_full_logits_in_value_and_gradient(bias):
     slopes = torch.randn(R, generator=torch.Generator().manual_seed(1))
     results = []
     for function in (plain, token_logprobs):
@@ -52,7 +54,7 @@ def test_equals_log_softmax_of_the_full_logits_in_value_and_gradient(bias):
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_the_tile_has_no_influence(tile):
+def test_the_tile_size_does_not_change_the_result(tile):
     results = []
     for size in ((R, V), tile):
         hidden, weight, offset, targets = inputs()
@@ -72,7 +74,7 @@ def test_gradients_pass_gradcheck_in_float64(tile):
 
 
 @pytest.mark.parametrize("tile", [None, (3, 10)])
-def test_a_frozen_weight_costs_no_gradient(tile):
+def test_no_gradient_is_computed_for_a_frozen_weight(tile):
     products = {}
     for frozen in (False, True):
         hidden, weight, offset, targets = inputs()
@@ -111,10 +113,10 @@ def test_no_rows_give_no_log_probs_and_zero_gradients():
     assert not weight.grad.any() and not hidden.grad.any()
 
 
-def test_words_that_are_ruled_out_have_no_influence_and_no_gradient():
+def test_tokens_with_an_infinite_negative_bias_have_no_influence_and_no_gradient():
     hidden, weight, offset, targets = inputs()
     with torch.no_grad():
-        offset[20:] = -torch.inf  # two whole tiles of them
+        offset[20:] = -torch.inf  # the last two tiles completely
     targets %= 20
     found = token_logprobs(hidden, weight, offset, targets, 0.7, (4, 10))
     expected = plain(hidden, weight[:20], offset[:20], targets, 0.7)
@@ -124,13 +126,13 @@ def test_words_that_are_ruled_out_have_no_influence_and_no_gradient():
 
 
 @pytest.mark.parametrize(("rows", "tile"), [(1, (1, V)), (3, (3, 20)), (60, (12, 5))])
-def test_a_tile_has_all_rows_if_that_leaves_it_enough_words(monkeypatch, rows, tile):
+def test_a_tile_has_all_rows_if_enough_vocabulary_entries_fit(monkeypatch, rows, tile):
     monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 60)
     monkeypatch.setattr(logprobs, "MIN_TILE_VOCABULARY", 5)
     assert logprobs.tile_for(torch.empty(rows, H), torch.empty(V, H), torch.bfloat16) == tile
 
 
-def test_no_more_logits_than_a_tile_are_held(monkeypatch):
+def test_at_most_one_tile_of_logits_is_in_memory(monkeypatch):
     monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 30)
     monkeypatch.setattr(logprobs, "MIN_TILE_VOCABULARY", 10)
     hidden, weight, offset, targets = inputs()

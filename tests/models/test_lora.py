@@ -1,4 +1,4 @@
-"""Adapters: zero at the start, trained alone, merged for whole weights, off for the reference."""
+"""LoRA adapters: initialisation, training, merged weights, saving, and the reference without adapters."""
 
 from copy import deepcopy
 from dataclasses import fields
@@ -43,7 +43,7 @@ def adapted(kind="gpt_neox", moved=True, model=None, tied=False, **settings) -> 
 
 
 def move(module):
-    """Change all that is trained, as training would."""
+    """Add noise to all trained parameters, as a replacement for training."""
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -82,7 +82,7 @@ def test_at_the_start_the_policy_is_the_reference_bit_for_bit(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_adapters_the_trained_model_is_what_it_was_and_then_itself_again(kind):
+def test_without_adapters_gives_the_original_model_and_then_restores_the_adapters(kind):
     policy = adapted(kind, modules_to_save=["lm_head"])
     before, trained = logprobs(policy), [p.requires_grad for p in policy.parameters()]
     assert torch.equal(logprobs(policy.before_adapters()), logprobs(Policy(tiny_lm(kind), 0.7, True)))
@@ -93,7 +93,7 @@ def test_without_adapters_the_trained_model_is_what_it_was_and_then_itself_again
     assert not torch.allclose(before, logprobs(policy.before_adapters()), atol=0.1)
 
 
-def test_the_reference_at_another_temperature_is_the_same_model_and_no_copy():
+def test_the_reference_at_another_temperature_shares_the_parameters_of_the_policy():
     policy = adapted()
     reference = policy.before_adapters()
     assert {id(p) for p in reference.parameters()} == {id(p) for p in policy.parameters()}
@@ -104,7 +104,7 @@ def test_the_reference_at_another_temperature_is_the_same_model_and_no_copy():
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_weights_are_those_of_a_model_that_gives_the_same(kind, tied):
+def test_merged_weights_in_a_plain_model_give_the_same_log_probs(kind, tied):
     policy = adapted(kind, tied=tied, modules_to_save=[] if tied else ["lm_head"])
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     weights = dict(whole_weights(policy.model))
@@ -116,13 +116,13 @@ def test_whole_weights_are_those_of_a_model_that_gives_the_same(kind, tied):
     assert all(torch.equal(before[name], t) for name, t in policy.model.state_dict().items())
 
 
-def test_a_model_without_adapters_gives_its_own_weights():
+def test_the_weights_of_a_model_without_adapters_are_not_copied():
     model = tiny_lm()
     for (name, tensor), (own_name, own) in zip(whole_weights(model), model.state_dict().items(), strict=True):
         assert name == own_name and tensor.data_ptr() == own.data_ptr() and not tensor.requires_grad
 
 
-def test_the_parameters_of_a_tensor_are_gathered_together():
+def test_the_parameters_of_a_merged_tensor_are_gathered_together():
     policy, together = adapted(), []
 
     def gather(parameters):
@@ -136,7 +136,7 @@ def test_the_parameters_of_a_tensor_are_gathered_together():
     assert sorted({len(group) for group in together}) == [1, 3]
 
 
-def test_of_a_frozen_model_in_16_bits_the_adapters_are_float32():
+def test_adapters_of_a_frozen_bfloat16_model_are_float32():
     policy = adapted(model=tiny_lm().bfloat16(), moved=False, modules_to_save=["lm_head"])
     types = {p.requires_grad: p.dtype for p in policy.parameters()}
     assert types == {True: torch.float32, False: torch.bfloat16}
@@ -144,10 +144,10 @@ def test_of_a_frozen_model_in_16_bits_the_adapters_are_float32():
         policy(tiny_rollouts()).logprobs.sum().backward()
         assert torch.equal(logprobs(policy), logprobs(policy.before_adapters()))
     assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
-    assert {t.dtype for _, t in whole_weights(policy.model)} == {torch.float32}, "what generators are sent"
+    assert {t.dtype for _, t in whole_weights(policy.model)} == {torch.float32}, "generators receive float32"
 
 
-def test_the_draw_depends_on_the_seed_alone_and_takes_no_other_numbers():
+def test_adapter_initialisation_depends_only_on_the_seed_and_keeps_the_global_rng_state():
     found = []
     for others, seed in ((1, 1), (2, 1), (2, 9)):
         model = tiny_lm()
@@ -160,7 +160,7 @@ def test_the_draw_depends_on_the_seed_alone_and_takes_no_other_numbers():
     assert all(torch.equal(one[name], two[name]) and not torch.equal(one[name], other[name]) for name in one)
 
 
-def test_targets_are_all_linear_layers_below_the_head_unless_named():
+def test_default_targets_are_all_linear_layers_below_the_head():
     def layers(**settings):
         names = [name for name, p in adapted(**settings).named_parameters() if p.requires_grad]
         return {name.split(".lora_")[0].rpartition(".")[2] for name in names}
@@ -187,12 +187,12 @@ def test_targets_are_all_linear_layers_below_the_head_unless_named():
         ),
     ],
 )
-def test_names_that_cannot_be_trained_are_refused(settings, message):
+def test_invalid_names_of_targets_and_saved_modules_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         adapted(**settings)
 
 
-def test_the_optimizer_and_its_state_hold_adapters_alone(tmp_path):
+def test_the_optimizer_and_its_state_contain_only_adapters(tmp_path):
     module, objective = adapted(moved=False), OnlineDPO(DPOConfig())
     engine = engine_of(module, module.before_adapters())
     frozen = {name: p.clone() for name, p in module.named_parameters() if not p.requires_grad}
@@ -212,7 +212,7 @@ def adapter_parameters(model):
     return [p for name, p in model.named_parameters() if ".lora_" in name]
 
 
-def test_the_reference_of_annotation_does_not_move_with_training():
+def test_training_does_not_change_the_reference_log_probs():
     module, objective = adapted(moved=False), OnlineDPO(DPOConfig())
     engine = engine_of(module, module.before_adapters())
     first = engine.annotate(scored(), objective.needs)
@@ -225,7 +225,7 @@ def test_the_reference_of_annotation_does_not_move_with_training():
     )
 
 
-def test_an_adapted_actor_critic_goes_on_from_its_checkpoint(tmp_path):
+def test_an_adapted_actor_critic_resumes_from_its_checkpoint(tmp_path):
     objective = PPO(PPOConfig())
     engines = []
     for _ in range(2):
@@ -244,13 +244,13 @@ def test_an_adapted_actor_critic_goes_on_from_its_checkpoint(tmp_path):
         assert torch.equal(one, other)
 
 
-def test_adapters_of_another_shape_of_run_are_refused(tmp_path):
+def test_loading_adapters_with_other_target_modules_is_refused(tmp_path):
     save_adapter(adapted().model, tmp_path)
     with pytest.raises(RunError, match="must have the tensors of the adapters of this run"):
         load_adapter(adapted(targets=["dense"]).model, tmp_path)
 
 
-def test_a_sampler_with_the_whole_weights_gives_the_tokens_and_log_probs_of_the_trained_policy():
+def test_a_sampler_with_merged_weights_matches_the_trained_policy():
     policy, shared, end = adapted(modules_to_save=["lm_head"]), SharedWeights(), 7
     sampler = HFSamplerFactory(
         config=policy.model.config.to_json_string(use_diff=False),
@@ -282,7 +282,7 @@ def test_a_sampler_with_the_whole_weights_gives_the_tokens_and_log_probs_of_the_
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_merged_model_and_the_adapter_load_with_transformers_and_peft(kind, tied, dtype, tmp_path):
-    """And give the log-probs of the trained policy."""
+    """Both loaded models also give the log-probs of the trained policy."""
     tiny_lm(kind, tie_word_embeddings=tied).to(dtype).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype)
     policy = adapted(model=base, modules_to_save=[] if tied else ["lm_head"])

@@ -1,3 +1,5 @@
+"""Policy, reward and value models, loading and saving of models, and checks of model folders."""
+
 import json
 from pathlib import Path
 
@@ -43,7 +45,7 @@ needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=needs.GOLDEN)
 
 
 def golden_rollouts(name: str = "batch_k2") -> tuple[Rollouts, dict[str, np.ndarray]]:
-    """The golden batch as rollouts, and its arrays in [N, K, ...] order (the files are sample-major)."""
+    """Return a golden batch as rollouts, and its arrays in [N, K, ...] order (the files are sample-major)."""
     file = np.load(GOLDEN / f"{name}.npz")
     prompts = {"batch_k2": 8, "batch_k4": 4}[name]
     arrays = {
@@ -66,7 +68,7 @@ def golden_rollouts(name: str = "batch_k2") -> tuple[Rollouts, dict[str, np.ndar
     ), arrays
 
 
-# The policy
+# Policy
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +92,7 @@ def test_logprobs_are_float32_and_zero_at_padding():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast_gives_float32_logprobs_and_rewards_near_those_of_float32(kind):
+def test_autocast_gives_float32_outputs_close_to_the_outputs_without_autocast(kind):
     batch, policy = tiny_rollouts(), Policy(tiny_lm(kind), 0.7, True)
     judge = RewardModel(tiny_classifier(kind), True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -107,7 +109,7 @@ def test_outputs_are_a_tuple_whose_tensors_zero3_finds():
     assert isinstance(found, tuple) and any(tensor is found.logprobs for tensor in found)
 
 
-def test_the_head_sees_real_response_positions_only():
+def test_the_head_computes_logits_only_at_real_response_positions():
     batch, model = tiny_rollouts(), tiny_lm()
     policy, rows = Policy(model, 0.7, True), []
     model.get_output_embeddings().register_forward_hook(
@@ -120,7 +122,7 @@ def test_the_head_sees_real_response_positions_only():
 @needs_golden
 @pytest.mark.parametrize("batch_name", ["batch_k2", "batch_k4"])
 @pytest.mark.parametrize(("model", "key"), [("old", "logprobs"), ("ref", "ref_logprobs")])
-def test_golden_logprobs(batch_name, model, key):
+def test_log_probs_match_the_golden_files(batch_name, model, key):
     batch, arrays = golden_rollouts(batch_name)
     policy = Policy(load_causal_lm(str(GOLDEN / "models" / model)), 0.7, shared_prefix=True)
     with torch.no_grad():
@@ -135,7 +137,7 @@ def test_golden_logprobs(batch_name, model, key):
     ("config", "scale"),
     [(GraniteConfig, {"logits_scaling": 4.0}), (CohereConfig, {"logit_scale": 0.25})],
 )
-def test_a_model_that_scales_its_logits_is_followed(config, scale, shared_prefix):
+def test_log_probs_apply_the_logit_scale_of_the_model(config, scale, shared_prefix):
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -182,17 +184,17 @@ def test_wrapping_changes_neither_state_dict_nor_tied_weights():
     assert torch.equal(model(torch.tensor([[5, 6, 7]])).logits, logits)
 
 
-# The reward model
+# Reward and value models
 
 
 def own_reward(model, prompt, response):
-    """Hugging Face's own forward over the sequence without padding."""
+    """Return the reward of the Hugging Face forward of the sequence without padding."""
     return model(input_ids=torch.cat([prompt, response])[None]).logits[0, 0]
 
 
 @pytest.mark.parametrize("shared_prefix", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rewards_are_those_of_the_classifiers_own_forward(kind, shared_prefix):
+def test_rewards_equal_the_forward_of_the_hugging_face_classifier(kind, shared_prefix):
     model, batch = tiny_classifier(kind), tiny_rollouts()
     with torch.no_grad():
         found = RewardModel(model, shared_prefix)(batch).rewards
@@ -210,7 +212,7 @@ def test_rewards_are_centred_by_the_offset_in_the_config():
 
 @pytest.mark.parametrize("shared_prefix", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_value_of_a_state_is_what_the_classifier_says_of_the_text_so_far(kind, shared_prefix):
+def test_the_value_of_a_state_is_the_classifier_output_for_the_text_so_far(kind, shared_prefix):
     model, batch = tiny_classifier(kind), tiny_rollouts()
     with torch.no_grad():
         values = ValueModel(model, shared_prefix)(batch).values
@@ -230,7 +232,7 @@ def test_the_last_value_of_a_reward_model_is_its_reward():
     torch.testing.assert_close(last, RewardModel(model, True)(batch).rewards)
 
 
-def test_an_actor_critic_gives_what_its_parts_give():
+def test_actor_critic_outputs_equal_the_outputs_of_actor_and_critic():
     actor, critic = Policy(tiny_lm(), 0.7, True), ValueModel(tiny_classifier(), True)
     batch, both = tiny_rollouts(), ActorCritic(actor, critic)
     torch.testing.assert_close(both(batch).logprobs, actor(batch).logprobs)
@@ -240,7 +242,7 @@ def test_an_actor_critic_gives_what_its_parts_give():
 
 @needs_golden
 @pytest.mark.parametrize("shared_prefix", [False, True])
-def test_golden_reward_model_equals_its_own_forward_on_the_padded_batch(shared_prefix):
+def test_golden_rewards_equal_the_hugging_face_forward_on_the_padded_batch(shared_prefix):
     batch, _ = golden_rollouts()
     model = load_reward_model(str(GOLDEN / "models" / "reward"))
     with torch.no_grad():
@@ -261,7 +263,7 @@ def test_golden_reward_model_equals_its_own_forward_on_the_padded_batch(shared_p
 
 @pytest.fixture
 def folder(tmp_path):
-    """A causal LM with its tokenizer."""
+    """Return a folder with a causal LM and its tokenizer."""
     save(tiny_lm(attention_dropout=0.1, hidden_dropout=0.1), tiny_tokenizer(), tmp_path)
     return str(tmp_path)
 
@@ -284,7 +286,7 @@ def test_dropout_is_off_also_in_training_mode(folder):
     assert all(m.p == 0 for m in policy.modules() if isinstance(m, torch.nn.Dropout))
 
 
-def test_the_dtype_is_the_one_asked_for(folder):
+def test_a_model_loads_with_the_requested_dtype(folder):
     assert load_causal_lm(folder).dtype == torch.float32
     assert load_causal_lm(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
 
@@ -305,7 +307,7 @@ def test_a_hub_name_that_cannot_be_reached_is_an_error(monkeypatch):
             load("nobody/nothing")
 
 
-def test_a_causal_lm_is_no_reward_model_and_a_classifier_no_policy(folder, tmp_path):
+def test_a_causal_lm_as_reward_model_and_a_classifier_as_policy_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"model.reward must .*score.weight"):
         load_reward_model(folder)
     tiny_classifier().save_pretrained(tmp_path / "reward")
@@ -322,7 +324,7 @@ def test_a_reward_model_with_two_labels_is_refused(tmp_path):
         load_reward_model(str(tmp_path))
 
 
-def test_a_new_reward_model_has_the_backbone_of_the_lm_and_a_drawn_head(tmp_path):
+def test_a_new_reward_model_has_the_backbone_of_the_lm_and_a_random_head(tmp_path):
     lm = tiny_lm(hidden_size=1024, num_hidden_layers=1)
     lm.save_pretrained(tmp_path)
     drawn = [
@@ -345,7 +347,7 @@ def test_a_tokenizer_pads_on_the_left(folder):
 
 
 @pytest.mark.parametrize("special", [{"eos_token": "<eos>"}, {"eos_token": "<eos>", "pad_token": "<eos>"}])
-def test_a_missing_pad_token_or_one_that_is_the_end_is_refused_until_another_is_named(special, tmp_path):
+def test_a_tokenizer_without_a_pad_token_different_from_eos_needs_model_pad_token(special, tmp_path):
     tiny_tokenizer(**special).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model.pad_token must be set .*set model.pad_token to"):
         load_tokenizer(str(tmp_path))
@@ -363,10 +365,10 @@ def test_a_tokenizer_may_be_smaller_than_the_model_but_not_larger():
         check_vocabulary(tiny_lm(), tiny_tokenizer(words=VOCABULARY - 2))
 
 
-# What is made here
+# Nano models
 
 
-def test_a_nano_model_has_the_size_and_tokens_asked_for():
+def test_a_nano_model_has_the_configured_size_and_special_tokens():
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
     model = new_nano(NanoConfig(name="pythia", hidden_size=64, layers=3, heads=2, context=128), tokenizer)
@@ -376,20 +378,20 @@ def test_a_nano_model_has_the_size_and_tokens_asked_for():
     assert (config.pad_token_id, config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
     assert model.dtype == torch.float32 and config.hidden_dropout == 0
     logits = model(torch.arange(2, 20)[None]).logits
-    assert 0.7 < logits.std() < 1.4  # head and states of unit scale: the first loss is near log V + 1 / 2
+    assert 0.7 < logits.std() < 1.4  # unit scale, so that the first loss is near log V + 1 / 2
 
 
-# Before torch
+# Checks of model folders
 
 
-def test_a_folder_is_told_from_a_hub_name(tmp_path, monkeypatch):
+def test_a_local_folder_is_distinguished_from_a_hub_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     assert is_local("mine") and is_local("./x") and is_local("/x/y") and is_local("a/b/c") and is_local("~/x")
     assert not is_local("gpt2") and not is_local("EleutherAI/pythia-410m-deduped")
 
 
-def test_the_problem_of_a_model_folder_is_named(folder, tmp_path):
+def test_problems_of_a_model_folder_are_reported(folder, tmp_path):
     assert folder_problem("model.policy", folder) is None
     assert folder_problem("model.policy", "EleutherAI/pythia-410m") is None
     assert "model.policy must" in folder_problem("model.policy", "./nowhere")

@@ -1,4 +1,4 @@
-"""Weights that lie transposed: the same model, read faster."""
+"""Linear weights that are stored transposed in memory: values, results, saving and resuming."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def narrowing(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_layers_that_narrow_lie_transposed_and_nothing_else_changes(kind):
+def test_only_weights_with_more_inputs_than_outputs_are_stored_transposed(kind):
     model, plain = place(tiny_lm(kind), CPU), tiny_lm(kind)
     assert narrowing(model) and all(layer.weight.t().is_contiguous() for layer in narrowing(model))
     turned = {id(layer.weight) for layer in narrowing(model)}
@@ -33,7 +33,7 @@ def test_weights_of_layers_that_narrow_lie_transposed_and_nothing_else_changes(k
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_a_model_whose_weights_lie_transposed_is_saved_as_any_other(tmp_path):
+def test_a_model_with_transposed_weights_is_saved_with_contiguous_weights(tmp_path):
     model = place(tiny_lm(), CPU)
     save(model, tiny_tokenizer(), tmp_path)
     loaded = load_causal_lm(str(tmp_path))
@@ -42,7 +42,7 @@ def test_a_model_whose_weights_lie_transposed_is_saved_as_any_other(tmp_path):
         assert torch.equal(found, expected)
 
 
-def test_moments_written_where_weights_lay_otherwise_are_taken_up_rightly(tmp_path):
+def test_optimizer_moments_saved_with_another_memory_layout_are_loaded_correctly(tmp_path):
     one, other, objective = engine_of(), engine_of(), OnlineDPO(DPOConfig())
     batch = objective.credit(one.annotate(scored(), objective.needs))
     one.tokenizer = other.tokenizer = tiny_tokenizer()

@@ -1,3 +1,5 @@
+"""The forward that encodes a prompt once for all its samples, and gradient checkpointing of blocks."""
+
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -38,7 +40,7 @@ def gradients(model, loss):
 
 
 def kept_bytes(model, forward):
-    """Bytes that `forward` keeps for the backward pass beside the model's parameters, each tensor once."""
+    """Return the bytes saved for the backward pass, without parameters; each storage counts once."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -69,7 +71,7 @@ def test_shared_prefix_equals_the_plain_forward_in_value_and_gradient(kind, samp
 
 @pytest.mark.parametrize("shared_prefix", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_are_those_of_each_sequence_alone_without_padding(kind, shared_prefix):
+def test_hidden_states_equal_the_forward_of_each_sequence_without_padding(kind, shared_prefix):
     model, batch = tiny_lm(kind), tiny_rollouts()
     with torch.no_grad():
         found = states(model, batch, shared_prefix, last=True)
@@ -81,7 +83,7 @@ def test_states_are_those_of_each_sequence_alone_without_padding(kind, shared_pr
 
 
 @pytest.mark.parametrize("shared_prefix", [False, True])
-def test_without_last_the_state_after_the_last_token_is_left_out(shared_prefix):
+def test_the_state_after_the_last_token_is_returned_only_with_last(shared_prefix):
     model, batch = tiny_lm(), tiny_rollouts()
     with torch.no_grad():
         longer = states(model, batch, shared_prefix, last=True)
@@ -93,7 +95,7 @@ def test_without_last_the_state_after_the_last_token_is_left_out(shared_prefix):
 
 @pytest.mark.parametrize("shared_prefix", [False, True])
 @pytest.mark.parametrize("content", [0, -100, 10**6])
-def test_what_padding_holds_has_no_influence(shared_prefix, content):
+def test_token_ids_at_padding_have_no_influence(shared_prefix, content):
     policy, batch = Policy(tiny_lm(), 0.7, shared_prefix), tiny_rollouts()
     expected = policy(batch).logprobs
     batch.prompt_ids = batch.prompt_ids.masked_fill(~batch.prompt_mask, content)
@@ -136,7 +138,8 @@ def test_the_prompt_is_encoded_once_for_its_samples():
     )
     states(model, batch, shared_prefix=True)
     n, p = batch.prompt_ids.shape
-    assert tokens == [n * (p - 1), n * 4 * batch.response_ids.shape[-1]]  # the last goes with the responses
+    # The last token of each prompt is encoded in the pass of the responses.
+    assert tokens == [n * (p - 1), n * 4 * batch.response_ids.shape[-1]]
 
 
 @pytest.mark.parametrize(
@@ -144,16 +147,16 @@ def test_the_prompt_is_encoded_once_for_its_samples():
     [(1024, 2, 12_000, True), (1024, 2, 11_000, False), (1024, 4, 4000, True), (4096, 2, 800, True)]
     + [(4096, 1, 10**6, False)],
 )
-def test_on_a_gpu_a_prompt_has_a_pass_of_its_own_where_that_spares_enough(hidden, samples, tokens, apart):
+def test_a_gpu_encodes_prompts_separately_only_if_that_saves_enough_work(hidden, samples, tokens, apart):
     def decided(gpu: bool, whole: bool = False) -> bool:
         return sharing_rules.prompt_apart(samples, tokens, layers=2, hidden=hidden, gpu=gpu, whole=whole)
 
     assert decided(gpu=True) == apart and decided(gpu=False)
-    assert decided(gpu=True, whole=True) == (samples > 1), "on all ranks alike"
+    assert decided(gpu=True, whole=True) == (samples > 1), "all ranks decide the same"
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_a_row_without_a_prompt_is_no_error_and_changes_no_other(samples):
+def test_a_row_without_a_prompt_is_no_error_and_changes_no_other_row(samples):
     model, batch = tiny_lm(), tiny_rollouts(prompts=3, samples=samples)
     expected = states(model, batch, shared_prefix=False)
     empty = replace(batch, prompt_mask=batch.prompt_mask & torch.tensor([[True], [False], [True]]))
@@ -164,7 +167,7 @@ def test_a_row_without_a_prompt_is_no_error_and_changes_no_other(samples):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_last_block_makes_no_more_of_a_prompt_than_keys_and_values(kind, autocast):
+def test_the_last_block_computes_only_keys_and_values_of_a_prompt(kind, autocast):
     batch, found, runs = tiny_rollouts(samples=4), {}, []
     for whole in (False, True):
         policy = Policy(tiny_lm(kind), 0.7, shared_prefix=True)
@@ -187,7 +190,7 @@ def blocks(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_samples_that_share_a_row_do_not_see_each_other(kind, monkeypatch):
+def test_samples_that_share_a_row_do_not_attend_to_each_other(kind, monkeypatch):
     batch, found = tiny_rollouts(samples=4), []
     for group in (1, 2, 4):
         monkeypatch.setattr(forward, "samples_per_row", lambda *_, group=group: group)
@@ -208,7 +211,7 @@ def test_samples_that_share_a_row_do_not_see_each_other(kind, monkeypatch):
     ("samples", "prompt", "response", "group"),
     [(4, 24, 48, 1), (2, 384, 53, 2), (4, 256, 53, 2), (4, 640, 53, 4), (6, 600, 50, 3), (1, 999, 1, 1)],
 )
-def test_samples_share_a_row_while_that_adds_a_quarter_of_the_keys_at_most(samples, prompt, response, group):
+def test_samples_share_a_row_if_that_adds_at_most_a_quarter_of_the_keys(samples, prompt, response, group):
     model = tiny_lm()
     assert forward.samples_per_row(model.base_model, samples, prompt, response) == group
     planned = Tokens(prompts=3, samples=samples, prompt=prompt + 1, response=response)
@@ -218,7 +221,7 @@ def test_samples_share_a_row_while_that_adds_a_quarter_of_the_keys_at_most(sampl
 
 
 @pytest.mark.parametrize("samples", [1, 2])
-def test_prompts_of_one_token_have_nothing_to_share(samples):
+def test_prefix_sharing_has_no_effect_for_prompts_of_one_token(samples):
     batch = tiny_rollouts(samples=samples)
     batch.prompt_ids, batch.prompt_mask = batch.prompt_ids[:, -1:], batch.prompt_mask[:, -1:]
     with torch.no_grad():
@@ -226,7 +229,7 @@ def test_prompts_of_one_token_have_nothing_to_share(samples):
     assert torch.equal(one, other)
 
 
-def test_positions_count_real_tokens_before():
+def test_positions_count_the_real_tokens_before_each_token():
     mask = torch.tensor([[False, False, True, True, True, False]])
     assert positions(mask).tolist() == [[0, 0, 0, 1, 2, 3]]
 
@@ -276,7 +279,7 @@ def test_checkpointed_blocks_give_the_same_log_probs_and_gradients_bit_for_bit(
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
 @pytest.mark.parametrize("shared_prefix", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpointed_blocks_keep_a_fraction_for_the_backward_pass(kind, shared_prefix, rank):
+def test_checkpointed_blocks_save_less_than_a_quarter_for_the_backward_pass(kind, shared_prefix, rank):
     batch, layers = tiny_rollouts(samples=4), 6
     model = tiny_lm(kind, num_hidden_layers=layers)
     policy = Policy(model, 0.7, shared_prefix)
@@ -285,7 +288,7 @@ def test_checkpointed_blocks_keep_a_fraction_for_the_backward_pass(kind, shared_
     before = kept_bytes(model, lambda: policy(batch).logprobs)
     checkpoint_blocks(model)
     after = kept_bytes(model, lambda: policy(batch).logprobs)
-    config = model.config  # the keys and values of prompts, which the cache keeps
+    config = model.config  # gives the size of the cached keys and values of prompts
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     cache = (
         layers * 2 * batch.prompt_ids.numel() * heads * config.hidden_size // config.num_attention_heads * 4
@@ -293,14 +296,16 @@ def test_checkpointed_blocks_keep_a_fraction_for_the_backward_pass(kind, shared_
     assert after + cache * shared_prefix < before / 4
 
 
-def test_a_block_that_is_run_again_leaves_the_cache_of_the_prompt_as_it_is():
+def test_recomputing_a_block_does_not_change_the_cache_of_the_prompt():
     layer, first, again = PromptLayer(), torch.ones(2, 3, 4, 8), torch.zeros(2, 3, 4, 8)
     layer.update(first, first)
     assert layer.update(again, again)[0] is again
-    assert layer.keys is first and layer.values is first, "else the second graph lives on with the cache"
+    assert layer.keys is first and layer.values is first, (
+        "otherwise the cache keeps the graph of the recomputation alive"
+    )
 
 
-def test_a_checkpointed_model_generates_and_infers_as_before():
+def test_checkpointing_does_not_change_generation_and_inference():
     model, batch = tiny_lm(), tiny_rollouts()
     ids = batch.prompt_ids[:1]
     with torch.no_grad():
@@ -310,7 +315,7 @@ def test_a_checkpointed_model_generates_and_infers_as_before():
         assert torch.equal(model.generate(ids, max_new_tokens=5), responses)
 
 
-def test_a_model_whose_blocks_nobody_knows_is_refused_with_the_remedy():
+def test_checkpointing_a_model_with_unknown_blocks_is_refused_with_the_remedy():
     model = tiny_lm()
     del model.base_model.layers[:]
     with pytest.raises(UserError, match="set model.gradient_checkpointing=false"):

@@ -1,4 +1,4 @@
-"""Advantages that can be worked out by hand."""
+"""Tests of advantages against values computed by hand."""
 
 import math
 
@@ -18,7 +18,7 @@ def test_leave_one_out_compares_with_the_mean_of_the_others():
     torch.testing.assert_close(found, torch.tensor([[4.0, 0.0, -4.0, 0.0]]))
 
 
-def test_a_group_is_divided_by_its_unbiased_deviation_or_by_that_of_the_batch_or_not_at_all():
+def test_rewards_are_scaled_by_the_deviation_of_the_group_or_the_batch_or_not_scaled():
     rewards = torch.tensor([[1.0, 3.0], [0.0, 10.0]])
     torch.testing.assert_close(group_centred(rewards, Scale.none), torch.tensor([[-1.0, 1.0], [-5.0, 5.0]]))
     deviation = math.sqrt(2) + 1e-4
@@ -32,7 +32,7 @@ def test_a_group_is_divided_by_its_unbiased_deviation_or_by_that_of_the_batch_or
 
 @pytest.mark.parametrize("samples", [2, 3, 7])
 def test_a_tied_group_has_advantage_exactly_0(samples):
-    rewards = torch.full((1, samples), 0.3)  # whose mean is not 0.3 in float32 for some K
+    rewards = torch.full((1, samples), 0.3)  # for some K, the mean in float32 is not 0.3
     assert not leave_one_out(rewards).any()
     assert not any(group_centred(rewards, scale).any() for scale in Scale)
 

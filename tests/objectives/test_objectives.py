@@ -1,4 +1,4 @@
-"""Facts about the objectives that can be derived by hand."""
+"""Tests of the objectives against values derived by hand."""
 
 import math
 
@@ -15,7 +15,7 @@ from rlhf.objectives.sft import SFT
 
 
 def batch_of(scores, logprobs=None, ref=None, lengths=None) -> Batch:
-    """A batch with the given scores [N, K]; log-probs are of two tokens a response."""
+    """Return a batch with the given scores [N, K] and two tokens per response."""
     scores = torch.tensor(scores, dtype=torch.float32)
     N, K = scores.shape
     mask = torch.ones(N, K, 2, dtype=torch.bool)
@@ -55,7 +55,7 @@ def test_ipo_loss_is_zero_when_the_margin_is_one_over_two_beta():
     assert loss["policy"].item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_margin_is_of_summed_logprobs():
+def test_the_margin_uses_summed_logprobs():
     logprobs = torch.tensor([[[-1.0, -1.0], [-3.0, -4.0]]])
     loss, figures = OnlineDPO(DPOConfig(beta=0.1)).loss(forward_of(logprobs), batch_of([[1, 0]]))
     assert loss["policy"].item() == pytest.approx(-math.log(1 / (1 + math.exp(-0.1 * 5))))
@@ -76,7 +76,9 @@ def test_a_tied_prompt_has_no_signal_unless_ties_are_kept():
     assert dropped.credit(batch).signal.tolist() == [False, True]
     assert dropped.count(dropped.credit(batch)) == {"policy": 1}
     assert kept.count(kept.credit(batch)) == {"policy": 2}
-    assert kept.credit(batch).response_ids[0, :, 0].tolist() == [0, 2], "a kept tie compares two responses"
+    assert kept.credit(batch).response_ids[0, :, 0].tolist() == [0, 2], (
+        "a kept tie compares two different responses"
+    )
 
 
 def test_best_of_k_imitates_the_best_and_skips_ties():
@@ -114,10 +116,10 @@ def test_the_length_normalised_margin_is_a_difference_of_means():
     loss, figures = objective.loss(forward_of(logprobs), batch_of([[1, 0]], lengths=[[2, 1]]))
     assert figures["rewards/margins"].value() == pytest.approx(0.1 * (-1 + 3))
     assert loss["policy"].item() == pytest.approx(math.log(1 + math.exp(-0.2)))
-    assert figures["logps/chosen"].value() == -2, "the log-probs stay sums"
+    assert figures["logps/chosen"].value() == -2, "the reported log-probs are sums"
 
 
-def test_the_kl_in_the_metrics_is_of_the_sampler_against_the_reference():
+def test_the_kl_in_the_metrics_compares_the_sampler_with_the_reference():
     sampled = torch.full((1, 2, 2), -1.0)
     batch = batch_of([[1, 0]], logprobs=sampled, ref=torch.full((1, 2, 2), -1.5))
     figures = OnlineDPO(DPOConfig(beta=0.1)).describe(batch)
@@ -128,7 +130,7 @@ def test_the_kl_in_the_metrics_is_of_the_sampler_against_the_reference():
     assert figures["objective/scores_margin"].value() == pytest.approx(1.0)
 
 
-def test_drift_is_nothing_where_sampler_and_trainer_agree_and_ignores_padding():
+def test_drift_is_zero_if_sampler_and_trainer_agree_and_ignores_padding():
     sampled = -torch.rand(1, 2, 2)
     batch = batch_of([[1, 0]], logprobs=sampled, lengths=[[1, 1]])
     now = sampled.clone()
@@ -144,7 +146,7 @@ def test_drift_is_nothing_where_sampler_and_trainer_agree_and_ignores_padding():
     }
 
 
-def test_drift_compares_with_the_trainer_before_the_update_where_that_is_known():
+def test_drift_uses_the_old_logprobs_if_the_batch_has_them():
     sampled = torch.full((1, 1, 2), -2.0)
     batch = batch_of([[1]], logprobs=sampled)
     batch.old_logprobs = torch.full((1, 1, 2), -1.0)

@@ -1,4 +1,4 @@
-"""Facts about the policy-gradient objectives that can be derived by hand."""
+"""Tests of the policy-gradient objectives against values derived by hand."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ from rlhf.objectives.objective import Objective
 
 PLAIN = {"kl_coef": 0.0}
 GROUPS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
-SAMPLED = ("ppo", "rloo", *GROUPS)  # those that take ratios
+SAMPLED = ("ppo", "rloo", *GROUPS)  # objectives that use importance ratios
 
 
 def objective_of(name: str, **settings) -> Objective:
@@ -37,7 +37,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def batch_of(scores, lengths=None, **fields) -> Batch:
-    """A batch of responses of three tokens, or of `lengths` [N, K], all sampled with log-prob -1 a token."""
+    """Return a batch of responses with three or `lengths` [N, K] tokens, each sampled with log-prob -1."""
     scores = torch.as_tensor(scores, dtype=torch.float32)
     N, K = scores.shape
     T = 3
@@ -62,7 +62,10 @@ def batch_of(scores, lengths=None, **fields) -> Batch:
 
 
 def step(objective, batch, logprobs=None):
-    """Loss as the engine makes it, its gradient in the log-probs, and figures; by default at ratio 1."""
+    """Return the loss as the engine computes it, its gradient with respect to the log-probs, and the metrics.
+
+    By default `logprobs` are the old or else the sampled log-probs, so that all ratios are 1.
+    """
     if logprobs is None:
         logprobs = batch.behaviour_logprobs if batch.old_logprobs is None else batch.old_logprobs
     logprobs = logprobs.clone().requires_grad_()
@@ -78,7 +81,7 @@ LENGTHS = [[3, 1, 2], [2, 3, 3]]
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_with_ratio_1_the_gradient_is_that_of_reinforce_with_the_same_advantages(name):
+def test_the_gradient_at_ratio_1_equals_reinforce_with_the_same_advantages(name):
     objective = objective_of(name, **PLAIN)
     batch = objective.credit(batch_of(SCORES, LENGTHS))
     _, gradient, _ = step(objective, batch)
@@ -98,7 +101,7 @@ def test_with_ratio_1_the_gradient_is_that_of_reinforce_with_the_same_advantages
 
 
 @pytest.mark.parametrize("name", ["rloo", *GROUPS])
-def test_groups_that_are_all_tied_give_no_gradient_and_say_so(name):
+def test_tied_groups_give_no_gradient_and_a_tie_rate_of_1(name):
     objective = objective_of(name, **PLAIN)
     batch = batch_of([[0.3, 0.3, 0.3], [2.0, 2.0, 2.0]])
     assert objective.describe(batch)["objective/tie_rate"].value() == 1
@@ -107,7 +110,7 @@ def test_groups_that_are_all_tied_give_no_gradient_and_say_so(name):
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_at_the_first_step_on_policy_nothing_is_clipped_and_the_ratio_is_1(name):
+def test_the_first_on_policy_step_has_ratio_1_and_no_clipping(name):
     objective = objective_of(name)
     _, _, figures = step(objective, objective.credit(batch_of(SCORES, LENGTHS)))
     for figure, expected in {"ratio": 1, "clipfrac": 0, "approxkl": 0}.items():
@@ -116,18 +119,16 @@ def test_at_the_first_step_on_policy_nothing_is_clipped_and_the_ratio_is_1(name)
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_a_sampler_that_disagrees_with_the_trainer_shows_in_the_ratio_of_the_first_step(name):
+def test_the_ratio_of_the_first_step_shows_a_mismatch_of_sampler_and_trainer(name):
     objective = objective_of(name)
     batch = objective.credit(batch_of(SCORES))
     _, _, figures = step(objective, batch, batch.behaviour_logprobs + 0.1)
     assert figures["policy/ratio"] > 1.05
     assert figures["mismatch/max_ratio"] == pytest.approx(math.exp(0.1))
-    assert figures["policy/clipfrac"] == 0, (
-        "clipping is towards the trainer before the update, which is itself"
-    )
+    assert figures["policy/clipfrac"] == 0, "without old log-probs, clipping compares the policy with itself"
 
 
-def test_rloo_takes_the_ratio_of_the_whole_response_and_clips_it():
+def test_rloo_clips_the_ratio_of_the_whole_response():
     objective = objective_of("rloo", **PLAIN)
     batch = objective.credit(batch_of([[1.0, 0.0]]))
     batch.old_logprobs = batch.behaviour_logprobs
@@ -141,7 +142,7 @@ def test_rloo_takes_the_ratio_of_the_whole_response_and_clips_it():
     assert figures["policy/clipfrac"] == 0.5
 
 
-def test_plain_rloo_is_minus_advantage_times_the_log_prob_of_the_response():
+def test_rloo_with_reinforce_loss_is_minus_advantage_times_response_logprob():
     objective = objective_of("rloo", loss_type=RLOOLoss.reinforce, **PLAIN)
     batch = objective.credit(batch_of([[1.0, 0.0]], lengths=[[3, 1]]))
     logprobs = torch.tensor([[[-1.0, -2.0, -3.0], [-4.0, 0, 0]]])
@@ -156,12 +157,12 @@ def test_rloo_subtracts_the_kl_of_the_trainer_before_the_update_from_the_reward(
         0.5,
         -0.5,
     ]
-    old = torch.tensor([[[-1.0, -1, -1], [-2.0, -1, -1]]])  # what the trainer now says of the same tokens
+    old = torch.tensor([[[-1.0, -1, -1], [-2.0, -1, -1]]])  # the trainer's log-probs of the same tokens
     batch = objective.credit(batch_of([[0.0, 0.0]], ref_logprobs=ref, old_logprobs=old))
     assert not batch.advantages.any()
 
 
-def test_gspo_takes_the_geometric_mean_of_the_ratios_of_a_response():
+def test_gspo_uses_the_geometric_mean_of_the_token_ratios_of_a_response():
     objective = objective_of("gspo", clip_low=0.9, clip_high=9.0)
     batch = objective.credit(batch_of([[1.0, 0.0]], lengths=[[3, 2]]))
     batch.old_logprobs = batch.behaviour_logprobs
@@ -181,7 +182,7 @@ def test_gspo_clips_whole_responses():
     assert not gradient[0, 0].any() and gradient[0, 1].all()
 
 
-def test_grpo_weighs_responses_alike_dapo_tokens_and_dr_grpo_divides_by_what_was_allowed():
+def test_grpo_averages_over_responses_dapo_over_tokens_and_dr_grpo_over_allowed_tokens():
     batch = batch_of([[1.0, 0.0]], lengths=[[3, 1]])
     gradients = {}
     for name in ("grpo", "dapo", "dr_grpo"):
@@ -197,7 +198,7 @@ def test_grpo_weighs_responses_alike_dapo_tokens_and_dr_grpo_divides_by_what_was
         torch.testing.assert_close(gradients[name], expected)
 
 
-def test_dapo_leaves_more_room_upwards():
+def test_dapo_clips_increases_later_than_decreases():
     objective = objective_of("dapo")
     batch = objective.credit(batch_of([[1.0, 0.0]]))
     batch.old_logprobs = batch.behaviour_logprobs
@@ -206,7 +207,7 @@ def test_dapo_leaves_more_room_upwards():
         assert figures["policy/clipfrac"] == clipped, ratio
 
 
-def test_cispo_keeps_the_gradient_of_a_token_whose_weight_is_cut_off():
+def test_cispo_keeps_the_gradient_of_a_token_whose_weight_is_clipped():
     objective = objective_of("cispo")
     batch = objective.credit(batch_of([[1.0, 0.0]]))
     batch.old_logprobs = batch.behaviour_logprobs
@@ -219,20 +220,22 @@ def test_cispo_keeps_the_gradient_of_a_token_whose_weight_is_cut_off():
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_dropped_ties_leave_the_mean_and_kept_ones_count(name):
+def test_dropped_ties_are_excluded_from_the_count_and_kept_ties_are_included(name):
     batch = batch_of([[1.0, 0.0], [2.0, 2.0]], lengths=[[3, 2], [1, 1]])
     kept, dropped = objective_of(name, **PLAIN), objective_of(name, ties=Ties.drop, **PLAIN)
     assert dropped.credit(batch).signal.tolist() == [True, False]
-    assert kept.credit(batch).signal.tolist() == [True, False], "what has no gradient needs no forward"
-    assert objective_of(name, kl_coef=0.1).credit(batch).signal is None, "but the KL is of every prompt"
+    assert kept.credit(batch).signal.tolist() == [True, False], "a prompt without gradient needs no forward"
+    assert objective_of(name, kl_coef=0.1).credit(batch).signal is None, (
+        "with a KL term, every prompt needs a forward"
+    )
     alone = kept.credit(batch).select(torch.tensor([0]))
     assert dropped.count(dropped.credit(batch)) == kept.count(alone)
     assert kept.count(kept.credit(batch))["policy"] > kept.count(alone)["policy"]
 
 
 @pytest.mark.parametrize("estimator", KLEstimator)
-def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_on_average(estimator):
-    """Over all actions of a small policy, weighted by it: sum of p * d(u k) = dKL, whatever the estimator."""
+def test_the_kl_in_the_loss_has_on_average_the_gradient_of_the_kl(estimator):
+    """For every estimator k, the sum of p * d(u k) over all actions is dKL; p is the policy, u the ratio."""
     logits = draw(5).requires_grad_()
     reference = draw(5, seed=1).log_softmax(-1)
     kl = (logits.softmax(-1) * (logits.log_softmax(-1) - reference)).sum()
@@ -251,7 +254,7 @@ def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_on_average(estimator):
     torch.testing.assert_close(found, exact)
 
 
-def test_the_kl_in_the_loss_is_what_the_coefficient_times_the_estimate_says():
+def test_the_kl_in_the_loss_is_the_coefficient_times_the_estimate():
     batch = batch_of([[1.0, 1.0]], ref_logprobs=torch.full((1, 2, 3), -1.5))
     objective = objective_of("dapo", kl_coef=0.1, kl_estimator=KLEstimator.k3)
     loss, _, _ = step(objective, objective.credit(batch))
@@ -282,14 +285,16 @@ def test_scores_are_normalised_over_the_batch_then_clipped():
     mean, std = 3.0, torch.tensor([0.0, 1, 2, 9]).std().item()
     assert found.flatten().tolist() == pytest.approx([-3 / std, -2 / std, -1 / std, 1.0])
     assert mean == batch.scores.mean().item()
-    assert objective.describe(batch)["objective/scores"].value() == 3, "the metric is of the scores as given"
+    assert objective.describe(batch)["objective/scores"].value() == 3, (
+        "the metric is computed from the original scores"
+    )
 
 
 # -- corrections -----------------------------------------------------------------------------------
 
 
 def stale(name, correction) -> tuple[Objective, Batch]:
-    """A batch whose first token the trainer finds three times as likely as the sampler did."""
+    """Return an objective and a batch. The trainer finds first tokens 3 times as likely as the sampler."""
     objective = objective_of(name, correction=correction, **PLAIN)
     batch = batch_of([[1.0, 0.0]])
     batch.old_logprobs = batch.behaviour_logprobs.clone()
@@ -298,14 +303,14 @@ def stale(name, correction) -> tuple[Objective, Batch]:
 
 
 def relative(name, kind, level=Level.token, **settings) -> torch.Tensor:
-    """How the correction changes the gradient of each token of the first response."""
+    """Return the factor by which the correction changes the gradient of each token of the first response."""
     objective, batch = stale(name, CorrectionConfig(kind=kind, level=level, **settings))
     plain, _ = stale(name, CorrectionConfig())
     return (step(objective, batch)[1] / step(plain, batch)[1])[0, 0]
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "dr_grpo", "dapo", "cispo"])
-def test_token_weights_are_truncated_masked_or_taken_as_they_are(name):
+def test_token_weights_are_truncated_masked_or_unchanged(name):
     found = {kind: relative(name, kind).tolist() for kind in CorrectionKind}
     assert found[CorrectionKind.none] == pytest.approx([1, 1, 1])
     assert found[CorrectionKind.truncate] == pytest.approx([2, 1, 1])
@@ -330,7 +335,7 @@ def test_decoupled_ppo_clips_towards_the_trainer_and_weighs_by_trainer_over_samp
     assert not gradient[0, 0].any()
 
 
-def test_corrections_carry_no_gradient_and_do_nothing_on_policy():
+def test_corrections_do_not_change_the_gradient_on_policy():
     for kind in CorrectionKind:
         objective = objective_of("grpo", correction=CorrectionConfig(kind=kind), **PLAIN)
         plain = objective_of("grpo", **PLAIN)
@@ -338,7 +343,7 @@ def test_corrections_carry_no_gradient_and_do_nothing_on_policy():
         torch.testing.assert_close(step(objective, batch)[1], step(plain, batch)[1])
 
 
-def test_mismatch_figures_are_of_the_trainer_before_the_update_against_the_sampler():
+def test_mismatch_figures_compare_the_old_logprobs_with_the_sampler():
     objective, batch = stale("grpo", CorrectionConfig())
     _, _, figures = step(objective, batch, batch.old_logprobs - 0.5)
     weights = torch.tensor([3.0, 1.0, 1.0])
@@ -347,14 +352,16 @@ def test_mismatch_figures_are_of_the_trainer_before_the_update_against_the_sampl
     assert figures["mismatch/ess"] == pytest.approx((weights.sum() ** 2 / 3 / weights.square().sum()).item())
 
 
-def test_what_a_correction_changed_is_counted():
+def test_corrections_report_the_share_of_changed_tokens():
     for kind, name in ((CorrectionKind.truncate, "truncated"), (CorrectionKind.mask, "masked")):
         objective, batch = stale("grpo", CorrectionConfig(kind=kind))
         assert step(objective, batch)[2][f"correction/{name}"] == pytest.approx(1 / 3)
 
 
-def test_an_objective_asks_for_the_trainer_before_the_update_only_where_it_reads_it():
-    assert "old_logprobs" in objective_of("rloo").needs, "its reward holds the KL of that policy"
+def test_an_objective_needs_old_logprobs_only_if_it_reads_them():
+    assert "old_logprobs" in objective_of("rloo").needs, (
+        "the reward of rloo contains the KL of the policy before the update"
+    )
     assert "old_logprobs" not in objective_of("rloo", kl_coef=0.0).needs
     assert "old_logprobs" not in objective_of("grpo").needs
     for name in SAMPLED:

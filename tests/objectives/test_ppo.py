@@ -1,4 +1,4 @@
-"""PPO: where rewards land, which states have a value, and the value model's loss."""
+"""Tests of PPO: rewards of tokens, states with a value, the value loss and the KL coefficient."""
 
 from dataclasses import replace
 
@@ -18,15 +18,15 @@ def credited(batch, **settings):
     return objective, objective.credit(batch)
 
 
-def test_the_score_is_the_reward_of_the_state_after_the_end_or_of_the_last_token_where_none_is_left():
+def test_the_score_rewards_the_end_state_or_the_last_token_of_a_response_of_full_length():
     values = torch.zeros(1, 2, 4)
     _, batch = credited(batch_of([[5.0, 7.0]], lengths=[[2, 3]], values=values), lam=0.0)
-    # one-step errors: without values, the reward alone
+    # if lambda and all values are 0, the return of a state is its reward
     assert batch.returns.tolist() == [[[0, 0, 5, 0], [0, 0, 7, 0]]]
     assert batch.value_mask.tolist() == [[[True, True, True, False], [True, True, True, False]]]
 
 
-def test_the_last_token_gets_the_score_where_the_end_is_no_state_of_its_own():
+def test_without_an_end_state_the_score_rewards_the_last_token():
     values = torch.zeros(1, 2, 4)
     _, batch = credited(batch_of([[5.0, 7.0]], [[2, 3]], values=values), lam=0.0, end_state=False)
     assert batch.returns.tolist() == [[[0, 5, 0, 0], [0, 0, 7, 0]]]
@@ -41,14 +41,14 @@ def test_with_lambda_1_advantages_are_the_score_minus_the_value():
     torch.testing.assert_close(done.returns, torch.tensor([[[5.0], [7.0]]]) * done.value_mask)
 
 
-def test_each_token_pays_for_its_own_kl():
+def test_each_token_is_penalised_by_its_own_kl():
     ref = torch.tensor([[[-2.0, -1.0, -3.0]]])  # KL of the tokens: 1, 0, 2
     values = torch.zeros(1, 1, 4)
     _, batch = credited(batch_of([[5.0]], ref_logprobs=ref, values=values), kl_coef=0.5, lam=0.0)
     assert batch.advantages.tolist() == [[[-0.5, 0.0, 5 - 1.0]]]
 
 
-def test_values_beyond_the_end_have_no_influence():
+def test_values_after_the_end_of_a_response_have_no_effect():
     batch = batch_of([[5.0, 7.0]], lengths=[[1, 2]])
     _, done = credited(batch, lam=0.95)
     _, same = credited(replace(batch, values=torch.where(done.value_mask, batch.values, 99.0)), lam=0.95)
@@ -66,7 +66,7 @@ def test_advantages_are_whitened_over_response_tokens_and_returns_are_not():
 def test_whitened_rewards_keep_their_mean():
     values = torch.zeros(2, 1, 4)
     _, batch = credited(batch_of([[6.0], [12.0]], [[3], [3]], values=values), lam=0.0, whiten_rewards=True)
-    rewards = batch.returns[batch.value_mask]  # without values and lambda, the rewards
+    rewards = batch.returns[batch.value_mask]  # if lambda and all values are 0, returns are rewards
     assert rewards.mean().item() == pytest.approx(3) and rewards.std().item() == pytest.approx(1)
 
 
@@ -88,7 +88,7 @@ def test_the_value_loss_is_half_the_squared_error_over_states():
     assert PPO(PPOConfig()).count(batch)["value"] == 6
 
 
-def test_a_value_that_went_further_than_allowed_has_no_gradient():
+def test_a_value_beyond_the_clip_range_has_no_gradient():
     _, batch = credited(batch_of([[5.0]]))
     loss, gradient, figures = value_step(batch.values + 0.5, batch, clip_value=0.2)  # towards the return
     near = (batch.values + 0.2 - batch.returns)[batch.value_mask]
@@ -96,10 +96,10 @@ def test_a_value_that_went_further_than_allowed_has_no_gradient():
     assert not gradient.any()
     assert figures["value/clipfrac"].value() == 1
     away, gradient, _ = value_step(batch.values - 0.5, batch, clip_value=0.2)
-    assert gradient[batch.value_mask].all(), "going away from the return is punished in full"
+    assert gradient[batch.value_mask].all(), "a value that moves away from the return is not clipped"
 
 
-def test_an_adaptive_coefficient_moves_towards_its_target_and_is_kept():
+def test_an_adaptive_kl_coefficient_moves_towards_its_target_and_is_saved():
     objective = PPO(PPOConfig(kl_coef=0.1, kl_target=1.0, kl_horizon=100))
     far = batch_of(draw(4, 5), ref_logprobs=torch.full((4, 5, 3), -3.0))  # KL of a response: 6
     objective.credit(far)
@@ -114,7 +114,7 @@ def test_an_adaptive_coefficient_moves_towards_its_target_and_is_kept():
     assert objective.kl_coef == pytest.approx(before * (1 - 0.2 * 20 / 100))
 
 
-def test_an_adaptive_coefficient_acts_in_the_loss_too():
+def test_an_adaptive_kl_coefficient_also_applies_in_the_loss():
     settings = {"kl_coef": 0.1, "kl_in": KLIn.loss, "kl_horizon": 10, "whiten_advantages": False}
     losses = []
     for target in (None, 1.0):
@@ -125,12 +125,12 @@ def test_an_adaptive_coefficient_acts_in_the_loss_too():
     assert losses[1] == pytest.approx(losses[0] * (1 + 0.2 / 10))
 
 
-def test_a_fixed_coefficient_stays():
+def test_a_fixed_kl_coefficient_does_not_change():
     objective, _ = credited(batch_of([[1.0]], ref_logprobs=torch.full((1, 1, 3), -3.0)), kl_coef=0.1)
     assert objective.kl_coef == 0.1
 
 
-def test_k3_in_the_reward_is_never_a_gift():
+def test_k3_in_the_reward_never_increases_the_reward():
     ref = torch.tensor([[[-0.5, -1.0, -3.0]]])  # the first token is likelier under the reference
     values = torch.zeros(1, 1, 4)
     batch = batch_of([[0.0]], ref_logprobs=ref, values=values)

@@ -1,4 +1,4 @@
-"""A signal to stop is at once where nothing is lost, and else waits until it is asked for."""
+"""Signals that stop a run: SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C, outside of training and during training."""
 
 import multiprocessing
 import os
@@ -14,12 +14,12 @@ from rlhf.core.errors import Interrupted
 from rlhf.processes import signals
 from rlhf.processes.signals import SIGNALS, interruptible
 
-SECONDS = 120  # until a test gives up
+SECONDS = 120  # timeout of a wait in a test
 
 
 @pytest.fixture
 def told(monkeypatch):
-    """What the user is told."""
+    """Return the list of messages that are printed to the user."""
     texts = []
     monkeypatch.setattr(signals, "tell", texts.append)
     return texts
@@ -28,7 +28,7 @@ def told(monkeypatch):
 def wait_for(condition):
     end = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
+        assert time.monotonic() < end, "timeout: the condition did not become true"
         time.sleep(0.01)
 
 
@@ -43,7 +43,7 @@ def test_outside_of_training_a_signal_ends_the_run_at_once(told, number):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_in_training_a_signal_waits_until_it_is_asked_for(told, number):
+def test_in_training_a_signal_only_sets_a_flag(told, number):
     with interruptible() as interruption:
         interruption.defer()
         assert not interruption.asked()
@@ -54,32 +54,32 @@ def test_in_training_a_signal_waits_until_it_is_asked_for(told, number):
     assert f"{number.name}: stopping after the current update, with a checkpoint" in text
 
 
-def test_a_signal_that_came_before_training_does_not_wait_for_an_update(told):
+def test_a_signal_received_before_training_stops_the_run_without_an_update(told):
     with interruptible() as interruption:
-        interruption.received = signal.SIGTERM  # as where a library swallowed what the signal raised
+        interruption.received = signal.SIGTERM  # a library swallowed the exception that the signal raised
         with pytest.raises(Interrupted):
             interruption.defer()
 
 
-def test_a_stage_that_is_asked_to_stop_stops_the_run_around_it(told):
+def test_a_signal_during_a_stage_stops_the_stage_and_the_run(told):
     with interruptible() as run:
         with interruptible() as stage:
             stage.defer()
             signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(Interrupted):  # what the run looks at after its stages
+        with pytest.raises(Interrupted):  # the run calls check after its stages
             run.check()
         with pytest.raises(Interrupted), interruptible():
-            raise AssertionError("nor is the next stage begun, nor the next run of a sweep")
+            raise AssertionError("the signal must also stop the following stages and runs")
 
 
-def test_after_a_stage_signals_act_at_once_again(told):
+def test_a_signal_after_a_stage_stops_the_run_at_once(told):
     with pytest.raises(Interrupted), interruptible():
         with interruptible() as stage:
             stage.defer()
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_handlers_are_as_they_were_before(told):
+def test_previous_signal_handlers_are_restored(told):
     def own(*_):
         pass
 
@@ -98,13 +98,13 @@ def test_handlers_are_as_they_were_before(told):
 
 @pytest.fixture
 def ctrl_c():
-    """Ctrl-C raises KeyboardInterrupt, also in a background job of a shell, where SIGINT is ignored."""
+    """Make Ctrl-C raise KeyboardInterrupt, also in a background job of a shell, where SIGINT is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_stays_what_it_is(told, ctrl_c):
+def test_ctrl_c_raises_keyboard_interrupt_during_training(told, ctrl_c):
     with interruptible() as interruption:
         interruption.defer()
         with pytest.raises(KeyboardInterrupt):
@@ -113,7 +113,7 @@ def test_ctrl_c_stays_what_it_is(told, ctrl_c):
     assert told == []
 
 
-def test_what_is_waited_for_long_is_said_once(told, monkeypatch):
+def test_a_long_wait_after_a_signal_is_reported_once(told, monkeypatch):
     monkeypatch.setattr(signals, "PATIENCE_S", 0.05)
     with interruptible() as interruption:
         interruption.defer()
@@ -124,7 +124,7 @@ def test_what_is_waited_for_long_is_said_once(told, monkeypatch):
     assert told[1].startswith("still waiting for the current operation, 0.05 seconds after")
 
 
-def test_in_another_thread_nothing_is_heard_and_nothing_changed(told):
+def test_interruptible_has_no_effect_outside_the_main_thread(told):
     found = []
 
     def run():
@@ -139,13 +139,13 @@ def test_in_another_thread_nothing_is_heard_and_nothing_changed(told):
 
 
 @pytest.mark.process
-def test_a_forked_process_ends_at_a_signal_and_its_parent_hears_nothing(told):
+def test_a_signal_ends_a_forked_process_and_does_not_interrupt_its_parent(told):
     with interruptible() as interruption:
         interruption.defer()
         for begin in (lambda start: start(), in_a_thread):
             child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
             begin(child.start)
-            child.terminate()  # what a pool does with its processes
+            child.terminate()  # as a process pool ends its processes
             child.join(SECONDS)
             assert child.exitcode == -signal.SIGTERM
         assert not interruption.asked()
@@ -158,7 +158,7 @@ def in_a_thread(function):
     thread.join()
 
 
-# The main thread is deep in a library: it runs no handler of Python's.
+# The main thread is blocked in C code, so it runs no Python signal handler.
 STUCK = """
 import ctypes, signal, sys
 from rlhf.processes import signals
@@ -174,7 +174,7 @@ with signals.interruptible() as interruption:
 
 @pytest.fixture
 def stuck():
-    """`stuck(echo_s)` is a process whose main thread is stuck."""
+    """Return a function that starts a process with a blocked main thread and the given `ECHO_S`."""
     made = []
 
     def start(echo_s):
@@ -192,20 +192,20 @@ def stuck():
 
 
 @pytest.mark.process
-def test_a_second_sigterm_ends_the_process_at_once_whatever_it_is_doing(stuck):
+def test_a_second_sigterm_ends_a_blocked_process_at_once(stuck):
     process = stuck(0.1)
     process.send_signal(signal.SIGUSR1)
     assert "SIGUSR1: stopping after the current update" in process.stdout.readline()
     process.terminate()
     time.sleep(0.2)
-    assert process.poll() is None, "the first SIGTERM"
+    assert process.poll() is None, "the first SIGTERM must not end the process"
     process.terminate()
     assert process.wait(SECONDS) == 128 + signal.SIGTERM
     assert "ended immediately by a second SIGTERM; the same command resumes the run" in process.stdout.read()
 
 
 @pytest.mark.process
-def test_a_sigterm_that_a_launcher_passes_on_too_is_the_first_one(stuck):
+def test_a_sigterm_that_a_launcher_forwards_counts_as_the_first_sigterm(stuck):
     process = stuck(1000)
     os.kill(process.pid, signal.SIGTERM)
     assert "SIGTERM: stopping" in process.stdout.readline()

@@ -1,4 +1,4 @@
-"""Jobs are first in, first out, weights are confirmed, and a process that is lost takes nothing with it."""
+"""The generator process: order of requests, confirmation of weights, restarts, errors and shutdown."""
 
 import os
 import signal
@@ -25,14 +25,14 @@ from rlhf.processes.worker import Limits
 pytestmark = [pytest.mark.process, pytest.mark.forks]
 
 LIMITS = Limits(start_s=120, request_s=60, restarts=2)
-SECONDS = 120  # until a test gives up
+SECONDS = 120  # timeout of a wait in a test
 
 
 @dataclass
 class Fake:
-    """Makes a sampler of one weight, which answers with it: response [N, 1, 2] is (weight, request).
+    """A factory of a sampler with one weight, whose responses [N, 1, 2] are (weight, request number).
 
-    A fault happens once in the folder `once`, at the request or version `at`, or each time where it is None.
+    The fault occurs at the request or version `at`: every time, or only once if `once` is a folder.
     """
 
     fault: str = ""
@@ -103,7 +103,7 @@ class FakeSampler:
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(factory)` makes a generator; all are closed at the end of the test."""
+    """Return a function that starts a generator; all generators are closed at the end of the test."""
     made = []
 
     def make(factory, limits=LIMITS):
@@ -133,7 +133,7 @@ def load(generator, version):
 
 
 def answers(futures):
-    """(version, weight that answered, request) of each."""
+    """Return (version, weight of the sampler, request number) of each future."""
     found = [future.result(SECONDS) for future in futures]
     return [(rollouts.version, *rollouts.response_ids[0, 0].tolist()) for rollouts in found]
 
@@ -148,7 +148,7 @@ def gone(pid):
 
 
 def between_loads(generator, load):
-    """Four requests before and after loads; they are answered as `IN_TURN` says."""
+    """Submit four requests between four loads; `IN_TURN` lists the expected answers."""
     load(generator, 0)
     futures = [ask(generator, 0, "slow"), ask(generator, 1)]
     load(generator, 1)
@@ -161,13 +161,13 @@ def between_loads(generator, load):
 IN_TURN = [(0, 0, 0), (0, 0, 1), (2, 2, 2), (3, 3, 3)]
 
 
-def test_a_request_is_answered_by_the_last_load_before_it(start):
+def test_a_request_is_sampled_with_the_weights_loaded_last_before_it(start):
     futures = between_loads(start(Fake()), load)
     assert not futures[-1].done(), "submit and load do not wait"
     assert answers(futures) == IN_TURN
 
 
-def test_prompts_come_back_with_the_seconds_that_sampling_took(start):
+def test_rollouts_contain_their_prompts_and_the_sampling_time(start):
     generator = start(Fake())
     load(generator, 5)
     rollouts = ask(generator, 0, "slow").result(SECONDS)
@@ -175,7 +175,7 @@ def test_prompts_come_back_with_the_seconds_that_sampling_took(start):
     assert 0.3 <= rollouts.generate_s < 5 and rollouts.version == 5
 
 
-def test_one_version_is_kept_where_all_is_answered_before_each_load(start):
+def test_one_version_is_kept_if_all_requests_are_answered_before_each_load(start):
     generator = start(Fake())
     for version in range(4):
         load(generator, version)
@@ -183,7 +183,7 @@ def test_one_version_is_kept_where_all_is_answered_before_each_load(start):
         assert len(generator.store.files) == 1 and not generator.store.free
 
 
-def test_as_many_versions_are_kept_as_are_in_use(start):
+def test_only_versions_in_use_are_kept(start):
     generator = start(Fake())
     load(generator, 0)
     for version in range(1, 8):
@@ -193,31 +193,31 @@ def test_as_many_versions_are_kept_as_are_in_use(start):
     assert 2 <= len(generator.store.files) <= 3
 
 
-def test_a_process_that_died_while_it_waited_takes_the_weights_that_are_loaded_next(start):
+def test_a_process_that_died_while_idle_restarts_with_the_weights_loaded_next(start):
     generator = start(Fake())
     load(generator, 0)
     os.kill(pid(generator), signal.SIGKILL)
-    load(generator, 1)  # where version 0 was
+    load(generator, 1)  # in the shared memory of version 0
     assert answers([ask(generator, 1)]) == [(1, 1, 1)] and len(generator.store.files) == 1
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
-def test_a_lost_request_is_sampled_again_by_the_same_version(start, tmp_path, fault):
+def test_a_lost_request_is_sampled_again_with_the_same_version(start, tmp_path, fault):
     limits = replace(LIMITS, request_s=3) if fault == "hangs" else LIMITS
     generator = start(Fake(fault, at=1, once=tmp_path), limits)
     load(generator, 0)
     futures = [ask(generator, 0), ask(generator, 1), ask(generator, 2)]
-    load(generator, 1)  # newer than the lost request's, and in shared memory before it is lost
+    load(generator, 1)  # in shared memory before the request of version 0 is lost
     futures += [ask(generator, 3)]
     load(generator, 2)
     futures += [ask(generator, 4)]
     assert answers(futures) == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 1, 3), (2, 2, 4)]
     assert (tmp_path / "struck").exists()
     assert generator.figures()["generator/restarts"].value() == 1
-    assert generator.figures()["generator/restarts"].value() == 0, "each restart is told once"
+    assert generator.figures()["generator/restarts"].value() == 0, "each restart is counted once"
 
 
-def test_a_process_lost_while_it_takes_weights_takes_them_again(start, tmp_path):
+def test_a_process_lost_while_it_loads_weights_loads_the_weights_again(start, tmp_path):
     generator = start(Fake("dies in load", at=1, once=tmp_path))
     load(generator, 0)
     load(generator, 1)
@@ -225,7 +225,7 @@ def test_a_process_lost_while_it_takes_weights_takes_them_again(start, tmp_path)
     assert generator.figures()["generator/restarts"].value() == 1
 
 
-def test_a_process_killed_while_it_waits_is_replaced(start):
+def test_a_process_killed_while_idle_is_replaced(start):
     generator = start(Fake())
     load(generator, 4)
     os.kill(first := pid(generator), signal.SIGKILL)
@@ -233,7 +233,7 @@ def test_a_process_killed_while_it_waits_is_replaced(start):
     assert generator.process.pid != first
 
 
-def test_temporary_files_go_with_the_process_that_made_them(start):
+def test_temporary_files_are_removed_with_the_process_that_created_them(start):
     generator = start(Fake("writes"))
     load(generator, 0)
     os.kill(pid(generator), signal.SIGKILL)
@@ -270,7 +270,7 @@ def test_a_process_lost_too_often_stops_the_run(start):
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_of_the_sampler_ends_the_run_without_another_try(start, factory, error, message):
+def test_an_error_of_the_sampler_stops_the_run_without_a_restart(start, factory, error, message):
     generator = start(factory)
     with pytest.raises(error, match=message):
         load(generator, 0)
@@ -288,7 +288,7 @@ def test_a_process_that_is_not_ready_in_time_stops_the_run(start):
 
 
 @pytest.mark.forks(False)
-def test_the_log_holds_what_the_process_printed(start, tmp_path):
+def test_the_log_contains_the_output_of_the_process(start, tmp_path):
     generator = start(Fake("raises"))
     load(generator, 0)
     with pytest.raises(RunError):
@@ -297,11 +297,11 @@ def test_the_log_holds_what_the_process_printed(start, tmp_path):
     assert "Traceback" in log and "out of ideas" in log
 
 
-# -- weights that do not arrive --------------------------------------------------------------------
+# -- failed weight transfers -----------------------------------------------------------------------
 
 
 def written(monkeypatch, change):
-    """Have each version after the first changed by `change(manifest)` after it was written."""
+    """Apply `change(manifest)` to each version after the first, after the version was written."""
     write = SharedWeights.write
 
     def changed(self, weights, version):
@@ -334,7 +334,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_weights_that_did_not_arrive_stop_the_run(start, monkeypatch, fault):
+def test_a_failed_weight_transfer_stops_the_run(start, monkeypatch, fault):
     change, message = FAULTS[fault]
     written(monkeypatch, change)
     generator = start(Fake())
@@ -350,7 +350,7 @@ def test_weights_that_did_not_arrive_stop_the_run(start, monkeypatch, fault):
     assert generator.restarts == 0
 
 
-def test_weights_that_are_confirmed_with_another_checksum_stop_the_run(start):
+def test_weights_confirmed_with_another_checksum_stop_the_run(start):
     generator = start(Fake("takes another", at=1))
     load(generator, 0)
     load(generator, 1)
@@ -358,19 +358,19 @@ def test_weights_that_are_confirmed_with_another_checksum_stop_the_run(start):
         ask(generator, 1).result(SECONDS)
 
 
-def test_a_request_answered_by_another_version_stops_the_run(start):
+def test_a_request_sampled_with_another_version_stops_the_run(start):
     generator = start(Fake())
     load(generator, 0)
     ask(generator, 0).result(SECONDS)
-    generator.confirmed = replace(generator.confirmed, version=3)  # as if a load had been passed over
+    generator.confirmed = replace(generator.confirmed, version=3)  # as if the process had skipped a load
     with pytest.raises(TransferError, match="must be sampled by version 3, .* got version 0"):
         ask(generator, 1).result(SECONDS)
 
 
-# -- the end ---------------------------------------------------------------------------------------
+# -- shutdown --------------------------------------------------------------------------------------
 
 
-def test_close_ends_a_process_that_waits_in_peace(start, tmp_path):
+def test_close_lets_an_idle_process_close_its_sampler(start, tmp_path):
     generator = start(Fake(once=tmp_path))
     load(generator, 0)
     process = pid(generator)
@@ -380,7 +380,7 @@ def test_close_ends_a_process_that_waits_in_peace(start, tmp_path):
         ask(generator, 1)
 
 
-def test_close_does_not_wait_for_what_is_under_way(start):
+def test_close_does_not_wait_for_a_running_request(start):
     generator = start(Fake("hangs", at=1))
     load(generator, 0)
     process, future = pid(generator), ask(generator, 1)
@@ -420,7 +420,7 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("memory", ["nameless", pytest.param("named", marks=pytest.mark.forks(False))])
 @pytest.mark.parametrize("state", ["working", "waiting"])
-def test_a_process_ends_with_its_trainer_and_leaves_nothing(tmp_path, memory, state):
+def test_a_process_ends_with_its_trainer_and_leaves_no_files(tmp_path, memory, state):
     words = [sys.executable, "-c", TRAINER, memory, str(tmp_path / "log"), state]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as trainer:
         lines = iter(trainer.stdout.readline, "")
@@ -430,7 +430,7 @@ def test_a_process_ends_with_its_trainer_and_leaves_nothing(tmp_path, memory, st
         trainer.kill()
     end = time.monotonic() + 10
     while not gone(int(worker)) or any(map(os.path.exists, files)):
-        assert time.monotonic() < end, "something is left behind"
+        assert time.monotonic() < end, "the process or one of its files still exists"
         time.sleep(0.05)
 
 

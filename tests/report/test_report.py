@@ -1,4 +1,4 @@
-"""What a report reads, how it groups and averages, on small run folders written here."""
+"""Reports of small run folders that the tests write: reading, grouping, means, tables, figures, page."""
 
 import json
 import os
@@ -24,7 +24,7 @@ PROMPT = "TITLE: one\n\nTL;DR:"
 def write_run(
     folder: Path, updates: int = 4, finished: bool = True, completions: tuple = (), **settings
 ) -> Path:
-    """A run of 4 updates with evaluations at 0, 2 and 4; its win rate at update u is `won * u`."""
+    """Write a run of 4 updates with evaluations at 0, 2 and 4; the win rate at update u is `won * u`."""
     settings = {"seed": 1, "algo.name": "dpo", "schedule.max_lag": 0, **settings}
     config = OmegaConf.create(
         {"task": {"name": "tldr_mini"}, "cache_dir": "made/artefacts", "output_dir": "made"}
@@ -56,7 +56,7 @@ def grouped(*folders):
     return group_runs(find_runs([str(folder) for folder in folders]).runs)
 
 
-def test_runs_that_differ_in_their_seed_are_one_group_labelled_by_what_tells_it_apart(tmp_path):
+def test_runs_that_differ_only_in_the_seed_are_one_group_labelled_by_its_settings(tmp_path):
     for seed in (2, 1):
         beta = {
             "algo.loss_type": "sigmoid",
@@ -78,7 +78,7 @@ def test_runs_that_differ_in_their_seed_are_one_group_labelled_by_what_tells_it_
     assert [[run.seed for run in group.runs] for group in groups] == [[1, 2]] * 3
 
 
-def test_what_a_run_shows_and_keeps_tells_no_groups_apart_but_what_changes_its_times_does(tmp_path):
+def test_groups_differ_in_settings_that_change_times_but_not_in_logging_and_saving(tmp_path):
     write_run(tmp_path / "a", **{"progress": "off", "schedule.save_every": 1, "logger.wandb": None})
     write_run(
         tmp_path / "b", **{"progress": "live", "schedule.save_every": 2, "logger.wandb.mode": "offline"}
@@ -88,7 +88,7 @@ def test_what_a_run_shows_and_keeps_tells_no_groups_apart_but_what_changes_its_t
     assert [group.label for group in grouped(tmp_path)] == ["dpo", "dpo annotate=false"]
 
 
-def test_two_keys_of_one_name_are_told_in_full(tmp_path):
+def test_labels_contain_full_keys_if_two_keys_have_the_same_last_part(tmp_path):
     write_run(tmp_path / "a", **{"backend.threads": 1, "generator.threads": 1})
     write_run(tmp_path / "b", **{"backend.threads": 1, "generator.threads": 2})
     write_run(tmp_path / "c", **{"backend.threads": 2, "generator.threads": 2})
@@ -103,11 +103,11 @@ def test_means_and_ranges_are_over_seeds_by_update(tmp_path):
     assert (last.x, last.y, last.low, last.high) == pytest.approx((2.0, 0.6, 0.4, 0.8))
     assert len(curve(group.finished, figure("episode"), figure("objective/scores"))) == 4
     (_, cells), *_ = results([group]).rows
-    assert str(cells[0]) == "0.000 → 0.600 ± 0.283"  # the deviation of two seeds: 0.4 / sqrt(2)
+    assert str(cells[0]) == "0.000 → 0.600 ± 0.283"  # standard deviation over two seeds: 0.4 / sqrt(2)
     assert str(cells[-2]) == "8 ± 0" and str(cells[-1]) == "4 ± 0"  # 4 updates of 2 s; 32 episodes
 
 
-def test_wall_clock_is_the_time_of_updates_and_between_rows_a_part_of_it(tmp_path):
+def test_wall_clock_is_the_sum_of_update_times_and_is_interpolated_between_rows(tmp_path):
     run = find_runs([str(write_run(tmp_path / "a"))]).runs[0]
     points = curve([run], seconds, figure("eval/win_rate"))
     assert [point.x for point in points] == [0.0, 4.0, 8.0]
@@ -115,7 +115,7 @@ def test_wall_clock_is_the_time_of_updates_and_between_rows_a_part_of_it(tmp_pat
     run.rows[:] = [
         {**row, "time/update_s": 6.0} if "lr" in row and row["update"] == 2 else row for row in sparse
     ]
-    del run.__dict__["trained"]  # read again
+    del run.__dict__["trained"]  # a cached property
     assert run.seconds_at(1) == pytest.approx(3.0) and run.seconds_at(2) == pytest.approx(6.0)
 
 
@@ -126,7 +126,7 @@ def test_a_long_curve_is_thinned_to_means_of_neighbours(tmp_path):
     assert len(points) == POINTS and points[0].y == points[0].x == 4.5
 
 
-def test_a_run_that_is_not_finished_is_shown_as_such_and_no_part_of_means(tmp_path):
+def test_an_unfinished_run_is_marked_as_unfinished_and_excluded_from_means(tmp_path):
     write_run(tmp_path / "a", seed=1, won=0.1)
     write_run(tmp_path / "b", seed=2, won=9.0, updates=2, finished=False)
     (group,) = grouped(tmp_path)
@@ -137,7 +137,7 @@ def test_a_run_that_is_not_finished_is_shown_as_such_and_no_part_of_means(tmp_pa
     assert [finished for _, finished in drawn] == [True, False]
 
 
-def test_a_run_that_stopped_at_its_loss_has_failed_until_it_goes_beyond(tmp_path):
+def test_a_run_with_a_failed_batch_is_failed_until_it_passes_that_update(tmp_path):
     folder = write_run(tmp_path / "a", updates=2, finished=False)
     (folder / "failed_batch.json").write_text('{"update": 2}')
     assert find_runs([str(folder)]).runs[0].progress == "failed, update 2 of 4"
@@ -145,7 +145,7 @@ def test_a_run_that_stopped_at_its_loss_has_failed_until_it_goes_beyond(tmp_path
     assert find_runs([str(folder)]).runs[0].status == "unfinished"
 
 
-def test_a_run_without_a_row_is_listed(tmp_path, capsys):
+def test_a_run_without_metrics_is_listed(tmp_path, capsys):
     folder = write_run(tmp_path / "a")
     for name in ("metrics.jsonl", "completions.jsonl", "trainer_state.json"):
         (folder / name).unlink()
@@ -155,7 +155,7 @@ def test_a_run_without_a_row_is_listed(tmp_path, capsys):
     assert html.count("<figure") == 0
 
 
-def test_stages_and_runs_moved_aside_are_left_out_unless_named(tmp_path):
+def test_stages_and_runs_moved_aside_are_skipped_unless_they_are_named(tmp_path):
     made = tmp_path / "made"
     kept = write_run(made / "run")
     stage = write_run(made / "artefacts" / "sft", **{"algo.name": "sft"})
@@ -169,7 +169,7 @@ def test_stages_and_runs_moved_aside_are_left_out_unless_named(tmp_path):
     assert [run.folder for run in find_runs([str(stage.parent), str(aside)]).runs] == [stage, aside]
 
 
-def test_a_run_is_read_once_and_by_pattern_and_files_between_folders_are_skipped(tmp_path):
+def test_a_pattern_reads_each_run_once_and_skips_other_files_and_folders(tmp_path):
     folders = [write_run(tmp_path / name) for name in ("a", "b")]
     (tmp_path / "multirun.yaml").touch()
     own = tmp_path / "report"
@@ -198,11 +198,11 @@ def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path):
     (folder / "metrics.jsonl").write_text('{"update": 1}\nnot json\n')
     with pytest.raises(UserError, match=r"a must contain undamaged files of a run"):
         find_runs([str(folder)])
-    (folder / "metrics.jsonl").write_text('{"update": 1}\n{"upd')  # a run that is writing, or was killed
+    (folder / "metrics.jsonl").write_text('{"update": 1}\n{"upd')  # as in a running or killed run
     assert len(find_runs([str(folder)]).runs[0].rows) == 1
 
 
-def test_without_matplotlib_the_error_names_the_extra_and_the_table_is_still_to_be_had(
+def test_without_matplotlib_the_error_names_the_extra_and_the_table_still_works(
     tmp_path, monkeypatch, capsys
 ):
     folder = write_run(tmp_path / "a")
@@ -228,7 +228,7 @@ def answer(update, prompt, response, gold):
     return {"update": update, "prompt": prompt, "response": response, "reference": "the reference", **judged}
 
 
-def test_completions_are_those_of_the_last_evaluation_of_the_lowest_seed(tmp_path):
+def test_completions_come_from_the_last_evaluation_of_the_lowest_seed(tmp_path):
     def texts(name):
         return (
             answer(0, PROMPT, "before", 0.0),
@@ -245,7 +245,7 @@ def test_completions_are_those_of_the_last_evaluation_of_the_lowest_seed(tmp_pat
     assert sample.before["response"] == "before"
 
 
-def test_the_page_needs_nothing_from_outside_and_shows_text_as_text(tmp_path):
+def test_the_page_loads_no_external_resources_and_escapes_text(tmp_path):
     bad = "<script>alert(1)</script> $x_1$ &amp;"
     write_run(tmp_path / "a", completions=(answer(4, bad, bad, 2.0),), **{"model.name": bad})
     write_run(tmp_path / "b", **{"model.name": "other"})
@@ -263,7 +263,7 @@ def test_the_page_needs_nothing_from_outside_and_shows_text_as_text(tmp_path):
         assert f'<section id="{name}">' in html
 
 
-def test_tasks_are_drawn_apart_and_a_group_has_one_colour_everywhere(tmp_path):
+def test_tasks_have_separate_figures_and_a_group_has_the_same_colour_in_all_figures(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", **{"task.name": "arithmetic"})
     groups = grouped(tmp_path)
@@ -274,7 +274,7 @@ def test_tasks_are_drawn_apart_and_a_group_has_one_colour_everywhere(tmp_path):
     assert 'class="series series-1"' in theirs and "var(--series-0)" in theirs
 
 
-def test_the_phases_of_the_figure_are_those_of_an_update():
+def test_the_phases_of_the_figure_match_the_phases_of_an_update():
     assert tuple(figures.PHASES) == PHASES
 
 

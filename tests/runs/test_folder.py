@@ -1,4 +1,4 @@
-"""Names of runs, and what is written into their folders."""
+"""Names of runs, and the files of a run folder."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def cfg():
     return compose([])
 
 
-def test_name_says_what_the_run_is(cfg):
+def test_run_name_contains_task_model_algorithm_generator_lag_seed_and_digest(cfg):
     named = replace(cfg, seed=3, schedule=replace(cfg.schedule, max_lag=2))
     assert run_name(named) == f"tldr_mini-pythia-dpo-hf-lag2-seed3-{digest(named)}"
     assert len(digest(cfg)) == 8 and int(digest(cfg), 16) >= 0
 
 
-def test_name_is_that_of_the_composed_config(cfg):
+def test_run_name_of_a_config_composed_by_hydra_is_the_same(cfg):
     import hydra
 
     from rlhf.config.catalogue import conf_dir
@@ -45,7 +45,7 @@ def test_name_is_that_of_the_composed_config(cfg):
 @pytest.mark.parametrize(
     "word", ["optim.lr=1e-5", "algo.beta=0.2", "task.difficulty=hard", "eval.prompts=16", "model.layers=3"]
 )
-def test_name_changes_with_what_changes_results(cfg, word):
+def test_run_name_changes_with_settings_that_change_results(cfg, word):
     assert run_name(compose([word])) != run_name(cfg)
 
 
@@ -72,11 +72,11 @@ def test_name_changes_with_what_changes_results(cfg, word):
         "objective_metric=eval/kl",
     ],
 )
-def test_name_does_not_change_with_what_changes_no_result(cfg, word):
+def test_run_name_does_not_change_with_settings_that_do_not_change_results(cfg, word):
     assert run_name(compose([word])) == run_name(cfg)
 
 
-def test_config_reads_back_as_it_was(tmp_path):
+def test_a_saved_config_loads_unchanged(tmp_path):
     for words in (
         [],
         ["algo=sft", "logger=wandb", "schedule.max_lag=0"],
@@ -90,7 +90,7 @@ def test_config_reads_back_as_it_was(tmp_path):
         assert back == made and type(back.model) is type(made.model) and run_name(back) == run_name(made)
 
 
-def test_environment_holds_versions_hardware_and_command_but_no_secret(tmp_path, monkeypatch):
+def test_environment_file_contains_versions_hardware_and_command_but_no_secrets(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "seed=2", "x.api_key=hunter2", "--token", "hunter3"])
     monkeypatch.setenv("WANDB_API_KEY", "hunter4")
     folder = RunFolder(tmp_path)
@@ -102,7 +102,7 @@ def test_environment_holds_versions_hardware_and_command_but_no_secret(tmp_path,
     assert found["cores"] >= 1 and found["memory_gib"] > 0
 
 
-def test_redaction_spares_what_only_sounds_secret():
+def test_redaction_removes_secrets_but_not_settings_with_similar_names():
     words = ["model.pad_token=<|padding|>", "task.max_prompt_tokens=5", "model.tokenizer=x", "seed=1"]
     assert redact(words) == words
     assert redact(["a.password=x", "+hf_token=x", "https://me:pw@host/x"]) == [
@@ -112,7 +112,7 @@ def test_redaction_spares_what_only_sounds_secret():
     ]
 
 
-def test_only_marked_checkpoints_count_and_by_number(tmp_path):
+def test_only_checkpoints_with_a_marker_are_listed_in_numeric_order(tmp_path):
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11"):
         (tmp_path / name).mkdir()
     for name in ("checkpoint-9", "checkpoint-10"):
@@ -122,7 +122,7 @@ def test_only_marked_checkpoints_count_and_by_number(tmp_path):
     assert RunFolder(tmp_path / "nothing").last_checkpoint() is None
 
 
-def test_state_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_previous_state_file(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     folder.write_state({"update": 1})
     with pytest.raises(TypeError):
@@ -133,12 +133,12 @@ def test_state_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert folder.read_state() == {"update": 1} and folder.finished() is None
 
 
-def test_a_run_with_stand_ins_has_a_name_of_its_own(cfg):
+def test_a_run_with_stand_ins_has_another_name(cfg):
     named = digest(replace(cfg, stages=replace(cfg.stages, stand_ins=True)))
     assert named != digest(cfg)
 
 
-def test_what_was_made_here_counts_by_name_and_what_a_user_has_by_path(cfg):
+def test_stage_digest_uses_the_names_of_artefacts_and_the_paths_of_user_folders(cfg):
     def keys(*folders: str) -> set[str]:
         return {
             stage_digest(replace(cfg, model=replace(cfg.model, policy=f"{folder}/model")))
@@ -154,7 +154,7 @@ def test_what_was_made_here_counts_by_name_and_what_a_user_has_by_path(cfg):
     assert stage_digest(pairs[0]) != stage_digest(pairs[1])
 
 
-def test_a_finished_run_is_given_back_only_where_it_may_be_left_alone(tmp_path, cfg):
+def test_prepare_returns_the_result_of_a_finished_run_with_the_same_config(tmp_path, cfg):
     folder = RunFolder(tmp_path / "run")
     never, must = (replace(cfg, resume=resume) for resume in (Resume.never, Resume.must))
     assert prepare(folder, cfg) is None and not folder.path.exists()
@@ -168,7 +168,7 @@ def test_a_finished_run_is_given_back_only_where_it_may_be_left_alone(tmp_path, 
         prepare(folder, must)
 
 
-def test_log_goes_to_the_folder_of_the_job_at_hand(tmp_path):
+def test_the_log_is_written_to_the_folder_of_the_current_run(tmp_path):
     kept = logging.getLogger("rlhf").handlers
     try:
         for name in ("first", "second"):

@@ -1,4 +1,4 @@
-"""What scorers make of rollouts: missing ends, weighted sums, functions of the user's."""
+"""Tests of scorers: responses without an end token, weighted sums and reward functions."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ ENDED = torch.tensor([[True, False], [False, True], [True, True]])
 
 
 def rollouts() -> Rollouts:
-    """Three prompts with two responses of one to three words; the rows 7, 8, 9 of a data set."""
+    """Return three prompts, rows 7 to 9 of a data set, with two responses of one to three words each."""
     prompts = encode_prompts(torch.arange(7, 10), ["w8", "w9", "w10"], ["w1", "w2", "w3"], TOKENIZER)
     return encode_completions(prompts, RESPONSES, TOKENIZER, response_length=None, ended=ENDED)
 
 
 class WordCount(TextScorer):
-    """Counts the words of the response."""
+    """A scorer that counts the words of the response."""
 
     def judge(self, prompt: str, response: str, reference: str) -> float:
         return len(response.split())
 
 
 class Same(TextScorer):
-    """1 if the response is the reference."""
+    """A scorer that gives 1 if the response equals the reference, else 0."""
 
     def judge(self, prompt: str, response: str, reference: str) -> float:
         return float(response == reference)
@@ -56,19 +56,19 @@ def words_scorer(**settings) -> TextScorer:
     return WordCount(AnswerScorerConfig(**settings), scorer_context(TOKENIZER))
 
 
-def test_a_response_without_end_gets_the_score_that_stands_for_it():
+def test_missing_eos_score_replaces_the_score_of_a_response_without_end():
     assert words_scorer(missing_eos_score=-5)(rollouts()).scores.tolist() == [[1, -5], [-5, 1], [2, 1]]
 
 
-def test_a_response_without_end_loses_the_penalty_from_its_score():
+def test_missing_eos_penalty_is_subtracted_from_the_score_of_a_response_without_end():
     assert words_scorer(missing_eos_penalty=0.5)(rollouts()).scores.tolist() == [[1, 1.5], [2.5, 1], [2, 1]]
 
 
-def test_a_judge_takes_scores_as_they_are():
+def test_a_judge_score_ignores_missing_eos_settings():
     assert words_scorer(missing_eos_score=-5).score(rollouts()).tolist() == [[1, 2], [3, 1], [2, 1]]
 
 
-def test_a_label_stands_whether_the_text_has_an_end_or_not():
+def test_missing_eos_score_does_not_replace_labels():
     stored = replace(rollouts(), labels=torch.ones(3, 2))
     scorer = LabelsScorer(LabelsScorerConfig(missing_eos_score=-5), scorer_context(TOKENIZER))
     assert scorer(stored).scores.tolist() == [[1, 1]] * 3
@@ -94,16 +94,16 @@ def test_a_weighted_score_is_the_weighted_sum_and_parts_are_kept_unweighted():
     assert batch.scores.tolist() == [[1, 2], [4, 2], [4, 2]]
 
 
-def test_the_missing_end_of_a_weighted_score_is_that_of_the_sum():
+def test_missing_eos_settings_of_a_weighted_scorer_apply_to_the_weighted_sum():
     assert weighted(missing_eos_score=-9)(rollouts()).scores.tolist() == [[1, -9], [-9, 2], [4, 2]]
     assert weighted(missing_eos_penalty=10)(rollouts()).scores.tolist() == [[1, -8], [-6, 2], [4, 2]]
 
 
-def test_a_weighted_judge_adds_up_scores_as_they_are():
+def test_a_weighted_judge_score_ignores_missing_eos_settings():
     assert weighted(missing_eos_score=-9).score(rollouts()).tolist() == [[1, 4], [6, 2], [4, 2]]
 
 
-def test_parts_go_with_their_rows_and_samples():
+def test_parts_follow_the_selection_of_rows_and_samples():
     batch = weighted()(rollouts())
     assert batch.select(torch.tensor([2, 0])).parts["words"].tolist() == [[2, 1], [1, 1]]
     assert batch.samples(torch.tensor([[1], [0], [0]])).parts["same"].tolist() == [[0], [0], [0]]
@@ -113,7 +113,7 @@ def test_parts_go_with_their_rows_and_samples():
         assert micro.parts["words"].tolist() == batch.parts["words"][rows].tolist()
 
 
-def test_a_row_shows_the_mean_of_each_part():
+def test_metrics_contain_the_mean_score_of_each_part():
     figures = OnlineDPO(DPOConfig()).describe(weighted()(rollouts()))
     assert figures["objective/scores/words"].value() == pytest.approx(8 / 6)
     assert figures["objective/scores/same"].value() == pytest.approx(1 / 6)
@@ -126,7 +126,7 @@ def test_a_row_shows_the_mean_of_each_part():
 
 
 def function(tmp_path: Path, body: str, arguments: str = "prompt, response, reference", **settings):
-    """A scorer of a function with the given body, in a file of its own."""
+    """Return a scorer that calls a function with the given body, which is written to a file."""
     file = tmp_path / "own.py"
     file.write_text(f"import math\ndef score({arguments}):\n    {body}\n")
     config = FunctionScorerConfig(path=f"{file}:score", **settings)
@@ -136,13 +136,13 @@ def function(tmp_path: Path, body: str, arguments: str = "prompt, response, refe
 LISTS = "prompts, responses, references"
 
 
-def test_a_function_sees_prompt_response_and_reference(tmp_path):
+def test_a_function_receives_prompt_response_and_reference(tmp_path):
     body = "return 100 * int(prompt[1:]) + 10 * len(response.split()) + int(reference[1:])"
     scores = function(tmp_path, body)(rollouts()).scores
     assert scores.tolist() == [[811, 821], [932, 912], [1023, 1013]] and scores.dtype == torch.float32
 
 
-def test_a_batched_function_gives_the_same_from_lists(tmp_path):
+def test_a_batched_function_receives_lists_and_gives_the_same_scores(tmp_path):
     body = (
         "return [100 * int(p[1:]) + 10 * len(r.split()) + int(ref[1:])"
         " for p, r, ref in zip(prompts, responses, references)]"
@@ -152,7 +152,7 @@ def test_a_batched_function_gives_the_same_from_lists(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["None", "'1.0'", "float('nan')", "math.inf", "[1.0]", "1e300", "b'1'"])
-def test_what_is_no_finite_number_stops_the_run_and_names_the_row(tmp_path, value):
+def test_a_score_that_is_no_finite_number_stops_the_run_and_names_the_row(tmp_path, value):
     with pytest.raises(RunError) as stopped:
         function(tmp_path, f"return 1.0 if response != 'w4' else {value}")(rollouts())
     text = str(stopped.value)
@@ -161,7 +161,7 @@ def test_what_is_no_finite_number_stops_the_run_and_names_the_row(tmp_path, valu
 
 
 @pytest.mark.parametrize("value", [1, True, torch.tensor(1.0), torch.tensor([1.0]), numpy.float32(1)])
-def test_whatever_has_a_number_in_it_is_a_score(value):
+def test_numbers_and_tensors_of_one_number_are_scores(value):
     assert as_score(value) == 1.0
 
 
@@ -177,7 +177,7 @@ def test_a_batched_function_must_give_a_score_for_each_response(tmp_path, body, 
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_an_exception_in_the_function_names_it_the_line_and_the_row(tmp_path, batched):
+def test_an_exception_in_a_function_is_reported_with_function_line_and_row(tmp_path, batched):
     with pytest.raises(RunError) as stopped:
         function(tmp_path, "raise KeyError('x')", LISTS, batched=batched)(rollouts())
     text = str(stopped.value)
@@ -201,7 +201,7 @@ def test_an_exception_in_the_function_names_it_the_line_and_the_row(tmp_path, ba
         ("def (", "score", "(importing it raised SyntaxError"),
     ],
 )
-def test_what_is_no_such_function_is_the_users_to_mend(tmp_path, source, name, said):
+def test_an_invalid_function_is_a_user_error(tmp_path, source, name, said):
     file = tmp_path / "own.py"
     file.write_text(source + "\n")
     with pytest.raises(UserError) as refused:
@@ -217,13 +217,13 @@ def test_what_is_no_such_function_is_the_users_to_mend(tmp_path, source, name, s
 def test_a_module_of_the_working_directory_is_imported(tmp_path, monkeypatch):
     (tmp_path / "own_module_of_the_tests.py").write_text("def score(p, r, ref):\n    return len(r.split())\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])  # as a console script
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])  # as in a console script
     path = "own_module_of_the_tests:score"
     scorer = FunctionScorer(FunctionScorerConfig(path=path), scorer_context(TOKENIZER))
     assert scorer(rollouts()).scores.tolist() == [[1, 2], [3, 1], [2, 1]]
 
 
-def test_a_file_may_hold_dataclasses_and_keeps_its_state_between_scorers(tmp_path):
+def test_a_function_file_may_define_dataclasses_and_keeps_its_state_between_scorers(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
@@ -235,5 +235,5 @@ def test_a_file_may_hold_dataclasses_and_keeps_its_state_between_scorers(tmp_pat
         assert scorer(rollouts()).scores[0, 0] == first
 
 
-def test_a_batch_has_no_parts_where_the_score_has_none():
+def test_a_batch_of_a_single_scorer_has_no_parts():
     assert isinstance(batch := words_scorer()(rollouts()), Batch) and batch.parts is None

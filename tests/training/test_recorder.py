@@ -1,4 +1,4 @@
-"""Rows of metrics: one an update, means over all of it, checked at the first."""
+"""Rows of metrics: means, merging, rows that span updates, evaluations, and checks at the first update."""
 
 import math
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_a_mean_over_micro_batches_is_the_mean_over_all_items():
     assert figures["x"].value() == 4.0
 
 
-def test_nan_in_any_part_is_the_largest():
+def test_the_maximum_is_nan_if_any_part_is_nan():
     for values in ((1.0, float("nan")), (float("nan"), 1.0)):
         figures: Metrics = {}
         for value in values:
@@ -61,7 +61,7 @@ def test_nan_in_any_part_is_the_largest():
         assert math.isnan(figures["max"].value())
 
 
-def test_largest_last_and_sum_merge_as_they_say():
+def test_maximum_sum_and_last_value_are_merged():
     figures = {}
     for value in (3.0, 5.0, 4.0):
         x = torch.tensor([value, 100.0])
@@ -86,7 +86,7 @@ def test_the_effective_sample_size_merges_over_micro_batches():
     assert figures["ess"].value() == pytest.approx(exact.item())
     assert figures["ess"].plain().value() == figures["ess"].value()
     masked = sample_size(weights, torch.tensor([True, False, False, False]))
-    assert masked.value() == 1, "of one sample, all of it"
+    assert masked.value() == 1, "with one sample, the effective fraction is 1"
 
 
 def test_a_row_spans_log_every_updates_and_the_last_row_is_always_written():
@@ -98,7 +98,7 @@ def test_a_row_spans_log_every_updates_and_the_last_row_is_always_written():
     assert [(row["update"], row["x"]) for row in kept.rows] == [(2, 2.0), (3, 7.0)]
 
 
-def test_a_row_that_spans_a_checkpoint_adds_up_the_same():
+def test_a_row_that_spans_a_checkpoint_has_the_same_values():
     whole, kept_whole = recorder_of(log_every=2)
     state = TrainState(num_updates=2)
     parts = torch.rand(2, 5)
@@ -116,7 +116,7 @@ def test_a_row_that_spans_a_checkpoint_adds_up_the_same():
     assert kept_second.rows[0]["x"] == kept_whole.rows[0]["x"]
 
 
-def test_the_phases_of_an_update_add_up_to_its_time_and_evaluations_are_no_part_of_it():
+def test_the_time_of_an_update_is_the_sum_of_its_phases_without_evaluations():
     recorder, kept = recorder_of()
     state = TrainState(num_updates=2)
     for name in ("wait", "score", "annotate", "train", "sync"):
@@ -141,7 +141,7 @@ def test_the_best_evaluation_is_kept():
     assert kept.evaluations[1]["episode"] == 0
 
 
-def test_a_broken_invariant_of_the_first_update_is_a_warning_with_figures():
+def test_a_broken_invariant_of_the_first_update_gives_a_warning_with_the_value():
     recorder, kept = recorder_of()
     state = TrainState(num_updates=2)
     recorder.add({"policy/ratio": Stat(1.01), "objective/kl": Stat(1e-6)})
@@ -152,7 +152,7 @@ def test_a_broken_invariant_of_the_first_update_is_a_warning_with_figures():
     assert len(kept.warnings) == 1, "later updates may differ"
 
 
-def test_only_the_first_step_is_checked_whatever_the_rows():
+def test_invariants_are_checked_only_at_the_first_step_for_any_log_every():
     recorder, kept = recorder_of(log_every=2)
     state = TrainState(num_updates=2)
     recorder.add({"policy/ratio": Stat(1.0)})
@@ -161,10 +161,10 @@ def test_only_the_first_step_is_checked_whatever_the_rows():
     assert kept.warnings == [] and kept.rows == []
     recorder, kept = recorder_of(log_every=2)
     recorder.add({"policy/ratio": Stat(1.5)})
-    assert len(kept.warnings) == 1, "though its row is not due"
+    assert len(kept.warnings) == 1, "the warning does not wait for the row"
 
 
-def test_a_resumed_run_has_its_first_step_behind_it():
+def test_a_resumed_run_does_not_check_the_invariants_again():
     first, _ = recorder_of()
     second, kept = recorder_of()
     second.load_state_dict(first.state_dict())
@@ -172,7 +172,7 @@ def test_a_resumed_run_has_its_first_step_behind_it():
     assert kept.warnings == []
 
 
-def test_a_reference_of_another_kind_may_differ_from_the_policy():
+def test_kl_is_not_checked_if_the_reference_is_another_model():
     assert "objective/kl" in expected(compose([]).model.starts_as_reference)
     another = compose(["model.reference=another"]).model.starts_as_reference
     assert expected(another) == set(EXPECTED) - {"objective/kl"}
@@ -183,13 +183,13 @@ def test_a_reference_of_another_kind_may_differ_from_the_policy():
     assert kept.warnings == []
 
 
-def test_invariants_hold_within_the_tolerance_of_the_dtype():
+def test_invariants_are_checked_with_the_given_tolerance():
     row = {"policy/ratio": 1.001, "objective/kl": 0.002, "policy/clipfrac": 0.0}
     assert len(broken_invariants(row, 1e-4)) == 2
     assert broken_invariants(row, 5e-2) == []
 
 
-def test_a_figure_that_is_not_finite_is_left_out_of_the_row_with_a_warning():
+def test_a_metric_that_is_not_finite_is_omitted_from_the_row_with_a_warning():
     recorder, kept = recorder_of()
     recorder.add({"mismatch/max_ratio": Stat(float("inf"), 1.0, How.max), "x": Stat(1.0)})
     end_update(recorder, TrainState(num_updates=2))
@@ -197,7 +197,7 @@ def test_a_figure_that_is_not_finite_is_left_out_of_the_row_with_a_warning():
     assert any("mismatch/max_ratio" in text for text in kept.warnings)
 
 
-def test_the_lag_of_tokens_is_that_of_each_and_the_row_has_that_of_the_oldest():
+def test_token_lag_is_a_mean_over_tokens_and_lag_is_the_lag_of_the_oldest_token():
     recorder, kept = recorder_of()
     state, rollouts = TrainState(num_updates=9, version=6), tiny_rollouts()
     versions = torch.where(torch.arange(7) < 1, 4, 5) * rollouts.response_mask

@@ -1,4 +1,4 @@
-"""Requests and loads are first in, first out, and at most `max_lag` later requests are in flight."""
+"""The stream of rollouts: order of requests and loads, and at most `max_lag` later requests in flight."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def sampling(request=0):
 
 
 def train(stream, generator, updates, version=0):
-    """What the loop does with a stream; returns (row, version that sampled, requests made by then)."""
+    """Consume a stream like the training loop; return (row, sampling version, requests so far) per batch."""
     seen = []
     for rollouts in itertools.islice(stream, updates):
         seen.append((int(rollouts.index), rollouts.version, len(generator.requests)))
@@ -62,11 +62,11 @@ def test_batch_t_is_sampled_by_version_max_0_t_minus_lag(lag):
     assert [made for _, _, made in seen] == [min(6, t + 1 + lag) for t in range(6)]
 
 
-def test_the_stream_ends_with_its_prompts():
+def test_the_stream_ends_after_its_last_prompt():
     assert len(list(Stream(FakeGenerator(), prompts(0, 3), sampling(), 2, Timer()))) == 3
 
 
-def test_a_resumed_stream_goes_on_with_what_was_in_flight():
+def test_a_resumed_stream_first_yields_the_rollouts_that_were_in_flight():
     generator = FakeGenerator()
     whole = train(Stream(generator, prompts(0, 6), sampling(), 2, Timer()), generator, 6)
 
