@@ -29,10 +29,15 @@ WORKER = "processes/test_worker.py"
 
 TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> its tests by file
     "`kill -9` of the trainer": {
-        SURVIVAL: ["test_run_killed_after_a_checkpoint_resumes_with_identical_results", "test_run_killed_at_random_moments_resumes_with_identical_results"],
+        SURVIVAL: [
+            "test_run_killed_after_a_checkpoint_resumes_with_identical_results",
+            "test_run_killed_at_random_moments_resumes_with_identical_results",
+        ],
         ASYNC: ["test_a_killed_trainer_leaves_no_process_and_resumes_to_the_same_rows"],
     },
-    "`kill -9` while a checkpoint is written": {SURVIVAL: ["test_run_killed_in_a_checkpoint_resumes_from_the_previous_checkpoint"]},
+    "`kill -9` while a checkpoint is written": {
+        SURVIVAL: ["test_run_killed_in_a_checkpoint_resumes_from_the_previous_checkpoint"]
+    },
     "`kill -9` while weights are sent to the generator": {
         SURVIVAL: ["test_run_killed_in_a_weight_transfer_resumes_with_identical_results"],
         WORKER: ["test_a_process_ends_with_its_trainer_and_leaves_no_files"],
@@ -92,9 +97,7 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
     "a SLURM job of a sweep dies": {
         SLURM: ["test_failed_and_killed_jobs_are_listed_and_other_results_are_kept"]
     },
-    "SIGTERM during a sweep": {
-        JOBS: ["test_signal_ends_a_sweep_and_the_remaining_jobs_are_not_started"]
-    },
+    "SIGTERM during a sweep": {JOBS: ["test_signal_ends_a_sweep_and_the_remaining_jobs_are_not_started"]},
     "time limit or preemption of a SLURM job": {
         SLURM: [
             "test_job_at_its_time_limit_is_requeued_and_ends_like_an_uninterrupted_run",
@@ -143,7 +146,9 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
     },
     "other settings in the same folder": {SURVIVAL: ["test_other_settings_are_refused"]},
     "other training examples": {SURVIVAL: ["test_other_data_are_refused_before_a_model_is_loaded"]},
-    "other versions of torch, transformers or vLLM": {SURVIVAL: ["test_other_library_versions_give_a_warning"]},
+    "other versions of torch, transformers or vLLM": {
+        SURVIVAL: ["test_other_library_versions_give_a_warning"]
+    },
 }
 
 
