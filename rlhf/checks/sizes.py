@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rlhf.config.algo import Trains
 from rlhf.config.cores import threads
 from rlhf.config.generator import WorkerConfig
 from rlhf.config.schema import plain
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 
+MANY_PASSES = 10
+
+
 def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
     """Return (name, value) rows of the summary: derived sizes of a run, and the memory that the run needs.
 
@@ -25,7 +29,7 @@ def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         cfg: the config of the run.
         examples: the size of the training data; None: not known yet.
     """
-    return [*counts(cfg, examples), *advice.rows(cfg)]
+    return [*counts(cfg, examples), *scores(cfg), *advice.rows(cfg)]
 
 
 def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
@@ -47,21 +51,19 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
     forward = f"{min(cfg.backend.micro_batch, share)}, {forwards} per optimizer step"
     if ranks > 1:
         forward += f" on each of {ranks} ranks"
-    if schedule.total_episodes is None and examples is None:
-        rows.append(
-            (
-                "updates",
-                f"{plain(schedule.total_epochs or 0)} epochs; the number is known when the data are read",
-            )
-        )
+    if cfg.epochs is not None and examples is None:
+        rows.append(("updates", f"{plain(cfg.epochs)} epochs; the number is known when the data are read"))
         rows.append(("sequences per forward", forward))
         return rows
     updates = cfg.num_updates(examples)
-    if schedule.total_episodes is not None:
+    unit = "examples" if cfg.algo.supervised else "prompts"
+    if cfg.epochs is None:
         rows.append(("updates", f"{updates:,} = {schedule.total_episodes:,} episodes / {per_update:,}"))
+        if examples is not None:
+            rows.append(("passes over the data", f"{passes(cfg, examples):.3g} of {examples:,} {unit}"))
     else:
-        epochs = plain(schedule.total_epochs or 0)
-        rows.append(("updates", f"{updates:,} = {epochs} epochs of {examples:,} examples / {prompts:,}"))
+        epochs = plain(cfg.epochs)
+        rows.append(("updates", f"{updates:,} = {epochs} epochs of {examples:,} {unit} / {prompts:,}"))
     steps = updates * schedule.minibatches * schedule.epochs
     parts = f"{updates:,} updates x {schedule.minibatches} minibatches x {schedule.epochs} epochs"
     evaluated = due_updates(schedule.eval_every, updates, at_end=True)
@@ -73,6 +75,35 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         ("evaluations", at_updates([0, *evaluated] if evaluated else [])),
         ("checkpoints", at_updates([u for u in due_updates(schedule.save_every, updates) if u < updates])),
     ]
+
+
+def passes(cfg: Config, examples: int) -> float:
+    """Return how often a run draws each of the `examples` prompts of the training data."""
+    return cfg.num_updates(examples) * cfg.schedule.prompts_per_update / examples
+
+
+def doubts(cfg: Config, examples: int) -> Iterator[str]:
+    """Yield a warning if the run passes over its training data many times.
+
+    Args:
+        cfg: the config of the run.
+        examples: the size of the training data.
+    """
+    if (often := passes(cfg, examples)) > MANY_PASSES:
+        fewer = max(1, round(3 * examples / cfg.schedule.prompts_per_update)) * cfg.episodes_per_update
+        remedy = f"schedule.total_episodes={fewer}" if cfg.epochs is None else "schedule.total_epochs=3"
+        yield (
+            f"the run passes {often:.3g} times over its {examples:,} training rows (after about "
+            f"{MANY_PASSES} passes a model mostly memorises its data); for 3 passes set {remedy}"
+        )
+
+
+def scores(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield the (name, value) rows that explain the scores in the terminal: reward and judge."""
+    if cfg.algo.trains is Trains.policy and cfg.generator.rollouts:
+        yield "reward", f"score of {cfg.scorer.described}, which training maximizes"
+    if cfg.algo.trains is not Trains.reward and cfg.gold.name != "none":
+        yield "judge", f"score of {cfg.gold.described}, used only by evaluations"
 
 
 def cores(cfg: Config) -> Iterator[tuple[str, str]]:

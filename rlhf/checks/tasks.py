@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
 
 from rlhf.checks.rules import doubt, rule
-from rlhf.config.algo import Trains
+from rlhf.config.algo import Data, Trains
 from rlhf.config.root import Config
-from rlhf.config.task import ChatConfig, PreferencesConfig
+from rlhf.config.task import PREFERENCE_COLUMNS, ChatConfig, LocalConfig, PreferencesConfig
+from rlhf.core.errors import UserError
 from rlhf.tasks.folders import folder_problems
+from rlhf.tasks.local_files import HUB_NAME, LocalFiles
 
 
 @rule
 def data_folders(cfg: Config) -> Iterator[str]:
-    """Yield an error for each data folder that is missing, or lacks a split or column that the run reads."""
-    for need in cfg.task.needs(cfg.reads_pairs, cfg.algo.trains is Trains.policy):
-        yield from folder_problems(*need)
+    """Yield an error for each data folder that is missing, or lacks a split, column or row of the run."""
+    evaluates = cfg.algo.trains is Trains.policy
+    for key, path, columns, splits, reason in cfg.task.needs(cfg.reads_pairs, evaluates):
+        hub_key = "preferences_name" if tuple(columns) == PREFERENCE_COLUMNS else "prompts_name"
+        if is_hub_name(path) and hub_key in {each.name for each in fields(cfg.task)}:
+            yield (
+                f"{key} must name a local folder ({reason}), got {path} (no such folder, but the form of a "
+                f"name on the hub); for a data set of the hub set task.{hub_key}={path} instead of {key}"
+            )
+        else:
+            yield from folder_problems(key, path, columns, splits, reason)
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether a path has the form owner/name, and the folder `owner` does not exist."""
+    return HUB_NAME.fullmatch(path) is not None and not Path(path).parent.is_dir()
+
+
+@rule
+def local_data(cfg: Config) -> Iterator[str]:
+    """Yield an error for each problem of the files of `task=local`: columns, and rows that are no data."""
+    if (content := local_content(cfg)) is None:
+        return
+    assert isinstance(cfg.task, LocalConfig)
+    try:
+        yield from LocalFiles(cfg.task).problems(content)
+    except UserError as error:
+        yield from error.problems
+
+
+def local_content(cfg: Config) -> Data | None:
+    """Return what the rows of `task.path` must contain with `task=local`; None: they are not read."""
+    task = cfg.task
+    if not isinstance(task, LocalConfig) or task.path is None:
+        return None
+    if cfg.reads_pairs and task.preferences_path is not None:
+        return Data.prompts if cfg.algo.trains is Trains.policy else None
+    return cfg.data
 
 
 @rule

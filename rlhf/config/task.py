@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
@@ -23,11 +23,12 @@ class TaskConfig(Section):
     """The keys that every task has. `path` replaces the hub data set by local files with the same columns."""
 
     embedded: ClassVar[bool] = False  # True: data and models are generated from a seed
+    own_data: ClassVar[bool] = False  # True: the data are always those of the user
     prompt_columns: ClassVar[tuple[str, ...]] = PROMPT_COLUMNS  # columns of `path`, if it contains prompts
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
 
     name: str = MISSING
-    path: str | None = None  # folder with a .jsonl, .json, .parquet or .csv file per split
+    path: str | None = None  # folder with a data file per split; with task=local also a single file
     preferences_path: str | None = None  # folder of preference pairs; null: task.path, else the hub
     max_prompt_tokens: int = number(
         512, least=1, means="largest prompt length in tokens; longer prompts are skipped"
@@ -152,8 +153,10 @@ class ChatConfig(TaskConfig):
     prompts_name: str = "HuggingFaceH4/no_robots"
     preferences_name: str | None = None  # hub name of pairs with prompt, chosen, rejected in this format
     validation_split: str = "test"  # the name of the validation split in the data set
-    turn: str = "<|{role}|>\n{content}\n"  # format of a turn, with {role} and {content}
-    reply: str = "<|assistant|>\n"  # text at the end of every prompt, before the response
+    turn: str | None = (
+        None  # format of a turn, with {role} and {content}; null: the tokenizer's chat template
+    )
+    reply: str | None = None  # text at the end of every prompt, before the response; set together with turn
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the local folders that a run reads; pairs are never in the folder of the dialogues."""
@@ -164,13 +167,19 @@ class ChatConfig(TaskConfig):
                 yield key, folder, columns, splits, reason
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if `turn` does not contain `{role}`, and if it does not contain `{content}`."""
+        """Yield an error if only one of `turn` and `reply` is set, or `turn` lacks one of its two fields."""
         yield from TaskConfig.problems(self, at)
+        if (self.turn is None) != (self.reply is None):
+            missing, given = ("turn", "reply") if self.turn is None else ("reply", "turn")
+            yield (
+                f"task.{missing} must be set together with task.{given} (both replace the chat template of "
+                f"the tokenizer), got null; set task.{given}=null"
+            )
         for part in ("{role}", "{content}"):
-            if part not in self.turn:
+            if self.turn is not None and part not in self.turn:
                 yield (
-                    f"task.turn must contain {part} (it is the format of each turn of a dialogue), "
-                    f"got {self.turn!r}; set 'task.turn=\"<|{{role}}|>\\n{{content}}\\n\"'"
+                    f"task.turn must contain {part} (it is the format of each turn of a dialogue), got "
+                    f"{self.turn!r}; add {part}, or set task.turn=null task.reply=null"
                 )
 
 
@@ -178,6 +187,8 @@ class ChatConfig(TaskConfig):
 @dataclass(kw_only=True, slots=True)
 class PreferencesConfig(TaskConfig):
     """Any data set with the columns prompt, chosen and rejected."""
+
+    own_data: ClassVar[bool] = True
 
     name: str = "preferences"
     preferences_name: str | None = None  # hub name
@@ -213,3 +224,43 @@ class PreferencesConfig(TaskConfig):
         for key, value in hidden.items():
             if self.folder is not None and value is not None:
                 yield f"{key} has no effect (the pairs come from {self.folder[0]}), got {value}; leave it out"
+
+
+@dataclass(kw_only=True, slots=True)
+class ColumnsConfig(Section):
+    """Columns of `task=local` with names that are not recognised; null: recognised by name."""
+
+    prompt: str | None = None  # texts, or lists of messages
+    response: str | None = None  # reference responses; needed for SFT
+    chosen: str | None = None  # preferred responses
+    rejected: str | None = None  # other responses
+    messages: str | None = None  # dialogues; the last message of the assistant is the reference response
+
+
+@option("task", "local", part="rlhf.tasks.local:LocalSource")
+@dataclass(kw_only=True, slots=True)
+class LocalConfig(TaskConfig):
+    """Your own files: prompts, prompts with responses, dialogues, or preference pairs."""
+
+    own_data: ClassVar[bool] = True
+
+    name: str = "local"
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    validation_fraction: float = number(
+        0.1, above=0, below=1, means="share of the rows for validation, if there is no validation file"
+    )
+
+    def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
+        """Yield the folder of `preferences_path`; a rule of its own checks `path`, whose columns differ."""
+        if pairs and self.preferences_path is not None:
+            reason = "the run reads preference pairs from it"
+            yield "task.preferences_path", self.preferences_path, PREFERENCE_COLUMNS, SPLITS, reason
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if no data set is named."""
+        yield from TaskConfig.problems(self, at)
+        if self.path is None:
+            yield (
+                "task.path must name a file or folder for task=local (it has no data set of its own), got "
+                "null; set task.path=<file or folder>"
+            )

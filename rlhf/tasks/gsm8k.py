@@ -26,6 +26,8 @@ class GSM8KSource:
         config: config section of the task.
     """
 
+    conversational = False
+
     def __init__(self, config: GSM8KConfig) -> None:
         self.config = config
         self.problems = prompts_of(config, config.prompts_name, subset="main")

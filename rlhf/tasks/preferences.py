@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
-from rlhf.tasks.source import load_pairs, pairs_of
+from rlhf.tasks.source import load_pairs, pairs_of, prompts_of_pairs
 
 if TYPE_CHECKING:
     from rlhf.config.task import PreferencesConfig
@@ -25,13 +25,17 @@ class PreferencesSource:
         self.config = config
         self.pairs = pairs_of(config, config.preferences_name, beside_prompts=True)
 
+    @property
+    def conversational(self) -> bool:
+        """Whether the prompts of the pairs are lists of messages."""
+        return self.pairs is not None and self.pairs.pairs_are_dialogues("train")
+
     def prompts(self, split: str) -> Dataset:
-        """Return the split with the columns `query` (prompt) and `reference_response` (chosen response)."""
-        pairs = self.preferences(split).remove_columns("rejected")
-        return pairs.rename_columns({"prompt": "query", "chosen": "reference_response"})
+        """Return the split with the columns `query` or `messages`, and `reference_response` (chosen)."""
+        return prompts_of_pairs(self.preferences(split))
 
     def preferences(self, split: str) -> Dataset:
-        """Return the split with the text columns `prompt`, `chosen` and `rejected`.
+        """Return the split with the columns `prompt` (text or messages), `chosen` and `rejected`.
 
         Raises:
             UserError: the config names no pairs, or the pairs cannot be loaded.

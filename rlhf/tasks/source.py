@@ -3,34 +3,55 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+import datasets
+import huggingface_hub
+import pyarrow
+from datasets import Dataset, DatasetDict, Value, load_dataset, load_from_disk
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.task import PREFERENCE_COLUMNS, PROMPT_COLUMNS
+from rlhf.core import hub
 from rlhf.core.errors import UserError
-from rlhf.tasks.folders import FORMATS, folder_problems, is_saved, split_columns, split_files
+from rlhf.tasks.columns import conversation, converted, pair, text
+from rlhf.tasks.folders import find_split, folder_problems, is_saved, read, split_columns, split_files
 from rlhf.tasks.word_tokenizer import word_tokenizer
 
 if TYPE_CHECKING:
     from rlhf.config.task import EmbeddedTaskConfig, TaskConfig, TLDRConfig
+    from rlhf.tasks.reading import Row
+
+CHUNK = 10_000  # rows that are converted to a table at a time
+MESSAGES = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
 
 
 class Source(Protocol):
-    """The source of the examples of a task. Splits are `train`, `validation` and `test`."""
+    """The source of the examples of a task. Splits are `train`, `validation` and `test`.
+
+    Attributes:
+        conversational: the prompts are dialogues; a response then ends as a turn of the chat template ends.
+    """
+
+    conversational: bool
 
     def prompts(self, split: str) -> Dataset:
         """Return the split with the text columns `query` and `reference_response`.
 
-        An optional column `demonstration` contains the text that SFT imitates instead of the reference.
+        Dialogues have a column `messages` instead of `query`: a list of {role, content}, without the
+        response. Data without references have an empty `reference_response`. An optional column
+        `demonstration` contains the text that SFT imitates instead of the reference, an optional column
+        `place` the place of the row for messages, such as "line 3 of data/train.jsonl". Prompts of pairs have
+        the column `rejected`, too.
         """
 
     def preferences(self, split: str) -> Dataset:
-        """Return the split with the text columns `prompt`, `chosen` and `rejected`."""
+        """Return the columns `prompt` (text or messages), `chosen` and `rejected` (texts) of the split."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,58 +69,138 @@ class Stored:
 
     def splits(self) -> list[str]:
         """Return the splits of a local folder."""
-        return list(split_columns(Path(self.place).expanduser()))
+        return list(split_columns(Path(self.place).expanduser(), self.key))
 
     def load(self, split: str, columns: Sequence[str], texts: bool = True) -> Dataset:
-        """Return one split with the columns `columns`.
+        """Return one split with the columns `columns`; from files also with the column `place`.
 
         Args:
             split: the split to load.
             columns: the names of the columns.
-            texts: whether every column must contain texts.
+            texts: whether every column must contain texts, otherwise lists of messages.
 
         Raises:
-            UserError: the folder, the split or a column is missing, or a column does not contain texts.
+            UserError: the data, the split or a column is missing, or a row has another content.
         """
-        dataset = self._from_folder(split, columns) if self.local else self._from_hub(split)
-        missing = [column for column in columns if column not in dataset.column_names]
-        if missing:
-            raise UserError(
-                f"{self.key} must have the columns {', '.join(columns)} in its split {split}, got "
-                f"{self.place} with {', '.join(dataset.column_names)}; rename or add {', '.join(missing)}"
-            )
-        for column in columns if texts else ():
-            kind = getattr(dataset.features[column], "dtype", "a nested type")
-            if kind not in ("string", "large_string"):
-                raise UserError(
-                    f"{self.key} must have texts in its column {column}, got {self.place} with {kind} in "
-                    f"the split {split}; convert the column to strings"
-                )
-        return dataset.select_columns(list(columns))
+        value = text if texts else conversation
+        return self._converted(split, columns, lambda row: {column: value(row, column) for column in columns})
 
-    def _from_folder(self, split: str, columns: Sequence[str]) -> Dataset:
-        for problem in folder_problems(self.key, self.place, columns, [split], "training reads the folder"):
-            raise UserError(problem)
+    def load_pairs(self, split: str) -> Dataset:
+        """Return one split with the columns `prompt` (text or messages), `chosen` and `rejected` (texts).
+
+        Raises:
+            UserError: the data, the split or a column is missing, or a row has another content.
+        """
+        return self._converted(split, PREFERENCE_COLUMNS, pair)
+
+    def pairs_are_dialogues(self, split: str) -> bool:
+        """Return whether the prompts of the pairs are lists of messages. Of files, only one row is read."""
+        first = self._converted(split, PREFERENCE_COLUMNS, pair, limit=1)
+        return not isinstance(first.features["prompt"], Value)
+
+    def _converted(
+        self, split: str, columns: Sequence[str], convert: Callable[[Row], Row], limit: int | None = None
+    ) -> Dataset:
+        """Return the rows of a split after `convert`, which does not change texts; `limit`: fewer rows."""
         folder = Path(self.place).expanduser()
-        if is_saved(folder):
-            saved = load_from_disk(str(folder))
-            return saved[split] if isinstance(saved, DatasetDict) else saved
-        file = split_files(folder)[split]
-        return load_dataset(FORMATS[file.suffix], data_files=str(file), split="train")
+        if self.local:
+            reason = "training reads the folder"
+            for problem in folder_problems(self.key, self.place, columns, [split], reason, whole=False):
+                raise UserError(problem)
+        if self.local and not is_saved(folder):
+            files = split_files(folder, self.key)
+            rows = read(files[find_split(files, split, self.key) or split], self.key, columns)
+        else:
+            dataset = saved_split(folder, split, self.key) if self.local else self._from_hub(split)
+            check_columns(dataset, columns, self.key, f"{self.place} in its split {split}")
+            if all(is_text(dataset, column) for column in columns):
+                return dataset.select_columns(list(columns))  # a large data set is not copied into memory
+            rows = numbered(dataset, f"the split {split} of {self.place}")
+        return from_rows(islice(converted(rows, convert, self.key), limit))
 
     def _from_hub(self, split: str) -> Dataset:
+        offline = hub.unreachable()
         try:
-            return load_dataset(self.place, self.subset, split=split)
+            with only_cache() if offline else nullcontext():
+                return load_dataset(self.place, self.subset, split=split)
         except ValueError as error:  # the message of datasets names the existing splits or subsets
             raise UserError(
                 f"{self.key} must have the split {split}, got {self.place}: {error}; "
                 f"set task.path=<folder with {split}.jsonl>"
             ) from error
         except OSError as error:  # not found, or no network
+            reason = f"{offline}, and it is not in the cache of this machine" if offline else str(error)
             raise UserError(
-                f"{self.key} must name a data set that can be loaded, got {self.place}: {error}; check "
+                f"{self.key} must name a data set that can be loaded ({reason}), got {self.place}; check "
                 "the name and the network, or set task.path=<local folder>"
             ) from error
+
+
+@contextmanager
+def only_cache() -> Iterator[None]:
+    """Return a context in which data sets come from the hub's cache, without attempts to reach the hub."""
+    with ExitStack() as changes:
+        for settings in (datasets.config, huggingface_hub.constants):
+            changes.callback(setattr, settings, "HF_HUB_OFFLINE", settings.HF_HUB_OFFLINE)
+            setattr(settings, "HF_HUB_OFFLINE", True)  # noqa: B010
+        yield
+
+
+def from_rows(rows: Iterator[tuple[str, Row]]) -> Dataset:
+    """Return rows as a data set in memory, with the place of each row in the column `place`.
+
+    Args:
+        rows: place and content of each row; all rows have the same columns, of texts or lists of messages.
+    """
+    first = next(rows)
+    schema = pyarrow.schema(
+        {name: MESSAGES if isinstance(value, list) else pyarrow.string() for name, value in first[1].items()}
+        | {"place": pyarrow.string()}
+    )
+    rows = chain([first], rows)
+    tables = []
+    while chunk := [{**row, "place": place} for place, row in islice(rows, CHUNK)]:
+        tables.append(pyarrow.Table.from_pylist(chunk, schema))
+    return Dataset(pyarrow.concat_tables(tables))
+
+
+def saved_split(folder: Path, split: str, key: str) -> Dataset:
+    """Return a split of a folder that `datasets.save_to_disk` wrote.
+
+    Raises:
+        UserError: the files of the folder are damaged.
+    """
+    try:
+        saved = load_from_disk(str(folder))
+        return saved[find_split(saved, split, key) or split] if isinstance(saved, DatasetDict) else saved
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{key} must contain a complete data set of datasets.save_to_disk, got {folder} "
+            f"({type(error).__name__}: {error}); save the data set again"
+        ) from error
+
+
+def check_columns(dataset: Dataset, columns: Collection[str], key: str, place: str) -> None:
+    """Raise UserError if a data set lacks one of the columns; `chosen` may contain the prompt of a pair."""
+    missing = [column for column in columns if column not in dataset.column_names]
+    if missing and not (missing == ["prompt"] and "chosen" in columns):
+        raise UserError(
+            f"{key} must have the columns {', '.join(columns)}, got {place} with "
+            f"{', '.join(dataset.column_names)}; rename or add {', '.join(missing)}"
+        )
+
+
+def is_text(dataset: Dataset, column: str) -> bool:
+    """Return whether a data set has a column of texts without missing values."""
+    if column not in dataset.column_names:
+        return False
+    kind = getattr(dataset.features[column], "dtype", "")
+    return kind in ("string", "large_string") and not dataset.data.column(column).null_count
+
+
+def numbered(dataset: Dataset, name: str) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of a data set, each with its place, such as "row 3 of the split train of a/b"."""
+    return ((f"row {number} of {name}", row) for number, row in enumerate(dataset, 1))
 
 
 def prompts_of(config: TaskConfig, hub_name: str, subset: str | None = None) -> Stored:
@@ -131,7 +232,7 @@ def pairs_of(config: TaskConfig, hub_name: str | None = None, beside_prompts: bo
 
 
 def load_pairs(pairs: Stored | None, split: str, task: str, reason: str) -> Dataset:
-    """Return a split of `pairs` with the text columns `prompt`, `chosen` and `rejected`.
+    """Return a split of `pairs` with the columns `prompt` (text or messages), and `chosen` and `rejected`.
 
     Args:
         pairs: result of `pairs_of`.
@@ -147,7 +248,17 @@ def load_pairs(pairs: Stored | None, split: str, task: str, reason: str) -> Data
             f"task.preferences_path must name a folder of preference pairs for task={task} ({reason}), got "
             "null; set task.preferences_path=<folder>"
         )
-    return pairs.load(split, PREFERENCE_COLUMNS)
+    return pairs.load_pairs(split)
+
+
+def prompts_of_pairs(pairs: Dataset) -> Dataset:
+    """Return the prompts of pairs; the chosen responses are the references. The column `rejected` remains.
+
+    Args:
+        pairs: columns `prompt` (text or messages), `chosen` and `rejected`.
+    """
+    prompt = "query" if is_text(pairs, "prompt") else "messages"
+    return pairs.rename_columns({"prompt": prompt, "chosen": "reference_response"})
 
 
 class StoredSource:
@@ -156,6 +267,8 @@ class StoredSource:
     Args:
         config: config section of the task.
     """
+
+    conversational = False
 
     def __init__(self, config: TLDRConfig) -> None:
         self.stored_prompts = prompts_of(config, config.prompts_name)
@@ -166,7 +279,7 @@ class StoredSource:
         return self.stored_prompts.load(split, PROMPT_COLUMNS)
 
     def preferences(self, split: str) -> Dataset:
-        """Return the split with the text columns `prompt`, `chosen` and `rejected`."""
+        """Return the split with the columns `prompt`, `chosen` and `rejected`."""
         return load_pairs(self.pairs, split, "tldr", "it names none")
 
 
@@ -181,6 +294,7 @@ class EmbeddedSource(ABC):
     """
 
     pattern: ClassVar[str]  # regular expression that matches one token of a text
+    conversational: ClassVar[bool] = False
 
     def __init__(self, config: EmbeddedTaskConfig) -> None:
         self.config = config

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import xxhash
-from datasets import Dataset
+from datasets import Dataset, Value
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.algo import Data
 from rlhf.core.batch import Prompts
-from rlhf.core.encoding import pad_prompts
+from rlhf.core.chat_format import render
+from rlhf.core.encoding import pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import vocabulary
 from rlhf.core.seeding import derive
+from rlhf.tasks.counts import Counts, all_skipped, count
 
 if TYPE_CHECKING:
     from rlhf.tasks.source import Source
@@ -31,8 +33,8 @@ END_TEXTS = ("<|endoftext|>",)  # end markers in published data sets; removed wi
 class Task:
     """Training batches and held-out examples of one source.
 
-    Training prompts are tokenized once, at their first use. Prompts longer than `max_prompt_tokens` are
-    skipped, and the number of skipped prompts is logged. A batch depends only on the seed and the number of
+    A split is tokenized once, at its first use. Empty prompts and prompts longer than `max_prompt_tokens` are
+    skipped, and their number is logged. A batch depends only on the seed and the number of
     the batch, so a run resumes at any batch without replaying the batches before.
 
     Args:
@@ -69,6 +71,8 @@ class Task:
         self.max_prompt_tokens = max_prompt_tokens
         self.seed = seed
         self._order = lru_cache(maxsize=2)(self._permutation)  # a batch may span two epochs
+        self._examples = lru_cache(maxsize=4)(self._tokenized)
+        self._counts: dict[tuple[str, Data], Counts] = {}
 
     @cached_property
     def _train(self) -> Dataset:
@@ -139,29 +143,55 @@ class Task:
     def _permutation(self, epoch: int) -> np.ndarray:
         return np.random.default_rng(derive(self.seed, "order of examples", epoch)).permutation(len(self))
 
-    def _examples(self, split: str, data: Data) -> Dataset:
+    def counts(self, split: str) -> Counts:
+        """Return the counts of a split, whose examples have the content of training examples."""
+        self._examples(split, self.data)
+        return self._counts[split, self.data]
+
+    def examples(self, split: str) -> Dataset:
+        """Return the tokenized examples of a split; see `_tokenized` for the columns.
+
+        Raises:
+            UserError: the split cannot be loaded, or has no prompt that can be used.
+        """
+        return self._examples(split, self.data)
+
+    def _tokenized(self, split: str, data: Data) -> Dataset:
         """Return a tokenized split with the columns `index`, `text`, `reference` and `ids`.
 
+        Dialogues are formatted by the chat template of the tokenizer; their messages are a column `messages`.
         If `data` has stored completions, there is a column `completions`; for pairs, also a column `labels`.
         """
         pairs = data is Data.preferences
         stored = self.source.preferences(split) if pairs else self.source.prompts(split)
         ends = (self.tokenizer.eos_token, *END_TEXTS)
 
-        tokenizer, limit = self.tokenizer, self.max_prompt_tokens  # not `self`, which `map` would hash
+        tokenizer = self.tokenizer  # not `self`, which `map` would hash
+        column = "prompt" if pairs else "messages" if "messages" in stored.column_names else "query"
+        dialogues = not isinstance(stored.features[column], Value)  # otherwise texts
+        if dialogues and not self.source.conversational:
+            raise UserError(
+                "task must be local or preferences for pairs of dialogues (other tasks have texts), "
+                f"got messages in the split {split}; set task=local or task=preferences"
+            )
 
         def clean(texts: list[str]) -> list[str]:
             return [_without_end(text, ends) for text in texts]
 
         def encode(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
-            texts = columns["prompt" if pairs else "query"]
+            texts = columns[column]
+            if dialogues:
+                places = columns.get("place") or [f"row {row + 1} of the split {split}" for row in rows]
+                texts = [render(tokenizer, *each) for each in zip(texts, places, strict=True)]
             chosen = clean(columns["chosen" if pairs else "reference_response"])
             made: dict[str, list[Any]] = {
                 "index": rows,
                 "text": texts,
                 "reference": chosen,
-                "ids": tokenizer(texts)["input_ids"],
+                "ids": prompt_tokens(texts, tokenizer, formatted=dialogues),
             }
+            if dialogues:
+                made["messages"] = columns[column]
             if pairs:  # in some published data sets, both responses of a pair repeat the prompt
                 both = zip(texts, chosen, clean(columns["rejected"]), strict=True)
                 made["completions"] = [[a.removeprefix(text), b.removeprefix(text)] for text, a, b in both]
@@ -169,8 +199,7 @@ class Task:
                 made["labels"] = [[1.0, 0.0] for _ in texts]
             elif data is Data.references:
                 made["completions"] = [[text] for text in clean(columns.get("demonstration", chosen))]
-            kept = [i for i, ids in enumerate(made["ids"]) if len(ids) <= limit]
-            return {name: [values[i] for i in kept] for name, values in made.items()}
+            return made
 
         examples = stored.map(
             encode,
@@ -179,19 +208,19 @@ class Task:
             remove_columns=stored.column_names,
             desc=f"tokenize {split}",
         )
-        skipped = len(stored) - len(examples)
-        if skipped:
+        counts, kept = count(stored, examples, self.max_prompt_tokens, data is not Data.prompts)
+        self._counts[split, data] = counts
+        places = stored["place"] if "place" in stored.column_names else None
+        for warning in counts.warnings(split, lambda i: places[i] if places else f"row {i + 1}"):
+            log.warning("%s", warning)
+        if not kept.any():
+            raise UserError(all_skipped(counts, split, self.max_prompt_tokens))
+        if counts.too_long.count:
             log.info(
                 "skipped %d of %d prompts of the split %s: longer than task.max_prompt_tokens=%d",
-                skipped, len(stored), split, self.max_prompt_tokens,
+                counts.too_long.count, counts.rows, split, self.max_prompt_tokens,
             )  # fmt: skip
-        if not len(examples):
-            raise UserError(
-                f"task.max_prompt_tokens must be at least the length of some of the {len(stored)} prompts of "
-                f"the split {split} (longer prompts are skipped), got {self.max_prompt_tokens}; set "
-                "task.max_prompt_tokens higher"
-            )
-        return examples
+        return examples if kept.all() else examples.select(np.flatnonzero(kept))
 
     def _batch(self, rows: dict[str, list[Any]]) -> Prompts:
         prompt_ids, prompt_mask = pad_prompts(rows["ids"], self.tokenizer.pad_token_id)
@@ -203,6 +232,7 @@ class Task:
             prompt_mask=prompt_mask,
             completions=list(rows["completions"]) if "completions" in rows else None,
             labels=torch.tensor(rows["labels"], dtype=torch.float32) if "labels" in rows else None,
+            dialogues=list(rows["messages"]) if "messages" in rows else None,
         )
 
 

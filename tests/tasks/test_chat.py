@@ -4,11 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import make
 from rlhf.checks.check import problems
+from rlhf.config.algo import Data
 from rlhf.config.compose import compose
 from rlhf.config.task import ChatConfig
+from rlhf.core.chat_format import render, set_format
+from rlhf.core.errors import UserError
+from rlhf.tasks.task import Task
+from tests.chat_tokenizers import CHAT, gemma, llama_3, neox, qwen
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 FIRST, REPLY = {"role": "user", "content": "Hi {role}"}, {"role": "assistant", "content": "Hello."}
@@ -24,20 +30,81 @@ def write(folder: Path, *dialogues: object, splits: tuple[str, ...] = ("train", 
 
 def test_the_last_turn_is_the_reference_and_the_turns_before_are_the_prompt(tmp_path):
     path = write(tmp_path, [FIRST, REPLY], [SYSTEM, FIRST, REPLY, SECOND, LAST])
-    short, long = make(ChatConfig(path=path)).prompts("train")
-    assert short == {
-        "query": "<|user|>\nHi {role}\n<|assistant|>\n",
-        "reference_response": "Hello.",
-    }
-    assert long["query"] == (
-        "<|system|>\nBe brief.\n<|user|>\nHi {role}\n<|assistant|>\nHello.\n<|user|>\nWhy?\n<|assistant|>\n"
-    )
+    source = make(ChatConfig(path=path))
+    short, long = source.prompts("train")
+    assert source.conversational
+    assert (short["messages"], short["reference_response"]) == ([FIRST], "Hello.")
+    assert long["messages"] == [SYSTEM, FIRST, REPLY, SECOND]
     assert long["reference_response"] == "So it is."
 
 
-def test_turns_use_the_configured_template(tmp_path):
+def test_prompts_are_texts_in_the_configured_format(tmp_path):
+    path = write(tmp_path, [FIRST, REPLY], [SYSTEM, FIRST, REPLY, SECOND, LAST])
+    source = make(ChatConfig(path=path, turn="<|{role}|>\n{content}\n", reply="<|assistant|>\n"))
+    short, long = source.prompts("train")
+    assert not source.conversational
+    assert short["query"] == "<|user|>\nHi {role}\n<|assistant|>\n"
+    assert long["query"] == (
+        "<|system|>\nBe brief.\n<|user|>\nHi {role}\n<|assistant|>\nHello.\n<|user|>\nWhy?\n<|assistant|>\n"
+    )
+    assert (short["reference_response"], long["reference_response"]) == ("Hello.", "So it is.")
+
+
+def task_of(config: ChatConfig, tokenizer: PreTrainedTokenizerFast, data: Data = Data.references) -> Task:
+    return Task(make(config), tokenizer, data=data, prompts_per_update=1, max_prompt_tokens=500, seed=1)
+
+
+@pytest.mark.parametrize("family", CHAT)
+def test_prompts_of_a_dialogue_are_the_tokens_of_the_chat_template(tmp_path, family):
+    tokenizer = CHAT[family]()
+    set_format(tokenizer, None, conversational=True)
+    batch = task_of(ChatConfig(path=write(tmp_path, [FIRST, REPLY])), tokenizer).held_out(1)
+    ids = tokenizer.apply_chat_template([FIRST], add_generation_prompt=True, return_dict=False)
+    assert batch.prompt_ids.tolist() == [ids]
+    assert batch.texts == [tokenizer.apply_chat_template([FIRST], add_generation_prompt=True, tokenize=False)]
+    assert (batch.completions, batch.references) == ([["Hello."]], ["Hello."])
+    assert batch.dialogues == [[FIRST]]
+
+
+def test_a_dialogue_that_the_template_refuses_is_refused_with_its_line(tmp_path):
+    path = write(tmp_path, [FIRST, REPLY], [SYSTEM, FIRST, REPLY])
+    with pytest.raises(UserError, match=r"System role not supported.* in line 2 of .*train\.jsonl"):
+        len(task_of(ChatConfig(path=path), gemma()))
+
+
+def test_a_tokenizer_without_template_is_refused(tmp_path):
+    tokenizer = neox()
+    tokenizer.pad_token = "<|padding|>"
+    with pytest.raises(UserError, match="model.chat_template must be set for dialogues"):
+        len(task_of(ChatConfig(path=write(tmp_path, [FIRST, REPLY])), tokenizer))
+
+
+def test_texts_in_the_configured_format_get_the_special_tokens_of_the_tokenizer(tmp_path):
     config = ChatConfig(path=write(tmp_path, [FIRST, REPLY]), turn="{role}: {content}\n", reply="assistant:")
-    assert make(config).prompts("train")[0]["query"] == "user: Hi {role}\nassistant:"
+    tokenizer = llama_3()
+    batch = task_of(config, tokenizer).held_out(1)
+    assert tokenizer.decode(batch.prompt_ids[0]) == "<|begin_of_text|>user: Hi {role}\nassistant:"
+    assert batch.dialogues is None
+
+
+def test_pairs_may_have_dialogues_as_prompts(tmp_path):
+    pairs = {"prompt": [FIRST], "chosen": "Hello.", "rejected": "No."}
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(pairs))
+    tokenizer = qwen()
+    set_format(tokenizer, None, conversational=True)
+    task = task_of(ChatConfig(preferences_path=str(tmp_path)), tokenizer, Data.preferences)
+    batch = task.held_out(1)
+    assert batch.texts == [render(tokenizer, [FIRST])]
+    assert batch.completions == [["Hello.", "No."]]
+
+
+@pytest.mark.parametrize("key", ["turn", "reply"])
+def test_turn_and_reply_must_be_set_together(key):
+    (found,) = problems(
+        compose(["task=chat", "model=llama_8b", "algo=sft", f"task.{key}='{{role}}{{content}}'"])
+    )
+    assert "must be set together with" in found
 
 
 def test_validation_uses_the_configured_split_of_the_dialogues(tmp_path):
@@ -58,13 +125,13 @@ def test_validation_uses_the_configured_split_of_the_dialogues(tmp_path):
 )
 def test_an_invalid_dialogue_is_refused_with_its_row_number(tmp_path, messages):
     path = write(tmp_path, messages)
-    with pytest.raises(ValueError, match=r"task\.path must have dialogues .* in row 0; correct or remove"):
+    with pytest.raises(ValueError, match=r"task\.path must have dialogues .* line 1 of .*; correct"):
         make(ChatConfig(path=path)).prompts("train")
 
 
 def test_the_error_names_an_invalid_row_after_valid_rows(tmp_path):
     path = write(tmp_path, [FIRST, REPLY], [FIRST])
-    with pytest.raises(ValueError, match="in row 1"):
+    with pytest.raises(ValueError, match="got line 2 of .* with another form"):
         make(ChatConfig(path=path)).prompts("train")
 
 
@@ -78,7 +145,7 @@ def test_the_user_must_provide_the_pairs_of_the_chat_task(tmp_path):
         (tmp_path / f"{split}.jsonl").write_text(rows)
     chosen = compose([*words, f"task.preferences_path={tmp_path}"])
     assert problems(chosen) == []
-    assert list(make(chosen.task).preferences("train")) == [json.loads(rows)]
+    assert make(chosen.task).preferences("train").remove_columns("place").to_list() == [json.loads(rows)]
     with pytest.raises(ValueError, match="No Robots has none"):
         make(ChatConfig()).preferences("train")
 
@@ -91,6 +158,6 @@ def test_dialogues_need_no_columns_of_preference_pairs(tmp_path):
 
 @pytest.mark.parametrize("turn", ["{content}", "{role}"])
 def test_the_turn_template_must_contain_role_and_content(turn):
-    words = ["task=chat", "model=llama_8b", "algo=sft", f"task.turn='{turn}'"]
+    words = ["task=chat", "model=llama_8b", "algo=sft", f"task.turn='{turn}'", "task.reply=x"]
     (found,) = problems(compose(words))
     assert found.startswith("task.turn must contain {")

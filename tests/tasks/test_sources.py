@@ -45,6 +45,11 @@ def write(folder: Path, kind: str, columns: dict[str, list[str]]) -> Path:
 KINDS = ["jsonl", "json", "parquet", "csv", "saved"]
 
 
+def content(dataset: Dataset) -> dict[str, list[str]]:
+    """Return the columns of a data set without the places of its rows."""
+    return {name: values for name, values in dataset.to_dict().items() if name != "place"}
+
+
 def run(task: TaskConfig, data: Data = Data.prompts, trains: Trains = Trains.policy) -> Any:
     """Return the parts of a config that the rules of `rlhf.checks.tasks` read."""
     algo = SimpleNamespace(name="some", trains=trains)
@@ -62,7 +67,7 @@ def test_a_folder_of_each_kind_is_checked_and_loaded(tmp_path: Path, kind: str):
     assert split_columns(folder) == {"train": list(ROWS), "validation": list(ROWS)}
     config = TLDRConfig(path=str(folder))
     assert problems(config) == []
-    assert make(config).prompts("validation").to_dict() == ROWS
+    assert content(make(config).prompts("validation")) == ROWS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,25 +109,41 @@ def test_a_saved_data_set_without_splits_is_the_train_split(tmp_path: Path):
 def test_a_broken_file_is_a_problem_not_a_crash(tmp_path: Path):
     (tmp_path / "train.jsonl").write_text("{not json\n")
     (problem,) = folder_problems("task.path", str(tmp_path), ["query"], ["train"], "why")
-    assert "must contain readable data (why)" in problem
-    assert "repair the files of the folder" in problem
+    file = tmp_path / "train.jsonl"
+    assert problem.startswith(f"task.path must contain one JSON object per line, got line 1 of {file} (")
 
 
 def test_a_column_without_text_is_refused(tmp_path: Path):
     write(tmp_path, "jsonl", {"query": ["a"], "reference_response": [["b"]]})  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="must have texts in its column reference_response"):
+    with pytest.raises(ValueError, match="must have a text in its column reference_response"):
         make(TLDRConfig(path=str(tmp_path))).prompts("train")
+
+
+def test_a_missing_text_in_a_saved_data_set_is_refused_with_its_row(tmp_path: Path):
+    columns = {"query": ["a", None], "reference_response": ["c", "d"]}
+    write(tmp_path, "saved", columns)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got row 2 of the split train of .* with null; correct or remove"):
+        make(TLDRConfig(path=str(tmp_path))).prompts("train")
+
+
+def test_a_hub_name_as_a_path_is_a_problem_that_names_the_key_of_hub_names():
+    (problem,) = problems(PreferencesConfig(path="some/pairs"), data=Data.preferences)
+    assert problem.endswith("set task.preferences_name=some/pairs instead of task.path")
+    (problem,) = problems(TLDRConfig(path="some/prompts"))
+    assert problem.endswith("set task.prompts_name=some/prompts instead of task.path")
+    (problem,) = problems(TLDRMiniConfig(path="some/prompts"))
+    assert problem.endswith("set task.path=<folder>"), "the task has no key for hub names"
 
 
 def test_pairs_come_from_preferences_path_or_by_default_from_path(tmp_path: Path):
     rows, pairs = write(tmp_path / "rows", "jsonl", ROWS), write(tmp_path / "pairs", "jsonl", PAIRS)
     both = TLDRConfig(path=str(rows), preferences_path=str(pairs))
     assert problems(both, data=Data.preferences) == []
-    assert make(both).preferences("train").to_dict() == PAIRS
-    assert make(both).prompts("train").to_dict() == ROWS
+    assert content(make(both).preferences("train")) == PAIRS
+    assert content(make(both).prompts("train")) == ROWS
     only = TLDRConfig(path=str(pairs))
     assert problems(only, data=Data.preferences, trains=Trains.reward) == []
-    assert make(only).preferences("train").to_dict() == PAIRS
+    assert content(make(only).preferences("train")) == PAIRS
 
 
 def test_a_policy_trained_on_pairs_needs_references_to_be_evaluated(tmp_path: Path):
@@ -154,7 +175,8 @@ def test_preferences_give_prompts_with_chosen_as_reference(tmp_path: Path):
     config = PreferencesConfig(path=str(write(tmp_path, "parquet", PAIRS)))
     assert problems(config, data=Data.preferences) == []
     prompts = make(config).prompts("validation")
-    assert prompts.to_dict() == {"query": PAIRS["prompt"], "reference_response": PAIRS["chosen"]}
+    expected = {"query": PAIRS["prompt"], "reference_response": PAIRS["chosen"]}
+    assert content(prompts) == expected | {"rejected": PAIRS["rejected"]}
 
 
 def test_the_validation_split_of_preferences_may_have_another_name(tmp_path: Path):
@@ -163,7 +185,7 @@ def test_the_validation_split_of_preferences_may_have_another_name(tmp_path: Pat
     assert problems(PreferencesConfig(path=str(tmp_path)))
     config = PreferencesConfig(path=str(tmp_path), validation_split="test")
     assert problems(config) == []
-    assert make(config).preferences("validation").to_dict() == PAIRS
+    assert content(make(config).preferences("validation")) == PAIRS
 
 
 def test_preferences_without_a_data_set_are_a_problem():

@@ -1,0 +1,127 @@
+"""The task `local`: prompts, responses, dialogues or preference pairs in the user's own files."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import xxhash
+from datasets import Dataset
+
+from rlhf.config.algo import Data
+from rlhf.config.task import PREFERENCE_COLUMNS
+from rlhf.core.errors import UserError
+from rlhf.tasks.columns import converted
+from rlhf.tasks.folders import read
+from rlhf.tasks.local_files import KEY, LocalFiles
+from rlhf.tasks.source import from_rows, load_pairs, numbered, pairs_of, saved_split
+
+if TYPE_CHECKING:
+    from rlhf.config.task import LocalConfig
+
+
+class LocalSource:
+    """A source of local data, whose columns are recognised by their names or named in `task.columns`.
+
+    Without a file for validation, a part of the training rows is the validation split. The split depends only
+    on the prompts: rows with the same prompt are in the same split, whatever the seed of the run.
+
+    Args:
+        config: config section of the task.
+
+    Raises:
+        UserError: `task.path` names no data.
+    """
+
+    def __init__(self, config: LocalConfig) -> None:
+        self.config = config
+        self.files = LocalFiles(config)
+        self._stored = lru_cache(maxsize=4)(self._load)  # splits share a file
+
+    def prompts(self, split: str) -> Dataset:
+        """Return the split with the columns `query` or `messages`, `reference_response` and `place`.
+
+        Raises:
+            UserError: the data have no such split or no prompts, or a row has another content.
+        """
+        return self._split(split, Data.prompts)
+
+    def preferences(self, split: str) -> Dataset:
+        """Return the split with the columns `prompt` (text or messages), `chosen` and `rejected`.
+
+        Raises:
+            UserError: the data have no such split or no pairs, or a row has another content.
+        """
+        if self.config.preferences_path is not None:
+            return load_pairs(pairs_of(self.config), split, "local", "it names none")
+        return self._split(split, Data.preferences)
+
+    @property
+    def conversational(self) -> bool:
+        """Whether the prompts of the training rows are dialogues. Of files, only the first row is read."""
+        known = self.files.conversational
+        return "messages" in self._stored("train", Data.prompts).column_names if known is None else known
+
+    @property
+    def splits_off_validation(self) -> bool:
+        """Whether the validation split is a part of the training rows."""
+        return self.files.stored("validation") is None
+
+    def columns(self, data: Data) -> str:
+        """Return the recognised columns of the training rows as text."""
+        if data is Data.preferences and self.config.preferences_path is not None:
+            return ", ".join(PREFERENCE_COLUMNS)
+        return self.files.layout("train", data).described()
+
+    def _split(self, split: str, data: Data) -> Dataset:
+        if self.files.stored(split) is not None and not (split == "train" and self.splits_off_validation):
+            return self._stored(split, data)
+        if split == "test":
+            raise UserError(
+                f"{KEY} must contain the split test, got {self.files.path} without it; add test.jsonl beside "
+                "train.jsonl, or set split=validation"
+            )
+        rows = self._stored("train", data)
+        held_out = held_out_rows(prompts_in(rows), self.config.validation_fraction)
+        if len(held_out) == len(rows):
+            raise UserError(self.files.one_prompt())
+        return rows.select([i for i in range(len(rows)) if (i in held_out) == (split == "validation")])
+
+    def _load(self, split: str, data: Data) -> Dataset:
+        name = self.files.stored(split)
+        assert name is not None
+        layout = self.files.layout(split, data)
+        convert = layout.pair if data is Data.preferences else layout.example
+        if self.files.saved:
+            dataset = saved_split(self.files.path, name, KEY).select_columns(layout.names)
+            rows = numbered(dataset, f"the split {name} of {self.files.path}")
+        else:
+            rows = read(self.files.files[name], KEY, layout.names)
+        return from_rows(converted(rows, convert, KEY))
+
+
+def prompts_in(rows: Dataset) -> list[str]:
+    """Return a text for each row that is equal for equal prompts."""
+    column = next(name for name in ("query", "messages", "prompt") if name in rows.column_names)
+    return [value if isinstance(value, str) else json.dumps(value) for value in rows[column]]
+
+
+def held_out_rows(prompts: list[str], fraction: float) -> set[int]:
+    """Return the rows of the validation split: about `fraction` of all rows, at least one.
+
+    Prompts are ordered by a hash of their text. So the choice does not depend on the order of the rows, and
+    new rows move few of the others. Rows with the same prompt stay together. One prompt remains for training,
+    if there are two.
+    """
+    rows_of: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(prompt, []).append(row)
+    order = sorted(rows_of, key=lambda prompt: (xxhash.xxh3_64_intdigest(prompt.encode()), prompt))
+    wanted = max(1, round(fraction * len(prompts)))
+    chosen: set[int] = set()
+    for prompt in order[:-1] or order:
+        if len(chosen) >= wanted:
+            break
+        chosen.update(rows_of[prompt])
+    return chosen

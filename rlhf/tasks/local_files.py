@@ -1,0 +1,157 @@
+"""The files of `task=local`: splits, columns, and the checks before a run. No torch, no `datasets`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.config.algo import Data
+from rlhf.core.errors import UserError
+from rlhf.tasks.columns import Layout, converted, recognise
+from rlhf.tasks.folders import (
+    file_columns,
+    find_split,
+    ignored,
+    is_saved,
+    read,
+    scan,
+    similar,
+    split_columns,
+    split_files,
+)
+from rlhf.tasks.reading import FORMATS, suffix_of
+
+if TYPE_CHECKING:
+    from rlhf.config.task import LocalConfig
+    from rlhf.tasks.columns import Message
+    from rlhf.tasks.reading import Row
+
+KEY = "task.path"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def prompt_of(row: Row) -> str | list[Message]:
+    """Return the prompt of a converted row, a text or messages."""
+    prompt: str | list[Message] = next(row[name] for name in ("query", "messages", "prompt") if name in row)
+    return prompt
+
+
+class LocalFiles:
+    """The data that `task.path` names: a file, a folder with a file per split, or a saved data set.
+
+    Args:
+        config: config section of the task.
+
+    Raises:
+        UserError: there is no such file or folder, or it has no training rows.
+    """
+
+    def __init__(self, config: LocalConfig) -> None:
+        assert config.path is not None, "checked by the section"
+        self.config = config
+        self.path = Path(config.path).expanduser()
+        self.saved = self.path.is_dir() and is_saved(self.path)
+        self.files: dict[str, list[Path]] = {}  # split -> files; empty for a saved data set
+        if self.path.is_file():
+            if suffix_of(self.path) is None:
+                raise UserError(
+                    f"{KEY} must name a file with a suffix that can be read ({FORMATS}), got {config.path}; "
+                    "save the data in one of these formats"
+                )
+            self.files = {"train": [self.path]}
+        elif self.path.is_dir():
+            self.files = {} if self.saved else split_files(self.path, KEY)
+        else:
+            raise UserError(self._missing())
+        self.columns = split_columns(self.path, KEY) if self.saved else {}  # split -> columns, if saved
+        if self.stored("train") is None:
+            raise UserError(self._no_rows())
+
+    def stored(self, split: str) -> str | None:
+        """Return the name under which a split is stored; None: the split is not stored."""
+        return find_split(self.columns or self.files, split, KEY)
+
+    def layout(self, split: str, data: Data) -> Layout:
+        """Return the columns of a stored split by their role.
+
+        Raises:
+            UserError: the columns lack what an example of the kind `data` needs.
+        """
+        name = self.stored(split)
+        assert name is not None
+        names = self.columns[name] if self.saved else file_columns(self.files[name], KEY)
+        place = f"{self.path} (split {name})" if self.saved else str(self.files[name][0])
+        return recognise(names, self.config.columns, data, KEY, place)
+
+    @property
+    def conversational(self) -> bool | None:
+        """Whether the first training row has a dialogue as its prompt; None: unknown, in a saved data set.
+
+        Raises:
+            UserError: the first row cannot be used.
+        """
+        if self.saved:
+            return None
+        layout, files = self.layout("train", Data.prompts), self.files[self.stored("train") or "train"]
+        _, first = next(converted(read(files, KEY, layout.names), layout.example, KEY))
+        return "messages" in first
+
+    def problems(self, data: Data) -> Iterator[str]:
+        """Yield an error message for each stored split whose columns or rows a run cannot use.
+
+        Args:
+            data: what a training example of the run contains.
+        """
+        for split in ("train", "validation"):
+            name = self.stored(split)
+            if name is None:
+                continue
+            try:
+                layout = self.layout(split, data)
+            except UserError as error:
+                yield from error.problems
+                continue
+            if self.saved:
+                continue
+            convert = {
+                Data.prompts: layout.example,
+                Data.references: layout.demonstration,
+                Data.preferences: layout.pair,
+            }[data]
+            if problem := scan(self.files[name], KEY, layout.names, convert):
+                yield problem
+            elif split == "train" and self.stored("validation") is None:
+                rows = converted(read(self.files[name], KEY, layout.names), convert, KEY)
+                first = prompt_of(next(rows)[1])
+                if all(prompt_of(row) == first for _, row in rows):
+                    yield self.one_prompt()
+
+    def one_prompt(self) -> str:
+        """Return the error message for training rows with one prompt, of which none can be split off."""
+        return (
+            f"{KEY} must contain at least two different prompts (some rows are split off for validation), "
+            f"got {self.path} with one prompt; add rows, or a file validation.jsonl beside train.jsonl"
+        )
+
+    def _missing(self) -> str:
+        path = self.config.path
+        if near := similar(self.path):
+            remedy = f"did you mean {KEY}={near}?"
+        elif HUB_NAME.fullmatch(str(path)) and not self.path.parent.is_dir():
+            remedy = (
+                'a data set of the hub must be saved first: python -c "from datasets import load_dataset; '
+                f"load_dataset('{path}').save_to_disk('data/{self.path.name}')\", then set "
+                f"{KEY}=data/{self.path.name}"
+            )
+        else:
+            remedy = f"set {KEY}=<file or folder>"
+        return f"{KEY} must name a file or folder of data, got {path} (no such file or folder); {remedy}"
+
+    def _no_rows(self) -> str:
+        names = [file.name for files in self.files.values() for file in files]
+        present = ", ".join(names or self.columns) or "no data file"
+        present += "" if self.saved else ignored(self.path)
+        remedy = f"set {KEY}={self.path / names[0]}" if len(names) == 1 else "add a file train.jsonl"
+        return f"{KEY} must contain the split train, got {self.path} with {present}; {remedy}"

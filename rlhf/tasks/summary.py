@@ -1,0 +1,145 @@
+"""Summary of the data of a run: rows, recognised columns, lengths in tokens, skipped rows, examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from rlhf.tasks.counts import Counts, Lengths
+from rlhf.tasks.local import LocalSource
+from rlhf.tasks.task import Task
+
+MEASURED = 2000  # largest number of examples whose responses are tokenized for the summary
+EXAMPLES = 3
+WIDTH = 72  # characters of a shortened example, without the arrow
+PROMPT_WIDTH = 48  # of these for the prompt, if the response is long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What the data of a run contain, as plain data.
+
+    Attributes:
+        splits: counts of each split.
+        columns: the recognised columns as text; None: the task has fixed columns.
+        chat_format: the format of dialogues as text; None: the prompts are texts.
+        split_off: whether the validation split is a part of the training rows.
+        limit: `task.max_prompt_tokens`.
+        prompts_per_update: prompts of one update.
+        response_tokens: lengths of stored responses with their end token; None: there are no responses.
+        measured: number of training examples whose responses were measured.
+        cut: share of the measured responses that training cuts at `response_length`; 0 if it samples its own.
+        response_length: `generator.response_length`.
+        examples: prompt and first response of some training examples.
+    """
+
+    splits: dict[str, Counts]
+    columns: str | None
+    chat_format: str | None
+    split_off: bool
+    limit: int
+    prompts_per_update: int
+    response_tokens: Lengths | None
+    measured: int
+    cut: float
+    response_length: int
+    examples: list[tuple[str, str]]
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the summary as rows of a name and a value."""
+        for split, counts in self.splits.items():
+            value = f"{counts.kept:,} rows" + (", split off" if self.split_off and split != "train" else "")
+            if counts.too_long.count:
+                value += f"; {counts.too_long.count:,} skipped: prompt longer than {self.limit:,} tokens"
+            if counts.no_prompt.count:
+                value += f"; {counts.no_prompt.count:,} skipped: empty prompt"
+            yield split, value
+        if self.columns is not None:
+            yield "columns", self.columns
+        if self.chat_format is not None:
+            yield "format", self.chat_format
+        yield "prompt tokens", str(self.splits["train"].prompt_tokens)
+        if self.response_tokens is not None:
+            yield "response tokens", str(self.response_tokens)
+
+    def lines(self) -> list[str]:
+        """Return one line for each example: the end of its prompt, and the beginning of its response."""
+        return [shortened(prompt, response) for prompt, response in self.examples]
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a warning if training cuts stored responses, or has fewer examples than a batch."""
+        train = self.splits["train"]
+        if self.cut:
+            assert self.response_tokens is not None
+            about = "" if self.measured == train.kept else "about "
+            yield (
+                f"{about}{self.cut:.1%} of the stored responses are longer than generator.response_length="
+                f"{self.response_length} and are cut, so training sees no end for them; to keep them "
+                f"whole, set generator.response_length={self.response_tokens.largest}"
+            )
+        if train.kept < self.prompts_per_update:
+            yield (
+                f"the {train.kept:,} training examples are fewer than schedule.prompts_per_update="
+                f"{self.prompts_per_update:,}, so each update uses an example "
+                f"{self.prompts_per_update / train.kept:.3g} times on average; for at most once, set "
+                f"schedule.prompts_per_update={power_of_two(train.kept)}"
+            )
+
+
+def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train", "validation")) -> Summary:
+    """Return the summary of the data of a run.
+
+    Args:
+        task: the data of the run.
+        response_length: `generator.response_length`.
+        splits: the splits that the run reads; `train` must be one of them.
+
+    Raises:
+        UserError: a split cannot be loaded, or has no prompt that can be used.
+    """
+    train = task.examples("train")
+    some = train[np.linspace(0, len(train) - 1, min(len(train), MEASURED)).astype(int)]
+    stored = some.get("completions")
+    texts = list(chain.from_iterable(stored)) if stored else [text for text in some["reference"] if text]
+    tokens = task.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    lengths = np.array([len(ids) + 1 for ids in tokens])
+    source = task.source if isinstance(task.source, LocalSource) else None
+    firsts = [each[0] for each in stored] if stored else some["reference"]
+    return Summary(
+        splits={split: task.counts(split) for split in splits},
+        columns=None if source is None else source.columns(task.data),
+        chat_format=chat_format(task),
+        split_off=source is not None and source.splits_off_validation,
+        limit=task.max_prompt_tokens,
+        prompts_per_update=task.prompts_per_update,
+        response_tokens=Lengths.of(lengths) if texts else None,
+        measured=len(some["text"]),
+        cut=float((lengths > response_length).mean()) if stored else 0.0,
+        response_length=response_length,
+        examples=list(zip(some["text"], firsts, strict=True))[:EXAMPLES],
+    )
+
+
+def chat_format(task: Task) -> str | None:
+    """Return the format of the dialogues of a task as text; None: its prompts are texts."""
+    if "messages" not in task.examples("train").column_names:
+        return None
+    return f"chat template; responses end with {task.tokenizer.eos_token}"
+
+
+def shortened(prompt: str, response: str) -> str:
+    """Return the end of a prompt and the beginning of a response on one line, with visible line breaks."""
+    before, after = (repr(text)[1:-1] for text in (prompt, response))
+    room = max(PROMPT_WIDTH, WIDTH - len(after)) if response else WIDTH
+    before = before if len(before) <= room else "..." + before[3 - room :]
+    room = WIDTH - len(before)
+    after = after if len(after) <= room else after[: room - 3] + "..."
+    return f"{before} -> {after}" if response else before
+
+
+def power_of_two(count: int) -> int:
+    """Return the largest power of 2 that is at most `count`, which is at least 1."""
+    return 1 << (count.bit_length() - 1)
