@@ -6,10 +6,12 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from omegaconf import MISSING
 
 from rlhf.config.schema import Section, dotted, number, option
+from rlhf.core.chat_format import PLAIN
 
 
 class Dtype(Enum):
@@ -69,12 +71,23 @@ class ModelConfig(Section):
     reward: str | None = None  # the model of scorer=reward_model; null: made by algo=reward (embedded tasks)
     tokenizer: str | None = None  # null: the tokenizer of the policy (of the base model, for sft)
     pad_token: str | None = None  # pad token for a tokenizer that has none
+    chat_template: str | None = None  # file with a Jinja template, or plain; null: of the tokenizer
     dtype: Dtype = Dtype.float32  # dtype of forward passes; trained weights are always float32
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     gradient_checkpointing: bool = False  # store only the inputs of blocks; recompute the rest in backward
     shared_prefix: bool = True  # encode a prompt once for its K responses
     attention: str = "sdpa"  # attention implementation of transformers
     trust_remote_code: bool = False  # run Python code that comes with a hub model
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the file of the chat template does not exist."""
+        yield from Section.problems(self, at)
+        chosen = self.chat_template
+        if chosen not in (None, PLAIN) and not Path(chosen).expanduser().is_file():
+            yield (
+                f"{at}.chat_template must be a file with a Jinja template or plain (there is no such file), "
+                f"got {chosen!r}; set {at}.chat_template=plain (a line such as <|user|> before each message)"
+            )
 
     @property
     def starts_as_reference(self) -> bool:

@@ -27,7 +27,8 @@ R = TypeVar("R", bound="Rollouts")
 class Prompts:
     """N prompts of a task with their references.
 
-    `completions` and `labels` are set only if the data set contains responses and their scores.
+    `completions` and `labels` are set only if the data set contains responses and their scores. `dialogues`
+    is set only if the data set contains lists of messages.
     """
 
     index: Tensor  # [N] int64, row of the example in the task's data set
@@ -37,6 +38,8 @@ class Prompts:
     prompt_mask: Tensor  # [N, P] bool
     completions: list[list[str]] | None = None  # N lists of K stored responses
     labels: Tensor | None = None  # [N, K] float32, stored scores of the K responses
+    # N lists of {role, content}: the messages that `texts` were formatted from; None: the data are texts
+    dialogues: list[list[dict[str, str]]] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)

@@ -22,11 +22,48 @@ def pad_prompts(ids: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     return prompt_ids, torch.arange(width)[None, :] >= width - lengths[:, None]
 
 
+def prompt_tokens(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, formatted: bool = False
+) -> list[list[int]]:
+    """Return N prompt texts as token ids, without truncation.
+
+    A prompt begins with the tokens that the tokenizer adds at the start of a text, usually a BOS token. These
+    tokens are not added if the text itself begins with them. Tokens that the tokenizer adds at the end of a
+    text, such as an EOS token, are left out, because a response follows the prompt.
+
+    Args:
+        texts: N texts.
+        tokenizer: the tokenizer.
+        formatted: the texts come from a chat template, which writes all special tokens; nothing is added.
+    """
+    if formatted:
+        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return ids
+    encoded = tokenizer(texts, return_special_tokens_mask=True)
+    return [
+        _open_prompt(ids, added)
+        for ids, added in zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+    ]
+
+
+def _open_prompt(ids: list[int], added: list[int]) -> list[int]:
+    """Return a prompt without a second begin and without an end; `added` marks the added tokens with 1."""
+    if 0 not in added:  # an empty text
+        return ids[:1]
+    first, last = added.index(0), len(added) - added[::-1].index(0)
+    begin, text = ids[:first], ids[first:last]
+    return text if text[:first] == begin else begin + text
+
+
 def encode_prompts(
-    index: Tensor, texts: list[str], references: list[str], tokenizer: PreTrainedTokenizerBase
+    index: Tensor,
+    texts: list[str],
+    references: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    formatted: bool = False,
 ) -> Prompts:
-    """Encode N prompt texts without truncation."""
-    prompt_ids, prompt_mask = pad_prompts(tokenizer(texts)["input_ids"], tokenizer.pad_token_id)
+    """Encode N prompt texts as `prompt_tokens` does."""
+    prompt_ids, prompt_mask = pad_prompts(prompt_tokens(texts, tokenizer, formatted), tokenizer.pad_token_id)
     return Prompts(
         index=index, texts=texts, references=references, prompt_ids=prompt_ids, prompt_mask=prompt_mask
     )

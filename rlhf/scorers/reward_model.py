@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.core.chat_format import end_responses_with_turns, render
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.models.inference import infer
-from rlhf.models.loading import load_reward_model, load_tokenizer, same_tokens
+from rlhf.models.loading import load_reward_model
 from rlhf.models.modules import RewardModel
+from rlhf.models.tokenizer import check_vocabulary, fill_pad_token, read_tokenizer, same_tokens
 from rlhf.scorers.scorer import Scorer, response_texts
 
 if TYPE_CHECKING:
     from rlhf.config.scorer import RewardModelScorerConfig
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import ScorerContext
+
+log = logging.getLogger(__name__)
 
 
 class RewardModelScorer(Scorer):
@@ -28,7 +33,8 @@ class RewardModelScorer(Scorer):
         context: the objects of the run that a scorer needs.
         model: the reward model, on the device or divided over the ranks.
         own_tokenizer: tokenizer of the reward model, if it differs from the tokenizer of the policy. Prompts
-            and responses are then decoded and tokenized again. None: the reward model gets the policy's ids.
+            and responses are then decoded and tokenized again; dialogues get the format of the reward model's
+            chat template, if it has one. None: the reward model gets the policy's ids.
     """
 
     config: RewardModelScorerConfig
@@ -53,16 +59,18 @@ class RewardModelScorer(Scorer):
 
     def retokenize(self, rollouts: Rollouts, own: PreTrainedTokenizerBase) -> Rollouts:
         """Return `rollouts` in tokens of the tokenizer `own`; only responses that had ended get an EOS."""
-        texts = response_texts(rollouts, self.tokenizer)
-        prompts = encode_prompts(rollouts.index, rollouts.texts, rollouts.references, own)
-        return encode_completions(prompts, texts, own, response_length=None, ended=rollouts.ended)
+        responses = response_texts(rollouts, self.tokenizer)
+        dialogues = rollouts.dialogues if own.chat_template else None
+        texts = rollouts.texts if dialogues is None else [render(own, turns) for turns in dialogues]
+        prompts = encode_prompts(rollouts.index, texts, rollouts.references, own, dialogues is not None)
+        return encode_completions(prompts, responses, own, response_length=None, ended=rollouts.ended)
 
 
 def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardModelScorer:
     """Return a scorer with the reward model and tokenizer at `config.path`, or else at `model.reward`.
 
     Raises:
-        UserError: the model or its tokenizer cannot be loaded.
+        UserError: the model or its tokenizer cannot be loaded, or do not fit each other.
     """
     model = context.model
     path, key = (config.path, f"{context.at}.path") if config.path else (model.reward, "model.reward")
@@ -74,7 +82,13 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
         trust_remote_code=model.trust_remote_code,
         key=key,
     )
-    own = load_tokenizer(path, model.pad_token, model.trust_remote_code, key)
+    own = read_tokenizer(path, model.trust_remote_code, key)
+    check_vocabulary(loaded, own, key)
+    if context.conversational and own.chat_template:
+        end_responses_with_turns(own)
+    fill_pad_token(own, config.pad_token, f"{context.at}.pad_token")
+    if context.conversational and not own.chat_template and not same_tokens(own, context.tokenizer):
+        log.warning("%s=%s has no chat template: it reads the prompts in the format of the policy", key, path)
     return RewardModelScorer(
         config,
         context,
