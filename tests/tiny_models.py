@@ -101,11 +101,12 @@ def scorer_context(
     at: str = "scorer",
     ranks: Ranks = ALONE,
     dtype: Dtype = Dtype.float32,
+    conversational: bool = False,
 ) -> ScorerContext:
     """Return the context that a run with backend=torch passes to the scorer at the key `at`."""
 
     def build(section: ScorerConfig, key: str) -> Scorer | None:
-        scorer: Scorer | None = make(section, scorer_context(tokenizer, key, ranks, dtype))
+        scorer: Scorer | None = make(section, scorer_context(tokenizer, key, ranks, dtype, conversational))
         return scorer
 
     return ScorerContext(
@@ -115,6 +116,7 @@ def scorer_context(
         model=ModelConfig(name="tiny", dtype=dtype),
         place=partial(place, device=ranks.device),
         build=build,
+        conversational=conversational,
     )
 
 

@@ -11,7 +11,7 @@ from rlhf.config.backend import Device
 from rlhf.config.model import Dtype, NanoConfig, float16_needs_gpu
 from rlhf.config.root import Config
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
-from rlhf.models.folders import context_length, context_problem, folder_problem, is_local
+from rlhf.models.folders import context_length, context_problem, folder_problem, is_local, similar_folder
 
 
 @rule
@@ -39,9 +39,10 @@ def models_are_named(cfg: Config) -> Iterator[str]:
         wanted["reward"] = model.reward
     for key, value in wanted.items():
         if value is None:
+            other = {"base": model.policy, "policy": model.base}.get(key)  # probably meant for this algorithm
             yield (
                 f"model.{key} must name a model for task={cfg.task.name} (only embedded tasks make their "
-                f"own), got null; set model.{key}=<hub name or folder>"
+                f"own), got null; set model.{key}={other or '<hub name or folder>'}"
             )
 
 
@@ -80,11 +81,16 @@ def models(cfg: Config) -> Iterator[str]:
             contexts.append(context_length(path))
     tokenizer = cfg.model.tokenizer
     if tokenizer is not None and is_local(tokenizer) and not Path(tokenizer).expanduser().is_dir():
+        file = Path(tokenizer).expanduser().is_file()
+        close = str(Path(tokenizer).parent) if file else similar_folder(tokenizer)
+        remedy = (
+            f"did you mean model.tokenizer={close}?" if close else "set model.tokenizer=<hub name or folder>"
+        )
         yield (
             "model.tokenizer must name a tokenizer on the hub or a folder that contains one (there is no "
-            f"folder {tokenizer!r}), got {tokenizer!r}; set model.tokenizer=<hub name or folder>"
+            f"folder {tokenizer!r}), got {tokenizer!r}; {remedy}"
         )
-    made = cfg.model.policy is None and cfg.model.base is None
+    made = not cfg.stand_ins and cfg.model.policy is None and cfg.model.base is None
     if isinstance(cfg.model, NanoConfig) and made and not contexts:
         contexts.append(cfg.model.context)
     context = min((c for c in contexts if c is not None), default=None)

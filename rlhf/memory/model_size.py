@@ -7,19 +7,19 @@ exact for GPT-NeoX (Pythia), Llama, Mistral and Qwen2. This module imports no to
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.core.hub import cached_folder
 from rlhf.models.folders import is_local, read_config
+from rlhf.models.headers import DamagedFile, weight_headers
 
 if TYPE_CHECKING:
     from rlhf.config.model import NanoConfig
 
-LARGEST_HEADER = 10**8  # bytes; the limit of the safetensors format
 HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
 BUFFERS = re.compile(r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$")  # tensors that are not parameters
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # config keys of a mixture of experts
@@ -79,14 +79,6 @@ def named_size(name: str) -> ModelSize | None:
     return None if folder is None else folder_size(folder)
 
 
-def cached_folder(name: str) -> Path | None:
-    """Return the folder of the model `name` in the hub's cache; None if it was not downloaded."""
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(name, "config.json")
-    return Path(config).parent if isinstance(config, str) else None
-
-
 def adapter_parameters(size: ModelSize, rank: int, targets: list[str] | None) -> int:
     """Return the number of parameters of low-rank adapters.
 
@@ -119,50 +111,15 @@ def folder_size(folder: Path) -> ModelSize | None:
         missing.
     """
     size = config_size(read_config(str(folder)) or {})
-    shapes = weight_shapes(folder)
-    if size is None or shapes is None:
+    try:
+        tensors = weight_headers(folder)
+    except DamagedFile:  # loading the model reports damaged weights
+        tensors = {}
+    if size is None or not tensors:
         return None if size is None or size.backbone == 0 else size
-    counts = {name: math.prod(shape) for name, shape in shapes.items() if not BUFFERS.search(name)}
+    counts = {name: math.prod(each.shape) for name, each in tensors.items() if not BUFFERS.search(name)}
     head = sum(count for name, count in counts.items() if name.startswith(HEADS))
     return replace(size, backbone=sum(counts.values()) - head, head=head)
-
-
-def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of the weights in `folder` by name, from the headers of the files.
-
-    Returns:
-        The shapes; None if there is no safetensors file, or a safetensors file is missing or damaged.
-    """
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    try:
-        if whole.is_file():
-            files = {whole}
-        elif index.is_file():
-            files = {folder / name for name in json.loads(index.read_bytes())["weight_map"].values()}
-        else:
-            files = set(folder.glob("*.safetensors"))
-        shapes: dict[str, tuple[int, ...]] = {}
-        for file in files:
-            shapes |= header_shapes(file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # loading the model reports damaged weights
-    return shapes or None
-
-
-def header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a safetensors file by name.
-
-    The file starts with the length of its header in 8 bytes, and the header in JSON.
-
-    Raises:
-        ValueError: the file is not a safetensors file.
-    """
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 0 < length <= LARGEST_HEADER:
-            raise ValueError(f"{file} is not a safetensors file")
-        header = json.loads(stream.read(length))
-    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
 
 def config_size(config: dict[str, Any]) -> ModelSize | None:

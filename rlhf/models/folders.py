@@ -2,54 +2,174 @@
 
 from __future__ import annotations
 
-import json
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from rlhf.models.headers import (
+    DamagedFile,
+    contradiction,
+    embeddings,
+    missing_tensors,
+    read_object,
+    weight_headers,
+)
+
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # context length in config.json
+ADAPTER = "adapter_config.json"  # the file that marks a folder of PEFT
 
 
 def is_local(path: str) -> bool:
-    """Return True if `path` is an existing folder, or cannot be the name of a model on the hub."""
-    return Path(path).expanduser().is_dir() or HUB_NAME.fullmatch(path) is None
+    """Return True if `path` means a folder: it exists, its parent exists, or no hub name has its form.
+
+    `models/mine` is therefore local if there is a folder `models`, also if `models/mine` does not exist.
+    """
+    folder = Path(path).expanduser()
+    return folder.is_dir() or HUB_NAME.fullmatch(path) is None or ("/" in path and folder.parent.is_dir())
+
+
+def similar_folder(path: str) -> str | None:
+    """Return the path of a folder that `path` may mean, or None.
+
+    The result has the same name one folder deeper, or a similar name beside `path`. Relative paths stay
+    relative.
+    """
+    folder = Path(path).expanduser()
+    if not folder.parent.is_dir():
+        return None
+    beside = [each.name for each in folder.parent.iterdir() if each.is_dir()]
+    deeper = [name for name in beside if (folder.parent / name / folder.name).is_dir()]
+    if deeper:
+        return str(Path(path).with_name(deeper[0]) / folder.name)
+    close = get_close_matches(folder.name, beside, n=1)
+    return str(Path(path).with_name(close[0])) if close else None
+
+
+def offline_problem(key: str, name: str, reason: str) -> str:
+    """Return the error message for a model that is not on this machine and cannot be downloaded.
+
+    Args:
+        key: config key that names the model.
+        name: hub name.
+        reason: why the hub cannot be used, from `rlhf.core.hub.unreachable`.
+    """
+    close = similar_folder(name)
+    remedy = f"did you mean {key}={close}?" if close else f"set {key}=<folder>"
+    return (
+        f"{key} must name a local folder or a downloaded model if the hub cannot be used ({reason}), got "
+        f"{name!r}, which is neither; {remedy}, or download the model where there is a network (hf download "
+        f"{name}), copy it to HF_HOME of this machine and set HF_HUB_OFFLINE=1"
+    )
 
 
 def folder_problem(key: str, path: str) -> str | None:
-    """Return the error message for the local model folder `path`, or None if the folder can be loaded.
+    """Return the error message for the local model folder `path`, or None if no file shows a problem.
 
-    A hub name is not checked: the result is None. The message names the config key `key`.
+    Only headers are read. A hub name is not checked: the result is None. The message names the config key
+    `key`.
     """
     if not is_local(path):
         return None
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        missing = f"no folder {path!r}"
-    elif not (folder / "config.json").is_file():
-        missing = f"no config.json in {path!r}"
-    elif not any(folder.glob("*.safetensors")):
-        missing = f"no *.safetensors in {path!r}; reading other formats can execute code"
-    elif read_config(path) is None:
-        missing = f"config.json in {path!r} is not a JSON object"
+    remedy = f"set {key}=<hub name or folder>"
+    if folder.is_symlink() and not folder.exists():
+        missing = f"{path!r} is a link to {folder.readlink()}, which does not exist"
+    elif not folder.is_dir():
+        missing = f"{path!r} is a file" if folder.exists() else f"no folder {path!r}"
+        inside = folder.is_file() and (folder.parent / "config.json").is_file()
+        hub_name = path.removeprefix("https://huggingface.co/")
+        if hub_name != path:
+            remedy = f"did you mean {key}={hub_name}?"
+        elif close := str(Path(path).parent) if inside else similar_folder(path):
+            remedy = f"did you mean {key}={close}?"
+    elif (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file():
+        missing, remedy = f"no config.json in {path!r}, a run folder", f"set {key}={Path(path) / 'model'}"
+    elif (folder / ADAPTER).is_file():
+        return adapter_problem(key, path)
+    elif defect := damage(folder):
+        missing, remedy = f"{path!r}: {defect}", repair(key, path)
     else:
         return None
     return (
         f"{key} must name a model on the hub or a folder with config.json and safetensors weights "
-        f"({missing}), got {path!r}; set {key}=<hub name or folder>"
+        f"({missing}), got {path!r}; {remedy}"
+    )
+
+
+def damage(folder: Path) -> str | None:
+    """Return what is missing or damaged in the files of the model in `folder`, or None."""
+    if not (folder / "config.json").is_file() and (gguf := next(folder.glob("*.gguf"), None)):
+        return f"no config.json, only {gguf.name}; GGUF cannot be trained"
+    try:
+        config, tensors = read_object(folder / "config.json"), weight_headers(folder)
+    except DamagedFile as error:
+        return str(error)
+    if not config.get("model_type"):
+        return "config.json has no model_type"
+    if (found := embeddings(tensors)) is not None and not found.dtype.startswith(("F", "BF")):
+        return f"the weights are integers ({found.dtype}); only float weights can be trained"
+    if missing := missing_tensors(config, tensors):
+        return f"the weights lack {', '.join(missing[:3])}"
+    return contradiction(config, tensors)
+
+
+def repair(key: str, path: str) -> str:
+    """Return the remedy for a folder without a complete model."""
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        models = sorted(Path(path) / each.parent.name for each in folder.glob("*/config.json"))
+        if len(models) == 1:
+            return f"did you mean {key}={models[0]}?"
+        examples = f", for example {models[0]} or {models[1]}" if models else ""
+        return f"set {key}=<hub name or folder>{examples}"
+    if list(folder.glob("*.bin")) and not list(folder.glob("*.safetensors")):
+        rewards = key.endswith(("reward", "path"))
+        auto = "AutoModelForSequenceClassification" if rewards else "AutoModelForCausalLM"
+        written = Path(path).with_name(f"{folder.name}-safetensors")
+        code = (
+            f"from transformers import {auto} as M, AutoTokenizer as T; "
+            f"M.from_pretrained('{path}').save_pretrained('{written}'); "
+            f"T.from_pretrained('{path}').save_pretrained('{written}')"
+        )
+        return f'if you trust the files, run: python -c "{code}", then set {key}={written}'
+    return f"copy or download the model again, or set {key}=<hub name or another folder>"
+
+
+def adapter_problem(key: str, path: str) -> str:
+    """Return the error message for a folder that contains a PEFT adapter instead of a model."""
+    folder = Path(path).expanduser()
+    try:
+        settings = read_object(folder / ADAPTER)
+    except DamagedFile:
+        settings = {}
+    base = settings.get("base_model_name_or_path") or "<base model>"
+    merged = Path(path).parent / "model"
+    if (folder.parent / "model" / "config.json").is_file():
+        remedy = f"set {key}={merged}, the merged model of the same run"
+    else:
+        merged = Path(path).with_name(f"{folder.name}-merged")
+        classifies = settings.get("task_type") == "SEQ_CLS"
+        auto, labels = ("SequenceClassification", ", num_labels=1") if classifies else ("CausalLM", "")
+        code = (
+            f"from peft import AutoPeftModelFor{auto} as M; from transformers import AutoTokenizer as T; "
+            f"M.from_pretrained('{path}'{labels}).merge_and_unload().save_pretrained('{merged}'); "
+            f"T.from_pretrained('{base}').save_pretrained('{merged}')"
+        )
+        remedy = f'run: python -c "{code}", then set {key}={merged}'
+    return (
+        f"{key} must name a whole model (an adapter is only the change of a model), got {path!r}, a PEFT "
+        f"adapter of {base}; {remedy}"
     )
 
 
 def read_config(path: str) -> dict[str, Any] | None:
     """Return the config.json of a model folder; None if the file is missing or is not a JSON object."""
-    file = Path(path).expanduser() / "config.json"
-    if not file.is_file():
-        return None
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
+        return read_object(Path(path).expanduser() / "config.json")
+    except DamagedFile:
         return None
-    return config if isinstance(config, dict) else None
 
 
 def context_length(path: str) -> int | None:
@@ -80,12 +200,13 @@ def context_problem(context: int | None, prompt_length: int, response_length: in
     """
     if context is None or prompt_length + response_length <= context:
         return None
-    room = context - prompt_length
-    remedy = (
-        f"set generator.response_length={room}"
-        if room > 0
-        else f"set task.max_prompt_tokens={max(1, context - response_length)}"
-    )
+    if context > prompt_length:
+        remedy = f"set generator.response_length={context - prompt_length}"
+    elif context > response_length:
+        remedy = f"set task.max_prompt_tokens={context - response_length}"
+    else:
+        half = context // 2
+        remedy = f"set task.max_prompt_tokens={half} generator.response_length={context - half}"
     return (
         f"task.max_prompt_tokens + generator.response_length must be <= {context} (the context length of the "
         f"model), got {prompt_length} + {response_length} = {prompt_length + response_length}; {remedy}"

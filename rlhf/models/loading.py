@@ -1,8 +1,7 @@
-"""Loading of tokenizers and models from the hub or local folders, creation of new models, and saving."""
+"""Loading of models from the hub or local folders, creation of new models, and saving."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     PreTrainedConfig,
@@ -21,61 +19,13 @@ from transformers import (
 )
 
 from rlhf.core.errors import UserError
-from rlhf.models.folders import context_of, context_problem, folder_problem, is_local
+from rlhf.models.fetching import fetch
+from rlhf.models.folders import context_of, context_problem, damage, folder_problem
 from rlhf.models.lora import is_adapted, whole_weights
 from rlhf.models.modules import score_head
 
 if TYPE_CHECKING:
     from rlhf.config.model import NanoConfig
-
-
-def load_tokenizer(
-    path: str, pad_token: str | None = None, trust_remote_code: bool = False, key: str = "model.policy"
-) -> PreTrainedTokenizerFast:
-    """Return the fast tokenizer at `path`, with padding on the left.
-
-    Args:
-        path: hub name or local folder.
-        pad_token: pad token to set. A value is required if the tokenizer has no pad token, or uses its end
-            token as pad token. None keeps the pad token of the tokenizer.
-        trust_remote_code: passed to transformers.
-        key: config key that names `path`, for error messages.
-
-    Raises:
-        UserError: there is no fast tokenizer at `path`, or its pad token is missing, not in the vocabulary,
-            or equal to the end token.
-    """
-    tokenizer = fetch(AutoTokenizer, path, key, trust_remote_code=trust_remote_code, padding_side="left")
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError(
-            f"{key} must come with a fast tokenizer (tokenizer.json), got {path!r}; choose another model"
-        )
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise UserError(  # transformers returns an empty tokenizer for a folder without tokenizer files
-            f"{key} must come with its tokenizer (tokenizer.json), got {path!r} without a tokenizer; "
-            "set model.tokenizer=<hub name or folder>"
-        )
-    if pad_token is not None:
-        if pad_token not in tokenizer.get_vocab():
-            raise UserError(
-                f"model.pad_token must be in the vocabulary of the tokenizer of {path!r} (a new token would "
-                f"have no embedding), got {pad_token!r}; set model.pad_token to an unused token of the "
-                "vocabulary, such as a reserved token"
-            )
-        tokenizer.pad_token = pad_token
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        raise UserError(
-            f"model.pad_token must be set for the tokenizer of {path!r} (the pad token must differ from the "
-            f"end token, which is trained on), got pad token {tokenizer.pad_token!r} and end token "
-            f"{tokenizer.eos_token!r}; set model.pad_token to an unused token of the vocabulary, such as a "
-            "reserved token"
-        )
-    return tokenizer
-
-
-def same_tokens(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
-    """Return True if two tokenizers have the same vocabulary and the same end token."""
-    return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
 
 
 def load_causal_lm(
@@ -178,12 +128,10 @@ def load(
         settings: values for the model's config.
 
     Raises:
-        UserError: the checkpoint is missing or lacks parameters, or a sequence classifier does not have
-            exactly one label.
+        UserError: the checkpoint is missing, lacks parameters or contains NaN, or a sequence classifier does
+            not have exactly one label.
     """
-    problem = folder_problem(key, path)
-    if problem is not None:
-        raise UserError(problem)
+    check_folder(key, path)
     config = fetch(AutoConfig, path, key, trust_remote_code=trust_remote_code, **settings)
     without_dropout(config)
     model, report = fetch(
@@ -195,6 +143,7 @@ def load(
         attn_implementation=attention,
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
+        ignore_mismatched_sizes=True,  # the report then lists them
         output_loading_info=True,
     )
     missing = sorted(set(report["missing_keys"]) - {new_parameter})
@@ -209,10 +158,50 @@ def load(
             f"{key} must name a reward model with one label (a reward is one number), got {path!r} with "
             f"{model.config.num_labels} labels; set {key}=<hub name or folder>"
         )
+    if broken := not_finite(model):
+        raise UserError(
+            f"{key} must name a checkpoint with finite weights (all results would be NaN), got {path!r} with "
+            f"NaN or infinity in {', '.join(broken[:3])}; write or copy the checkpoint again"
+        )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model.eval()
+
+
+def check_folder(key: str, path: str) -> None:
+    """Check that the local model folder `path` can be loaded; a hub name is not checked.
+
+    Raises:
+        UserError: config.json or weights are missing, truncated or malformed.
+    """
+    if problem := folder_problem(key, path):
+        raise UserError(problem)
+
+
+def check_saved(folder: Path) -> None:
+    """Check that a model that a run saved in `folder` can be loaded.
+
+    Call this function before `from_pretrained` of a model class: transformers loads a folder without
+    config.json as the default model of the class, which may have billions of parameters.
+
+    Raises:
+        UserError: config.json or weights are missing, truncated or malformed.
+    """
+    if defect := damage(folder):
+        raise UserError(
+            f"{folder} must contain a whole model (config.json and weights), got a damaged folder "
+            f"({defect}); copy the folder again, or choose another model of the run"
+        )
+
+
+@torch.no_grad()
+def not_finite(model: PreTrainedModel) -> list[str]:
+    """Return the names of the parameters that contain NaN or infinity."""
+    # A sum of finite weights is finite in float32, and needs no memory for a mask.
+    return [
+        name for name, weight in model.named_parameters() if not weight.sum(dtype=torch.float32).isfinite()
+    ]
 
 
 def without_dropout(config: PreTrainedConfig) -> None:
@@ -220,49 +209,6 @@ def without_dropout(config: PreTrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, int | float):
             setattr(config, name, 0.0)
-
-
-def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
-    """Return `auto.from_pretrained(path)`: from a local folder or the local cache, else from the hub.
-
-    The hub is contacted only if the model is not cached, because cluster nodes often have no network.
-
-    Args:
-        auto: auto class of transformers.
-        path: hub name or local folder.
-        key: config key that names `path`, for error messages.
-        settings: further arguments of `from_pretrained`.
-
-    Raises:
-        UserError: the local folder is missing or cannot be read, or the hub name is not cached and cannot be
-            loaded from the hub.
-    """
-    path = os.path.expanduser(path)
-    try:
-        return auto.from_pretrained(path, local_files_only=True, **settings)
-    except (OSError, ValueError) as error:
-        if is_local(path):
-            folder = Path(path).is_dir()
-            reason = f"{path!r} could not be read: {first_line(error)}" if folder else f"no folder {path!r}"
-            raise UserError(unreachable(key, path, reason)) from error
-    try:
-        return auto.from_pretrained(path, **settings)
-    except (OSError, ValueError) as error:
-        reason = f"no folder {path!r}, and not found on the hub or hub not reachable: {first_line(error)}"
-        raise UserError(unreachable(key, path, reason)) from error
-
-
-def unreachable(key: str, path: str, reason: str) -> str:
-    """Return the error message for a model that cannot be loaded; `reason` says why."""
-    return (
-        f"{key} must name a model on the hub or a folder with model and tokenizer ({reason}), got {path!r}; "
-        f"set {key}=<hub name or folder>, or download the model once on a machine with a network"
-    )
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an exception's text, or the name of its class if the text is empty."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def new_nano(nano: NanoConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXForCausalLM:
@@ -304,7 +250,8 @@ def save(
 ) -> None:
     """Write model and tokenizer to `folder`, so that `from_pretrained(folder)` loads them.
 
-    LoRA adapters are merged into the weights; the saved weights are then float32.
+    LoRA adapters are merged into the weights; the saved weights are then float32. Generation with the saved
+    model stops at the end token of the tokenizer.
 
     Args:
         model: the model; its weights are saved as safetensors.
@@ -312,6 +259,7 @@ def save(
         folder: where the files are written.
         state_dict: weights to save, for example gathered from all ranks; None: the weights of `model`.
     """
+    stop_at(model, tokenizer.eos_token_id)
     adapted = is_adapted(model)
     if state_dict is None and adapted:
         state_dict = dict(whole_weights(model))
@@ -322,23 +270,15 @@ def save(
     tokenizer.save_pretrained(folder)
 
 
-def check_vocabulary(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, key: str = "model.tokenizer"
-) -> None:
-    """Check that every token id of the tokenizer has an embedding in the model.
-
-    A tokenizer with fewer ids than embeddings is accepted.
-
-    Raises:
-        UserError: the largest token id has no embedding.
-    """
-    rows = model.config.get_text_config().vocab_size
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= rows:
-        raise UserError(
-            f"{key} must fit the model (every token id needs an embedding), got ids up to {largest} and "
-            f"{rows} embeddings; set {key} to the tokenizer that the model was trained with"
-        )
+def stop_at(model: PreTrainedModel, end: int) -> None:
+    """Add the token id `end` to the end tokens in the config and the generation config of a model."""
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is None:
+            continue
+        stated = config.eos_token_id
+        ends = [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
+        if end not in ends:
+            config.eos_token_id = [end, *ends] if ends else end
 
 
 def check_context(config: PreTrainedConfig, prompt_length: int, response_length: int) -> str | None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf.checks import check
 from rlhf.config.compose import compose
+from tests.model_folders import LLAMA, REWARD, write_model
 
 
-def model(folder: Path, positions: int) -> str:
-    """Write a folder that has the files of a model, but no weights."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
-    (folder / "model.safetensors").touch()
-    return str(folder)
+def model(folder: Path, positions: int, config: dict[str, Any] = LLAMA) -> str:
+    return write_model(folder, config, max_position_embeddings=positions)
 
 
 def problems(*overrides: str) -> list[str]:
@@ -46,11 +43,14 @@ def test_hub_task_requires_the_names_of_the_models_that_the_run_loads(overrides,
 
 def test_shortest_context_length_of_all_models_is_the_limit(tmp_path):
     long, short = model(tmp_path / "long", 1024), model(tmp_path / "short", 128)
-    assert problems(f"model.policy={long}", f"model.reward={long}") == []
-    for key in ("model.policy", "model.reference", "model.reward"):
-        (problem,) = problems(f"model.policy={long}", f"model.reward={long}", f"{key}={short}")
+    reward = model(tmp_path / "reward", 1024, REWARD)
+    short_reward = model(tmp_path / "short_reward", 128, REWARD)
+    whole = [f"model.policy={long}", f"model.reward={reward}"]
+    assert problems(*whole) == []
+    for key, path in (("policy", short), ("reference", short), ("reward", short_reward)):
+        (problem,) = problems(*whole, f"model.{key}={path}")
         assert "must be <= 128 (the context length of the model), got 192 + 40 = 232" in problem
-    (problem,) = problems("scorer@gold=reward_model", f"gold.path={short}", f"model.policy={long}")
+    (problem,) = problems("scorer@gold=reward_model", f"gold.path={short_reward}", f"model.policy={long}")
     assert "must be <= 128" in problem
 
 

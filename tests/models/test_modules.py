@@ -17,19 +17,21 @@ from transformers import (
 
 from rlhf.config.model import NanoConfig
 from rlhf.core.batch import Rollouts
+from rlhf.core.errors import UserError
 from rlhf.models.folders import context_length, context_problem, folder_problem, is_local
 from rlhf.models.loading import (
     check_context,
-    check_vocabulary,
+    check_saved,
     load_causal_lm,
     load_reward_model,
-    load_tokenizer,
     new_nano,
     new_reward_model,
     save,
 )
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
+from rlhf.models.tokenizer import read_tokenizer
 from tests import needs
+from tests.model_folders import write_weights
 from tests.tiny_models import (
     KINDS,
     VOCABULARY,
@@ -295,16 +297,48 @@ def test_a_missing_folder_is_an_error_that_names_the_key():
     with pytest.raises(ValueError, match=r"model.reference must .*no folder './nowhere'\), got"):
         load_causal_lm("./nowhere", key="model.reference")
     with pytest.raises(ValueError, match="model.policy must .*no folder .*set model.policy="):
-        load_tokenizer("./nowhere")
+        read_tokenizer("./nowhere")
 
 
 def test_a_hub_name_that_cannot_be_reached_is_an_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for load in (load_causal_lm, load_tokenizer):
-        with pytest.raises(
-            ValueError, match=r"model.policy must .*no folder 'nobody/nothing', and not found on the hub"
-        ):
+    for load in (load_causal_lm, read_tokenizer):
+        with pytest.raises(ValueError, match=r"model.policy must .*HF_HUB_OFFLINE=1 is set.* got 'nobody/"):
             load("nobody/nothing")
+
+
+def test_weights_with_nan_are_refused(tmp_path):
+    model = tiny_lm()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5, 5] = float("nan")
+    save(model, tiny_tokenizer(), tmp_path)
+    with pytest.raises(UserError, match=r"finite weights .* in gpt_neox.embed_in.weight; write or copy"):
+        load_causal_lm(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"hidden_size": "many"}, "Field 'hidden_size' expected int, got str"),
+        ({"hidden_act": "nonsense"}, "KeyError: 'nonsense'"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    ],
+)
+def test_invalid_values_of_a_config_are_user_errors(tmp_path, value, reason):
+    save(tiny_lm("llama"), tiny_tokenizer(), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **value}))
+    with pytest.raises(UserError, match=f"model.policy must .*could not be read: .*{reason}"):
+        load_causal_lm(str(tmp_path))
+
+
+def test_a_folder_without_config_is_never_loaded_as_the_default_model_of_a_class(tmp_path):
+    save(tiny_lm(), tiny_tokenizer(), tmp_path)
+    check_saved(tmp_path)
+    (tmp_path / "config.json").unlink()
+    for load in (check_saved, lambda folder: load_causal_lm(str(folder))):
+        with pytest.raises(UserError, match="no config.json"):
+            load(tmp_path)
 
 
 def test_a_causal_lm_as_reward_model_and_a_classifier_as_policy_are_refused(folder, tmp_path):
@@ -337,32 +371,6 @@ def test_a_new_reward_model_has_the_backbone_of_the_lm_and_a_random_head(tmp_pat
     for name, tensor in lm.base_model.state_dict().items():
         assert torch.equal(drawn[0].base_model.state_dict()[name], tensor)
     assert drawn[0].config.num_labels == 1 and drawn[0].config.pad_token_id == 0
-
-
-# Tokenizers
-
-
-def test_a_tokenizer_pads_on_the_left(folder):
-    assert load_tokenizer(folder).padding_side == "left"
-
-
-@pytest.mark.parametrize("special", [{"eos_token": "<eos>"}, {"eos_token": "<eos>", "pad_token": "<eos>"}])
-def test_a_tokenizer_without_a_pad_token_different_from_eos_needs_model_pad_token(special, tmp_path):
-    tiny_tokenizer(**special).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"model.pad_token must be set .*set model.pad_token to"):
-        load_tokenizer(str(tmp_path))
-    with pytest.raises(ValueError, match="model.pad_token must be set"):
-        load_tokenizer(str(tmp_path), pad_token="<eos>")
-    with pytest.raises(ValueError, match=r"model.pad_token must be in the vocabulary .*got '<new>'"):
-        load_tokenizer(str(tmp_path), pad_token="<new>")
-    assert load_tokenizer(str(tmp_path), pad_token="<pad>").pad_token_id == 0
-
-
-def test_a_tokenizer_may_be_smaller_than_the_model_but_not_larger():
-    check_vocabulary(tiny_lm(), tiny_tokenizer())
-    check_vocabulary(tiny_lm(), tiny_tokenizer(words=10))
-    with pytest.raises(ValueError, match=f"model.tokenizer must fit the model .*{VOCABULARY} embeddings"):
-        check_vocabulary(tiny_lm(), tiny_tokenizer(words=VOCABULARY - 2))
 
 
 # Nano models
@@ -398,9 +406,9 @@ def test_problems_of_a_model_folder_are_reported(folder, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no config.json" in folder_problem("model.policy", str(empty))
-    (empty / "config.json").write_text("{}")
+    (empty / "config.json").write_text('{"model_type": "mine"}')
     assert "no *.safetensors" in folder_problem("model.policy", str(empty))
-    (empty / "model.safetensors").touch()
+    write_weights(empty / "model.safetensors", {"weight": (2, 2)})
     assert folder_problem("model.policy", str(empty)) is None
     (empty / "config.json").write_text("nonsense")
     assert "not a JSON object" in folder_problem("model.policy", str(empty))
@@ -413,9 +421,3 @@ def test_prompt_and_response_must_fit_the_context(folder):
     assert check_context(config, 100, 29).endswith("got 100 + 29 = 129; set generator.response_length=28")
     assert check_context(config, 200, 28).endswith("set task.max_prompt_tokens=100")
     assert context_problem(None, 10**6, 10**6) is None
-
-
-def test_a_model_folder_without_a_tokenizer_is_refused(tmp_path):
-    tiny_lm().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="must come with its tokenizer"):
-        load_tokenizer(str(tmp_path), pad_token="<|padding|>")

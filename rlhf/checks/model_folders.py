@@ -1,0 +1,268 @@
+"""Rules for the content of model folders: kind of model, vocabulary, tokenizer, special tokens, adapters.
+
+The rules read config.json, tokenizer files and the headers of weights, never the weights. They cover local
+folders and downloaded hub models; other hub models are checked when they are loaded. A local folder that
+`rlhf.checks.models` refuses is skipped here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from rlhf.checks.models import named_models
+from rlhf.checks.rules import doubt, rule, training_rule
+from rlhf.config import plugins
+from rlhf.config.algo import Trains
+from rlhf.config.root import Config
+from rlhf.config.scorer import RewardModelScorerConfig, scorers
+from rlhf.config.task import PreferencesConfig
+from rlhf.core import hub
+from rlhf.models import kinds
+from rlhf.models.folders import folder_problem, is_local, read_config
+from rlhf.models.headers import (
+    DamagedFile,
+    TensorHeader,
+    TokenizerHeader,
+    linear_layers,
+    tokenizer_header,
+    weight_headers,
+)
+from rlhf.models.special_tokens import LOOKS_SPECIAL, pad_problem, pad_remedy
+from rlhf.tasks.dialogues import has_dialogues
+
+CAUSAL = ("model.base", "model.policy", "model.reference")  # keys of causal language models
+
+
+def folder_of(path: str) -> Path | None:
+    """Return the folder with the files of a model; None if it is not downloaded, or has an evident defect."""
+    if not is_local(path):
+        return hub.cached_folder(path)
+    return None if folder_problem("", path) else Path(path).expanduser()
+
+
+def folders(cfg: Config) -> Iterator[tuple[str, str, Path]]:
+    """Yield key, value and folder of each model that the config names and that is on this machine."""
+    for key, path in named_models(cfg):
+        if (folder := folder_of(path)) is not None:
+            yield key, path, folder
+
+
+def tensors_of(folder: Path) -> dict[str, TensorHeader]:
+    """Return the headers of the weights in `folder`; empty if they are not downloaded yet."""
+    try:
+        return weight_headers(folder)
+    except DamagedFile:
+        return {}
+
+
+def tokenizer_in(path: str | None) -> TokenizerHeader | None:
+    """Return the tokenizer of the model `path`, or None if its files do not show it."""
+    folder = None if path is None else folder_of_tokenizer(path)
+    try:
+        return None if folder is None else tokenizer_header(folder)
+    except DamagedFile:
+        return None
+
+
+def folder_of_tokenizer(path: str) -> Path | None:
+    """Return the folder with the files of a tokenizer, which may contain no model; None if there is none."""
+    folder = Path(path).expanduser() if is_local(path) else hub.cached_folder(path)
+    return folder if folder is not None and folder.is_dir() else None
+
+
+@rule
+def kinds_of_models(cfg: Config) -> Iterator[str]:
+    """Yield an error for each model of an unknown type, and for each model of another kind than required."""
+    foreign = cfg.model.trust_remote_code or entry_points(group=plugins.GROUP)
+    for key, path, folder in folders(cfg):
+        config = read_config(str(folder)) or {}
+        if not foreign and (kind := kinds.unknown_type(config)) is not None:
+            remedy = "correct model_type in its config.json, or run: pip install -U transformers"
+            if "auto_map" in config:  # the model comes with code of its own
+                remedy = "set model.trust_remote_code=true to run the code in its folder"
+            yield (
+                f"{key} must name a model that the installed transformers knows, got {path!r} of type "
+                f"{kind!r}; {remedy}"
+            )
+        elif "quantization_config" in config:
+            yield (
+                f"{key} must name a model with float weights (quantized weights are not supported), got "
+                f"{path!r}, whose config.json has a quantization_config; set {key}=<the model before "
+                "quantization>"
+            )
+        elif key not in CAUSAL:
+            if (found := kinds.not_reward(config, tensors_of(folder))) is not None:
+                yield (
+                    f"{key} must name a reward model (a sequence classifier with one label and a head named "
+                    f"score), got {path!r}, {found}; train one with algo=reward model.policy=<model>"
+                )
+        elif (found := kinds.not_causal(config)) is not None:
+            if cfg.algo.trains is Trains.reward and kinds.is_classifier(config):
+                continue  # a reward model may start from a classifier: see `new_head`
+            yield (
+                f"{key} must name a causal language model (it predicts the next token), got {path!r}, "
+                f"{found}; set {key}=<hub name or folder>"
+            )
+
+
+@doubt
+def new_head(cfg: Config) -> Iterator[str]:
+    """Yield a warning if a new reward model starts from a sequence classifier, whose head is replaced."""
+    path = cfg.model.policy
+    if cfg.algo.trains is Trains.reward and path is not None and kinds.is_classifier(read_config(path) or {}):
+        yield f"the head of model.policy={path} (a sequence classifier) is replaced by a random head"
+
+
+@rule
+def tokenizers_are_readable(cfg: Config) -> Iterator[str]:
+    """Yield an error for each local model that must come with a tokenizer and has none, or a damaged one."""
+    key, path = tokenizer_of(cfg)
+    wanted = [] if path is None else [(key, path, "set model.tokenizer=<hub name or folder>")]
+    for key, path in reward_models(cfg):
+        wanted.append((key, path, "copy the files of its tokenizer into the folder"))
+    for key, path, remedy in wanted:
+        if not is_local(path) or (folder := folder_of_tokenizer(path)) is None:
+            continue
+        if key != "model.tokenizer" and folder_problem(key, path):
+            continue
+        try:
+            tokenizer_header(folder)
+        except DamagedFile as defect:
+            yield f"{key} must come with its tokenizer (tokenizer.json), got {path!r} with {defect}; {remedy}"
+
+
+@rule
+def special_tokens(cfg: Config) -> Iterator[str]:
+    """Yield an error if the tokenizer of the trained model has no end token or no usable pad token."""
+    key, path = tokenizer_of(cfg)
+    tokenizer = tokenizer_in(path)
+    if path is None or tokenizer is None:
+        return
+    special, wanted = tokenizer.special, cfg.model.pad_token
+    end, pad = special.get("eos_token"), wanted or special.get("pad_token")
+    if "eos_token" in special and end is None:
+        yield (
+            f"{key} must have a tokenizer with an end token (the model ends a response with it), got "
+            f"{path!r} without one; set eos_token in its tokenizer_config.json"
+        )
+        return
+    has_template = tokenizer.has_chat_template or cfg.model.chat_template is not None
+    if pad is not None and has_template and may_have_dialogues(cfg):
+        end = None  # the chat template determines the end token
+    if wanted is not None or "pad_token" in special:
+        problem = pad_problem("model.pad_token", wanted, path, tokenizer.ids, special.get("pad_token"), end)
+        if problem is not None:
+            yield problem
+
+
+@doubt
+def pad_token_of_texts(cfg: Config) -> Iterator[str]:
+    """Yield a warning if `model.pad_token` is a token of ordinary texts, such as `0`."""
+    pad, (_, path) = cfg.model.pad_token, tokenizer_of(cfg)
+    tokenizer = None if pad is None else tokenizer_in(path)
+    if tokenizer is not None and pad in tokenizer.ids and not LOOKS_SPECIAL.fullmatch(str(pad)):
+        remedy = pad_remedy("model.pad_token", tokenizer.ids, tokenizer.special.get("eos_token"))
+        yield f"model.pad_token={pad} is a token of ordinary texts, and texts must not contain it; {remedy}"
+
+
+def may_have_dialogues(cfg: Config) -> bool:
+    """Return False if the prompts of the run are certainly texts."""
+    return cfg.reads_pairs or isinstance(cfg.task, PreferencesConfig) or has_dialogues(cfg.task) is not False
+
+
+@rule
+def pad_tokens_of_reward_models(cfg: Config) -> Iterator[str]:
+    """Yield an error for each pad token of a reward model's tokenizer that is not in its vocabulary."""
+    for at, scorer in scorers(cfg):
+        if not isinstance(scorer, RewardModelScorerConfig) or scorer.pad_token is None:
+            continue
+        path, pad = scorer.path or cfg.model.reward, scorer.pad_token
+        if path is not None and (tokenizer := tokenizer_in(path)) is not None:
+            problem = pad_problem(f"{at}.pad_token", pad, path, tokenizer.ids, pad, None)
+            if problem is not None:
+                yield problem
+
+
+@rule
+def vocabularies(cfg: Config) -> Iterator[str]:
+    """Yield an error if the trained model or the reference lacks embeddings for tokens of the tokenizer."""
+    key, path = tokenizer_of(cfg)
+    tokenizer = tokenizer_in(path)
+    if tokenizer is None:
+        return
+    for own, name, folder in folders(cfg):
+        if own not in (start_key(cfg), "model.reference"):
+            continue
+        rows = (read_config(str(folder)) or {}).get("vocab_size")
+        if isinstance(rows, int) and tokenizer.largest_id >= rows:
+            reference = own == "model.reference"
+            kind = "a model with the vocabulary of the policy" if reference else "the tokenizer of the model"
+            yield (
+                f"{own if reference else key} must fit the model (every token id needs an embedding), got "
+                f"ids up to {tokenizer.largest_id} in the tokenizer of {path!r} and {rows} embeddings in "
+                f"{name!r}; set {own if reference else 'model.tokenizer'}=<{kind}>"
+            )
+        elif own == "model.reference" and (token := other_id(tokenizer, tokenizer_in(name))) is not None:
+            yield (
+                "model.reference must have the vocabulary of the policy (both read the same token ids), got "
+                f"{name!r}, in which {token!r} has another id than in {path!r}; set model.reference=<a model "
+                "with the vocabulary of the policy>"
+            )
+
+
+def other_id(one: TokenizerHeader, other: TokenizerHeader | None) -> str | None:
+    """Return a token that has different ids in two tokenizers, or None; tokens of only one do not count."""
+    ids = {} if other is None else other.ids
+    return next((token for token, number in one.ids.items() if ids.get(token, number) != number), None)
+
+
+@training_rule
+def layers_with_adapters(cfg: Config) -> Iterator[str]:
+    """Yield an error for each name in `model.lora.targets` that is no linear layer of the trained model."""
+    lora, folder = cfg.model.lora, None if cfg.start is None else folder_of(cfg.start)
+    if lora.rank < 1 or not lora.targets or folder is None:
+        return
+    layers = linear_layers(read_config(str(folder)) or {}, tensors_of(folder))
+    available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+    for target in lora.targets if layers else ():
+        if not any(name == target or name.endswith(f".{target}") for name in layers):
+            yield (
+                f"model.lora.targets must name linear layers below the model's head ({available}), got "
+                f"{target}; set model.lora.targets=null for all layers"
+            )
+
+
+@doubt
+def large_adapters(cfg: Config) -> Iterator[str]:
+    """Yield a warning if the rank of the adapters is larger than the width of the model."""
+    rank, folder = cfg.model.lora.rank, None if cfg.start is None else folder_of(cfg.start)
+    width = None if folder is None or rank < 1 else (read_config(str(folder)) or {}).get("hidden_size")
+    if isinstance(width, int) and rank > width:
+        yield (
+            f"model.lora.rank={rank} is more than the width of the model ({width}), so the adapters are "
+            "larger than its weights; set model.lora.rank=16"
+        )
+
+
+def start_key(cfg: Config) -> str:
+    """Return the key of the model that training starts from."""
+    return "model.base" if cfg.algo.trains is Trains.base else "model.policy"
+
+
+def tokenizer_of(cfg: Config) -> tuple[str, str | None]:
+    """Return the key and the value that name the tokenizer of the trained model; None: the run makes it."""
+    if cfg.model.tokenizer is not None:
+        return "model.tokenizer", cfg.model.tokenizer
+    return start_key(cfg), cfg.start
+
+
+def reward_models(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield the key and the value of each named reward model that scores responses."""
+    for at, scorer in scorers(cfg):
+        if isinstance(scorer, RewardModelScorerConfig):
+            if scorer.path is not None:
+                yield f"{at}.path", scorer.path
+            elif cfg.model.reward is not None:
+                yield "model.reward", cfg.model.reward

@@ -1,0 +1,110 @@
+"""Command `python -m rlhf.inspect [group=option ...] [key=value ...]`: show what a run would train on.
+
+The arguments are the arguments of `rlhf.train`. The command checks the config, the model folders and the
+data. It prints the models, the tokenizer, the data and three tokenized examples with their masks. No run is
+started and no file is written. Problems of the config and of model folders are reported before torch is
+imported.
+
+Exit codes:
+    0: no problem found.
+    2: the run would fail; every problem is printed.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rlhf.checks.check import as_objects, problems, warn, warnings
+from rlhf.checks.machine import downloads
+from rlhf.config.compose import composed
+from rlhf.core.console import console, say_loading
+from rlhf.core.errors import UserError
+from rlhf.core.hub import cached_folder
+from rlhf.launch.command_line import Command
+from rlhf.memory.loaded_models import models
+from rlhf.models.folders import context_of, is_local, read_config
+from rlhf.models.kinds import named
+
+if TYPE_CHECKING:
+    from rlhf.memory.loaded_models import Model
+
+COMMAND = Command(
+    name="rlhf.inspect",
+    usage="[--config-dir <folder>] [group=option ...] [key=value ...]",
+    does="Prints the models, the tokenizer, the data and tokenized examples of a run,\nand runs nothing.",
+)
+WIDTH = 80  # most columns of the examples
+
+
+def main() -> None:
+    """Run the command line."""
+    COMMAND.run(lambda _, overrides: show(overrides))
+
+
+def show(overrides: list[str]) -> None:
+    """Print what the run with these overrides would train on.
+
+    Raises:
+        UserError: the run would fail.
+    """
+    cfg = as_objects(composed(overrides), overrides)
+    if found := problems(cfg):
+        raise UserError(*found)
+    if found := list(downloads(cfg)):
+        raise UserError(*found)
+    warn(warnings(cfg))
+    line("Models", "bold")
+    for model in models(cfg):
+        for text in described(model):
+            line(text)
+    line("")
+    say_loading()
+    from rlhf.stages.inspection import inspection
+
+    for each in inspection(cfg, min(WIDTH, console.width)):
+        line(each.text, each.style)
+    line("")
+    line("no problem found; to start the run:", "bold")
+    for text in pasteable(["python -m rlhf.train", *map(shlex.quote, overrides)]):
+        line(text)
+
+
+def line(text: str, style: str | None = None) -> None:
+    """Print a line without markup; a line that is too long is wrapped by the terminal, not divided."""
+    console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def pasteable(words: list[str]) -> Iterator[str]:
+    """Yield a command in lines of at most `WIDTH` columns, each but the last with a backslash at its end."""
+    text = f"  {words[0]}"
+    for word in words[1:]:
+        if len(text) + len(word) + len("  \\") > WIDTH:
+            yield f"{text} \\"
+            text = f"   {'':3}{word}"
+        else:
+            text += f" {word}"
+    yield text
+
+
+def described(model: Model) -> Iterator[str]:
+    """Yield the lines about a model: its role and name, then what its files state."""
+    yield f"  {model.role:18}{model.name or 'made by the run first'}"
+    facts = []
+    if model.name is not None:
+        folder = model.name if is_local(model.name) else cached_folder(model.name)
+        config = read_config(str(folder)) if folder is not None else None
+        if config is not None:
+            context = context_of(config)
+            facts += [named(config), *([f"context {context:,} tokens"] if context else [])]
+        elif folder is None:
+            facts.append("downloaded by the run first")
+    if model.size is not None:
+        facts.insert(1, f"{model.size.parameters:,} parameters")
+    if facts:
+        yield f"  {'':18}{', '.join(facts)}"
+
+
+if __name__ == "__main__":
+    main()

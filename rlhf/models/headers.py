@@ -1,0 +1,359 @@
+"""What the files of a local model folder state, read without loading the model. This module imports no torch.
+
+The header of a safetensors file lists the names, shapes and dtypes of its tensors; tokenizer.json lists the
+vocabulary. Reading both takes well below a second for models of any size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+LARGEST_HEADER = 10**8  # bytes; the limit of the safetensors format
+LFS_POINTER = "version https://git-lfs"  # begin of a file that stands for a large file in a Git repository
+INDEX = "model.safetensors.index.json"  # tensor -> file, for weights in several files
+# Files from which transformers builds a tokenizer, most common first.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
+)
+# Tokenizer classes without special tokens of their own. Other classes have defaults, such as </s> for Llama.
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# Model types for which transformers replaces a generic class by a class with special tokens of its own.
+REPLACED_CLASSES = ("qwen2", "phi3")
+# Model types whose blocks all have the same tensors, under the names of the modules in transformers.
+UNIFORM = (
+    "llama", "mistral", "gpt_neox", "gpt2", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "olmo2",
+)  # fmt: skip
+SPECIAL = ("eos_token", "pad_token", "bos_token")  # keys of special tokens in the files of a tokenizer
+EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight")  # ends of the names of input embeddings
+HEADS = ("lm_head.weight", "embed_out.weight")  # names of output heads
+
+
+class DamagedFile(ValueError):
+    """A file of a model folder is missing, truncated or malformed. The message names file and defect."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """A tensor of a safetensors file."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as in the file, for example "F32" or "BF16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerHeader:
+    """The vocabulary and the special tokens of a tokenizer."""
+
+    ids: dict[str, int]  # token -> id
+    special: dict[str, str | None]  # key of `SPECIAL` -> token; a key is missing if no file determines it
+    has_chat_template: bool
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id."""
+        return max(self.ids.values())
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in `file`.
+
+    Raises:
+        DamagedFile: the file is missing, or does not contain a JSON object.
+    """
+    try:
+        content = file.read_text(encoding="utf-8")
+        if content.startswith(LFS_POINTER):
+            raise DamagedFile(f"{file.name} is a pointer of Git LFS; run: git lfs pull")
+        found = json.loads(content)
+    except DamagedFile:
+        raise
+    except OSError as error:
+        defect = f"{file.name}: {error.strerror}" if file.exists() else f"no {file.name}"
+        raise DamagedFile(defect) from None
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise DamagedFile(f"{file.name} is not a JSON object: {error}") from None
+    if not isinstance(found, dict):
+        raise DamagedFile(f"{file.name} is not a JSON object")
+    return found
+
+
+def versions(files: Iterable[Path]) -> tuple[tuple[int, int], ...]:
+    """Return modification time and size of each existing file, a key for caching what the files contain."""
+    states = [file.stat() for file in files if file.is_file()]
+    return tuple((state.st_mtime_ns, state.st_size) for state in states)
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files from which transformers loads the model in `folder`.
+
+    Raises:
+        DamagedFile: there is no such file, or the index of several files is damaged.
+    """
+    whole, index = folder / "model.safetensors", folder / INDEX
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return [folder / name for name in sorted(set(read_index(index).values()))]
+    if any(folder.glob("*.safetensors")):
+        raise DamagedFile(f"neither model.safetensors nor {INDEX}")
+    patterns = ("*.bin", "*.pt", "*.pth", "*.h5")
+    other = next((file.name for pattern in patterns for file in folder.glob(pattern)), None)
+    only = f", only {other}" if other else ""
+    raise DamagedFile(f"no *.safetensors{only}; reading other formats can execute code")
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Return the file name of every tensor that an index lists.
+
+    Raises:
+        DamagedFile: the index is malformed.
+    """
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise DamagedFile(f"{index.name} has no weight_map of tensors and files")
+    return names
+
+
+def weight_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Return the name, shape and dtype of every tensor in the safetensors files of a model folder.
+
+    Raises:
+        DamagedFile: a file is missing, truncated or malformed, or lacks a tensor that the index lists.
+    """
+    files = weight_files(folder)
+    return _weight_headers(folder, tuple(files), versions([*files, folder / INDEX]))
+
+
+@lru_cache(maxsize=8)  # several rules read the same folder
+def _weight_headers(
+    folder: Path, files: tuple[Path, ...], version: tuple[tuple[int, int], ...]
+) -> dict[str, TensorHeader]:
+    tensors: dict[str, TensorHeader] = {}
+    for file in files:
+        tensors |= read_header(file)
+    if len(files) > 1 and (index := folder / INDEX).is_file():
+        for name, file_name in read_index(index).items():
+            if name not in tensors:
+                raise DamagedFile(f"{file_name} lacks the tensor {name} of {INDEX}")
+    return tensors
+
+
+def read_header(file: Path) -> dict[str, TensorHeader]:
+    """Return the name, shape and dtype of every tensor in a safetensors file.
+
+    The file starts with the length of its header in 8 bytes, and the header in JSON.
+
+    Raises:
+        DamagedFile: the file is missing, truncated or malformed.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(len(LFS_POINTER))
+            if start == LFS_POINTER.encode():
+                raise DamagedFile(f"{file.name} is a pointer of Git LFS, not the weights; run: git lfs pull")
+            stream.seek(8)
+            length = int.from_bytes(start[:8], "little")
+            if size < 8 or not 0 < length <= LARGEST_HEADER:
+                raise DamagedFile(f"{file.name} is not a safetensors file ({size:,} bytes)")
+            if 8 + length > size:
+                raise DamagedFile(f"{file.name} is truncated: {size:,} bytes, shorter than its header")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        tensors = {
+            name: TensorHeader(tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items()
+        }
+        needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except DamagedFile:
+        raise
+    except FileNotFoundError:
+        raise DamagedFile(f"no {file.name}") from None
+    except OSError as error:
+        raise DamagedFile(f"{file.name}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise DamagedFile(f"{file.name} is not a safetensors file (its header is malformed)") from None
+    if size < needed:
+        raise DamagedFile(f"{file.name} is truncated: {size:,} bytes instead of {needed:,}")
+    return tensors
+
+
+# -- tokenizer -------------------------------------------------------------------------------------
+
+
+def tokenizer_header(folder: Path) -> TokenizerHeader | None:
+    """Return the vocabulary and the special tokens of the tokenizer in `folder`.
+
+    A special token is in the result only if the files determine it: for some tokenizer classes, a token that
+    no file names has a default in transformers.
+
+    Returns:
+        The tokenizer; None if the vocabulary is not in tokenizer.json, but in another format.
+
+    Raises:
+        DamagedFile: the folder contains no tokenizer, or one of its files is malformed.
+    """
+    names = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "config.json")
+    return _tokenizer_header(folder, versions(folder / name for name in names))
+
+
+@lru_cache(maxsize=4)  # a vocabulary of 10^5 tokens takes about 0.2 s; a sweep checks the same folder often
+def _tokenizer_header(folder: Path, version: tuple[tuple[int, int], ...]) -> TokenizerHeader | None:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise DamagedFile("no tokenizer.json")
+    settings = _optional(folder / "tokenizer_config.json")
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    stored = read_object(folder / "tokenizer.json")
+    try:
+        vocabulary, added = stored["model"]["vocab"], stored["added_tokens"]
+        if isinstance(vocabulary, list):  # a Unigram model: (token, score) pairs in the order of the ids
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        ids = {**vocabulary, **{each["content"]: each["id"] for each in added}}
+        decoder = settings.get("added_tokens_decoder") or {}
+        ids |= {token["content"]: int(number) for number, token in decoder.items()}
+        largest = max(ids.values())
+    except KeyError as error:
+        raise DamagedFile(f"tokenizer.json is not a tokenizer (it lacks {error})") from None
+    except (TypeError, ValueError, AttributeError):
+        raise DamagedFile("tokenizer.json is not a tokenizer (no tokens)") from None
+    if not isinstance(largest, int):
+        raise DamagedFile("tokenizer.json is not a tokenizer (a token id is not a number)")
+    named = {**_optional(folder / "special_tokens_map.json"), **settings}
+    if "added_tokens_decoder" in settings:  # special_tokens_map.json is then not read
+        named = settings
+    defaults = {} if _has_defaults(folder, settings) else dict.fromkeys(SPECIAL)
+    special = {key: _content(named[key]) for key in SPECIAL if key in named}
+    template = bool(settings.get("chat_template")) or (folder / "chat_template.jinja").is_file()
+    return TokenizerHeader(ids=ids, special={**defaults, **special}, has_chat_template=template)
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_object(file) if file.is_file() else {}
+
+
+def _content(token: Any) -> str | None:
+    """Return the text of a special token, which is a string or an object with `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _has_defaults(folder: Path, settings: dict[str, Any]) -> bool:
+    """Return True if the class of the tokenizer may have special tokens that its files do not name."""
+    if settings.get("tokenizer_class") not in GENERIC_CLASSES:
+        return True
+    kind = _optional(folder / "config.json").get("model_type")
+    return kind in REPLACED_CLASSES or kind not in UNIFORM
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def missing_tensors(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> list[str]:
+    """Return the names of tensors that the weights of a model lack, as far as names alone show it.
+
+    A tensor of one block is expected in all blocks. Only model types whose blocks are alike are checked; for
+    other types the result is empty.
+
+    Args:
+        config: content of config.json.
+        tensors: result of `weight_headers`.
+    """
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    if config.get("model_type") not in UNIFORM or not isinstance(layers, int):
+        return []
+    found = set(_in_blocks(tensors))
+    kinds = sorted({(prefix, rest) for prefix, _, rest in found})
+    missing = [
+        f"{prefix}.{layer}.{rest}"
+        for layer in range(layers)
+        for prefix, rest in kinds
+        if (prefix, layer, rest) not in found
+    ]
+    if embeddings(tensors) is None:
+        missing.append("the input embeddings")
+    own_head = config.get("tie_word_embeddings") is False and is_causal(config)
+    if own_head and not any(name in tensors for name in HEADS):
+        missing.append(HEADS[config["model_type"] == "gpt_neox"])
+    return missing
+
+
+def contradiction(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> str | None:
+    """Return a size in config.json that differs from the weights, or None.
+
+    Only model types whose blocks are alike are checked.
+
+    Args:
+        config: content of config.json.
+        tensors: result of `weight_headers`.
+    """
+    if config.get("model_type") not in UNIFORM:
+        return None
+    found = embeddings(tensors)
+    last = max((number, prefix) for prefix, number, _ in [*_in_blocks(tensors), ("", -1, "")])
+    sizes = [("num_hidden_layers", "n_layer", last[0] + 1, f"layers (the last is {last[1]}.{last[0]})")]
+    if found is not None and len(found.shape) == 2:
+        sizes.append(("hidden_size", "n_embd", found.shape[1], "columns in the embeddings"))
+        sizes.append(("vocab_size", "vocab_size", found.shape[0], "embeddings"))
+    for name, other, size, unit in sizes:
+        key = name if name in config else other
+        if isinstance(config.get(key), int) and config[key] != size:
+            return f"config.json states {key}={config[key]}, and the weights have {size} {unit}"
+    return None
+
+
+def is_causal(config: dict[str, Any]) -> bool:
+    """Return True if config.json names the architecture of a causal language model with its head."""
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures(config))
+
+
+def architectures(config: dict[str, Any]) -> list[str]:
+    """Return the class names in `architectures` of config.json."""
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def embeddings(tensors: dict[str, TensorHeader]) -> TensorHeader | None:
+    """Return the input embeddings [vocabulary, hidden size] of a model; None if their name is not known."""
+    return next((tensor for name, tensor in tensors.items() if name.endswith(EMBEDDINGS)), None)
+
+
+def _in_blocks(tensors: dict[str, TensorHeader]) -> Iterator[tuple[str, int, str]]:
+    """Yield the tensors of the blocks as (prefix, number of the block, rest of the name)."""
+    for name in tensors:
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+        if number is not None:
+            yield ".".join(parts[:number]), int(parts[number]), ".".join(parts[number + 1 :])
+
+
+def linear_layers(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> list[str]:
+    """Return the names of the linear layers in the blocks of a model, as its weights show them.
+
+    Args:
+        config: content of config.json.
+        tensors: result of `weight_headers`.
+
+    Returns:
+        The full module names; empty if the model type may have other names in transformers than in its files.
+    """
+    if config.get("model_type") not in UNIFORM:
+        return []
+    return [
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if name.endswith(".weight") and len(tensor.shape) == 2 and any(p.isdecimal() for p in name.split("."))
+    ]

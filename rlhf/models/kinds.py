@@ -1,0 +1,90 @@
+"""The kind of a model, from its config.json: causal language model, reward model, encoder. No torch."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.models.headers import architectures, is_causal
+
+if TYPE_CHECKING:
+    from rlhf.models.headers import TensorHeader
+
+ENCODERS = (  # model types that read a text in both directions, unless config.json has is_decoder
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet",
+    "roberta", "xlm-roberta",
+)  # fmt: skip
+NO_CAUSAL_HEAD = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")  # ends of class names
+
+
+def named(config: dict[str, Any]) -> str:
+    """Return the class name of a model for messages; if config.json names none, the model type."""
+    return ", ".join(architectures(config)) or str(config.get("model_type"))
+
+
+def is_classifier(config: dict[str, Any]) -> bool:
+    """Return True if config.json names the architecture of a sequence classifier."""
+    return any(name.endswith("ForSequenceClassification") for name in architectures(config))
+
+
+def labels(config: dict[str, Any]) -> int:
+    """Return the number of labels of a sequence classifier; transformers' default is 2."""
+    names = config.get("id2label")
+    return len(names) if isinstance(names, dict) else int(config.get("num_labels", 2))
+
+
+def unknown_type(config: dict[str, Any]) -> str | None:
+    """Return the model type in config.json if the installed transformers does not know it, else None."""
+    kind = config.get("model_type")
+    known = known_types()
+    if not kind or not known:
+        return None
+    return None if kind in known else str(kind)
+
+
+def not_causal(config: dict[str, Any]) -> str | None:
+    """Return why a model is no causal language model, or None."""
+    if is_classifier(config):
+        return f"a sequence classifier ({named(config)}), as reward models are"
+    if config.get("is_encoder_decoder"):
+        return f"an encoder-decoder ({named(config)})"
+    encodes = config.get("model_type") in ENCODERS and not config.get("is_decoder")
+    if encodes or any(name.endswith(NO_CAUSAL_HEAD) for name in architectures(config)):
+        return f"an encoder ({named(config)})"
+    return None
+
+
+def not_reward(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> str | None:
+    """Return why a model is no reward model, or None.
+
+    A reward model is a sequence classifier with one label and a head with the name `score`.
+
+    Args:
+        config: content of config.json.
+        tensors: headers of the weights.
+    """
+    head = tensors.get("score.weight")
+    if is_causal(config) and head is None:
+        return f"a causal language model ({named(config)}) without score.weight"
+    if head is not None and head.shape[0] != 1:
+        return f"a model with {head.shape[0]} labels"
+    if labels(config) != 1:
+        return f"a model with {labels(config)} labels"
+    return None if head is not None or not tensors else "a model without score.weight"
+
+
+@cache
+def known_types() -> frozenset[str]:
+    """Return the model types of the installed transformers; empty if its files have an unknown layout.
+
+    The source is searched for strings, because importing transformers takes seconds.
+    """
+    found = find_spec("transformers")
+    folder = Path(found.origin).parent / "models" / "auto" if found and found.origin else Path("nowhere")
+    files = (folder / name for name in ("auto_mappings.py", "configuration_auto.py"))
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    types = frozenset(re.findall(r'"([\w.-]+)"', "\n".join(texts)))
+    return types if "llama" in types else frozenset()

@@ -1,0 +1,215 @@
+"""The training data of a run as token ids: counts, and the first examples with masks. Nothing is trained.
+
+    prompt     [BOS <s>]|What| is| 2|+|2|?        not in the loss
+    response    4|[EOS </s>]                      in the loss
+
+The tokenizer and the data are built as the run builds them, so the examples are those of its first update.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import datasets
+import transformers
+
+from rlhf.assembly.data import build_task
+from rlhf.assembly.tokenizer import build_tokenizer
+from rlhf.config.algo import Data, Trains
+from rlhf.core.encoding import encode_completions
+from rlhf.stages import tiny_stand_ins
+from rlhf.tasks.summary import summarize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from rlhf.config.root import Config
+    from rlhf.core.batch import Prompts, Rollouts
+    from rlhf.tasks.task import Task
+
+SHOWN = 3  # examples
+FIRST, LAST = 60, 30  # tokens of a text that are shown
+SPECIAL = ("bos", "eos", "pad", "unk")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the report."""
+
+    text: str
+    style: str | None = None
+
+
+def inspection(cfg: Config, width: int) -> Iterator[Line]:
+    """Yield the lines that describe the tokenizer and the training data of the run `cfg`.
+
+    Args:
+        cfg: the config of the run, checked.
+        width: the number of columns.
+
+    Raises:
+        UserError: the tokenizer or the data cannot be used.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    datasets.disable_caching()  # otherwise `map` writes files beside a saved data set
+    with tempfile.TemporaryDirectory() as scratch:
+        if cfg.stand_ins:
+            cfg = tiny_stand_ins.complete(replace(cfg, cache_dir=scratch))
+        yield from tokenized(cfg, width)
+
+
+def tokenized(cfg: Config, width: int) -> Iterator[Line]:
+    """Yield the lines of `inspection`, for a config whose data exist."""
+    tokenizer = build_tokenizer(cfg)
+    yield from tokenizer_lines(cfg, tokenizer)
+    data = cfg.data
+    if data is Data.preferences and cfg.task.embedded and cfg.task.preferences_path is None:
+        yield Line("The run first samples its preference pairs; these are their prompts.")
+        data = Data.prompts
+    task = build_task(cfg, tokenizer, data, cfg.schedule.prompts_per_update)
+    yield from data_lines(cfg, task, width)
+    yield from examples(cfg, task, tokenizer, width)
+
+
+def tokenizer_lines(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Iterator[Line]:
+    """Yield the lines about the vocabulary, the special tokens and the chat template."""
+    yield Line("Tokenizer", "bold")
+    yield Line(f"  {'name':18}{cfg.model.tokenizer or cfg.start or f'made from task={cfg.task.name}'}")
+    yield Line(f"  {'tokens':18}{len(tokenizer):,}")
+    for name, meaning in (("bos", "begin (BOS)"), ("eos", "end (EOS)"), ("pad", "padding (PAD)")):
+        token, number = getattr(tokenizer, f"{name}_token"), getattr(tokenizer, f"{name}_token_id")
+        yield Line(f"  {meaning:18}{'none' if token is None else f'{token}  (id {number})'}")
+    yield Line(f"  {'chat template':18}{'yes' if tokenizer.chat_template else 'none'}")
+
+
+def data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
+    """Yield the lines about rows, columns and lengths, and the warnings about them."""
+    splits = ("train", "validation") if cfg.schedule.eval_every else ("train",)
+    with warnings_of("rlhf.tasks") as logged:
+        summary = summarize(task, cfg.generator.response_length, splits)
+    yield Line("")
+    yield Line("Data", "bold")
+    for name, value in summary.rows():
+        for text in textwrap.wrap(f"  {name:18}{value}", width, subsequent_indent=" " * 20):
+            yield Line(text)
+    for warning in [*logged, *summary.warnings()]:
+        for text in textwrap.wrap(f"  warning: {warning}", width, subsequent_indent=" " * 4):
+            yield Line(text, "yellow")
+
+
+@contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """Return a context that yields a list, to which the warnings of a logger are added."""
+    found: list[str] = []
+    log, handler = logging.getLogger(name), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    propagate, log.propagate = log.propagate, False
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagate
+
+
+def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:
+    """Yield the lines of the first examples of the first update, with their masks."""
+    batch = next(task.prompts())
+    count = min(SHOWN, len(batch))
+    limit = cfg.generator.response_length
+    rollouts = None
+    if batch.completions is not None:
+        rollouts = encode_completions(batch, batch.completions, tokenizer, limit)
+    for i in range(count):
+        yield Line("")
+        yield Line(f"Example {i + 1} of the first update (row {int(batch.index[i]) + 1} of train)", "bold")
+        prompt = batch.prompt_ids[i][batch.prompt_mask[i]].tolist()
+        yield from text_lines("prompt", prompt, "not in the loss", tokenizer, width, "dim")
+        if rollouts is None:
+            until = f"until {tokenizer.eos_token}, at most {limit} tokens"
+            yield Line(f"  {'response':10} sampled {until}; in the loss")
+        else:
+            for j, name in enumerate(names(rollouts.response_ids.shape[1])):
+                mask = rollouts.response_mask[i, j]
+                kept = rollouts.response_ids[i, j][mask].tolist()
+                cut = "" if bool(rollouts.ended[i, j]) else f"; cut at {limit} tokens, without EOS"
+                note = in_loss(cfg) + cut
+                yield from text_lines(name, kept, note, tokenizer, width, "green")
+        yield Line(padding(batch, rollouts, i))
+
+
+def names(samples: int) -> tuple[str, ...]:
+    """Return the names of the stored responses of a prompt."""
+    return ("response",) if samples == 1 else ("chosen", "rejected")
+
+
+def in_loss(cfg: Config) -> str:
+    """Return how the loss uses a stored response."""
+    return "scored at its last token" if cfg.algo.trains is Trains.reward else "in the loss"
+
+
+def padding(batch: Prompts, rollouts: Rollouts | None, i: int) -> str:
+    """Return the line about the padding of an example."""
+    left = int((~batch.prompt_mask[i]).sum())
+    text = f"  padding    {left} PAD on the left of the prompt"
+    if rollouts is not None:
+        right = (~rollouts.response_mask[i]).sum(-1).tolist()
+        text += f", {' and '.join(map(str, right))} on the right; masked"
+    return text
+
+
+def text_lines(
+    name: str, ids: list[int], note: str, tokenizer: PreTrainedTokenizerFast, width: int, style: str
+) -> Iterator[Line]:
+    """Yield a title and the tokens of a text, separated by `|`; long texts are shortened in the middle."""
+    yield Line(f"  {name:10} {len(ids):,} tokens, {note}")
+    if len(ids) <= FIRST + LAST:
+        shown = pieces(ids, tokenizer)
+    else:
+        left_out = f" ... {len(ids) - FIRST - LAST:,} tokens ... "
+        shown = [*pieces(ids[:FIRST], tokenizer), left_out, *pieces(ids[-LAST:], tokenizer)]
+    for line in wrapped(shown, width - 4):
+        yield Line(f"    {line}", style)
+
+
+def pieces(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return the text of each token; special tokens are marked with their role, as in `[EOS </s>]`."""
+    roles = {getattr(tokenizer, f"{name}_token_id"): name.upper() for name in reversed(SPECIAL)}
+    found: list[str] = []
+    before = ""
+    for end, number in enumerate(ids, 1):
+        whole = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
+        text = printable(whole[len(before) :])
+        before = whole
+        found.append(f"[{roles[number]} {text.strip()}]" if number in roles else text)
+    return found
+
+
+def printable(text: str) -> str:
+    """Return `text` with escapes for line breaks and other characters that cannot be printed."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def wrapped(parts: list[str], width: int) -> Iterator[str]:
+    """Yield lines of at most `width` columns with all parts, separated by `|`."""
+    line = ""
+    for i, part in enumerate(parts):
+        text = part + "|" * (i + 1 < len(parts))
+        if line and len(line) + len(text) > width:
+            yield line
+            line = ""
+        while len(text) > width:
+            yield text[:width]
+            text = text[width:]
+        line += text
+    if line:
+        yield line

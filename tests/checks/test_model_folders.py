@@ -1,0 +1,272 @@
+"""Rules for the content of model folders, which read headers and no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.checks import check, machine
+from rlhf.config.compose import compose
+from rlhf.core import hub
+from tests.model_folders import (
+    HEAD,
+    LLAMA,
+    REWARD,
+    TENSORS,
+    TOKENS,
+    write_model,
+    write_tokenizer,
+    write_weights,
+)
+
+
+@pytest.fixture
+def policy(tmp_path) -> Path:
+    return Path(write_model(tmp_path / "policy"))
+
+
+@pytest.fixture
+def reward(tmp_path) -> Path:
+    return Path(write_model(tmp_path / "reward", REWARD))
+
+
+def problems(*words: str | None) -> list[str]:
+    return check.problems(compose([word for word in words if word is not None]))
+
+
+def one(*words: str) -> str:
+    (found,) = problems(*words)
+    return found
+
+
+def change(folder: Path, name: str, **values: object) -> None:
+    """Change keys of a JSON file; None removes the key."""
+    stored = {**json.loads((folder / name).read_text()), **values}
+    (folder / name).write_text(json.dumps({key: value for key, value in stored.items() if value is not None}))
+
+
+def test_whole_folders_have_no_problems(policy, reward):
+    assert problems(f"model.policy={policy}", f"model.reward={reward}", f"model.reference={policy}") == []
+    assert problems("algo=sft", f"model.base={policy}") == []
+    assert problems("scorer@gold=reward_model", f"gold.path={reward}") == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "a sequence classifier (LlamaForSequenceCl"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "an encoder (BertForMaskedLM)"),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "an encoder (BertModel)"),
+        ({"model_type": "t5", "is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]},
+         "an encoder-decoder (T5ForConditionalGeneration)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("key", ["model.policy", "model.reference"])
+def test_a_policy_must_be_a_causal_language_model(policy, tmp_path, key, changed, message):
+    other = write_model(tmp_path / "other", {**LLAMA, **changed}, {**TENSORS, **HEAD})
+    found = one(f"model.policy={policy}", f"{key}={other}")
+    assert found.startswith(f"{key} must name a causal language model") and message in found
+
+
+def test_a_decoder_with_the_name_of_an_encoder_is_accepted(tmp_path):
+    own = {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True}
+    decoder = write_model(tmp_path / "bert", {**LLAMA, **own})
+    assert problems(f"model.policy={decoder}") == []
+
+
+def test_an_unknown_model_type_is_refused(policy):
+    change(policy, "config.json", model_type="lamma")
+    assert "installed transformers knows, got" in one(f"model.policy={policy}")
+    assert problems(f"model.policy={policy}", "model.trust_remote_code=true") == []
+    change(policy, "config.json", auto_map={"AutoConfig": "configuration.Mine"})
+    assert one(f"model.policy={policy}").endswith(
+        "set model.trust_remote_code=true to run the code in its folder"
+    )
+
+
+def test_a_model_named_for_another_algorithm_is_the_remedy(policy):
+    own = ["task=local", "task.path=x", "scorer=function", "scorer.path=json:loads"]
+    found = " ".join(check.problems(compose([*own, "algo=sft", f"model.policy={policy}"])))
+    assert f"set model.base={policy}" in found
+    found = " ".join(check.problems(compose([*own, "algo=rloo", f"model.base={policy}"])))
+    assert f"set model.policy={policy}" in found
+
+
+def test_a_pad_token_of_ordinary_texts_gives_a_warning(policy):
+    words = [f"model.policy={policy}", "model.pad_token=a"]
+    assert "model.pad_token=a is a token of ordinary texts" in " ".join(check.warnings(compose(words)))
+    assert "ordinary" not in " ".join(check.warnings(compose([words[0], "model.pad_token='<unk>'"])))
+
+
+@pytest.mark.parametrize(
+    ("key", "scorer"), [("model.reward", "scorer=reward_model"), ("gold.path", "scorer@gold=reward_model")]
+)
+def test_a_reward_model_must_have_one_label(policy, reward, key, scorer):
+    words = [f"model.policy={policy}", scorer, f"{key}={reward}"]
+    assert problems(*words) == []
+    change(reward, "config.json", id2label=None)
+    assert f"{key} must name a reward model" in one(*words) and "with 2 labels" in one(*words)
+    change(reward, "config.json", id2label={"0": "LABEL_0"})
+    write_weights(reward / "model.safetensors", {**TENSORS, "score.weight": (3, 4)})
+    assert "a model with 3 labels" in one(*words)
+    write_weights(reward / "model.safetensors", {**TENSORS, "classifier.weight": (1, 4)})
+    assert "a model without score.weight" in one(*words)
+
+
+def test_a_causal_model_is_no_reward_model(policy):
+    found = one(f"model.policy={policy}", f"model.reward={policy}")
+    assert "a causal language model (LlamaForCausalLM) without score.weight" in found
+    assert found.endswith("train one with algo=reward model.policy=<model>")
+
+
+def test_a_reward_model_may_start_from_a_classifier_with_a_warning(reward):
+    cfg = compose(["algo=reward", f"model.policy={reward}"])
+    assert check.problems(cfg) == []
+    assert any("is replaced by a random head" in text for text in check.warnings(cfg))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"vocab_size": 9}, "states vocab_size=9, and the weights have 8 embeddings"),
+        ({"hidden_size": 6}, "states hidden_size=6, and the weights have 4 columns"),
+        (
+            {"num_hidden_layers": 1},
+            "states num_hidden_layers=1, and the weights have 2 layers (the last is model.",
+        ),
+    ],
+)
+def test_config_and_weights_must_have_the_same_sizes(policy, changed, message):
+    change(policy, "config.json", **changed)
+    assert message in one(f"model.policy={policy}")
+
+
+def test_a_quantized_model_is_refused(policy):
+    change(policy, "config.json", quantization_config={"quant_method": "gptq"})
+    assert "must name a model with float weights" in one(f"model.policy={policy}")
+
+
+def test_adapters_larger_than_the_model_give_a_warning(policy):
+    for rank, count in ((4, 0), (5, 1)):
+        found = check.warnings(compose([f"model.policy={policy}", f"model.lora.rank={rank}"]))
+        assert sum("adapters are larger" in text for text in found) == count
+
+
+def test_a_misspelled_tokenizer_folder_gets_a_proposal(policy):
+    found = one(f"model.policy={policy}", f"model.tokenizer={policy}y")
+    assert found.endswith(f"did you mean model.tokenizer={policy}?")
+
+
+def test_damaged_weights_are_refused_before_the_run(policy):
+    file = policy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "model.safetensors is truncated" in one(f"model.policy={policy}")
+
+
+@pytest.mark.parametrize("text", [None, "{}"])
+def test_a_policy_must_come_with_a_readable_tokenizer(policy, tmp_path, text):
+    (policy / "tokenizer.json").unlink()
+    if text is not None:
+        (policy / "tokenizer.json").write_text(text)
+    found = one(f"model.policy={policy}")
+    assert found.startswith("model.policy must come with its tokenizer")
+    assert found.endswith("set model.tokenizer=<hub name or folder>")
+    write_tokenizer(tmp_path / "tokenizer")
+    assert problems(f"model.policy={policy}", f"model.tokenizer={tmp_path}/tokenizer") == []
+
+
+def test_a_reward_model_must_come_with_a_readable_tokenizer(policy, reward):
+    (reward / "tokenizer.json").write_text("{}")
+    found = one(f"model.policy={policy}", f"model.reward={reward}")
+    assert found.startswith("model.reward must come with its tokenizer")
+
+
+def test_a_tokenizer_without_end_token_is_refused(policy):
+    write_tokenizer(policy, eos_token=None)
+    assert "must have a tokenizer with an end token" in one(f"model.policy={policy}")
+    write_tokenizer(policy, eos_token=None, tokenizer_class="LlamaTokenizer")
+    assert problems(f"model.policy={policy}") == [], "this class has an end token of its own"
+
+
+@pytest.mark.parametrize(
+    ("special", "setting", "message"),
+    [
+        (
+            {"pad_token": None},
+            None,
+            "got pad token None and end token '<eos>'; set 'model.pad_token=\"<pad>\"'",
+        ),
+        ({"pad_token": "<eos>"}, None, "got pad token '<eos>' and end token '<eos>'"),
+        ({}, "<eos>", "got pad token '<eos>' and end token '<eos>'"),
+        ({}, "<nowhere>", "must be in the vocabulary of the tokenizer"),
+        ({"pad_token": None}, "c", None),
+        ({}, None, None),
+    ],
+)
+def test_the_pad_token_must_be_another_token_than_the_end_token(policy, special, setting, message):
+    write_tokenizer(policy, **special)
+    found = problems(f"model.policy={policy}", setting and f"model.pad_token='{setting}'")
+    assert (found == []) if message is None else (len(found) == 1 and message in found[0])
+
+
+def test_the_end_token_of_dialogues_is_known_only_to_the_chat_template(policy):
+    write_tokenizer(policy, pad_token="<eos>", chat_template="{{ messages }}")
+    assert "end token '<eos>'" in one(f"model.policy={policy}"), "prompts of texts need no template"
+    assert problems(f"model.policy={policy}", "generator=dataset") == [], "pairs may be dialogues"
+
+
+def test_a_token_without_embedding_is_refused(policy, tmp_path):
+    write_tokenizer(policy, (*TOKENS, "d", "e", "f"))
+    assert "got ids up to 8 in the tokenizer of" in one(f"model.policy={policy}")
+    write_tokenizer(policy)
+    small = write_model(
+        tmp_path / "small", vocab_size=4, tensors={**TENSORS, **HEAD, "model.embed_tokens.weight": (4, 4)}
+    )
+    found = one(f"model.policy={policy}", f"model.reference={small}")
+    assert found.startswith("model.reference must fit the model")
+
+
+def test_a_reference_with_other_token_ids_is_refused(policy, tmp_path):
+    other = Path(write_model(tmp_path / "other"))
+    write_tokenizer(other, (*TOKENS[:3], "c", "b", "a"))
+    found = one(f"model.policy={policy}", f"model.reference={other}")
+    assert "in which 'a' has another id" in found
+    write_tokenizer(other, (*TOKENS[:3], "a", "b", "c", "more"))
+    assert problems(f"model.policy={policy}", f"model.reference={other}") == []
+
+
+def test_a_lora_target_must_be_a_linear_layer(policy):
+    words = [f"model.policy={policy}", "model.lora.rank=2"]
+    assert problems(*words, "model.lora.targets=[q_proj,mlp.up_proj]") == []
+    for target in ("query", "lm_head", "proj"):
+        found = one(*words, f"model.lora.targets=[{target}]")
+        assert "(down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj)" in found
+
+
+def test_a_pad_token_of_a_reward_model_must_be_in_its_vocabulary(policy, reward):
+    words = [f"model.policy={policy}", "scorer=reward_model", f"scorer.path={reward}"]
+    assert problems(*words, "scorer.pad_token=c") == []
+    assert "scorer.pad_token must be in the vocabulary" in one(*words, "scorer.pad_token=d")
+
+
+def test_a_downloaded_model_is_checked_like_a_folder(policy, monkeypatch):
+    monkeypatch.setattr(hub, "cached_folder", lambda name: policy)
+    assert "without score.weight" in one("model.policy=some/policy", "model.reward=some/policy")
+    (policy / "model.safetensors").unlink()
+    (policy / "tokenizer.json").unlink()
+    assert problems("model.policy=some/policy") == [], "the rest is downloaded by the run"
+
+
+def test_models_that_cannot_be_downloaded_are_reported_before_the_run(policy, monkeypatch):
+    monkeypatch.setattr(hub, "unreachable", lambda: "no connection to the hub")
+    cfg = compose([f"model.policy={policy}", "model.reward=some/reward", "model.tokenizer=some/tokenizer"])
+    found = list(machine.downloads(cfg))
+    assert [text.partition(" ")[0] for text in found] == ["model.reward", "model.tokenizer"]
+    assert "(no connection to the hub), got 'some/reward'" in found[0] and "HF_HUB_OFFLINE=1" in found[0]
+    monkeypatch.setattr(hub, "unreachable", lambda: None)
+    assert list(machine.downloads(cfg)) == []
+    monkeypatch.setattr(hub, "unreachable", lambda: pytest.fail("no model is absent"))
+    monkeypatch.setattr(hub, "cached_folder", lambda name: policy)
+    assert list(machine.downloads(cfg)) == []

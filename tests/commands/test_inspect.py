@@ -1,0 +1,139 @@
+"""The command rlhf.inspect: what it prints about a run, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf import inspect as inspect_command
+from tests.model_folders import REWARD, TOKENS, write_model, write_tokenizer
+
+ROWS = [{"prompt": "a b", "response": "c"}, {"prompt": "a b c a b", "response": "b b b b b"}] * 8
+PAIRS = [{"prompt": "a b", "chosen": "c", "rejected": "c b"}] * 16
+LOCAL = ["task=local", "schedule.prompts_per_update=4", "generator.response_length=4",
+         "task.max_prompt_tokens=4", "scorer@gold=none"]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Return the working directory, with the folders `policy` and `reward`, and two files of data."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "policy")
+    write_model(tmp_path / "reward", REWARD)
+    for name, rows in (("rows", ROWS), ("pairs", PAIRS)):
+        (tmp_path / name).mkdir()
+        for split in ("train", "validation"):
+            (tmp_path / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.fixture
+def inspect(folder, monkeypatch, capsys):
+    """Return a function that runs the command and returns exit code, stdout and stderr."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        before = sorted(folder.rglob("*"))
+        monkeypatch.setattr(sys, "argv", ["inspect", *words])
+        code = 0
+        try:
+            inspect_command.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        assert sorted(folder.rglob("*")) == before, "the command leaves nothing behind"
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def test_sft_rows_are_shown_with_the_tokens_that_are_trained(inspect):
+    code, out, err = inspect("algo=sft", "model.base=policy", "task.path=rows", *LOCAL)
+    assert code == 0, err
+    assert "LlamaForCausalLM" in out and "context 512 tokens" in out
+    assert "end (EOS)         <eos>  (id 1)" in out and "padding (PAD)     <pad>  (id 0)" in out
+    assert "begin (BOS)       none" in out
+    assert "prompt     2 tokens, not in the loss\n    a|b" in out.replace("| ", "|")
+    assert "response   2 tokens, in the loss\n    c|[EOS <eos>]" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.endswith("task.max_prompt_tokens=4 scorer@gold=none\n")
+    assert "\n  python -m rlhf.train algo=sft model.base=policy" in out
+
+
+def test_responses_that_are_too_long_are_shown_as_cut(inspect):
+    words = ["algo=sft", "model.base=policy", "task.path=rows", *LOCAL, "task.max_prompt_tokens=8"]
+    code, out, err = inspect(*words)
+    assert code == 0, err
+    assert "4 tokens, in the loss; cut at 4 tokens, without EOS" in out
+    assert " PAD on the left of the prompt, " in out
+
+
+def test_pairs_are_shown_with_both_responses(inspect):
+    code, out, err = inspect("algo=reward", "model.policy=policy", "task.path=pairs", *LOCAL)
+    assert code == 0, err
+    assert "chosen     2 tokens, scored at its last token" in out
+    assert "rejected   3 tokens, scored at its last token" in out
+
+
+def test_the_responses_of_reinforcement_learning_are_sampled(inspect):
+    words = ["algo=rloo", "model.policy=policy", "scorer=reward_model", "scorer.path=reward"]
+    code, out, err = inspect(*words, "task.path=rows", "schedule.total_episodes=16", *LOCAL)
+    assert code == 0, err
+    assert "sampled until <eos>, at most 4 tokens; in the loss" in out
+    assert "LlamaForSequenceClassification" in out
+
+
+def test_a_begin_token_and_unknown_words_are_marked(inspect, folder):
+    write_tokenizer(folder / "policy", bos_token="<unk>")
+    tokenizer = json.loads((folder / "policy" / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<unk>", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<unk>": {"id": "<unk>", "ids": [2], "tokens": ["<unk>"]}},
+    }
+    (folder / "policy" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    code, out, err = inspect("algo=sft", "model.base=policy", "task.path=rows", *LOCAL)
+    assert code == 0, err
+    assert "prompt     3 tokens, not in the loss\n    [BOS <unk>]|" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda folder: (folder / "policy" / "tokenizer.json").write_text("{}"),
+            "must come with its tokenizer",
+        ),
+        (lambda folder: write_tokenizer(folder / "policy", pad_token=None), "model.pad_token must be set"),
+        (
+            lambda folder: write_tokenizer(folder / "policy", (*TOKENS, *"defg")),
+            "every token id needs an embedd",
+        ),
+        (lambda folder: write_model(folder / "policy", REWARD), "must name a causal language model"),
+        (
+            lambda folder: write_model(folder / "policy", max_position_embeddings=4),
+            "must be <= 4 (the context",
+        ),
+    ],
+)
+def test_problems_of_a_model_folder_end_with_exit_code_2(inspect, folder, change, message):
+    change(folder)
+    code, out, err = inspect("algo=sft", "model.base=policy", "task.path=rows", *LOCAL)
+    assert code == 2 and message in err and out == ""
+
+
+def test_an_embedded_task_is_shown_without_its_models(inspect):
+    code, out, err = inspect(
+        "algo=dpo", "generator=dataset", "task.train_size=64", "schedule.prompts_per_update=16"
+    )
+    assert code == 0, err
+    assert "made by the run first" in out and "The run first samples its preference pairs" in out
+
+
+def test_a_model_that_cannot_be_downloaded_is_reported(inspect):
+    code, _, err = inspect("algo=sft", "model.base=nobody/nothing", "task.path=rows", *LOCAL)
+    assert code == 2 and "HF_HUB_OFFLINE=1 is set" in err

@@ -1,0 +1,279 @@
+"""Headers of weights and tokenizers: what the files of a model folder show without loading the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.models.folders import context_problem, folder_problem, is_local
+from rlhf.models.headers import (
+    INDEX,
+    DamagedFile,
+    linear_layers,
+    missing_tensors,
+    tokenizer_header,
+    weight_headers,
+)
+from rlhf.models.special_tokens import pad_problem, unused_token
+from tests.model_folders import (
+    HEAD,
+    LLAMA,
+    TENSORS,
+    TOKENS,
+    write_model,
+    write_tokenizer,
+    write_weights,
+)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return Path(write_model(tmp_path / "model"))
+
+
+def problem(folder: Path) -> str:
+    found = folder_problem("model.policy", str(folder))
+    assert found is not None and found.startswith("model.policy must name ")
+    return found
+
+
+def shard(folder: Path) -> list[Path]:
+    """Replace the weights of a folder by two files with an index, and return the files."""
+    (folder / "model.safetensors").unlink()
+    shapes = {**TENSORS, **HEAD}
+    names = sorted(shapes)
+    parts = {"model-1.safetensors": names[:9], "model-2.safetensors": names[9:]}
+    for file, part in parts.items():
+        write_weights(folder / file, {name: shapes[name] for name in part})
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {name: file for file, part in parts.items() for name in part}})
+    )
+    return [folder / file for file in parts]
+
+
+def test_headers_state_names_shapes_and_dtypes(folder):
+    found = weight_headers(folder)
+    assert {name: tensor.shape for name, tensor in found.items()} == {**TENSORS, **HEAD}
+    assert {tensor.dtype for tensor in found.values()} == {"F32"}
+    whole = weight_headers(folder)
+    shard(folder)
+    assert weight_headers(folder) == whole
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (0, "is not a safetensors file (0 bytes)"),
+        (5, "is not a safetensors file (5 bytes)"),
+        (100, "is truncated: 100 bytes, shorter than its header"),
+        (-1, "is truncated: "),
+    ],
+)
+def test_truncated_weights_are_refused(folder, keep, message):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert f"model.safetensors {message}" in problem(folder)
+
+
+def test_weights_that_are_not_safetensors_are_refused(folder):
+    (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"[]")
+    assert "its header is malformed" in problem(folder)
+
+
+def test_a_missing_file_of_several_is_named(folder):
+    shard(folder)[1].unlink()
+    assert "no model-2.safetensors" in problem(folder)
+
+
+def test_a_tensor_that_only_the_index_lists_is_named(folder):
+    first, _ = shard(folder)
+    write_weights(first, {"model.norm.weight": (4,)})
+    assert "model-1.safetensors lacks the tensor lm_head.weight" in problem(folder)
+
+
+def test_a_damaged_index_is_refused(folder):
+    shard(folder)
+    (folder / INDEX).write_text("{}")
+    assert "has no weight_map" in problem(folder)
+
+
+def test_weights_without_index_and_other_formats_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    assert f"neither model.safetensors nor {INDEX}" in problem(folder)
+    (folder / "consolidated.safetensors").rename(folder / "pytorch_model.bin")
+    assert "no *.safetensors, only pytorch_model.bin; reading other formats can execute" in problem(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"],
+)
+def test_a_missing_tensor_is_named(folder, name):
+    shapes = {**TENSORS, **HEAD}
+    del shapes[name]
+    write_weights(folder / "model.safetensors", shapes)
+    assert f"the weights lack {name}" in problem(folder)
+
+
+def test_tensors_are_compared_only_for_models_whose_blocks_are_alike(folder):
+    tensors = weight_headers(folder)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    assert missing_tensors({**LLAMA, "model_type": "jamba"}, tensors) == []
+    assert (
+        missing_tensors({**LLAMA, "num_hidden_layers": 3}, tensors)[0] == "model.layers.1.mlp.up_proj.weight"
+    )
+
+
+def test_linear_layers_are_the_matrices_of_the_blocks(folder):
+    layers = linear_layers(LLAMA, weight_headers(folder))
+    assert "model.layers.0.self_attn.q_proj" in layers
+    assert not any("norm" in name or "lm_head" in name or "embed" in name for name in layers)
+
+
+def test_a_broken_config_is_refused(folder):
+    for text in ("nonsense", "[]"):
+        (folder / "config.json").write_text(text)
+        assert "config.json is not a JSON object" in problem(folder)
+    (folder / "config.json").unlink()
+    assert "no config.json" in problem(folder)
+
+
+def test_a_config_without_model_type_is_refused(folder):
+    config = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "config.json has no model_type" in problem(folder)
+
+
+def test_a_pointer_of_git_lfs_is_recognised(folder):
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
+        assert f"{name} is a pointer of Git LFS" in problem(folder) and "git lfs pull" in problem(folder)
+
+
+def test_weights_of_integers_are_refused(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content.replace(b'"F32"', b'"I32"'))
+    assert "the weights are integers (I32)" in problem(folder)
+
+
+def test_the_remedy_names_the_model_that_is_meant(folder, tmp_path):
+    assert f"did you mean model.policy={folder}?" in problem(folder / "model.safetensors")
+    other = folder.rename(tmp_path / "mine")
+    assert f"did you mean model.policy={other}?" in problem(tmp_path)
+    assert "did you mean key=org/name?" in str(folder_problem("key", "https://huggingface.co/org/name"))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert "is a link to" in problem(tmp_path / "link")
+
+
+def test_a_gguf_file_is_no_model(tmp_path):
+    (tmp_path / "mine-q4.gguf").write_bytes(b"GGUF")
+    assert "only mine-q4.gguf; GGUF cannot be trained" in problem(tmp_path)
+
+
+def test_the_remedy_for_a_short_context_fits_the_context():
+    assert str(context_problem(16, 128, 16)).endswith(
+        "set task.max_prompt_tokens=8 generator.response_length=8"
+    )
+    assert str(context_problem(100, 128, 16)).endswith("set task.max_prompt_tokens=84")
+    assert str(context_problem(100, 90, 16)).endswith("set generator.response_length=10")
+    assert context_problem(100, 90, 10) is None
+
+
+def test_a_run_folder_is_recognised(tmp_path):
+    write_model(tmp_path / "run" / "model")
+    assert problem(tmp_path / "run").endswith(f"set model.policy={tmp_path}/run/model")
+
+
+def test_an_adapter_folder_is_recognised_and_the_merge_is_proposed(tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
+    found = problem(adapter)
+    assert "a PEFT adapter of models/base" in found and "AutoPeftModelForCausalLM" in found
+    assert found.endswith(f"then set model.policy={adapter}-merged")
+    write_model(tmp_path / "model")
+    assert problem(adapter).endswith(f"set model.policy={tmp_path}/model, the merged model of the same run")
+
+
+def test_a_path_is_local_if_its_parent_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "smol").mkdir(parents=True)
+    assert is_local("models/smoll") and not is_local("owner/smoll") and not is_local("gpt2")
+    assert "did you mean model.policy=models/smol?" in problem(Path("models/smoll"))
+    assert folder_problem("model.policy", "./smol").endswith("did you mean model.policy=models/smol?")
+
+
+def test_the_vocabulary_and_the_special_tokens_of_a_tokenizer_are_read(folder):
+    found = tokenizer_header(folder)
+    assert list(found.ids) == list(TOKENS) and found.largest_id == 5
+    assert found.special == {"eos_token": "<eos>", "pad_token": "<pad>", "bos_token": None}
+    assert not found.has_chat_template
+    write_tokenizer(folder, chat_template="{{ messages }}", eos_token={"content": "c"})
+    found = tokenizer_header(folder)
+    assert found.has_chat_template and found.special["eos_token"] == "c"
+
+
+def test_special_tokens_that_a_class_may_add_are_unknown(folder):
+    write_tokenizer(folder, tokenizer_class="LlamaTokenizer", eos_token=None)
+    assert "eos_token" not in tokenizer_header(folder).special
+
+
+def test_a_tokenizer_in_another_format_is_not_read(folder):
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    assert tokenizer_header(folder) is None
+
+
+def test_a_changed_tokenizer_is_read_again(folder):
+    assert "new" not in tokenizer_header(folder).ids
+    write_tokenizer(folder, (*TOKENS, "new"))
+    assert tokenizer_header(folder).ids["new"] == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "tokenizer.json is not a tokenizer (it lacks 'model')"),
+        ('{"model": {"vocab": {}}, "added_tokens": []}', "tokenizer.json is not a tokenizer (no tokens)"),
+        ('{"model": {"vocab": 3}, "added_tokens": []}', "tokenizer.json is not a tokenizer (no tokens)"),
+        ('{"model": {"vocab": {"a": "b"}}, "added_tokens": []}', "a token id is not a number"),
+        ('{"model":', "tokenizer.json is not a JSON object"),
+    ],
+)
+def test_a_broken_tokenizer_is_reported(folder, text, message):
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(DamagedFile) as error:
+        tokenizer_header(folder)
+    assert message in str(error.value)
+
+
+def test_a_missing_tokenizer_is_reported(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DamagedFile, match="no tokenizer.json"):
+        tokenizer_header(folder)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "token"),
+    [
+        (["a", "<unk>", "<pad>", "<|padding|>"], "<|padding|>"),
+        (["a", "<unk>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"],
+         "<|reserved_special_token_1|>"),
+        (["a", "<unk>"], "<unk>"),
+        (["a", "<pad>"], None),
+    ],
+)  # fmt: skip
+def test_an_unused_token_is_proposed_as_pad_token(vocabulary, token):
+    assert unused_token(vocabulary, end="<pad>" if token is None else "a") == token
+
+
+def test_special_tokens_are_listed_if_none_is_obviously_unused():
+    found = pad_problem("model.pad_token", None, "m", ["a", "<end>", "<|im_start|>", "<0x0A>"], None, "<end>")
+    assert found is not None and found.endswith("contain, for example 'model.pad_token=<|im_start|>'")
+
+
+def test_the_remedy_for_a_missing_pad_token_can_be_pasted_in_a_shell():
+    found = pad_problem("model.pad_token", None, "m", ["a", "<|padding|>"], None, "a")
+    assert found is not None and found.endswith("set 'model.pad_token=\"<|padding|>\"'")
+    assert pad_problem("model.pad_token", "<|padding|>", "m", ["a", "<|padding|>"], None, "a") is None
