@@ -10,7 +10,8 @@ Python interpreter, with the checkout as PYTHONPATH, and with the same relative 
 
 The command compares the name of the run folder, metrics.jsonl without times, throughputs and memory,
 completions.jsonl byte for byte, and each tensor of model/ and adapter/ bit for bit. It also runs tests/golden
-in both checkouts and reports the results without a comparison.
+in both checkouts and reports the results without a comparison. Metrics that only --after has are named; they
+are no difference.
 
 --keep resumes: finished runs are kept, and all runs of a checkout start again if its code or conf/ changed.
 Exit code: 0 if all compared runs are the same, 1 if a run differs or fails, 2 for wrong arguments.
@@ -179,7 +180,7 @@ def differences(before: Path, after: Path) -> Iterator[str]:
     for index, (old, new) in enumerate(
         zip_longest(rows(before), rows(after), fillvalue=dict[str, str]()), start=1
     ):
-        for key in {**old, **new}:
+        for key in old or new:  # a row that only one run has differs; a metric that only `after` has does not
             if old.get(key) != new.get(key):
                 yield f"metrics.jsonl row {index}: {key} {old.get(key)} -> {new.get(key)}"
     texts = (lines(run / "completions.jsonl") for run in (before, after))
@@ -188,6 +189,12 @@ def differences(before: Path, after: Path) -> Iterator[str]:
             yield f"completions.jsonl line {index}"
     for folder in ("model", "adapter"):
         yield from different_tensors(before / folder, after / folder)
+
+
+def new_metrics(before: Path, after: Path) -> list[str]:
+    """Return the names of the metrics that only the run folder `after` has."""
+    old, new = (set().union(*rows(run)) for run in (before, after))
+    return sorted(new - old)
 
 
 def tensors(file: Path) -> dict[str, Any]:
@@ -223,7 +230,9 @@ def compare(name: str, sides: list[Side]) -> bool:
         print(f"{name:12} FAILED: {problem}", flush=True)
         return False
     first = next(differences(folders[0], folders[-1]), None)
-    result = "done" if len(sides) == 1 else f"DIFFERENT: {first}" if first else "same"
+    added = new_metrics(folders[0], folders[-1])
+    same = f"same; new: {', '.join(added)}" if added else "same"
+    result = "done" if len(sides) == 1 else f"DIFFERENT: {first}" if first else same
     took = " and ".join(f"{each:.0f} s" for each in seconds)
     print(f"{name:12} {len(rows(folders[0])):2} rows  {took:14} {result}", flush=True)
     return first is None

@@ -1,34 +1,47 @@
-"""Command `python -m rlhf.evaluate run=<folder>`: evaluate the checkpoints and the final model of a run.
+"""Command `python -m rlhf.evaluate`: evaluate the models of a run, and any other models.
 
-    python -m rlhf.evaluate run=<folder> [split=test] [only=<name>,...] [group=option ...] [key=value ...]
+    python -m rlhf.evaluate run=<folder> [models=<a>,<b>] [split=test] [only=<name>,...] [key=value ...]
+    python -m rlhf.evaluate models=<a>,<b> [split=test] [group=option ...] [key=value ...]
 
-Each model is evaluated on held-out examples, as during training. The config is the config of the run, changed
-by overrides such as `generator=vllm`, `scorer@gold=...` or `eval.prompts=1000`. Models that were already
-evaluated with the same settings are skipped. Results are appended to evaluations.jsonl in the run folder,
-completions are written to evaluations/.
+Each model is evaluated on held-out examples, as during training. With `run=`, the config is the config of the
+run, changed by overrides such as `generator=vllm`, `scorer@gold=...` or `eval.prompts=1000`, and the results
+are in the run folder. Without `run=`, the config consists of the overrides (`task=`, `scorer=`, ...), and the
+results are in `<output_dir>/evaluations/`. Models that were already evaluated with the same settings are
+skipped. Results are appended to evaluations.jsonl, completions are written to evaluations/.
 
 The exit codes are the exit codes of `rlhf.train`.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from rlhf.config.identity import digest
 from rlhf.core.console import console, say
+from rlhf.core.errors import UserError
 from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command
-from rlhf.stages.evaluation import changed, check_split, evaluate, run_folder, table
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.evaluation import evaluate
+from rlhf.stages.evaluation_config import alone, changed, check_split, run_folder
+from rlhf.stages.evaluation_table import table
 
 COMMAND = Command(
     name="rlhf.evaluate",
-    usage="run=<folder> [split=test] [only=<name>,...] [group=option ...] [key=value ...]",
+    usage="run=<folder> [models=<a>,<b>] [split=test] [only=<name>,...] [group=option ...] [key=value ...]",
     does=(
-        "Evaluates every checkpoint of a run and its final model on held-out examples, and appends a row\n"
-        "for each to <folder>/evaluations.jsonl. Settings are those of the run; overrides change them,\n"
-        "such as eval.prompts=1000, generator=vllm, scorer@gold=reward_model gold.path=<model>."
+        "Evaluates every checkpoint of a run and its final model on held-out examples,\n"
+        "and the models that models= names, in one table. Appends a row for each to\n"
+        "<folder>/evaluations.jsonl. Settings are those of the run; overrides change\n"
+        "them, such as eval.prompts=1000, generator=vllm,\n"
+        "scorer@gold=reward_model gold.path=<model>.\n"
+        "Without run=, the overrides are the settings: models=<a>,<b> task=... scorer=..."
     ),
     own={
         "run": "run folder",
+        "models": "further models, folders or hub names, such as the model before training",
         "split": "held-out split: validation (default) or test",
-        "only": "models to evaluate, such as model or checkpoint-10,model (default: all)",
+        "only": "models of the run to evaluate, such as model or checkpoint-10,model (default: all)",
     },
 )
 
@@ -39,22 +52,30 @@ def main() -> None:
 
 
 def command(own: dict[str, str], overrides: list[str]) -> None:
-    """Evaluate the models of a run, and print the results.
+    """Evaluate models, and print the results.
 
     Args:
         own: the command's own arguments, by name.
-        overrides: overrides that change the config of the run.
+        overrides: overrides that change the config of the run, or that are the config.
 
     Raises:
         UserError: the run does not exist, or an argument is invalid.
     """
-    folder = run_folder(COMMAND.required(own, "run", overrides))
     split = own.get("split", "validation")
     check_split(split)
-    cfg = changed(folder, overrides)
-    rows = evaluate(cfg, folder, split, tuple(own.get("only", "").split(",")))
+    models = [model for model in own.get("models", "").split(",") if model]
+    of_run = "run" in own or not models
+    if of_run:
+        folder = run_folder(COMMAND.required(own, "run", overrides))
+        cfg = changed(folder, overrides)
+    else:
+        if "only" in own:
+            raise UserError(f"only= must be used with run= (it names models of a run), got {own['only']}")
+        cfg = alone(models, overrides)
+        folder = RunFolder(Path(cfg.output_dir) / "evaluations" / f"{cfg.task.name}-{digest(cfg)}")
+    rows = evaluate(cfg, folder, split, tuple(own.get("only", "").split(",")), models=models, of_run=of_run)
     if is_first_rank():
-        console.print(table(rows))
+        console.print(table(rows, console.width))
         say(f"rows: {folder.evaluations}")
 
 

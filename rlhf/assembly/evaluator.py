@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_scorer
-from rlhf.config.algo import Data, Trains
+from rlhf.config.algo import Data, DPOConfig, Trains
 from rlhf.core.batch import Sampling
 from rlhf.core.encoding import encode_completions
 from rlhf.generators.across_ranks import PerRankGenerator
 from rlhf.generators.hf.generator import HFGenerator
-from rlhf.training.evaluators import PolicyEvaluator, RewardEvaluator
+from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -42,7 +43,7 @@ def build_evaluator(
         engine: the engine that has the trained model.
         generator: the generator of the run. If it returns stored completions, the evaluator gets a
             new generator that samples.
-        scorer: the training scorer; unused in a supervised run.
+        scorer: the training scorer; None: it is not known.
         tokenizer: the policy's tokenizer.
         ranks: the ranks of the run.
         split: the split of the held-out examples.
@@ -52,6 +53,12 @@ def build_evaluator(
         assert pairs.completions is not None
         length = cfg.generator.response_length
         return RewardEvaluator(encode_completions(pairs, pairs.completions, tokenizer, length), engine)
+    held_out_pairs = None
+    if isinstance(cfg.algo, DPOConfig) and cfg.reads_pairs:
+        pairs = task.held_out(cfg.eval.prompts, split)
+        assert pairs.completions is not None
+        encoded = encode_completions(pairs, pairs.completions, tokenizer, cfg.generator.response_length)
+        held_out_pairs = HeldOutPairs(encoded, make(cfg.algo), engine)
     if not cfg.generator.samples:  # the generator has no completions of held-out prompts
         sampler = HFGenerator(engine.borrow_policy, tokenizer, cfg.eval.batch_size, cfg.seed)
         generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler
@@ -59,7 +66,7 @@ def build_evaluator(
         task.held_out(cfg.eval.prompts, split, Data.prompts),
         generator,
         build_scorer(cfg, "gold", tokenizer, ranks),
-        None if cfg.algo.supervised else scorer,
+        scorer if cfg.scores_completions else None,
         engine,
         tokenizer,
         Sampling(
@@ -69,4 +76,5 @@ def build_evaluator(
             purpose="eval",
         ),
         cfg.generator.temperature,
+        held_out_pairs,
     )

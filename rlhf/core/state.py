@@ -23,7 +23,7 @@ class TrainState:
     episode: int = 0  # number of responses trained on
     lag: int = 0  # version of the weights before the last update, minus version that sampled its batch
     wall_s: float = 0.0  # seconds of all updates, including earlier sessions of the run
-    best: float | None = None  # highest value so far of the evaluation metric `Config.metric`
+    best: float | None = None  # best value so far of the evaluation metric `Config.metric`
 
     @property
     def done(self) -> bool:
@@ -57,16 +57,17 @@ class TrainState:
 
     def progress(self) -> str:
         """Return the counters as text for the progress display."""
-        return f"{self.episode:,} episodes  v{self.version}  lag {self.lag}"
+        return f"{self.episode:,} episodes"
 
     def state_dict(self) -> dict[str, Any]:
         """Return all counters."""
         return asdict(self)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Set all counters to saved values."""
+        """Set all counters to saved values, except the length of the run, which may have been extended."""
         for name, value in saved.items():
-            setattr(self, name, value)
+            if name != "num_updates":
+                setattr(self, name, value)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,4 +95,4 @@ class SupervisedState(TrainState):
 
     def progress(self) -> str:
         """Return the counters as text for the progress display."""
-        return f"{self.examples:,} examples  epoch {self.epoch:.2f}"
+        return f"epoch {self.epoch:.2f}"

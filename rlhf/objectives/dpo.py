@@ -41,7 +41,7 @@ from rlhf.objectives.objective import Objective, drift, prompts_with_signal
 if TYPE_CHECKING:
     from rlhf.config.algo import DPOConfig
     from rlhf.core.batch import Batch
-    from rlhf.core.metrics import Metrics
+    from rlhf.core.metrics import Metrics, Row
     from rlhf.objectives.objective import Counts, Forward, Losses
 
 
@@ -77,9 +77,7 @@ class OnlineDPO(Objective):
         logprobs = forward(batch).logprobs
         assert logprobs is not None
         logps = logprobs.sum(-1)  # [N, 2]
-        ratios = logps - batch.ref_logprobs.sum(-1)
-        if self.config.length_normalised:
-            ratios = ratios / batch.response_mask.sum(-1)
+        ratios = self.log_ratios(logps, batch.ref_logprobs.sum(-1), batch.response_mask)
         rewards = self.config.beta * ratios.detach()
         margins = rewards[:, 0] - rewards[:, 1]
         return {"policy": self.pair_losses(ratios[:, 0] - ratios[:, 1]).sum()}, {
@@ -91,6 +89,34 @@ class OnlineDPO(Objective):
             "logps/rejected": mean(logps[:, 1]),
             **drift(logprobs, batch),
         }
+
+    def held_out(self, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor) -> Row:
+        """Return loss, accuracy and margin of held-out pairs, the chosen response first.
+
+        A margin is `beta` times z of the pair. The accuracy is the fraction of pairs with a positive margin,
+        plus half the fraction of pairs with margin 0, so the reference itself has an accuracy of 0.5.
+
+        Args:
+            logprobs: log-probs [N, 2, T] of the policy.
+            ref_logprobs: log-probs [N, 2, T] of the reference.
+            response_mask: True for the tokens of the responses [N, 2, T].
+        """
+        logps, ref_logps = logprobs.double().sum(-1), ref_logprobs.double().sum(-1)
+        ratios = self.log_ratios(logps, ref_logps, response_mask)
+        z = ratios[:, 0] - ratios[:, 1]
+        return {
+            "eval/loss": self.pair_losses(z).mean().item(),
+            "eval/accuracy": (0.5 * (z.sign() + 1)).mean().item(),
+            "eval/margin": (self.config.beta * z).mean().item(),
+        }
+
+    def log_ratios(self, logps: Tensor, ref_logps: Tensor, response_mask: Tensor) -> Tensor:
+        """Return the log-ratios [N, 2] of policy to reference, given sums of log-probs [N, 2].
+
+        With `algo.length_normalised`, each log-ratio is divided by the number of tokens of its response.
+        """
+        ratios = logps - ref_logps
+        return ratios / response_mask.sum(-1) if self.config.length_normalised else ratios
 
     def pair_losses(self, z: Tensor) -> Tensor:
         """Return the loss [N] of each pair, given z [N], the difference of the two log-ratios."""

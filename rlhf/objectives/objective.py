@@ -50,6 +50,9 @@ class Objective(ABC):
     needs: frozenset[str] = frozenset()  # names from NEEDS: tensors that the engine adds before credit
     kl_coef: float = 0.0  # weight of the KL penalty, for the reward metrics
     loss_weights: Mapping[str, float] = MappingProxyType({})  # weights in the total loss; missing: 1
+    shows_loss: bool = (
+        True  # False: the value of the policy loss is near 0 by construction, so it is not shown
+    )
 
     def describe(self, batch: Batch) -> Metrics:
         """Return the `objective/` metrics of an annotated rollout batch, before credit.

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 class PolicyGradient(Objective):
     """A policy-gradient objective: raises the log-prob of each token in proportion to its advantage."""
 
+    shows_loss = (
+        False  # advantages sum to about 0, and the ratio is 1 at the first step: only the gradient counts
+    )
+
     def __init__(self, config: PolicyGradientConfig) -> None:
         self.config = config
         self.kl_coef = config.kl_coef

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.identity import digest, run_name
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rlhf.config.identity import differences, digest
 from rlhf.config.run import Resume
 from rlhf.config.saved import load_config
+from rlhf.config.schedule import DEFAULT_EPOCHS
 from rlhf.core.errors import UserError
 from rlhf.core.launched import is_first_rank
+from rlhf.runs.folder import RunFolder
+from rlhf.runs.lock import refuse_locked
+from rlhf.runs.writable import cannot_write, unwritable
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
-    from rlhf.runs.folder import RunFolder
 
+LENGTH = ("schedule.total_episodes", "schedule.total_epochs")  # settings that `rlhf.extend` may change
+SHOWN = 4  # largest number of differing settings in a message
 ASIDE = ".old-"  # suffix, before a number, of a folder that `resume=never` moved aside
 
 
@@ -30,9 +42,11 @@ def prepare(folder: RunFolder, cfg: Config) -> dict[str, Any] | None:
 
     Raises:
         UserError: `resume=must` without a complete checkpoint, or the folder belongs to a run with other
-            settings.
+            settings, is in use by another process, or cannot be written.
     """
     exists = folder.path.is_dir() and any(folder.path.iterdir())
+    if is_first_rank():  # the other ranks of a run would find the lock of its first rank
+        refuse_locked(folder.path)
     if cfg.resume is Resume.never:
         # A job that SLURM requeued resumes its own work, so that work is not moved aside.
         if exists and is_first_rank() and int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
@@ -41,29 +55,135 @@ def prepare(folder: RunFolder, cfg: Config) -> dict[str, Any] | None:
             print(f"resume=never: moved the existing run {folder.path} to {aside}", file=sys.stderr)
         return None
     finished = folder.finished() if exists else None
+    if finished is None and (reason := unwritable(folder.path)):
+        raise UserError(cannot_write("hydra.run.dir", folder.path, reason))
     if finished is None and cfg.resume is Resume.must and folder.last_checkpoint() is None:
         reason = "no complete checkpoint in it" if exists else "no such folder"
         raise UserError(
             f"resume=must needs a complete checkpoint to resume from ({reason}), got {folder.path}; "
             "set resume=auto to start from the beginning if there is none"
         )
-    if finished is not None:
+    if exists:
         refuse_another_run(cfg, folder)
     return finished
 
 
 def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
-    """Raise UserError if the folder has a checkpoint or the result of a run with other settings."""
-    # The run name contains a digest of all settings.
-    if folder.path.name == run_name(cfg) or not folder.config.exists():
+    """Raise UserError if the folder has a checkpoint or the result of a run with other settings.
+
+    A finished run that `rlhf.extend` made longer is accepted, with a message.
+    """
+    if not folder.config.exists() or not (folder.finished() or folder.last_checkpoint()):
         return
-    started = folder.finished() or folder.last_checkpoint()
-    if started and digest(load_config(folder.config)) != digest(cfg):
-        raise UserError(
-            "hydra.run.dir must not be the folder of a run with other settings (its checkpoint or result is "
-            f"not valid for this run), got {folder.path}, whose config.yaml differs; set resume=never to "
-            "move that run aside"
-        )
+    # The name of a run ends with a digest of all settings, but `rlhf.extend` changes the length later.
+    if folder.path.name.endswith(f"-{digest(cfg)}"):
+        now = saved_length(folder)
+        if now is None or now == length(cfg):
+            return
+        if not folder.finished():
+            raise UserError(
+                f"the length of the run must be that of its extension (which is not finished), got "
+                f"{' '.join(length(cfg)) or 'the default'} for {folder.path}, which was extended to "
+                f"{' '.join(now)}; resume the extension with: {extend_command(folder)}, or set resume=never "
+                "to move that run aside"
+            )
+        if is_first_rank():
+            print(f"{folder.path} was extended to {' '.join(now)}")
+        return
+    saved = load_config(folder.config)
+    differ = differences(saved, cfg)
+    if not differ:
+        return
+    remedy = "set resume=never to move that run aside, or leave hydra.run.dir out"
+    if differ.keys() == {length_key(cfg)}:
+        remedy = f"set {' '.join(length(saved))}, or set resume=never to move that run aside"
+        if length_value(cfg) > length_value(saved):
+            remedy = f"extend that run with: {extend_command(folder, *length(cfg))}"
+    shown = [f"{key}={text(there)} instead of {text(here)}" for key, (there, here) in differ.items()]
+    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    raise UserError(
+        "hydra.run.dir must not be the folder of a run with other settings (its checkpoint or result is "
+        f"not valid for this run), got {folder.path}, whose config.yaml has {', '.join(shown[:SHOWN])}"
+        f"{more}; {remedy}"
+    )
+
+
+def shorter_run(folder: RunFolder, cfg: Config) -> str | None:
+    """Return a message if `folder` does not exist and another run differs only by a smaller length.
+
+    Only folders beside `folder` are compared, by the digest at the end of their names.
+    """
+    own = digest(cfg)
+    before = folder.path.name.removesuffix(own)
+    if before == folder.path.name or folder.path.exists():
+        return None
+    unit = length_key(cfg)
+    name = unit.partition(".")[2]
+    digests: dict[float, str] = {}
+    for path in sorted(folder.path.parent.glob(f"{glob.escape(before)}{'[0-9a-f]' * len(own)}")):
+        file = path / "config.yaml"
+        found = re.search(rf"^  {name}: ([\d.]+)$", file.read_text(), re.M) if file.is_file() else None
+        if found is None or (value := float(found[1])) >= length_value(cfg):
+            continue
+        if value not in digests:
+            shorter = replace(cfg.schedule, total_epochs=value)
+            if unit == LENGTH[0]:
+                shorter = replace(cfg.schedule, total_episodes=int(value))
+            digests[value] = digest(replace(cfg, schedule=shorter))
+        if path.name == before + digests[value]:
+            return (
+                f"{path} is the same run with {unit}={found[1]}; to train that run longer instead of "
+                f"starting a new run: {extend_command(RunFolder(path), *length(cfg))}"
+            )
+    return None
+
+
+def length_key(cfg: Config) -> str:
+    """Return the key of `LENGTH` that sets the length of a run."""
+    return LENGTH[1] if cfg.schedule.total_episodes is None else LENGTH[0]
+
+
+def length_value(cfg: Config) -> float:
+    """Return the length of a run, in the unit of `length_key`."""
+    value = cfg.epochs if cfg.schedule.total_episodes is None else cfg.schedule.total_episodes
+    assert value is not None, "validated: the run has a length"
+    return value
+
+
+def length(cfg: Config) -> list[str]:
+    """Return the length of a run as overrides; empty for the default length of a task."""
+    lengths = {key: getattr(cfg.schedule, key.partition(".")[2]) for key in LENGTH}
+    return [f"{key}={value}" for key, value in lengths.items() if value is not None]
+
+
+def saved_length(folder: RunFolder) -> list[str] | None:
+    """Return the length of a run according to config.yaml, as overrides; None if it cannot be read."""
+    try:
+        schedule = folder.read_config()["schedule"]
+        lengths = {key: schedule.get(key.partition(".")[2]) for key in LENGTH}
+    except (OSError, ValueError, KeyError, AttributeError, YAMLError, OmegaConfBaseException):
+        return None
+    return [f"{key}={value}" for key, value in lengths.items() if value is not None]
+
+
+def extend_command(folder: RunFolder, *lengths: str) -> str:
+    """Return the command that trains a run until the length `lengths`, or resumes its extension."""
+    return " ".join(["python -m rlhf.extend", f"run={shlex.quote(str(folder.path))}", *lengths])
+
+
+def twice_as_long(folder: RunFolder) -> str | None:
+    """Return the command that trains a run twice as long; None if its length cannot be read."""
+    lengths = saved_length(folder)
+    if lengths is None:
+        return None
+    key, _, value = (lengths or [f"{LENGTH[1]}={DEFAULT_EPOCHS}"])[0].partition("=")
+    twice = f"{2 * int(value)}" if key == LENGTH[0] else f"{2 * float(value):g}"
+    return extend_command(folder, f"{key}={twice}")
+
+
+def text(value: Any) -> str:
+    """Return the value of a key as it is written in an override."""
+    return "null" if value is None else str(value)
 
 
 def free_name(path: Path) -> Path:

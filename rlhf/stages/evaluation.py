@@ -1,157 +1,54 @@
-"""Evaluation of a run: its checkpoints and final model on held-out examples, measured as during training.
+"""Evaluation of models on held-out examples, measured as during training.
 
-The settings are those of the run's config.yaml; overrides may change sections that an evaluation reads. Each
-model gets a row in evaluations.jsonl of the run folder, and its completions in evaluations/. Models that were
-evaluated with the same settings are skipped.
+The models are the checkpoints and the final model of a run, and models (folders or hub names) that `models=`
+names. With a run, the settings are those of its config.yaml; overrides may change sections that an evaluation
+reads. Each model gets a row in evaluations.jsonl of the run folder, and its completions in evaluations/.
+Models that were evaluated with the same settings are skipped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
-from rich import box
-from rich.table import Table
-
-from rlhf.checks.check import problems
 from rlhf.config.algo import Trains
 from rlhf.config.backend import TorchConfig
-from rlhf.config.catalogue import options
-from rlhf.config.compose import composed
 from rlhf.config.cores import threads
-from rlhf.config.generator import WorkerConfig
 from rlhf.config.identity import digest
-from rlhf.config.mistakes import CONFIG_ERRORS, explain, one_of
-from rlhf.config.root import Config
+from rlhf.config.model import LoRAConfig
 from rlhf.config.run import Progress
-from rlhf.config.saved import load_node
-from rlhf.config.schedule import Update
+from rlhf.config.saved import load_config
 from rlhf.core.confidence import wilson
-from rlhf.core.console import console, progress, say
+from rlhf.core.console import say, say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.files import append, as_line, read_lines, write_atomically
 from rlhf.core.launched import is_first_rank
+from rlhf.core.progress import progress
 from rlhf.core.state import TrainState
-from rlhf.loggers.display import EVALUATION_METRICS, samples_table
 from rlhf.processes.signals import interruptible
 from rlhf.runs.disk import explain_full_disk
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.transcript import setup_logging
-from rlhf.stages.candidates import Candidate, candidates, refuse_other_ranks
+from rlhf.stages.candidates import Candidate, candidates, named_models, refuse_other_ranks
+from rlhf.stages.evaluation_config import measuring
+from rlhf.stages.evaluation_table import show
+from rlhf.training.comparison import against_initial
 
 if TYPE_CHECKING:
+    from rlhf.config.root import Config
     from rlhf.core.metrics import Evaluation
     from rlhf.engines.engine import Engine
     from rlhf.processes.ranks import Ranks
 
-SPLITS = ("validation", "test")
-SECTIONS = ("eval", "generator", "gold", "backend", "model", "task")  # sections that an evaluation reads
-KEYS = ("seed", "progress", "cache_dir")  # other keys that an evaluation reads
-CHOICES = {"generator": "generator", "scorer@gold": "gold"}  # key that selects an option -> its section
-RATES = ("eval/win_rate", "eval/accuracy")  # fractions of the examples, shown with a confidence interval
+# Fractions of the examples, with the bounds of a confidence interval.
+RATES = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/accuracy")
 CHUNK = 256  # prompts between two steps of the progress bar
-
-
-def check_split(split: str) -> None:
-    """Raise UserError if `split` is not a held-out split."""
-    if split not in SPLITS:
-        raise UserError(f"split= must be one of {', '.join(SPLITS)}, got {split}; set split=test")
-
-
-def run_folder(path: str) -> RunFolder:
-    """Return the run folder at `path`.
-
-    Raises:
-        UserError: `path` is not a run folder.
-    """
-    folder = RunFolder(Path(path).expanduser())
-    if not folder.config.is_file():
-        state = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
-        raise UserError(
-            f"run= must be the folder of a run, with its config.yaml ({state}), got {path}; "
-            "set run=<output_dir>/<run name>"
-        )
-    return folder
-
-
-def changed(folder: RunFolder, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of the run in `folder`, changed by `overrides` and checked.
-
-    Raises:
-        UserError: an override is invalid, or changes a setting that an evaluation does not read.
-    """
-    try:
-        node = load_node(folder.config)
-        OmegaConf.set_struct(node, True)
-        for select_options in (True, False):  # an option is selected before its keys are set
-            change(node, overrides, select_options)
-        cfg = OmegaConf.to_object(node)
-    except CONFIG_ERRORS as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(explain(error, overrides)) from error
-    assert isinstance(cfg, Config)
-    if found := problems(measuring(cfg), training=False):
-        raise UserError(*found)
-    return cfg
-
-
-def change(node: DictConfig, overrides: Sequence[str], select_options: bool) -> None:
-    """Apply overrides to the config `node`.
-
-    Args:
-        node: the config, changed in place.
-        overrides: overrides of the command line. All overrides are checked.
-        select_options: True: apply only overrides that select an option; False: apply only all other
-            overrides.
-
-    Raises:
-        UserError: an override is invalid, or changes a setting that an evaluation does not read.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    for text, override in zip(overrides, parsed, strict=True):
-        key = text.partition("=")[0]
-        if text.startswith(("+", "~")) or override.is_sweep_override():
-            raise UserError(
-                f"{key} must be set to one value (an evaluation has one), got {text}; leave it out"
-            )
-        first = key.partition(".")[0]
-        if key not in CHOICES and (first not in (*SECTIONS, *KEYS) or key in SECTIONS):
-            remedy = f"set scorer@{text}" if key == "gold" else "leave it out"
-            raise UserError(
-                f"{key} must be something that an evaluation reads ({', '.join((*SECTIONS, *KEYS))}; the run "
-                f"is already trained), got {text}; {remedy}"
-            )
-        if (key in CHOICES) is not select_options:
-            continue
-        if not select_options:
-            OmegaConf.update(node, key, override.value())
-            continue
-        section = CHOICES[key]
-        chosen = composed([text])[section]
-        if section == "generator":
-            if chosen.name == "dataset":
-                samplers = [name for name in options("generator") if name != "dataset"]
-                raise UserError(one_of(key, chosen.name, samplers))
-            for kept in ("temperature", "response_length"):
-                chosen[kept] = node.generator[kept]
-        OmegaConf.update(node, section, chosen, merge=False)
-
-
-def measuring(cfg: Config) -> Config:
-    """Return `cfg` without settings that only training uses: lag, in-flight updates, annotator."""
-    generator = cfg.generator
-    if isinstance(generator, WorkerConfig):
-        generator = replace(generator, annotate=None)
-    return replace(cfg, generator=generator, schedule=replace(cfg.schedule, max_lag=0, update=Update.between))
 
 
 def fingerprint(cfg: Config, split: str) -> str:
@@ -170,6 +67,8 @@ def settings(cfg: Config, split: str) -> dict[str, Any]:
             "response_length": cfg.generator.response_length,
             "gold": cfg.gold.described,
         }
+    if cfg.scores_completions:
+        shown["scorer"] = cfg.scorer.described
     return {**shown, "dtype": cfg.model.dtype.value, "digest": fingerprint(cfg, split)}
 
 
@@ -186,44 +85,53 @@ def evaluate(
     split: str = "validation",
     only: tuple[str, ...] = (),
     ranks: Ranks | None = None,
+    models: Sequence[str] = (),
+    of_run: bool = True,
 ) -> list[dict[str, Any]]:
-    """Evaluate the models of a run that have no row with the same settings in evaluations.jsonl.
+    """Evaluate the models that have no row with the same settings in evaluations.jsonl.
 
     Args:
         cfg: the config of the evaluation.
-        folder: the run folder.
+        folder: the run folder, or, without a run, the folder of the results.
         split: the held-out split.
-        only: names of the models to evaluate; empty for all.
+        only: names of the run's models to evaluate; empty for all.
         ranks: the ranks of the evaluation; None: the ranks that the launcher started.
+        models: further models to evaluate: folders or hub names.
+        of_run: whether to evaluate the models of the run in `folder`.
 
     Returns:
-        The rows of the models, oldest first, including rows of earlier evaluations. Damaged checkpoints have
-        no row.
+        The rows of `models`, then the rows of the run's models, oldest first, including rows of earlier
+        evaluations. Damaged checkpoints have no row.
 
     Raises:
         UserError: the run has no model, or an item that the config names cannot be used.
         Interrupted: a signal stopped the evaluation.
     """
-    wanted = candidates(folder, cfg, only)
+    wanted = [*named_models(models), *(candidates(folder, cfg, only) if of_run else ())]
     rows = known(cfg, folder, split)
     due = []
     for candidate in wanted:
-        if candidate.name not in rows:
+        if rows.get(candidate.name, {"files": ""}).get("files") != candidate.files:
             due.append(candidate)
         elif is_first_rank():
-            say(f"evaluated already with these settings: {folder.path / candidate.name}")
+            name = candidate.name if candidate.named else folder.path / candidate.name
+            say(f"evaluated already with these settings: {name}")
     refuse_other_ranks(due, cfg)
     if due:
         with interruptible(), explain_full_disk(folder):
             for row in measure(due, cfg, folder, split, ranks):
                 rows[row["model"]] = row
-    return [rows[candidate.name] for candidate in wanted if candidate.name in rows]
+    initial = initial_scores(cfg, folder, split)
+    found = [rows[candidate.name] for candidate in wanted if candidate.name in rows]
+    # The initial policy may have been evaluated after other models.
+    return [{**row, **comparison(row, saved_scores(folder, row), initial)} for row in found]
 
 
 def measure(
     due: list[Candidate], cfg: Config, folder: RunFolder, split: str, ranks: Ranks | None
 ) -> Iterator[dict[str, Any]]:
     """Evaluate each model of `due`; write and yield its row. Damaged checkpoints are skipped."""
+    say_loading()
     from rlhf.assembly.device import build_device
     from rlhf.processes.ranks import Ranks
     from rlhf.stages.prerequisites import complete
@@ -232,34 +140,124 @@ def measure(
 
     ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
     quieten(ranks)
-    shown_settings = settings(cfg, split)
+    asked, shown_settings = cfg, settings(cfg, split)
     # Sharded weights need the run's own engine, whose value model may start as the reward model.
-    own_engine = any(candidate.shards for candidate in due)
-    cfg = ranks.from_first(lambda: complete(measuring(cfg), run, reward=own_engine))
+    reward = cfg.scores_completions or any(candidate.shards for candidate in due)
+    cfg = ranks.from_first(lambda: complete(measuring(cfg), run, reward=reward))
     if ranks.first:
         setup_logging(folder)
         kept = "".join(map(as_line, read_lines(folder.evaluations)))  # drops a line that a crash cut off
         write_atomically(folder.evaluations, kept)
+    refuse_other_tokenizers(due, cfg)
     damaged = ranks.from_first(lambda: {c.name: damage(c.checkpoint) for c in due if c.checkpoint})
     for candidate in due:
         if why := damaged.get(candidate.name):
             say(f"warning: {candidate.checkpoint} is damaged and is not evaluated: {why}", style="yellow")
     good = [candidate for candidate in due if not damaged.get(candidate.name)]
-    by_engine = ([c for c in good if not c.shards], [c for c in good if c.shards])
+    of_run = [candidate for candidate in good if not candidate.named]
+    groups = [
+        *([candidate] for candidate in good if candidate.named),
+        [candidate for candidate in of_run if not candidate.shards],
+        [candidate for candidate in of_run if candidate.shards],
+    ]
     with progress_by_model(cfg, len(good)) as begin:
-        for group in filter(None, by_engine):
+        for group in filter(None, groups):
             for candidate, evaluation in evaluations(group, cfg, folder, split, ranks, begin):
-                row = {
+                row: dict[str, Any] = {
                     "model": candidate.name,
                     **candidate.counters(),
                     **evaluation.figures,
                     **intervals(evaluation),
                     "settings": shown_settings,
                 }
+                if candidate.named:
+                    row |= {"files": candidate.files, "initial": is_start(candidate, cfg)}
+                initial = ranks.from_first(lambda: initial_scores(asked, folder, split))
+                row |= comparison(row, evaluation.scores, initial)
                 if ranks.first:
                     write(folder, row, evaluation)
                 show(row, evaluation, cfg, last=candidate is good[-1])
                 yield row
+
+
+def is_start(candidate: Candidate, cfg: Config) -> bool:
+    """Return whether a named model is the model that the training of `cfg` starts from."""
+    start = cfg.start
+    return start is not None and Path(start).expanduser().resolve() == candidate.weights.resolve()
+
+
+def initial_scores(cfg: Config, folder: RunFolder, split: str) -> list[float] | None:
+    """Return the scores of the initial policy's completions with the settings `cfg`; None if unknown.
+
+    They are known if the settings are those of the run, which was evaluated before its first update, or if
+    the initial policy was evaluated as one of `models=`.
+    """
+    rows = known(cfg, folder, split).values()
+    scores = next((saved_scores(folder, row) for row in rows if row.get("initial")), None)
+    if scores is not None or split != "validation" or not folder.config.is_file():
+        return scores
+    if fingerprint(load_config(folder.config), split) != fingerprint(cfg, split):
+        return None
+    return scores_of(row for row in read_lines(folder.completions) if row["update"] == 0)
+
+
+def saved_scores(folder: RunFolder, row: dict[str, Any]) -> list[float] | None:
+    """Return the scores of the completions of a row of evaluations.jsonl; None without scores."""
+    return scores_of(read_lines(completions_file(folder, row)))
+
+
+def scores_of(samples: Iterable[dict[str, Any]]) -> list[float] | None:
+    """Return the scores of completions; None if they have no scores."""
+    scores = [sample.get("score") for sample in samples]
+    known_scores = [score for score in scores if score is not None]
+    return known_scores if scores and len(known_scores) == len(scores) else None
+
+
+def comparison(
+    row: dict[str, Any], scores: list[float] | None, initial: list[float] | None
+) -> dict[str, float]:
+    """Return the win rate of a model against the initial policy, with the bounds of its interval.
+
+    Args:
+        row: row of the model.
+        scores: scores of the model's completions.
+        initial: scores of the initial policy's completions of the same prompts.
+
+    Returns:
+        Empty if scores are unknown, or if the model is the initial policy.
+    """
+    if scores is None or initial is None or len(scores) != len(initial) or row.get("initial"):
+        return {}
+    figures = against_initial(scores, initial)
+    return figures | bounds("eval/win_rate_vs_initial", figures["eval/win_rate_vs_initial"], len(scores))
+
+
+def refuse_other_tokenizers(due: list[Candidate], cfg: Config) -> None:
+    """Raise UserError if a named model has another vocabulary than the reference model.
+
+    KL and perplexity compare the two models token by token.
+    """
+    from rlhf.assembly.tokenizer import build_tokenizer
+
+    named = [candidate for candidate in due if candidate.named]
+    if not named or cfg.algo.trains is not Trains.policy:
+        return
+    vocabulary = build_tokenizer(cfg).get_vocab()
+    for candidate in named:
+        if build_tokenizer(starting_from(candidate.name, cfg)).get_vocab() != vocabulary:
+            raise UserError(
+                f"models= must name models with the tokenizer of {cfg.start} (KL and perplexity compare the "
+                f"models token by token), got {candidate.name}; evaluate it alone: python -m rlhf.evaluate "
+                f"models={candidate.name} <settings>"
+            )
+
+
+def starting_from(model: str, cfg: Config) -> Config:
+    """Return the config of a run that starts from `model`, with the reference model of `cfg`."""
+    if cfg.algo.trains is Trains.base:
+        return replace(cfg, model=replace(cfg.model, base=model, lora=LoRAConfig()))
+    reference = cfg.model.reference or cfg.model.policy
+    return replace(cfg, model=replace(cfg.model, policy=model, reference=reference, lora=LoRAConfig()))
 
 
 def evaluations(
@@ -273,7 +271,7 @@ def evaluations(
     """Yield each model of a group with its evaluation. One engine loads the models one after the other.
 
     Args:
-        group: the models, either all sharded or all not sharded.
+        group: one named model, or models of the run, either all sharded or all not sharded.
         cfg: the config of the evaluation.
         folder: the run folder.
         split: the held-out split.
@@ -285,7 +283,8 @@ def evaluations(
     from rlhf.assembly.data import build_task
     from rlhf.assembly.evaluator import build_evaluator
     from rlhf.assembly.generator import build_generator
-    from rlhf.assembly.models import build_tokenizer
+    from rlhf.assembly.scorer import build_scorer
+    from rlhf.assembly.tokenizer import build_tokenizer
     from rlhf.core.seeding import derive
     from rlhf.generators.chunked import ChunkedGenerator
     from rlhf.stages.run import THREADS
@@ -293,6 +292,9 @@ def evaluations(
 
     torch.set_num_threads(threads(cfg)[0] or THREADS)
     torch.manual_seed(derive(cfg.seed, "torch"))
+    named = group[0].named
+    if named:
+        cfg = starting_from(group[0].name, cfg)
     tokenizer = build_tokenizer(cfg)
     task = build_task(cfg, tokenizer, cfg.data, cfg.schedule.prompts_per_update)
     state = TrainState(num_updates=1)
@@ -302,13 +304,15 @@ def evaluations(
             cfg = replace(cfg, model=replace(cfg.model, policy=str(group[0].weights)))
         generator = build_generator(cfg, engine, tokenizer, folder, ranks)
         ends.callback(generator.close)
-        evaluator = build_evaluator(cfg, task, engine, generator, None, tokenizer, ranks, split)
+        scorer = build_scorer(cfg, "scorer", tokenizer, ranks) if cfg.scores_completions else None
+        evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks, split)
         if isinstance(evaluator, PolicyEvaluator):
             evaluator.generator = chunks = ChunkedGenerator(evaluator.generator, CHUNK)
         for version, candidate in enumerate(group):
-            engine.load(candidate.weights)
-            if cfg.algo.trains is Trains.reward:
-                engine.module.model.config.reward_offset = offset(candidate.weights)
+            if not named:  # the engine starts with the weights of a named model
+                engine.load(candidate.weights)
+                if cfg.algo.trains is Trains.reward:
+                    engine.module.model.config.reward_offset = offset(candidate.weights)
             generator.load(engine.weights(), version)
             if isinstance(evaluator, PolicyEvaluator):
                 requests = 2 if engine.reference is not None else 1  # near-greedy; then sampled, for the KL
@@ -323,7 +327,8 @@ def build_engine_for(
 ) -> tuple[Config, Engine]:
     """Build an engine that can load `candidate`.
 
-    Sharded weights need the run's own engine. Other weights are loaded by an engine without an optimizer.
+    Sharded weights need the run's own engine. Other weights are loaded by an engine without an optimizer. The
+    engine of a named model starts with its weights.
 
     Returns:
         `cfg` with the backend of the engine, which also places the other models, and the engine.
@@ -339,7 +344,7 @@ def build_engine_for(
         micro_batch=own.micro_batch, device=own.device, threads=own.threads, timeout_s=own.timeout_s
     )
     cfg = replace(cfg, backend=plain)
-    return cfg, build_frozen(cfg, tokenizer, ranks)
+    return cfg, build_frozen(cfg, tokenizer, ranks, named=candidate.named)
 
 
 def offset(folder: Path) -> float:
@@ -353,18 +358,30 @@ def intervals(evaluation: Evaluation) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in RATES:
         if name in evaluation.figures:
-            low, high = wilson(evaluation.figures[name], evaluation.examples)
-            found |= {f"{name}_low": low, f"{name}_high": high}
+            count = evaluation.pairs if name == "eval/accuracy" else evaluation.examples
+            found |= bounds(name, evaluation.figures[name], count)
     return {**found, "examples": evaluation.examples}
+
+
+def bounds(name: str, rate: float, count: int) -> dict[str, float]:
+    """Return the bounds of the 95 % Wilson interval of the metric `name`, a rate over `count` examples."""
+    low, high = wilson(rate, count)
+    return {f"{name}_low": low, f"{name}_high": high}
 
 
 def write(folder: RunFolder, row: dict[str, Any], evaluation: Evaluation) -> None:
     """Write the completions, then the row; the row marks the evaluation as finished."""
     if evaluation.samples:
-        file = folder.path / "evaluations" / f"{row['model']}-{row['settings']['digest']}.jsonl"
+        file = completions_file(folder, row)
         file.parent.mkdir(exist_ok=True)
         write_atomically(file, "".join(map(as_line, evaluation.samples)))
     append(folder.evaluations, [row])
+
+
+def completions_file(folder: RunFolder, row: dict[str, Any]) -> Path:
+    """Return the file with the completions of a row of evaluations.jsonl."""
+    name = re.sub(r"[^\w.-]+", "-", row["model"]).strip("-")
+    return folder.path / "evaluations" / f"{name}-{row['settings']['digest']}.jsonl"
 
 
 @contextmanager
@@ -390,43 +407,6 @@ def progress_by_model(
                 if cfg.progress is not Progress.off:
                     say(title)
                 return lambda count: None
-            return display.enter_context(progress(title, total, cfg.progress.value, transient=True))
+            return display.enter_context(progress(title, total, cfg.progress.value))
 
         yield begin
-
-
-def show(row: dict[str, Any], evaluation: Evaluation, cfg: Config, last: bool) -> None:
-    """Print the metrics of a model, and `eval.samples` completions if the model is the last one, else one."""
-    if cfg.progress is Progress.off:
-        return
-    figures = [f"{short} {row[name]:.3g}" for name, short in EVALUATION_METRICS.items() if name in row]
-    say(f"{row['model']} (update {row['update']}):  {'  '.join(figures)}")
-    if evaluation.samples and cfg.eval.samples:
-        state = TrainState(num_updates=row["update"], update=row["update"])
-        console.print(samples_table(evaluation, cfg.eval.samples if last else 1, state))
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of rows of evaluations.jsonl, with a column for each metric that any row has."""
-    about = rows[0]["settings"] if rows else {}
-    title = ", ".join(f"{name} {about[name]}" for name in ("split", "generator", "gold") if name in about)
-    made = Table(title=title, title_justify="left", box=box.SIMPLE)
-    made.add_column("model", no_wrap=True)
-    for heading in ("update", "episode", "examples"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    names = {name: short for name, short in EVALUATION_METRICS.items() if any(name in row for row in rows)}
-    for name, short in names.items():
-        made.add_column(short + " [95 %]" * (name in RATES), justify="right", no_wrap=True)
-    for row in rows:
-        counts = [f"{row[name]:,}" for name in ("update", "episode", "examples")]
-        made.add_row(row["model"], *counts, *(figure(row, name) for name in names))
-    return made
-
-
-def figure(row: dict[str, Any], name: str) -> str:
-    """Return the metric `name` of a row as text, with its interval if any; empty if it is not in the row."""
-    if name not in row:
-        return ""
-    if f"{name}_low" not in row:
-        return f"{row[name]:.3g}"
-    return f"{row[name]:.3f} [{row[name + '_low']:.3f}, {row[name + '_high']:.3f}]"

@@ -100,7 +100,7 @@ class Checkpoints:
         try:
             with whole(final, publish=self.ranks.first) as scratch:
                 reason = (
-                    first(lambda: full_disk_reason(lambda: scratch.mkdir(parents=True), scratch))
+                    first(lambda: full_disk_reason(scratch.mkdir, scratch))
                     or self.ranks.first_of(full_disk_reason(lambda: engine.save(scratch), scratch))
                     or first(lambda: full_disk_reason(lambda: write_rest(scratch), scratch))
                 )

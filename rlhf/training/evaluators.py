@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.core.confidence import mean_half_width, rate_half_width
 from rlhf.core.encoding import encode_completions
 from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState
@@ -22,30 +23,37 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Row
     from rlhf.engines.engine import Engine
     from rlhf.generators.generator import Generator
+    from rlhf.objectives.dpo import OnlineDPO
     from rlhf.scorers.scorer import Scorer
 
 Evaluator = Callable[[TrainState], Evaluation]
 
 
 class PolicyEvaluator:
-    """An evaluator of a policy, which compares near-greedy completions with reference responses.
+    """An evaluator of a policy, which samples near-greedy completions of held-out prompts.
+
+    With a scorer, `eval/score` is the mean score of the completions.
 
     With a judge (`gold`), `eval/win_rate` is the fraction of prompts whose completion scores strictly higher
-    than the reference response. A tie is not a win; `eval/tie_rate` is the fraction of ties.
+    than the reference response. A tie is not a win; `eval/tie_rate` is the fraction of ties. If the prompts
+    have no reference responses, only the mean score of the judge is reported.
 
     With a reference model, `eval/kl` is estimated on separate samples at the training temperature, and
     `eval/ppl` is the perplexity of the near-greedy completions under the reference model, at temperature 1.
     Without a reference model, the evaluator reports `eval/loss` instead of these two metrics.
 
+    A metric `<name>_ci95` is half the width of the 95 % interval of `<name>` over the prompts (or pairs).
+
     Args:
         prompts: held-out examples.
         generator: the generator that samples the completions.
         gold: the judge, which training does not use; None: only metrics that need no judge.
-        scorer: the scorer of the training, for the column `score` of the completions; None: no such column.
+        scorer: the scorer of the training; None: it cannot score new completions, so no `eval/score`.
         engine: engine with policy and reference model.
         tokenizer: tokenizer of the policy.
         sampling: near-greedy sampling, one sample per prompt.
         train_temperature: temperature of the samples for the KL estimate.
+        pairs: metrics of the policy on held-out pairs; None: the policy is not trained on stored pairs.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class PolicyEvaluator:
         tokenizer: PreTrainedTokenizerFast,
         sampling: Sampling,
         train_temperature: float,
+        pairs: HeldOutPairs | None = None,
     ) -> None:
         self.prompts = prompts
         self.generator = generator
@@ -67,6 +76,8 @@ class PolicyEvaluator:
         self.tokenizer = tokenizer
         self.sampling = sampling
         self.train_temperature = train_temperature
+        self.has_references = any(prompts.references)  # without references, all are ""
+        self.pairs = pairs
         self.reference_gold: Tensor | None = None
 
     def __call__(self, state: TrainState) -> Evaluation:
@@ -79,26 +90,39 @@ class PolicyEvaluator:
         }
         figures: Row = {}
         if self.scorer is not None:
-            columns["score"] = self.scorer(rollouts).scores[:, 0].tolist()
+            scores = self.scorer(rollouts).scores[:, 0].double()
+            columns["score"] = scores.tolist()
+            figures |= mean_score("eval/score", scores)
         if self.gold is not None:
             gold = self.gold.score(rollouts)[:, 0]
-            reference = self.score_references(self.gold)
             columns["gold_score"] = gold.tolist()
-            columns["reference_gold_score"] = reference.tolist()
-            figures |= {
-                "eval/win_rate": (gold > reference).double().mean().item(),
-                "eval/tie_rate": (gold == reference).double().mean().item(),
-                "eval/gold_score": gold.double().mean().item(),
-                "eval/norm_reward": (gold - reference).double().mean().item(),
-            }
+            figures |= mean_score("eval/gold_score", gold.double())
+            if self.has_references:
+                reference = self.score_references(self.gold)
+                columns["reference_gold_score"] = reference.tolist()
+                wins = (gold > reference).double().mean().item()
+                figures |= {
+                    "eval/win_rate": wins,
+                    "eval/win_rate_ci95": rate_half_width(wins, len(rollouts)),
+                    "eval/tie_rate": (gold == reference).double().mean().item(),
+                    "eval/norm_reward": (gold - reference).double().mean().item(),
+                }
         figures["eval/response_tokens"] = rollouts.response_mask.sum(-1).double().mean().item()
         figures["eval/eos_rate"] = rollouts.ended.double().mean().item()
         figures |= (
             self.against_reference(rollouts) if self.engine.reference is not None else self.likelihood()
         )
+        if self.pairs is not None:
+            figures |= self.pairs.measure()
         rows = zip(*columns.values(), strict=True)
         samples = [dict(zip(columns, row, strict=True)) for row in rows]
-        return Evaluation(figures, samples, len(samples))
+        return Evaluation(
+            figures,
+            samples,
+            examples=len(samples),
+            pairs=0 if self.pairs is None else len(self.pairs.pairs),
+            scores=columns.get("score"),
+        )
 
     def generate_completions(self, sampling: Sampling) -> Rollouts:
         """Return responses to the held-out prompts, sampled with the current weights of the generator."""
@@ -136,6 +160,43 @@ class PolicyEvaluator:
         return {"eval/loss": -logprobs.item() / int(references.response_mask.sum())}
 
 
+def mean_score(name: str, scores: Tensor) -> Row:
+    """Return the mean of scores [N], and half the width of its 95 % interval if N > 1."""
+    half = mean_half_width(scores.tolist())
+    return {name: scores.mean().item()} | ({} if half is None else {f"{name}_ci95": half})
+
+
+class HeldOutPairs:
+    """Held-out preference pairs, on which a policy that DPO trains on stored pairs is measured.
+
+    Args:
+        pairs: the pairs as rollouts, the chosen response first.
+        objective: the DPO objective, which defines the loss and the margin of a pair.
+        engine: engine with policy and reference model.
+    """
+
+    def __init__(self, pairs: Rollouts, objective: OnlineDPO, engine: Engine) -> None:
+        self.pairs = pairs
+        self.objective = objective
+        self.engine = engine
+        self.ref_logprobs: Tensor | None = None
+
+    def measure(self) -> Row:
+        """Return loss, accuracy and margin of the policy with its current weights."""
+        engine = self.engine
+        assert engine.reference is not None, "DPO has a reference model"
+        if self.ref_logprobs is None:  # the reference model does not change
+            self.ref_logprobs = engine.infer(engine.reference, self.pairs, "logprobs")
+        logprobs = engine.infer(engine.policy, self.pairs, "logprobs")
+        figures = self.objective.held_out(logprobs, self.ref_logprobs, self.pairs.response_mask)
+        return figures | accuracy_interval(figures, len(self.pairs))
+
+
+def accuracy_interval(figures: Row, pairs: int) -> Row:
+    """Return half the width of the 95 % interval of `eval/accuracy` over a number of pairs."""
+    return {"eval/accuracy_ci95": rate_half_width(figures["eval/accuracy"], pairs)}
+
+
 class RewardEvaluator:
     """An evaluator of a reward model on held-out pairs; equal rewards count as a wrong preference.
 
@@ -153,12 +214,11 @@ class RewardEvaluator:
         assert isinstance(self.engine.module, RewardModel)
         rewards = self.engine.infer(self.engine.module, self.pairs, "rewards").double()
         margins = rewards[:, 0] - rewards[:, 1]
-        return Evaluation(
-            {
-                "eval/accuracy": (margins > 0).double().mean().item(),
-                "eval/loss": -torch.nn.functional.logsigmoid(margins).mean().item(),
-                "eval/margin": margins.mean().item(),
-                "eval/reward": rewards.mean().item(),
-            },
-            examples=len(self.pairs),
-        )
+        figures = {
+            "eval/accuracy": (margins > 0).double().mean().item(),
+            "eval/loss": -torch.nn.functional.logsigmoid(margins).mean().item(),
+            "eval/margin": margins.mean().item(),
+            "eval/reward": rewards.mean().item(),
+        }
+        count = len(self.pairs)
+        return Evaluation(figures | accuracy_interval(figures, count), examples=count, pairs=count)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.batch import Batch
 from rlhf.core.metrics import How, Stat, Timer, mean, merge
+from rlhf.training.comparison import against_initial
 from rlhf.training.invariants import EXPECTED, broken_invariants
 
 if TYPE_CHECKING:
@@ -27,23 +29,32 @@ class Recorder:
     Args:
         log_every: number of updates between rows; below 1: a fraction of the run; 0: no rows.
         metric: name of the evaluation metric whose best value is stored in `TrainState.best`.
+        minimised: whether the lowest value of `metric` is the best; otherwise the highest value.
         tolerance: largest difference from `EXPECTED` without a warning; depends on the dtype.
         expected: names of the metrics in `EXPECTED` that are checked at the first update.
     """
 
     def __init__(
-        self, log_every: float, metric: str, tolerance: float, expected: Iterable[str] = EXPECTED
+        self,
+        log_every: float,
+        metric: str,
+        tolerance: float,
+        expected: Iterable[str] = EXPECTED,
+        minimised: bool = False,
     ) -> None:
         self.loggers: list[Logger] = []
         self.generator: Generator | None = None
         self.log_every = log_every
         self.metric = metric
+        self.minimised = minimised
         self.tolerance = tolerance
         self.timer = Timer()
         self.unchecked = set(expected)  # names of metrics in EXPECTED that are still to check
         self.figures: Metrics = {}  # the unfinished row
         self.first: Row = {}  # metrics of the evaluation before training
+        self.initial_scores: list[float] | None = None  # scores of the completions before training
         self.evaluated: Row = {}  # metrics of the last evaluation
+        self.evaluated_on = 0  # number of held-out examples of the last evaluation
 
     def open(self, loggers: list[Logger], generator: Generator | None = None) -> None:
         """Send rows to `loggers` from now on, including the metrics of `generator`."""
@@ -102,13 +113,20 @@ class Recorder:
                 logger.log(row, state)
 
     def evaluation(self, state: TrainState, evaluation: Evaluation) -> None:
-        """Send metrics and completions of an evaluation to the loggers, and update the best value."""
-        self.evaluated = evaluation.figures
+        """Send metrics and completions of an evaluation to the loggers, and update the best value.
+
+        If completions have scores, the metrics get the win rate against the evaluation before training.
+        """
         if state.update == 0:
-            self.first = evaluation.figures
+            self.first, self.initial_scores = evaluation.figures, evaluation.scores
+        elif evaluation.scores is not None and self.initial_scores is not None:
+            compared = against_initial(evaluation.scores, self.initial_scores)
+            evaluation = replace(evaluation, figures=evaluation.figures | compared)
+        self.evaluated, self.evaluated_on = evaluation.figures, evaluation.examples
         value = evaluation.figures.get(self.metric)
-        if value is not None and (state.best is None or value > state.best):
-            state.best = value
+        if value is not None:
+            best = value if state.best is None else state.best
+            state.best = min(best, value) if self.minimised else max(best, value)
         for logger in self.loggers:
             logger.evaluation({**state.position(), **evaluation.figures}, evaluation, state)
         self.timer.drain()  # the time of an evaluation does not belong to an update
@@ -119,12 +137,18 @@ class Recorder:
             logger.warn(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unfinished row and the metrics of the first and last evaluation, for a checkpoint."""
+        """Return the unfinished row and the results of the first and last evaluation, for a checkpoint."""
         figures = {
             name: [stat.total, stat.count, stat.how.value, stat.squares]
             for name, stat in self.figures.items()
         }
-        return {"figures": figures, "first": self.first, "evaluated": self.evaluated}
+        return {
+            "figures": figures,
+            "first": self.first,
+            "initial_scores": self.initial_scores,
+            "evaluated": self.evaluated,
+            "evaluated_on": self.evaluated_on,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
@@ -132,7 +156,8 @@ class Recorder:
             name: Stat(total, count, How(how), squares)
             for name, (total, count, how, squares) in saved["figures"].items()
         }
-        self.first, self.evaluated = saved["first"], saved["evaluated"]
+        self.first, self.initial_scores = saved["first"], saved.get("initial_scores")
+        self.evaluated, self.evaluated_on = saved["evaluated"], saved.get("evaluated_on", 0)
         self.unchecked = set()  # the first update was before the checkpoint
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""The Wilson confidence interval of a rate."""
+"""Confidence intervals: Wilson for a rate, normal for a mean."""
 
 import pytest
 
-from rlhf.core.confidence import wilson
+from rlhf.core.confidence import mean_half_width, rate_half_width, wilson
 
 
 @pytest.mark.parametrize(  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
@@ -20,3 +20,18 @@ def test_interval_of_rate_one_mirrors_interval_of_rate_zero():
 
 def test_interval_without_observations_is_zero_to_one():
     assert wilson(0.0, 0) == (0.0, 1.0)
+
+
+def test_half_width_of_a_rate_is_half_of_its_wilson_interval():
+    low, high = wilson(0.25, 40)
+    assert rate_half_width(0.25, 40) == pytest.approx((high - low) / 2)
+
+
+def test_half_width_of_a_mean_is_1_96_standard_errors():
+    values = [1.0, 2.0, 3.0, 4.0]  # standard deviation 1.290994, standard error 0.645497
+    assert mean_half_width(values) == pytest.approx(1.959964 * 0.645497, rel=1e-5)
+    assert mean_half_width([2.0, 2.0]) == 0.0
+
+
+def test_one_value_has_no_interval():
+    assert mean_half_width([1.0]) is None

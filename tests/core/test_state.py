@@ -53,3 +53,10 @@ def test_a_loaded_state_equals_the_saved_state():
     other = SupervisedState(num_updates=4, data_size=8)
     other.load_state_dict(state.state_dict())
     assert other == state
+
+
+def test_a_loaded_state_keeps_the_length_of_the_run():
+    saved = TrainState(num_updates=2, update=1).state_dict()
+    longer = TrainState(num_updates=4)
+    longer.load_state_dict(saved)
+    assert (longer.update, longer.num_updates) == (1, 4)

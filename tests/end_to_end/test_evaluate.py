@@ -1,15 +1,24 @@
 """Tests of `python -m rlhf.evaluate`: the metrics equal those of the evaluations during training."""
 
+import io
 import json
 import shutil
+import sys
 
 import pytest
+from rich.console import Console
 
+from rlhf import evaluate as command
+from rlhf.config.saved import load_config
 from rlhf.core.confidence import wilson
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_lines
+from rlhf.loggers.display import EVALUATION_METRICS
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import evaluation as evaluate
+from rlhf.stages.evaluation_config import changed
+from rlhf.stages.evaluation_table import figure, table
+from rlhf.stages.stage_config import model_folder, stage
 from tests import needs
 
 pytestmark = pytest.mark.forks
@@ -45,7 +54,7 @@ def copied(copy_of):
 
 
 def measured(folder: RunFolder, *words: str, **more) -> list[dict]:
-    return evaluate.evaluate(evaluate.changed(folder, words), folder, **more)
+    return evaluate.evaluate(changed(folder, words), folder, **more)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +92,7 @@ def test_a_row_has_its_settings_and_the_confidence_interval_of_its_win_rate(copy
     samples = read_lines(folder.path / "evaluations" / f"model-{row['settings']['digest']}.jsonl")
     wins = [sample["gold_score"] > sample["reference_gold_score"] for sample in samples]
     assert sum(wins) / len(wins) == row["eval/win_rate"] and len(wins) == 24
-    assert f"{row['eval/win_rate']:.3f} [{low:.3f}, {high:.3f}]" == evaluate.figure(row, "eval/win_rate")
+    assert f"{row['eval/win_rate']:.3f} [{low:.3f}, {high:.3f}]" == figure(row, "eval/win_rate")
 
 
 def test_evaluated_models_are_not_evaluated_again(copied, capsys, monkeypatch):
@@ -147,6 +156,84 @@ def test_generation_in_chunks_gives_the_same_samples(copied, monkeypatch):
     (row,) = measured(copied, only=("model",))
     assert row == {key: pytest.approx(value, abs=1e-5) if isinstance(value, float) else value
                    for key, value in whole[0].items()}  # fmt: skip
+
+
+def test_a_named_model_is_evaluated_beside_the_run_and_is_its_initial_policy(copied):
+    start = str(model_folder(stage(load_config(copied.config), "sft")).model)
+    without = measured(copied, "eval.prompts=8", only=("model",))
+    base, model = measured(copied, "eval.prompts=8", only=("model",), models=[start])
+    assert "eval/win_rate_vs_initial" not in without[0], "nothing to compare with, at other settings"
+    assert base["model"] == start and base["initial"] and base["eval/kl"] == pytest.approx(0, abs=1e-4)
+    assert "update" not in base and "eval/win_rate_vs_initial" not in base
+    assert 0 <= model["eval/win_rate_vs_initial_low"] <= model["eval/win_rate_vs_initial"]
+    whole = Console(width=80, file=io.StringIO())
+    whole.print(table([base, model]))
+    assert "win rate vs initial" in whole.file.getvalue()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_the_table_of_any_number_of_models_fits_in_80_columns(count):
+    names = [name for name in EVALUATION_METRICS if name != "eval/accuracy"]
+    row = {name: 0.123 for name in names} | {"update": 1200, "episode": 153600, "examples": 256}
+    row |= {f"{name}_{end}": 0.123 for name in names[:2] for end in ("low", "high")}
+    row |= {f"{name}_ci95": 0.123 for name in names[2:4]} | {"settings": {"split": "test"}}
+    rows = [{**row, "model": f"outputs/tldr_mini-pythia-dpo-hf/checkpoint-{i}"} for i in range(count)]
+    printed = Console(width=80, file=io.StringIO())
+    printed.print(table(rows, 80))
+    text = printed.file.getvalue()
+    assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
+    assert text.count("0.123 [0.123, 0.123]") == 2 * count and text.count("0.123 +/- 0.123") == 2 * count
+    assert text.count("perplexity") >= 1 and "accuracy" not in text
+
+
+def test_a_named_model_is_evaluated_again_after_its_files_changed(copied, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(copied.model, base)
+    (row,) = measured(copied, models=[str(base)], of_run=False)
+    assert measured(copied, models=[str(base)], of_run=False) == [row]
+    assert len(read_lines(copied.evaluations)) == 1
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config, indent=8))
+    (again,) = measured(copied, models=[str(base)], of_run=False)
+    assert again["files"] != row["files"] and again["eval/win_rate"] == row["eval/win_rate"]
+
+
+def test_models_are_evaluated_without_a_run(copied, tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    other = shutil.copytree(copied.model, tmp_path / "other")
+    judge = tmp_path / "judge.py"
+    judge.write_text("def brief(prompt, response, reference):\n    return -float(len(response))\n")
+    words = ["task=tldr_mini", "task.train_size=128", "task.validation_size=32", "eval.prompts=8",
+             "scorer=function", f"scorer.path={judge}:brief", "scorer@gold=none",
+             "generator.response_length=16"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["evaluate", f"models={copied.model},{other}", *words])
+    command.main()
+    (folder,) = (tmp_path / "outputs" / "evaluations").iterdir()
+    base, trained = read_lines(folder / "evaluations.jsonl")
+    assert base["initial"] and trained["eval/win_rate_vs_initial"] == 0.5, "the same model twice"
+    assert base["eval/score"] == trained["eval/score"] < 0
+    assert "reward" in capsys.readouterr().out
+
+
+def test_a_reward_model_that_is_named_keeps_its_head(copy_of):
+    folder = copy_of("reward")
+    named, *_, own = measured(folder, models=[str(folder.model)])
+    assert named["eval/accuracy"] == own["eval/accuracy"]
+    assert named["eval/reward"] == pytest.approx(own["eval/reward"], abs=1e-5)
+
+
+def test_a_final_model_without_its_config_is_refused(copied):
+    (copied.model / "config.json").unlink()
+    with pytest.raises(UserError, match=r"run= must have a complete final model .*set only=checkpoint-1"):
+        measured(copied)
+    with pytest.raises(UserError, match=r"models must name a model on the hub or a folder with config.json"):
+        measured(copied, models=[str(copied.model)], of_run=False)
+
+
+def test_a_model_with_another_vocabulary_is_refused_beside_the_run(copied, finished):
+    other = finished("task=arithmetic", "scorer@gold=answer", "scorer=answer").model
+    with pytest.raises(UserError, match=r"models= must name models with the tokenizer of"):
+        measured(copied, models=[str(other)], of_run=False)
 
 
 def test_vllm_evaluates_each_checkpoint_with_the_weights_of_the_checkpoint(copy_of):

@@ -119,6 +119,24 @@ def test_the_length_normalised_margin_is_a_difference_of_means():
     assert figures["logps/chosen"].value() == -2, "the reported log-probs are sums"
 
 
+def test_held_out_pairs_have_the_loss_accuracy_and_margin_of_the_training_loss():
+    logprobs = torch.tensor([[[-1.0, -1.0], [-3.0, -4.0]], [[-2.0, -2.0], [-1.0, -1.0]]])  # z = 5 and -2
+    objective = OnlineDPO(DPOConfig(beta=0.1))
+    batch = batch_of([[1, 0]] * 2)
+    figures = objective.held_out(logprobs, batch.ref_logprobs, batch.response_mask)
+    loss, trained = objective.loss(forward_of(logprobs), batch)
+    assert figures["eval/loss"] == pytest.approx(loss["policy"].item() / 2)
+    assert figures["eval/accuracy"] == trained["rewards/accuracies"].value() == 0.5
+    assert figures["eval/margin"] == pytest.approx(trained["rewards/margins"].value()) == pytest.approx(0.15)
+
+
+def test_half_of_the_held_out_pairs_with_equal_rewards_count_as_right():
+    objective = OnlineDPO(DPOConfig(beta=0.1))
+    batch = batch_of([[1, 0]] * 2)
+    figures = objective.held_out(batch.ref_logprobs, batch.ref_logprobs, batch.response_mask)
+    assert (figures["eval/accuracy"], figures["eval/margin"]) == (0.5, 0)
+
+
 def test_the_kl_in_the_metrics_compares_the_sampler_with_the_reference():
     sampled = torch.full((1, 2, 2), -1.0)
     batch = batch_of([[1, 0]], logprobs=sampled, ref=torch.full((1, 2, 2), -1.5))

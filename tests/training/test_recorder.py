@@ -1,5 +1,6 @@
 """Rows of metrics: means, merging, rows that span updates, evaluations, and checks at the first update."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 
 from rlhf.config.compose import compose
+from rlhf.core.confidence import rate_half_width
 from rlhf.core.metrics import Evaluation, How, Metrics, Stat, largest, mean, merge, sample_size
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Logger
+from rlhf.training.comparison import against_initial
 from rlhf.training.invariants import EXPECTED, broken_invariants, expected
 from rlhf.training.recorder import Recorder
 from tests.tiny_models import tiny_rollouts
@@ -139,6 +142,46 @@ def test_the_best_evaluation_is_kept():
         recorder.evaluation(state, Evaluation({"eval/win_rate": rate}))
     assert state.best == 0.6
     assert kept.evaluations[1]["episode"] == 0
+
+
+def test_the_lowest_value_of_a_minimised_metric_is_the_best():
+    recorder = Recorder(1, "eval/loss", 1e-4, minimised=True)
+    state = TrainState(num_updates=2)
+    for loss in (0.6, 0.3, 0.5):
+        recorder.evaluation(state, Evaluation({"eval/loss": loss}))
+    assert state.best == 0.3
+
+
+def test_the_win_rate_against_the_initial_policy_counts_a_tie_as_half_a_win():
+    figures = against_initial([2.0, 1.0, 1.0, 0.0], [1.0, 1.0, 2.0, 1.0])
+    assert figures["eval/win_rate_vs_initial"] == (1 + 0.5) / 4
+    assert figures["eval/win_rate_vs_initial_ci95"] == rate_half_width(0.375, 4)
+    assert against_initial([3.0], [3.0])["eval/win_rate_vs_initial"] == 0.5
+
+
+def test_evaluations_after_the_first_are_compared_with_the_initial_scores():
+    recorder, kept = recorder_of()
+    for update, scores in enumerate(([0.0, 0.0], [1.0, -1.0], [1.0, 2.0])):
+        recorder.evaluation(TrainState(num_updates=2, update=update), Evaluation({}, scores=scores))
+    rates = [row.get("eval/win_rate_vs_initial") for row in kept.evaluations]
+    assert rates == [None, 0.5, 1.0]
+    assert recorder.evaluated["eval/win_rate_vs_initial"] == 1.0
+
+
+def test_the_initial_scores_are_in_the_checkpoint():
+    first, _ = recorder_of()
+    first.evaluation(TrainState(num_updates=2), Evaluation({}, scores=[0.0, 0.1]))
+    second, kept = recorder_of()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.evaluation(TrainState(num_updates=2, update=2), Evaluation({}, scores=[0.2, 0.1]))
+    assert kept.evaluations[0]["eval/win_rate_vs_initial"] == 0.75
+
+
+def test_without_scores_there_is_no_comparison_with_the_initial_policy():
+    recorder, kept = recorder_of()
+    for update in (0, 1):
+        recorder.evaluation(TrainState(num_updates=1, update=update), Evaluation({"eval/loss": 1.0}))
+    assert "eval/win_rate_vs_initial" not in kept.evaluations[1]
 
 
 def test_a_broken_invariant_of_the_first_update_gives_a_warning_with_the_value():

@@ -1,0 +1,129 @@
+"""The lines at the end of a run: what changed, how long it took, where the files are, what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.config.algo import Trains
+from rlhf.core import stages
+from rlhf.core.console import console, transcript
+from rlhf.core.formatting import clock, figure, short_path
+from rlhf.core.state import SupervisedState
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+    from rlhf.core.metrics import Row
+    from rlhf.core.state import TrainState
+    from rlhf.runs.folder import RunFolder
+    from rlhf.training.recorder import Recorder
+
+WIDTH = 80  # a longer command is divided into lines
+NAME_WIDTH = 34  # columns of the names of metrics
+VALUE_WIDTH = 18  # columns of a value with its interval
+
+
+def print_closing(
+    cfg: Config, folder: RunFolder, recorder: Recorder, state: TrainState, session_s: float, resumed: bool
+) -> None:
+    """Print the closing lines of a finished run, and write them to train.log.
+
+    A run that is a stage before other stages of the same command prints no commands.
+
+    Args:
+        cfg: the config of the run, with the models that the run made first.
+        folder: the run folder.
+        recorder: the recorder, which has the first and the last evaluation.
+        state: the counters of the run.
+        session_s: seconds since the start of this session.
+        resumed: whether updates of earlier sessions belong to the run.
+    """
+    stage = stages.current
+    last = stage is None or stage.number == stage.count
+    lines = [*length(state, session_s, resumed), *changes(cfg, recorder), *files(folder)]
+    for line in [*lines, *next_steps(cfg, folder)] if last else lines:
+        console.print(line, markup=False, soft_wrap=True)  # commands and paths can be copied
+        transcript.info(line)
+
+
+def length(state: TrainState, session_s: float, resumed: bool) -> Iterator[str]:
+    """Yield the length and the duration of a finished run."""
+    if isinstance(state, SupervisedState):
+        trained = f"{state.examples:,} examples ({state.epoch:.2f} epochs)"
+    else:
+        trained = f"{state.episode:,} episodes"
+    yield f"finished: {state.update:,} updates, {trained}, in {clock(session_s)}"
+    if resumed:
+        yield f"  in this session; the updates of all sessions took {clock(state.wall_s)}"
+
+
+def changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
+    """Yield the lines of a table: metrics of the first and of the last evaluation, with 95 % intervals."""
+    first, last = recorder.first, recorder.evaluated
+    if not last:
+        yield "  not evaluated (schedule.eval_every=0)"
+        return
+    about_pairs = cfg.algo.trains is Trains.reward
+    named = {
+        "eval/win_rate": f"win rate vs. references ({cfg.gold.name})",
+        "eval/gold_score": f"judge ({cfg.gold.name})",
+        "eval/score": f"reward ({cfg.scorer.name})",
+        "eval/win_rate_vs_initial": "win rate vs. initial policy",
+        "eval/accuracy": "accuracy on held-out pairs",
+        "eval/loss": "held-out loss",
+        "eval/kl": "KL to the reference",
+    }
+    examples = f"{recorder.evaluated_on:,} held-out {'pairs' if about_pairs else 'prompts'}"
+    rows = [(examples, "before", "after")]
+    rows += [(text, value(first, name), value(last, name)) for name, text in named.items() if name in last]
+    for text, before, after in rows:
+        yield f"  {text:{NAME_WIDTH}}{before:{VALUE_WIDTH}}{after}".rstrip()
+    if any(f"{name}_ci95" in last for name in named):
+        yield "  (+/- 95 % interval over these examples)"
+
+
+def value(row: Row, name: str) -> str:
+    """Return the metric `name` of a row with half the width of its interval, as text; empty if absent."""
+    if name not in row:
+        return ""
+    half = row.get(f"{name}_ci95")
+    return figure(row[name]) + ("" if half is None else f" +/- {figure(half)}")
+
+
+def files(folder: RunFolder) -> Iterator[str]:
+    """Yield the paths of the files that a user looks at."""
+    yield "files:"
+    for path in (folder.model, folder.adapter, folder.completions, folder.metrics):
+        if path.is_dir() or (path.is_file() and path.stat().st_size):
+            yield f"  {short_path(path)}"
+
+
+def next_steps(cfg: Config, folder: RunFolder) -> Iterator[str]:
+    """Yield commands for a finished run, which can be pasted into a shell."""
+    rewards = cfg.algo.trains is Trains.reward
+    auto = "AutoModelForSequenceClassification" if rewards else "AutoModelForCausalLM"
+    run = shlex.quote(short_path(folder.path))
+    evaluate = ["python -m rlhf.evaluate", f"run={run}"]
+    if cfg.start is not None and not rewards:
+        evaluate += ["only=model", f"models={shlex.quote(short_path(Path(cfg.start)))}"]
+    yield "next:"
+    yield from command("python -m rlhf.report", run)
+    yield from command(*evaluate)
+    # A line of Python can end within parentheses, whatever the indentation of the next line.
+    yield '  python -c "import transformers as t; print('
+    yield f"    t.{auto}.from_pretrained("
+    yield f'    {short_path(folder.model)!r}))"'
+
+
+def command(*parts: str) -> Iterator[str]:
+    """Yield a command as indented lines of at most `WIDTH` columns; a longer part gets a line of its own."""
+    line = f"  {parts[0]}"
+    for part in parts[1:]:
+        if len(f"{line} {part} \\") > WIDTH:
+            yield f"{line} \\"
+            line = f"    {part}"
+        else:
+            line += f" {part}"
+    yield line

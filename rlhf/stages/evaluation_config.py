@@ -1,0 +1,155 @@
+"""The config of an evaluation: the config of a run changed by overrides, or the config of overrides alone.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf.checks.check import as_objects, problems
+from rlhf.config.algo import Trains
+from rlhf.config.catalogue import options
+from rlhf.config.compose import composed
+from rlhf.config.generator import WorkerConfig
+from rlhf.config.mistakes import CONFIG_ERRORS, explain, one_of
+from rlhf.config.root import Config
+from rlhf.config.saved import load_node
+from rlhf.config.schedule import Update
+from rlhf.config.scorer import NoScorerConfig
+from rlhf.core.errors import UserError
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.candidates import named_models
+
+SPLITS = ("validation", "test")
+# Sections and other keys that an evaluation reads.
+SECTIONS = ("eval", "generator", "scorer", "gold", "backend", "model", "task")
+KEYS = ("seed", "progress", "cache_dir")
+# Key that selects an option -> its section.
+CHOICES = {"generator": "generator", "scorer": "scorer", "scorer@gold": "gold"}
+
+
+def check_split(split: str) -> None:
+    """Raise UserError if `split` is not a held-out split."""
+    if split not in SPLITS:
+        raise UserError(f"split= must be one of {', '.join(SPLITS)}, got {split}; set split=test")
+
+
+def run_folder(path: str) -> RunFolder:
+    """Return the run folder at `path`.
+
+    Raises:
+        UserError: `path` is not a run folder.
+    """
+    folder = RunFolder(Path(path).expanduser())
+    if not folder.config.is_file():
+        state = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
+        remedy = "run=<output_dir>/<run name>"
+        if (folder.path.parent / "config.yaml").is_file():
+            remedy = f"run={folder.path.parent}"
+        elif (folder.path / "config.json").is_file():
+            remedy = f"models={path}"
+        raise UserError(
+            f"run= must be the folder of a run, with its config.yaml ({state}), got {path}; set {remedy}"
+        )
+    return folder
+
+
+def changed(folder: RunFolder, overrides: Sequence[str] = ()) -> Config:
+    """Return the config of the run in `folder`, changed by `overrides` and checked.
+
+    Raises:
+        UserError: an override is invalid, or changes a setting that an evaluation does not read.
+    """
+    try:
+        node = load_node(folder.config)
+        OmegaConf.set_struct(node, True)
+        for select_options in (True, False):  # an option is selected before its keys are set
+            change(node, overrides, select_options)
+        cfg = OmegaConf.to_object(node)
+    except CONFIG_ERRORS as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(explain(error, overrides)) from error
+    assert isinstance(cfg, Config)
+    if found := problems(measuring(cfg), training=False):
+        raise UserError(*found)
+    return cfg
+
+
+def change(node: DictConfig, overrides: Sequence[str], select_options: bool) -> None:
+    """Apply overrides to the config `node`.
+
+    Args:
+        node: the config, changed in place.
+        overrides: overrides of the command line. All overrides are checked.
+        select_options: True: apply only overrides that select an option; False: apply only all other
+            overrides.
+
+    Raises:
+        UserError: an override is invalid, or changes a setting that an evaluation does not read.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    for text, override in zip(overrides, parsed, strict=True):
+        key = text.partition("=")[0]
+        if text.startswith(("+", "~")) or override.is_sweep_override():
+            raise UserError(
+                f"{key} must be set to one value (an evaluation has one), got {text}; leave it out"
+            )
+        first = key.partition(".")[0]
+        if key not in CHOICES and (first not in (*SECTIONS, *KEYS) or key in SECTIONS):
+            remedy = f"set scorer@{text}" if key == "gold" else "leave it out"
+            raise UserError(
+                f"{key} must be something that an evaluation reads ({', '.join((*SECTIONS, *KEYS))}; the run "
+                f"is already trained), got {text}; {remedy}"
+            )
+        if (key in CHOICES) is not select_options:
+            continue
+        if not select_options:
+            OmegaConf.update(node, key, override.value())
+            continue
+        section = CHOICES[key]
+        chosen = composed([text])[section]
+        if section == "generator":
+            if chosen.name == "dataset":
+                samplers = [name for name in options("generator") if name != "dataset"]
+                raise UserError(one_of(key, chosen.name, samplers))
+            for kept in ("temperature", "response_length"):
+                chosen[kept] = node.generator[kept]
+        OmegaConf.update(node, section, chosen, merge=False)
+
+
+def alone(models: Sequence[str], overrides: Sequence[str]) -> Config:
+    """Return the config of `overrides`, checked, for an evaluation of models that no run names.
+
+    The first of the models becomes the model that training starts from, unless an override names another, so
+    KL and win rate compare the models with it. A reward model that no override names is not used.
+
+    Raises:
+        UserError: an override is invalid, or a model folder is not complete.
+    """
+    named_models(models)
+    cfg = as_objects(composed(list(overrides)), overrides)
+    if cfg.start is None and cfg.algo.trains is Trains.base:
+        cfg = replace(cfg, model=replace(cfg.model, base=models[0]))
+    elif cfg.start is None:
+        cfg = replace(cfg, model=replace(cfg.model, policy=models[0]))
+    if cfg.scorer.reads_reward and cfg.model.reward is None:
+        cfg = replace(cfg, scorer=NoScorerConfig())
+    if found := problems(measuring(cfg), training=False):
+        raise UserError(*found)
+    return cfg
+
+
+def measuring(cfg: Config) -> Config:
+    """Return `cfg` without settings that only training uses: lag, in-flight updates, annotator."""
+    generator = cfg.generator
+    if isinstance(generator, WorkerConfig):
+        generator = replace(generator, annotate=None)
+    return replace(cfg, generator=generator, schedule=replace(cfg.schedule, max_lag=0, update=Update.between))

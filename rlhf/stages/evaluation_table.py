@@ -1,0 +1,110 @@
+"""Results of evaluations in the terminal: the metrics of each model, and a table of all models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+
+from rlhf.config.run import Progress
+from rlhf.core import formatting
+from rlhf.core.console import say_items
+from rlhf.loggers.display import EVALUATION_METRICS, metric_texts, print_samples
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+    from rlhf.core.metrics import Evaluation
+
+COUNTS = ("update", "episode", "examples")
+SIDE_BY_SIDE = 3  # largest number of models in columns beside each other; more models are rows
+FIRST_WIDTH = 24  # largest width of the first column
+CELL_WIDTH = 20  # largest width of another column, which is the width of a metric with its interval
+PADDING = 2  # blanks beside a cell, and beside a table
+
+
+def show(row: dict[str, Any], evaluation: Evaluation, cfg: Config, last: bool) -> None:
+    """Print the metrics of a model, and `eval.samples` completions if the model is the last one, else one."""
+    if cfg.progress is Progress.off:
+        return
+    update = f" (update {row['update']})" if "update" in row else ""
+    say_items(f"{row['model']}{update}:", metric_texts(row))
+    if cfg.eval.samples:
+        print_samples(evaluation.samples[: cfg.eval.samples if last else 1])
+
+
+def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
+    """Return a table of rows of evaluations.jsonl, with every metric that any row has.
+
+    The table has a column for each model, or, if there are many models, a row. Columns that do not fit in
+    `width` columns of the terminal are in another table below.
+    """
+    about = rows[0]["settings"] if rows else {}
+    title = ", ".join(
+        f"{name} {about[name]}" for name in ("split", "generator", "scorer", "gold") if name in about
+    )
+    counts = {name: name for name in COUNTS if any(name in row for row in rows)}
+    names = {name: short for name, short in EVALUATION_METRICS.items() if any(name in row for row in rows)}
+    models = [row["model"] for row in rows]
+    by_model = [
+        [*(count(row, name) for name in counts), *(figure(row, name) for name in names)] for row in rows
+    ]
+    headings = [*counts.values(), *names.values()]
+    if len(rows) <= SIDE_BY_SIDE:
+        first, others = ("", headings), list(zip(models, by_model, strict=True))
+    else:
+        by_metric = [[cells[place] for cells in by_model] for place in range(len(headings))]
+        first, others = ("model", models), list(zip(headings, by_metric, strict=True))
+    return Group(title, *(part(first, group) for group in fitting_groups(first, others, width)))
+
+
+Column = tuple[str, list[str]]  # heading and cells
+
+
+def fitting_groups(first: Column, others: list[Column], width: int) -> Iterator[list[Column]]:
+    """Yield the columns `others` in groups, each of which fits in `width` beside the column `first`."""
+    group: list[Column] = []
+    room = width - PADDING - breadth(first, FIRST_WIDTH)
+    left = room
+    for column in others:
+        needed = breadth(column, CELL_WIDTH)
+        if group and needed > left:
+            yield group
+            group, left = [], room
+        group.append(column)
+        left -= needed
+    yield group
+
+
+def breadth(column: Column, limit: int) -> int:
+    """Return the width of a column with its padding; texts longer than `limit` are folded."""
+    heading, cells = column
+    return min(max(map(len, [heading, *cells])), limit) + PADDING
+
+
+def part(first: Column, others: list[Column]) -> Table:
+    """Return a table of the column `first` and the columns `others`."""
+    made = Table(box=box.SIMPLE)
+    made.add_column(first[0], overflow="fold", max_width=FIRST_WIDTH)
+    for heading, _ in others:
+        made.add_column(heading, justify="right", overflow="fold", max_width=CELL_WIDTH)
+    for cells in zip(first[1], *(cells for _, cells in others), strict=True):
+        made.add_row(*cells)
+    return made
+
+
+def count(row: dict[str, Any], name: str) -> str:
+    """Return the counter `name` of a row as text; empty if the model is not from a run."""
+    return f"{row[name]:,}" if name in row else ""
+
+
+def figure(row: dict[str, Any], name: str) -> str:
+    """Return the metric `name` of a row as text, with its interval if any; empty if it is not in the row."""
+    if name not in row:
+        return ""
+    if f"{name}_low" in row:
+        return f"{row[name]:.3f} [{row[name + '_low']:.3f}, {row[name + '_high']:.3f}]"
+    half = row.get(f"{name}_ci95")
+    return formatting.figure(row[name]) + ("" if half is None else f" +/- {formatting.figure(half)}")

@@ -1,0 +1,204 @@
+"""Extension of a run: the run continues in its folder, from its last checkpoint, until a new length.
+
+The settings are those of the run's config.yaml. Only the length may change, and settings that do not change
+results. Before the run continues, config.yaml gets the new length, and trainer_state.json marks the run as
+unfinished. So an interrupted extension is resumed by the same command.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf.checks.check import problems, warn, warnings
+from rlhf.checks.machine import check_machine
+from rlhf.config.algo import Trains
+from rlhf.config.identity import NOT_IN_NAME
+from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.config.root import Config
+from rlhf.config.saved import load_config, load_node
+from rlhf.config.schedule import LRSchedule
+from rlhf.core.console import say, say_loading
+from rlhf.core.errors import UserError
+from rlhf.core.files import write_atomically
+from rlhf.core.launched import is_first_rank
+from rlhf.runs.folder import complete_checkpoints
+from rlhf.runs.lock import refuse_locked
+from rlhf.runs.resuming import LENGTH, length_key, length_value
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rlhf.runs.folder import RunFolder
+
+# Settings that an extension may change besides the length. Files and loggers of the run stay the same.
+CHANGEABLE = tuple(key for key in NOT_IN_NAME if key not in ("hydra", "logger", "resume", "output_dir"))
+
+
+def extend(folder: RunFolder, overrides: Sequence[str]) -> float | None:
+    """Train the run in `folder` until its new length, and return the final value of its objective metric.
+
+    Args:
+        folder: the run folder.
+        overrides: `schedule.total_episodes=<n>` or `schedule.total_epochs=<n>`, and settings of `CHANGEABLE`.
+            Without a length, an unfinished run is resumed.
+
+    Raises:
+        UserError: an override is not allowed, the new length is too small, or there is no valid checkpoint.
+        RunError, Interrupted: see `rlhf.stages.run.run`.
+    """
+    before = load_config(folder.config)
+    key = length_key(before)
+    cfg = changed(folder, overrides, key)
+    old, new = length_value(before), length_value(cfg)
+    state = folder.read_state() or {}
+    finished = state.get("finished") is True
+    if finished and new == old and any(override.startswith(f"{key}=") for override in overrides):
+        say(f"finished already: {folder.path} ({key}={new})")
+        return state["result"].get(cfg.metric)
+    if new < old or (finished and new == old):
+        raise UserError(
+            f"{key} must be above {old} (the length of the run so far), got "
+            f"{new if new < old else 'no new length'}; set {key}={2 * old}"
+        )
+    if found := problems(cfg):
+        raise UserError(*found)
+    check_machine(cfg)
+    if is_first_rank():  # the other ranks of a run would find the lock of its first rank
+        refuse_locked(folder.path)
+    say_loading()
+    last = last_valid(folder)
+    if last is None and new > old:
+        raise UserError(
+            f"run= must have a valid checkpoint to continue from (a final model has no optimizer state), got "
+            f"{folder.path} with none; start a new run from its model: python -m rlhf.train "
+            f"model.{'base' if cfg.algo.trains is Trains.base else 'policy'}={folder.model} <settings of the "
+            "run>"
+        )
+    warn(warnings(cfg))
+    from rlhf.stages.run import run
+
+    if not is_first_rank():
+        return run(cfg, folder, check=False)
+    for line in description(cfg, folder, state, last, f"{key}={old} -> {new}" if new > old else ""):
+        say(line)
+    with unchanged_if_refused(folder):
+        if finished:
+            folder.write_state({**state, "finished": False})
+        folder.write_config(cfg)
+        return run(cfg, folder, check=False)
+
+
+@contextmanager
+def unchanged_if_refused(folder: RunFolder) -> Iterator[None]:
+    """Restore config.yaml and trainer_state.json if the block raises UserError before it removes any row."""
+    saved = {file: file.read_text() for file in (folder.config, folder.state) if file.exists()}
+    rows = folder.metrics.stat() if folder.metrics.exists() else None
+    try:
+        yield
+    except UserError:
+        if rows is None or folder.metrics.stat().st_mtime_ns == rows.st_mtime_ns:
+            for file, content in saved.items():
+                write_atomically(file, content)
+        raise
+
+
+def changed(folder: RunFolder, overrides: Sequence[str], length_key: str) -> Config:
+    """Return the config of the run in `folder` with `overrides`.
+
+    Args:
+        folder: the run folder.
+        overrides: overrides of the command line.
+        length_key: the key that sets the length of the run.
+
+    Raises:
+        UserError: an override is invalid, or changes a setting that an extension cannot change.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    node = load_node(folder.config)
+    OmegaConf.set_struct(node, True)
+    try:
+        for override in OverridesParser.create().parse_overrides(list(overrides)):
+            text = str(override.input_line)
+            key = text.partition("=")[0]
+            if text.startswith(("+", "~")) or override.is_sweep_override():
+                raise UserError(f"{key} must be set to one value, got {text}; set {length_key}=<number>")
+            if "@" in key or is_set(node, key):  # `update` refuses other keys, with a suggestion
+                refuse_change(text, length_key)
+            OmegaConf.update(node, key, override.value())
+        cfg = OmegaConf.to_object(node)
+    except CONFIG_ERRORS as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(explain(error, overrides)) from error
+    assert isinstance(cfg, Config)
+    return cfg
+
+
+def is_set(node: DictConfig, key: str) -> bool:
+    """Return whether a config has the dotted key."""
+    parent, _, leaf = key.rpartition(".")
+    section = OmegaConf.select(node, parent) if parent else node
+    return isinstance(section, DictConfig) and leaf in section
+
+
+def refuse_change(override: str, length_key: str) -> None:
+    """Raise UserError if an override changes a setting that an extension cannot change."""
+    key, _, value = override.partition("=")
+    if key == length_key or any(fnmatch(key, pattern) for pattern in CHANGEABLE):
+        return
+    if key in LENGTH:
+        raise UserError(
+            f"the length of this run must be set by {length_key} (its config.yaml has it in this unit), got "
+            f"{key}={value}; set {length_key}=<number>"
+        )
+    raise UserError(
+        f"{key} must stay as it is (an extension changes only the length, {length_key}), got {override}; "
+        "leave it out, or start a new run from the model of the run (python -m rlhf.train)"
+    )
+
+
+def last_valid(folder: RunFolder) -> Path | None:
+    """Return the newest undamaged checkpoint of a run, or None."""
+    from rlhf.training.checkpoint import damage
+
+    return next((path for path in reversed(complete_checkpoints(folder.path)) if not damage(path)), None)
+
+
+def description(
+    cfg: Config, folder: RunFolder, state: dict[str, Any], last: Path | None, change: str
+) -> list[str]:
+    """Return lines about an extension: new length, first update, and what depends on the length.
+
+    Args:
+        cfg: the config with the new length.
+        folder: the run folder.
+        state: the content of trainer_state.json.
+        last: the checkpoint that the run continues from.
+        change: the old and the new length; empty if the length stays the same.
+    """
+    if not change:
+        return []
+    assert last is not None
+    counters = json.loads((last / "counters.json").read_text())["state"]
+    at, end = counters["update"], state.get("update", 0)
+    lines = [f"extending {folder.path}: {change}"]
+    again = ""
+    if end > at:
+        first = f"updates {at + 1:,} to {end:,} are" if end > at + 1 else f"update {end:,} is"
+        again = f"; {first} trained again"
+    lines.append(f"  continues from {last.name} (update {at:,}){again}")
+    schedule = cfg.optim.schedule
+    if schedule is not LRSchedule.constant:
+        lines.append(f"  learning rate: {schedule.value} schedule of the new length, so it rises at first")
+    fractions = [f"schedule.{name}" for name in ("eval_every", "save_every", "log_every")]
+    fractions = [key for key in fractions if 0 < getattr(cfg.schedule, key.partition(".")[2]) < 1]
+    if fractions:
+        lines.append(f"  fractions of the new length: {', '.join(fractions)}")
+    return lines

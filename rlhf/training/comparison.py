@@ -1,0 +1,33 @@
+"""Win rate of the current policy against the initial policy, by the scores of two evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf.core.confidence import rate_half_width
+
+if TYPE_CHECKING:
+    from rlhf.core.metrics import Row
+
+
+def against_initial(scores: Sequence[float], initial: Sequence[float]) -> Row:
+    """Return `eval/win_rate_vs_initial` and half the width of its 95 % interval.
+
+    The rate is the fraction of prompts whose completion scores strictly higher than the completion of the
+    initial policy, plus half the fraction of ties. So an unchanged policy has a rate of 0.5. The Wilson
+    interval counts every prompt as one trial, and is too wide if there are many ties.
+
+    Args:
+        scores: score of the completion of each prompt.
+        initial: score of the initial policy's completion of the same prompts.
+    """
+    points = sum(
+        1.0 if now > before else 0.5 if now == before else 0.0
+        for now, before in zip(scores, initial, strict=True)
+    )
+    rate = points / len(scores)
+    return {
+        "eval/win_rate_vs_initial": rate,
+        "eval/win_rate_vs_initial_ci95": rate_half_width(rate, len(scores)),
+    }
