@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlhf.checks.check import refuse
 from rlhf.core.errors import UserError
@@ -28,6 +28,9 @@ from rlhf.report.curves import Point
 from rlhf.report.groups import Group
 from rlhf.report.runs import Run, Status, find_runs
 from rlhf.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ALGORITHMS = ("dpo", "ppo", "rloo", "bok")
 MINIBATCHES = (1, 2, 4, 8, 16, 32)
@@ -207,31 +210,36 @@ def cell(runs: Sequence[Run], name: str, decimals: int) -> str:
 
 def draw(cells: Cells, file: Path) -> None:
     """Draw the win rate against N (bands: range of seeds) and against KL (ends labelled with their N)."""
-    from matplotlib import rc_context
+    from rlhf.report.drawing import Chart, Panel, legend, trace
 
-    from rlhf.report.figures import STYLE, Chart, legend, panels, trace
+    every = [
+        (algorithm, {n: found for n in MINIBATCHES if (found := cells.get(Setting(algorithm, n)))})
+        for algorithm in ALGORITHMS
+    ]
+    groups = [
+        (Group(algorithm, tuple(run for found in runs.values() for run in found), place, place), runs)
+        for place, (algorithm, runs) in enumerate(every)
+        if runs
+    ]
 
-    with rc_context(STYLE):
-        drawing, (over_n, over_kl) = panels(2, height=4.2)
-        groups = []
-        for place, algorithm in enumerate(ALGORITHMS):
-            runs = {n: found for n in MINIBATCHES if (found := cells.get(Setting(algorithm, n)))}
-            if not runs:
-                continue
-            group = Group(algorithm, tuple(run for found in runs.values() for run in found), place, place)
-            groups.append(group)
-            trace(over_n, group, [point([float(n)], found) for n, found in runs.items()], True, band=True)
+    def over_n(axes: Axes) -> None:
+        for group, runs in groups:
+            trace(axes, group, [point([float(n)], found) for n, found in runs.items()], True, band=True)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(MINIBATCHES, list(map(str, MINIBATCHES)))
+        axes.set(xlabel="minibatches per rollout batch (N)", title="win rate")
+
+    def over_kl(axes: Axes) -> None:
+        for group, runs in groups:
             points = [point([run.last("eval/kl") or 0.0 for run in found], found) for found in runs.values()]
-            trace(over_kl, group, points, True, band=False)
+            trace(axes, group, points, True, band=False)
             for n, at in zip(runs, points, strict=True):
                 if n in (MINIBATCHES[0], MINIBATCHES[-1]):
-                    over_kl.annotate(str(n), (at.x, at.y), (5, 5), textcoords="offset points", fontsize=9)
-        over_n.set_xscale("log", base=2)
-        over_n.set_xticks(MINIBATCHES, list(map(str, MINIBATCHES)))
-        over_n.set(xlabel="minibatches per rollout batch (N)", ylabel="win rate")
-        over_kl.set(xlabel="KL to the reference (nats per response)", ylabel="win rate")
-        legend(drawing, groups)
-        file.write_bytes(Chart(file.stem, "", "", drawing).png())
+                    axes.annotate(str(n), (at.x, at.y), (5, 5), textcoords="offset points", fontsize=9)
+        axes.set(xlabel="KL to the reference (nats per response)", title="win rate")
+
+    drawn = [Panel(over_n, height=4.2), Panel(over_kl, height=4.2)]
+    file.write_bytes(Chart(file.stem, "", "", drawn, legend([group for group, _ in groups])).png())
 
 
 def point(x: Sequence[float], runs: Sequence[Run]) -> Point:

@@ -1,8 +1,8 @@
 """The command `python -m rlhf.report <folders...> [--out <folder>] [--samples <n>] [--markdown]`.
 
-The command reads the folders of finished and unfinished runs, and prints a table of final results. The
-command writes `index.html`, a page that loads no other file, and each figure of the page as PNG in the same
-folder.
+The command reads the folders of finished and unfinished runs. For each kind of run and each data set, the
+command prints the result in a sentence and a table of final results. The command writes `index.html`, a page
+that loads no other file, and each figure of the page as PNG in the same folder.
 
 Exit codes: 0 success; 2 invalid input (such as a folder without a run), reported as `error: ...`.
 """
@@ -14,26 +14,26 @@ from collections.abc import Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import wrap
 
 from rlhf import __version__
 from rlhf.checks.check import refuse
 from rlhf.core.console import console
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
-from rlhf.report.groups import group_runs
+from rlhf.core.output import prepare_output
+from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
-from rlhf.report.samples import samples
+from rlhf.report.summary import remarks, result, some
 from rlhf.report.table import for_markdown, for_terminal, results
 
-if TYPE_CHECKING:
-    from rlhf.report.groups import Group
-
+WIDTH = 80  # columns of the output if it is not a terminal
 NEEDS = ("matplotlib", "jinja2")  # packages of the extra `report`
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with `arguments`, by default those of the command line."""
+    prepare_output()
     parser = argparse.ArgumentParser(
         prog="python -m rlhf.report",
         description="Write a page of figures, and print a table of final results, from run folders.",
@@ -64,7 +64,8 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
         markdown: print the table in Markdown, and write no files.
 
     Raises:
-        UserError: a folder contains no run, `count` is negative, or matplotlib or Jinja2 is not installed.
+        UserError: a folder contains no run, `count` is negative, `out` cannot be written, or matplotlib or
+            Jinja2 is not installed.
     """
     missing = [] if markdown else [name for name in NEEDS if find_spec(name) is None]
     if missing:
@@ -75,50 +76,43 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
     if count < 0:
         raise UserError(f"--samples must be >= 0 (a number of prompts), got {count}; set --samples 6")
     found = find_runs(folders, own=out)
-    groups = group_runs(found.runs)
-    table = results(groups)
+    made = sections(found.runs)
+    notes = remarks(made, found)
+    if found.left_out:
+        notes.append(f"Skipped: {some(found.left_out)}.")
     if markdown:
-        print(for_markdown(table))
+        for section in made:
+            text = f"### {section.title}\n\n{result(section)}\n\n{for_markdown(results(section))}\n"
+            console.print(text, markup=False, soft_wrap=True)
+        for note in notes:
+            console.print(f"- {note}", markup=False, soft_wrap=True)
         return
-    console.print(for_terminal(table))
-    from rlhf.report.figures import charts
-    from rlhf.report.page import page
+    width = console.width if console.is_terminal else WIDTH
+    for section in made:
+        console.print(section.title, style="bold", markup=False)
+        console.print(*lines(result(section), width), sep="\n", markup=False)
+        console.print(for_terminal(results(section), width))
+    from rlhf.report.page import Page
 
-    drawn, without_data = charts(groups)
-    notes = [*cautions(groups), *(f"No figure of {text}." for text in without_data)]
-    made = f"made {datetime.now():%Y-%m-%d %H:%M} by rlhf {__version__}"
-    out.mkdir(parents=True, exist_ok=True)
-    for chart in drawn:
-        (out / f"{chart.name}.png").write_bytes(chart.png())
-    write_atomically(
-        out / "index.html", page(groups, table, drawn, samples(groups, count), notes, found.left_out, made)
-    )
-    for note in [*notes, *(f"Skipped: {text}." for text in found.left_out)]:
-        console.print(note, markup=False, style="yellow")
-    console.print(f"page: {out / 'index.html'} ({len(drawn)} figures as PNG beside it)", markup=False)
+    page = Page(made, found, count, f"made {datetime.now():%Y-%m-%d %H:%M} by rlhf {__version__}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for chart in page.charts:
+            (out / f"{chart.name}.png").write_bytes(chart.png())
+        write_atomically(out / "index.html", page.html())
+    except OSError as error:
+        raise UserError(
+            f"--out must be a folder that can be written (the page and its figures), got {out}: "
+            f"{error.strerror}; set --out <another folder>"
+        ) from error
+    for note in notes:
+        console.print(*lines(note, width), sep="\n", markup=False, style="yellow")
+    console.print(f"page: {out / 'index.html'} ({len(page.charts)} figures as PNG beside it)", markup=False)
 
 
-def cautions(groups: Sequence[Group]) -> list[str]:
-    """Return remarks that a reader needs before comparing the groups."""
-    runs = [run for group in groups for run in group.runs]
-    notes = []
-    if unfinished := [run for group in groups for run in group.unfinished]:
-        notes.append(
-            f"{len(unfinished)} of {len(runs)} runs are unfinished: they are dashed in the figures, and not "
-            "part of the means."
-        )
-    for group in groups:
-        seeds = [run.seed for run in group.runs]
-        if repeated := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
-            notes.append(
-                f"{group.label}: more than one folder has the same settings and seed "
-                f"{', '.join(map(str, repeated))}; each folder counts as a run."
-            )
-    if len({run.commit for run in runs}) > 1:
-        notes.append("The runs were made with different commits of the code (see Runs).")
-    if len({run.hardware for run in runs}) > 1:
-        notes.append("The runs were made on different hardware: their times are not comparable.")
-    return notes
+def lines(text: str, width: int) -> list[str]:
+    """Return a text as lines of at most `width` columns, broken between words."""
+    return wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

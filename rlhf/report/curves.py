@@ -1,4 +1,4 @@
-"""Curves of a figure: the mean over the seeds of a group, and the range over the seeds."""
+"""Curves of a figure: the mean over the seeds of a group, with the range or the confidence interval."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Point:
     Attributes:
         x: mean of x over the runs.
         y: mean of y over the runs.
-        low: smallest y of a run.
-        high: largest y of a run.
+        low: smallest y of a run; for a single run with a confidence interval, the lower bound.
+        high: largest y of a run; for a single run with a confidence interval, the upper bound.
         x_low: smallest x of a run.
         x_high: largest x of a run.
     """
@@ -50,7 +50,7 @@ def seconds(run: Run, row: Row) -> float | None:
     return run.seconds_at(row["update"])
 
 
-def curve(runs: Sequence[Run], x: Read, y: Read) -> list[Point]:
+def curve(runs: Sequence[Run], x: Read, y: Read, half: Read | None = None) -> list[Point]:
     """Return the curve of y over x, with at most `POINTS` points in the order of updates.
 
     Rows of different runs are matched by their `update`. Updates at which a run has no x or no y are skipped.
@@ -59,7 +59,10 @@ def curve(runs: Sequence[Run], x: Read, y: Read) -> list[Point]:
         runs: the runs of a group.
         x: returns the x value of a row.
         y: returns the y value of a row.
+        half: returns half the width of the confidence interval of y; used if there is a single run.
     """
+    if half is not None and len(runs) == 1:
+        return thin(with_interval(runs[0], x, y, half))
     values_by_run: list[dict[float, tuple[float, float]]] = []
     for run in runs:
         values: dict[float, tuple[float, float]] = {}
@@ -74,6 +77,18 @@ def curve(runs: Sequence[Run], x: Read, y: Read) -> list[Point]:
         xs, ys = zip(*(values[update] for values in values_by_run), strict=True)
         points.append(Point(mean(xs), mean(ys), min(ys), max(ys), min(xs), max(xs)))
     return thin(points)
+
+
+def with_interval(run: Run, x: Read, y: Read, half: Read) -> list[Point]:
+    """Return the points of one run, whose range is the confidence interval; see `curve`."""
+    points = []
+    for row in run.rows:
+        y_value = y(run, row)
+        x_value = None if y_value is None else x(run, row)
+        if x_value is not None and y_value is not None:
+            width = half(run, row) or 0.0
+            points.append(Point(x_value, y_value, y_value - width, y_value + width, x_value, x_value))
+    return points
 
 
 def thin(points: list[Point]) -> list[Point]:

@@ -1,11 +1,10 @@
-"""Drawing of figures with matplotlib: colours, panels, curves, legends, and output as PNG and SVG."""
+"""Drawing of figures with matplotlib: colours, curves, axes, legends, and output as PNG and SVG."""
 
 from __future__ import annotations
 
 import io
 import re
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,12 @@ if TYPE_CHECKING:
     from rlhf.report.curves import Point, Read
     from rlhf.report.groups import Group
 
-# The colour-blind-safe palette of Okabe and Ito, with a grey instead of black and yellow.
-SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5c5f66")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ("-", (0, (6, 1.5)), (0, (1, 1)))  # the line style changes when the colours repeat
+# The colour-blind-safe palette of Okabe and Ito, with a grey and a wine red instead of black and yellow.
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5c5f66", "#882255")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+GLYPHS = ("\N{BLACK CIRCLE}", "\N{BLACK SQUARE}", "\N{BLACK UP-POINTING TRIANGLE}", "\N{BLACK DIAMOND}",
+          "\N{BLACK DOWN-POINTING TRIANGLE}", "\N{HEAVY GREEK CROSS}", "\N{HEAVY MULTIPLICATION X}",
+          "\N{BLACK STAR}")  # fmt: skip
 
 INK, FAINT, RULE, PAPER = "#1b1f24", "#636b76", "#dde1e6", "#fefefe"
 
@@ -40,7 +41,7 @@ STYLE: dict[Any, Any] = {
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": FAINT,
-    "axes.titlesize": 10.5,
+    "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
     "axes.spines.top": False,
@@ -53,12 +54,68 @@ STYLE: dict[Any, Any] = {
     "ytick.color": FAINT,
     "legend.frameon": False,
     "lines.linewidth": 1.8,
-    "figure.constrained_layout.use": True,
     "svg.fonttype": "none",
     "text.parse_math": False,  # a "$" in a label is a character, not mathematics
 }
 
+DECIMALS = re.compile(r"(\d\.\d)\d+")  # decimals of a coordinate after the first
 UNFINISHED = (0, (2, 2))  # line style of unfinished runs
+WIDTH, HEIGHT = 4.8, 3.1  # inches of a panel
+LEFT, RIGHT, TOP, BOTTOM = 0.74, 0.12, 0.42, 0.5  # inches of a panel beside its axes
+LEGEND_ROW, LEGEND_COLUMN, CHARACTER = 0.22, 0.6, 0.095  # inches in the legend of a PNG file
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of a legend.
+
+    Attributes:
+        label: text of the entry.
+        colour: colour of the line or bar.
+        index: index of the group; None if the entry is not a group.
+        place: place of the group, which determines the marker; None for a bar or for unfinished runs.
+        dashed: whether the entry is the line of unfinished runs.
+    """
+
+    label: str
+    colour: str
+    index: int | None = None
+    place: int | None = None
+    dashed: bool = False
+
+    @property
+    def glyph(self) -> str:
+        """The marker as a character, for the legend of the page."""
+        if self.dashed:
+            return "\N{MULTIPLICATION SIGN}"
+        return GLYPHS[1 if self.place is None else self.place % len(GLYPHS)]
+
+    @property
+    def paint(self) -> str:
+        """The colour as a CSS value."""
+        return f"var({VARIABLES[self.colour]})" if self.colour in VARIABLES else self.colour
+
+    def handle(self) -> Any:
+        """Return the entry as an artist of matplotlib, for the legend of a PNG file."""
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
+        if self.dashed:
+            return Line2D([], [], color=self.colour, linestyle=UNFINISHED, linewidth=1.0, marker="x")
+        return Patch(color=self.colour) if self.place is None else Line2D([], [], **look(self.place))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes of a figure.
+
+    Attributes:
+        draw: draws the content on the axes.
+        height: height in inches, with labels and title.
+    """
+
+    draw: Callable[[Axes], object]
+    height: float = HEIGHT
 
 
 @dataclass(frozen=True)
@@ -69,179 +126,213 @@ class Chart:
         name: file name without suffix, and id of the section on the page.
         title: heading of the section.
         caption: what the figure shows and how its values are computed.
-        drawing: the matplotlib figure.
+        panels: the panels; the page shows as many in a row as fit.
+        keys: entries of the legend; empty for no legend.
     """
 
     name: str
     title: str
     caption: str
-    drawing: Figure
+    panels: Sequence[Panel]
+    keys: Sequence[Key] = ()
 
     def png(self) -> bytes:
-        """Return the figure as PNG on white, at twice the resolution of the page."""
+        """Return the figure as PNG on white: the panels two in a row, and the legend below the panels.
+
+        The size of the axes does not depend on the legend.
+        """
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+
+        columns = min(len(self.panels), 2)
+        rows = [self.panels[i : i + columns] for i in range(0, len(self.panels), columns)]
+        width = max(WIDTH * columns, 6.4)
+        longest = max((len(key.label) for key in self.keys), default=0)
+        across = max(1, int(width / (CHARACTER * longest + LEGEND_COLUMN)))
+        below = LEGEND_ROW * -(-len(self.keys) // across) + 0.2 if self.keys else 0.0
+        height = sum(max(panel.height for panel in row) for row in rows) + below
         out = io.BytesIO()
-        self.drawing.savefig(out, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+        with rc_context(STYLE):
+            drawing = Figure(figsize=(width, height))
+            top = height
+            for row in rows:
+                for place, panel in enumerate(row):
+                    panel.draw(axes_at(drawing, WIDTH * place, top - panel.height, panel.height))
+                top -= max(panel.height for panel in row)
+            if self.keys:
+                handles, labels = [key.handle() for key in self.keys], [key.label for key in self.keys]
+                drawing.legend(handles, labels, loc="lower left", ncols=across, borderaxespad=0.2)
+            drawing.savefig(out, format="png", dpi=160, facecolor="white", metadata={"Software": None})
         return out.getvalue()
 
-    def svg(self) -> str:
-        """Return the figure as an SVG element for the page.
+    def svg(self) -> list[str]:
+        """Return each panel as an SVG element for the page, without legend.
 
         Colours and font come from the style sheet of the page. The elements of group i have the classes
         `series` and `series-i`.
         """
         from matplotlib import rc_context
+        from matplotlib.figure import Figure
 
-        out = io.StringIO()
-        with rc_context({**STYLE, "svg.hashsalt": self.name}):  # element ids are unique on the page
-            self.drawing.savefig(out, format="svg", transparent=True)
-        text = out.getvalue()
-        text = text[text.index("<svg") :]
-        text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-        text = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', "", text, count=1)
-        text = re.sub(r'id="(series-\d+)"', r'class="series \1"', text)
-        named = set(re.findall(r"#([\w-]+)", text))
-        text = re.sub(r' id="([\w-]+)"', lambda match: match[0] if match[1] in named else "", text)
-        for colour, variable in VARIABLES.items():
-            text = text.replace(colour, f"var({variable})")
-        return text
+        made = []
+        for place, panel in enumerate(self.panels):
+            salt = f"{self.name}-{place}"  # element ids are unique on the page
+            with rc_context({**STYLE, "svg.hashsalt": salt}):
+                drawing = Figure(figsize=(WIDTH, panel.height))
+                panel.draw(axes_at(drawing, 0.0, 0.0, panel.height))
+                made.append(as_element(drawing))
+        return made
 
 
-def panels(count: int, height: float = 3.0) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `count` panels, two in a row, each `height` inches high."""
-    from matplotlib.figure import Figure
+def axes_at(drawing: Figure, left: float, bottom: float, height: float) -> Axes:
+    """Add the axes of a panel to a figure and return the axes.
 
-    columns = min(count, 2)
-    rows = -(-count // columns)
-    drawing = Figure(figsize=(9.6, height * rows + 0.4))
-    axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
-    for axis in axes[count:]:
-        axis.remove()
-    return drawing, axes[:count]
+    Args:
+        drawing: the figure.
+        left: inches from the left edge of the figure to the panel.
+        bottom: inches from the lower edge of the figure to the panel.
+        height: inches of the panel, with labels and title.
+    """
+    across, up = drawing.get_size_inches()
+    size = (WIDTH - LEFT - RIGHT) / across, (height - TOP - BOTTOM) / up
+    return drawing.add_axes(((left + LEFT) / across, (bottom + BOTTOM) / up, *size))
 
 
-def lines(group: Group, x: Read, y: Read) -> Iterator[tuple[list[Point], bool]]:
+def as_element(drawing: Figure) -> str:
+    """Return a figure as an SVG element that takes its colours from the style sheet of the page."""
+    out = io.StringIO()
+    drawing.savefig(out, format="svg", transparent=True)
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    text = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', "", text, count=1)
+    text = re.sub(r' d="[^"]*"', lambda path: DECIMALS.sub(r"\1", path[0]), text)  # a tenth of a point
+    text = re.sub(r'id="(series-\d+)"', r'class="series \1"', text)
+    named = set(re.findall(r"#([\w-]+)", text))
+    text = re.sub(r' id="([\w-]+)"', lambda match: match[0] if match[1] in named else "", text)
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    return text
+
+
+def lines(group: Group, x: Read, y: Read, half: Read | None = None) -> Iterator[tuple[list[Point], bool]]:
     """Yield the curves of a group and whether the curve is finished.
 
-    The first curve is that of the finished runs (True). Each unfinished run has a curve of its own (False).
+    The first curve is that of the finished runs (True). The second curve is that of the unfinished run with
+    the most updates (False).
     """
-    if points := curve(group.finished, x, y):
+    if points := curve(group.finished, x, y, half):
         yield points, True
-    for run in group.unfinished:
-        if points := curve([run], x, y):
-            yield points, False
+    if group.furthest is not None and (points := curve([group.furthest], x, y, half)):
+        yield points, False
 
 
-def draw_all(axis: Axes, groups: Sequence[Group], x: Read, y: Read, only: str | None = None) -> None:
-    """Draw the curves of all groups. If `only` is set, rows without the metric `only` are skipped."""
-    read: Read = (lambda run, row: y(run, row) if only in row else None) if only else y
+def draw_all(axes: Axes, groups: Sequence[Group], x: Read, y: Read, half: Read | None = None) -> None:
+    """Draw the curves of groups, with the range over seeds or the confidence interval as a band."""
     for group in groups:
-        for points, finished in lines(group, x, read):
-            trace(axis, group, points, finished, band=len(group.finished) > 1)
+        for points, finished in lines(group, x, y, half):
+            trace(axes, group, points, finished, band=True)
 
 
-def trace(axis: Axes, group: Group, points: list[Point], finished: bool, band: bool) -> None:
-    """Draw a curve, with the range over seeds if `band`; unfinished curves are dashed and end in a cross."""
-    look = style(group)
+def trace(axes: Axes, group: Group, points: list[Point], finished: bool, band: bool) -> None:
+    """Draw a curve, with its range if `band`; unfinished curves are dashed and end in a cross."""
+    style = look(group.place or 0)
     if not finished:
-        look |= {"linestyle": UNFINISHED, "linewidth": 1.0, "marker": ""}
+        style |= {"linestyle": UNFINISHED, "linewidth": 1.0, "marker": ""}
     elif len(points) > 25:
-        look["marker"] = ""
+        style["marker"] = ""
     xs, ys = [point.x for point in points], [point.y for point in points]
-    axis.plot(xs, ys, gid=mark(group), **look)
+    axes.plot(xs, ys, gid=mark(group), **style)
     if not finished:
-        axis.plot(
-            xs[-1:],
-            ys[-1:],
-            gid=mark(group),
-            **{**look, "marker": "x", "markersize": 6, "markeredgecolor": look["color"]},
-        )
-    if band and finished:
-        axis.fill_between(
+        cross = {"marker": "x", "markersize": 6, "markeredgecolor": style["color"]}
+        axes.plot(xs[-1:], ys[-1:], gid=mark(group), **{**style, **cross})
+    if band and finished and any(point.low < point.high for point in points):
+        axes.fill_between(
             xs,
             [point.low for point in points],
             [point.high for point in points],
-            color=look["color"],
+            color=style["color"],
             alpha=0.16,
             linewidth=0,
             gid=mark(group),
         )
 
 
-def crosshair(axis: Axes, group: Group, point: Point) -> None:
-    """Draw a large point with its ranges over seeds in x and y."""
-    look = style(group)
+def crosshair(axes: Axes, group: Group, point: Point) -> None:
+    """Draw a large point with its ranges in x and y."""
+    style = look(group.place or 0)
     gid = mark(group)
-    axis.plot([point.x_low, point.x_high], [point.y, point.y], color=look["color"], linewidth=1.2, gid=gid)
-    axis.plot([point.x, point.x], [point.low, point.high], color=look["color"], linewidth=1.2, gid=gid)
-    axis.plot([point.x], [point.y], gid=gid, **{**look, "markersize": 10})
+    axes.plot([point.x_low, point.x_high], [point.y, point.y], color=style["color"], linewidth=1.2, gid=gid)
+    axes.plot([point.x, point.x], [point.low, point.high], color=style["color"], linewidth=1.2, gid=gid)
+    axes.plot([point.x], [point.y], gid=gid, **{**style, "markersize": 9})
 
 
-def widen(axis: Axes, name: str) -> None:
-    """Set the y axis to the range 0 to 1 if the metric `name` is a rate whose values are all equal."""
-    low, high = axis.dataLim.intervaly
-    if name in ("eval/win_rate", "eval/accuracy") and high - low < 0.001:
-        axis.set_ylim(-0.03, 1.03)
+def widen(axes: Axes, smallest: float) -> None:
+    """Make the y axis at least `smallest` high, so that tiny differences do not look like changes."""
+    low, high = axes.get_ylim()
+    if high - low < smallest:
+        middle = (high + low) / 2
+        axes.set_ylim(middle - smallest / 2, middle + smallest / 2)
+
+
+def within_a_rate(axes: Axes) -> None:
+    """Limit the y axis to the range 0 to 1, with a margin."""
+    low, high = axes.get_ylim()
+    margin = 0.04 * (high - low)
+    axes.set_ylim(max(low, -margin), min(high, 1 + margin))
 
 
 def whole_numbers(axis: Axis) -> None:
     """Put ticks at whole numbers only, for updates and episodes."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
 
 
-def whole_labels(axis: Axes) -> None:
-    """Label each tick of the y axis with its full value, instead of a common factor beside the title."""
+def plain_labels(axis: Axis) -> None:
+    """Label each tick with its full value: thousands as "k", and no common factor or offset."""
     from matplotlib.ticker import FuncFormatter
 
     def label(value: float, _: int | None) -> str:
-        low, high = axis.get_ylim()
-        zero = abs(value) < 1e-9 * (high - low)  # rounding error of the tick position
-        return f"{0 if zero else value:.8g}".replace("-", "\N{MINUS SIGN}")
+        low, high = axis.get_view_interval()
+        if abs(value) < 1e-9 * (high - low):  # rounding error of the tick position
+            value = 0.0
+        scale, unit = (1e6, "M") if abs(value) >= 1e6 else (1e3, "k") if abs(value) >= 1e4 else (1.0, "")
+        return f"{value / scale:.8g}{unit}".replace("-", "\N{MINUS SIGN}")
 
-    axis.yaxis.set_major_formatter(FuncFormatter(label))
+    axis.set_major_formatter(FuncFormatter(label))
 
 
 def mark(group: Group) -> str:
-    """Return the id of drawn elements of `group`; `Chart.svg` turns the id into a class."""
+    """Return the id of drawn elements of `group`; `as_element` turns the id into a class."""
     return f"series-{group.index}"
 
 
-def style(group: Group) -> dict[str, Any]:
-    """Return the colour, marker and line style of a group."""
+def look(place: int) -> dict[str, Any]:
+    """Return the colour and marker of the group at `place`, as arguments of matplotlib."""
     return {
-        "color": SERIES[group.place % len(SERIES)],
-        "marker": MARKERS[group.place % len(MARKERS)],
-        "linestyle": LINES[group.place // len(SERIES) % len(LINES)],
-        "markersize": 5.5,
+        "color": SERIES[place % len(SERIES)],
+        "marker": MARKERS[place % len(MARKERS)],
+        "markersize": 5,
         "markeredgecolor": PAPER,
         "markeredgewidth": 0.7,
     }
 
 
-def legend(drawing: Figure, groups: Sequence[Group]) -> None:
-    """Draw a legend of the groups above the panels."""
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], gid=mark(group), **style(group)) for group in groups]
-    labels = [wrapped(group.label) for group in groups]
-    longest = max(map(len, "\n".join(labels).split("\n")))
-    columns = max(1, min(len(groups), 100 // (longest + 8)))
-    if any(group.unfinished for group in groups):
-        handles.append(Line2D([], [], color=FAINT, linestyle=UNFINISHED, linewidth=1.0, marker="x"))
-        labels.append("unfinished run")
-    made = drawing.legend(handles, labels, loc="outside upper left", ncols=columns)
-    for group, text in zip(groups, made.get_texts(), strict=False):
-        text.set_gid(mark(group))
+def legend(groups: Sequence[Group]) -> list[Key]:
+    """Return the legend of `groups`; a single finished group needs no legend."""
+    keys = [
+        Key(group.label, SERIES[(group.place or 0) % len(SERIES)], group.index, group.place)
+        for group in groups
+    ]
+    unfinished = any(group.unfinished for group in groups)
+    if unfinished:
+        keys.append(Key("unfinished run", FAINT, dashed=True))
+    return keys if len(groups) > 1 or unfinished else []
 
 
-def wrapped(label: str) -> str:
-    """Return a label broken into lines of at most 44 characters."""
-    return "\n".join(textwrap.wrap(label, 44, break_long_words=False, break_on_hyphens=False))
-
-
-def bar(axis: Axes, at: float, height: float, left: float, width: float, colour: str) -> float:
+def bar(axes: Axes, at: float, height: float, left: float, width: float, colour: str) -> float:
     """Draw one part of a stacked horizontal bar and return its width."""
     if width:
-        axis.barh(at, width, height, left=left, color=colour)
+        axes.barh(at, width, height, left=left, color=colour)
     return width

@@ -1,32 +1,37 @@
-"""Figures of a report: win rate vs. KL and vs. time, learning curves, lag and mismatch, time per phase."""
+"""Figures of a section: results vs. KL and vs. time, learning curves, optimization, lag, time per phase."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlhf.report.curves import POINTS, figure, seconds
 from rlhf.report.drawing import (
     INK,
-    STYLE,
     Chart,
+    Key,
+    Panel,
     bar,
     crosshair,
     draw_all,
     legend,
     lines,
-    panels,
+    plain_labels,
     trace,
-    whole_labels,
     whole_numbers,
     widen,
-    wrapped,
+    within_a_rate,
 )
-from rlhf.report.groups import by_task
+from rlhf.report.groups import by_scale
+from rlhf.report.metrics import METRICS, Kind, Metric
 
 if TYPE_CHECKING:
-    from rlhf.report.groups import Group
+    from matplotlib.axes import Axes
+
+    from rlhf.report.curves import Read
+    from rlhf.report.groups import Group, Section
 
 # Phases of the trainer: phase -> label and colour (Paul Tol's "bright" palette). The phases and their order
 # are those of `rlhf.training.recorder.PHASES`.
@@ -44,222 +49,351 @@ ELSEWHERE = {
     "annotate_ahead": ("scores and log-probs computed ahead", "#228833"),
 }
 
-# Metrics of the learning curves: name in metrics.jsonl, title with unit.
+# Metrics of each figure, in the order of the panels.
+OVER_KL = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/score", "eval/gold_score")
 LEARNING = (
-    ("eval/win_rate", "gold win rate vs. reference responses"),
-    ("eval/gold_score", "gold score"),
-    ("objective/scores", "training score"),
-    ("eval/accuracy", "accuracy on held-out pairs"),
-    ("eval/loss", "held-out loss (nats)"),
-    ("eval/kl", "KL to the reference (nats per response)"),
-    ("eval/response_tokens", "response length (tokens)"),
-    ("objective/entropy", "entropy estimate (nats per response)"),
+    "eval/win_rate",
+    "eval/win_rate_vs_initial",
+    "eval/score",
+    "eval/gold_score",
+    "eval/accuracy",
+    "eval/loss",
+    "eval/margin",
+    "objective/scores",
+    "eval/kl",
+    "eval/response_tokens",
+    "objective/entropy",
 )
-
-# Metrics of the figure of lag and mismatch: name in metrics.jsonl, title with unit.
-OFF_POLICY = (
-    ("lag", "lag (updates)"),
-    ("mismatch/token_lag", "lag of a token (updates)"),
-    ("mismatch/kl", "KL of sampler and trainer (nats per token)"),
-    ("mismatch/max_ratio", "largest ratio of trainer to sampler"),
-    ("policy/clipfrac", "fraction of clipped ratios"),
+OPTIMIZATION = (
+    "loss/policy",
+    "loss/value",
+    "rewards/accuracies",
+    "rewards/margins",
+    "policy/grad_norm",
+    "lr",
+    "memory/peak_gib",
 )
+OFF_POLICY = ("lag", "mismatch/token_lag", "mismatch/kl", "mismatch/max_ratio", "policy/clipfrac")
 
 PROGRESS = (("episode", "episodes"), ("examples", "examples"), ("update", "updates"))  # name in a row, label
+WIDE = 30  # ratio of largest to smallest value from which a logarithmic axis is used
+SCALES = 4  # largest number of panels of one metric, one for each scale
+
+MEANS = "Lines are means over seeds, and bands are the range over seeds. "
+INTERVALS = "With a single seed, the band is the 95 % confidence interval, where the run reports one. "
 
 
-def charts(groups: Sequence[Group]) -> tuple[list[Chart], list[str]]:
-    """Draw every figure for which `groups` have data, once for each task.
-
-    Returns:
-        The figures, and for each figure without data its name with the reason.
-    """
-    from matplotlib import rc_context
-
-    made, missing = [], []
-    tasks = by_task(groups)
-    with rc_context(STYLE):
-        for draw in (against_kl, learning_curves, against_time, off_policyness, time_per_phase):
-            for task in tasks:
-                chart, name = draw(task), task[0].task
-                if isinstance(chart, str):
-                    missing.append(f"{name}: {chart}" if len(tasks) > 1 else chart)
-                elif len(tasks) > 1:
-                    made.append(replace(chart, name=f"{chart.name}_{name}", title=f"{chart.title}: {name}"))
-                else:
-                    made.append(chart)
-    return made, missing
+def charts(section: Section) -> tuple[list[Chart], list[str]]:
+    """Return the figures of a section, and a remark about each metric that no figure shows."""
+    makers = (against_kl, learning_curves, optimization, against_time, off_policyness, time_per_phase)
+    made = [make(section) for make in makers]
+    drawn = [chart for chart, _ in made if chart is not None]
+    return drawn, [remark for _, remarks in made for remark in remarks]
 
 
-def against_kl(groups: Sequence[Group]) -> Chart | str:
-    """Draw win rate and gold score over the KL to the reference, or return why there is no figure."""
-    names = {"eval/win_rate": "gold win rate", "eval/gold_score": "gold score"}
-    present = [name for name in names if has(groups, name) and has(groups, "eval/kl")]
-    if not present:
-        return "win rate vs. KL (no run has eval/win_rate and eval/kl)"
-    drawing, axes = panels(len(present), height=4.4)
-    for axis, name in zip(axes, present, strict=True):
-        for group in groups:
-            for points, finished in lines(group, figure("eval/kl"), figure(name)):
-                trace(axis, group, points, finished, band=False)
-                if finished:
-                    crosshair(axis, group, points[-1])
-        axis.set(xlabel="KL to the reference (nats per response)", ylabel=names[name])
-        widen(axis, name)
-    legend(drawing, groups)
-    return Chart(
+Made = tuple[Chart | None, list[str]]  # a figure, None without data, and remarks about metrics not drawn
+
+
+def against_kl(section: Section) -> Made:
+    """Return the figure of win rate, reward and judge score over the KL to the reference."""
+    groups = [group for group in section.drawn if has(group, "eval/kl")]
+    panels = []
+    for name in OVER_KL:
+        shown, _ = panels_of(groups, METRICS[name], figure("eval/kl"), METRICS["eval/kl"].title, points=True)
+        panels += shown
+    if not panels:
+        return None, []
+    first = METRICS[next(name for name in OVER_KL if any(has(group, name) for group in groups))]
+    chart = Chart(
         "win_rate_against_kl",
-        "Win rate vs. KL",
+        f"{topic(first)} vs. KL",
         "Each point is an evaluation; lines join the evaluations in the order of training. The large point "
-        "is the last evaluation, and its bars are the range over seeds. Both axes are means over seeds. The "
-        "win rate is the fraction of held-out prompts for which the gold judge scores the near-greedy "
-        "response strictly higher than the reference response (eval/win_rate). The gold score is the mean "
-        "score by the judge (eval/gold_score). KL is estimated on samples at the training temperature "
-        "(eval/kl). A higher value at the same KL is better.",
-        drawing,
+        "is the last evaluation, and its bars are the range over seeds, or the 95 % confidence interval of a "
+        "single seed. The KL is estimated on samples at the training temperature (eval/kl). A higher value "
+        "at the same KL is better. " + meanings(groups, OVER_KL),
+        panels,
+        legend(groups),
     )
+    return chart, []
 
 
-def learning_curves(groups: Sequence[Group]) -> Chart | str:
-    """Draw the metrics in `LEARNING` over the progress of training, or return why there is no figure."""
-    present = [(name, title) for name, title in LEARNING if has(groups, name)]
-    if not present:
-        return "learning curves (no run has metrics yet)"
-    x, unit = progress_axis(groups)
-    drawing, axes = panels(len(present))
-    for axis, (name, title) in zip(axes, present, strict=True):
-        draw_all(axis, groups, figure(x), figure(name))
-        axis.set(xlabel=unit, title=title)
-        whole_numbers(axis.xaxis)
-        widen(axis, name)
-    legend(drawing, groups)
-    return Chart(
+def learning_curves(section: Section) -> Made:
+    """Return the figure of held-out metrics and training reward over the progress of training."""
+    sampled = section.kind is Kind.rl  # the rows of other kinds describe stored responses
+    names = [name for name in LEARNING if sampled or not name.startswith("objective/")]
+    x, unit = progress_axis(section.drawn)
+    panels, remarks = all_panels(section.drawn, names, figure(x), unit)
+    if not panels:
+        return None, remarks
+    chart = Chart(
         "learning_curves",
         "Learning curves",
-        "Lines are means over seeds; bands are the range over seeds. Gold metrics, KL, length and held-out "
-        "metrics are measured on held-out prompts; training score and entropy on the samples trained on "
-        f"(rows of metrics.jsonl, by {x}).{averaging_note(groups)}",
-        drawing,
+        MEANS + INTERVALS + meanings(section.drawn, names) + averaging_note(section.drawn),
+        panels,
+        legend(section.drawn),
     )
+    return chart, remarks
 
 
-def against_time(groups: Sequence[Group]) -> Chart | str:
-    """Draw win rate, accuracy or loss over the time of training, or return why there is no figure."""
-    name = next((name for name in ("eval/win_rate", "eval/accuracy", "eval/loss") if has(groups, name)), None)
-    if name is None or not has(groups, "time/update_s"):
-        return "win rate vs. time (no run has evaluations and times)"
-    longest = max(run.seconds() for group in groups for run in group.runs)
+def optimization(section: Section) -> Made:
+    """Return the figure of loss, training accuracy, gradient norm, learning rate and memory."""
+    panels, remarks = all_panels(section.drawn, OPTIMIZATION, figure("update"), "updates")
+    if not panels:
+        return None, remarks
+    chart = Chart(
+        "optimization",
+        "Loss, gradients, learning rate, memory",
+        MEANS + "All values are those of training rows. Losses and margins of different algorithms have "
+        "different scales, so each algorithm has its own axes." + averaging_note(section.drawn),
+        panels,
+        legend(section.drawn),
+    )
+    return chart, remarks
+
+
+def against_time(section: Section) -> Made:
+    """Return the figure of the main metric over the time of training."""
+    main = section.main
+    timed = [group for group in section.drawn if has(group, "time/update_s")]
+    if main is None or not main.evaluated or not timed:
+        return None, []
+    longest = max(run.seconds() for group in timed for run in group.runs)
     scale, unit = next(
         (s, u) for s, u in ((3600, "hours"), (60, "minutes"), (1, "seconds")) if longest > 2 * s or s == 1
     )
-    drawing, axes = panels(1, height=4.2)
 
     def clock(run: Any, row: Any) -> float | None:
         took = seconds(run, row)
         return None if took is None else took / scale
 
-    draw_all(axes[0], groups, clock, figure(name))
-    axes[0].set(xlabel=f"wall-clock time of training ({unit})", ylabel=dict(LEARNING)[name], xlim=(0, None))
-    widen(axes[0], name)
-    legend(drawing, groups)
-    return Chart(
+    panels, _ = panels_of(timed, main, clock, f"time of training ({unit})")
+    if not panels:
+        return None, []
+    chart = Chart(
         "win_rate_against_time",
-        "Win rate vs. time",
-        f"Each point is an evaluation ({name}) over the total time of the updates before it. The time is the "
-        "sum of time/update_s: waiting, scoring, log-probs, training and weight transfer, without loading, "
-        "evaluation and checkpoints. Both axes are means over seeds; bands are the range over seeds. Times "
-        "are comparable only between runs on the same hardware without other load.",
-        drawing,
+        f"{topic(main)} vs. time",
+        f"Each point is an evaluation ({main.name}) over the total time of the updates before it: waiting, "
+        "scoring, log-probs, training and weight transfer (time/update_s), without loading, evaluation and "
+        f"checkpoints. {MEANS}Times are comparable only on the same hardware without other load.",
+        panels,
+        legend(timed),
     )
+    return chart, []
 
 
-def off_policyness(groups: Sequence[Group]) -> Chart | str:
-    """Draw the lag of samples and the mismatch of sampler and trainer, or return why there is no figure."""
-    known = [(name, title) for name, title in OFF_POLICY if has(groups, name)]
-    present = [(name, title) for name, title in known if has(groups, name, other_than=0.0)]
-    if not present:
-        why = "all are 0 in every run" if known else "the runs train on stored completions"
-        return f"lag and mismatch ({why})"
-    zero = ", ".join(name for name, title in known if (name, title) not in present)
-    drawing, axes = panels(len(present), height=2.7)
-    for axis, (name, title) in zip(axes, present, strict=True):
-        draw_all(axis, groups, figure("update"), figure(name), only="lr")
-        axis.set(xlabel="updates", title=title)
-        whole_numbers(axis.xaxis)
-        if name == "lag":
-            whole_numbers(axis.yaxis)
-        whole_labels(axis)
-    legend(drawing, groups)
-    return Chart(
+def off_policyness(section: Section) -> Made:
+    """Return the figure of the lag of samples and of the mismatch of sampler and trainer."""
+    if section.kind is not Kind.rl:
+        return None, []
+    panels, remarks = all_panels(section.drawn, OFF_POLICY, figure("update"), "updates")
+    if not panels:
+        return None, remarks
+    chart = Chart(
         "lag_and_mismatch",
         "Lag and mismatch",
         "Lag is the version being trained minus the version that sampled the batch. Mismatch compares the "
         "log-probs of the sampled tokens by the trainer, just before the update, with those by the sampler "
-        "(mismatch/kl, mismatch/max_ratio). Lines are means over seeds; bands are the range over seeds."
-        + (f" Not drawn, because always 0: {zero}." if zero else "")
-        + averaging_note(groups),
-        drawing,
+        f"(mismatch/kl, mismatch/max_ratio). {MEANS}" + averaging_note(section.drawn),
+        panels,
+        legend(section.drawn),
     )
+    return chart, remarks
 
 
-def time_per_phase(groups: Sequence[Group]) -> Chart | str:
-    """Draw the seconds of an update by phase, or return why there is no figure."""
-    from matplotlib.patches import Patch
+def time_per_phase(section: Section) -> Made:
+    """Return the figure of the seconds of an update by phase."""
+    groups = [group for group in section.drawn if any(run.seconds() for run in group.measured)]
+    if not groups:
+        return None, []
+    used = {**ELSEWHERE, **PHASES}
+    times = [times_of(group) for group in groups]
+    parallel = any(thin for _, thin in times)
 
-    timed = [group for group in groups if any(run.trained for run in group.measured)]
-    if not timed or not has(groups, "time/update_s"):
-        return "time per phase (no run has times)"
-    drawing, (axis,) = panels(1, height=1.3 + 0.62 * len(timed))
-    for row, group in enumerate(timed):
-        left = 0.0
-        for phase, (_, colour) in PHASES.items():
-            left += bar(axis, row - 0.14, 0.36, left, per_update(group, phase), colour)
-        total = axis.annotate(f"{left:.3g} s", (left, row - 0.14), (5, 0), textcoords="offset points")
-        total.set_verticalalignment("center")
-        beside = 0.0
-        for phase, (_, colour) in ELSEWHERE.items():
-            beside += bar(axis, row + 0.2, 0.16, beside, per_update(group, phase), colour)
-    axis.set(xlabel="seconds per update (mean)", ylim=(len(timed) - 0.5, -0.6))
-    axis.margins(x=0.12)
-    axis.set_yticks(range(len(timed)), [wrapped(group.label) for group in timed])
-    axis.tick_params(axis="y", length=0, labelcolor=INK)
-    axis.grid(axis="y", visible=False)
-    used = {**PHASES, **ELSEWHERE}
-    phases = [phase for phase in used if any(per_update(group, phase) for group in timed)]
-    handles = [Patch(color=used[phase][1]) for phase in phases]
-    drawing.legend(handles, [used[phase][0] for phase in phases], loc="outside upper left", ncols=4)
-    return Chart(
+    def draw(axes: Axes) -> None:
+        for row, (group, (thick, thin)) in enumerate(zip(groups, times, strict=True)):
+            left = 0.0
+            for phase, took in thick.items():
+                left += bar(axes, row, 0.34, left, took, used[phase][1])
+            axes.annotate(
+                f"{left:.3g} s", (left, row), (4, 0), textcoords="offset points", verticalalignment="center"
+            )
+            beside = 0.0
+            for phase, took in thin.items():
+                beside += bar(axes, row + 0.27, 0.12, beside, took, used[phase][1])
+            if len(groups) > 1:
+                axes.annotate(
+                    group.label, (0, row - 0.2), (0, 2), textcoords="offset points", color=INK, fontsize=8.5
+                )
+        axes.set(xlabel="seconds per update (mean)", ylim=(len(groups) - 0.5, -0.6))
+        axes.margins(x=0.14)
+        axes.set_yticks([])
+        axes.grid(axis="y", visible=False)
+
+    phases = [phase for phase in used if any(phase in thick or phase in thin for thick, thin in times)]
+    chart = Chart(
         "time_per_phase",
         "Time per update by phase",
-        "Thick bar: the phases of the trainer, one after the other (time/wait_s, score_s, annotate_s, "
-        "train_s and sync_s, divided by the number of updates; means over seeds). Thin bar: sampling, and "
-        "scores and log-probs computed ahead (time/generate_s, time/annotate_ahead_s), one after the other, "
-        "in whichever process they ran. If the generator runs in the trainer's process, its time is part of "
-        "the waiting. If the generator has its own process, the phases of both bars run in parallel.",
-        drawing,
+        "Thick bar: phases of the trainer, one after the other (time/..._s divided by the number of updates; "
+        "means over seeds). "
+        + (
+            "Thin bar: sampling, and scores and log-probs computed ahead, in other processes and in parallel "
+            "with the thick bar."
+            if parallel
+            else "The trainer waits while the responses are sampled, so sampling is a phase of the thick bar."
+        ),
+        [Panel(draw, height=0.9 + 0.55 * len(groups))],
+        [Key(*used[phase]) for phase in phases],
     )
+    return chart, []
 
 
-def has(groups: Sequence[Group], name: str, other_than: float | None = None) -> bool:
-    """Return whether a run has the metric `name` with a value different from `other_than`."""
-    rows = (row for group in groups for run in group.runs for row in run.rows)
-    return any(name in row and row[name] != other_than for row in rows)
+def times_of(group: Group) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds per update by phase: phases of the trainer, and work in parallel with the trainer.
 
-
-def progress_axis(groups: Sequence[Group]) -> tuple[str, str]:
-    """Return the first entry of `PROGRESS` that is in the rows of all runs: the name and its label."""
-    runs = [run for group in groups for run in group.runs if run.rows]
-    return next((name, unit) for name, unit in PROGRESS if all(name in run.rows[0] for run in runs))
-
-
-def averaging_note(groups: Sequence[Group]) -> str:
-    """Return a sentence about averaged points if a run has more than `POINTS` updates, else an empty text."""
-    longest = max(len(run.trained) for group in groups for run in group.runs)
-    note = f" Curves of more than {POINTS} updates are averaged over neighbouring updates."
-    return note if longest > POINTS else ""
+    In a synchronous run the trainer waits for the sampling, so the sampling is a phase of the trainer.
+    """
+    thick = {phase: per_update(group, phase) for phase in PHASES}
+    thin = {phase: per_update(group, phase) for phase in ELSEWHERE}
+    if group.config.get("schedule.max_lag", 0) == 0:
+        for phase in reversed(ELSEWHERE):
+            inside = min(thin.pop(phase), thick["wait"])
+            thick = {phase: inside, **thick, "wait": thick["wait"] - inside}
+    total = sum(thick.values())
+    return (
+        {phase: took for phase, took in thick.items() if took > 0.001 * total},
+        {phase: took for phase, took in thin.items() if took > 0.001 * total},
+    )
 
 
 def per_update(group: Group, phase: str) -> float:
     """Return the seconds of `time/<phase>_s` per update, averaged over the runs that have updates."""
     values = [run.seconds(phase) / run.trained[-1]["update"] for run in group.measured if run.trained]
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def all_panels(
+    groups: Sequence[Group], names: Sequence[str], x: Read, unit: str
+) -> tuple[list[Panel], list[str]]:
+    """Return the panels of several metrics, and remarks about metrics that are not drawn; see `panels_of`."""
+    panels, remarks = [], []
+    for name in names:
+        shown, skipped = panels_of(groups, METRICS[name], x, unit)
+        panels += shown
+        remarks += skipped
+    return panels, remarks
+
+
+def panels_of(
+    groups: Sequence[Group], metric: Metric, x: Read, unit: str, points: bool = False
+) -> tuple[list[Panel], list[str]]:
+    """Return the panels of one metric: one for each scale of the metric (`by_scale`), at most `SCALES`.
+
+    Args:
+        groups: the groups to draw; groups without the metric are left out.
+        metric: the metric of the y axis.
+        x: returns the x value of a row.
+        unit: label of the x axis.
+        points: draw the last evaluation of each group as a large point, and no bands.
+
+    Returns:
+        The panels, and a remark if the metric or one of its scales is not drawn.
+    """
+    measured = [group for group in groups if has(group, metric.name)]
+    if not measured:
+        return [], []
+    if all(quiet(group, metric) for group in measured):
+        return [], [f"{metric.name} (always {metric.expected:g})"]
+    scales = by_scale(measured, metric.scale)
+    remarks = [f"{metric.name} of {label}" for label, _ in scales[SCALES:]]
+    panels = []
+    for label, members in scales[:SCALES]:
+        if all(quiet(group, metric) for group in members):
+            remarks.append(f"{metric.name} of {label} (always {metric.expected:g})")
+            continue
+        title = f"{metric.title}\n{label}" if label else metric.title
+        panels.append(Panel(partial(draw_metric, members, metric, x, unit, title, points)))
+    return panels, remarks
+
+
+def draw_metric(
+    groups: Sequence[Group], metric: Metric, x: Read, unit: str, title: str, points: bool, axes: Axes
+) -> None:
+    """Draw the panel of a metric on `axes`; the other arguments are those of `panels_of`."""
+
+    def y(run: Any, row: Any) -> float | None:
+        return row.get(metric.name) if metric.evaluated or "lr" in row else None
+
+    half = figure(metric.interval)
+    if points:
+        for group in groups:
+            for curve, finished in lines(group, x, y, half):
+                trace(axes, group, curve, finished, band=False)
+                if finished:
+                    crosshair(axes, group, curve[-1])
+    else:
+        draw_all(axes, groups, x, y, half)
+    axes.set(xlabel=unit, title=title)
+    low, high = axes.dataLim.intervaly
+    if metric.logarithmic and low > 0 and high > WIDE * low:
+        axes.set_yscale("log")
+    else:
+        widen(axes, 10.0**-metric.decimals)
+    if metric.rate:
+        within_a_rate(axes)
+    if unit in dict(PROGRESS).values():
+        whole_numbers(axes.xaxis)
+    plain_labels(axes.xaxis)
+    plain_labels(axes.yaxis)
+
+
+def has(group: Group, name: str) -> bool:
+    """Return whether a row of the group has the metric `name`."""
+    return any(name in row for run in group.runs for row in run.rows)
+
+
+def quiet(group: Group, metric: Metric) -> bool:
+    """Return whether every value of the metric is its expected value, apart from rounding noise."""
+    if not metric.noise:
+        return False
+    values = (row[metric.name] for run in group.runs for row in run.rows if metric.name in row)
+    return all(abs(value - metric.expected) <= metric.noise for value in values)
+
+
+def progress_axis(groups: Sequence[Group]) -> tuple[str, str]:
+    """Return the first entry of `PROGRESS` that is in the rows of all runs: the name and its label."""
+    runs = [run for group in groups for run in group.runs]
+    return next((name, unit) for name, unit in PROGRESS if all(name in run.rows[0] for run in runs))
+
+
+def meanings(groups: Sequence[Group], names: Sequence[str]) -> str:
+    """Return sentences that explain the metrics of `names` that a group has."""
+    texts = {
+        "eval/win_rate": "Win rate: share of held-out prompts for which the judge scores the near-greedy "
+        "response strictly higher than the reference response (eval/win_rate). ",
+        "eval/win_rate_vs_initial": "Win rate vs. initial policy: share of held-out prompts whose reward is "
+        "higher than before training (eval/win_rate_vs_initial). ",
+        "eval/score": "Reward: mean of the training scorer (eval/score on held-out prompts, objective/scores "
+        "on training samples). ",
+        "eval/gold_score": "Judge score: mean score by the judge, which training does not use "
+        "(eval/gold_score). ",
+    }
+    present = [name for name in names if any(has(group, name) for group in groups)]
+    return "".join(text for name, text in texts.items() if name in present)
+
+
+def topic(metric: Metric) -> str:
+    """Return the metric in headings "<metric> vs. KL" and "<metric> vs. time"."""
+    text = metric.heading.partition(" vs. ")[0]
+    return text[:1].upper() + text[1:]
+
+
+def averaging_note(groups: Sequence[Group]) -> str:
+    """Return a sentence about averaged points if a run has more than `POINTS` updates, else an empty text."""
+    longest = max((len(run.trained) for group in groups for run in group.runs), default=0)
+    note = f" Curves of more than {POINTS} updates are averaged over neighbouring updates."
+    return note if longest > POINTS else ""
+
+
+def named(chart: Chart, suffix: str) -> Chart:
+    """Return the chart with another file name; each section of a page has its own names."""
+    return replace(chart, name=f"{chart.name}_{suffix}") if suffix else chart

@@ -1,61 +1,50 @@
-"""Groups of runs that differ only in their seed, and the labels of the groups."""
+"""Sections of a report: runs of one kind on one data set, in groups that differ only in the seed."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from rlhf.config.identity import BOOKKEEPING, NOT_IN_NAME
+from rlhf.config.identity import NOT_IN_NAME
+from rlhf.report.labels import Config, differing, identity, labels, short
+from rlhf.report.metrics import Kind, Metric, kind_of, main_metric
 from rlhf.report.runs import Status
 
 if TYPE_CHECKING:
     from rlhf.report.runs import Run
 
-# Keys that come first in a label, if the runs differ in these keys. Other keys follow in the order of the
-# config.
-FIRST = (
-    "task.name",
-    "model.name",
-    "algo.name",
-    "algo.loss_type",
-    "generator.name",
-    "schedule.max_lag",
-    "schedule.update",
-    "backend.name",
-)
-
-# Keys without effect on a report: runs that differ only in these keys form one group. Other keys that are not
-# in the name of a run (threads, worker, transfer, ...) change the times, so runs that differ in them are in
-# different groups.
-SHOWN_NOWHERE = ("seed", *BOOKKEEPING)
+LINES = 8  # largest number of lines of a figure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """Runs with one config and different seeds.
 
     Attributes:
-        label: the settings in which the group differs from the other groups, as short as possible.
+        label: the settings in which the group differs from the other groups of its section.
         runs: the runs, ordered by seed.
-        index: position among all groups.
-        place: position among the groups of the same task, which share figures; determines colour and marker.
+        index: position among all groups of the report.
+        place: position among the groups that are drawn in the figures of the section; determines colour and
+            marker. None: the group is not drawn.
     """
 
     label: str
     runs: tuple[Run, ...]
     index: int
-    place: int
+    place: int | None
 
     @property
-    def task(self) -> str:
-        """The name of the task of the runs."""
-        return str(self.runs[0].config["task.name"])
+    def config(self) -> Config:
+        """The config of the first run."""
+        return self.runs[0].config
 
     @property
     def finished(self) -> list[Run]:
-        """The finished runs; means, standard deviations and bands are computed over these runs."""
+        """The finished runs; means and ranges are computed over these runs."""
         return [run for run in self.runs if run.status is Status.finished]
 
     @property
@@ -69,90 +58,171 @@ class Group:
         return self.finished or self.unfinished
 
     @property
+    def furthest(self) -> Run | None:
+        """The unfinished run with the most updates; None if all runs are finished."""
+        return max(self.unfinished, key=lambda run: run.update, default=None)
+
+    @property
     def seeds(self) -> str:
         """The number of finished seeds, and the progress of each unfinished run."""
         others = [f"seed {run.seed} {run.progress}" for run in self.unfinished]
         return "; ".join([str(len(self.finished)), *others])
 
+    @property
+    def count(self) -> str:
+        """The number of finished seeds, with the number of all seeds if they differ."""
+        done, every = len(self.finished), len(self.runs)
+        return str(every) if done == every else f"{done} of {every}"
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group runs by all settings except the seed; groups are in the order of their first run."""
-    keys = differing(runs)
-    label_keys = distinguishing(runs, keys)
+    def value(self, metric: Metric) -> float | None:
+        """Return the mean of the last value of `metric` over the measured runs; None if no run has it."""
+        known = [value for run in self.measured if (value := run.last(metric.name)) is not None]
+        return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """The runs of one kind on one data set, which share tables and figures.
+
+    Attributes:
+        kind: the kind of the runs.
+        data: the name of the data set.
+        groups: the groups, best first; see `ordered`.
+    """
+
+    kind: Kind
+    data: str
+    groups: tuple[Group, ...]
+
+    @property
+    def title(self) -> str:
+        """The heading of the section."""
+        return f"{self.kind.heading} on {self.data}"
+
+    @property
+    def name(self) -> str:
+        """The section in file names and ids: letters, digits, dots, dashes and underscores."""
+        return re.sub(r"[^\w.-]+", "_", f"{self.kind}_{self.data}").strip("_")
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs of all groups."""
+        return [run for group in self.groups for run in group.runs]
+
+    @cached_property
+    def main(self) -> Metric | None:
+        """The metric that states the result; None if no run has any metric."""
+        return main_metric(self.kind, self.runs)
+
+    @property
+    def drawn(self) -> list[Group]:
+        """The groups of the figures, in the order of their colours."""
+        return sorted(
+            (group for group in self.groups if group.place is not None), key=lambda group: group.place or 0
+        )
+
+
+def sections(runs: Sequence[Run]) -> list[Section]:
+    """Return the sections of a report, ordered by kind; runs without metrics are in no section."""
+    found: dict[tuple[Kind, str, str], list[Run]] = {}
+    for run in runs:
+        if run.rows:
+            task, path = str(run.config["task.name"]), str(run.config.get("task.path") or "")
+            found.setdefault((kind_of(run), task, path), []).append(run)
+    paths = list(dict.fromkeys(path for _, _, path in found if path))
+    names = dict(zip(paths, short(paths), strict=True))
+    made: list[Section] = []
+    for kind, task, path in sorted(found, key=lambda key: list(Kind).index(key[0])):
+        data = f"{task} ({names[path]})" if path else task
+        index = sum(len(section.groups) for section in made)
+        made.append(section_of(kind, data, found[kind, task, path], index))
+    return made
+
+
+def section_of(kind: Kind, data: str, runs: Sequence[Run], index: int) -> Section:
+    """Return the section of runs of one kind on one data set; `index` is that of its first group."""
+    keys = differing([run.config for run in runs])
     together: dict[str, list[Run]] = {}
     for run in runs:
-        together.setdefault(values(run, keys), []).append(run)
-    groups: list[Group] = []
-    for index, members in enumerate(together.values()):
-        ordered = tuple(sorted(members, key=lambda run: (run.seed, str(run.folder))))
-        place = sum(group.task == ordered[0].config["task.name"] for group in groups)
-        groups.append(Group(label(ordered[0], label_keys), ordered, index, place))
-    return groups
+        together.setdefault(identity(run.config, keys), []).append(run)
+    members = [
+        Group("", tuple(sorted(group, key=lambda run: (run.seed, str(run.folder)))), 0, None)
+        for group in together.values()
+    ]
+    main = main_metric(kind, runs)
+    members, chosen = ordered(members, main)
+    places = {group: place for place, group in enumerate(chosen)}
+    names = labels([group.config for group in members])
+    groups = [
+        Group(name, group.runs, index + offset, places.get(group))
+        for offset, (name, group) in enumerate(zip(names, members, strict=True))
+    ]
+    return Section(kind, data, tuple(groups))
 
 
-def by_task(groups: Sequence[Group]) -> list[list[Group]]:
-    """Return a list of groups per task; metrics are comparable only within a task."""
-    tasks: dict[str, list[Group]] = {}
-    for group in groups:
-        tasks.setdefault(group.task, []).append(group)
-    return list(tasks.values())
+def ordered(groups: Sequence[Group], main: Metric | None) -> tuple[list[Group], list[Group]]:
+    """Return all groups, best first, and the groups to draw.
 
+    Groups on different scales of the main metric are ordered separately, one scale after the other. A scale
+    contributes its best group to the figures before any scale contributes its second best.
 
-def differing(runs: Sequence[Run]) -> list[str]:
-    """Return the keys in which runs differ, in the order in which labels use the keys."""
-    every = list(dict.fromkeys(key for run in runs for key in run.config))
-    kept = [key for key in every if key not in SHOWN_NOWHERE and not key.startswith("logger.")]
-    found = [key for key in kept if len({values(run, [key]) for run in runs}) > 1]
-    first = {key: place for place, key in enumerate(FIRST)}
-    return sorted(found, key=lambda key: (key in NOT_IN_NAME, first.get(key, len(first))))
-
-
-def distinguishing(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    """Return keys that together distinguish all groups, chosen in the order of `keys`.
-
-    A key is skipped if it distinguishes no groups that the keys chosen before do not distinguish.
+    Args:
+        groups: the groups of a section.
+        main: the main metric of the section.
     """
-    groups = len({values(run, keys) for run in runs})
-    chosen: list[str] = []
-    for key in keys:
-        count = len({values(run, chosen) for run in runs})
-        if count == groups:
+
+    def worth(group: Group) -> tuple[bool, bool, float]:
+        value = None if main is None else group.value(main)
+        better = 1 if main is None or main.better >= 0 else -1
+        return not group.finished, value is None, -better * (value or 0.0)
+
+    scales = [sorted(members, key=worth) for _, members in by_scale(groups, main.scale if main else "")]
+    ranked = sorted((rank, place) for place, members in enumerate(scales) for rank in range(len(members)))
+    chosen: list[Group] = []
+    lines = 0
+    for rank, place in ranked:
+        group = scales[place][rank]
+        lines += bool(group.finished) + bool(group.unfinished)
+        if lines > LINES:
             break
-        if len({values(run, [*chosen, key]) for run in runs}) > count:
-            chosen.append(key)
-    return chosen
+        chosen.append(group)
+    every = [group for members in scales for group in members]
+    return every, sorted(chosen, key=every.index)
 
 
-def values(run: Run, keys: Sequence[str]) -> str:
-    """Return the values that a run has for `keys` as one string, for comparison."""
-    return json.dumps([[key, run.config[key]] for key in keys if key in run.config], default=str)
+def by_scale(groups: Sequence[Group], scale: str) -> list[tuple[str, list[Group]]]:
+    """Return groups whose values of a metric are comparable, each list with a label of its scale.
+
+    Args:
+        groups: groups of one section.
+        scale: `Metric.scale` of the metric.
+
+    Returns:
+        The label is empty if there is only one scale.
+    """
+    scales: dict[str, list[Group]] = {}
+    for group in groups:
+        settings = json.dumps(scale_of(group.config, scale), sort_keys=True, default=str)
+        scales.setdefault(settings, []).append(group)
+    if len(scales) < 2:
+        return [("", list(groups))]
+    names = labels([scale_of(members[0].config, scale) for members in scales.values()], noun=scale)
+    return list(zip(names, scales.values(), strict=True))
 
 
-def label(run: Run, keys: Sequence[str]) -> str:
-    """Return the values of `keys` in the config of `run` as a label; without keys, the algorithm's name."""
-    parts = [run.config["algo.name"]] if "algo.name" not in keys else []
-    for key in keys:
-        if key not in run.config:  # the run has another option of this config group
-            continue
-        name = key.rpartition(".")[2]
-        value = shown(run.config[key])
-        if name == "name":
-            parts.append(value)
-        else:
-            same = [other for other in keys if other.rpartition(".")[2] == name]
-            parts.append(f"{key if len(same) > 1 else name}={value}")
-    return " ".join(parts)
+def scale_of(config: Config, scale: str) -> Config:
+    """Return the settings of a run that determine the scale of a metric; see `Metric.scale`."""
+    if scale == "algo":
+        keys = ["algo.name", "algo.loss_type"]
+    elif scale:
+        keys = [key for key in config if key.startswith(f"{scale}.") and not_timing(key)]
+        if config.get(f"{scale}.name") == "reward_model" and config.get(f"{scale}.path") is None:
+            keys += [key for key in ("model.reward", "stages.reward") if key in config]
+    else:
+        keys = []
+    return {key: config[key] for key in keys if config.get(key) is not None}
 
 
-def shown(value: Any) -> str:
-    """Return a value as it is written on a command line."""
-    return value if isinstance(value, str) else json.dumps(value, default=str).replace('"', "")
-
-
-def common(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the options that all runs share: config group -> option."""
-    found = {}
-    for key in ("task.name", "model.name", "algo.name", "generator.name", "backend.name", "gold.name"):
-        if len({values(run, [key]) for run in runs}) == 1 and key in runs[0].config:
-            found[key.partition(".")[0]] = shown(runs[0].config[key])
-    return found
+def not_timing(key: str) -> bool:
+    """Return whether a key of a scorer influences the scores."""
+    return key not in NOT_IN_NAME and not key.endswith(("batch_size", "concurrency", "timeout_s", "retries"))

@@ -4,68 +4,127 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from rlhf.report.drawing import SERIES
-from rlhf.report.groups import common
+from rlhf.report.drawing import GLYPHS, SERIES, Chart
+from rlhf.report.figures import charts, named
+from rlhf.report.metrics import duration, number
+from rlhf.report.samples import samples
+from rlhf.report.summary import not_drawn, remarks, result
+from rlhf.report.table import results, settings
 
 if TYPE_CHECKING:
-    from rlhf.report.drawing import Chart
-    from rlhf.report.groups import Group
-    from rlhf.report.runs import Run
+    from rlhf.report.groups import Group, Section
+    from rlhf.report.runs import FoundRuns, Run
     from rlhf.report.samples import Sample
-    from rlhf.report.table import Results
+    from rlhf.report.table import Results, Settings
+
+NAMES = 4  # largest number of algorithms in the title
+FOLDED = 8  # longer lists of runs and of commands are folded
 
 
-def page(
-    groups: Sequence[Group],
-    results: Results,
-    charts: Sequence[Chart],
-    samples: Sequence[Sample],
-    notes: Sequence[str],
-    left_out: Sequence[str],
-    made: str,
-) -> str:
-    """Return the page as HTML.
+@dataclass(frozen=True)
+class Part:
+    """The content of a section of the page.
+
+    Attributes:
+        section: the section of the report.
+        suffix: end of the ids of the section; empty if the page has one section.
+        results: table of final results.
+        settings: settings that the groups share, and settings in which they differ.
+        charts: figures.
+        unseen: sentence about groups that are not drawn; may be empty.
+        undrawn: remarks about metrics that are not drawn.
+        samples: prompts with the responses of the groups.
+    """
+
+    section: Section
+    suffix: str
+    results: Results
+    settings: Settings
+    charts: list[Chart]
+    unseen: str
+    undrawn: list[str]
+    samples: list[Sample]
+
+    def id(self, name: str) -> str:
+        """Return the id of the element `name` of this section."""
+        return f"{name}_{self.suffix}" if self.suffix else name
+
+
+class Page:
+    """The page of a report.
 
     Args:
-        groups: groups of runs.
-        results: table of final results.
-        charts: figures; each figure is a section of the page.
-        samples: prompts with the responses of the groups; if empty, the page has no section of completions.
-        notes: remarks shown at the top.
-        left_out: folders that were skipped, each with the reason.
+        sections: the sections of the report.
+        found: the runs of the report, damaged folders and skipped folders.
+        count: number of prompts of each section for which the page shows completions.
         made: date of the report and version of rlhf.
     """
-    runs = [run for group in groups for run in group.runs]
-    sections = {
-        "results": "Final results",
-        **{chart.name: chart.title for chart in charts},
-        **({"completions": "Completions of the same prompts"} if samples else {}),
-        "runs": "Runs",
-        "commands": "Commands",
-    }
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.globals |= {"dot": dot, "summary": summary, "judgement": judgement, "markup": Markup}
-    return environment.from_string(resource("page.html")).render(
-        title=heading(runs),
-        subtitle=subtitle(runs),
-        made=made,
-        notes=notes,
-        sections=sections,
-        results=results,
-        charts={chart.name: chart for chart in charts},
-        samples=samples,
-        groups=groups,
-        left_out=left_out,
-        commands=Counter((run.command, run.commit) for run in runs),
-        css=Markup(resource("page.css")),
-        script=Markup(resource("page.js")),
-    )
+
+    def __init__(self, sections: Sequence[Section], found: FoundRuns, count: int, made: str) -> None:
+        self.found = found
+        self.made = made
+        self.notes = remarks(sections, found)
+        self.parts: list[Part] = []
+        for section in sections:
+            suffix = section.name if len(sections) > 1 else ""
+            drawn, undrawn = charts(section)
+            shown, unreadable = samples(section, count)
+            self.notes += unreadable
+            self.parts.append(
+                Part(
+                    section,
+                    suffix,
+                    results(section),
+                    settings(section),
+                    [named(chart, suffix) for chart in drawn],
+                    not_drawn(section),
+                    undrawn,
+                    shown,
+                )
+            )
+
+    @cached_property
+    def charts(self) -> list[Chart]:
+        """The figures of all sections."""
+        return [chart for part in self.parts for chart in part.charts]
+
+    def html(self) -> str:
+        """Return the page as HTML."""
+        runs = self.found.runs
+        environment = Environment(autoescape=True, undefined=StrictUndefined)
+        environment.globals |= {
+            "colour": colour,
+            "glyph": glyph,
+            "summary": summary,
+            "judgement": judgement,
+            "markup": Markup,
+            "result": result,
+            "duration": duration,
+            "number": number,
+        }
+        return environment.from_string(resource("page.html")).render(
+            title=heading(runs),
+            subtitle=subtitle(runs),
+            made=self.made,
+            notes=self.notes,
+            parts=self.parts,
+            empty=[run for run in runs if not run.rows],
+            broken=self.found.broken,
+            left_out=self.found.left_out,
+            count=len(runs) + len(self.found.broken),
+            folded=FOLDED,
+            commands=Counter((run.command, run.commit) for run in runs),
+            css=Markup(resource("page.css")),
+            script=Markup(resource("page.js")),
+        )
 
 
 def resource(name: str) -> str:
@@ -74,18 +133,19 @@ def resource(name: str) -> str:
 
 
 def heading(runs: Sequence[Run]) -> str:
-    """Return the title of the page: the algorithms and tasks of the runs."""
+    """Return the title of the page: algorithms and data set, or the number of runs if there are many."""
     names = distinct(run.config["algo.name"] for run in runs)
     tasks = distinct(run.config["task.name"] for run in runs)
-    return f"{', '.join(names)} on {', '.join(tasks)}"
+    if len(tasks) > 1 or len(names) > NAMES:
+        return f"Report of {len(runs)} runs"
+    return f"{', '.join(names)} on {tasks[0]}"
 
 
 def subtitle(runs: Sequence[Run]) -> str:
-    """Return the subtitle of the page: number of runs by status, and options that all runs share."""
+    """Return the subtitle of the page: number of runs by status."""
     statuses = [run.status for run in runs]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in distinct(statuses))
-    shared = [f"{group} {name}" for group, name in common(runs).items() if group not in ("algo", "task")]
-    return " · ".join([f"{len(runs)} run{'s' * (len(runs) > 1)} ({counts})", *shared])
+    return f"{len(runs)} run{'s' * (len(runs) != 1)} ({counts})"
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
@@ -93,9 +153,14 @@ def distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def dot(group: Group) -> str:
-    """Return the CSS declaration that gives an element the colour of `group`."""
-    return f"--dot: var(--series-{group.place % len(SERIES)})"
+def colour(group: Group) -> str:
+    """Return the colour of a group as a CSS value; grey for a group that is not drawn."""
+    return "var(--rule)" if group.place is None else f"var(--series-{group.place % len(SERIES)})"
+
+
+def glyph(group: Group) -> str:
+    """Return the marker of a group as a character."""
+    return GLYPHS[0 if group.place is None else group.place % len(GLYPHS)]
 
 
 def summary(prompt: str) -> str:
@@ -110,14 +175,14 @@ def judgement(row: dict[str, Any], reference: float | None) -> list[str]:
 
     Args:
         row: row of completions.jsonl, with `gold_score` and `score` where they were computed.
-        reference: gold score of the reference response; None if there is no comparison.
+        reference: judge score of the reference response; None if there is no comparison.
     """
     gold, score = row.get("gold_score"), row.get("score")
     parts = []
     if gold is not None:
-        parts.append(f"gold {gold:.2f}")
+        parts.append(f"judge {number(gold, 2)}")
     if gold is not None and reference is not None:
         parts.append("won" if gold > reference else "lost" if gold < reference else "tied")
     if score is not None:
-        parts.append(f"score {score:.2f}")
+        parts.append(f"reward {number(score, 2)}")
     return parts

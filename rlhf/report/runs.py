@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from omegaconf.errors import OmegaConfBaseException
 
 from rlhf.core.errors import UserError
-from rlhf.core.files import read_lines
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import ASIDE
 
@@ -94,12 +96,30 @@ class Run:
         return [row for row in self.rows if "lr" in row]
 
     def first(self, metric: str) -> float | None:
-        """Return the value of `metric` before training; None if it was not evaluated before training."""
-        return next((row.get(metric) for row in self.evaluations if row["update"] == 0), None)
+        """Return the value of `metric` before training; for a metric of training rows, the first value."""
+        if metric.startswith("eval/"):
+            return next((row.get(metric) for row in self.evaluations if row["update"] == 0), None)
+        return next((row[metric] for row in self.trained if metric in row), None)
 
     def last(self, metric: str) -> float | None:
-        """Return the value of `metric` at the last evaluation; None without an evaluation of `metric`."""
-        return self.evaluations[-1].get(metric) if self.evaluations else None
+        """Return the value of `metric` at the last evaluation; for a metric of training rows, the last value.
+
+        The result is None if the last evaluation did not measure the metric, or if no training row has it.
+        """
+        if metric.startswith("eval/"):
+            return self.evaluations[-1].get(metric) if self.evaluations else None
+        return next((row[metric] for row in reversed(self.trained) if metric in row), None)
+
+    @property
+    def peak_gib(self) -> float | None:
+        """The peak memory in GiB; None before the first update."""
+        return max((row["memory/peak_gib"] for row in self.trained if "memory/peak_gib" in row), default=None)
+
+    @property
+    def last_row_at(self) -> datetime | None:
+        """The time at which the last row was written; None if metrics.jsonl does not exist."""
+        file = RunFolder(self.folder).metrics
+        return datetime.fromtimestamp(file.stat().st_mtime) if file.is_file() else None
 
     def seconds(self, phase: str = "update") -> float:
         """Return the seconds that all updates spent in `phase`: the sum of `time/<phase>_s` over the rows."""
@@ -147,15 +167,27 @@ class Run:
         return ", ".join([*names, cpu])
 
     def completions(self) -> list[dict[str, Any]]:
-        """Return the rows of completions.jsonl; an empty list if the file does not exist."""
-        return read_lines(RunFolder(self.folder).completions)
+        """Return the rows of completions.jsonl; an empty list if the file does not exist.
+
+        Raises:
+            ValueError: a line is not a JSON object with a prompt, a response and an update.
+        """
+        file = RunFolder(self.folder).completions
+        return read_rows(file, ("update", "prompt", "response"))
 
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """The runs in the folders of a command line, and the skipped paths, each with the reason."""
+    """The runs in the folders of a command line.
+
+    Attributes:
+        runs: the runs that can be read.
+        broken: folders of runs that cannot be read, each with the reason.
+        left_out: paths that are skipped on purpose, each with the reason.
+    """
 
     runs: list[Run]
+    broken: dict[Path, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
 
@@ -167,44 +199,56 @@ def find_runs(arguments: Sequence[str], own: Path | None = None) -> FoundRuns:
     the output folder `own` of the report are also skipped.
 
     Raises:
-        UserError: an argument contains no run, or a file of a run cannot be read.
+        UserError: an argument contains no run, or no run can be read.
     """
     runs: dict[Path, Run] = {}
+    broken: dict[Path, str] = {}
     problems, left_out = [], []
     paths = [Path(path) for argument in arguments for path in sorted(glob.glob(argument)) or [argument]]
     for path in paths:
         if path == own or (path.is_file() and len(paths) > 1):
             left_out.append(f"{path} (not a folder of runs)")
             continue
-        inside = [read_run(folder) for folder in ([path] if is_run(path) else run_folders(path))]
-        skipped = {run.folder: reason for run in inside if (reason := reason_to_skip(run, path))}
-        if len(skipped) == len(inside):
+        read, skipped = 0, {}
+        for folder in [path] if is_run(path) else run_folders(path):
+            if ASIDE in folder.name and folder != path:
+                skipped[folder] = "moved aside by resume=never"
+                continue
+            try:
+                run = load(folder)
+            except ValueError as error:
+                broken[folder] = str(error)
+                continue
+            if folder != path and is_stage(run, path):
+                skipped[folder] = "a stage of other runs"
+                continue
+            read += 1
+            runs[folder.resolve()] = run
+        left_out += [f"{folder} ({reason})" for folder, reason in skipped.items()]
+        if not read and not any(path == folder or path in folder.parents for folder in broken):
             nothing = "no run in it" if path.exists() else "no such folder"
             problems.append(
                 f"{path} must be a run folder or contain run folders (a run folder has config.yaml and "
-                f"environment.json), got {next(iter(skipped.values()), nothing)}; pass a folder that "
+                f"metrics.jsonl), got {next(iter(skipped.values()), nothing)}; pass a folder that "
                 "rlhf.train made: outputs/<run name>"
             )
-        left_out += [f"{folder} ({reason})" for folder, reason in skipped.items()]
-        runs |= {run.folder.resolve(): run for run in inside if run.folder not in skipped}
+    if not runs and not problems:
+        problems = [unreadable(*each, "pass the folder of another run") for each in broken.items()]
     if problems:
         raise UserError(*problems)
-    return FoundRuns(list(runs.values()), left_out)
+    return FoundRuns(list(runs.values()), broken, left_out)
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether `folder` is a run folder."""
-    return (folder / "config.yaml").is_file() and (folder / "environment.json").is_file()
+    """Return whether `folder` is a run folder: it contains at least two of the files of every run."""
+    files = RunFolder(folder)
+    return sum(file.is_file() for file in (files.config, files.environment, files.metrics, files.state)) >= 2
 
 
-def reason_to_skip(run: Run, argument: Path) -> str:
-    """Return the reason to skip a run found inside the folder `argument`; an empty string to read the run."""
-    if run.folder == argument:
-        return ""
+def is_stage(run: Run, argument: Path) -> bool:
+    """Return whether a run found inside the folder `argument` is a stage of an embedded task."""
     cache, output = (Path(str(run.config.get(key))).name for key in ("cache_dir", "output_dir"))
-    if run.folder.parent != argument and run.folder.parent.name == cache != output:
-        return "a stage of other runs"
-    return "moved aside by resume=never" if ASIDE in run.folder.name else ""
+    return run.folder.parent != argument and run.folder.parent.name == cache != output
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -220,33 +264,108 @@ def read_run(folder: Path) -> Run:
     """Read one run folder.
 
     Raises:
-        UserError: a file is damaged, or does not have the keys that a run writes.
+        UserError: a file is missing or damaged, or does not have the keys that a run writes.
+    """
+    try:
+        return load(folder)
+    except ValueError as error:
+        raise UserError(unreadable(folder, error, "leave the folder out")) from error
+
+
+def unreadable(folder: Path, reason: object, remedy: str) -> str:
+    """Return the message about a run folder that cannot be read."""
+    return f"{folder} must contain undamaged files of a run (the report reads them), got: {reason}; {remedy}"
+
+
+def load(folder: Path) -> Run:
+    """Read one run folder.
+
+    Raises:
+        ValueError: a file is missing or damaged; the message contains the file and the reason.
     """
     files = RunFolder(folder)
     try:
-        config = flat(files.read_config())
         run = Run(
             folder=folder,
-            config=config,
-            rows=sorted(read_lines(files.metrics), key=lambda row: row["update"]),
-            state=files.read_state() or {},
+            config=read_config(files),
+            rows=sorted(map(numbers, read_rows(files.metrics, ["update"])), key=lambda row: row["update"]),
+            state=read_json(files.state) if files.state.is_file() else {},
             environment=read_json(files.environment),
         )
-        missing = [key for key in ("seed", "algo.name", "task.name") if key not in config]
-        if missing:
-            raise ValueError(f"config.yaml has no {missing[0]}")
+        run.status  # noqa: B018  reads failed_batch.json
         return run
-    except (ValueError, KeyError, yaml.YAMLError) as error:
-        problem = str(error).removeprefix("error: ")
-        raise UserError(
-            f"{folder} must contain undamaged files of a run (the report reads them), got: {problem}; "
-            "leave the folder out"
-        ) from error
+    except KeyError as error:
+        raise ValueError(f"failed_batch.json: no key {error}") from error
+    except OSError as error:
+        at = f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
+        raise ValueError(at) from error
+
+
+def read_config(files: RunFolder) -> dict[str, Any]:
+    """Return config.yaml as a flat dictionary.
+
+    Raises:
+        ValueError: the file is not a config of a run.
+    """
+    name = files.config.name
+    try:
+        config = flat(files.read_config())
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        at = "" if line is None else f", line {line + 1}"
+        raise ValueError(f"{name}{at}: not a config of a run") from error
+    if missing := [key for key in ("seed", "algo.name", "task.name") if key not in config]:
+        raise ValueError(f"{name}: no key {missing[0]}" if config else f"{name}: the file is empty")
+    if not isinstance(config["seed"], int):
+        raise ValueError(f"{name}: seed is {config['seed']!r}, not a whole number")
+    return config
+
+
+def numbers(row: dict[str, Any]) -> Row:
+    """Return the values of a row that are finite numbers."""
+    return {
+        name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def read_rows(file: Path, required: Sequence[str]) -> list[dict[str, Any]]:
+    """Read the rows of a JSON-lines file; the result is empty if the file does not exist.
+
+    Args:
+        file: the file. A last line without a newline is skipped, as in `rlhf.core.files.read_lines`.
+        required: keys that each row must have. The update, and every value of metrics.jsonl, is a number.
+
+    Raises:
+        ValueError: a line is not such a row; the message contains the number of the line.
+    """
+    if not file.exists():
+        return []
+    *complete, _ = file.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(complete, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file.name}, line {number}: not valid JSON") from error
+        if not isinstance(row, dict) or any(key not in row for key in required):
+            raise ValueError(f"{file.name}, line {number}: not a row with {', '.join(required)}")
+        if not isinstance(row["update"], int | float) or not math.isfinite(row["update"]):
+            raise ValueError(f"{file.name}, line {number}: update is {row['update']!r}, not a number")
+        rows.append(row)
+    return rows
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object from `file`."""
-    return dict(json.loads(file.read_text(encoding="utf-8")))
+    """Read a JSON object from `file`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file does not contain a JSON object.
+    """
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file.name}: not valid JSON") from error
 
 
 def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:

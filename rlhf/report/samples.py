@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf.report.groups import by_task
-
 if TYPE_CHECKING:
-    from rlhf.report.groups import Group
+    from rlhf.report.groups import Group, Section
     from rlhf.report.runs import Run
 
 
@@ -28,7 +25,7 @@ class Sample:
 
     Attributes:
         prompt: text of the prompt.
-        reference: text of the reference response.
+        reference: text of the reference response; None if the prompt has none.
         reference_score: score of the reference response by the judge; None without a judge.
         before: completions.jsonl row of the response before training; None if there is no such row, or if the
             responses of the groups before training differ.
@@ -36,26 +33,26 @@ class Sample:
     """
 
     prompt: str
-    reference: str
+    reference: str | None
     reference_score: float | None
     before: dict[str, Any] | None
     answers: list[Answer]
 
 
-def samples(groups: Sequence[Group], count: int) -> list[Sample]:
-    """Return up to `count` prompts of each task, ordered by the number of groups that answered the prompt.
+def samples(section: Section, count: int) -> tuple[list[Sample], list[str]]:
+    """Return up to `count` prompts, ordered by the number of groups that answered the prompt.
 
     The responses of a group are those of its run with the lowest seed, at the last evaluation of that run.
+    Only the groups in the figures are included.
+
+    Returns:
+        The samples, and a remark about each run whose completions cannot be read.
     """
-    return [sample for task in by_task(groups) for sample in of_task(task, count)]
-
-
-def of_task(groups: Sequence[Group], count: int) -> list[Sample]:
-    """Return up to `count` prompts of groups that have the same task; see `samples`."""
     answers: dict[str, list[Answer]] = {}
     before: dict[str, list[dict[str, Any]]] = {}
-    for group in groups:
-        run, rows = next(((run, rows) for run in group.measured if (rows := run.completions())), (None, []))
+    remarks: list[str] = []
+    for group in section.drawn if count else []:
+        run, rows = first_with_completions(group, remarks)
         if run is None:
             continue
         last = rows[-1]["update"]
@@ -65,16 +62,28 @@ def of_task(groups: Sequence[Group], count: int) -> list[Sample]:
             if row["update"] == 0 < last:
                 before.setdefault(row["prompt"], []).append(row)
     prompts = sorted(answers, key=lambda prompt: -len(answers[prompt]))[:count]
-    return [
+    found = [
         Sample(
             prompt=prompt,
-            reference=answers[prompt][0].row["reference"],
+            reference=answers[prompt][0].row.get("reference"),
             reference_score=answers[prompt][0].row.get("reference_gold_score"),
             before=same(before.get(prompt, [])),
             answers=answers[prompt],
         )
         for prompt in prompts
     ]
+    return found, remarks
+
+
+def first_with_completions(group: Group, remarks: list[str]) -> tuple[Run | None, list[dict[str, Any]]]:
+    """Return the first run of a group with completions, and its rows; add unreadable runs to `remarks`."""
+    for run in group.measured:
+        try:
+            if rows := run.completions():
+                return run, rows
+        except ValueError as error:
+            remarks.append(f"The completions of {run.folder.name} are not shown ({error}).")
+    return None, []
 
 
 def same(rows: list[dict[str, Any]]) -> dict[str, Any] | None:

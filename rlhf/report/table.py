@@ -1,63 +1,127 @@
-"""The table of final results, for the terminal, for Markdown and for the HTML page."""
+"""Tables of a section: results and settings, for the terminal, for Markdown and for the HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
-from typing import TYPE_CHECKING
+from functools import partial
+from statistics import mean
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from rlhf.report.labels import column, differing, headings, joined, pair
+from rlhf.report.metrics import METRICS, Kind, Metric, duration, number
+
 if TYPE_CHECKING:
-    from rlhf.report.groups import Group
+    from rlhf.report.groups import Group, Section
     from rlhf.report.runs import Run
 
-# Metrics of an evaluation: column heading, name in metrics.jsonl, decimals. Empty columns are left out.
-EVALUATED = (
-    ("win rate", "eval/win_rate", 3),
-    ("gold score", "eval/gold_score", 2),
-    ("accuracy", "eval/accuracy", 3),
-    ("loss", "eval/loss", 3),
-    ("KL", "eval/kl", 2),
-    ("perplexity", "eval/ppl", 2),
-    ("tokens", "eval/response_tokens", 1),
+# Metrics of the columns, by decreasing importance. Columns without values are left out.
+COLUMNS = (
+    "eval/win_rate",
+    "eval/accuracy",
+    "eval/loss",
+    "eval/gold_score",
+    "eval/score",
+    "eval/kl",
+    "eval/win_rate_vs_initial",
+    "eval/response_tokens",
+    "eval/ppl",
+)
+DETAILS = COLUMNS[6:]  # metrics whose columns follow the time
+
+# Settings that a reader looks for even if all runs have the same value.
+SETTINGS = (
+    "algo.name",
+    "model.name",
+    "model.base",
+    "model.policy",
+    "model.lora.rank",
+    "scorer.name",
+    "scorer.path",
+    "gold.name",
+    "optim.lr",
+    "algo.beta",
+    "algo.kl_coef",
+    "schedule.total_episodes",
+    "schedule.total_epochs",
+    "schedule.prompts_per_update",
+    "algo.samples_per_prompt",
+    "schedule.minibatches",
+    "schedule.max_lag",
+    "generator.name",
+    "generator.temperature",
+    "generator.response_length",
+    "backend.name",
 )
 
-COST = ("updates, s", "episodes/s")  # headings of the two columns that follow the metrics
+TERMINAL_ROWS = 20  # largest number of rows in the terminal
+TERMINAL_LABEL, TERMINAL_COLUMN = 26, 3  # largest width of a label; space between two columns
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A metric of a group, averaged over its runs.
+    """A value of a group.
 
     Attributes:
-        before: mean before training; None if the metric was not measured before training.
-        after: mean at the last evaluation.
-        spread: standard deviation over seeds; None for a single seed.
-        decimals: number of decimals to show.
+        before: mean before training; None if the value was not measured before training.
+        after: mean over the runs, at the last evaluation.
+        limits: smallest and largest value of a run.
+        half: half the width of the 95 % confidence interval; None if not measured, or with several runs.
+        show: returns a value as text.
     """
 
     before: float | None
     after: float
-    spread: float | None
-    decimals: int
+    limits: tuple[float, float]
+    half: float | None
+    show: Callable[[float], str]
 
     def __str__(self) -> str:
-        return self.final if self.initial is None else f"{self.initial} → {self.final}"
+        change = self.final if self.initial is None else f"{self.initial} → {self.final}"
+        return f"{change} ({self.spread})" if self.spread else change
 
     @property
     def initial(self) -> str | None:
         """The value before training as text; None if there is no such value."""
-        return None if self.before is None else f"{self.before:.{self.decimals}f}"
+        return None if self.before is None else self.show(self.before)
 
     @property
     def final(self) -> str:
-        """The value at the last evaluation as text, with its standard deviation."""
-        spread = "" if self.spread is None else f" ± {self.spread:.{self.decimals}f}"
-        return f"{self.after:.{self.decimals}f}{spread}"
+        """The value at the last evaluation as text."""
+        return self.show(self.after)
+
+    @property
+    def spread(self) -> str:
+        """The range over seeds, or the confidence interval of a single run, as text; empty without either."""
+        low, high = map(self.show, self.limits)
+        if low != high:
+            return f"{low} to {high}"
+        return "" if self.half is None else f"± {self.show(self.half)}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A column of costs: heading, function that reads the value of a run, function that formats it."""
+
+    heading: str
+    read: Callable[[Run], float | None]
+    show: Callable[[float], str]
+
+
+def pace(run: Run) -> float | None:
+    """Return the episodes per second of update time; None if the run has no times."""
+    return run.episodes / run.seconds() if run.seconds() else None
+
+
+COSTS = (
+    Cost("time", lambda run: run.seconds() or None, duration),
+    Cost("episodes/s", pace, lambda value: number(value, 1 if value < 10 else 0)),
+    Cost("peak GiB", lambda run: run.peak_gib, lambda value: number(value, 1)),
+)
 
 
 @dataclass(frozen=True)
@@ -68,62 +132,122 @@ class Results:
     rows: list[tuple[Group, list[Cell | None]]]
 
 
-def results(groups: Sequence[Group]) -> Results:
+def results(section: Section) -> Results:
     """Return the table of the last evaluation and the cost, averaged over the finished runs of each group.
 
     If a group has no finished run, the mean is over its unfinished runs.
     """
-    runs = [run for group in groups for run in group.runs]
-    present = [column for column in EVALUATED if any(run.last(column[1]) is not None for run in runs)]
-    rows = []
-    for group in groups:
-        cells = [
-            cell(
-                [run.last(name) for run in group.measured],
-                [run.first(name) for run in group.measured],
-                decimals,
-            )
-            for _, name, decimals in present
-        ]
-        cells.append(cell([run.seconds() or None for run in group.measured], [], 0))
-        cells.append(cell([pace(run) for run in group.measured], [], 0))
-        rows.append((group, cells))
-    return Results([*(heading for heading, *_ in present), *COST], rows)
+    main = [section.main.name] if section.main else []
+    present = [name for name in COLUMNS if any(run.last(name) is not None for run in section.runs)]
+    names = list(dict.fromkeys([*main, *present]))
+    late = [name for name in names if name in DETAILS and name not in main]
+    time, *costs = [cost for cost in COSTS if cost.read is not pace or section.kind is Kind.rl]
+    columns: list[tuple[str, Callable[[Sequence[Run]], Cell | None]]] = [
+        *(metric_column(name) for name in names if name not in late),
+        (time.heading, partial(cost_cell, cost=time)),
+        *(metric_column(name) for name in late),
+        *((cost.heading, partial(cost_cell, cost=cost)) for cost in costs),
+    ]
+    rows = [(group, [read(group.measured) for _, read in columns]) for group in section.groups]
+    return Results([heading for heading, _ in columns], rows)
 
 
-def cell(after: Sequence[float | None], before: Sequence[float | None], decimals: int) -> Cell | None:
-    """Return the cell of a metric, given one value per run; None if no run has a value."""
-    known = [value for value in after if value is not None]
+def metric_column(name: str) -> tuple[str, Callable[[Sequence[Run]], Cell | None]]:
+    """Return the heading of a metric and the function that returns the cell of runs."""
+    return METRICS[name].heading, partial(metric_cell, metric=METRICS[name])
+
+
+def metric_cell(runs: Sequence[Run], metric: Metric) -> Cell | None:
+    """Return the cell of a metric; None if no run has a value."""
+    known = [value for run in runs if (value := run.last(metric.name)) is not None]
     if not known:
         return None
-    start = [value for value in before if value is not None]
-    return Cell(
-        before=mean(start) if start else None,
-        after=mean(known),
-        spread=stdev(known) if len(known) > 1 else None,
-        decimals=decimals,
-    )
+    start = [value for run in runs if (value := run.first(metric.name)) is not None]
+    half = runs[0].last(metric.interval) if len(runs) == 1 else None
+    return Cell(mean(start) if start else None, mean(known), (min(known), max(known)), half, metric.text)
 
 
-def pace(run: Run) -> float | None:
-    """Return the episodes per second of update time; None if the run has no times."""
-    return run.episodes / run.seconds() if run.seconds() else None
+def cost_cell(runs: Sequence[Run], cost: Cost) -> Cell | None:
+    """Return the cell of a cost, without its range; None if no run has a value."""
+    known = [value for run in runs if (value := cost.read(run)) is not None]
+    return Cell(None, mean(known), (0.0, 0.0), None, cost.show) if known else None
 
 
-def for_terminal(found: Results) -> Table:
-    """Return the table for the terminal; groups without a finished run are dimmed."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("setting", style="bold", min_width=12)
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a section.
+
+    Attributes:
+        shared: settings that all groups share, each as `key=value`; only those in `SETTINGS`.
+        keys: keys in which the groups differ.
+        rows: one row per group: the value of each key, None if the group does not have the key.
+    """
+
+    shared: list[str]
+    keys: list[str]
+    rows: list[tuple[Group, list[str | None]]]
+
+    @property
+    def headings(self) -> list[str]:
+        """The headings of the keys."""
+        return headings(self.keys)
+
+
+def settings(section: Section) -> Settings:
+    """Return the settings of a section.
+
+    Keys that only some algorithms have, with one value wherever they occur, are shown if they are in
+    `SETTINGS`.
+    """
+    configs = [group.config for group in section.groups]
+    keys = []
+    for key in differing(configs):
+        present = {str(config[key]) for config in configs if key in config}
+        if len(present) > 1 or key in SETTINGS:
+            keys.append(key)
+    columns = [column(configs, key) for key in keys]
+    shared = [
+        pair(key, configs[0][key])
+        for key in SETTINGS
+        if key not in keys and configs[0].get(key) not in (None, "none") and configs[0].get(key) != 0
+    ]
+    if all(group.label == joined(keys, row) for group, *row in zip(section.groups, *columns, strict=True)):
+        keys, columns = [], []  # the labels contain all settings
+    cells: list[list[Any]] = [list(row) for row in zip(*columns, strict=True)] or [[] for _ in configs]
+    return Settings(shared, keys, list(zip(section.groups, cells, strict=True)))
+
+
+def for_terminal(found: Results, width: int) -> Table:
+    """Return the table for the terminal; groups without a finished run are dimmed.
+
+    Args:
+        found: the table.
+        width: largest width in columns. Columns that do not fit are left out, from the right. Rows after
+            the first `TERMINAL_ROWS` are left out, too.
+    """
+    label = min(TERMINAL_LABEL, max(len(group.label) for group, _ in found.rows))
+    left = width - label - max(5, *(len(group.count) for group, _ in found.rows)) - 3 * TERMINAL_COLUMN
+    shown: dict[int, int] = {}  # index of the column -> width
+    for place, heading in enumerate(found.columns):
+        texts = [each.final for _, cells in found.rows if (each := cells[place]) is not None]
+        wide = max(map(len, [*texts, *heading.split(), heading[:8]]), default=0)
+        if wide + TERMINAL_COLUMN <= left:
+            shown[place] = wide
+            left -= wide + TERMINAL_COLUMN
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("setting", style="bold", width=label)
     table.add_column("seeds", min_width=5)
-    for heading in found.columns:
-        table.add_column(heading, justify="right")
-    for group, cells in found.rows:
+    for place, wide in shown.items():
+        table.add_column(found.columns[place], justify="right", width=wide)
+    for group, cells in found.rows[:TERMINAL_ROWS]:
         table.add_row(
             escape(group.label),
-            escape(group.seeds),
-            *("" if each is None else each.final for each in cells),
+            group.count,
+            *("" if (each := cells[place]) is None else each.final for place in shown),
             style=None if group.finished else "dim",
         )
+    if len(found.rows) > TERMINAL_ROWS:
+        table.caption = f"{len(found.rows) - TERMINAL_ROWS} more settings: see the page, or add --markdown"
     return table
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhf.core.errors import UserError
-from rlhf.report import drawing, figures
+from rlhf.report import drawing, figures, summary
 from rlhf.report.__main__ import main
 from rlhf.report.curves import POINTS, curve, figure, seconds
-from rlhf.report.groups import group_runs
+from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
 from rlhf.report.samples import samples
 from rlhf.report.table import for_markdown, results
@@ -22,9 +23,25 @@ PROMPT = "TITLE: one\n\nTL;DR:"
 
 
 def write_run(
-    folder: Path, updates: int = 4, finished: bool = True, completions: tuple = (), **settings
+    folder: Path,
+    updates: int = 4,
+    finished: bool = True,
+    completions: tuple = (),
+    evaluation: dict | None = None,
+    training: dict | None = None,
+    **settings,
 ) -> Path:
-    """Write a run of 4 updates with evaluations at 0, 2 and 4; the win rate at update u is `won * u`."""
+    """Write a run of 4 updates with evaluations at 0, 2 and 4; the win rate at update u is `won * u`.
+
+    Args:
+        folder: the run folder.
+        updates: number of rows of training.
+        finished: whether the run is finished.
+        completions: rows of completions.jsonl.
+        evaluation: values of the evaluation rows, in place of win rate and KL.
+        training: more values of the training rows.
+        settings: `won`, and keys of the config.
+    """
     settings = {"seed": 1, "algo.name": "dpo", "schedule.max_lag": 0, **settings}
     config = OmegaConf.create(
         {"task": {"name": "tldr_mini"}, "cache_dir": "made/artefacts", "output_dir": "made"}
@@ -42,9 +59,10 @@ def write_run(
         place = {"update": update, "episode": 8 * update}
         if update:
             times = {"time/update_s": 2.0, "time/train_s": 1.5, "time/wait_s": 0.5}
-            rows.append({**place, "lag": 0, "lr": 0.1, "objective/scores": float(update), **times})
+            scores = {"lag": 0, "lr": 0.1, "objective/scores": float(update)}
+            rows.append({**place, **scores, **times, **(training or {})})
         if update % 2 == 0:
-            rows.append({**place, "eval/win_rate": won * update, "eval/kl": 0.5 * update})
+            rows.append({**place, **(evaluation or {"eval/win_rate": won * update, "eval/kl": 0.5 * update})})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in completions))
     state = {"num_updates": 4, "update": updates, "episode": 8 * updates, "finished": finished}
@@ -52,8 +70,15 @@ def write_run(
     return folder
 
 
+def read(*folders):
+    """Return the sections of a report of `folders`."""
+    return sections(find_runs([str(folder) for folder in folders]).runs)
+
+
 def grouped(*folders):
-    return group_runs(find_runs([str(folder) for folder in folders]).runs)
+    """Return the groups of a report of `folders`, whose runs are of one kind and task."""
+    (section,) = read(*folders)
+    return section.groups
 
 
 def test_runs_that_differ_only_in_the_seed_are_one_group_labelled_by_its_settings(tmp_path):
@@ -74,7 +99,11 @@ def test_runs_that_differ_only_in_the_seed_are_one_group_labelled_by_its_setting
         }
         write_run(tmp_path / f"c{seed}", seed=seed, **other)
     groups = grouped(tmp_path)
-    assert [group.label for group in groups] == ["dpo beta=0.1", "dpo beta=0.05", "rloo"]
+    assert [group.label for group in groups] == [
+        "algo=dpo beta=0.1",
+        "algo=dpo beta=0.05",
+        "algo=rloo",
+    ]
     assert [[run.seed for run in group.runs] for group in groups] == [[1, 2]] * 3
 
 
@@ -83,16 +112,18 @@ def test_groups_differ_in_settings_that_change_times_but_not_in_logging_and_savi
     write_run(
         tmp_path / "b", **{"progress": "live", "schedule.save_every": 2, "logger.wandb.mode": "offline"}
     )
-    assert [group.label for group in grouped(tmp_path)] == ["dpo"]
+    assert [group.label for group in grouped(tmp_path)] == ["algo=dpo"]
     write_run(tmp_path / "c", **{"generator.annotate": False})
-    assert [group.label for group in grouped(tmp_path)] == ["dpo", "dpo annotate=false"]
+    write_run(tmp_path / "d", **{"generator.annotate": True})
+    labels = [group.label for group in grouped(tmp_path / "c", tmp_path / "d")]
+    assert labels == ["annotate=false", "annotate=true"]
 
 
 def test_labels_contain_full_keys_if_two_keys_have_the_same_last_part(tmp_path):
     write_run(tmp_path / "a", **{"backend.threads": 1, "generator.threads": 1})
     write_run(tmp_path / "b", **{"backend.threads": 1, "generator.threads": 2})
     write_run(tmp_path / "c", **{"backend.threads": 2, "generator.threads": 2})
-    assert grouped(tmp_path)[2].label == "dpo backend.threads=2 generator.threads=2"
+    assert grouped(tmp_path)[2].label == "backend.threads=2 generator.threads=2"
 
 
 def test_means_and_ranges_are_over_seeds_by_update(tmp_path):
@@ -102,9 +133,11 @@ def test_means_and_ranges_are_over_seeds_by_update(tmp_path):
     last = curve(group.finished, figure("eval/kl"), figure("eval/win_rate"))[-1]
     assert (last.x, last.y, last.low, last.high) == pytest.approx((2.0, 0.6, 0.4, 0.8))
     assert len(curve(group.finished, figure("episode"), figure("objective/scores"))) == 4
-    (_, cells), *_ = results([group]).rows
-    assert str(cells[0]) == "0.000 → 0.600 ± 0.283"  # standard deviation over two seeds: 0.4 / sqrt(2)
-    assert str(cells[-2]) == "8 ± 0" and str(cells[-1]) == "4 ± 0"  # 4 updates of 2 s; 32 episodes
+    table = results(read(tmp_path)[0])
+    (_, cells), *_ = table.rows
+    shown = dict(zip(table.columns, map(str, cells), strict=True))
+    assert shown["win rate"] == "0.000 → 0.600 (0.400 to 0.800)"
+    assert shown["time"] == "8.0 s" and shown["episodes/s"] == "4.0"  # 4 updates of 2 s; 32 episodes
 
 
 def test_wall_clock_is_the_sum_of_update_times_and_is_interpolated_between_rows(tmp_path):
@@ -131,8 +164,8 @@ def test_an_unfinished_run_is_marked_as_unfinished_and_excluded_from_means(tmp_p
     write_run(tmp_path / "b", seed=2, won=9.0, updates=2, finished=False)
     (group,) = grouped(tmp_path)
     assert group.seeds == "1; seed 2 unfinished, update 2 of 4"
-    (_, cells), *_ = results([group]).rows
-    assert cells[0].after == pytest.approx(0.4) and cells[0].spread is None
+    (_, cells), *_ = results(read(tmp_path)[0]).rows
+    assert cells[0].after == pytest.approx(0.4) and cells[0].spread == ""
     drawn = list(drawing.lines(group, figure("episode"), figure("eval/win_rate")))
     assert [finished for _, finished in drawn] == [True, False]
 
@@ -151,7 +184,7 @@ def test_a_run_without_metrics_is_listed(tmp_path, capsys):
         (folder / name).unlink()
     main([str(folder), "--out", str(tmp_path / "report")])
     html = (tmp_path / "report" / "index.html").read_text()
-    assert "unfinished, no metrics" in html and "No figure of win rate vs. KL" in html
+    assert "unfinished, no metrics" in html and "No metrics yet: a (see Runs)." in html
     assert html.count("<figure") == 0
 
 
@@ -193,13 +226,55 @@ def test_a_folder_that_is_no_run_is_an_error_with_exit_code_2(tmp_path, capsys, 
     assert said.startswith(f"error: {path} must be a run folder") and said.count("\n") == 1
 
 
-def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path):
+DAMAGE = {
+    "config.yaml: the file is empty": ("config.yaml", ""),
+    "config.yaml, line 3: not a config of a run": ("config.yaml", "algo:\n  name: dpo\n: : [\n"),
+    "config.yaml: no key seed": ("config.yaml", "algo: {name: dpo}\n"),
+    "config.yaml: seed is 'x', not a whole number": (
+        "config.yaml",
+        "{seed: x, algo: {name: dpo}, task: {name: t}}\n",
+    ),
+    "metrics.jsonl, line 2: not valid JSON": ("metrics.jsonl", '{"update": 1}\n\x00garbage\n'),
+    "metrics.jsonl, line 1: not a row with update": ("metrics.jsonl", "3\n"),
+    "metrics.jsonl, line 1: update is 'x', not a number": ("metrics.jsonl", '{"update": "x"}\n'),
+    "trainer_state.json: not valid JSON": ("trainer_state.json", "{"),
+    "failed_batch.json: no key 'update'": ("failed_batch.json", "{}"),
+    "environment.json: No such file or directory": ("environment.json", None),
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGE)
+def test_a_damaged_run_is_listed_with_the_reason_and_other_runs_are_read(tmp_path, reason):
+    kept, damaged = write_run(tmp_path / "a"), write_run(tmp_path / "b", finished=False)
+    name, content = DAMAGE[reason]
+    if content is None:
+        (damaged / name).unlink()
+    else:
+        (damaged / name).write_text(content)
+    found = find_runs([str(tmp_path)])
+    assert [run.folder for run in found.runs] == [kept] and found.broken == {damaged: reason}
+    assert summary.remarks(sections(found.runs), found) == [f"Damaged run folders, not shown: b ({reason})."]
+    with pytest.raises(
+        UserError, match=r"b must contain undamaged files of a run .* got: " + re.escape(reason)
+    ):
+        find_runs([str(damaged)])
+
+
+def test_an_incomplete_last_line_is_skipped(tmp_path):
     folder = write_run(tmp_path / "a")
-    (folder / "metrics.jsonl").write_text('{"update": 1}\nnot json\n')
-    with pytest.raises(UserError, match=r"a must contain undamaged files of a run"):
-        find_runs([str(folder)])
     (folder / "metrics.jsonl").write_text('{"update": 1}\n{"upd')  # as in a running or killed run
     assert len(find_runs([str(folder)]).runs[0].rows) == 1
+
+
+def test_an_output_folder_that_cannot_be_written_is_an_error_with_exit_code_2(tmp_path, capsys):
+    folder, file = write_run(tmp_path / "a"), tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit) as ended:
+        main([str(folder), "--out", str(file)])
+    assert ended.value.code == 2
+    assert f"--out must be a folder that can be written (the page and its figures), got {file}" in (
+        capsys.readouterr().err
+    )
 
 
 def test_without_matplotlib_the_error_names_the_extra_and_the_table_still_works(
@@ -212,15 +287,15 @@ def test_without_matplotlib_the_error_names_the_extra_and_the_table_still_works(
         main([str(folder), "--out", str(tmp_path / "report")])
     assert ended.value.code == 2 and "pip install -e '.[report]'" in capsys.readouterr().err
     main([str(folder), "--markdown"])
-    assert "| `dpo` | 1 | 0.000 → 0.400 |" in capsys.readouterr().out
+    assert "| `algo=dpo` | 1 | 0.000 → 0.400 |" in capsys.readouterr().out
 
 
 def test_the_markdown_table_has_a_row_for_each_group(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", **{"schedule.max_lag": 1})
-    head, rule, *rows = for_markdown(results(grouped(tmp_path))).splitlines()
+    head, rule, *rows = for_markdown(results(read(tmp_path)[0])).splitlines()
     assert head.count("|") == rule.count("|") == rows[0].count("|")
-    assert [row.split("|")[1].strip() for row in rows] == ["`dpo max_lag=0`", "`dpo max_lag=1`"]
+    assert [row.split("|")[1].strip() for row in rows] == ["`max_lag=0`", "`max_lag=1`"]
 
 
 def answer(update, prompt, response, gold):
@@ -239,39 +314,44 @@ def test_completions_come_from_the_last_evaluation_of_the_lowest_seed(tmp_path):
     write_run(tmp_path / "a2", seed=2, completions=texts("dpo 2"))
     write_run(tmp_path / "a1", seed=1, completions=texts("dpo 1"))
     write_run(tmp_path / "b1", completions=texts("rloo"), **{"algo.name": "rloo"})
-    (sample,) = samples(grouped(tmp_path), 1)
+    (sample,), _ = samples(read(tmp_path)[0], 1)
     assert sample.prompt == PROMPT, "the prompt that both have answered comes first"
     assert [each.row["response"] for each in sample.answers] == ["dpo 1", "rloo"]
     assert sample.before["response"] == "before"
 
 
 def test_the_page_loads_no_external_resources_and_escapes_text(tmp_path):
-    bad = "<script>alert(1)</script> $x_1$ &amp;"
+    bad = "<script>alert(1) $x_1$ &amp;"
     write_run(tmp_path / "a", completions=(answer(4, bad, bad, 2.0),), **{"model.name": bad})
     write_run(tmp_path / "b", **{"model.name": "other"})
     out = tmp_path / "report"
     main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out)])
     html = (out / "index.html").read_text()
-    assert html.count("<script>") == 1 and html.count("alert(1)&lt;/script&gt;") > 3
+    assert html.count("<script>") == 1 and html.count("&lt;script&gt;alert(1) $x_1$ &amp;amp;") > 3
     assert "default-src 'none'" in html
     loads = [word for word in ("src=", "@import", "<link", "url(http", 'href="http') if word in html]
     assert loads == []
     assert "python -m rlhf.train -m &#39;x=[1, 2]&#39;" in html and "cccccccccc + changes" in html
-    assert " · seed 1 · update 4</h3>" in html
+    assert " · seed 1 · update 4</h4>" in html
     for name in ("win_rate_against_kl", "learning_curves", "win_rate_against_time", "time_per_phase"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
         assert f'<section id="{name}">' in html
 
 
-def test_tasks_have_separate_figures_and_a_group_has_the_same_colour_in_all_figures(tmp_path):
+def test_tasks_have_separate_sections_and_a_group_has_the_same_colour_in_all_figures(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", **{"task.name": "arithmetic"})
-    groups = grouped(tmp_path)
-    assert [(group.index, group.place) for group in groups] == [(0, 0), (1, 0)]
-    charts, _ = figures.charts(groups)
-    ours, theirs = (next(c for c in charts if c.name == f"learning_curves_{g.task}").svg() for g in groups)
-    assert 'class="series series-0"' in ours and 'class="series series-1"' not in ours
-    assert 'class="series series-1"' in theirs and "var(--series-0)" in theirs
+    first, second = read(tmp_path)
+    assert [(group.index, group.place) for each in (first, second) for group in each.groups] == [
+        (0, 0),
+        (1, 0),
+    ]
+    for section, ours, theirs in ((first, 0, 1), (second, 1, 0)):
+        for chart in figures.charts(section)[0]:
+            svg = "".join(chart.svg())
+            assert f'class="series series-{theirs}"' not in svg
+            if chart.name != "time_per_phase":  # its colours are those of the phases
+                assert f'class="series series-{ours}"' in svg and "var(--series-0)" in svg
 
 
 def test_the_phases_of_the_figure_match_the_phases_of_an_update():

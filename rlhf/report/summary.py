@@ -1,0 +1,111 @@
+"""Sentences of a report: the result of a section, and remarks that a reader needs before comparing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf.report.groups import by_scale
+from rlhf.report.metrics import METRICS, Metric, duration
+from rlhf.report.table import metric_cell
+
+if TYPE_CHECKING:
+    from rlhf.report.groups import Group, Section
+    from rlhf.report.runs import FoundRuns
+
+SCALES = 3  # largest number of scales for which a sentence states the result
+NAMED = 8  # largest number of labels or folders in a remark
+
+
+def result(section: Section) -> str:
+    """Return the result of a section in a few sentences: the best setting, its change, KL and time."""
+    main = section.main
+    if main is None:
+        return "No evaluation and no update yet."
+    measured = [group for group in section.groups if group.value(main) is not None]
+    scales = by_scale(measured, main.scale)
+    texts = [of_scale(members, main, label) for label, members in scales[:SCALES]]
+    if len(scales) > SCALES:
+        texts.append(f"{len(scales) - SCALES} more are in the table.")
+    if not main.evaluated:
+        texts.append("There are no evaluations on held-out data.")
+    return " ".join(texts)
+
+
+def of_scale(groups: Sequence[Group], main: Metric, label: str) -> str:
+    """Return the sentence about the best of groups on one scale of the main metric.
+
+    Args:
+        groups: groups that have the metric, best first.
+        main: the main metric.
+        label: the label of the scale; empty if there is only one.
+    """
+    best = groups[0]
+    cell = metric_cell(best.measured, main)
+    assert cell is not None  # the group has the metric
+    change = cell.final if cell.initial is None else f"from {cell.initial} to {cell.final}"
+    seeds = f"{len(best.measured)} seeds: " if len(best.measured) > 1 else ""
+    spread = f" ({seeds}{cell.spread})" if cell.spread else ""
+    text = f"{capital(main.title)} {change}{spread}"
+    if len(groups) > 1:
+        text = f"Best of {len(groups)} settings: {best.label}, {main.title} {change}{spread}"
+    kl = metric_cell(best.measured, METRICS["eval/kl"])
+    parts = [text] + ([f"KL {kl.final}"] if kl is not None and main.evaluated else [])
+    seconds = [run.seconds() for run in best.measured if run.seconds()]
+    if seconds:
+        parts.append(f"{duration(sum(seconds) / len(seconds))} of training")
+    if not best.finished:
+        parts.append("unfinished")
+    if len(groups) > 1:
+        values = [group.value(main) or 0.0 for group in groups if group.finished or not best.finished]
+        parts.append(f"worst setting {main.text(min(values) if main.better >= 0 else max(values))}")
+    return (f"{label}: " if label else "") + ", ".join(parts) + "."
+
+
+def remarks(sections: Sequence[Section], found: FoundRuns) -> list[str]:
+    """Return remarks that a reader needs before comparing the runs."""
+    groups = [group for section in sections for group in section.groups]
+    runs = [run for group in groups for run in group.runs]
+    notes = []
+    if unfinished := sum(len(group.unfinished) for group in groups):
+        notes.append(
+            f"{unfinished} unfinished run{'s' * (unfinished > 1)}: dashed in the figures, not part of means."
+        )
+    repeated = [group.label for group in groups if len({run.seed for run in group.runs}) < len(group.runs)]
+    if repeated:
+        notes.append(
+            f"Several folders have the same settings and seed, and each counts as a run: {some(repeated)}."
+        )
+    if len({run.commit for run in runs}) > 1:
+        notes.append("The runs were made with different commits of the code (see Runs).")
+    if len({run.hardware for run in runs}) > 1:
+        notes.append("The runs were made on different hardware, so their times are not comparable.")
+    if empty := [run.folder.name for run in found.runs if not run.rows]:
+        notes.append(f"No metrics yet: {some(empty)} (see Runs).")
+    if found.broken:
+        names = [f"{folder.name} ({reason})" for folder, reason in found.broken.items()]
+        notes.append(f"Damaged run folders, not shown: {some(names)}.")
+    return notes
+
+
+def not_drawn(section: Section) -> str:
+    """Return a sentence about the groups that the figures do not show; empty if there are none."""
+    others = [group.label for group in section.groups if group.place is None]
+    if not others:
+        return ""
+    best = f", those with the best {section.main.heading}" if section.main else ""
+    return (
+        f"The figures show {len(section.drawn)} of {len(section.groups)} settings{best}. "
+        f"Not drawn: {some(others)}."
+    )
+
+
+def capital(text: str) -> str:
+    """Return a text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first `NAMED` names, and the number of the others."""
+    shown = ", ".join(names[:NAMED])
+    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
