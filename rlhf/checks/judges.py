@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf.checks.rules import doubt, rule
+from rlhf.checks.rules import doubt, rule, training_rule
 from rlhf.config.root import Config
 from rlhf.config.scorer import choice, scorers
 
@@ -31,6 +31,13 @@ def judges(cfg: Config) -> Iterator[str]:
             "scorer@gold must not be labels (evaluation samples responses, which have no labels), got "
             "labels; set scorer@gold=reward_model gold.path=<hub name or folder>"
         )
+
+
+@training_rule
+def training_needs_a_scorer(cfg: Config) -> Iterator[str]:
+    """Yield an error if the training has no scorer; an evaluation needs none."""
+    if cfg.scorer.name == "none":
+        yield "scorer must not be none (training needs scores), got none; set scorer=reward_model"
 
 
 @doubt

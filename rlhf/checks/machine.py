@@ -1,4 +1,4 @@
-"""Check of the processes, the GPUs and the memory of this machine. This module imports no torch."""
+"""Check of processes, GPUs, memory and downloaded models of this machine. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from typing import TYPE_CHECKING
 from rlhf.checks.check import warn
 from rlhf.config.backend import Device
 from rlhf.config.generator import VLLMConfig
+from rlhf.core import hub
 from rlhf.core.errors import UserError
-from rlhf.core.launched import local_world_size, world_size
+from rlhf.core.launched import local_world_size, missing_variables, world_size
 from rlhf.core.machine import this_machine, torch_has_cuda
 from rlhf.memory import advice
+from rlhf.memory.loaded_models import models
+from rlhf.models.folders import is_local, offline_problem
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 
 def check_machine(cfg: Config) -> None:
-    """Check whether this machine has the processes, the GPUs and the memory of the run `cfg`.
+    """Check whether this machine has the processes, the GPUs, the models and the memory of the run `cfg`.
 
     Call this function in the process of the job, because a sweep may start jobs on other machines.
 
     Raises:
-        UserError: the machine lacks processes, GPUs or memory.
+        UserError: the machine lacks processes, GPUs or memory, or a model that it cannot download.
     """
-    if found := list(problems(cfg)):
+    if found := [*problems(cfg), *downloads(cfg)]:
         raise UserError(*found)
     check_memory(cfg)
 
@@ -44,8 +47,14 @@ def check_memory(cfg: Config) -> None:
 
 
 def problems(cfg: Config) -> Iterator[str]:
-    """Yield an error for missing GPUs, and for a number of processes that differs from `backend.ranks`."""
+    """Yield an error for missing GPUs, and for processes that no launcher or another number started."""
     wanted, started = cfg.backend.ranks, world_size()
+    if missing := missing_variables():
+        yield (
+            f"WORLD_SIZE must be 1 or not set without a launcher (the ranks need {', '.join(missing)} to "
+            f"connect), got {started}; start it with torchrun --nproc-per-node {started} -m rlhf.train, or "
+            "run: unset WORLD_SIZE RANK LOCAL_RANK"
+        )
     if wanted is not None and wanted != started:
         command = "python" if wanted == 1 else f"torchrun --nproc-per-node {wanted}"
         yield (
@@ -67,6 +76,21 @@ def problems(cfg: Config) -> Iterator[str]:
             f"the run must have {trainer + generator} GPUs here ({trainer} to train, {generator} to sample), "
             f"got {found}; use a machine with enough GPUs, or choose another hardware= option (see --help)"
         )
+
+
+def downloads(cfg: Config) -> Iterator[str]:
+    """Yield an error for each model that the run must download, if the hub cannot be reached from here."""
+    if cfg.stand_ins:
+        return
+    loaded = {model.key: model.name for model in models(cfg)} | {"model.tokenizer": cfg.model.tokenizer}
+    absent = {
+        key: name
+        for key, name in loaded.items()
+        if name is not None and not is_local(name) and hub.cached_folder(name) is None
+    }
+    if absent and (reason := hub.unreachable()) is not None:
+        for key, name in absent.items():
+            yield offline_problem(key, name, reason)
 
 
 def gpus_of_generator(cfg: Config) -> int:

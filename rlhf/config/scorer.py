@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
-from rlhf.config.address import function_problem
+from rlhf.config.address import annotated_lists, function_problem
 from rlhf.config.schema import Section, number, option, sections
 
 
@@ -102,6 +102,7 @@ class RewardModelScorerConfig(ScorerConfig):
     name: str = "reward_model"
     path: str | None = None  # hub name or local folder; null: model.reward
     batch_size: int = number(32, least=1, means="sequences per forward pass")
+    pad_token: str | None = None  # pad token of the reward model's tokenizer; null: its own, or its end token
 
     @property
     def reads_reward(self) -> bool:
@@ -150,15 +151,9 @@ class LabelsScorerConfig(ScorerConfig):
 @option("scorer", "none", part="rlhf.scorers.scorer:no_scorer")
 @dataclass(kw_only=True, slots=True)
 class NoScorerConfig(ScorerConfig):
-    """No judge: evaluation omits metrics that need a judge. Allowed only as `scorer@gold=none`."""
+    """No scorer: evaluation omits its metrics. Training needs a scorer, but no judge (`scorer@gold=none`)."""
 
     name: str = "none"
-
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if this option is selected for `scorer`, because training needs scores."""
-        yield from ScorerConfig.problems(self, at)
-        if at == "scorer":
-            yield "scorer must not be none (training needs scores), got none; set scorer=reward_model"
 
 
 @option("scorer", "weighted", part="rlhf.scorers.weighted:WeightedScorer")
@@ -209,15 +204,29 @@ class FunctionScorerConfig(ScorerConfig):
     path: str | None = None  # <module>:<function> or <file>.py:<function>; the working directory is searched
     batched: bool = False  # the function takes three lists (of the rollout batch) and returns a list
 
+    @property
+    def arguments(self) -> tuple[str, str, str]:
+        """The names of the arguments that the function receives by position."""
+        if self.batched:
+            return "prompts", "responses", "references"
+        return "prompt", "response", "reference"
+
     def source(self, reward: str | None) -> Hashable:
         """Return an identifier of the scorer: its function."""
         return self.name, self.path
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the module or file does not exist. The start of the run looks up the function."""
+        """Yield an error if the source of the function shows that calls must fail; nothing is executed."""
         yield from ScorerConfig.problems(self, at)
-        if problem := function_problem(f"{at}.path", self.path):
+        if problem := function_problem(f"{at}.path", self.path, self.arguments):
             yield problem
+        elif (lists := annotated_lists(self.path)) is not None and lists != self.batched:
+            takes = "lists" if lists else "the text of one response"
+            right, wrong = ("true", "false") if lists else ("false", "true")
+            yield (
+                f"{at}.batched must be {right} for a function that takes {takes} (see the annotations of "
+                f"{self.path}), got {wrong}; set {at}.batched={right}"
+            )
 
 
 @option("scorer", "http", part="rlhf.scorers.http:HttpScorer")

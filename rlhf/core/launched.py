@@ -33,6 +33,13 @@ def local_world_size() -> int:
     return number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=world_size())
 
 
+def missing_variables() -> list[str]:
+    """Return the variables without which the ranks cannot connect, and which are not set."""
+    if world_size() == 1:
+        return []
+    return [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+
+
 def is_first_rank() -> bool:
     """Return whether this process is rank 0, the rank that writes files and prints.
 

@@ -1,4 +1,4 @@
-"""Signals that stop a run so that it can be resumed: SIGTERM, SIGUSR1 and SIGUSR2.
+"""Signals that stop a run so that it can be resumed: SIGTERM, SIGUSR1, SIGUSR2 and SIGINT (Ctrl-C).
 
 SLURM sends SIGUSR1 before a job's time limit if the batch script requests it, and SIGUSR2 to submitit's jobs.
 
@@ -10,7 +10,8 @@ SLURM sends SIGUSR1 before a job's time limit if the batch script requests it, a
             if interruption.asked():       # at the end of an update
                 return
 
-A second SIGTERM ends the process immediately, even during an update. This module does not import torch.
+A second SIGTERM ends the process immediately, even during an update. A second Ctrl-C, and a Ctrl-C outside of
+training, raises KeyboardInterrupt. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first signal
+        self.received_at = 0.0  # time.monotonic() of the first signal
         self.deferred = False  # a signal does not raise Interrupted, but sets the flag of `asked`
         self.agree: Callable[[bool], bool] = bool  # returns whether a flag is set on any rank
         self.previous: dict[signal.Signals, Any] = {}  # signal handlers to restore
@@ -49,7 +51,7 @@ class Interruption:
     @property
     def cause(self) -> str:
         """The name of the received signal as text, for messages."""
-        return self.received.name if self.received else "a signal to another rank"
+        return name(self.received) if self.received else "a signal to another rank"
 
     def defer(self, agree: Callable[[bool], bool] = bool) -> None:
         """Defer signals: from now on they do not raise Interrupted, but set the flag that `asked` returns.
@@ -81,9 +83,14 @@ class Interruption:
 
         Raises:
             Interrupted: this is the first signal, and signals are not deferred.
+            KeyboardInterrupt: the signal is SIGINT, and signals are not deferred or this is a second signal.
         """
+        now = time.monotonic()
+        again = self.received is not None and now - self.received_at > ECHO_S
+        if number == signal.SIGINT and (again or not self.deferred):
+            raise KeyboardInterrupt
         if self.received is None:
-            self.received = signal.Signals(number)
+            self.received, self.received_at = signal.Signals(number), now
             if not self.deferred:
                 self.check()
 
@@ -98,6 +105,7 @@ class Interruption:
             signals: the socket with the numbers of the signals.
         """
         began: float | None = None  # when the first signal came
+        second = "SIGTERM"  # name of the signal that ends the process, after the first signal
         terminated: float | None = None  # when the first SIGTERM came
         with signals:
             while True:
@@ -106,20 +114,22 @@ class Interruption:
                 except TimeoutError:
                     tell(
                         f"still waiting for the current operation, {PATIENCE_S:g} seconds after the signal; "
-                        "a second SIGTERM ends the run immediately, to be resumed from its last checkpoint"
+                        f"a second {second} ends the run immediately, to be resumed from its last checkpoint"
                     )
                     signals.settimeout(None)
                     continue
                 if not number:
                     return
-                if number[0] not in SIGNALS:  # for example SIGINT (Ctrl-C)
+                if number[0] not in self.previous or (number[0] == signal.SIGINT and not self.deferred):
                     continue
                 now = time.monotonic()
                 if began is None:
                     began = now
-                    name = signal.Signals(number[0]).name
+                    received = signal.Signals(number[0])
                     when = " after the current update, with a checkpoint" if self.deferred else ""
-                    tell(f"{name}: stopping{when}; a second SIGTERM ends the run immediately")
+                    if received is signal.SIGINT:
+                        second = name(received)
+                    tell(f"{name(received)}: stopping{when}; a second {second} ends the run immediately")
                     signals.settimeout(PATIENCE_S)
                 if number[0] == signal.SIGTERM:
                     terminated = terminated or now
@@ -134,7 +144,9 @@ class Interruption:
         listener = threading.Thread(target=self.listen, args=(ours,), name="signals", daemon=True)
         listener.start()
         self.previous_wakeup = signal.set_wakeup_fd(self.theirs.fileno())
-        for number in SIGNALS:
+        # SIGINT stays ignored where it is ignored: in a background job of a shell, and in a job of a sweep.
+        ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        for number in (*SIGNALS, *([signal.SIGINT] if ctrl_c else [])):
             self.previous[number] = signal.signal(number, self.handle)
         return listener
 
@@ -204,6 +216,11 @@ def leave_alone() -> None:
 
 
 os.register_at_fork(before=hold, after_in_parent=release, after_in_child=leave_alone)
+
+
+def name(number: signal.Signals) -> str:
+    """Return the name of a signal for messages."""
+    return "Ctrl-C" if number is signal.SIGINT else number.name
 
 
 def tell(text: str) -> None:

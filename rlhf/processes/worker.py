@@ -107,7 +107,7 @@ class Worker:
         self.restarts = 0
         self.counted = 0  # restarts that `figures` has reported
         self.carrier = threading.Thread(target=self.carry, name=name, daemon=True)
-        say(f"starting the {name} process; log: {log}")
+        say(f"starting the {name} process; log: {log.name} in the run folder")
         self.carrier.start()
 
     # -- the trainer's side ------------------------------------------------------------------------

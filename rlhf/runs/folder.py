@@ -122,8 +122,11 @@ class RunFolder:
             UserError: the file is not a JSON object.
         """
         try:
-            return dict(json.loads(self.state.read_text()))
-        except FileNotFoundError:
+            state = json.loads(self.state.read_text())
+            if not isinstance(state, dict):
+                raise ValueError(f"it contains {json.dumps(state)[:40]}")
+            return state
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as problem:
             raise UserError(
@@ -149,5 +152,6 @@ class RunFolder:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run folder, oldest first."""
-    complete = [path for path in folder.glob("checkpoint-*") if (path / COMPLETE).is_file()]
-    return sorted(complete, key=lambda path: int(path.name.rpartition("-")[2]))
+    found = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
+    complete = [path for path, update in found.items() if update.isdecimal() and (path / COMPLETE).is_file()]
+    return sorted(complete, key=lambda path: int(found[path]))

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from rlhf.core.console import show, transcript
+from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.launched import is_first_rank
 from rlhf.runs.folder import RunFolder
+
+
+class TerminalHandler(logging.Handler):
+    """A handler that prints messages in the terminal; warnings are yellow and begin with "warning: "."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message, unless it is meant for train.log only."""
+        if record.name == transcript.name:
+            return
+        warning = record.levelno == logging.WARNING
+        text = self.format(record)
+        show(f"warning: {text}" if warning else text, style="yellow" if warning else None)
 
 
 def setup_logging(folder: RunFolder | Path) -> logging.Logger:
@@ -15,10 +31,6 @@ def setup_logging(folder: RunFolder | Path) -> logging.Logger:
     Only the first rank logs. A sweep runs several jobs in one process and calls this function once per job;
     the last call determines the folder.
     """
-    from rich.logging import RichHandler
-
-    from rlhf.core.console import console, transcript
-
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     folder.path.mkdir(parents=True, exist_ok=True)
     log = logging.getLogger("rlhf")
@@ -28,9 +40,7 @@ def setup_logging(folder: RunFolder | Path) -> logging.Logger:
     log.setLevel(logging.INFO)
     log.propagate = False
     if is_first_rank():
-        to_terminal = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
-        to_terminal.addFilter(lambda record: record.name != transcript.name)
-        log.addHandler(to_terminal)
+        log.addHandler(TerminalHandler())
         to_file = logging.FileHandler(folder.log, encoding="utf-8")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         to_file.handleError = lambda record: None  # type: ignore[method-assign]  # no traceback if the disk is full
@@ -40,3 +50,35 @@ def setup_logging(folder: RunFolder | Path) -> logging.Logger:
     warnings_log.handlers = list(log.handlers)
     warnings_log.propagate = False
     return log
+
+
+@contextmanager
+def run_log() -> Iterator[None]:
+    """Write the error that ends the block to the train.log that `setup_logging` opens in the block.
+
+    A UserError or RunError is written with the traceback of the exception that caused it, for example in a
+    reward function. After the block, messages go where they went before: a run that makes its SFT model first
+    returns to its own train.log.
+    """
+    loggers = logging.getLogger("rlhf"), logging.getLogger("py.warnings")
+    outer = [log.handlers[:] for log in loggers]
+    for log in loggers:
+        log.handlers.clear()
+    try:
+        yield
+    except (UserError, RunError) as error:
+        transcript.error(str(error).removeprefix("error: "), exc_info=error.__cause__)
+        raise
+    except KeyboardInterrupt:
+        transcript.error("interrupted by Ctrl-C; the same command resumes the run from its last checkpoint")
+        raise
+    except Interrupted:  # `rlhf.stages.run` has written where the run stopped
+        raise
+    except BaseException as error:
+        transcript.error("unexpected error: %s", type(error).__name__, exc_info=error)
+        raise
+    finally:
+        for handler in loggers[0].handlers:
+            handler.close()
+        for log, handlers in zip(loggers, outer, strict=True):
+            log.handlers[:] = handlers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Set, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,15 +11,13 @@ from torch import Tensor
 
 from rlhf.config.address import load_function
 from rlhf.core.errors import RunError
-from rlhf.scorers.scorer import Scorer, as_score, flat_texts
+from rlhf.core.formatting import shortened
+from rlhf.scorers.scorer import Scorer, as_score, flat_texts, not_a_score
 
 if TYPE_CHECKING:
     from rlhf.config.scorer import FunctionScorerConfig
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import ScorerContext
-
-ONE = ("prompt", "response", "reference")
-MANY = ("prompts", "responses", "references")
 
 
 class FunctionScorer(Scorer):
@@ -40,7 +38,7 @@ class FunctionScorer(Scorer):
     def __init__(self, config: FunctionScorerConfig, context: ScorerContext) -> None:
         super().__init__(config, context)
         assert config.path is not None, "validated: a function is named"
-        self.function = load_function(f"{self.at}.path", config.path, MANY if config.batched else ONE)
+        self.function = load_function(f"{self.at}.path", config.path, config.arguments)
         self.name = f"{self.at}.path={config.path}"
 
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -60,7 +58,7 @@ class FunctionScorer(Scorer):
         texts = flat_texts(rollouts, self.tokenizer)
         N, K, _ = rollouts.response_ids.shape
         examples = [
-            f"row {row} of the data set, response {response!r:.200}"
+            f"row {row} of the data set, response {shortened(repr(response), 200)}"
             for row, response in zip(rollouts.index.repeat_interleave(K).tolist(), texts[1], strict=True)
         ]
         if self.config.batched:
@@ -74,42 +72,69 @@ class FunctionScorer(Scorer):
         for score, value, example in zip(scores, given, examples, strict=True):
             if score is None:
                 raise RunError(
-                    f"{self.name} returned {value!r:.80} for {example}; a score must be a finite number that "
-                    "float32 can represent: correct the function"
+                    f"{self.name} returned {shortened(repr(value), 80)} for {example}; a score must be a "
+                    f"finite number{not_a_score(value)}: correct the function{self.hint(value)}"
                 )
         return torch.tensor(scores, dtype=torch.float32).view(N, K)
 
     def call(self, *arguments: Any, example: str) -> Any:
-        """Return the result of the function for `arguments`.
+        """Return the result of the function for `arguments`; of a batched function, its items as a list.
 
         Raises:
-            RunError: the function raised an exception; `example` describes the responses in the message.
+            RunError: the function raised an exception, whose traceback is that of `__cause__`, or called
+                `sys.exit`; `example` describes the responses in the message.
         """
         try:
-            return self.function(*arguments)
-        except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            where = frames[min(1, len(frames) - 1)]  # frame 0 is `call`, frame 1 the function
+            given = self.function(*arguments)
+            return items(given) if self.config.batched else given
+        except (Exception, SystemExit) as error:
+            did = (
+                f"called sys.exit({error.code!r})"
+                if isinstance(error, SystemExit)
+                else f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+            )
+            takes = " (it receives lists)" if self.config.batched else ""
             raise RunError(
-                f"{self.name} raised {type(error).__name__}: {error} ({where.filename}, line {where.lineno}) "
-                f"for {example}; correct the function"
+                f"{self.name} {did}{place(error)} for {example}; correct the function{takes}"
             ) from error
 
-    def listed(self, given: Any, count: int, example: str) -> Sequence[Any]:
-        """Return the result `given` of a batched function as a list of `count` scores.
+    def listed(self, given: Any, count: int, example: str) -> list[Any]:
+        """Return the result `given` of a batched function, which must be a list of `count` scores.
 
         Raises:
             RunError: the result is not a list of `count` items; `example` describes the first response.
         """
-        try:
-            scores = list(given)
-        except TypeError:
-            scores = None
-        if scores is None or len(scores) != count:
-            what = f"{type(given).__name__} {given!r:.80}" if scores is None else f"{len(scores)} scores"
+        if not isinstance(given, list) or len(given) != count:
+            what = f"{type(given).__name__} {shortened(repr(given), 80)}"
+            if isinstance(given, list):
+                what = f"{len(given)} scores"
             raise RunError(
                 f"{self.name} returned {what} for {count} responses, the first of {example}; with "
                 f"{self.at}.batched=true it must return a list with one score per response: correct the "
                 f"function, or set {self.at}.batched=false"
             )
-        return scores
+        return given
+
+    def hint(self, value: object) -> str:
+        """Return an addition to the remedy if `value`, returned for one response, has several items."""
+        if self.config.batched or isinstance(value, str | bytes) or not isinstance(value, Sized):
+            return ""
+        return f", or set {self.at}.batched=true if it takes and returns lists"
+
+
+def items(given: Any) -> Any:
+    """Return the items of a list, array, tensor or generator as a list; any other value unchanged."""
+    if isinstance(given, str | bytes | Mapping | Set):  # a set has no order
+        return given
+    try:
+        iterator = iter(given)
+    except TypeError:
+        return given
+    return list(iterator)
+
+
+def place(error: BaseException) -> str:
+    """Return, for a message, the innermost line of the user's file in the traceback of `error`."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

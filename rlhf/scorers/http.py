@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import requests
 import torch
@@ -15,6 +13,8 @@ from torch import Tensor
 from urllib3.util import Retry
 
 from rlhf.core.errors import RunError, UserError
+from rlhf.core.formatting import shortened
+from rlhf.core.network import is_loopback, refusal
 from rlhf.scorers.scorer import Scorer, as_score, flat_texts
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class HttpScorer(Scorer):
         assert config.url is not None, "validated: a service is named"
         self.url = config.url
         self.session = new_session(config, context.at)
+        self.answered = False  # True after the first answer: from then on, a refused connection is retried
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K] that the service returns.
@@ -61,6 +62,11 @@ class HttpScorer(Scorer):
         Raises:
             RunError: the service cannot be reached, refuses a request, or does not answer with scores.
         """
+        if not self.answered and (reason := refusal(self.url)):
+            raise RunError(
+                f"{self.at}.url={self.url} does not accept connections ({reason}); start the service, or "
+                f"correct {self.at}.url"
+            )
         prompts, responses, references = flat_texts(rollouts, self.tokenizer)
 
         def ask(start: int) -> list[float]:
@@ -69,6 +75,7 @@ class HttpScorer(Scorer):
 
         with ThreadPoolExecutor(self.config.concurrency) as pool:  # map returns results in request order
             answers = list(pool.map(ask, range(0, len(responses), self.config.batch_size)))
+        self.answered = True
         N, K, _ = rollouts.response_ids.shape
         scores = [score for answer in answers for score in answer]
         return torch.tensor(scores, dtype=torch.float32).view(N, K)
@@ -86,15 +93,16 @@ class HttpScorer(Scorer):
                 self.url, json=question, timeout=self.config.timeout_s, allow_redirects=False
             )
         except requests.RequestException as error:
+            tries = self.config.retries + 1
             raise RunError(
-                f"{self.at}.url={self.url} did not answer in {self.config.retries + 1} tries of "
-                f"{self.config.timeout_s:g} s ({error}); check that the service runs there, or raise "
-                f"{self.at}.timeout_s"
+                f"{self.at}.url={self.url} did not answer in {tries} {'try' if tries == 1 else 'tries'} of "
+                f"{self.config.timeout_s:g} s ({cause_of(error)}); check that the service runs there, or "
+                f"raise {self.at}.timeout_s"
             ) from error
         if answer.status_code != 200:
             raise RunError(
                 f"{self.at}.url={self.url} answered with status {answer.status_code} "
-                f"({answer.text!r:.200}); {self.remedy(answer.status_code)}"
+                f"({shortened(repr(answer.text), 200)}); {self.remedy(answer.status_code)}"
             )
         return self.read(answer, len(responses))
 
@@ -110,7 +118,7 @@ class HttpScorer(Scorer):
             body = None
         given = body.get("scores") if isinstance(body, dict) else None
         if not isinstance(given, list):
-            problem = f"{answer.text!r:.200}"
+            problem = shortened(repr(answer.text), 200)
         elif len(given) != count:
             problem = f"{len(given)} scores for {count} responses"
         else:
@@ -119,7 +127,7 @@ class HttpScorer(Scorer):
             if len(found) == count:
                 return found
             wrong = scores.index(None)
-            problem = f"{given[wrong]!r:.80} as score {wrong} of {count}"
+            problem = f"{shortened(repr(given[wrong]), 80)} as score {wrong} of {count}"
         raise RunError(
             f"{self.at}.url={self.url} answered with status 200 and {problem}; the answer must be "
             '{"scores": [...]} with one finite number per response; correct the service'
@@ -178,10 +186,18 @@ def new_session(config: HttpScorerConfig, key: str) -> requests.Session:
     return session
 
 
-def is_loopback(url: str) -> bool:
-    """Return True if the host of a URL is localhost or a loopback address."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def cause_of(error: BaseException) -> str:
+    """Return why a request failed, in one phrase: the system's error message, or a time limit."""
+    if isinstance(error, requests.Timeout) or "timed out" in str(error):
+        return "timed out"
+    causes = [error]
+    while inner := [each for each in inner_errors(causes[-1]) if each not in causes]:
+        causes.append(inner[0])
+    messages = [cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror]
+    return messages[-1] if messages else type(causes[-1]).__name__
+
+
+def inner_errors(error: BaseException) -> list[BaseException]:
+    """Return the errors inside an error of requests or urllib3."""
+    inner = [getattr(error, "reason", None), error.__cause__, *error.args]
+    return [each for each in inner if isinstance(each, BaseException)]

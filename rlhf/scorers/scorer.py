@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class ScorerContext:
         model: config section of the models.
         place: returns a frozen module on the device, or divided over the ranks; depends on the backend.
         build: returns the scorer of a config section and key, for a scorer that consists of other scorers.
+        conversational: the prompts of the task are dialogues.
     """
 
     at: str
@@ -39,6 +41,7 @@ class ScorerContext:
     model: ModelConfig
     place: Callable[[Any], Any]
     build: Callable[[ScorerConfig, str], Scorer | None]
+    conversational: bool = False
 
 
 class Scorer(ABC):
@@ -150,3 +153,9 @@ def as_score(value: object) -> float | None:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     return number if abs(number) <= torch.finfo(torch.float32).max else None  # NaN gives None
+
+
+def not_a_score(value: object) -> str:
+    """Return, for a message about a value that is no score, the limit of float32 if `value` exceeds it."""
+    beyond = isinstance(value, int | float) and torch.finfo(torch.float32).max < abs(value) < math.inf
+    return " below 3.4e38, the limit of float32" if beyond else ""

@@ -136,19 +136,22 @@ def test_shipped_weighted_scorer_is_valid_when_its_parts_fit_the_task():
     assert not check.problems(swapped)
 
 
-def test_module_of_a_reward_function_is_found_without_running_it(tmp_path, monkeypatch):
-    (tmp_path / "runs_nothing.py").write_text("raise SystemExit('it was run')\n")
+def test_reward_function_is_found_without_running_its_module(tmp_path, monkeypatch):
+    source = "raise SystemExit('it was run')\ndef f(prompt, response, reference): ...\n"
+    (tmp_path / "runs_nothing.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])  # no '', as in a console script
     assert not check.problems(compose(["scorer=function", "scorer.path=runs_nothing:f"]))
 
 
-def test_package_that_fails_to_import_is_reported(tmp_path, monkeypatch):
+def test_reward_function_in_a_package_is_found_without_running_the_package(tmp_path, monkeypatch):
     (tmp_path / "broken_package").mkdir()
     (tmp_path / "broken_package" / "__init__.py").write_text("1 / 0\n")
+    (tmp_path / "broken_package" / "inside.py").write_text("def f(prompt, response, reference): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    (found,) = check.problems(compose(["scorer=function", "scorer.path=broken_package.inside:f"]))
-    assert "(importing its package raised ZeroDivisionError: division by zero), got" in found
+    assert not check.problems(compose(["scorer=function", "scorer.path=broken_package.inside:f"]))
+    (found,) = check.problems(compose(["scorer=function", "scorer.path=broken_package.beside:f"]))
+    assert "(no module 'broken_package.beside'), got" in found
 
 
 def test_url_with_a_password_is_rejected_and_the_password_is_not_shown():
@@ -159,6 +162,7 @@ def test_url_with_a_password_is_rejected_and_the_password_is_not_shown():
 
 def test_saved_files_contain_the_name_of_the_token_variable_and_not_the_token(command, monkeypatch):
     monkeypatch.setenv("SCORE_TOKEN", "hunter2")
+    monkeypatch.setattr("rlhf.checks.rewards.refusal", lambda url: None)  # no service is needed here
     words = ["scorer=http", "scorer.url=http://127.0.0.1:1/score", "scorer.token_variable=SCORE_TOKEN"]
     answer = command(*words)
     folder = answer.runs[0][1]
@@ -179,7 +183,7 @@ def test_connection_settings_of_a_service_do_not_change_the_run_name(key):
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        ("scorer=function scorer@gold=function scorer.path=json:loads gold.path=json:loads", "scorer"),
+        ("scorer=function scorer@gold=function scorer.path=math:fsum gold.path=math:fsum", "scorer"),
         ("scorer=http scorer@gold=http scorer.url=http://h/x gold.url=http://h/x", "scorer"),
         (f"{MIX}=facts", "scorer@scorer.parts.x"),
         (
@@ -197,7 +201,7 @@ def test_training_with_the_judge_as_scorer_gives_a_warning(overrides, key):
 @pytest.mark.parametrize(
     "overrides",
     [
-        "scorer=function scorer@gold=function scorer.path=json:loads gold.path=json:dumps",
+        "scorer=function scorer@gold=function scorer.path=math:fsum gold.path=math:hypot",
         "scorer=http scorer@gold=http scorer.url=http://h/x gold.url=http://h/y",
         f"{MIX}=reward_model scorer@gold=weighted +scorer@gold.parts.x=facts",
         f"{MIX}=reward_model",

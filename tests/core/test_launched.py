@@ -2,15 +2,23 @@
 
 import pytest
 
-from rlhf.core.launched import is_first_rank, local_rank, local_world_size, rank, world_size
+from rlhf.core.launched import (
+    is_first_rank,
+    local_rank,
+    local_world_size,
+    missing_variables,
+    rank,
+    world_size,
+)
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_PROCID")
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture
 def launch(monkeypatch):
     def launch(**variables):
-        for name in VARIABLES:
+        for name in (*VARIABLES, *MASTER):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -40,3 +48,12 @@ def test_only_slurm_task_zero_is_first_rank_before_rank_variables_are_set(launch
     assert not is_first_rank() and rank() == 0
     launch(SLURM_PROCID="3", RANK="0")
     assert is_first_rank()
+
+
+def test_ranks_without_the_address_of_the_first_rank_cannot_connect(launch):
+    launch()
+    assert missing_variables() == []
+    launch(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_PORT="29500")
+    assert missing_variables() == ["MASTER_ADDR"]
+    launch(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    assert missing_variables() == []

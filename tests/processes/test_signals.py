@@ -104,13 +104,48 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_raises_keyboard_interrupt_during_training(told, ctrl_c):
+def test_the_first_ctrl_c_in_training_only_sets_a_flag(told, ctrl_c):
     with interruptible() as interruption:
         interruption.defer()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # a launcher forwards the Ctrl-C of its terminal at once
+        assert interruption.asked() and interruption.cause == "Ctrl-C"
+    assert told == [
+        "Ctrl-C: stopping after the current update, with a checkpoint; "
+        "a second Ctrl-C ends the run immediately"
+    ]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_in_training_raises_keyboard_interrupt(told, ctrl_c, monkeypatch, first):
+    monkeypatch.setattr(signals, "ECHO_S", 0.0)
+    with interruptible() as interruption:
+        interruption.defer()
+        signal.raise_signal(first)
+        time.sleep(0.01)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_outside_of_training_raises_keyboard_interrupt(told, ctrl_c):
+    with interruptible() as interruption:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert not interruption.asked()
     assert told == []
+
+
+def test_ctrl_c_stays_ignored_where_it_is_ignored(told):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interruptible() as interruption:
+            interruption.defer()
+            signal.raise_signal(signal.SIGINT)
+            assert not interruption.asked()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_long_wait_after_a_signal_is_reported_once(told, monkeypatch):

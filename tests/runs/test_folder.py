@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from rlhf.config.compose import compose
-from rlhf.config.identity import digest, run_name
+from rlhf.config.identity import differences, digest, run_name, what_counts
 from rlhf.config.run import Resume
 from rlhf.config.saved import load_config
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
 from rlhf.runs.environment import redact
 from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
-from rlhf.runs.resuming import prepare
+from rlhf.runs.naming import folder_of
+from rlhf.runs.resuming import prepare, shorter_run
 from rlhf.runs.transcript import setup_logging
 from rlhf.stages.stage_config import stage_digest
 
@@ -31,6 +32,48 @@ def test_run_name_contains_task_model_algorithm_generator_lag_seed_and_digest(cf
     named = replace(cfg, seed=3, schedule=replace(cfg.schedule, max_lag=2))
     assert run_name(named) == f"tldr_mini-pythia-dpo-hf-lag2-seed3-{digest(named)}"
     assert len(digest(cfg)) == 8 and int(digest(cfg), 16) >= 0
+
+
+OWN = ["task=local", "task.path=data", "algo=rloo"]
+
+
+@pytest.mark.parametrize(
+    ("start", "label"),
+    [
+        ("models/smol", "smol"),
+        ("models/smol/", "smol"),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2.5_0.5B_Instruct"),
+        ("mödel mit blank", "m_del_mit_blank"),
+        ("outputs/local-smol-sft-dataset-lag0-seed1-0123abcd/model", "smol_sft"),
+        ("outputs/local-smol-sft-dataset-lag0-seed1-0123abcd/checkpoint-40", "smol_sft"),
+        ("outputs/my-run/model", "my_run"),
+        ("outputs/artefacts/sft-x-0123abcd/model", "pythia"),
+        ("..", "pythia"),
+    ],
+)
+def test_run_name_contains_the_model_that_training_starts_from(start, label):
+    named = compose([*OWN, f"model.policy='{start}'"])
+    assert run_name(named) == f"local-{label}-rloo-hf-lag0-seed1-{digest(named)}"
+    supervised = compose([*OWN, "algo=sft", f"model.base='{start}'", "model.policy=models/other"])
+    assert run_name(supervised).startswith(f"local-{label}-sft-dataset-")
+
+
+def test_run_name_has_at_most_80_characters():
+    named = run_name(compose([*OWN, f"model.policy=models/{'long-' * 40}"]))
+    assert len(named) <= 80 and named.startswith("local-long_long_")
+
+
+def test_the_folder_of_a_run_under_an_earlier_name_is_found(tmp_path):
+    cfg = compose([*OWN, "model.policy=models/smol", f"output_dir={tmp_path}"])
+    assert folder_of(cfg) == tmp_path / run_name(cfg)
+    earlier = tmp_path / f"local-pythia-rloo-hf-lag0-seed1-{digest(cfg)}"
+    earlier.mkdir()
+    assert folder_of(cfg) == tmp_path / run_name(cfg)  # an empty folder is no run
+    RunFolder(earlier).write_config(cfg)
+    assert folder_of(cfg) == earlier
+    assert folder_of(replace(cfg, seed=2)) != earlier
+    (tmp_path / run_name(cfg)).mkdir()
+    assert folder_of(cfg) == tmp_path / run_name(cfg)
 
 
 def test_run_name_of_a_config_composed_by_hydra_is_the_same(cfg):
@@ -98,7 +141,7 @@ def test_environment_file_contains_versions_hardware_and_command_but_no_secrets(
     text = folder.environment.read_text()
     found = json.loads(text)
     assert "hunter" not in text and found["command"][:2] == ["train.py", "seed=2"]
-    assert {"rlhf", "torch", "hydra-core"} <= found["packages"].keys() and found["devices"] == ["a GPU"]
+    assert {"rlhf-lab", "torch", "hydra-core"} <= found["packages"].keys() and found["devices"] == ["a GPU"]
     assert found["cores"] >= 1 and found["memory_gib"] > 0
 
 
@@ -113,9 +156,9 @@ def test_redaction_removes_secrets_but_not_settings_with_similar_names():
 
 
 def test_only_checkpoints_with_a_marker_are_listed_in_numeric_order(tmp_path):
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11"):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-12-copy"):
         (tmp_path / name).mkdir()
-    for name in ("checkpoint-9", "checkpoint-10"):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-12-copy"):
         (tmp_path / name / COMPLETE).touch()
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
     assert RunFolder(tmp_path).last_checkpoint() == tmp_path / "checkpoint-10"
@@ -136,6 +179,11 @@ def test_a_failed_write_leaves_the_previous_state_file(tmp_path, monkeypatch):
 def test_a_run_with_stand_ins_has_another_name(cfg):
     named = digest(replace(cfg, stages=replace(cfg.stages, stand_ins=True)))
     assert named != digest(cfg)
+
+
+def test_a_run_with_a_chat_template_of_its_own_has_another_name(cfg):
+    assert "chat_template" not in what_counts(cfg)["model"]  # so that names from before the key stay valid
+    assert digest(replace(cfg, model=replace(cfg.model, chat_template="plain"))) != digest(cfg)
 
 
 def test_stage_digest_uses_the_names_of_artefacts_and_the_paths_of_user_folders(cfg):
@@ -161,11 +209,74 @@ def test_prepare_returns_the_result_of_a_finished_run_with_the_same_config(tmp_p
     folder.write_config(cfg)
     folder.write_state({"finished": True, "result": {}})
     assert prepare(folder, cfg) == {"finished": True, "result": {}}
-    with pytest.raises(UserError, match=r"of a run with other settings.*config\.yaml differs"):
+    with pytest.raises(UserError, match=r"with other settings.*config\.yaml has seed=1 instead of 7; set "):
         prepare(folder, replace(cfg, seed=7))
     assert prepare(folder, never) is None and not folder.path.exists()
     with pytest.raises(UserError, match="no such folder"):
         prepare(folder, must)
+
+
+def lengthened(cfg, episodes):
+    return replace(cfg, schedule=replace(cfg.schedule, total_episodes=episodes))
+
+
+def test_a_command_with_another_length_for_the_folder_is_told_to_extend_the_run(tmp_path, cfg):
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(cfg)
+    folder.write_state({"finished": True, "result": {}})
+    with pytest.raises(UserError) as refused:
+        prepare(folder, lengthened(cfg, 10240))
+    assert "has schedule.total_episodes=5120 instead of 10240; " in str(refused.value)
+    extend = f"python -m rlhf.extend run={folder.path} schedule.total_episodes=10240"
+    assert str(refused.value).endswith(f"extend that run with: {extend}")
+
+
+def test_the_original_command_accepts_a_finished_extension_and_refuses_an_unfinished_one(
+    tmp_path, cfg, capsys
+):
+    folder = RunFolder(tmp_path / run_name(cfg))
+    folder.write_config(lengthened(cfg, 10240))
+    folder.write_state({"finished": True, "result": {}})
+    assert prepare(folder, cfg) == {"finished": True, "result": {}}
+    assert "was extended to schedule.total_episodes=10240" in capsys.readouterr().out
+    folder.write_state({"finished": False})
+    (folder.path / "checkpoint-1").mkdir()
+    (folder.path / "checkpoint-1" / COMPLETE).touch()
+    with pytest.raises(UserError, match=r"got schedule.total_episodes=5120 .* extended to .*=10240; resume"):
+        prepare(folder, cfg)
+    assert load_config(folder.config).schedule.total_episodes == 10240
+
+
+def test_a_new_run_that_differs_only_by_a_larger_length_is_pointed_to_the_shorter_run(tmp_path, cfg):
+    shorter = RunFolder(tmp_path / run_name(cfg))
+    shorter.write_config(cfg)
+    longer, other = lengthened(cfg, 10240), lengthened(replace(cfg, eval=replace(cfg.eval, prompts=9)), 10240)
+    message = shorter_run(RunFolder(tmp_path / run_name(longer)), longer)
+    extend = f"python -m rlhf.extend run={shorter.path} schedule.total_episodes=10240"
+    assert message is not None and message.endswith(extend)
+    assert shorter_run(RunFolder(tmp_path / run_name(other)), other) is None
+    assert shorter_run(RunFolder(tmp_path / "chosen"), longer) is None
+    assert shorter_run(shorter, cfg) is None
+
+
+def test_at_most_four_differing_settings_are_named(tmp_path, cfg):
+    other = compose(["seed=2", "optim.lr=1", "algo.beta=2", "eval.prompts=3", "task.max_prompt_tokens=9"])
+    assert differences(cfg, other).keys() == {
+        "seed", "optim.lr", "algo.beta", "eval.prompts", "task.max_prompt_tokens"
+    }  # fmt: skip
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(cfg)
+    folder.write_state({"finished": True, "result": {}})
+    with pytest.raises(UserError, match=" and 1 more; set resume=never"):
+        prepare(folder, other)
+
+
+@pytest.mark.parametrize("text", [": : [", "just text", "defaults: []\nno_key: 1\n", ""])
+def test_a_damaged_config_is_a_user_error(tmp_path, text):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml must be the config that a run wrote"):
+        load_config(file)
 
 
 def test_the_log_is_written_to_the_folder_of_the_current_run(tmp_path):

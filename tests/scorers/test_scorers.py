@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -185,18 +186,62 @@ def test_an_exception_in_a_function_is_reported_with_function_line_and_row(tmp_p
     assert isinstance(stopped.value.__cause__, KeyError)
 
 
+def test_the_line_of_an_exception_is_the_innermost_line_of_the_file_of_the_function(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import json\ndef read(text):\n    return json.loads(text)\ndef score(p, r, a):\n    return read(r)\n"
+    )
+    scorer = FunctionScorer(FunctionScorerConfig(path=f"{file}:score"), scorer_context(TOKENIZER))
+    with pytest.raises(
+        RunError,
+        match=re.escape(f"JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 3)"),
+    ):
+        scorer(rollouts())
+
+
+@pytest.mark.parametrize("code", ["3", "'my message'", ""])
+def test_sys_exit_in_a_function_is_an_error_of_the_run(tmp_path, code):
+    with pytest.raises(RunError, match=r"own.py:score called sys.exit\(.*row 7.*; correct the function"):
+        function(tmp_path, f"import sys; sys.exit({code})")(rollouts())
+
+
+def test_an_exception_while_a_batched_function_yields_scores_is_reported(tmp_path):
+    with pytest.raises(RunError, match=r"raised ZeroDivisionError.*own.py, line 3.*\(it receives lists\)"):
+        function(tmp_path, "return (1 / 0 for _ in responses)", LISTS, batched=True)(rollouts())
+
+
+def test_a_function_that_returns_a_list_for_one_response_is_reported_with_the_setting_for_lists(tmp_path):
+    with pytest.raises(RunError, match=r"returned \[0.0, 0.0.*set scorer.parts.own.batched=true if it takes"):
+        function(tmp_path, "return [0.0 for _ in response]")(rollouts())
+
+
+def test_a_score_beyond_float32_is_reported_with_the_limit(tmp_path):
+    with pytest.raises(RunError, match=r"returned 1e\+300 for .*a finite number below 3.4e38"):
+        function(tmp_path, "return 1e300")(rollouts())
+
+
+@pytest.mark.parametrize("result", ["{*range(6)}", "{'scores': [1.0]}", "'123456'"])
+def test_a_batched_function_must_not_return_a_set_a_dict_or_text(tmp_path, result):
+    with pytest.raises(RunError, match="it must return a list with one score per response"):
+        function(tmp_path, f"return {result}", LISTS, batched=True)(rollouts())
+
+
 @pytest.mark.parametrize(
     ("source", "name", "said"),
     [
-        ("def other(): ...", "score", "must name a function of {file} (there is no score in it)"),
+        ("def other(): ...", "score", "must name a function of {file} (there is no score in it, only other)"),
         ("score = 3", "score", "must name a function (score is of type int)"),
         (
             "def score(prompt): ...",
             "score",
-            "must name a function of (prompt, response, reference) (too many",
+            "a function of (prompt, response, reference), which are passed by position (score takes (prompt)",
         ),
-        ("def score(a, b, c, d): ...", "score", "(missing a required argument: 'd')"),
-        ("def score(a, b, c, *, d): ...", "score", "(missing a required argument: 'd')"),
+        ("def score(a, b, c, d): ...", "score", "takes (a, b, c, d): missing a required argument: 'd')"),
+        (
+            "def score(a, b, c, *, d): ...",
+            "score",
+            "takes (a, b, c, *, d): missing a required argument: 'd')",
+        ),
         ("1 / 0", "score", "(importing it raised ZeroDivisionError: division by zero, in {file}, line 1)"),
         ("def (", "score", "(importing it raised SyntaxError"),
     ],

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
+from urllib3.exceptions import MaxRetryError, ProtocolError, SSLError
 
 from rlhf.config.scorer import HttpScorerConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import RunError, UserError
-from rlhf.scorers.http import HttpScorer
+from rlhf.scorers.http import HttpScorer, cause_of
 from tests.tiny_models import scorer_context, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -145,15 +147,44 @@ def test_a_timeout_is_retried_then_stops_the_run(service):
     with pytest.raises(RunError) as stopped:
         scorer_of(service, timeout_s=0.5, retries=0)(rollouts())
     text = str(stopped.value)
-    assert f"scorer.url={service.url} did not answer in 1 tries of 0.5 s" in text
-    assert "imed out" in text and "raise scorer.timeout_s" in text
+    assert f"scorer.url={service.url} did not answer in 1 try of 0.5 s (timed out)" in text
+    assert "raise scorer.timeout_s" in text
 
 
-def test_an_unreachable_service_stops_the_run(service):
-    config = HttpScorerConfig(url="http://127.0.0.1:1/score", retries=1)
+def test_a_service_that_refuses_the_first_connection_stops_the_run_at_once(monkeypatch):
+    config = HttpScorerConfig(url="http://127.0.0.1:1/score", retries=5)
     scorer = HttpScorer(config, scorer_context(TOKENIZER, "gold"))
-    with pytest.raises(RunError, match=r"gold.url=http://127.0.0.1:1/score did not answer in 2 tries"):
+    monkeypatch.setattr(scorer.session, "post", lambda *_, **__: pytest.fail("a request was sent"))
+    with pytest.raises(RunError) as stopped:
         scorer.score(rollouts())
+    assert str(stopped.value) == (
+        "gold.url=http://127.0.0.1:1/score does not accept connections (Connection refused); start the "
+        "service, or correct gold.url"
+    )
+
+
+def test_a_service_that_ends_during_the_run_is_retried_and_reported_without_text_of_the_libraries(service):
+    scorer = scorer_of(service, retries=1)
+    scorer(rollouts())
+    scorer.url = "http://127.0.0.1:1/score"
+    with pytest.raises(
+        RunError, match=r"did not answer in 2 tries of 60 s \(Connection refused\); check"
+    ) as stopped:
+        scorer(rollouts())
+    assert "HTTPConnectionPool" not in str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (requests.ReadTimeout("Read timed out. (read timeout=1)"), "timed out"),
+        (requests.ConnectionError(ProtocolError("x", ConnectionResetError(104, "Reset"))), "Reset"),
+        (requests.exceptions.SSLError(MaxRetryError(None, "/", SSLError("handshake"))), "SSLError"),
+        (requests.RequestException(), "RequestException"),
+    ],
+)
+def test_the_cause_of_a_failed_request_is_one_phrase(error, said):
+    assert cause_of(error) == said
 
 
 @pytest.mark.parametrize(

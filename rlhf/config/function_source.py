@@ -1,0 +1,179 @@
+"""Reading of a Python file without executing it: syntax, imports, and the functions that it defines.
+
+What cannot be known without executing the file (decorators, star imports, names made at run time) is not
+reported. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import warnings
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+LISTS = ("list", "List", "Sequence", "Iterable", "Collection", "tuple", "Tuple")
+
+# Words of files whose imports, or whose names, are known only after the file has run.
+CHANGES_IMPORTS = ("sys.path", "addsitedir", "meta_path", "sys.modules")
+DEFINES_AT_RUN_TIME = ("globals(", "exec(", "setattr(", "__getattr__", "sys.modules", "vars(", "import *")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A Python file whose syntax is valid.
+
+    Args:
+        text: the content of the file.
+        tree: the syntax tree of `text`.
+    """
+
+    text: str
+    tree: ast.Module
+
+    @property
+    def functions(self) -> list[str]:
+        """The names of the public functions at the top level of the file."""
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        return [node.name for node in self.tree.body if isinstance(node, kinds) and node.name[0] != "_"]
+
+    def lacks(self, name: str) -> bool:
+        """Return whether the file certainly defines nothing called `name`."""
+        return name not in names_bound(self.tree) and not any(
+            word in self.text for word in DEFINES_AT_RUN_TIME
+        )
+
+    def definition(self, name: str) -> ast.stmt | ast.expr | None:
+        """Return what `name` certainly is: its `def` or `class` statement, or the expression assigned to it.
+
+        The result is None if the definition has a decorator, is not unique, or is inside another statement.
+        """
+        if names_bound(self.tree).count(name) != 1:
+            return None
+        for node in self.tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+                return None if node.decorator_list or getattr(node, "keywords", None) else node
+            if isinstance(node, ast.Assign) and [ast.unparse(each) for each in node.targets] == [name]:
+                return node.value
+        return None
+
+    def missing_import(self) -> tuple[int, str] | None:
+        """Return line and name of the first module that the file imports and that is not installed."""
+        if any(word in self.text for word in CHANGES_IMPORTS):
+            return None
+        for node in self.tree.body:
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names = [node.module]
+            else:
+                continue
+            for name in names:
+                root = name.partition(".")[0]
+                if root not in sys.modules and top_level_module(root) is None:
+                    return node.lineno, name
+        return None
+
+
+def read(file: Path) -> Source:
+    """Return the source of a Python file after a check of its syntax.
+
+    Raises:
+        SyntaxError: Python cannot compile the file.
+        OSError: the file cannot be read.
+    """
+    content = file.read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import of the file shows its warnings
+        try:
+            compile(content, str(file), "exec", dont_inherit=True)
+            tree = ast.parse(content, str(file))
+        except ValueError as error:  # null bytes, for some versions of Python
+            raise SyntaxError(str(error), (str(file), 1, None, None)) from error
+    return Source(content.decode(errors="replace"), tree)
+
+
+def top_level_module(name: str) -> ModuleSpec | None:
+    """Return where the top-level module `name` is, without importing the module; None if it is not found."""
+    try:
+        return find_spec(name)
+    except (ImportError, ValueError):  # ValueError: a loaded module, such as __main__, without a spec
+        return None
+
+
+def names_bound(tree: ast.Module) -> list[str]:
+    """Return every name that the statements of a module bind, outside of functions and classes.
+
+    A name that a function binds with `global` counts, too. A name that is bound twice is in the list twice.
+    """
+    names: list[str] = []
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.append(child.name)
+            elif isinstance(child, ast.Import | ast.ImportFrom):
+                names.extend(alias.asname or alias.name.partition(".")[0] for alias in child.names)
+            elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+                names.append(child.id)
+            elif isinstance(child, ast.MatchAs | ast.MatchStar) and child.name:
+                names.append(child.name)
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+                visit(child)
+
+    visit(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            names += node.names
+    return names
+
+
+class Default:
+    """A default value of an argument, shown as it is written in the file."""
+
+    def __init__(self, value: ast.expr) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return ast.unparse(self.value)
+
+
+def signature(arguments: ast.arguments) -> inspect.Signature:
+    """Return the signature of a function from the syntax tree of its arguments, without annotations."""
+    kinds = inspect.Parameter
+    by_position = [*arguments.posonlyargs, *arguments.args]
+    only = len(arguments.posonlyargs)
+    defaults = [None] * (len(by_position) - len(arguments.defaults)) + list(arguments.defaults)
+    parameters = [
+        parameter(each, kinds.POSITIONAL_ONLY if number < only else kinds.POSITIONAL_OR_KEYWORD, default)
+        for number, (each, default) in enumerate(zip(by_position, defaults, strict=True))
+    ]
+    if arguments.vararg:
+        parameters.append(parameter(arguments.vararg, kinds.VAR_POSITIONAL))
+    parameters += [
+        parameter(each, kinds.KEYWORD_ONLY, default)
+        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg:
+        parameters.append(parameter(arguments.kwarg, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def parameter(argument: ast.arg, kind: Any, default: ast.expr | None = None) -> inspect.Parameter:
+    """Return a parameter of a signature; `kind` is a kind of `inspect.Parameter`."""
+    empty = inspect.Parameter.empty
+    return inspect.Parameter(argument.arg, kind, default=empty if default is None else Default(default))
+
+
+def takes_lists(arguments: ast.arguments) -> bool | None:
+    """Return whether the annotation of the second argument is a list (True) or text (False); else None."""
+    by_position = [*arguments.posonlyargs, *arguments.args]
+    if len(by_position) < 2 or (annotation := by_position[1].annotation) is None:
+        return None
+    written = annotation.value if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
+    name = str(written).partition("[")[0].rpartition(".")[2].strip()
+    return True if name in LISTS else False if name == "str" else None

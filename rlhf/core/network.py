@@ -1,0 +1,48 @@
+"""Whether a service can be reached. This module imports no torch."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+CONNECT_S = 3.0  # seconds after which a connection counts as slow, not as refused
+
+
+def refusal(url: str) -> str | None:
+    """Return the system's error message if the host of a URL refuses connections, or does not exist.
+
+    The result is None if a connection is accepted, if it takes more than `CONNECT_S`, or if a proxy is used,
+    which makes the connection. Nothing is sent.
+
+    Args:
+        url: a valid address that begins with http:// or https://.
+    """
+    parsed = urlsplit(url)
+    host, port = parsed.hostname or "", parsed.port or (443 if parsed.scheme == "https" else 80)
+    if not is_loopback(url) and behind_proxy(parsed.scheme, host):
+        return None
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except TimeoutError:
+        return None
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name of the host is too long
+        return getattr(error, "strerror", None) or str(error)
+    return None
+
+
+def behind_proxy(scheme: str, host: str) -> bool:
+    """Return whether the proxy variables of the environment apply to a host."""
+    from urllib.request import getproxies, proxy_bypass
+
+    proxies = getproxies()
+    return (scheme in proxies or "all" in proxies) and not proxy_bypass(host)
+
+
+def is_loopback(url: str) -> bool:
+    """Return True if the host of a URL is localhost or a loopback address."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

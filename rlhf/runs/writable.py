@@ -1,0 +1,144 @@
+"""Whether files can be created in a folder that may not exist yet. This module imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlhf.core.errors import RunError, UserError
+from rlhf.core.files import SCRATCH
+
+
+def unwritable(folder: Path) -> str | None:
+    """Return the reason why nothing can be created in `folder`, which need not exist; or None.
+
+    The function creates and removes a folder, because permissions alone are not reliable on every file
+    system.
+    """
+    if (reason := invalid(folder)) is not None:
+        return reason
+    existing = nearest(folder)
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    probe = existing / f"{SCRATCH}probe-{os.getpid()}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except FileExistsError:  # another thread of this process
+        return None
+    except OSError as error:
+        return f"{str(error.strerror).lower()}: {existing}"
+    return None
+
+
+def invalid(folder: Path) -> str | None:
+    """Return why no folder can have this path, for example because a name is too long; or None."""
+    try:
+        folder.lstat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    except OSError as error:
+        return str(error.strerror).lower()
+    return None
+
+
+def nearest(folder: Path) -> Path:
+    """Return `folder` if it exists, else the nearest folder or file above it that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+
+
+@contextmanager
+def creating(folder: Path, key: str = "output_dir") -> Iterator[None]:
+    """Raise UserError instead of OSError if the block fails because `folder` cannot be created.
+
+    Args:
+        folder: the folder that the block creates.
+        key: the config key that sets the folder, for the message.
+    """
+    try:
+        yield
+    except OSError as error:
+        if (reason := unwritable(folder)) is None:
+            raise
+        raise UserError(cannot_write(key, folder, reason)) from error
+
+
+def cannot_write(key: str, folder: Path, reason: str) -> str:
+    """Return the message for the folder of a config key in which no files can be created."""
+    return f"{key} must be a folder that can be written ({reason}), got {folder}; set {key}=<folder>"
+
+
+@contextmanager
+def explain_file_errors(folder: Path) -> Iterator[None]:
+    """Raise an error with a remedy if the block fails because of folders, not because of the run itself.
+
+    Args:
+        folder: the run folder, which exists when the block begins.
+
+    Raises:
+        RunError: the block failed and the run folder does not exist any more.
+        UserError: a library could not create a file outside of the run folder, for example in a cache.
+    """
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        if not folder.is_dir():
+            raise RunError(
+                f"the run folder {folder} was deleted or moved during the run ({type(error).__name__}: "
+                f"{error}); the same command starts again"
+            ) from error
+        if isinstance(error, OSError) and (problem := unusable_cache(error, folder)):
+            raise UserError(problem) from error
+        raise
+
+
+def unusable_cache(error: OSError, folder: Path) -> str | None:
+    """Return the message for an error of a library that writes to a cache or a temporary folder; or None.
+
+    Args:
+        error: the error.
+        folder: the run folder.
+    """
+    if error.errno == errno.ENOENT and error.filename is None:
+        return temporary_folder_problem()
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
+        return None
+    if error.filename is None or folder.absolute() in Path(os.fsdecode(error.filename)).absolute().parents:
+        return None
+    return cache_problem() or temporary_folder_problem()
+
+
+def cache_problem() -> str | None:
+    """Return the message for a cache folder of Hugging Face in which no files can be created; or None."""
+    cache = hugging_face_cache()
+    if (reason := unwritable(cache)) is None:
+        return None
+    return (
+        f"HF_HOME must be a folder that can be written (models and data sets are cached there; {reason}), "
+        f"got {cache}; run: export HF_HOME=<folder>"
+    )
+
+
+def temporary_folder_problem() -> str | None:
+    """Return the message for a machine without a folder for temporary files; or None."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        return (
+            "TMPDIR must be a folder that can be written (libraries create temporary files), got "
+            f"{os.environ.get('TMPDIR')}; run: export TMPDIR=<folder>"
+        )
+    return None
+
+
+def hugging_face_cache() -> Path:
+    """Return the folder in which the libraries of Hugging Face cache models and data sets."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HOME") or default).expanduser()
