@@ -1,104 +1,74 @@
-"""Terminal output: one console for log lines and progress bars, so that they do not overwrite each other."""
+"""The terminal: one console for log lines and progress bars, so that they do not overwrite each other."""
 
 from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import textwrap
+from collections.abc import Iterable
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-WIDTH_OF_FILES = 132  # columns if the output is not a terminal
-PLAIN_EVERY_S = 5.0  # seconds between plain progress lines
+from rlhf.core.formatting import GAP, lines_of
+from rlhf.core.launched import is_first_rank
+from rlhf.core.output import discard_closed_output, wrapped
 
-console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+WIDTH_OF_FILES = 132  # columns of tables if the output is not a terminal
+WIDTH_OF_LINES = 100  # most columns of a line of figures
+
 transcript = logging.getLogger("rlhf.transcript")  # its messages go to train.log only
+transcript.addHandler(logging.NullHandler())  # without a train.log, an error is not printed a second time
+
+
+class Terminal(Console):
+    """A console that does not end the command if the reader of a pipe (`| head`) has gone."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard all later output of this process, and note this in train.log."""
+        discard_closed_output()
+        transcript.warning("the terminal output was closed; the run continues, and train.log has all lines")
+
+
+IN_FILE = not sys.stdout.isatty() if sys.stdout else True
+console = Terminal(
+    highlight=False,
+    emoji=False,
+    soft_wrap=IN_FILE,  # lines of a file are not wrapped; in a terminal, lines are wrapped between words
+    width=WIDTH_OF_FILES if IN_FILE else None,
+)
+
+
+def show(text: str, style: str | None = None) -> None:
+    """Print lines; in a terminal, they are divided between words, so that a long path stays whole."""
+    lines = text.splitlines() if IN_FILE else map(wrapped, text.splitlines())
+    console.print("\n".join(lines), style=style, markup=False, soft_wrap=True)
 
 
 def say(text: str, style: str | None = None) -> None:
-    """Print a line in the terminal and write it to train.log."""
-    console.print(text, style=style, markup=False)
+    """Print lines in the terminal and write them to train.log."""
+    show(text, style)
     transcript.info(text)
 
 
-class ProgressDisplay:
-    """A progress display: a live bar, a plain line every 5 seconds, or nothing.
-
-    Args:
-        title: the work in progress.
-        total: units of work.
-        mode: "live", "plain", "off", or "auto" (live in a terminal, otherwise plain).
-        done: units of work that are finished already.
-        time_left: show percentage and time left in the live bar.
-        transient: remove the live bar at the end.
-    """
-
-    def __init__(
-        self,
-        title: str,
-        total: int,
-        mode: str,
-        *,
-        done: int = 0,
-        time_left: bool = False,
-        transient: bool = False,
-    ) -> None:
-        self.title = title
-        self.total = total
-        self.mode = ("live" if console.is_terminal else "plain") if mode == "auto" else mode
-        self.last_line_at = -PLAIN_EVERY_S  # time.monotonic() of the last plain line
-        self.bar: Progress | None = None
-        if self.mode == "live":
-            columns = [TextColumn("{task.description}"), BarColumn(bar_width=20)]
-            columns += [TaskProgressColumn(), TimeRemainingColumn()] if time_left else []
-            columns += [TextColumn("{task.fields[text]}")]
-            self.bar = Progress(*columns, console=console, transient=transient)
-            self.task = self.bar.add_task(title, total=total, completed=done, text="")
-            self.bar.start()
-
-    def update(self, done: int, text: str) -> None:
-        """Show that `done` units are finished, with `text` beside the bar or as the plain line."""
-        if self.bar is not None:
-            self.bar.update(self.task, completed=done, text=text)
-        elif self.mode == "plain":
-            now = time.monotonic()
-            if now - self.last_line_at >= PLAIN_EVERY_S or done >= self.total:
-                self.last_line_at = now
-                say(f"{self.title}  {text}")
-
-    def close(self) -> None:
-        """Stop the live bar; its last state stays visible unless `transient` is set."""
-        if self.bar is not None:
-            self.bar.stop()
+def say_row(name: str, value: str) -> None:
+    """Print a row of a summary, wrapped in a terminal, and write it to train.log as one line."""
+    line = f"  {name + ':':24} {value}"
+    width = 10**6 if IN_FILE else console.width
+    for part in textwrap.wrap(line, width, subsequent_indent=" " * 27, break_long_words=False):
+        console.print(part, markup=False, soft_wrap=True)  # a long path can be copied
+    transcript.info(line)
 
 
-@contextmanager
-def progress(
-    title: str, total: int, mode: str, *, transient: bool = False
-) -> Iterator[Callable[[int], None]]:
-    """Show the progress of the block: a live bar, a plain line every 5 seconds, or nothing.
+def say_items(title: str, items: Iterable[str]) -> None:
+    """Print a title and items on as few lines as possible, and write them to train.log as one line."""
+    parts = [title, *items]
+    width = min(console.width, WIDTH_OF_LINES)
+    for line in lines_of(parts, width, indent="  "):
+        console.print(line, markup=False)
+    transcript.info(GAP.join(parts))
 
-    Yields a function for the block to call with the number of units that were finished since the last call.
 
-    Args:
-        title: the work in progress.
-        total: units of work.
-        mode: value of the config key `progress`: "live", "plain", "off", or "auto" (live in a terminal,
-            otherwise plain).
-        transient: remove the live bar at the end.
-    """
-    display = ProgressDisplay(title, total, mode, time_left=True, transient=transient)
-    done = 0
-
-    def advance(count: int = 1) -> None:
-        nonlocal done
-        done += count
-        display.update(done, f"{done:,} of {total:,}")
-
-    try:
-        yield advance
-    finally:
-        display.close()
+def say_loading() -> None:
+    """Print that torch and transformers are being imported, which takes seconds, unless they are already."""
+    if "transformers" not in sys.modules and is_first_rank():
+        console.print("loading torch and transformers ...")

@@ -8,9 +8,8 @@ module imports no torch.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -21,42 +20,68 @@ from omegaconf import DictConfig, open_dict
 from rlhf.checks.check import typed
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.run import Resume
+from rlhf.core import stages
+from rlhf.core.console import console, say
 from rlhf.core.errors import RunError, UserError
+from rlhf.core.output import print_error
 from rlhf.launch.hydra_internals import launchers_wrapped_by, submitit_executor, uses_basic_sweeper
 from rlhf.launch.jobs import Job, completed, distinct_overrides, failed, failure_message, finished_message
+from rlhf.launch.preflight import sweep_jobs
+from rlhf.launch.sweep_table import Row, lines
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import refuse_another_run
 
 
 class Sweep:
-    """A record of one sweep: the number of jobs and the failed jobs.
+    """A record of one sweep: its jobs and the failed jobs.
 
     Attributes:
-        jobs: number of jobs that the sweeper has passed to the launcher so far.
+        rows: the jobs that the sweeper has passed to the launcher so far.
+        total: number of jobs of the whole sweep; None: not known.
+        folder: folder of the run folders.
         failures: label, run folder (None if the config is invalid) and error of each failed job.
     """
 
     def __init__(self) -> None:
-        self.jobs = 0
+        self.rows: list[Row] = []
+        self.total: int | None = None
+        self.folder: str | None = None
         self.failures: list[tuple[str, RunFolder | None, BaseException]] = []
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Return a context in which Hydra launches jobs through a `WatchedLauncher`."""
-        return launchers_wrapped_by(lambda launcher: WatchedLauncher(launcher, self))
+    @property
+    def jobs(self) -> int:
+        """The number of jobs that the sweeper has passed to the launcher so far."""
+        return len(self.rows)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let Hydra launch jobs through a `WatchedLauncher`; in this process, `job_title` knows the sweep."""
+        global current
+        current = self
+        try:
+            with launchers_wrapped_by(lambda launcher: WatchedLauncher(launcher, self)):
+                yield
+        finally:
+            current = None
 
     def report(self) -> None:
-        """Print the failed jobs."""
+        """Print the table of two or more jobs, and the failed jobs."""
+        if self.jobs > 1:
+            console.print()
+            for line in lines(self.rows):
+                console.print(line, markup=False, soft_wrap=True)
+            console.print(f"compare: python -m rlhf.report {self.folder}", markup=False, soft_wrap=True)
         if not self.failures:
             return
         remedy = "the others are kept; the same command runs only missing jobs"
-        print(f"error: {len(self.failures)} of {self.jobs} jobs failed; {remedy}", file=sys.stderr)
+        print_error(f"error: {len(self.failures)} of {self.jobs} jobs failed; {remedy}")
         for label, folder, error in self.failures:
-            print(f"  - {label}: {failure_message(error)}", file=sys.stderr)
+            print_error(f"  - {label}: {failure_message(error)}")
             if folder is not None:
-                print(f"    {folder.path}", file=sys.stderr)
+                print_error(f"    {folder.path}")
 
     def end(self) -> None:
-        """Print the failed jobs, and end the command if a job failed.
+        """Print the table and the failed jobs, and end the command if a job failed.
 
         Raises:
             SystemExit: with code 2 if every failure is invalid input or configuration, else with code 1.
@@ -73,6 +98,37 @@ class Sweep:
         return any(error is failure for *_, failure in self.failures) or 0 < self.jobs == len(self.failures)
 
 
+current: Sweep | None = None  # the sweep that this process runs
+
+
+def job_title(number: int, overrides: Sequence[str]) -> str:
+    """Return the title of a job, such as "job 1 of 4: seed=1".
+
+    In the process of the sweep, the title has the number of jobs, and only the overrides that differ.
+
+    Args:
+        number: number of the job among the jobs that run, from 0.
+        overrides: overrides of the job.
+    """
+    rows = [] if current is None else current.rows
+    row = next((row for row in rows if row.overrides == tuple(overrides)), None)
+    if current is None or row is None:
+        return f"job {number + 1}: {' '.join(overrides)}"
+    of = f" of {current.total}" if current.total is not None and row.number <= current.total else ""
+    return f"job {row.number}{of}: {row.label}"
+
+
+def begin_job(number: int, overrides: Sequence[str]) -> None:
+    """Print the title of a job; in a process for jobs, titles then begin with the number of the job.
+
+    Args:
+        number: number of the job among the jobs that run, from 0.
+        overrides: overrides of the job.
+    """
+    console.print(job_title(number, overrides), markup=False, style="bold")
+    stages.job = "" if current is not None else f"job {number + 1} "
+
+
 class WatchedLauncher(Launcher):
     """A launcher that passes unfinished jobs to another launcher, and returns a result for every job."""
 
@@ -85,6 +141,10 @@ class WatchedLauncher(Launcher):
         self.loader = hydra_context.config_loader
         self.config = config
         self.hide_failures = uses_basic_sweeper(config)  # this sweeper stops at a failed job
+        self.sweep.folder = config.hydra.sweep.dir
+        self.sweep.total = (
+            len(sweep_jobs(config)) if uses_basic_sweeper(config) else config.hydra.sweeper.get("n_trials")
+        )
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs that are not finished, and return a result for every job.
@@ -94,31 +154,38 @@ class WatchedLauncher(Launcher):
         jobs: list[Job | JobReturn] = []
         results: dict[Path, JobReturn] = {}
         due: dict[Path, Job] = {}
+        rows: dict[Path, Row] = {}
         for number, (overrides, distinct) in enumerate(
             zip(job_overrides, distinct_overrides(job_overrides), strict=True), initial_job_idx
         ):
-            label = distinct or f"job {number}"
+            label = distinct or f"job {number + 1}"
+            row = Row(number=number + 1, label=label, overrides=tuple(overrides))
+            self.sweep.rows.append(row)
             try:
                 job, resume = self.compose(number, list(overrides), label)
                 done = None if resume is Resume.never else job.done
             except UserError as error:
+                row.failed = True
                 self.sweep.failures.append((label, None, error))
                 jobs.append(failed(error))
                 continue
             jobs.append(job)
+            row.folder, row.metric = job.folder, job.metric
             path = job.folder.path
             if path in due:
-                print(f"{label}: the same run as {due[path].label} (their run folder is the same)")
+                row.status = f"same run as job {rows[path].number}"
+                say(f"{label}: the same run as {due[path].label} (their run folder is the same)")
             elif done is not None:
-                print(f"{label}: {finished_message(job.folder, done.return_value, job.metric)}")
+                row.status = "finished before"
+                say(f"{label}: {finished_message(job.folder, done.return_value, job.metric)}")
                 results[path] = done
             else:
-                due[path] = job
-        self.sweep.jobs += len(jobs)
+                due[path], rows[path] = job, row
         if due:
             results.update(zip(due, self.run(list(due.values()), initial_job_idx), strict=True))
         for path, job in due.items():
             if results[path].status is JobStatus.FAILED:
+                rows[path].failed = True
                 self.sweep.failures.append((job.label, job.folder, results[path]._return_value))
         returns = [results[job.folder.path] if isinstance(job, Job) else job for job in jobs]
         if self.hide_failures:

@@ -2,130 +2,126 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
-
-from rich.markup import escape
-from rich.table import Table
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config.run import Progress
-from rlhf.core.console import ProgressDisplay, console, say, transcript
+from rlhf.core.console import WIDTH_OF_LINES, console, say, say_items, transcript
+from rlhf.core.formatting import GAP, figure, fitting, shortened
+from rlhf.core.progress import ProgressDisplay, left
 from rlhf.loggers.logger import Logger
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Evaluation, Row
     from rlhf.core.state import TrainState
 
-FIGURES = {  # metrics of an update in the progress line, and their short names
-    "loss/policy": "loss",
-    "objective/scores": "score",
-    "objective/kl": "kl",
-    "rewards/accuracies": "acc",
-    "throughput/episodes_per_s": "ep/s",
-}
-
 EVALUATION_METRICS = {  # metrics of an evaluation in the terminal, and their short names
     "eval/win_rate": "win rate",
-    "eval/gold_score": "gold",
-    "eval/norm_reward": "gold vs reference",
+    "eval/win_rate_vs_initial": "win rate vs initial",
     "eval/accuracy": "accuracy",
-    "eval/kl": "kl",
-    "eval/ppl": "ppl",
+    "eval/score": "reward",
+    "eval/gold_score": "judge",
+    "eval/norm_reward": "judge vs reference",
+    "eval/kl": "KL",
+    "eval/ppl": "perplexity",
     "eval/loss": "loss",
     "eval/response_tokens": "tokens",
 }
+RESULTS = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/accuracy")  # the first is in the progress line
 
 
 class Display(Logger):
     """A logger that shows progress and evaluations in the terminal.
 
-    The progress line has the update, episodes (or epochs), the metrics in `FIGURES`, the last win rate and
-    the time left. For an evaluation, the logger prints a line of metrics and a table of completions.
+    The progress display has the update, the time left, metrics of the update, episodes or epochs, and the
+    result of the last evaluation. For an evaluation, the logger prints its metrics and a completion.
 
     Args:
-        title: name of the run in the progress line.
+        title: name of the run in the progress display.
         state: counters at the start of the session.
         mode: live, plain or off; auto: live in a terminal, otherwise plain.
-        samples: number of completions at the first and the last evaluation; other evaluations show one
-            completion.
+        samples: number of completions after the last evaluation; other evaluations show one completion.
+        figures: metrics of an update and their short names, the most important first.
     """
 
-    def __init__(self, title: str, state: TrainState, mode: Progress, samples: int) -> None:
+    def __init__(
+        self, title: str, state: TrainState, mode: Progress, samples: int, figures: Mapping[str, str]
+    ) -> None:
         self.mode = mode
         self.title = title
         self.samples = samples
-        self.started = time.monotonic()
-        self.first = state.update  # update at the start of the session
-        self.judged: Row = {}  # metrics of the last evaluation
-        self.progress = ProgressDisplay(title, state.num_updates, mode.value, done=state.update)
+        self.figures = figures
+        self.evaluated: list[str] = []  # the result of the last evaluation, for the progress display
+        self.progress = ProgressDisplay(
+            title, state.num_updates, mode.value, unit="update", done=state.update
+        )
 
     def log(self, row: Row, state: TrainState) -> None:
         """Show the progress of the run with the metrics in `row`."""
-        line = self.line(row, state)
-        self.progress.update(state.update, line)
+        items = [f"{short} {figure(row[name])}" for name, short in self.figures.items() if name in row]
+        items += [*self.evaluated, state.progress()]
+        if "throughput/episodes_per_s" in row:
+            items.append(f"{figure(row['throughput/episodes_per_s'])} episodes/s")
+        self.progress.update(state.update, items)
         if self.progress.mode == "live":  # in other modes, the line is in train.log already
-            transcript.info("%s  %s", self.title, line)
-
-    def line(self, row: Row, state: TrainState) -> str:
-        """Return the progress line: counters, metrics, time left."""
-        figures = [f"{short} {row[name]:.3g}" for name, short in FIGURES.items() if name in row]
-        if "eval/win_rate" in self.judged:
-            figures.insert(2, f"win rate {self.judged['eval/win_rate']:.2f}")
-        return "  ".join(
-            [
-                f"update {state.update}/{state.num_updates}",
-                state.progress(),
-                *figures,
-                f"{self.left(state)} left",
-            ]
-        )
-
-    def left(self, state: TrainState) -> str:
-        """Return the time left as m:ss, at the pace of this session, evaluations included."""
-        pace = (time.monotonic() - self.started) / max(1, state.update - self.first)
-        minutes, seconds = divmod(round(pace * (state.num_updates - state.update)), 60)
-        return f"{minutes}:{seconds:02d}"
+            head = [self.title, self.progress.count, *left(self.progress.left_s)]
+            transcript.info(GAP.join([*head, *items]))
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
         """Print the metrics of an evaluation and some completions."""
-        self.judged = evaluation.figures
+        if state.update == self.progress.first:
+            self.progress.begin()
+        result = next((name for name in RESULTS if name in evaluation.figures), None)
+        if result is not None:
+            value = figure(evaluation.figures[result])
+            self.evaluated = [f"{EVALUATION_METRICS[result]} {value} at update {state.update}"]
         if self.mode is Progress.off:
             return
-        figures = [
-            f"{short} {evaluation.figures[name]:.3g}"
-            for name, short in EVALUATION_METRICS.items()
-            if name in evaluation.figures
-        ]
-        say(f"{self.title}  evaluated at update {state.update}:  {'  '.join(figures)}")
-        if evaluation.samples and self.samples:
-            rows = self.samples if state.update == 0 or state.done else 1
-            console.print(samples_table(evaluation, rows, state))
+        say_items(f"{self.title}  evaluated at update {state.update}:", metric_texts(evaluation.figures))
+        if self.samples:
+            print_samples(evaluation.samples[: self.samples if state.done else 1])
 
     def warn(self, text: str) -> None:
-        """Print a warning above the progress line."""
+        """Print a warning above the progress bar."""
         say(f"warning: {text}", style="yellow")
 
     def close(self) -> None:
-        """Stop the live progress bar; the last state of the bar stays visible."""
+        """Remove the live progress bar."""
         self.progress.close()
 
 
-def samples_table(evaluation: Evaluation, count: int, state: TrainState) -> Table:
-    """Return a table of the first `count` completions with their references and scores."""
-    table = Table(title=f"completions of held-out prompts at update {state.update}", show_lines=True)
-    table.add_column("prompt (end)", ratio=3)
-    table.add_column("response", ratio=3)
-    table.add_column("reference", ratio=3)
-    for name in ("score", "gold", "gold of reference"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for sample in evaluation.samples[:count]:
-        table.add_row(
-            escape("…" + sample["prompt"][-160:]),
-            escape(sample["response"]),
-            escape(sample["reference"]),
-            *(
-                f"{sample[key]:.2f}" if key in sample else ""
-                for key in ("score", "gold_score", "reference_gold_score")
-            ),
-        )
-    return table
+def metric_texts(figures: Mapping[str, Any]) -> list[str]:
+    """Return the metrics of an evaluation as texts, with half the width of the 95 % interval if known."""
+    texts = []
+    for name, short in EVALUATION_METRICS.items():
+        if name in figures:
+            half = f" +/- {figure(figures[f'{name}_ci95'])}" if f"{name}_ci95" in figures else ""
+            texts.append(f"{short} {figure(figures[name])}{half}")
+    return texts
+
+
+def print_samples(samples: list[dict[str, Any]]) -> None:
+    """Print completions in the terminal, each in at most four lines: prompt, response, scores."""
+    width = min(console.width, WIDTH_OF_LINES)
+    for sample in samples:
+        for line in sample_lines(sample, width):
+            console.print(line, markup=False, style="dim")
+
+
+def sample_lines(sample: dict[str, Any], width: int) -> list[str]:
+    """Return a completion as lines of at most `width` columns.
+
+    Args:
+        sample: a row of completions.jsonl.
+        width: number of columns.
+    """
+    room = width - len("  response  ")
+    lines = [f"  prompt    {shortened(sample['prompt'], room, end=True)}"]
+    lines.append(f"  response  {shortened(sample['response'], room) or '(empty)'}")
+    if sample.get("reference"):
+        lines.append(f"  reference {shortened(sample['reference'], room)}")
+    names = {"score": "reward", "gold_score": "judge", "reference_gold_score": "judge of reference"}
+    scores = [f"{short} {figure(sample[name])}" for name, short in names.items() if name in sample]
+    if scores:
+        lines.append(f"  scores    {fitting(scores, room)}")
+    return lines

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlhf.core.files import append, as_line, read_lines, write_atomically
+from rlhf.core.console import say
+from rlhf.core.files import append, as_line, split_lines, write_atomically
 from rlhf.loggers.logger import Logger
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlhf.core.metrics import Evaluation, Row
     from rlhf.core.state import TrainState
     from rlhf.runs.folder import RunFolder
@@ -29,7 +32,8 @@ class JsonlLogger(Logger):
         self.metrics = folder.metrics
         self.completions = folder.completions
         for file in (self.metrics, self.completions):
-            keep = [line for line in read_lines(file) if state.update and line["update"] <= state.update]
+            rows = intact_rows(file) if state.update else []
+            keep = [row for row in rows if row.get("update", 0) <= state.update]
             write_atomically(file, "".join(map(as_line, keep)))
 
     def log(self, row: Row, state: TrainState) -> None:
@@ -41,3 +45,16 @@ class JsonlLogger(Logger):
         """Append the row to metrics.jsonl, and the completions to completions.jsonl."""
         append(self.metrics, [row])
         append(self.completions, [{"update": state.update, **sample} for sample in evaluation.samples])
+
+
+def intact_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSON-lines file; move lines that are no JSON objects to `<file>.damaged`."""
+    rows, damaged = split_lines(file)
+    if damaged:
+        aside = file.with_name(f"{file.name}.damaged")
+        with aside.open("ab") as out:
+            out.writelines(line + b"\n" for line in damaged.values())
+        numbers = ", ".join(map(str, damaged))
+        text = f"warning: {file} had lines that are no JSON objects ({numbers}), moved to {aside.name}"
+        say(text, style="yellow")
+    return rows

@@ -6,7 +6,6 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
-from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
@@ -36,11 +35,10 @@ def test_combinations_are_the_cartesian_product_of_the_sweep_values():
     ]
 
 
-def test_the_group_listing_in_the_help_of_hydra_can_be_omitted(monkeypatch):
-    monkeypatch.setattr(Hydra, "format_config_groups", Hydra.format_config_groups)  # restored after the test
-    assert "format_config_groups" in Hydra.get_help.__code__.co_names
-    hydra_internals.omit_group_listing()
-    assert Hydra.format_config_groups(SimpleNamespace(), lambda group: True) == ""
+def test_the_flags_of_hydra_are_known_and_which_of_them_have_a_value():
+    flags = hydra_internals.flags()
+    assert not any(flags[flag] for flag in ("--multirun", "-m", "--resolve", "--help"))
+    assert all(flags[flag] for flag in ("--cfg", "-c", "--config-dir", "-cd", "--info"))
 
 
 class Wrapper(Launcher):

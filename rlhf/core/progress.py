@@ -1,0 +1,172 @@
+"""Progress displays: a live bar in a terminal, plain lines elsewhere.
+
+    [4/4] dpo tldr_mini  ------------            update 16/40  1:12 left
+      reward 1.460  KL 0.644  5,120 episodes
+
+The second line has the metrics of the last update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rlhf.core import stages
+from rlhf.core.console import WIDTH_OF_LINES, console, say
+from rlhf.core.formatting import GAP, clock, fitting
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.live import Live
+
+PLAIN_EVERY_S = 5.0  # seconds between plain progress lines
+REFRESHES = 4  # of the live bar per second
+BAR = (10, 30)  # fewest columns of the bar that leave the title whole, and most columns
+ESTIMATE_AFTER = (2.0, 0.02)  # seconds and fraction of the work after which all stages are estimated
+
+
+class ProgressDisplay:
+    """A progress display: a live bar, a plain line every 5 seconds, or nothing.
+
+    At every width, title, count and time left are visible. Other items are omitted from the right.
+
+    Args:
+        title: the work in progress.
+        total: units of work.
+        mode: "live", "plain", "off", or "auto" (live in a terminal, otherwise plain).
+        unit: name of a unit, printed before the count.
+        done: units of work that are finished already.
+    """
+
+    def __init__(self, title: str, total: int, mode: str, *, unit: str = "", done: int = 0) -> None:
+        self.title = title
+        self.total = total
+        self.mode = default_mode() if mode == "auto" else mode
+        self.unit = unit
+        self.first = self.done = done
+        self.items: Sequence[str] = ()
+        self.started = self.updated = time.monotonic()
+        self.warm: tuple[int, float] | None = None  # done and time.monotonic() after the first update
+        self.last_line_at = -PLAIN_EVERY_S  # time.monotonic() of the last plain line
+        self.estimated = False  # whether the time of all stages was printed
+        self.live: Live | None = None
+        if self.mode == "live":
+            from rich.live import Live
+
+            self.live = Live(self, console=console, refresh_per_second=REFRESHES, transient=True)
+            self.live.start()
+
+    @property
+    def count(self) -> str:
+        """The finished units, such as "update 16/40"."""
+        return f"{self.unit} {self.done:,}/{self.total:,}".lstrip()
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds left at the pace so far; None before the first unit is finished.
+
+        The first update is often slow (caches, processes that start), so it counts only at the beginning.
+        """
+        if self.done <= self.first:
+            return None
+        first, started = self.first, self.started
+        if self.warm is not None and self.warm[0] < self.done:
+            first, started = self.warm
+        return (self.updated - started) / (self.done - first) * (self.total - self.done)
+
+    def begin(self) -> None:
+        """Estimate the time left from now on, because the work before the first unit is not repeated."""
+        self.started = time.monotonic()
+
+    def update(self, done: int, items: Sequence[str] = ()) -> None:
+        """Show that `done` units are finished.
+
+        Args:
+            done: number of finished units.
+            items: further items of the display, the most important first.
+        """
+        self.done, self.items, self.updated = done, items, time.monotonic()
+        self.warm = self.warm or (done, self.updated)
+        if self.mode == "off":
+            return
+        if self.mode == "plain" and (self.updated - self.last_line_at >= PLAIN_EVERY_S or done >= self.total):
+            self.last_line_at = self.updated
+            say(self.line(min(console.width, WIDTH_OF_LINES)))
+        early = self.updated - self.started < ESTIMATE_AFTER[0] or done < ESTIMATE_AFTER[1] * self.total
+        if not (early or self.estimated):
+            self.estimated = True
+            self.say_total()
+
+    def say_total(self) -> None:
+        """Print an estimate of the time of all stages, if another stage follows this one."""
+        stage, left_s = stages.current, self.left_s
+        if stage is None or left_s is None:
+            return
+        total_s = stage.total_s(left_s)
+        if total_s is not None:
+            say(f"{self.title}: {clock(left_s)} left; all {stage.count} stages: about {clock(total_s)}")
+
+    def line(self, width: int) -> str:
+        """Return the state as a line: title, count, time left, and as many items as fit in `width`."""
+        head = [self.title, self.count, *left(self.left_s)]
+        return fitting([GAP.join(head), *self.items], width) or GAP.join(head)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the line with the bar, and a line of items if there are any."""
+        from rich.text import Text
+
+        width = options.max_width - 1  # some terminals wrap a line that ends in the last column
+        since_update = time.monotonic() - self.updated
+        left_s = None if self.left_s is None else self.left_s - since_update
+        after = GAP + GAP.join([self.count, *left(left_s)])
+        title = fitting(self.title.split(" "), width - len(after) - BAR[0] - len(GAP), " ") + GAP
+        bar = min(BAR[1], width - len(title) - len(after))
+        full = bar * min(self.done, self.total) // max(1, self.total)
+        done, rest = "#-" if options.ascii_only else "━─"
+        yield Text.assemble(title, (done * full, "green"), (rest * (bar - full), "dim"), after, no_wrap=True)
+        if items := fitting(self.items, width - len(GAP)):
+            yield Text(GAP + items, style="dim", no_wrap=True)
+
+    def close(self) -> None:
+        """Stop the display; a live bar is removed from the terminal."""
+        if self.live is not None:
+            self.live.stop()
+
+
+def default_mode() -> str:
+    """Return "live" for a terminal that can move its cursor and has one live bar, else "plain"."""
+    alone = not stages.job  # the bars of jobs in parallel would overwrite each other
+    return "live" if alone and console.is_interactive and console.file.isatty() else "plain"
+
+
+def left(seconds: float | None) -> list[str]:
+    """Return the time left as an item, such as "1:12 left"; nothing if the time is unknown."""
+    return [] if seconds is None else [f"{clock(seconds)} left"]
+
+
+@contextmanager
+def progress(title: str, total: int, mode: str) -> Iterator[Callable[[int], None]]:
+    """Show the progress of the block: a live bar, a plain line every 5 seconds, or nothing.
+
+    Yields a function for the block to call with the number of units that were finished since the last call.
+
+    Args:
+        title: the work in progress; the number of the current stage is added.
+        total: units of work.
+        mode: value of the config key `progress`: "live", "plain", "off", or "auto" (live in a terminal,
+            otherwise plain).
+    """
+    display = ProgressDisplay(stages.prefix() + title, total, mode)
+    done = 0
+
+    def advance(count: int = 1) -> None:
+        nonlocal done
+        done += count
+        display.update(done)
+
+    try:
+        yield advance
+    finally:
+        display.close()

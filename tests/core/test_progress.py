@@ -1,0 +1,169 @@
+"""The progress display: a live bar, plain lines at intervals, or no output."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from rlhf.core import progress as module
+from rlhf.core import stages
+from rlhf.core.progress import ProgressDisplay, progress
+from rlhf.core.stages import Stages
+
+ITEMS = ["reward 1.460", "KL 0.644", "accuracy 0.710", "5,120 episodes", "win rate 0.820 at update 24"]
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    printed = []
+    monkeypatch.setattr(module, "say", printed.append)
+    return printed
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """Return a list with one number, the time in seconds that the display sees."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def screen(display: ProgressDisplay, width: int, encoding: str = "utf-8") -> list[str]:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=file, width=width, color_system=None)
+    console.print(display)
+    file.seek(0)
+    return file.read().splitlines()
+
+
+def shown(seconds, title="[4/4] dpo tldr_mini") -> ProgressDisplay:
+    """Return a display after 16 of 40 updates of 3 seconds."""
+    seconds[0] = 0.0
+    display = ProgressDisplay(title, 40, "off", unit="update")
+    seconds[0] = 48.0
+    display.update(16, ITEMS)
+    return display
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_title_bar_count_and_time_left_are_visible_at_every_width(seconds, width):
+    first, second = screen(shown(seconds), width)
+    title, bar, after = first.partition("━")[0], first.count("━") + first.count("─"), first[-30:]
+    assert title == "[4/4] dpo tldr_mini  " and 10 <= bar <= 30
+    assert after.endswith("update 16/40  1:12 left")
+    assert max(len(first), len(second)) < width
+    assert second.startswith("  reward 1.460  KL 0.644  accuracy 0.710")
+    assert second == "  " + "  ".join(ITEMS) or all(second.count(item) == (item in second) for item in ITEMS)
+
+
+def test_the_bar_shows_the_finished_part_and_is_ascii_on_an_ascii_terminal(seconds):
+    (first, _) = screen(shown(seconds), 80, "ascii")
+    assert first.count("#") == 12 and first.count("-") == 18
+    assert screen(shown(seconds), 80)[0].count("━") == 12
+
+
+def test_a_long_title_loses_its_last_words_and_not_the_bar(seconds):
+    (first, _) = screen(shown(seconds, "[1/4] grpo_with_a_long_name of another_task_name"), 60)
+    assert first.startswith("[1/4]  ━━━━") and first.endswith("update 16/40  1:12 left")
+    (first, *_) = screen(shown(seconds, "tldr_mini"), 34)
+    assert len(first) < 34 and first.endswith("─  update 16/40  1:12 left")
+
+
+def test_time_left_counts_down_between_two_updates(seconds):
+    display = shown(seconds)
+    seconds[0] += 10
+    assert screen(display, 80)[0].endswith("1:02 left")
+    seconds[0] += 1000
+    assert screen(display, 80)[0].endswith("0:00 left")
+
+
+def test_a_resumed_run_estimates_the_time_left_from_its_own_updates(seconds):
+    display = ProgressDisplay("dpo", 40, "off", done=20)
+    assert display.left_s is None
+    seconds[0] = 5.0
+    display.update(30)
+    assert display.left_s == 5.0
+
+
+def test_a_slow_first_update_does_not_count_once_there_are_later_updates(seconds):
+    display = ProgressDisplay("dpo", 10, "off")
+    left = []
+    for second in (60.0, 61.0, 62.0):
+        seconds[0] = second
+        display.update(display.done + 1)
+        left.append(display.left_s)
+    assert left == [540.0, 8.0, 7.0]
+
+
+def test_work_before_the_first_unit_does_not_count(seconds):
+    display = ProgressDisplay("dpo", 10, "off")
+    seconds[0] = 60.0
+    display.begin()
+    seconds[0] = 61.0
+    display.update(1)
+    assert display.left_s == 9.0
+
+
+def test_plain_progress_is_a_line_at_intervals_and_at_the_end(lines, seconds):
+    with progress("scoring pairs", 4000, "plain") as advance:
+        for second in (0.1, 1.0, 5.1, 6.0):
+            seconds[0] = second
+            advance(1000)
+    assert lines == [
+        "scoring pairs  1,000/4,000  0:00 left",
+        "scoring pairs  3,000/4,000  0:02 left",
+        "scoring pairs  4,000/4,000  0:00 left",
+    ]
+
+
+def test_plain_lines_have_at_most_100_columns(lines, seconds):
+    display = ProgressDisplay("[4/4] dpo tldr_mini", 40, "plain", unit="update")
+    seconds[0] = 48.0
+    display.update(16, ITEMS)
+    assert lines == [
+        "[4/4] dpo tldr_mini  update 16/40  1:12 left  reward 1.460  KL 0.644  accuracy 0.710  5,120 episodes"
+    ]
+
+
+def test_progress_that_is_off_or_live_prints_no_lines(lines, seconds, capsys):
+    for mode in ("off", "live"):
+        with progress("scoring pairs", 2, mode) as advance:
+            advance()
+    with Stages(["SFT model", "dpo"]).enter(1), progress("scoring pairs", 2, "off") as advance:
+        seconds[0] = 10.0
+        advance()
+    assert lines == []
+
+
+def test_auto_is_plain_without_a_terminal_even_with_forced_colors(lines, monkeypatch):
+    monkeypatch.setattr(module.console, "is_interactive", True)  # as with FORCE_COLOR=1
+    with progress("scoring pairs", 1, "auto") as advance:
+        advance()
+    assert lines == ["scoring pairs  1/1  0:00 left"]
+
+
+def test_auto_is_plain_if_jobs_in_parallel_share_the_terminal(monkeypatch):
+    terminal = SimpleNamespace(is_interactive=True, file=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(module, "console", terminal)
+    assert module.default_mode() == "live"
+    monkeypatch.setattr(stages, "job", "job 2 ")
+    assert module.default_mode() == "plain"
+
+
+def test_the_time_of_all_stages_is_estimated_once(lines, seconds):
+    with Stages(["SFT model", "preference pairs", "dpo"]).enter(1):
+        display = ProgressDisplay(stages.title("sft"), 10, "plain")
+        for second in (1, 2, 3):
+            seconds[0] = second
+            display.update(second)
+    assert [line for line in lines if "all" in line] == [
+        "[1/3] SFT model: 0:08 left; all 3 stages: about 0:30"
+    ]
+
+
+def test_the_last_stage_shows_no_time_of_all_stages(lines, seconds):
+    with Stages(["SFT model", "dpo"]).enter(2), progress("sampling", 2, "plain") as advance:
+        seconds[0] = 10.0
+        advance()
+    assert lines == ["[2/2] sampling  1/2  0:10 left"]

@@ -1,0 +1,119 @@
+"""The terminal display of a run: figures of updates, evaluations, and completions."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf.config.run import Progress
+from rlhf.core.state import TrainState
+from rlhf.loggers import display as module
+from rlhf.loggers.display import Display, metric_texts, sample_lines
+
+FIGURES = {"objective/scores": "reward", "objective/kl": "KL", "lag": "lag"}
+SAMPLE = {
+    "prompt": "SUBREDDIT: r/work\nTITLE: Budget cut by my boss\n"
+    "POST: My boss cut the budget of my project last monday.\n"
+    "TL;DR:",
+    "response": "boss cut the budget " * 10,
+    "reference": "boss cut budget",
+    "score": 1.4567,
+    "gold_score": 5.19,
+    "reference_gold_score": 5.44,
+}
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Return the list of lines that the display prints, without progress lines."""
+    printed = []
+    monkeypatch.setattr(module.console, "print", lambda text, **_: printed.append(text))
+    monkeypatch.setattr(module, "say", lambda text, style=None: printed.append(text))
+    monkeypatch.setattr(module, "say_items", lambda title, items: printed.append("  ".join([title, *items])))
+    return printed
+
+
+def display_of(state, samples=3, mode=Progress.plain):
+    shown = Display("[2/2] dpo tldr_mini", state, mode, samples, FIGURES)
+    shown.progress.update = lambda done, items=(): setattr(shown, "items", items)
+    return shown
+
+
+def evaluation(**figures):
+    return SimpleNamespace(figures={f"eval/{k}": v for k, v in figures.items()}, samples=[SAMPLE] * 5)
+
+
+def test_figures_of_an_update_come_first_then_the_last_evaluation_and_the_counters(lines):
+    state = TrainState(num_updates=40, update=16, episode=2048)
+    shown = display_of(state, samples=0)
+    row = {
+        "objective/scores": 1.46,
+        "objective/kl": -4e-7,
+        "lag": 2,
+        "throughput/episodes_per_s": 283.5,
+        "x": 1,
+    }
+    shown.log(row, state)
+    assert shown.items == ["reward 1.460", "KL 0.000", "lag 2", "2,048 episodes", "283.5 episodes/s"]
+    shown.evaluation({}, evaluation(win_rate=0.82, kl=1.0), state)
+    shown.log({"objective/scores": 1.5}, state)
+    assert shown.items == ["reward 1.500", "win rate 0.820 at update 16", "2,048 episodes"]
+
+
+def test_an_evaluation_is_a_line_with_intervals_and_one_completion(lines):
+    state = TrainState(num_updates=40, update=16)
+    display_of(state).evaluation(
+        {}, evaluation(win_rate=0.82, win_rate_ci95=0.047, gold_score=5.0, eos_rate=1), state
+    )
+    assert lines[0] == "[2/2] dpo tldr_mini  evaluated at update 16:  win rate 0.820 +/- 0.047  judge 5.000"
+    assert len(lines) == 5 and sum(line.startswith("  prompt ") for line in lines) == 1
+
+
+def test_the_time_left_does_not_count_the_evaluation_before_the_first_update(lines, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    state = TrainState(num_updates=40)
+    shown = Display("dpo", state, Progress.off, 0, FIGURES)
+    now[0] = 60.0
+    shown.evaluation({}, evaluation(kl=0.0), state)
+    now[0], state.update = 61.0, 1
+    shown.log({}, state)
+    now[0] = 65.0
+    shown.evaluation({}, evaluation(kl=0.0), state)
+    assert shown.progress.left_s == 39.0
+
+
+def test_the_last_evaluation_shows_as_many_completions_as_configured(lines):
+    state = TrainState(num_updates=40, update=40)
+    display_of(state, samples=3).evaluation({}, evaluation(kl=1.0), state)
+    assert sum(line.startswith("  prompt ") for line in lines) == 3
+
+
+def test_progress_off_prints_no_evaluation_but_warnings(lines):
+    state = TrainState(num_updates=40)
+    shown = display_of(state, mode=Progress.off)
+    shown.evaluation({}, evaluation(kl=1.0), state)
+    shown.warn("look")
+    assert lines == ["warning: look"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_completion_has_four_lines_that_fit_the_width(width):
+    found = sample_lines(SAMPLE, width)
+    assert len(found) == 4 and max(map(len, found)) <= width
+    assert found[0].endswith("last monday. TL;DR:") and "... " in found[0]
+    assert found[1].startswith("  response  boss cut the budget boss") and found[1].endswith(" ...")
+    assert found[2] == "  reference boss cut budget"
+    assert found[3].startswith("  scores    reward 1.457  judge 5.190")
+
+
+def test_a_completion_without_reference_and_scores_has_two_lines():
+    assert len(sample_lines({"prompt": "a", "response": "b", "reference": ""}, 80)) == 2
+
+
+def test_an_empty_completion_is_marked():
+    assert sample_lines({"prompt": "a", "response": " \n"}, 80)[1] == "  response  (empty)"
+
+
+def test_metrics_are_shown_in_a_fixed_order_with_plain_names():
+    figures = {"eval/kl": 1.0, "eval/gold_score": 2.0, "eval/score": 3.0, "eval/win_rate": 0.5}
+    assert metric_texts(figures) == ["win rate 0.500", "reward 3.000", "judge 2.000", "KL 1.000"]
