@@ -44,7 +44,8 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
     def call(*words: str, during: Callable[[Config, RunFolder], float] | None = None) -> Answer:
         runs: list[tuple[Config, RunFolder]] = []
 
-        def run(cfg: Config, folder: RunFolder) -> float:
+        def run(cfg: Config, folder: RunFolder, check: bool = True) -> float:
+            assert not check, "the command line has checked the config"
             runs.append((cfg, folder))
             return during(cfg, folder) if during else 0.5
 
@@ -63,12 +64,13 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.fixture
 def own_conf(tmp_path: Path) -> Path:
-    """Return a folder laid out like conf/: one valid experiment file, and five files with one error each."""
+    """Return a folder laid out like conf/: one valid experiment file, and six files with one error each."""
     files = {
         "typo": "algo:\n  beat: 1\n",
         "wrong_type": "algo:\n  beta: high\n",
         "wrong_group": "defaults:\n  - override /algoo: dpo\n",
         "wrong_option": "defaults:\n  - override /algo: dppo\n",
+        "named": "algo:\n  name: ppo\n",
         "no_yaml": "algo: {beta: [1\n",
         "fine": "algo:\n  beta: 0.3\n",
     }

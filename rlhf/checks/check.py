@@ -6,7 +6,6 @@ of this folder. The check loads no models and no data, and this package imports 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -14,7 +13,19 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 # Importing a module of rules registers its rules.
-from rlhf.checks import algorithms, generators, judges, models, schedule, tasks  # noqa: F401
+from rlhf.checks import (  # noqa: F401
+    algorithms,
+    dialogues,
+    folders,
+    generators,
+    judges,
+    libraries,
+    model_folders,
+    models,
+    names,
+    schedule,
+    tasks,
+)
 from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES
 from rlhf.config.catalogue import options
 from rlhf.config.mistakes import explain, undefined, unknown_key
@@ -22,6 +33,7 @@ from rlhf.config.root import Config
 from rlhf.config.schema import sections
 from rlhf.core.errors import UserError, report
 from rlhf.core.launched import is_first_rank
+from rlhf.core.output import print_error
 
 
 def problems(cfg: Config, training: bool = True) -> list[str]:
@@ -76,7 +88,7 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
         with read_write(config), open_dict(config):
             del config["hydra"]
     found = [unknown_key(key, key, section, overrides) for key, section in undefined(config)]
-    found += unknown_tuning(overrides)
+    found += [*unknown_tuning(overrides), *names.typed_names(overrides)]
     try:
         unset = sorted(OmegaConf.missing_keys(config))
         found += [f"{key} must be set (it has no default), got ???; set {key}=<value>" for key in unset]
@@ -115,7 +127,7 @@ def warn(doubts: Sequence[str]) -> None:
     """Print warnings to stderr, on rank 0."""
     if is_first_rank():
         for doubt in doubts:
-            print(f"warning: {doubt}", file=sys.stderr)
+            print_error(f"warning: {doubt}")
 
 
 def refuse(problems: Sequence[str]) -> NoReturn:
@@ -125,5 +137,5 @@ def refuse(problems: Sequence[str]) -> NoReturn:
         SystemExit: always, with exit code 2.
     """
     if is_first_rank():
-        print(report(list(problems)), file=sys.stderr)
+        print_error(report(list(problems)))
     raise SystemExit(2)

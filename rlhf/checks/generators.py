@@ -64,13 +64,24 @@ def replicas(cfg: Config) -> Iterator[str]:
         yield (
             "generator.replicas must be <= schedule.max_lag + 1 (the largest number of requests in flight, "
             f"and a replica samples one at a time), got {generator.replicas} with schedule.max_lag={lag}; "
-            f"set schedule.max_lag={generator.replicas} or generator.replicas={lag + 1}"
+            f"set schedule.max_lag={generator.replicas - 1} or generator.replicas={lag + 1}"
         )
     if generator.per_rank:
         yield (
             "generator.per_rank must be false with generator.replicas above 1 (the replicas of rank 0 "
             f"serve all ranks), got true with {generator.replicas}; set generator.per_rank=false, and "
             "generator.replicas to the number of processes"
+        )
+
+
+@doubt
+def more_threads_than_cores(cfg: Config) -> Iterator[str]:
+    """Yield a warning if the trainer has more threads than the machine has cores."""
+    threads, cores = cfg.backend.threads, cpu_cores()
+    if threads is not None and threads > cores:
+        yield (
+            f"backend.threads={threads} is more than the {cores} cores that this process may use, so threads "
+            f"wait for each other; set backend.threads={cores}"
         )
 
 

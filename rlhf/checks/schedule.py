@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rlhf.checks.rules import rule, training_rule
 from rlhf.config.root import Config
+from rlhf.config.schedule import MOST_EPISODES
 from rlhf.config.schema import plain
 from rlhf.core.launched import world_size
 
@@ -14,11 +15,10 @@ from rlhf.core.launched import world_size
 def length(cfg: Config) -> Iterator[str]:
     """Yield an error if the length of the run is missing, ambiguous, in a wrong unit or not divisible."""
     episodes, epochs = cfg.schedule.total_episodes, cfg.schedule.total_epochs
-    stored = not cfg.generator.rollouts
-    if episodes is None and epochs is None:
-        units = "schedule.total_episodes" + (" or schedule.total_epochs" if stored else "")
+    if cfg.epochs is None and episodes is None:
         yield (
-            f"{units} must be set (it is the length of the run), got null; set schedule.total_episodes=12800"
+            "schedule.total_episodes or schedule.total_epochs must be set (it is the length of the run), got "
+            "null; set schedule.total_episodes=12800"
         )
     elif episodes is not None and epochs is not None:
         yield (
@@ -26,14 +26,15 @@ def length(cfg: Config) -> Iterator[str]:
             f"the run), got {episodes} and {plain(epochs)}; set schedule.total_epochs=null or "
             "schedule.total_episodes=null"
         )
-    elif epochs is not None and not stored:
+    elif epochs is not None and cfg.generator.rollouts and not cfg.generator.samples:
         yield (
-            f"schedule.total_epochs must be null for algo={cfg.algo.name} generator={cfg.generator.name} "
-            f"(new samples are counted in episodes), got {plain(epochs)}; set schedule.total_epochs=null "
-            "schedule.total_episodes=12800"
+            "schedule.total_epochs must be null with generator.path (saved rollouts count as episodes), "
+            f"got {plain(epochs)}; set schedule.total_epochs=null schedule.total_episodes=12800"
         )
     per_update = cfg.episodes_per_update
-    if episodes is not None and episodes >= 1 and per_update >= 1 and episodes % per_update:
+    if episodes is None or not 1 <= episodes <= MOST_EPISODES or per_update < 1:
+        return
+    if episodes % per_update:
         yield (
             "schedule.total_episodes must be divisible by the episodes of an update "
             f"(schedule.prompts_per_update x algo.samples_per_prompt = {cfg.schedule.prompts_per_update} x "

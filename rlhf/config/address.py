@@ -5,58 +5,184 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import re
 import sys
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhf.config import function_source
 from rlhf.core.errors import UserError
 
 NAME = r"[^\W\d]\w*"
 FORM = re.compile(rf"(?P<place>.+\.py|{NAME}(\.{NAME})*):(?P<function>{NAME})")
+CLASS = "a class"
+ASYNC = "an async function, whose result must be awaited"
 RULE = "must be <module>:<function> or <file>.py:<function> (it names a Python function)"
+LAST_NAME = re.compile(rf"(?P<place>.+?)(?:::|[:./#\\])(?P<function>{NAME})")  # after the last separator
 
 
-def function_problem(key: str, path: str | None) -> str | None:
-    """Return the error message for the address of a function, or None if the address is valid.
+def function_problem(key: str, path: str | None, arguments: tuple[str, ...]) -> str | None:
+    """Return the error message for the address of a function; None if nothing is wrong with it.
 
-    The module or file is not executed.
+    The file of the function is read, not executed. Problems that only its execution shows are found by
+    `load_function`.
 
     Args:
         key: the config key of the address.
         path: the address; None if the key is not set.
+        arguments: names of the positional arguments that the function must accept.
     """
     match = FORM.fullmatch(path or "")
-    if match is None:
-        got = "null" if path is None else repr(path)
-        return f"{key} {RULE}, got {got}; set {key}=my_module:my_function"
-    place = match["place"]
-    if place.endswith(".py"):
-        reason = None if Path(place).expanduser().is_file() else f"no file {place!r} here"
-    else:
-        reason = missing_module(place)
-    if reason is None:
-        return None
-    return (
-        f"{key} must name a function in an existing module or file ({reason}), got {path!r}; run the command "
-        f"in the folder that contains it, or set {key}=<path of the file>.py:{match['function']}"
-    )
+    if path is None or match is None:
+        got, remedy = "null" if path is None else repr(path), suggestion(path or "")
+        remedy = f"did you mean {key}={remedy}?" if remedy else f"set {key}=my_module:my_function"
+        return f"{key} {RULE}, got {got}; {remedy}"
+    place, name = match["place"], match["function"]
+    if reason := missing(place):
+        close = similar(place)
+        remedy = (
+            f"did you mean {key}={close}:{name}?"
+            if close
+            else f"run the command in the folder that contains it, or set {key}=<path of the file>.py:{name}"
+        )
+        return f"{key} must name a function in an existing module or file ({reason}), got {path!r}; {remedy}"
+    file = file_of(place)
+    return None if file is None else source_problem(key, path, file, arguments)
 
 
-def missing_module(name: str) -> str | None:
-    """Return the reason why the module `name` is not found, or None. Parent packages are imported."""
+def source_problem(key: str, path: str, file: Path, arguments: tuple[str, ...]) -> str | None:
+    """Return the error message for the function at the address `path`, from the source in `file`; or None.
+
+    Args:
+        key: the config key of the address.
+        path: the address, of valid form.
+        file: the file of the module.
+        arguments: names of the positional arguments that the function must accept.
+    """
+    name = path.rpartition(":")[2]
     working_directory_first()
     try:
-        return None if importlib.util.find_spec(name) else f"no module {name!r}"
+        source = function_source.read(file)
+    except OSError as error:
+        return f"{key} must name a file that can be read ({error.strerror}), got {path!r}; check {file}"
+    except SyntaxError as error:
+        return not_importable(key, path, error, str(file), error.lineno)
+    if found := source.missing_import():
+        line, module = found
+        return (
+            f"{key} must name a module that can be imported (line {line} of {file} imports {module!r}, which "
+            f"is not installed), got {path!r}; install {module.partition('.')[0]}, or correct {file}"
+        )
+    if source.lacks(name):
+        return no_function(key, path, source.functions)
+    definition = source.definition(name)
+    if isinstance(definition, ast.Constant):
+        kind = f"of type {type(definition.value).__name__}"
+        return not_a_function(key, path, f"{name} is {kind}", source.functions)
+    if isinstance(definition, ast.ClassDef):
+        return not_a_function(key, path, f"{name} is {CLASS}", source.functions)
+    if isinstance(definition, ast.AsyncFunctionDef):
+        return not_a_function(key, path, f"{name} is {ASYNC}", [f for f in source.functions if f != name])
+    if isinstance(definition, ast.FunctionDef | ast.Lambda):
+        return arguments_problem(key, path, function_source.signature(definition.args), arguments)
+    return None
+
+
+def annotated_lists(path: str | None) -> bool | None:
+    """Return whether the function at `path` is annotated to take lists (True) or text (False); else None.
+
+    The result is None, too, if there is no such annotation or no such function.
+    """
+    match = FORM.fullmatch(path or "")
+    if match is None or missing(match["place"]) or (file := file_of(match["place"])) is None:
+        return None
+    try:
+        definition = function_source.read(file).definition(match["function"])
+    except (OSError, SyntaxError):
+        return None
+    return function_source.takes_lists(definition.args) if isinstance(definition, ast.FunctionDef) else None
+
+
+def suggestion(path: str) -> str | None:
+    """Return a valid address that `path`, whose form is wrong, probably means; or None."""
+    bare = path.strip().removesuffix("()").removesuffix(":")
+    guesses: list[tuple[str, str | None]] = [(bare, None), (f"{bare}.py", None)]
+    if match := LAST_NAME.fullmatch(bare):
+        guesses = [(match["place"], match["function"]), (f"{match['place']}.py", match["function"]), *guesses]
+    for place, name in guesses:
+        if FORM.fullmatch(f"{place}:f") is None or missing(place) or (file := file_of(place)) is None:
+            continue
+        try:
+            source = function_source.read(file)
+        except (OSError, SyntaxError):
+            continue
+        if name is not None and not source.lacks(name):
+            return f"{place}:{name}"
+        if name is None and source.functions:
+            return f"{place}:{source.functions[0]}"
+    return None
+
+
+def missing(place: str) -> str | None:
+    """Return the reason why the file or module `place` is not found, or None."""
+    if place.endswith(".py"):
+        return None if Path(place).expanduser().is_file() else f"no file {place!r} here"
+    try:
+        spec = find_module(place)
     except ModuleNotFoundError as error:
-        return f"no module {error.name!r}"
-    except Exception as error:  # the package's code may raise any exception
-        return f"importing its package raised {type(error).__name__}: {error}"
+        return str(error)
+    return f"{place!r} is a folder" if spec.origin is None and not spec.has_location else None
+
+
+def similar(place: str) -> str | None:
+    """Return the file or module beside `place` with the most similar name, in the same form; or None."""
+    if place.endswith(".py"):
+        file = Path(place)
+        folder = file.parent.expanduser()
+        names = [each.name for each in folder.glob("*.py")] if folder.is_dir() else []
+        close = get_close_matches(file.name, names, n=1)
+        return str(file.with_name(close[0])) if close else None
+    close = get_close_matches(place, [file.stem for file in Path.cwd().glob("*.py")], n=1)
+    return close[0] if close else None
+
+
+def file_of(place: str) -> Path | None:
+    """Return the source file of an existing file or module; None for a module that is not a Python file."""
+    origin = place if place.endswith(".py") else find_module(place).origin
+    return Path(origin).expanduser() if origin and origin.endswith(".py") else None
+
+
+def find_module(name: str) -> ModuleSpec:
+    """Return where the module `name` is. Nothing is imported, not even the packages that contain the module.
+
+    Raises:
+        ModuleNotFoundError: there is no such module.
+    """
+    working_directory_first()
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__spec__ is not None:
+        return loaded.__spec__
+    found = ""  # the part of the name that is found already
+    spec: ModuleSpec | None = None
+    for part in name.split("."):
+        folders = spec.submodule_search_locations if spec is not None else None
+        if not found:
+            spec = function_source.top_level_module(part)
+        else:
+            spec = None if folders is None else PathFinder.find_spec(f"{found}.{part}", folders)
+        found = f"{found}.{part}" if found else part
+        if spec is None:
+            raise ModuleNotFoundError(f"no module {found!r}")
+    assert spec is not None, "a name has at least one part"
+    return spec
 
 
 def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
@@ -74,33 +200,88 @@ def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[.
     place, _, name = path.rpartition(":")
     try:
         module = load_file(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
-    except Exception as error:  # the user's code may raise any exception
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"{key} must name a module that can be imported (importing it raised {type(error).__name__}: "
-            f"{error}, in {where.filename}, line {where.lineno}), got {path!r}; fix {place}"
-        ) from error
+    except SyntaxError as error:
+        raise UserError(not_importable(key, path, error, error.filename, error.lineno)) from error
+    except (Exception, SystemExit) as error:  # the user's code may raise any exception
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [frame for frame in frames if not frame.filename.startswith("<frozen")][-1]
+        raise UserError(not_importable(key, path, error, where.filename, where.lineno)) from error
     function = getattr(module, name, None)
+    functions = [each for each, value in vars(module).items() if inspect.isfunction(value) and each != name]
     if function is None:
-        raise UserError(
-            f"{key} must name a function of {place} (there is no {name} in it), got {path!r}; "
-            f"set {key}={place}:<function>"
-        )
-    if not callable(function):
-        raise UserError(
-            f"{key} must name a function ({name} is of type {type(function).__name__}), got {path!r}; "
-            f"set {key}={place}:<function>"
-        )
+        raise UserError(no_function(key, path, functions))
+    kind = (
+        CLASS
+        if inspect.isclass(function)
+        else ASYNC
+        if inspect.iscoroutinefunction(function)
+        else f"of type {type(function).__name__}"
+    )
+    if kind in (CLASS, ASYNC) or not callable(function):
+        raise UserError(not_a_function(key, path, f"{name} is {kind}", functions))
     try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError as error:
-        raise UserError(
-            f"{key} must name a function of ({', '.join(arguments)}) ({error}), got {path!r}; "
-            f"write def {name}({', '.join(arguments)})"
-        ) from error
+        signature = inspect.signature(function)
     except ValueError:  # some built-in functions have no signature
-        pass
+        return function
+    if problem := arguments_problem(key, path, signature, arguments):
+        raise UserError(problem)
     return function
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def not_importable(key: str, path: str, error: BaseException, file: str | None, line: int | None) -> str:
+    """Return the message for a module whose import raises `error` at a line of a file."""
+    text = error.msg if isinstance(error, SyntaxError) else error
+    return (
+        f"{key} must name a module that can be imported (importing it raised {type(error).__name__}: {text}, "
+        f"in {file}, line {line}), got {path!r}; correct {file}"
+    )
+
+
+def no_function(key: str, path: str, functions: list[str]) -> str:
+    """Return the message for a module that has `functions`, but nothing of the name in `path`."""
+    place, _, name = path.rpartition(":")
+    has = f"there is no {name} in it" + (f", only {', '.join(functions[:5])}" if functions else "")
+    remedy = other_function(key, path, functions)
+    return f"{key} must name a function of {place} ({has}), got {path!r}; {remedy}"
+
+
+def not_a_function(key: str, path: str, reason: str, functions: list[str]) -> str:
+    """Return the message for an address that names something else than a function."""
+    remedy = other_function(key, path, functions)
+    return f"{key} must name a function ({reason}), got {path!r}; {remedy}"
+
+
+def other_function(key: str, path: str, functions: list[str]) -> str:
+    """Return the remedy for an address that must name another function of the module, if it has any."""
+    place, _, name = path.rpartition(":")
+    if close := get_close_matches(name, functions, n=1):
+        return f"did you mean {key}={place}:{close[0]}?"
+    return f"set {key}={place}:{functions[0]}" if functions else f"write the function in {place}"
+
+
+def arguments_problem(
+    key: str, path: str, signature: inspect.Signature, arguments: tuple[str, ...]
+) -> str | None:
+    """Return the message for a function that does not accept `arguments` by position; or None."""
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        name, wanted = path.rpartition(":")[2], ", ".join(arguments)
+        plain = signature.replace(
+            parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
+            return_annotation=signature.empty,
+        )
+        return (
+            f"{key} must name a function of ({wanted}), which are passed by position ({name} takes {plain}: "
+            f"{error}), got {path!r}; write def {name}({wanted})"
+        )
+    return None
+
+
+# -- imports ---------------------------------------------------------------------------------------
 
 
 def load_module(name: str) -> ModuleType:

@@ -1,41 +1,17 @@
-"""Catalogue of the config groups, options and keys, as `--help` lists them. This module imports no torch."""
+"""Catalogue of the config groups, options and keys. This module imports no torch."""
 
 from __future__ import annotations
 
 import sys
-import textwrap
-from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 ORDER = (
     *("algo", "model", "task", "generator", "backend", "scorer", "logger"),
     *("hardware", "experiment", "sweep", "debug"),
 )
-NOT_LISTED = ("tuned", "hydra")  # folders of conf/ that --help does not list
-
-KEYS = {  # key -> description, for the list of keys in --help
-    "algo.beta": "dpo: beta of the loss; a higher value keeps the policy closer to the reference",
-    "algo.samples_per_prompt": "K, responses per prompt",
-    "schedule.total_episodes": "responses in the whole run (supervised: schedule.total_epochs)",
-    "schedule.prompts_per_update": "N, prompts per rollout batch",
-    "schedule.minibatches": "optimizer steps per pass over a rollout batch",
-    "schedule.epochs": "passes over a rollout batch",
-    "schedule.max_lag": "0: synchronous; n: up to n later batches are sampled during training",
-    "schedule.update": "between: weights change between requests; in_flight: during requests",
-    "schedule.eval_every": "updates; below 1: fraction of the run (also save_every, log_every)",
-    "generator.response_length": "maximum response length in tokens (see also generator.temperature)",
-    "generator.replicas": "generator processes, used in turn; useful up to schedule.max_lag + 1",
-    "generator.threads": "CPU threads of the generator process (backend.threads: of the trainer)",
-    "optim.lr": "learning rate (see also optim.schedule, warmup, max_grad_norm, weight_decay)",
-    "backend.micro_batch": "sequences per forward pass",
-    "model.policy": "hub name or folder (also model.base, reference, reward, tokenizer)",
-    "scorer@gold": "judge of eval/win_rate: one of the options of scorer",
-    "seed": "seed of all random numbers of the run",
-    "resume": "auto, never (start again) or must (fail without a checkpoint)",
-    "output_dir": "folder of the run folders",
-}
+NOT_LISTED = ("tuned", "length", "hydra")  # folders of conf/ that --help does not list
 
 
 def conf_dir() -> Path:
@@ -69,17 +45,26 @@ def groups() -> list[str]:
 
 
 def options(group: str) -> dict[str, str]:
-    """Return the options of a group with their descriptions (the first comment line of each file)."""
+    """Return the options of a group with their descriptions (the first sentence of each file)."""
     files = {path.stem: path for folder in conf_dirs() for path in sorted((folder / group).glob("*.yaml"))}
-    return {name: first_comment(path) for name, path in files.items()}
+    return {name: first_sentence(path) for name, path in files.items()}
 
 
-def first_comment(file: Path) -> str:
-    """Return the first comment line of a YAML file that is no package directive; "" if there is none."""
+def first_sentence(file: Path) -> str:
+    """Return the first comment of a YAML file that is no package directive; "" if there is none.
+
+    A line that begins with a small letter continues the sentence of the line before.
+    """
+    found: list[str] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("#") and "@package" not in line:
-            return line.lstrip("# ").strip()
-    return ""
+            text = line.lstrip("# ").strip()
+            if found and not text[:1].islower():
+                break
+            found.append(text)
+        elif found:
+            break
+    return " ".join(found)
 
 
 def all_keys() -> list[str]:
@@ -98,31 +83,18 @@ def all_keys() -> list[str]:
     return list(dict.fromkeys(keys))
 
 
-def options_help() -> str:
-    """Return the groups and their options as `--help` shows them."""
-    blocks = []
-    for group in groups():
-        blocks.append(f"  {group}")
-        blocks += table(options(group).items(), indent=4, width=24)
-    return "\n".join(blocks)
+def declarations(key: str) -> list[tuple[type, Any]]:
+    """Return the section classes that declare the last part of a dotted key, with the types of the field."""
+    from rlhf.config import root  # registers all sections
+
+    found: list[type] = [root.Section]
+    for cls in found:
+        found += cls.__subclasses__()
+    leaf = key.rpartition(".")[2]
+    return [(cls, hints[leaf]) for cls in found if leaf in (hints := get_type_hints(cls))]
 
 
-def keys_help() -> str:
-    """Return the keys as `--help` shows them."""
-    return "\n".join(table(KEYS.items(), indent=2, width=30))
-
-
-def table(rows: Iterable[tuple[str, str]], indent: int, width: int) -> list[str]:
-    """Return the lines of a table of two columns; the second column is wrapped.
-
-    Args:
-        rows: the cells.
-        indent: spaces before the first column.
-        width: width of the first column.
-    """
-    lines = []
-    for left, right in rows:
-        first = f"{'':{indent}}{left:{width}}"
-        rest = " " * len(first)
-        lines += textwrap.wrap(right, 110, initial_indent=first, subsequent_indent=rest) or [first.rstrip()]
-    return [line.replace("$", "$$") for line in lines]  # Hydra reads the help text as a string.Template
+def takes_list(key: str) -> bool:
+    """Return whether a key, such as `optim.betas` or `model.lora.targets`, has a list as its value."""
+    hints = [hint for _, hint in declarations(key)]
+    return any(get_origin(each) in (tuple, list) for hint in hints for each in (hint, *get_args(hint)))

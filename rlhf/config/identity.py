@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rlhf.config.algo import Trains
 from rlhf.core import files
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
+
+LONGEST_NAME = 80  # characters of a run name
+RUN_NAME = re.compile(r"[^-]+-(?P<model>.+)-(?P<algo>[^-]+)-[^-]+-lag\d+-seed\d+-[0-9a-f]{8}")
+MODEL_FOLDERS = ("model", "adapter")  # folders of a run that contain a model
 
 # Settings of a generator's worker process. They do not change the samples.
 WORKER_KEYS = ("worker", "replicas", "per_rank", "annotate", "threads", "restarts")
@@ -29,6 +37,8 @@ BOOKKEEPING = (
     "schedule.save_every",
 )
 
+SCORERS = ("scorer", "gold", "scorer.parts.*", "gold.parts.*")
+
 # Settings that change neither the weights nor the metrics of a run. They are not part of its name.
 NOT_IN_NAME = (
     "hydra",
@@ -45,10 +55,13 @@ NOT_IN_NAME = (
     "eval.batch_size",
     *(
         f"{scorer}.{key}"
-        for scorer in ("scorer", "gold", "scorer.parts.*", "gold.parts.*")
+        for scorer in SCORERS
         for key in ("concurrency", "timeout_s", "retries", "token_variable")
     ),
 )
+
+# Settings that are in the name only if they are set, so that configs without these keys keep their names.
+NEW_IN_NAME = ("stages.stand_ins", "model.chat_template", *(f"{scorer}.pad_token" for scorer in SCORERS))
 
 
 def digest(cfg: Config | DictConfig) -> str:
@@ -66,22 +79,68 @@ def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
     )
     for dotted in NOT_IN_NAME:
         leave_out(kept, dotted)
-    if not kept["stages"]["stand_ins"]:  # a config with false gets the same name as a config without the key
-        leave_out(kept, "stages.stand_ins")
+    for dotted in NEW_IN_NAME:
+        leave_out(kept, dotted, if_unset=True)
     return kept
 
 
-def leave_out(tree: dict[str, Any], dotted: str) -> None:
-    """Remove the key `dotted` from nested dictionaries, if present; `*` in the key matches every name."""
+def differences(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of `what_counts` that differ between two configs: dotted key -> both values."""
+    both = [dict(flat(what_counts(cfg))) for cfg in (one, other)]
+    keys = dict.fromkeys([*both[0], *both[1]])
+    values = {key: (both[0].get(key), both[1].get(key)) for key in keys}
+    return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
+
+
+def flat(tree: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of every leaf of nested dictionaries."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{at}{name}.")
+        else:
+            yield f"{at}{name}", value
+
+
+def leave_out(tree: dict[str, Any], dotted: str, if_unset: bool = False) -> None:
+    """Remove the key `dotted` from nested dictionaries, if present; `*` in the key matches every name.
+
+    With `if_unset`, a value other than null or false is kept.
+    """
     name, _, rest = dotted.partition(".")
     for key in list(tree) if name == "*" else [name]:
         if not rest:
-            tree.pop(key, None)
+            if not (if_unset and tree.get(key)):
+                tree.pop(key, None)
         elif isinstance(tree.get(key), dict):
-            leave_out(tree[key], rest)
+            leave_out(tree[key], rest, if_unset)
 
 
 def run_name(cfg: Config | DictConfig) -> str:
-    """Return the name of a run. Equal configs give equal names, so the same command finds an earlier run."""
-    parts = (cfg.task.name, cfg.model.name, cfg.algo.name, cfg.generator.name)
-    return f"{'-'.join(parts)}-lag{cfg.schedule.max_lag}-seed{cfg.seed}-{digest(cfg)}"
+    """Return the name of a run, of at most 80 characters that are safe in file names.
+
+    Equal configs give equal names, so the same command finds an earlier run.
+    """
+    before, after = cfg.task.name, f"{cfg.algo.name}-{cfg.generator.name}-lag{cfg.schedule.max_lag}"
+    after = f"{after}-seed{cfg.seed}-{digest(cfg)}"
+    room = max(8, LONGEST_NAME - len(f"{before}--{after}"))
+    model = re.sub(r"[^A-Za-z0-9._]+", "_", model_label(cfg))[:room].strip("._") or cfg.model.name
+    return f"{before}-{model}-{after}"
+
+
+def model_label(cfg: Config | DictConfig) -> str:
+    """Return a short name of the model that training starts from.
+
+    The label is the last part of `model.policy` (for SFT, `model.base`); for the model of another run, the
+    model and the algorithm of that run. Without such a model, or with one that an embedded task made, the
+    label is the option of `model`.
+    """
+    algo: Any = OmegaConf.get_type(cfg.algo) if isinstance(cfg, DictConfig) else type(cfg.algo)
+    start = cfg.model.base if algo.trains is Trains.base else cfg.model.policy
+    if start is None or Path(cfg.cache_dir) in Path(start).parents:
+        return str(cfg.model.name)
+    path = Path(start)
+    if path.name in MODEL_FOLDERS or path.name.startswith("checkpoint-"):
+        path = path.parent
+    if run := RUN_NAME.fullmatch(path.name):
+        return f"{run['model']}_{run['algo']}"
+    return path.name or str(cfg.model.name)

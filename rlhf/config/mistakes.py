@@ -5,27 +5,35 @@ Each message contains the key as typed, the rule, the value and a remedy. This m
 
 from __future__ import annotations
 
+import math
 import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException, SearchPathException
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationKeyError,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
-from rlhf.config.catalogue import all_keys, groups, options
-from rlhf.config.schema import SCHEMAS, schema_of
+from rlhf.config.arguments import in_ascii, several_values, unreadable
+from rlhf.config.catalogue import all_keys, declarations, groups, options
+from rlhf.config.schema import SCHEMAS, bound_of, schema_of
+from rlhf.config.suggestions import closest, one_of, suggestion
 
 # Exceptions of an invalid config. For some uses of null, Hydra and OmegaConf raise the last two types.
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, AssertionError, ValueError)
 
-OPTIONAL_GROUPS = ("tuned", "experiment", "debug")
+OPTIONAL_GROUPS = ("tuned", "length", "experiment", "debug")
 
 TYPE_NAMES = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
@@ -38,7 +46,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         overrides: the overrides of the command line.
     """
     if isinstance(error, OverrideParseException):
-        return unreadable(error.override)
+        return unreadable(error.override, overrides)
     if isinstance(error, MissingConfigException):
         return missing_file(error, overrides)
     if isinstance(error, SearchPathException):
@@ -53,28 +61,27 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         match = re.match(r"Could not override '([^']+)'", text)
         typed = match[1] if match else str(cause.full_key)
         return unknown_key(typed, str(cause.full_key), cause.object_type, overrides, where)
+    if isinstance(cause, InterpolationKeyError) and cause.full_key != "_dummy_":  # a key of the defaults list
+        return unknown_reference(cause, overrides)
     if isinstance(cause, ValidationError) and is_dataclass(cause.object_type):
         return bad_value(cause, overrides, where)
-    if match := re.match(r"(?:In '([^']+)': )?Could not override '([^']+)'. No match in the defaults", text):
-        return unknown_group(match[2], match[1])
-    if match := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
-        key, value = match.groups()
-        remedy = f"add -m to run each, or write {key}=[{value}] for a list"
-        return f"{key} must have one value in a single run, got {value}; {remedy}"
-    if match := re.match(r"Multiple values for (?:schema/\w+@)?([\w@/]+)", text):
-        group = match[1]
-        return (
-            f"{group} must have one option, got more than one; write {group}=<option>, without + or brackets"
-        )
-    if match := re.match(r"Could not delete from config. '([^']+)' does not exist", text):
-        return f"~{match[1]} must name an existing key, got {match[1]}; list the keys with --cfg job"
-    if match := re.match(
-        r"(?:Could not|Error merging) override '?\+?(?:scorer@)?((?:scorer|gold)\.parts\.\w+)", text
-    ):
+    parts = r"(?:Could not|Error merging) override '?\+?(?:scorer@)?((?:scorer|gold)\.parts\.\w+)"
+    if match := re.match(rf"(?:In '\S+': )?{parts}", text):
         at, why = match[1], "the parts of a weighted scorer are scorers, under names of your choice"
         got = next((override for override in overrides if at in override), at)
         remedy = f"choose it by {chosen_by(at)}=<scorer>, with + in front if it is new"
         return f"{at} must be chosen before it is set ({why}), got {got}; {remedy}"
+    no_match = r"(?:In '([^']+)': )?Could not override '([^']+)'\.\s+(?:No match|Did you mean to)"
+    if match := re.match(no_match, text):
+        return unknown_group(match[2], match[1])
+    if match := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
+        return several_values(*match.groups())
+    for twice in (r"Multiple values for (?:schema/\w+@)?([\w@/]+)", r"(?:schema/)?(\w+)\S* appears more"):
+        if match := re.match(twice, text):
+            rule = f"{match[1]} must have one option, got more than one"
+            return f"{rule}; write {match[1]}=<option>, without + or brackets"
+    if match := re.match(r"Could not delete from config. '([^']+)' does not exist", text):
+        return f"~{match[1]} must name an existing key, got {match[1]}; list the keys with --cfg job"
     if match := re.match(r"Could not override '([^']+)'\.\s+To append to your config use (\+.+)", text):
         key, remedy = match.groups()
         return f"{key} must be added with + (the config has no such key), got {remedy[1:]}; write '{remedy}'"
@@ -89,29 +96,15 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             if group in OPTIONAL_GROUPS:
                 return f"{key} must be an option, got {value}; write ~{group} to leave it out"
             got = f"{key}={value}" if value else key
-            return f"{group} must be chosen (every run has one), got {got}; set {group}=<option>"
+            listed = f" ({', '.join(options(group))})" if options(group) else ""
+            return f"{group} must be chosen (every run has one), got {got}; set {group}=<option>{listed}"
+        group = key.lstrip("+").partition("@")[0]
+        if isinstance(error, ValueError) and group in groups() and value not in options(group):
+            return one_of(key.lstrip("+"), value, options(group))  # for example a number, or true
+    if match := re.match(r"Error merging override \+*([\w.]+)=", text):
+        return bad_list(match[1], overrides)
     lines = [line.strip() for line in text.splitlines() if not re.search("full_key|_type=", line)]
     return (f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) else "") + " ".join(lines)
-
-
-def unreadable(override: str) -> str:
-    """Return the message for a command-line argument that is not an override."""
-    if "=" not in override:
-        if override in groups():
-            remedy = f"write {override}=<option> ({', '.join(options(override))})"
-        else:
-            group = next((group for group in groups() if override in options(group)), None)
-            remedy = (
-                f"did you mean {group}={override}?"
-                if group
-                else suggestion(override, groups(), "did you mean {}=<option>?") or "write key=value"
-            )
-        return f"{override} must read key=value or group=option (it has no '='), got {override}; {remedy}"
-    key, value = split(override)
-    return (
-        f"{key} must have a value that Hydra can read (brackets and quotes are syntax), got {value!r}; "
-        f"quote the value for Hydra, and the whole argument for the shell: '{key}=\"<value>\"'"
-    )
 
 
 def missing_file(error: MissingConfigException, overrides: Sequence[str]) -> str:
@@ -121,30 +114,23 @@ def missing_file(error: MissingConfigException, overrides: Sequence[str]) -> str
     group, _, name = wanted.rpartition("/")
     if not group:
         return f"--config-name must name a file of the config folder, got {wanted}; leave it out"
-    choices = [option for option in error.options or () if option] or list(options(group))
-    typed = group
     for key, value in map(split, overrides):
-        if key.lstrip("+~").partition("@")[0] == group and name in re.split(r"[\[\],\s]+", value):
-            typed = key.lstrip("+~")
-            break
-    else:
-        where = next((f"{k}={v}" for k, v in map(split, overrides) if k.lstrip("+") == "experiment"), None)
-        return one_of(typed, name, choices, f" (chosen by {where})" if where else "")
-    return one_of(typed, name, choices)
-
-
-def one_of(key: str, value: str, choices: Iterable[str], note: str = "") -> str:
-    """Return the message for a value that is not among the choices of `key`; `note` follows the value."""
-    choices = list(choices)
-    if not choices:
-        return f"{key} must be a group with options, got {key}={value}{note}; see --help"
-    guess = suggestion(value, choices, "did you mean {}={}?", key) or "choose one of them"
-    return f"{key} must be one of {', '.join(choices)}, got {value!r}{note}; {guess}"
+        at = key.lstrip("+~").partition("@")[0]
+        if wanted in [f"{at}/{option}" for option in re.split(r"[\[\],\s]+", value)]:
+            return one_of(key.lstrip("+~"), wanted.removeprefix(f"{at}/"), options(at))
+    choices = [option for option in error.options or () if option] or list(options(group))
+    where = next((f"{k}={v}" for k, v in map(split, overrides) if k.lstrip("+") == "experiment"), None)
+    return one_of(group, name, choices, f" (chosen by {where})" if where else "")
 
 
 def unknown_group(name: str, where: str | None) -> str:
     """Return the message for a group `name` that does not exist; `where` is the config file that names it."""
     place = f" in {where}.yaml" if where else ""
+    group, _, section = name.partition("@")
+    if section and group in groups():
+        guess = "did you mean scorer@gold?" if group == "scorer" else f"choose by {group}=<option>"
+        rule = f"{name} must name a section with options of {group}{place} (there is no {section})"
+        return f"{rule}, got {name}; {guess}"
     return f"{name} must be a group{place} (one of {', '.join(groups())}), got {name}; " + (
         suggestion(name, groups(), "did you mean {}?") or "see --help"
     )
@@ -168,25 +154,53 @@ def unknown_key(
     place = f" in {where}.yaml" if where else ""
     if not parent:
         known = sorted({*known, *groups()})
-        guess = suggestion(leaf, known, "did you mean {}?") or suggestion(
-            typed.rpartition(".")[2], all_keys(), "did you mean {}?"
+        guess = next(
+            filter(
+                None,
+                (
+                    suggestion(typed, all_keys() if "." in typed else known, "did you mean {}?"),
+                    suggestion(leaf, known, "did you mean {}?"),
+                    suggestion(typed.rpartition(".")[2], all_keys(), "did you mean {}?"),
+                ),
+            ),
+            None,
         )
         rule = f"{typed} must be a setting or a group{place} (there is no {leaf})"
         return f"{rule}, got {got}; {guess or 'see --help'}"
     option = option_name(section)
+    if option not in options(group_of(parent)):
+        option = None  # a schema that several options share
     owner = f"{chosen_by(parent)}={option}" if option else parent
     elsewhere = [other for other in owners(parent, leaf) if other != option]
     if elsewhere:
         belongs = ", ".join(f"{chosen_by(parent)}={other}" for other in elsewhere)
         guess = f"it belongs to {belongs}: choose that option, or leave it out"
     else:
-        guess = suggestion(leaf, known, f"did you mean {parent}.{{}}?") or suggestion(
-            leaf, all_keys(), "did you mean {}?"
-        )
+        guess = similar_key(parent, (leaf, typed.rpartition(".")[2]), known)
     return (
         f"{typed} must be a setting of {owner}{place} ({', '.join(known) or 'it has none'}), got {got}; "
         f"{guess or 'leave it out'}"
     )
+
+
+def similar_key(parent: str, words: Iterable[str], known: Sequence[str]) -> str | None:
+    """Return a question about the key that is meant: of the section, another section or another option.
+
+    Args:
+        parent: the dotted key of the section.
+        words: the key without its section, as read and as typed.
+        known: the keys of the section.
+    """
+    for word in words:
+        if guess := suggestion(word, known, f"did you mean {parent}.{{}}?"):
+            return guess
+        if same := next((key for key in all_keys() if key.rpartition(".")[2] == word), None):
+            return f"did you mean {same}?"
+        leaves = [key.rpartition(".")[2] for key in all_keys() if key.rpartition(".")[0] == group_of(parent)]
+        if near := closest(word, leaves):
+            belongs = ", ".join(f"{chosen_by(parent)}={other}" for other in owners(parent, near))
+            return f"did you mean {parent}.{near}, a setting of {belongs}?"
+    return None
 
 
 def bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: str | None) -> str:
@@ -214,11 +228,66 @@ def bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: st
             return f"{at} chooses what {key} is ({choices}), got {key}={value}; set {at}={value}"
         names = ", ".join(f"{key}.{f.name}" for f in fields(hint))
         return f"{key} is a section of settings ({names}), got {key}={value}; set one of them"
-    default = next((f.default for f in fields(section) if f.name == leaf), NO_DEFAULT)
-    remedy = "see --help" if default in (NO_DEFAULT, MISSING) else f"set {key}={shown(default)}"
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        remedy = suggestion(value, [member.name for member in hint], "did you mean {}={}?", key) or remedy
+    remedy = value_remedy(section, leaf, key, hint, value)
     return f"{typed.lstrip('+')} must be {allowed(hint)}{place}, got {value!r}; {remedy}"
+
+
+def bad_list(key: str, overrides: Sequence[str]) -> str:
+    """Return the message for a list with a wrong element, such as `optim.betas=[a,b]`."""
+    value = next((value for typed, value in map(split, overrides) if typed.lstrip("+") == key), "")
+    for section, hint in declarations(key):
+        remedy = value_remedy(section, key.rpartition(".")[2], key, hint, value)
+        return f"{key} must be {allowed(hint)}, got {value!r}; {remedy}"
+    return f"{key} must have a value of another type, got {value!r}; see --help keys"
+
+
+def value_remedy(section: type, leaf: str, key: str, hint: Any, value: str) -> str:
+    """Return the remedy for a value of the wrong type.
+
+    Args:
+        section: class of the section.
+        leaf: name of the field.
+        key: dotted key of the field.
+        hint: type of the field.
+        value: the value as typed.
+    """
+    alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for choices in alternatives:
+        if isinstance(choices, type) and issubclass(choices, Enum):
+            names = [member.name for member in choices]
+            if guess := suggestion(value, names, "did you mean {}={}?", key):
+                return guess
+    if list[str] in alternatives and re.fullmatch(r"[^\[\]{}]+", value):
+        return f"set '{key}=[{value}]'"
+    number = as_number(value)
+    if number is not None and float in alternatives:
+        return f"set {key}={in_ascii(value)}"
+    if number is not None and int in alternatives and number.is_integer():
+        return f"set {key}={int(number)}"
+    bound = bound_of(section, leaf)
+    default = next((f.default for f in fields(section) if f.name == leaf), NO_DEFAULT)
+    if bound is not None and bound.remedy is not None:
+        return f"set {key}={bound.remedy}"
+    return f"set {key}={'<value>' if default in (NO_DEFAULT, MISSING) else shown(default)}"
+
+
+def as_number(value: str) -> float | None:
+    """Return the finite number that a text means, with signs in place of ASCII signs; None: no number."""
+    try:
+        number = float(in_ascii(value))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def unknown_reference(error: InterpolationKeyError, overrides: Sequence[str]) -> str:
+    """Return the message for a value that refers to a key that does not exist, such as `${nope}`."""
+    match = re.search(r"Interpolation key '([^']*)'", str(error))
+    name = match[1] if match else ""
+    key = str(error.full_key)
+    got = next((value for typed, value in map(split, overrides) if typed.lstrip("+") == key), f"${{{name}}}")
+    guess = suggestion(name, all_keys(), "did you mean ${{{}}}?") or f"set {key}=<value>"
+    return f"{key} must refer to a key of the config (there is no {name}), got {got}; {guess}"
 
 
 def undefined(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
@@ -239,9 +308,9 @@ def undefined(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
 
 
 def split(override: str) -> tuple[str, str]:
-    """Return the key and the value of an override."""
+    """Return the key and the value of an override, without quotes around the value."""
     key, _, value = override.partition("=")
-    return key, value
+    return key, value[1:-1] if re.fullmatch('"[^"]*"', value) else value
 
 
 def shown(value: Any) -> str:
@@ -263,15 +332,8 @@ def allowed(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(member.name for member in hint)}"
     if get_origin(hint) in (tuple, list):
-        return "a list of numbers, as [a,b]"
+        return f"a list of {'texts' if str in get_args(hint) else 'numbers'}, as [a,b]"
     return TYPE_NAMES.get(hint, str(hint))
-
-
-def suggestion(word: str, choices: Iterable[str], form: str, *first: str) -> str:
-    """Return `form`, filled with `first` and the choice closest to `word`; empty if no choice is close."""
-    by_leaf = {choice.rpartition(".")[2]: choice for choice in choices}
-    close = get_close_matches(word, by_leaf, n=1, cutoff=0.6)
-    return form.format(*first, by_leaf[close[0]]) if close else ""
 
 
 def option_name(section: type) -> str | None:

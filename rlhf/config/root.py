@@ -17,14 +17,16 @@ from rlhf.config.generator import GeneratorConfig
 from rlhf.config.logger import LoggersConfig
 from rlhf.config.model import ModelConfig
 from rlhf.config.run import Progress, Resume, StagesConfig
-from rlhf.config.schedule import EvalConfig, OptimConfig, ScheduleConfig
+from rlhf.config.schedule import DEFAULT_EPOCHS, EvalConfig, OptimConfig, ScheduleConfig
 from rlhf.config.schema import Section, number
-from rlhf.config.scorer import RewardModelScorerConfig, ScorerConfig
+from rlhf.config.scorer import LabelsScorerConfig, NoScorerConfig, RewardModelScorerConfig, ScorerConfig
 from rlhf.config.task import TaskConfig
 
 # Resolvers for conf/ values computed from other keys: ${product:128,${schedule.minibatches}}
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
 OmegaConf.register_new_resolver("largest", lambda *sizes: max(sizes), replace=True)
+
+MINIMISED = ("eval/loss", "eval/ppl", "eval/kl")  # metrics of an evaluation whose lower values are better
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,7 +51,8 @@ class Config(Section):
         2, least=1, means="checkpoints that are kept; a run resumes from the newest"
     )
     save_generations: bool = False  # write every rollout with its scores to generations/ of the run folder
-    # metric that a sweeper optimises; null: eval/win_rate, with algo=reward eval/accuracy
+    # metric that a sweeper optimises; null: eval/win_rate; without a judge eval/score; otherwise
+    # eval/accuracy on pairs or, for SFT, eval/loss
     objective_metric: str | None = None
     output_dir: str = "outputs"  # folder in which run folders are created
     cache_dir: str = "outputs/artefacts"  # folder of models and pairs that runs make as prerequisites
@@ -105,25 +108,56 @@ class Config(Section):
 
     @property
     def metric(self) -> str:
-        """The metric that a sweeper optimises; its best value is stored in `TrainState.best`."""
-        default = "eval/accuracy" if self.algo.trains is Trains.reward else "eval/win_rate"
-        return self.objective_metric or default
+        """The metric that a sweeper optimises; its best value is stored in `TrainState.best`.
+
+        The default is the win rate if there is a judge, otherwise the score, the accuracy on held-out pairs,
+        or the held-out loss, whichever the run measures first in this order.
+        """
+        if self.objective_metric is not None:
+            return self.objective_metric
+        if self.algo.trains is Trains.reward:
+            return "eval/accuracy"
+        if self.gold.name != "none":
+            return "eval/win_rate"
+        if self.scores_completions:
+            return "eval/score"
+        return "eval/loss" if self.algo.supervised else "eval/accuracy"
+
+    @property
+    def minimised(self) -> bool:
+        """Whether lower values of `metric` are better."""
+        return self.metric in MINIMISED
+
+    @property
+    def scores_completions(self) -> bool:
+        """Whether the training scorer can score new completions. Stored labels cannot."""
+        stored = isinstance(self.scorer, LabelsScorerConfig | NoScorerConfig)
+        return not self.algo.supervised and not stored
 
     @property
     def episodes_per_update(self) -> int:
         """The number of episodes of one update over all ranks: N times K."""
         return self.schedule.prompts_per_update * self.algo.samples_per_prompt
 
+    @property
+    def epochs(self) -> float | None:
+        """The passes over the training data; None: `schedule.total_episodes` is the length of the run."""
+        if self.schedule.total_episodes is not None:
+            return None
+        saved = self.generator.rollouts and not self.generator.samples
+        default = DEFAULT_EPOCHS if self.task.own_data and not saved else None
+        return self.schedule.total_epochs or default
+
     def num_updates(self, examples: int | None = None) -> int:
         """Return the number of updates of the whole run.
 
         Args:
-            examples: the size of the training data; required with `schedule.total_epochs`.
+            examples: the size of the training data; required if the length is set in passes over the data.
         """
         if self.schedule.total_episodes is not None:
             return self.schedule.total_episodes // self.episodes_per_update
-        assert self.schedule.total_epochs is not None and examples is not None
-        return max(1, round(self.schedule.total_epochs * examples / self.schedule.prompts_per_update))
+        assert self.epochs is not None and examples is not None
+        return max(1, round(self.epochs * examples / self.schedule.prompts_per_update))
 
 
 ConfigStore.instance().store(name="root_schema", node=Config)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
@@ -18,11 +20,15 @@ def load_config(file: Path) -> Config:
     """Return the config in a file that `RunFolder.write_config` wrote, with the section classes of the run.
 
     Raises:
-        UserError: the config has an option of a package that is not installed.
+        UserError: the file is damaged, or has an option of a package that is not installed.
     """
     from rlhf.config.root import Config
 
-    loaded = OmegaConf.to_object(load_node(file))
+    node = load_node(file)
+    try:
+        loaded = OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:
+        raise damaged(file, error) from error
     assert isinstance(loaded, Config)
     return loaded
 
@@ -31,13 +37,17 @@ def load_node(file: Path) -> DictConfig:
     """Return the config in a file that `RunFolder.write_config` wrote, as a typed node that can be changed.
 
     Raises:
-        UserError: the config has an option of a package that is not installed.
+        UserError: the file is damaged, or has an option of a package that is not installed.
     """
     from rlhf.config.root import Config
 
-    saved = OmegaConf.load(file)
-    assert isinstance(saved, DictConfig)
-    defaults = saved.pop("defaults")
+    try:
+        saved = OmegaConf.load(file)
+        if not isinstance(saved, DictConfig):
+            raise ValueError("not a mapping of keys")
+        defaults = saved.pop("defaults")
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise damaged(file, error) from error
     typed = OmegaConf.structured(Config)
     for entry in defaults:
         if isinstance(entry, DictConfig):
@@ -49,6 +59,19 @@ def load_node(file: Path) -> DictConfig:
                     f"of another package), got {option}; install that package"
                 )
             OmegaConf.update(typed, section, SCHEMAS[stored])
-    merged = OmegaConf.merge(typed, saved)
+    try:
+        merged = OmegaConf.merge(typed, saved)
+    except OmegaConfBaseException as error:
+        raise damaged(file, error) from error
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def damaged(file: Path, error: Exception) -> UserError:
+    """Return the error about a config.yaml that is not what a run wrote."""
+    reason = " ".join(str(error).split("full_key:")[0].split())
+    return UserError(
+        f"{file} must be the config that a run wrote, got a file that cannot be read ({reason}); restore the "
+        "file (environment.json beside it has the command of the run), or start the run again with "
+        "resume=never"
+    )

@@ -10,6 +10,9 @@ from omegaconf import MISSING
 
 from rlhf.config.schema import Section, dotted, number, plain
 
+MOST_EPISODES = 10**9
+DEFAULT_EPOCHS = 3  # passes over the data of a task that reads your own data
+
 
 class Update(Enum):
     """The time at which a generator loads new weights."""
@@ -60,9 +63,15 @@ class OptimConfig(Section):
 class ScheduleConfig(Section):
     """How long a run is, how large its batches are, and how far off-policy it may be."""
 
-    total_episodes: int | None = number(None, least=1, means="responses of the whole run", remedy="12800")
+    total_episodes: int | None = number(
+        None, least=1, most=MOST_EPISODES, means="responses of the whole run", remedy="12800"
+    )
     total_epochs: float | None = number(
-        None, above=0, means="supervised only: passes over the data, instead of total_episodes", remedy="1"
+        None,
+        above=0,
+        means="passes over the data, instead of total_episodes; with task=local or task=preferences and both "
+        f"null: {DEFAULT_EPOCHS}",
+        remedy="1",
     )
     prompts_per_update: int = number(
         MISSING, least=1, means="N, prompts of one update over all ranks", remedy="64"
@@ -124,4 +133,4 @@ class EvalConfig(Section):
         256, least=1, means="sequences decoded in parallel if the generator does not sample"
     )
     temperature: float = number(0.01, above=0, means="sampling temperature; the default is near-greedy")
-    samples: int = number(3, least=0, means="rows of the table of samples in the terminal")
+    samples: int = number(3, least=0, means="completions in the terminal after the last evaluation; 0: none")

@@ -140,10 +140,10 @@ class Bound:
             (self.below, f"< {plain(self.below)}", lambda bound: value < bound),
         ]
         stated = [(text, holds(bound)) for bound, text, holds in rules if bound is not None]
+        if not math.isfinite(value):
+            return "be " + " and ".join(["finite", *(text for text, _ in stated)])
         if not all(holds for _, holds in stated):
             return "be " + " and ".join(text for text, _ in stated)
-        if not math.isfinite(value):
-            return "be finite"
         if self.counts and value > 1 and value != int(value):
             return f"be whole if it is 1 or more: then it counts {self.counts}"
         return None

@@ -6,9 +6,11 @@ This module imports no torch.
 from __future__ import annotations
 
 import os
+import re
+import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,11 +18,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlhf.config import plugins
+from rlhf.config.arguments import flag_problem, readable
 from rlhf.core.errors import Interrupted, RunError, UserError, report
 from rlhf.core.launched import is_first_rank, rank
+from rlhf.core.output import prepare_output, print_error
 from rlhf.launch import slurm
 from rlhf.processes.signals import interruptible
 
+CTRL_C = 128 + signal.SIGINT  # exit code after Ctrl-C
+
+WIDTH = 80
+FLAGS = ("--help", "--config-dir", "-cd")  # flags of the commands other than rlhf.train
 OPTIONS = "Groups, options and keys: python -m rlhf.train --help"
 
 
@@ -46,6 +54,7 @@ class Command:
         Raises:
             SystemExit: the command failed or was interrupted; see `exit_codes`.
         """
+        prepare_output()
         arguments = sys.argv[1:]
         if "--help" in arguments or "-h" in arguments:
             print(self.help())
@@ -59,13 +68,21 @@ class Command:
 
     def help(self) -> str:
         """Return the text of `--help`."""
+        command = f"Usage: python -m {self.name} "
+        words = re.findall(r"\[[^\]]*\]|\S+", self.usage)  # never break the line within brackets
+        usage = textwrap.wrap(
+            " ".join(word.replace(" ", "\0") for word in words),
+            WIDTH,
+            initial_indent=command,
+            subsequent_indent=" " * len(command),
+            break_on_hyphens=False,
+        )
         rows = [
-            textwrap.fill(meaning, 110, initial_indent=f"  {name + '=':12}", subsequent_indent=" " * 14)
+            textwrap.fill(meaning, WIDTH, initial_indent=f"  {name + '=':12}", subsequent_indent=" " * 14)
             for name, meaning in self.own.items()
         ]
-        return "\n".join(
-            [f"usage: python -m {self.name} {self.usage}", "", self.does, "", *rows, "", OPTIONS]
-        )
+        usage = [line.replace("\0", " ") for line in usage]
+        return "\n".join([*usage, "", self.does, "", *rows, *([""] if rows else []), OPTIONS])
 
     def split(self, arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         """Return the command's own arguments (name -> value) and the overrides.
@@ -78,7 +95,7 @@ class Command:
         """
         own: dict[str, str] = {}
         overrides: list[str] = []
-        for argument in without_config_dir(arguments):
+        for argument in readable(without_config_dir(arguments, self.own)):
             name, _, value = argument.partition("=")
             if name not in self.own:
                 overrides.append(argument)
@@ -97,17 +114,58 @@ class Command:
         """
         if name in own:
             return own[name]
+        for word in overrides:
+            if "=" not in word and Path(word).is_dir():
+                raise UserError(f"{name}= is required ({self.own[name]}), got {word}; set {name}={word}")
         close = get_close_matches(name, [override.partition("=")[0] for override in overrides], n=1)
         guess = f"did you mean {name}= instead of {close[0]}=?" if close else f"add {name}=<...>"
         raise UserError(f"{name}= is required ({self.own[name]}), got no {name}=; {guess}")
 
 
-def without_config_dir(arguments: list[str]) -> list[str]:
+def help_topics(arguments: Sequence[str]) -> list[str] | None:
+    """Return the words after `--help` that are no overrides and no flags; None: there is no `--help`."""
+    for place, argument in enumerate(arguments):
+        flag, _, topic = argument.partition("=")
+        if flag in ("--help", "-h"):
+            words = [topic] if topic else arguments[place + 1 :]
+            return [word for word in words if "=" not in word and not word.startswith("-")]
+    return None
+
+
+def checked_arguments(arguments: Sequence[str], flags: Mapping[str, bool]) -> list[str]:
+    """Return the arguments of a command as Hydra reads them: overrides first, some values in quotes.
+
+    Args:
+        arguments: the command line without the name of the command.
+        flags: the flags of the command, and whether a value follows each flag.
+
+    Raises:
+        UserError: the arguments contain another flag.
+    """
+    if problem := flag_problem(arguments, flags):
+        raise UserError(problem)
+    overrides: list[str] = []
+    others: list[str] = []
+    before = ""
+    for argument in arguments:
+        is_value = flags.get(before, False) and not argument.startswith("-")
+        (others if is_value or argument.startswith("-") else overrides).append(argument)
+        before = argument
+    return [*readable(overrides), *others]
+
+
+def without_config_dir(arguments: list[str], own: Collection[str] = ()) -> list[str]:
     """Return the arguments without `--config-dir <folder>`, which `rlhf.config.catalogue` reads.
+
+    Args:
+        arguments: the command line without the name of the command.
+        own: names of the command's own arguments.
 
     Raises:
         UserError: the folder does not exist, or the arguments contain another flag.
     """
+    if problem := flag_problem(arguments, FLAGS, own):
+        raise UserError(problem)
     kept = []
     rest = iter(arguments)
     for argument in rest:
@@ -115,10 +173,6 @@ def without_config_dir(arguments: list[str]) -> list[str]:
             check_config_dir(next(rest, ""))
         elif argument.startswith("--config-dir="):
             check_config_dir(argument.partition("=")[2])
-        elif argument.startswith("-"):
-            raise UserError(
-                f"{argument} must not be given (this command has no such flag), got {argument}; leave it out"
-            )
         else:
             kept.append(argument)
     return kept
@@ -135,20 +189,33 @@ def exit_codes() -> Iterator[None]:
     """Turn errors and signals of the block into a message and an exit code.
 
     Raises:
-        SystemExit: with code 2 after a UserError, 1 after a RunError, 75 after a signal, 130 after Ctrl-C.
+        SystemExit: with code 2 after a UserError, 1 after a RunError, 130 after Ctrl-C, 75 after another
+            signal.
     """
     try:
         with interruptible():
+            check_current_folder()
             yield
     except (UserError, RunError) as error:
         stop(error)
     except Interrupted as reason:
         if is_first_rank():
-            print(str(reason), file=sys.stderr)
-        raise SystemExit(os.EX_TEMPFAIL) from None
+            print_error(str(reason))
+        raise SystemExit(CTRL_C if reason.received is signal.SIGINT else os.EX_TEMPFAIL) from None
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        print_error("interrupted by Ctrl-C; the same command resumes from the last checkpoint, if any")
+        raise SystemExit(CTRL_C) from None
+
+
+def check_current_folder() -> None:
+    """Raise UserError if the current folder was deleted, for example in another terminal."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError(
+            "the current folder must exist (paths begin there), got a folder that was deleted; change to an "
+            "existing folder: cd <folder>"
+        ) from None
 
 
 def stop(error: RunError | UserError) -> NoReturn:
@@ -158,7 +225,7 @@ def stop(error: RunError | UserError) -> NoReturn:
     """
     problems = error.problems if isinstance(error, UserError) else [str(error)]
     if is_first_rank():
-        print(report(problems), file=sys.stderr)
+        print_error(report(problems))
     elif not error.everywhere:
-        print(f"rank {rank()}: {report(problems)}", file=sys.stderr)
+        print_error(f"rank {rank()}: {report(problems)}")
     raise SystemExit(2 if isinstance(error, UserError) else 1)

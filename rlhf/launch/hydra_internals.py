@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
@@ -32,12 +32,10 @@ def combinations(overrides: list[Override]) -> list[list[str]]:
     return jobs
 
 
-def omit_group_listing() -> None:
-    """Keep Hydra from listing all config groups for `--help`.
-
-    The listing takes about a second, and the help template of this project does not use it.
-    """
-    Hydra.format_config_groups = lambda *_, **__: ""  # type: ignore[method-assign]
+def flags() -> dict[str, bool]:
+    """Return the flags of Hydra's command line, such as `--cfg`, and whether a value follows each flag."""
+    actions = get_args_parser()._actions
+    return {flag: action.nargs != 0 for action in actions for flag in action.option_strings}
 
 
 @contextmanager

@@ -6,7 +6,9 @@ rejected run leaves no folder behind. This module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +19,39 @@ from omegaconf import DictConfig
 
 from rlhf.checks.check import overrides_of, refuse, typed, warn, warnings
 from rlhf.checks.machine import check_machine
+from rlhf.config.arguments import repeated
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.run import Resume
 from rlhf.core.errors import UserError
+from rlhf.core.launched import is_first_rank
 from rlhf.launch.hydra_internals import combinations, uses_basic_sweeper
 from rlhf.launch.jobs import announce, distinct_overrides
 from rlhf.runs.folder import RunFolder
-from rlhf.runs.resuming import prepare
+from rlhf.runs.naming import earlier_name
+from rlhf.runs.resuming import prepare, shorter_run
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 
+@contextmanager
+def ends_command() -> Iterator[None]:
+    """End the command at an unexpected error. Hydra would only warn of an error in a callback, and go on.
+
+    Raises:
+        SystemExit: with code 1 and a traceback, if the block raises an exception.
+    """
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
 class Preflight(Callback):
     """Hydra callback that rejects an invalid run or sweep, and ends the command if the run is finished."""
 
+    @ends_command()
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check a single run: its config, the machine and its run folder.
 
@@ -46,10 +66,14 @@ class Preflight(Callback):
             finished = prepare(folder, cfg)
         except UserError as error:
             refuse(error.problems)
+        for note in (earlier_name(folder.path, cfg), shorter_run(folder, cfg)):
+            if is_first_rank() and note is not None:
+                print(f"note: {note}")
         if finished is not None:
             announce(folder, finished, cfg.metric)
             raise SystemExit(0)
 
+    @ends_command()
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the config of every job of a sweep before the first job starts.
 
@@ -69,6 +93,7 @@ class Preflight(Callback):
             except CONFIG_ERRORS as error:
                 problems.append(f"{label}: {explain(error, overrides)}")
             else:
+                problems += [f"{label}: {problem}" for problem in wrong_direction(config, cfg)]
                 doubts += [f"{label}: {warning}" for warning in warnings(cfg)]
         if problems:
             refuse(problems)
@@ -85,8 +110,18 @@ def checked(config: DictConfig, overrides: Sequence[str]) -> Config:
         cfg = typed(config, overrides)
     except UserError as error:
         refuse(error.problems)
-    warn(warnings(cfg))
+    warn([*repeated(overrides), *warnings(cfg)])
     return cfg
+
+
+def wrong_direction(config: DictConfig, cfg: Config) -> Iterator[str]:
+    """Yield an error if a search maximises a metric whose lower values are better."""
+    direction = str(config.hydra.sweeper.get("direction", "")).rpartition(".")[2]
+    if cfg.minimised and direction == "maximize":
+        yield (
+            f"hydra.sweeper.direction must be minimize for {cfg.metric} (lower values are better), got "
+            "maximize; set hydra.sweeper.direction=minimize"
+        )
 
 
 def sweep_jobs(config: DictConfig) -> list[list[str]]:

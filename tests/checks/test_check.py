@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,16 @@ from rlhf.config import cores
 from rlhf.config.backend import TorchConfig
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
+from tests.model_folders import write_model
 
 STORED = "generator=dataset"
 
 PROBLEMS = {  # overrides: text that one of the problems must contain
-    "schedule.total_episodes=null": "schedule.total_episodes must be set",
+    "schedule.total_episodes=null": "schedule.total_episodes or schedule.total_epochs must be set",
     "algo=reward schedule.total_epochs=null": "schedule.total_episodes or schedule.total_epochs must be set",
     "schedule.total_episodes=640 schedule.total_epochs=1": "must not both be set (each is the length",
-    "schedule.total_epochs=1 schedule.total_episodes=null": "schedule.total_epochs must be null for algo=dpo",
+    "generator=dataset generator.path=x schedule.total_epochs=1 schedule.total_episodes=null": "saved "
+    "rollouts count as episodes",
     "schedule.total_episodes=1000": "(schedule.prompts_per_update x algo.samples_per_prompt = 64 x 2 = 128), "
     "got 1000; set schedule.total_episodes=1024",
     "schedule.total_episodes=10": "set schedule.total_episodes=128",
@@ -42,7 +43,7 @@ PROBLEMS = {  # overrides: text that one of the problems must contain
     "schedule.save_every=-1": "schedule.save_every must be >= 0",
     "schedule.log_every=inf": "schedule.log_every must be finite",
     "optim.warmup=1.5": "optim.warmup must be whole if it is 1 or more: then it counts optimizer steps (",
-    "optim.lr=nan": "optim.lr must be > 0",
+    "optim.lr=nan": "optim.lr must be finite and > 0",
     "optim.eps=0": "optim.eps must be > 0",
     "optim.max_grad_norm=0": "optim.max_grad_norm must be > 0",
     "optim.weight_decay=-1": "optim.weight_decay must be >= 0",
@@ -72,7 +73,7 @@ PROBLEMS = {  # overrides: text that one of the problems must contain
     "generator.top_p=0.9": "generator.top_p must be off for training",
     "generator.threads=0": "generator.threads must be >= 1",
     "generator.replicas=0": "generator.replicas must be >= 1",
-    "generator.replicas=2": "set schedule.max_lag=2 or generator.replicas=1",
+    "generator.replicas=2": "set schedule.max_lag=1 or generator.replicas=1",
     "schedule.max_lag=2 generator.replicas=4": "generator.replicas must be <= schedule.max_lag + 1",
     "generator.worker=true generator.replicas=2": "generator.replicas must be <= schedule.max_lag + 1",
     "schedule.max_lag=2 generator.worker=false generator.replicas=2": "generator.replicas must be 1 without",
@@ -155,7 +156,7 @@ def test_warning_is_reported_and_is_not_a_problem(overrides):
         "schedule.eval_every=0 schedule.save_every=0",
         "schedule.minibatches=64",
         "schedule.max_lag=1 generator.threads=1 backend.threads=1",
-        "generator.worker=true generator.threads=9999 backend.threads=9999",
+        "generator.worker=true generator.threads=9999",
         "schedule.max_lag=1 generator.annotate=true",
         "generator.annotate=false",
         "algo=ppo algo.value_from=policy scorer=facts scorer@gold=none",
@@ -206,15 +207,8 @@ def test_rules_do_not_crash_on_values_that_another_rule_rejects(key):
     assert len(found) == 6
 
 
-def local_model(folder: Path, positions: int) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
-    (folder / "model.safetensors").touch()
-    return folder
-
-
 def test_local_model_needs_weight_files_and_a_sufficient_context_length(tmp_path):
-    folder = local_model(tmp_path / "policy", 128)
+    folder = Path(write_model(tmp_path / "policy", max_position_embeddings=128))
     found = check.problems(compose([f"model.policy={folder}"]))
     assert len(found) == 1 and "must be <= 128 (the context length of the model), got 192 + 40" in found[0]
     assert not check.problems(compose([f"model.policy={folder}", "task.max_prompt_tokens=88"]))
@@ -233,6 +227,7 @@ def test_sizes_are_computed_from_the_config_alone():
     assert rows == {
         "episodes per update": "128 = 64 prompts x 2 samples",
         "updates": "10 = 1,280 episodes / 128",
+        "passes over the data": "0.0781 of 8,192 prompts",
         "optimizer steps": "40 = 10 updates x 2 minibatches x 2 epochs",
         "sequences per forward": "16, 4 per optimizer step",
         "evaluations": "3, after updates 0 5 10",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import evaluate as evaluate_command
+from rlhf import extend as extend_command
 from rlhf import pipeline as pipeline_command
 from rlhf import relabel as relabel_command
 from rlhf.config.compose import compose
@@ -17,9 +18,16 @@ from rlhf.config.saved import load_config
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import chain as pipeline
 from rlhf.stages import evaluation as evaluate
+from rlhf.stages.evaluation_config import changed
 from rlhf.stages.stage_config import stage
+from tests.model_folders import write_model
 
-COMMANDS = {"evaluate": evaluate_command, "relabel": relabel_command, "pipeline": pipeline_command}
+COMMANDS = {
+    "evaluate": evaluate_command,
+    "extend": extend_command,
+    "relabel": relabel_command,
+    "pipeline": pipeline_command,
+}
 
 
 @pytest.fixture
@@ -32,6 +40,7 @@ def run(tmp_path) -> Path:
     checkpoint.mkdir()
     (checkpoint / "COMPLETE").write_text("{}")
     (checkpoint / "ranks.json").write_text('{"ranks": 4}')
+    write_model(folder.model)
     return folder.path
 
 
@@ -78,8 +87,25 @@ MISTAKES = [
     ("evaluate", "run={run} generator=vlm", "did you mean generator=vllm?"),
     ("evaluate", "run={run} generator=dataset", "generator must be one of hf, vllm, vllm_colocated, got 'da"),
     ("evaluate", "run={run} scorer@gold=reward_model", "gold.path must name a reward model"),
-    ("evaluate", "run={run} -m", "-m must not be given"),
+    ("evaluate", "run={run} -m", "-m must be a flag of this command"),
     ("evaluate", "run={run}", "ranks must be 4 to evaluate checkpoint-1 (backend=zero2 sharded it over 4"),
+    ("evaluate", "run={run}/model", "(no config.yaml in it), got {run}/model; set run={run}"),
+    ("evaluate", "models=there task=local", "models must name a model on the hub or a folder with"),
+    ("evaluate", "models={run}/model only=model", "only= must be used with run= (it names models of a run)"),
+    ("evaluate", "models={run}/model eval.promts=9", "did you mean eval.prompts?"),
+    ("extend", "schedule.total_episodes=1", "run= is required (run folder), got no run=; add run=<...>"),
+    ("extend", "run=there", "run= must be the folder of a run, with its config.yaml"),
+    ("extend", "run={run}", "must be above 5120 (the length of the run so far), got no new length; set sche"),
+    ("extend", "run={run} schedule.total_episodes=640", "got 640; set schedule.total_episodes=10240"),
+    ("extend", "run={run} schedule.total_episodes=10241", "schedule.total_episodes must be divisible by the"),
+    ("extend", "run={run} schedule.total_epochs=2", "must be set by schedule.total_episodes (its config.yam"),
+    ("extend", "run={run} schedule.total_episodes=many", "schedule.total_episodes must be a whole number"),
+    ("extend", "run={run} optim.lr=1", "optim.lr must stay as it is (an extension changes only the length"),
+    ("extend", "run={run} algo=ppo", "algo must stay as it is"),
+    ("extend", "run={run} resume=never", "resume must stay as it is"),
+    ("extend", "run={run} total_episodes=10240", "did you mean schedule.total_episodes?"),
+    ("extend", "run={run} schedule.total_episodes=640,1280", "schedule.total_episodes must be set to one"),
+    ("extend", "{run} schedule.total_episodes=10240", "run= is required (run folder), got {run}; set run="),
     ("relabel", "", "output= is required (folder of the new data set)"),
     ("relabel", "output=x algo=dpo", "algo must not be chosen (nothing is trained here)"),
     ("relabel", "output=x", "task.preferences_path must name the pairs for task=tldr_mini"),
@@ -104,8 +130,17 @@ MISTAKES = [
 def test_wrong_arguments_are_reported_with_exit_code_2(call, tmp_path, name, words, said):
     before = sorted(tmp_path.rglob("*"))
     code, _, err = call(name, *words.split())
-    assert code == 2 and "error: " in err and said in err, err
+    assert code == 2 and "error: " in err and said.format(run=tmp_path / "run") in err, err
     assert sorted(tmp_path.rglob("*")) == before, "a rejected command creates no file"
+
+
+def test_a_current_folder_that_was_deleted_is_reported(call, tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    code, _, err = call("evaluate")
+    assert code == 2 and "the current folder must exist" in err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -119,9 +154,9 @@ def test_every_command_sets_the_rank_of_a_slurm_task(call, monkeypatch, name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_lists_every_argument_of_the_command(call, name):
     code, out, _ = call(name, "--help")
-    assert code == 0 and out.startswith(f"usage: python -m rlhf.{name} ")
+    assert code == 0 and out.startswith(f"Usage: python -m rlhf.{name} ")
     assert all(f"  {word}=" in out for word in COMMANDS[name].COMMAND.own)
-    assert max(map(len, out.splitlines())) <= 110
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.process
@@ -158,35 +193,33 @@ def test_run_with_an_option_of_a_missing_package_is_reported(call, run):
 def test_arguments_of_evaluate_change_only_the_named_settings(run):
     folder = RunFolder(run)
     before = load_config(folder.config)
-    cfg = evaluate.changed(
-        folder, ["generator=vllm", "generator.memory=0.3", "eval.prompts=7", "gold.weight=1"]
-    )
+    cfg = changed(folder, ["generator=vllm", "generator.memory=0.3", "eval.prompts=7", "gold.weight=1"])
     assert cfg.generator.name == "vllm" and cfg.generator.memory == 0.3 and cfg.eval.prompts == 7
     assert cfg.generator.response_length == before.generator.response_length == 40
     assert (cfg.algo, cfg.model, cfg.task, cfg.gold) == (before.algo, before.model, before.task, before.gold)
-    assert evaluate.changed(folder) == before
+    assert changed(folder) == before
 
 
 def test_evaluate_can_use_another_judge_with_its_settings(run, tmp_path):
     judge = tmp_path / "judge.py"
     judge.write_text("def brief(prompt, response, reference): return -len(response)\n")
-    cfg = evaluate.changed(RunFolder(run), ["scorer@gold=function", f"gold.path={judge}:brief"])
+    cfg = changed(RunFolder(run), ["scorer@gold=function", f"gold.path={judge}:brief"])
     assert cfg.gold.name == "function" and cfg.gold.path == f"{judge}:brief"
 
 
 @pytest.mark.parametrize("word", ["eval.prompts=7", "eval.temperature=0.5", "generator=vllm", "seed=3"])
 def test_settings_that_change_results_change_the_evaluation_fingerprint(run, word):
     folder = RunFolder(run)
-    before = evaluate.fingerprint(evaluate.changed(folder), "validation")
-    assert evaluate.fingerprint(evaluate.changed(folder, [word]), "validation") != before
-    assert evaluate.fingerprint(evaluate.changed(folder), "test") != before
+    before = evaluate.fingerprint(changed(folder), "validation")
+    assert evaluate.fingerprint(changed(folder, [word]), "validation") != before
+    assert evaluate.fingerprint(changed(folder), "test") != before
 
 
 @pytest.mark.parametrize("word", ["eval.samples=0", "progress=off", "backend.threads=1"])
 def test_settings_that_do_not_change_results_keep_the_evaluation_fingerprint(run, word):
     folder = RunFolder(run)
-    before = evaluate.fingerprint(evaluate.changed(folder), "validation")
-    assert evaluate.fingerprint(evaluate.changed(folder, [word]), "validation") == before
+    before = evaluate.fingerprint(changed(folder), "validation")
+    assert evaluate.fingerprint(changed(folder, [word]), "validation") == before
 
 
 STORED = ["task=tldr", "model=pythia_410m"]
@@ -230,7 +263,7 @@ def test_each_stage_reads_the_output_of_the_previous_stage(monkeypatch):
     assert [made[0].algo.name, made[1].algo.name] == ["sft", "reward"]
     assert {one.backend.name for one in made} == {"zero2"} and {one.model.lora.rank for one in made} == {8}
     assert {one.gold.path for one in made} == {"me/judge"}
-    assert sft.folder.name.startswith("tldr-pythia_410m-sft-dataset-lag0-seed0-")
+    assert sft.folder.name.startswith("tldr-pythia_410m_deduped-sft-dataset-lag0-seed0-")
 
 
 def test_overrides_of_a_stage_apply_to_that_stage_only():

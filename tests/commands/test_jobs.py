@@ -37,6 +37,19 @@ def test_the_same_command_has_the_same_folder_alone_and_in_a_sweep(command, tmp_
     assert len(run_folders(tmp_path)) == 2
 
 
+def test_a_run_that_an_earlier_version_started_under_another_name_is_resumed(command, tmp_path):
+    words = ["seed=5", "schedule.max_lag=1"]
+    ((cfg, folder),) = command(*words).runs
+    earlier = folder.path.with_name(folder.path.name.replace("pythia", "earlier"))
+    folder.path.rename(earlier)
+    folder = type(folder)(earlier)
+    folder.write_config(cfg)
+    answer = command(*words)
+    assert answer.runs[0][1].path == earlier and f"continues in {earlier.relative_to(tmp_path)}" in answer.out
+    finish(cfg, folder)
+    assert command(*words).runs == [] and run_folders(tmp_path) == [earlier.name]
+
+
 def test_hydra_run_dir_sets_the_run_folder(command, tmp_path):
     answer = command("hydra.run.dir=elsewhere/here")
     assert answer.runs[0][1].path == tmp_path / "elsewhere" / "here"

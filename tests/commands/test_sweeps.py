@@ -15,7 +15,24 @@ def test_finished_jobs_are_not_started(command):
     command("-m", "seed=1,2", during=finish)
     answer = command("-m", "seed=1,2,3")
     assert [cfg.seed for cfg, _ in answer.runs] == [3]
-    assert answer.out.count("finished already") == 2 and answer.out.count("job ") == 1
+    assert answer.out.count("finished already") == 2 and answer.out.count("job 3 of 3: seed=3") == 1
+
+
+def test_a_sweep_numbers_its_jobs_and_ends_with_a_table(command):
+    answer = command("-m", "seed=1,2", during=finish)
+    told = answer.out.splitlines()
+    assert [line for line in told if line.startswith("job ")][:2] == [
+        "job 1 of 2: seed=1",
+        "job 2 of 2: seed=2",
+    ]
+    table = told[told.index("job  eval/win_rate  status    values") :]
+    assert table[1] == "  1          0.250  finished  seed=1"
+    assert table[2] == f"     outputs/{answer.runs[0][1].path.name}"
+    assert table[-1] == "compare: python -m rlhf.report outputs"
+
+
+def test_a_sweep_of_one_job_has_no_table(command):
+    assert "compare:" not in command("-m", "seed=1", during=finish).out
 
 
 def test_resume_never_starts_finished_jobs_again(command):
@@ -72,7 +89,8 @@ def test_ctrl_c_ends_a_sweep_and_earlier_failures_are_reported(command):
 
     answer = command("-m", "seed=1,2,3", "hydra.sweeper.max_batch_size=1", during=during)
     assert answer.code == 130 and [cfg.seed for cfg, _ in answer.runs] == [1, 2]
-    assert "it stopped" in answer.err and answer.err.endswith("interrupted\n")
+    assert "it stopped" in answer.err and "interrupted by Ctrl-C" in answer.err.splitlines()[-1]
+    assert "seed=1" in answer.out.partition("status")[2], "the table lists the jobs so far"
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "local"])
@@ -117,7 +135,7 @@ def test_optuna_search_maximises_and_continues_after_a_failed_trial(command, tmp
     best = (tmp_path / "outputs" / "optimization_results.yaml").read_text()
     assert str(max(lr for lr in tried if lr != tried[1])) in best
 
-    shutil.rmtree(answer.runs[1][1].path)
+    shutil.rmtree(answer.runs[1][1].path, ignore_errors=True)  # an empty folder is removed already
     again = command(*words, during=during)
     assert again.out.count("finished already") >= 1, (
         "with the same seed, the search proposes the same runs until results differ"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import hydra
@@ -11,7 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhf.checks.check import typed
-from rlhf.config.catalogue import KEYS, all_keys, conf_dir, groups, options
+from rlhf.config.catalogue import all_keys, conf_dir, groups, options
+from rlhf.config.help import COMMANDS, GROUPS, KEYS, LONG
 from rlhf.config.identity import run_name
 from rlhf.config.root import Config
 from rlhf.config.schema import SCHEMAS
@@ -84,21 +86,50 @@ def test_every_schema_has_an_option_and_every_option_has_a_description():
     assert all(options(group)[option] for group, option in CHOICES)
 
 
-def test_help_lists_every_group_option_and_common_key(command):
+def test_help_fits_on_two_screens_and_lists_groups_options_and_common_keys(command):
     answer = command("--help")
     assert answer.code == 0 and "$" not in answer.out
-    assert max(map(len, answer.out.splitlines())) <= 110
-    for group, option in CHOICES:
-        assert re.search(rf"^  {group}$", answer.out, re.M) and re.search(
-            rf"^    {option}\b", answer.out, re.M
-        )
-    for key in KEYS:
-        assert key in answer.out
-    assert {key for key in KEYS if "@" not in key} <= set(all_keys())
+    lines = answer.out.splitlines()
+    assert len(lines) <= 60 and max(map(len, lines)) <= 80
+    listed = {option for group, option in CHOICES if len(options(group)) <= LONG}
+    assert listed <= set(answer.out.split())
+    for name in (*GROUPS, *KEYS, *(f"rlhf.{name}" for name in COMMANDS)):
+        assert name in answer.out
+    assert answer.out.index("  algo ") < answer.out.index("optim.lr")
+    assert set(KEYS) <= set(all_keys()) and set(GROUPS) == set(groups())
+
+
+def test_help_of_a_group_describes_its_options_and_keys(command):
+    answer = command("--help", "algo")
+    for name, means in options("algo").items():
+        assert re.search(rf"^  {name} +{re.escape(means.split()[0])}", answer.out, re.M)
+    assert "algo.beta" in answer.out and max(map(len, answer.out.splitlines())) <= 80
+    assert "tldr_410m_dpo_async" in command("--help=experiment").out
+
+
+def test_help_of_all_keys_has_every_key_with_its_meaning(command):
+    text = command("--help", "keys").out
+    listed = {line.split()[0] for line in text.splitlines()[1:] if line[2:3].strip()}
+    declared = {
+        f"{group}.{field.name}"
+        for stored, cls in SCHEMAS.items()
+        for group in [stored.split("/")[1]]
+        if group != "logger"
+        for field in fields(cls)
+        if field.name not in ("name", "lora", "columns", "correction")
+    }
+    assert declared <= listed and {"seed", "optim.lr", "model.lora.rank", "logger.wandb.project"} <= listed
+    assert "optimizer steps of warm-up" in " ".join(text.split())
+
+
+def test_help_with_an_unknown_topic_suggests_a_group(command):
+    answer = command("--help", "modell")
+    assert answer.code == 2 and "did you mean --help model?" in answer.err
 
 
 def test_help_lists_options_of_a_user_config_folder(command, own_conf):
-    assert "fine of the tests" in command("--config-dir", str(own_conf), "--help").out
+    assert " fine" in command("--config-dir", str(own_conf), "--help").out
+    assert "fine of the tests" in command("--config-dir", str(own_conf), "--help", "experiment").out
 
 
 def test_wheel_contains_every_package_and_conf():

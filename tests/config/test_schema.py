@@ -38,7 +38,10 @@ def problems(section: Section) -> list[str]:
         ({"count": 0}, "some.count must be >= 1 (things), got 0; set some.count=4"),
         ({"rate": 0}, "some.rate must be > 0 and < 1 (share of things), got 0; set some.rate=0.25"),
         ({"rate": 1.0}, "some.rate must be > 0 and < 1 (share of things), got 1; set some.rate=0.25"),
-        ({"rate": math.nan}, "some.rate must be > 0 and < 1 (share of things), got nan; set some.rate=0.25"),
+        (
+            {"rate": math.nan},
+            "some.rate must be finite and > 0 and < 1 (share of things), got nan; set some.rate=0.25",
+        ),
         (
             {"share": -1},
             "some.share must be >= 0 and <= 1 (part of them; null: off), got -1; set some.share=0.9",
@@ -47,7 +50,7 @@ def problems(section: Section) -> list[str]:
             {"share": 1.1},
             "some.share must be >= 0 and <= 1 (part of them; null: off), got 1.1; set some.share=0.9",
         ),
-        ({"every": math.inf}, "some.every must be finite (how often), got inf; set some.every=0.2"),
+        ({"every": math.inf}, "some.every must be finite and >= 0 (how often), got inf; set some.every=0.2"),
         (
             {"every": 2.6},
             "some.every must be whole if it is 1 or more: then it counts updates (how often), got 2.6; "

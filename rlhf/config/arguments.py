@@ -1,0 +1,200 @@
+"""Messages about command-line arguments that are no overrides, or that Hydra reads in another way.
+
+Each message contains the argument as typed, the rule, and a remedy. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Collection, Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from rlhf.config.catalogue import all_keys, groups, options, takes_list
+from rlhf.config.suggestions import closest, key_or_group, one_of, suggestion
+
+PRINTED = ("job", "hydra", "all")  # values of --cfg
+OWN_CONFIGS = "--config-dir <folder> adds options of your own"
+STRANGE = re.compile(r"[^\w.+\-/:=,\s]|[^\x00-\x7f]")  # signs that Hydra may not read without quotes
+# Signs that word processors and web pages use in place of an ASCII sign
+ASCII = {
+    "\u2212": "-",
+    "\u2013": "-",
+    "\u2010": "-",
+    "\u201c": '"',
+    "\u201d": '"',
+    "\u2018": "'",
+    "\u2019": "'",
+}
+
+
+def in_ascii(text: str) -> str:
+    """Return a text with ASCII signs in place of full-width digits, a minus sign, curly quotes and so on."""
+    return "".join(ASCII.get(sign, sign) for sign in unicodedata.normalize("NFKC", text))
+
+
+def readable(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments, with quotes around each value that Hydra reads only in quotes.
+
+    Examples are `model.pad_token=<|pad|>` and a path with an umlaut. A value with signs that have a meaning
+    for Hydra (quotes, brackets, commas, backslashes, interpolations) stays as it is.
+    """
+    return [quoted(argument) if STRANGE.search(argument) else argument for argument in arguments]
+
+
+def quoted(argument: str) -> str:
+    """Return the override with quotes around its value, if Hydra reads the override only with quotes."""
+    key, equals, value = argument.partition("=")
+    if not equals or argument.startswith("-") or re.search(r"[\"'\\,\[\]{}()$]", value):
+        return argument
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return f'{key}="{value}"'
+    return argument
+
+
+def repeated(overrides: Sequence[str]) -> list[str]:
+    """Return a warning for each key that several overrides set to different values."""
+    values: dict[str, list[str]] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        values.setdefault(key.lstrip("+"), []).append(value)
+    times = {2: "twice"}
+    return [
+        f"{key} is given {times.get(len(each), 'several times')} ({', '.join(each)}); the last value counts"
+        for key, each in values.items()
+        if len(set(each)) > 1
+    ]
+
+
+def flag_problem(arguments: Sequence[str], flags: Collection[str], own: Collection[str] = ()) -> str | None:
+    """Return the message for the first flag that does not exist; None: all flags exist.
+
+    Args:
+        arguments: the command line without the name of the command.
+        flags: the flags that the command has, such as `--cfg`. An abbreviation of a flag is accepted.
+        own: names of the command's own arguments, such as `run` for `run=<folder>`.
+    """
+    for place, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if not re.match(r"--?[A-Za-z]", flag):
+            continue
+        if flag in ("--config-path", "-cp"):
+            got = argument if equals else " ".join(arguments[place : place + 2])
+            why = "it would replace the configs of this project"
+            return f"--config-path must not be given ({why}), got {got}; {OWN_CONFIGS}"
+        if flag in ("--cfg", "-c") and flag in flags:
+            if (value or "".join(arguments[place + 1 : place + 2])) not in PRINTED:
+                got = argument if equals else " ".join(arguments[place : place + 2])
+                rule = f"{flag} must be followed by {', '.join(PRINTED)} (the config to print)"
+                return f"{rule}, got {got}; write {flag} job"
+            continue
+        if any(known == flag or (flag.startswith("--") and known.startswith(flag)) for known in flags):
+            continue
+        following = arguments[place + 1 : place + 2]
+        if not equals and following and "=" not in following[0] and not following[0].startswith("--"):
+            value = following[0]
+        name = flag.lstrip("-")
+        meant = name if name in own else key_or_group(name) if len(name) > 1 else None
+        got = f"{flag} {value}" if value and not equals else argument
+        if meant is not None:
+            rule = (
+                f"{flag} must be written without dashes, as key=value or group=option (there is no such flag)"
+            )
+            return f"{rule}, got {got}; write {meant}={value or '<value>'}"
+        similar = closest(flag, flags)
+        guess = f"did you mean {similar}?" if similar else "leave it out, or see --help"
+        return f"{flag} must be a flag of this command ({', '.join(sorted(flags))}), got {got}; {guess}"
+    return None
+
+
+def unreadable(override: str, arguments: Sequence[str] = ()) -> str:
+    """Return the message for a command-line argument that is not an override.
+
+    Args:
+        override: the argument.
+        arguments: the whole command line.
+    """
+    key, equals, value = override.partition("=")
+    if not equals:
+        return without_equals(override, arguments)
+    if in_ascii(value) != value and in_ascii(value).isascii():
+        strange = ", ".join(dict.fromkeys(repr(sign) for sign in value if not sign.isascii()))
+        rule = f"{key} must be written with ASCII signs (not {strange})"
+        return f"{rule}, got {value}; write {key}={in_ascii(value)}"
+    if key.lstrip("+").partition("@")[0] in groups():
+        return one_of(key, value, options(key.lstrip("+").partition("@")[0]))
+    for opening, closing in ("[]", "{}", "()"):
+        if value.count(opening) != value.count(closing):
+            rule = f"{key} must have a {closing} for each {opening}"
+            following = arguments[arguments.index(override) + 1 :] if override in arguments else ()
+            for count in range(1, len(following) + 1):
+                whole = "".join([value, *following[:count]])
+                if whole.count(opening) == whole.count(closing):  # blanks divided the value
+                    return f"{rule} (blanks end an argument), got {value}; write '{key}={whole}'"
+            return f"{rule}, got {value}; write '{key}={opening}<values>{closing}'"
+    if value.strip(",") != value:
+        return f"{key} must have no comma at its ends, got {value}; write {key}={value.strip(',')}"
+    if re.fullmatch(r"\(.*\)", value):
+        return f"{key} must be a list in square brackets, got {value}; write '{key}=[{value[1:-1]}]'"
+    remedy = f"""'{key}="<value>"'"""
+    if not re.search(r"[\"'\\]", value):
+        remedy = f"""'{key}="{value}"'"""
+    return (
+        f"{key} must have a value that Hydra can read (brackets, quotes and some signs are syntax), got "
+        f"{value!r}; quote the value for Hydra, and the whole argument for the shell: {remedy}"
+    )
+
+
+def without_equals(argument: str, arguments: Sequence[str] = ()) -> str:
+    """Return the message for an argument without `=`.
+
+    Args:
+        argument: the argument.
+        arguments: the whole command line.
+    """
+    place = arguments.index(argument) if argument in arguments else len(arguments)
+    before, after = arguments[max(place - 1, 0) : place], arguments[place + 1 : place + 3]
+    if before and before[0].endswith("="):
+        return with_blanks([*before, argument])
+    if after and after[0].startswith("="):
+        return with_blanks([argument, *(after if after[0] == "=" else after[:1])])
+    value = after[0] if after and "=" not in after[0] else None
+    if argument in groups():
+        remedy = f"write {argument}=<option> ({', '.join(options(argument))})"
+        if value in options(argument):
+            remedy = f"write {argument}={value}"
+    elif (key := argument.partition(":")[0]) in groups() and ":" in argument:
+        remedy = f"write {key}={argument.partition(':')[2]}"
+    elif argument in all_keys():
+        remedy = f"write {argument}={value or '<value>'}"
+    else:
+        group = next((group for group in groups() if argument in options(group)), None)
+        remedy = (
+            f"did you mean {group}={argument}?"
+            if group
+            else suggestion(argument, groups(), "did you mean {}=<option>?") or "write key=value"
+        )
+    return f"{argument} must read key=value or group=option (it has no '='), got {argument}; {remedy}"
+
+
+def with_blanks(parts: Sequence[str]) -> str:
+    """Return the message for an override that blanks divide into several arguments."""
+    override = "".join(parts)
+    rule = f"{override.partition('=')[0]} must have no blanks around '=' (they end an argument)"
+    return f"{rule}, got {' '.join(parts)}; write {override}"
+
+
+def several_values(key: str, value: str) -> str:
+    """Return the message for a value with commas, which is a sweep, in a single run."""
+    rule = f"{key} must have one value in a single run (commas separate the values of a sweep), got {value}"
+    if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?", value) and not value.startswith("0"):
+        return f"{rule}; set {key}={value.replace(',', '')}, or add -m to run each"
+    if re.fullmatch(r"[+-]?\d+,\d+(e[+-]?\d+)?", value):
+        return f"{rule}; set {key}={value.replace(',', '.')}, or add -m to run each"
+    if key == "logger" or (takes_list(key) and key not in groups()):
+        return f"{rule}; write '{key}=[{value}]' for a list, or add -m to run each"
+    return f"{rule}; add -m to run each"

@@ -1,0 +1,91 @@
+"""Suggestions for misspelled options, groups and keys. This module imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from rlhf.config.catalogue import all_keys, groups
+
+MANY = 12  # with more options, a message refers to --help instead of listing them
+
+ALIASES = {  # values of other programs -> values of this project
+    **{"fp16": "float16", "half": "float16", "f16": "float16"},
+    **{"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"},
+}
+
+
+def closest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that is most similar to `word`, or None. Case, and - or _, make no difference.
+
+    Of a dotted choice, the whole and the part after the last dot are compared. If exactly one choice begins
+    with `word`, the result is that choice.
+    """
+    known = list(dict.fromkeys(choices))
+    if (meant := ALIASES.get(word.lower())) in known:
+        return meant
+    by_leaf = {simple(choice.rpartition(".")[2]): choice for choice in known}
+    by_name = {**by_leaf, **{simple(choice): choice for choice in known}}
+    longer = [name for name in by_leaf if name.startswith(simple(word))] if word else []
+    if simple(word) not in by_name and len(longer) == 1:
+        return by_leaf[longer[0]]
+    for cutoff in (1.0, 0.6):
+        if found := get_close_matches(simple(word), by_name, n=1, cutoff=cutoff):
+            return by_name[found[0]]
+    return None
+
+
+def suggestion(word: str, choices: Iterable[str], form: str, *first: str) -> str:
+    """Return `form`, filled with `first` and the choice closest to `word`; empty if no choice is close."""
+    found = closest(word, choices)
+    return form.format(*first, found) if found is not None else ""
+
+
+def one_of(key: str, value: str, choices: Iterable[str], note: str = "") -> str:
+    """Return the message for a value that is not among the choices of `key`; `note` follows the value."""
+    choices = list(choices)
+    if not choices:
+        return f"{key} must be a group with options, got {key}={value}{note}; see --help"
+    listed, remedy = ", ".join(choices), "choose one of them"
+    if len(choices) > MANY and key in groups():
+        listed, remedy = f"its {len(choices)} options", f"list them with --help {key}"
+    elif len(choices) == 1:
+        remedy = f"set {key}={choices[0]}"
+    guess, own = suggestion(value, choices, "did you mean {}={}?", key), own_value(key, value)
+    remedies = (own, guess) if re.search("[/.:]", value) else (guess, own)
+    remedy = next(filter(None, remedies), remedy)
+    return f"{key} must be one of {listed}, got {value!r}{note}; {remedy}"
+
+
+def own_value(key: str, value: str) -> str | None:
+    """Return the remedy for a file, a folder or a hub name in place of an option; None: it is neither.
+
+    Args:
+        key: the key of a group, such as `task` or `scorer@gold`.
+        value: the value as typed.
+    """
+    group, _, section = key.partition("@")
+    at = section or group
+    if group == "model" and value and not value.isdigit():
+        return f"for a folder or a name of the hub set model.policy={value} (for SFT model.base={value})"
+    if group == "task" and re.search(r"[/.]", value) and not value.endswith((".yaml", ".yml")):
+        return f"for your own data set task=local task.path={value}"
+    if group == "scorer" and re.match("https?://", value):
+        return f"for a service set {key}=http {at}.url={value}"
+    if group == "scorer" and re.search(r":|\.py$", value):
+        return f"for a Python function set {key}=function {at}.path={value}"
+    if group == "scorer" and "/" in value:
+        return f"for a reward model set {key}=reward_model {at}.path={value}"
+    return None
+
+
+def key_or_group(word: str) -> str | None:
+    """Return the group or the dotted key that `word` most probably means; None: nothing is similar."""
+    exact = [name for name in (*groups(), *all_keys()) if simple(name) == simple(word)]
+    return exact[0] if exact else closest(word, groups()) or closest(word, all_keys())
+
+
+def simple(word: str) -> str:
+    """Return a word in lower case, with `_` in place of `-`, and without .yaml at its end."""
+    return re.sub(r"\.ya?ml$", "", word.lower()).replace("-", "_")
