@@ -11,14 +11,10 @@ the field. The range is the bound of the field.
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
-import io
 import os
 import re
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING as NOTHING
@@ -34,19 +30,20 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlhf.config import catalogue  # noqa: E402
+from rlhf.config import catalogue, meanings  # noqa: E402
+from rlhf.config.meanings import summary  # noqa: E402
 from rlhf.config.root import Config  # noqa: E402
 from rlhf.config.schema import SCHEMAS, Section, bound_of, plain  # noqa: E402
 
 REFERENCE = ROOT / "docs" / "reference"
-COMMANDS = ("train", "evaluate", "relabel", "pipeline", "plan", "report")
+COMMANDS = ("train", "extend", "inspect", "evaluate", "relabel", "pipeline", "plan", "report")
 COLUMNS = "110"  # width of the help texts
 REQUIRED = "required"
 GROUPS = {  # section of the root config -> config group of its options
     **{name: name for name in ("algo", "model", "task", "generator", "scorer", "backend", "logger")},
     "gold": "scorer",
 }
-SETTING = ("algo", "model", "task", "generator", "scorer", "backend", "logger", "hardware", "tuned")
+SETTING = ("algo", "model", "task", "generator", "scorer", "backend", "logger", "hardware", "length", "tuned")
 
 
 def main() -> None:
@@ -341,61 +338,13 @@ def typed(value: Any) -> str:
 
 def meaning(key: Key) -> str:
     """Return the meaning of a key: its `means`, its comment, or the docstring of its choices."""
-    bound = bound_of(key.owner, key.field.name)
-    text = bound.means if bound else comments(key.owner).get(key.field.name, "")
-    parts = [text] if text else []
-    for hint in (key.hint, *get_args(key.hint)):
-        if isinstance(hint, type) and issubclass(hint, Enum):
-            explained = comments(hint)
-            choices = {each.value: explained[each.name] for each in hint if each.name in explained}
-            if not parts:
-                parts.append(summary(hint))
-            parts += [f"`{value}`: {choice}" for value, choice in choices.items()]
+    parts = meanings.meaning(key.owner, key.field.name, key.hint)
     return sentence("; ".join(part.rstrip(".") for part in parts))
-
-
-@cache
-def comments(cls: type) -> dict[str, str]:
-    """Return the comments of the fields (or members) of a class by name: behind the field, else above it."""
-    source = Path(inspect.getsourcefile(cls) or "").read_text(encoding="utf-8")
-    behind: dict[int, str] = {}  # line -> comment behind code
-    above: dict[int, str] = {}  # line -> comment without code
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            place = behind if token.line[: token.start[1]].strip() else above
-            place[token.start[0]] = token.string.lstrip("# ").rstrip()
-    found: dict[str, str] = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
-            for each in node.body:
-                target = each.target if isinstance(each, ast.AnnAssign) else None
-                if isinstance(each, ast.Assign):
-                    target = each.targets[0]
-                lines = range(each.lineno, (each.end_lineno or each.lineno) + 1)
-                comment = " ".join(behind[line] for line in lines if line in behind)
-                if not comment:
-                    comment = block_before(each.lineno, above)
-                if isinstance(target, ast.Name) and comment:
-                    found[target.id] = comment
-    return found
-
-
-def block_before(line: int, above: dict[int, str]) -> str:
-    """Return the comment block that ends directly above a line, as one text."""
-    first = line
-    while first - 1 in above:
-        first -= 1
-    return " ".join(above[each] for each in range(first, line))
 
 
 def described(cls: type) -> list[str]:
     """Return the first paragraph of the docstring of a class, as lines of a page."""
     return [sentence(summary(cls)), ""]
-
-
-def summary(cls: type) -> str:
-    """Return the first paragraph of the docstring of a class."""
-    return " ".join(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].split())
 
 
 def sentence(text: str) -> str:

@@ -14,13 +14,12 @@ The exit codes are the exit codes of `rlhf.train`.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
-from rlhf.config.identity import run_name
 from rlhf.core.console import console, say
 from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
+from rlhf.runs.naming import folder_of
 from rlhf.stages import hub
 from rlhf.stages.chain import (
     carry_out,
@@ -31,16 +30,16 @@ from rlhf.stages.chain import (
     train,
     training,
 )
-from rlhf.stages.evaluation import check_split
+from rlhf.stages.evaluation_config import check_split
 
 COMMAND = Command(
     name="rlhf.pipeline",
     usage="[split=test] [push_to=<owner>/<name>] [group=option ...] [key=value ...]",
     does=(
-        "Trains the SFT model, makes preference pairs, trains the reward model and the policy, and\n"
-        "evaluates the policy. Finished stages are skipped; the same command resumes an interrupted stage.\n"
-        "Overrides are those of the RLHF run; stages.sft=[...] and stages.reward=[...] are overrides of the\n"
-        "stages before it."
+        "Trains the SFT model, makes preference pairs, trains the reward model and the\n"
+        "policy, and evaluates the policy. Finished stages are skipped; the same command\n"
+        "resumes an interrupted stage. Overrides are those of the RLHF run;\n"
+        "stages.sft=[...] and stages.reward=[...] are overrides of the stages before it."
     ),
     own={
         "split": "held-out split of the final evaluation: validation (default) or test",
@@ -70,7 +69,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     hub.check(own.get("push_to"))
     cfg, named = config_of(overrides)
     cfg, before = embedded_chain(cfg) if cfg.task.embedded else stored_chain(cfg, named)
-    folder = RunFolder(Path(cfg.output_dir) / run_name(cfg))
+    folder = RunFolder(folder_of(cfg))
     chain = [
         *before,
         training(f"RLHF ({cfg.algo.name})", folder, partial(train, cfg, folder)),

@@ -23,9 +23,9 @@ COMMAND = Command(
     name="rlhf.relabel",
     usage="output=<folder> [task=...] [scorer@gold=...] [group=option ...] [key=value ...]",
     does=(
-        "Scores both responses of every preference pair of the task by the judge (scorer@gold), swaps them\n"
-        "if the judge prefers the rejected one, and saves the pairs with their scores. Use the result with\n"
-        "task.preferences_path=<folder>."
+        "Scores both responses of every preference pair of the task by the judge\n"
+        "(scorer@gold), swaps them if the judge prefers the rejected one, and saves the\n"
+        "pairs with their scores. Use the result with task.preferences_path=<folder>."
     ),
     own={"output": "folder of the new data set", "push_to": hub.MEANS},
 )

@@ -9,7 +9,7 @@ Exit codes:
     1: the run stopped with `error: ...`, or an unexpected error with its traceback.
     2: invalid input or configuration, with `error: ...`.
     75: interrupted by SIGTERM, SIGUSR1 or SIGUSR2; the same command resumes the run (EX_TEMPFAIL).
-    130: interrupted by Ctrl-C.
+    130: interrupted by Ctrl-C; the same command resumes the run.
     143: ended at once by a second SIGTERM.
 
 A sweep continues if a job fails, and then ends with 1 or 2.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import hydra
@@ -29,22 +30,24 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import as_objects, overrides_of, refuse, typed
 from rlhf.checks.machine import check_machine
+from rlhf.checks.rewards import check_rewards
 from rlhf.config import catalogue, plugins
-from rlhf.config.identity import run_name
+from rlhf.config.help import help_text
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.core.console import say_loading
 from rlhf.core.errors import Interrupted, RunError, UserError
+from rlhf.core.output import prepare_output
 from rlhf.launch import slurm
-from rlhf.launch.command_line import exit_codes, stop
-from rlhf.launch.hydra_internals import omit_group_listing
+from rlhf.launch.command_line import checked_arguments, exit_codes, help_topics, stop
+from rlhf.launch.hydra_internals import flags
 from rlhf.launch.jobs import announce
-from rlhf.launch.sweep import Sweep
+from rlhf.launch.sweep import Sweep, begin_job
 from rlhf.processes import signals
 from rlhf.runs.folder import RunFolder
+from rlhf.runs.naming import folder_of
 from rlhf.runs.resuming import prepare
 
-OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_), replace=True)
-OmegaConf.register_new_resolver("rlhf_options", catalogue.options_help, replace=True)
-OmegaConf.register_new_resolver("rlhf_keys", catalogue.keys_help, replace=True)
+OmegaConf.register_new_resolver("run_name", lambda *, _root_: folder_of(_root_).name, replace=True)
 
 CONF = catalogue.conf_dir()
 
@@ -73,20 +76,24 @@ def run_job(config: DictConfig) -> float | None:
         # `Preflight` has already checked a single run; a job of a sweep may run in another process.
         cfg = typed(config, overrides) if sweep else as_objects(config, overrides)
         if sweep:
-            print(f"job {job.job.num}: {' '.join(overrides)}")
+            begin_job(job.job.num, overrides)
             if (finished := prepare(folder, cfg)) is not None:
                 announce(folder, finished, cfg.metric)
                 return finished["result"].get(cfg.metric)
             check_machine(cfg)
+        check_rewards(cfg)
+        say_loading()
         from rlhf.stages.run import run
 
-        return run(cfg, folder)
+        return run(cfg, folder, check=False)
     except Interrupted as reason:
         if signals.active is not None:  # the job runs in the process of the command
             raise
         slurm.requeue(reason)
         raise RunError(str(reason)) from None
     except (UserError, RunError) as error:
+        with suppress(OSError):
+            folder.path.rmdir()  # Hydra created it; it is empty if the run was refused before it began
         if sweep:  # the sweep continues, and prints the error at its end
             raise
         stop(error)
@@ -103,16 +110,19 @@ def main() -> None:
     """Run the command line."""
     global composed
     composed = False
+    prepare_output()
     slurm.name_rank()
     # DeepSpeed's launcher adds this argument; the variable LOCAL_RANK has the same value.
     sys.argv[1:] = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let Hydra raise errors instead of printing them
-    if "--hydra-help" not in sys.argv:
-        omit_group_listing()
     sweep = Sweep()
     try:
         with exit_codes():
             plugins.load()
+            if (topics := help_topics(sys.argv[1:])) is not None:
+                print(help_text(topics))
+                return
+            sys.argv[1:] = checked_arguments(sys.argv[1:], flags())
             with sweep.watching():
                 try:
                     train()

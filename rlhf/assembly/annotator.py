@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlhf.assembly.device import build_device
-from rlhf.assembly.models import build_reference, build_tokenizer
+from rlhf.assembly.models import build_reference
 from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_training_scorer
+from rlhf.assembly.tokenizer import build_tokenizer
 from rlhf.config.backend import TorchConfig
 from rlhf.generators.annotating import Annotator
 from rlhf.processes.ranks import Ranks
@@ -34,7 +35,8 @@ class AnnotatorFactory:
         """
         backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch)
         cfg, alone = replace(self.cfg, backend=backend), Ranks(build_device(self.cfg))
-        scorer = build_training_scorer(cfg, build_tokenizer(cfg), alone)
+        tokenizer = build_tokenizer(cfg)
+        scorer = build_training_scorer(cfg, tokenizer, alone)
         wanted = "ref_logprobs" in make(cfg.algo).needs
-        reference = build_reference(cfg, alone) if wanted else None
+        reference = build_reference(cfg, tokenizer, alone) if wanted else None
         return Annotator(scorer, reference, cfg.backend.micro_batch, alone, cfg.model.dtype)

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.models import build_model, build_module, build_reference, trained_parts
+from rlhf.assembly.models import build_model, build_module, build_reference, load_model, trained_parts
 from rlhf.assembly.parts import part
 from rlhf.config.algo import PPOConfig, Trains
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
 from rlhf.engines.engine import Engine
 from rlhf.engines.frozen_engine import FrozenEngine
-from rlhf.models.loading import check_context, check_vocabulary
+from rlhf.models.loading import check_context
+from rlhf.models.tokenizer import check_vocabulary
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -41,7 +42,7 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     engine = part(cfg.backend).build(
         cfg.backend,
         module=module,
-        reference=build_second_model(cfg, ranks),
+        reference=build_second_model(cfg, tokenizer, ranks),
         tokenizer=tokenizer,
         optim=cfg.optim,
         total_steps=state.num_updates * steps,
@@ -54,14 +55,22 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     return with_reference(engine, cfg)
 
 
-def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> FrozenEngine:
+def build_frozen(
+    cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, named: bool = False
+) -> FrozenEngine:
     """Return the engine of a run that is only evaluated.
 
     The engine has the module and the reference, but no optimizer and no value model.
+
+    Args:
+        cfg: the config of the run.
+        tokenizer: the policy's tokenizer.
+        ranks: the ranks of the run.
+        named: whether the model that `cfg` starts from is evaluated itself: a reward model keeps its head.
     """
     engine = FrozenEngine(
-        build_model(cfg, tokenizer),
-        build_second_model(cfg, ranks),
+        load_model(cfg, tokenizer) if named else build_model(cfg, tokenizer),
+        build_second_model(cfg, tokenizer, ranks),
         tokenizer,
         micro_batch=cfg.backend.micro_batch,
         ranks=ranks,
@@ -70,14 +79,14 @@ def build_frozen(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) 
     return with_reference(engine, cfg)
 
 
-def build_second_model(cfg: Config, ranks: Ranks) -> Policy | None:
+def build_second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy | None:
     """Return the reference model if the reference has weights of its own.
 
     Returns:
         The reference. None: the run has no reference, or the reference is the policy without its adapters.
     """
     compares = cfg.algo.trains is Trains.policy
-    return build_reference(cfg, ranks) if compares and not reference_is_policy(cfg) else None
+    return build_reference(cfg, tokenizer, ranks) if compares and not reference_is_policy(cfg) else None
 
 
 def with_reference(engine: E, cfg: Config) -> E:

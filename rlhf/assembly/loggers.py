@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from rlhf.assembly.parts import make
+from rlhf.assembly.parts import make, part
+from rlhf.config.algo import Trains
+from rlhf.config.scorer import scorers
+from rlhf.core import stages
 from rlhf.loggers.display import Display
+from rlhf.loggers.doubts import ScoreDoubts
 from rlhf.loggers.jsonl import JsonlLogger
 from rlhf.loggers.logger import Logger, LoggerContext
 
@@ -18,8 +22,37 @@ if TYPE_CHECKING:
 
 def build_loggers(cfg: Config, folder: RunFolder, state: TrainState) -> list[Logger]:
     """Return the loggers of the run folder and the terminal, and each logger that the config turns on."""
-    title = f"{cfg.algo.name} {cfg.task.name}"
-    loggers = [JsonlLogger(folder, state), Display(title, state, cfg.progress, cfg.eval.samples)]
+    title = stages.title(f"{cfg.algo.name} {cfg.task.name}")
+    display = Display(title, state, cfg.progress, cfg.eval.samples, shown_figures(cfg))
+    doubts = ScoreDoubts(cfg.algo.samples_per_prompt, faster_scoring(cfg), state.update)
+    loggers = [JsonlLogger(folder, state), display, doubts]
     context = LoggerContext(folder=folder, state=state)
     chosen = (getattr(cfg.logger, each.name) for each in fields(cfg.logger))
     return [*loggers, *(make(section, context) for section in chosen if section is not None)]
+
+
+def shown_figures(cfg: Config) -> dict[str, str]:
+    """Return the metrics of an update that the terminal shows, and their short names, in order of importance.
+
+    A metric that is always 0 in this run, or constant, is not shown: the lag of a synchronous run, the scores
+    of stored pairs, and the policy loss of an algorithm whose loss is near 0 by construction.
+    """
+    samples = cfg.algo.trains is Trains.policy and cfg.generator.rollouts
+    names = {
+        "objective/scores": "reward" if samples else None,
+        "loss/policy": "loss" if part(cfg.algo).shows_loss else None,
+        "objective/kl": "KL" if samples else None,
+        "rewards/accuracies": "accuracy",
+        "lag": "lag" if cfg.schedule.max_lag > 0 else None,
+    }
+    return {metric: name for metric, name in names.items() if name is not None}
+
+
+def faster_scoring(cfg: Config) -> str | None:
+    """Return how to make the training scorer faster, for a warning; None if no setting does so."""
+    remedies = {
+        "function": "score all responses of a batch in parallel inside the function ({}.batched=true)",
+        "http": "raise {0}.concurrency or {0}.batch_size",
+    }
+    training = (pair for pair in scorers(cfg) if pair[0].startswith("scorer"))
+    return next((remedies[each.name].format(at) for at, each in training if each.name in remedies), None)

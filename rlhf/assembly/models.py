@@ -1,4 +1,4 @@
-"""Construction of the models and the tokenizer of a run."""
+"""Construction of the models of a run."""
 
 from __future__ import annotations
 
@@ -8,24 +8,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.parts import make, part
+from rlhf.assembly.parts import part
 from rlhf.config.algo import PPOConfig, Trains, ValueFrom
 from rlhf.config.model import NanoConfig
-from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.core.errors import UserError
 from rlhf.core.seeding import derive
 from rlhf.engines.engine import trained
-from rlhf.models.loading import (
-    load_causal_lm,
-    load_reward_model,
-    load_tokenizer,
-    new_nano,
-    new_reward_model,
-    same_tokens,
-)
+from rlhf.models.loading import load_causal_lm, load_reward_model, new_nano, new_reward_model
 from rlhf.models.lora import adapt
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, score_head
 from rlhf.models.shared_prefix import checkpoint_blocks
+from rlhf.models.tokenizer import check_vocabulary, read_tokenizer
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -74,6 +67,15 @@ def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rew
     return for_training(policy, cfg, "policy")
 
 
+def load_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel:
+    """Return the trained policy or reward model at the path that the run starts from."""
+    if cfg.algo.trains is not Trains.reward:
+        return build_model(cfg, tokenizer)
+    assert cfg.model.policy is not None
+    loaded = load_reward_model(cfg.model.policy, key="models", **loading(cfg))
+    return RewardModel(loaded, cfg.model.shared_prefix)
+
+
 def for_training(module: M, cfg: Config, name: str) -> M:
     """Return `module` with the adapters and the gradient checkpointing that the config sets."""
     if cfg.model.lora.rank:
@@ -106,8 +108,8 @@ def build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> ValueM
         return ValueModel(made, model.shared_prefix)
     path = cfg.value_reward
     assert path is not None, "validated: a reward model is named or made"
-    own = load_tokenizer(path, model.pad_token, model.trust_remote_code, "model.reward")
-    if not same_tokens(own, tokenizer):
+    own = read_tokenizer(path, model.trust_remote_code, "model.reward")
+    if own.get_vocab() != tokenizer.get_vocab():
         raise UserError(
             "algo.value_from must be policy if the reward model has another tokenizer (the value model "
             f"reads the policy's tokens), got reward with {path!r}; set algo.value_from=policy"
@@ -115,27 +117,20 @@ def build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> ValueM
     return ValueModel(load_reward_model(path, **options), model.shared_prefix)
 
 
-def build_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
-    """Return the policy's tokenizer; for a model with random weights, the tokenizer of the embedded task."""
-    name = cfg.model.tokenizer or cfg.start
-    if name is None:
-        assert isinstance(cfg.task, EmbeddedTaskConfig), "validated: only embedded tasks start from nothing"
-        tokenizer: PreTrainedTokenizerFast = make(cfg.task).tokenizer()
-        return tokenizer
-    key = "model.tokenizer" if cfg.model.tokenizer else "model.policy"
-    return load_tokenizer(name, cfg.model.pad_token, cfg.model.trust_remote_code, key)
-
-
-def build_reference(cfg: Config, ranks: Ranks) -> Policy:
+def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy:
     """Return the frozen reference on the device, whole or sharded as the backend requires.
 
     The reference is the model that `model.reference` names, otherwise the initial policy.
+
+    Raises:
+        UserError: the reference has no embedding for a token of the policy's tokenizer.
     """
     model = cfg.model
     name = model.reference or model.policy
     assert name is not None, "validated: a policy is named or made"
     dtype = getattr(torch, model.dtype.value)
     frozen = load_causal_lm(name, dtype, model.attention, model.trust_remote_code, key="model.reference")
+    check_vocabulary(frozen, tokenizer, "model.reference")
     policy = Policy(frozen, cfg.generator.temperature, model.shared_prefix)
     placed: Policy = part(cfg.backend).place(cfg.backend, policy, ranks)
     return placed

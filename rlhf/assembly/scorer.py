@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
     """Return the scorer of the section `at` ("scorer" or "gold"); None with `scorer@gold=none`."""
     place = partial(part(cfg.backend).place, cfg.backend)
+    conversational = make(cfg.task).conversational
 
     def build(section: ScorerConfig, key: str) -> Scorer | None:
         context = ScorerContext(
@@ -28,6 +29,7 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
             model=cfg.model,
             place=lambda module: place(module, ranks),
             build=build,
+            conversational=conversational,
         )
         scorer: Scorer | None = make(section, context)
         return scorer

@@ -81,6 +81,7 @@ def assemble(
             cfg.metric,
             TOLERANCE[cfg.model.dtype],
             expected(cfg.model.starts_as_reference),
+            cfg.minimised,
         ),
         evaluator=evaluator,
         checkpoints=Checkpoints(folder.path, cfg.save_total_limit, objective, data, ranks),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from rlhf.core.errors import UserError
 
 SCRATCH = ".tmp-"  # prefix of unfinished files and folders; a crash leaves them behind
 
@@ -125,12 +128,38 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     """Read the rows of a JSON-lines file.
 
     If the file is missing, the result is empty. A last line without a newline is skipped: a crash cut it off.
+
+    Raises:
+        UserError: another line is not a JSON object.
     """
-    if not file.exists():
-        return []
+    rows, damaged = split_lines(file)
+    for number, line in damaged.items():
+        raise UserError(
+            f"{file} must have a JSON object in each line, got {line[:60]!r} in line {number}; delete "
+            f"the line: sed -i {number}d {shlex.quote(str(file))}"
+        )
+    return rows
+
+
+def split_lines(file: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
+    """Return the rows of a JSON-lines file, and by number (from 1) the lines that are not JSON objects.
+
+    If the file is missing, both are empty. A last line without a newline is skipped: a crash cut it off.
+    """
+    rows: list[dict[str, Any]] = []
+    damaged: dict[int, bytes] = {}
     # not splitlines(): texts may contain line separators other than a newline
-    *complete, _ = file.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in complete]
+    *complete, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    for number, line in enumerate(complete, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            damaged[number] = line
+    return rows, damaged
 
 
 def digest(value: Any) -> str:

@@ -43,7 +43,8 @@ from rlhf.core.batch import Outputs
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
 from rlhf.engines.engine import Engine, adam, groups, trained
-from rlhf.models.loading import first_line, save
+from rlhf.models.fetching import first_line
+from rlhf.models.loading import save
 from rlhf.models.lora import whole_weights
 from rlhf.models.modules import RolloutModule
 from rlhf.models.placement import place

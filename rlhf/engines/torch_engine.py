@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rlhf.config.model import Dtype
 from rlhf.core.batch import Outputs
 from rlhf.engines.engine import Engine, adam, groups
-from rlhf.models.loading import save
+from rlhf.models.loading import check_saved, save
 from rlhf.models.lora import is_adapted, load_adapter, save_adapter, whole_weights
 from rlhf.models.modules import ActorCritic, RolloutModule
 from rlhf.models.placement import place
@@ -155,7 +155,12 @@ def models(module: Policy | RewardModel | ActorCritic) -> dict[str, PreTrainedMo
 
 
 def restore(model: PreTrainedModel, folder: Path) -> None:
-    """Load the weights in `folder` into `model`; if the model has adapters, load only adapters."""
+    """Load the weights in `folder` into `model`; if the model has adapters, load only adapters.
+
+    Raises:
+        UserError: a file of the saved model is missing or damaged.
+    """
     if is_adapted(model):
         return load_adapter(model, folder)
+    check_saved(folder)
     model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())

@@ -29,20 +29,24 @@ from omegaconf import OmegaConf
 from rich import box
 from rich.table import Table
 
-from rlhf.checks.check import typed, warn, warnings
+from rlhf.checks.check import as_objects, problems, warn, warnings
 from rlhf.checks.machine import check_memory
 from rlhf.config.algo import Data, Trains
 from rlhf.config.compose import composed
-from rlhf.config.identity import run_name
 from rlhf.config.run import Resume
-from rlhf.core.console import console, say
+from rlhf.core.console import console, say_loading
 from rlhf.core.errors import UserError
+from rlhf.core.formatting import clock
 from rlhf.core.launched import world_size
+from rlhf.core.stages import Stages
 from rlhf.loggers.display import EVALUATION_METRICS
+from rlhf.runs import naming
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.stages import evaluation as evaluating
 from rlhf.stages import relabelling
 from rlhf.stages.candidates import candidates
+from rlhf.stages.evaluation_config import changed
+from rlhf.stages.evaluation_table import figure, table
 from rlhf.stages.stage_config import checked, model_folder, pairs_folder, stage
 
 if TYPE_CHECKING:
@@ -87,6 +91,7 @@ def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
     values = {key.lstrip("+"): value for key, _, value in arguments}
     named = frozenset(name for name in ("policy", "reward") if values.get(f"model.{name}", "null") != "null")
     task = OmegaConf.get_type(node, "task")
+    made: list[str] = []  # models that the stages make
     if not getattr(task, "embedded", False):
         start = node.model.policy if "policy" in named else node.model.base
         if start is None:
@@ -97,7 +102,12 @@ def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
             )
         made = [name for name in ("policy", "reward") if name not in named]
         overrides = [*overrides, *(f"model.{name}={json.dumps(start)}" for name in made)]
-    cfg = typed(composed(overrides), overrides)
+    cfg = as_objects(composed(overrides), overrides)
+    found = problems(cfg)
+    if "reward" in made:  # the reward stage makes the reward model from the model that this path names
+        found = [text for text in found if not text.startswith("model.reward must name a reward model")]
+    if found:
+        raise UserError(*found)
     if cfg.algo.trains is not Trains.policy:
         raise UserError(
             f"algo must be one that trains a policy (the chain makes the SFT and the reward model), got "
@@ -125,7 +135,7 @@ def embedded_chain(cfg: Config) -> tuple[Config, list[Link]]:
     if cfg.model.policy is None:
         sft = checked(stage(cfg, "sft"))
         folder = model_folder(sft)
-        links.append(training("SFT model", folder, by_first(cfg, partial(make_model, sft, "the SFT model"))))
+        links.append(training("SFT model", folder, by_first(cfg, partial(make_model, sft))))
         checked(stage(cfg, "reward"))
         own = with_models(cfg, policy=folder.model)
     reward = stage(own, "reward") if cfg.scorer.reads_reward and cfg.model.reward is None else None
@@ -133,7 +143,7 @@ def embedded_chain(cfg: Config) -> tuple[Config, list[Link]]:
     if reader is not None and reader.task.preferences_path is None:
         links.append(sampled_pairs(reader))
     if reward is not None:
-        make = by_first(cfg, partial(make_model, reward, "the reward model"))
+        make = by_first(cfg, partial(make_model, reward))
         links.append(training("reward model", model_folder(reward), make))
     return cfg, links
 
@@ -149,6 +159,8 @@ def stored_chain(cfg: Config, named: frozenset[str]) -> tuple[Config, list[Link]
         `cfg` with the models and pairs that the stages make, and the stages in order.
     """
     wants_reward = cfg.scorer.reads_reward and "reward" not in named
+    if not (wants_reward or "reward" in named):
+        cfg = with_models(cfg, reward=None)  # `config_of` has set the path only for its checks
     links = []
     if "policy" not in named:
         sft = checked(stage(with_models(cfg, policy=None), "sft"))
@@ -179,7 +191,7 @@ def with_models(cfg: Config, **paths: Path | None) -> Config:
 
 def folder_of(cfg: Config) -> RunFolder:
     """Return the run folder of `cfg`."""
-    return RunFolder(Path(cfg.output_dir) / run_name(cfg))
+    return RunFolder(naming.folder_of(cfg))
 
 
 def training(name: str, folder: RunFolder, make: Callable[[], object]) -> Link:
@@ -221,16 +233,16 @@ def evaluation(folder: RunFolder, split: str) -> Link:
     """Return the stage that evaluates the checkpoints and the model of the run in `folder`."""
 
     def done() -> bool:
-        cfg = evaluating.changed(folder)
+        cfg = changed(folder)
         names = {candidate.name for candidate in candidates(folder, cfg)}
         return names <= evaluating.known(cfg, folder, split).keys()
 
     def make() -> None:
-        rows = evaluating.evaluate(evaluating.changed(folder), folder, split)
-        console.print(evaluating.table(rows))
+        rows = evaluating.evaluate(changed(folder), folder, split)
+        console.print(table(rows))
 
     def figures() -> str:
-        rows = evaluating.known(evaluating.changed(folder), folder, split)
+        rows = evaluating.known(changed(folder), folder, split)
         return result_text(rows[folder.model.name])
 
     return Link(
@@ -241,21 +253,18 @@ def evaluation(folder: RunFolder, split: str) -> Link:
 def carry_out(chain: list[Link], cfg: Config) -> None:
     """Run the unfinished stages in order, and print a summary of all stages."""
     times = []
+    stages = Stages([link.name for link in chain])
     for number, link in enumerate(chain, 1):
-        title = f"[{number}/{len(chain)}] {link.name}"
         done = link.done() if world_size() == 1 else by_first(cfg, link.done)()
         started = time.monotonic()
         if done:
-            say(f"{title}: finished already, in {link.folder}", style="bold")
+            stages.skip(number, link.folder)
         else:
-            say(f"{title}: {link.folder}", style="bold")
-            link.make()
+            say_loading()
+            with stages.run(number, link.folder):
+                link.make()
             free_memory()
-        seconds = round(time.monotonic() - started)
-        took = "" if done else f"{seconds // 60}:{seconds % 60:02d}"
-        if not done:
-            say(f"{title}: done in {took}", style="bold")
-        times.append((link, took))
+        times.append((link, "" if done else clock(time.monotonic() - started)))
     console.print(summary(times))
 
 
@@ -263,15 +272,15 @@ def train(cfg: Config, folder: RunFolder) -> None:
     """Carry out a training run; resume from its last checkpoint, if any."""
     from rlhf.stages.run import run
 
-    run(cfg, folder)
+    run(cfg, folder, check=False)  # `config_of` has checked it
 
 
-def make_model(cfg: Config, what: str) -> Path:
+def make_model(cfg: Config) -> Path:
     """Return the folder of the model of the stage `cfg`; run the stage first if it is not finished."""
     from rlhf.stages.prerequisites import make_model as make
     from rlhf.stages.run import run
 
-    return make(cfg, what, run)
+    return make(cfg, run)
 
 
 def make_pairs(cfg: Config) -> Path:
@@ -287,8 +296,11 @@ def by_first(cfg: Config, make: Callable[[], T]) -> Callable[[], T]:
     def call() -> T:
         from rlhf.assembly.device import build_device
         from rlhf.processes.ranks import Ranks
+        from rlhf.stages.run import quieten
 
-        return Ranks.join(build_device(cfg), cfg.backend.timeout_s).from_first(make)
+        ranks = Ranks.join(build_device(cfg), cfg.backend.timeout_s)
+        quieten(ranks)
+        return ranks.from_first(make)
 
     return call
 
@@ -315,4 +327,4 @@ def summary(times: list[tuple[Link, str]]) -> Table:
 def result_text(figures: dict[str, Any]) -> str:
     """Return the main metrics of an evaluation as text."""
     present = [name for name in FIGURES if name in figures]
-    return ", ".join(f"{EVALUATION_METRICS[name]} {evaluating.figure(figures, name)}" for name in present)
+    return ", ".join(f"{EVALUATION_METRICS[name]} {figure(figures, name)}" for name in present)

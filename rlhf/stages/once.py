@@ -12,18 +12,19 @@ from rlhf.core.files import whole
 from rlhf.runs.folder import COMPLETE
 
 
-def made_once(folder: Path, what: str, write: Callable[[Path], object]) -> Path:
+def made_once(folder: Path, what: str | None, write: Callable[[Path], object]) -> Path:
     """Return `folder`; if it does not exist, make it first.
 
     Args:
         folder: the folder; it is either complete or absent.
-        what: name of the content, for the message.
+        what: name of the content, for the message; None: no message.
         write: function that writes the content into the folder in its argument.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / COMPLETE).exists():
-            say(f"making {what} (once; kept in {folder})", style="bold")
+            if what is not None:
+                say(f"making {what} (once; kept in {folder})", style="bold")
             with whole(folder) as scratch:
                 write(scratch)
                 (scratch / COMPLETE).touch()

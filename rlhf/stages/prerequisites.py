@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,9 @@ from filelock import FileLock
 
 from rlhf.assembly.device import build_device
 from rlhf.config.algo import Trains
-from rlhf.core.console import say
+from rlhf.core.stages import Stages
 from rlhf.processes.ranks import Ranks
-from rlhf.runs.folder import RunFolder
+from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.stages import tiny_stand_ins
 from rlhf.stages.once import made_once
 from rlhf.stages.sample_pairs import sample_pairs
@@ -31,7 +32,30 @@ if TYPE_CHECKING:
 Run = Callable[["Config", RunFolder, Ranks], object]  # rlhf.stages.run.run, which carries out a run
 
 
-def complete(cfg: Config, run: Run, reward: bool = True) -> Config:
+def names(cfg: Config, reward: bool = True) -> list[str]:
+    """Return the names of the stages before the run `cfg`, finished or not, in their order.
+
+    Args:
+        cfg: the config of a run.
+        reward: whether to make also the reward model that the scorer reads.
+    """
+    if cfg.stand_ins or not cfg.task.embedded or cfg.algo.trains is Trains.base:
+        return []
+    makes_reward = reward and reads_reward(cfg)
+    found = {
+        "SFT model": cfg.model.policy is None,
+        "preference pairs": (cfg.reads_pairs or makes_reward) and cfg.task.preferences_path is None,
+        "reward model": makes_reward,
+    }
+    return [name for name, due in found.items() if due]
+
+
+def reads_reward(cfg: Config) -> bool:
+    """Return whether the scorer of the run reads a reward model that the config does not name."""
+    return cfg.algo.trains is Trains.policy and cfg.scorer.reads_reward and cfg.model.reward is None
+
+
+def complete(cfg: Config, run: Run, reward: bool = True, stages: Stages | None = None) -> Config:
     """Make every missing model and data set of an embedded task, and return `cfg` with their paths.
 
     For a task of the hub, `cfg` is returned unchanged, or with stand-ins if `cfg.stand_ins`.
@@ -40,6 +64,7 @@ def complete(cfg: Config, run: Run, reward: bool = True) -> Config:
         cfg: the config of a run.
         run: function that trains a model (`rlhf.stages.run.run`).
         reward: whether to make also the reward model that the scorer reads.
+        stages: stages that begin with `names(cfg, reward)`; finished stages are then printed, too.
 
     Raises:
         UserError: the config of a stage has a problem.
@@ -48,35 +73,49 @@ def complete(cfg: Config, run: Run, reward: bool = True) -> Config:
     """
     if cfg.stand_ins:
         return tiny_stand_ins.complete(cfg)
-    if not cfg.task.embedded or cfg.algo.trains is Trains.base:
-        return cfg
-    reads_reward = cfg.algo.trains is Trains.policy and cfg.scorer.reads_reward and cfg.model.reward is None
-    policy = cfg.model.policy or str(make_policy(cfg, run))
-    cfg = replace(cfg, model=replace(cfg.model, policy=policy))
-    if cfg.reads_pairs and cfg.task.preferences_path is None:
-        cfg = replace(cfg, task=replace(cfg.task, preferences_path=str(make_pairs(cfg))))
-    if reward and reads_reward:
-        cfg = replace(cfg, model=replace(cfg.model, reward=str(make_reward(cfg, run))))
+    due = names(cfg, reward)
+    numbering = stages or Stages(due)
+
+    def made(name: str, folder: Path, finished: bool, make: Callable[[], Path]) -> str:
+        number = due.index(name) + 1
+        if not finished:
+            with numbering.run(number, folder):
+                return str(make())
+        if stages is not None:
+            stages.skip(number, folder)
+        return str(make())
+
+    if "SFT model" in due:
+        sft = checked(stage(cfg, "sft"))
+        folder = model_folder(sft)
+        policy = made("SFT model", folder.path, bool(folder.finished()), partial(make_model, sft, run))
+        cfg = replace(cfg, model=replace(cfg.model, policy=policy))
+    if cfg.reads_pairs and "preference pairs" in due:
+        pairs = made_pairs(cfg, made)
+        cfg = replace(cfg, task=replace(cfg.task, preferences_path=pairs))
+    if "reward model" in due:
+        reward_run = checked(stage(cfg, "reward"))
+        if reward_run.task.preferences_path is None:
+            made_pairs(reward_run, made)
+        folder = model_folder(reward_run)
+        make = partial(make_model, reward_run, run)
+        model = made("reward model", folder.path, bool(folder.finished()), make)
+        cfg = replace(cfg, model=replace(cfg.model, reward=model))
     return cfg
 
 
-def make_policy(cfg: Config, run: Run) -> Path:
-    """Return the folder of the SFT model; if it does not exist, train it."""
-    return make_model(checked(stage(cfg, "sft")), "the SFT model", run)
+def made_pairs(cfg: Config, made: Callable[[str, Path, bool, Callable[[], Path]], str]) -> str:
+    """Make the preference pairs that `cfg` reads as a stage, and return their folder."""
+    folder = pairs_folder(cfg)
+    return made("preference pairs", folder, (folder / COMPLETE).exists(), partial(make_pairs, cfg))
 
 
-def make_reward(cfg: Config, run: Run) -> Path:
-    """Return the folder of the reward model; if it does not exist, train it on pairs of the SFT model."""
-    return make_model(checked(stage(cfg, "reward")), "the reward model", run)
-
-
-def make_model(cfg: Config, what: str, run: Run) -> Path:
+def make_model(cfg: Config, run: Run) -> Path:
     """Return the folder of the model of the stage `cfg`; run the stage first if it is not finished."""
     folder = model_folder(cfg)
     folder.path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder.path}.lock"):
         if not folder.finished():
-            say(f"making {what} (once; kept in {folder.path})", style="bold")
             run(cfg, folder, Ranks(build_device(cfg)))
     return folder.model
 
@@ -86,6 +125,4 @@ def make_pairs(cfg: Config) -> Path:
 
     A pair consists of two samples for a prompt, ordered by gold score. Ties are skipped.
     """
-    return made_once(
-        pairs_folder(cfg), "preference pairs", lambda folder: sample_pairs(cfg).save_to_disk(str(folder))
-    )
+    return made_once(pairs_folder(cfg), None, lambda folder: sample_pairs(cfg).save_to_disk(str(folder)))

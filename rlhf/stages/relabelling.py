@@ -31,10 +31,11 @@ from rlhf.config.identity import what_counts
 from rlhf.config.scorer import RewardModelScorerConfig, choice
 from rlhf.config.task import SPLITS, EmbeddedTaskConfig
 from rlhf.core.confidence import wilson
-from rlhf.core.console import progress, say
+from rlhf.core.console import say, say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.files import append, as_line, digest, read_lines, scratch_of, write_atomically, write_json
 from rlhf.core.launched import is_first_rank
+from rlhf.core.progress import progress
 from rlhf.processes.signals import interruptible
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def agreement_text(output: Path) -> str:
 def settings(cfg: Config) -> dict[str, Any]:
     """Return the settings that the scores depend on, without the rows of the data set."""
     node = what_counts(cfg)
-    model = {key: node["model"][key] for key in ("dtype", "tokenizer", "pad_token")}
+    keys = ("dtype", "tokenizer", "pad_token", "chat_template")
+    model = {key: node["model"][key] for key in keys if key in node["model"]}
     return {"task": node["task"], "gold": node["gold"], "model": model}
 
 
@@ -174,20 +176,25 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
     order. With its own tokenizer, the judge reads the texts unchanged.
     """
     from rlhf.assembly.parts import make
-    from rlhf.models.loading import load_tokenizer
+    from rlhf.core.chat_format import set_format
+    from rlhf.models.tokenizer import fill_pad_token, read_tokenizer
 
-    judge = cfg.gold.path if isinstance(cfg.gold, RewardModelScorerConfig) else None
+    model, gold = cfg.model, cfg.gold
+    judge = (gold.path, gold.pad_token) if isinstance(gold, RewardModelScorerConfig) else (None, None)
     named = {
-        "model.tokenizer": cfg.model.tokenizer,
+        "model.tokenizer": (model.tokenizer, model.pad_token),
         "gold.path": judge,
-        "model.policy": cfg.model.policy,
+        "model.policy": (model.policy, model.pad_token),
     }
-    for key, path in named.items():
+    for key, (path, pad) in named.items():
         if path is not None:
-            return load_tokenizer(path, cfg.model.pad_token, cfg.model.trust_remote_code, key)
+            tokenizer = read_tokenizer(path, model.trust_remote_code, key)
+            set_format(tokenizer, model.chat_template, make(cfg.task).conversational)
+            fill_pad_token(tokenizer, pad, f"{key.partition('.')[0]}.pad_token")
+            return tokenizer
     assert isinstance(cfg.task, EmbeddedTaskConfig), "validated: other tasks have a policy"
-    tokenizer: PreTrainedTokenizerFast = make(cfg.task).tokenizer()
-    return tokenizer
+    made: PreTrainedTokenizerFast = make(cfg.task).tokenizer()
+    return made
 
 
 def finished(cfg: Config, output: Path) -> bool:
@@ -234,6 +241,7 @@ def relabel(cfg: Config, output: Path, ranks: Ranks | None = None) -> None:
 
 def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     """Score the pairs that have no scores yet, and write the data set."""
+    say_loading()
     from datasets import DatasetDict
 
     from rlhf.assembly.data import build_task

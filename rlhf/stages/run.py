@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,59 +20,74 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.assembly.data import build_state, build_task
 from rlhf.assembly.device import build_device
 from rlhf.assembly.loggers import build_loggers
-from rlhf.assembly.models import build_tokenizer
 from rlhf.assembly.parts import part
+from rlhf.assembly.tokenizer import build_tokenizer
 from rlhf.assembly.training import assemble, training_sampling
-from rlhf.checks.sizes import describe
+from rlhf.checks.check import problems
+from rlhf.checks.sizes import describe, doubts
 from rlhf.config.algo import Data, Trains
 from rlhf.config.cores import threads
+from rlhf.config.identity import model_label
 from rlhf.config.run import Resume
-from rlhf.core.console import console, say, transcript
+from rlhf.core.console import console, say, say_row, transcript
 from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.files import whole
+from rlhf.core.formatting import short_path
 from rlhf.core.heap import keep_freed
 from rlhf.core.seeding import derive
+from rlhf.core.stages import Stages
 from rlhf.engines.engine import NonFinite
 from rlhf.models.lora import is_adapted
 from rlhf.models.modules import RewardModel
 from rlhf.processes.ranks import Ranks
 from rlhf.processes.signals import interruptible
 from rlhf.runs.disk import explain_full_disk, no_room
-from rlhf.runs.resuming import refuse_another_run
-from rlhf.runs.transcript import setup_logging
-from rlhf.stages.prerequisites import complete
+from rlhf.runs.lock import claimed
+from rlhf.runs.resuming import refuse_another_run, saved_length
+from rlhf.runs.transcript import run_log, setup_logging
+from rlhf.runs.writable import explain_file_errors
+from rlhf.stages.closing import print_closing
+from rlhf.stages.data_report import report_data
+from rlhf.stages.prerequisites import complete, names
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import train
 from rlhf.training.stream import Stream
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
-    from rlhf.core.metrics import Row
     from rlhf.core.state import TrainState
     from rlhf.engines.engine import Engine
     from rlhf.processes.signals import Interruption
     from rlhf.runs.folder import RunFolder
 
+log = logging.getLogger(__name__)
+
 THREADS = torch.get_num_threads()  # the default of torch; an earlier run in this process may change it
 
 
-def run(cfg: Config, folder: RunFolder, ranks: Ranks | None = None) -> float | None:
+def run(cfg: Config, folder: RunFolder, ranks: Ranks | None = None, *, check: bool = True) -> float | None:
     """Carry out the run `cfg` in `folder`, and return the final value of its objective metric.
 
     Args:
-        cfg: the config of the run, checked.
+        cfg: the config of the run.
         folder: the run folder; a run that has a checkpoint there is resumed.
         ranks: the ranks of the run; None: the ranks that the launcher started.
+        check: check the config first; False: the caller has checked the config.
 
     Raises:
-        UserError: a model, a data set or another item that the config names cannot be used.
+        UserError: the config is invalid, a model, a data set or another item that the config names cannot be
+            used, or another process runs in the folder. A new folder without results is removed.
         RunError: the run had to stop, for example because a loss is not finite.
         Interrupted: a signal asked to stop; the same call resumes the run.
     """
-    with interruptible() as interruption, explain_full_disk(folder):
+    if check and (found := problems(cfg)):
+        raise UserError(*found)
+    with interruptible() as interruption, ExitStack() as ends:
         ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
-        return carry_out(cfg, folder, ranks, interruption)
+        ranks.from_first(lambda: ends.enter_context(claimed(folder.path)))
+        with run_log(), explain_file_errors(folder.path), explain_full_disk(folder):
+            return carry_out(cfg, folder, ranks, interruption)
 
 
 def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interruption) -> float | None:
@@ -81,8 +98,9 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
         return finished["result"].get(cfg.metric)
     last = ranks.from_first(lambda: open_folder(cfg, folder))
     part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks, last)
-    cfg = ranks.from_first(lambda: complete(cfg, run))
-    setup_logging(folder)
+    stages = Stages([*names(cfg), f"{cfg.algo.name} {cfg.task.name}"])
+    cfg = ranks.from_first(lambda: complete(cfg, run, stages=stages))
+    started = time.monotonic()
     interruption.check()  # a signal may have come while a stage wrote its model
     torch.set_num_threads(threads(cfg)[0] or THREADS)
     keep_freed()
@@ -94,10 +112,18 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
     if last is not None:
         compare(last, data)
     state = build_state(cfg, task)
-    say(f"{cfg.algo.name} of {cfg.model.name} on {cfg.task.name}")
+    number = stages.prefix(len(stages.names))
+    say(f"{number}{cfg.algo.name} of {model_label(cfg)} on {cfg.task.name}", style="bold")
+    if stages.outermost:
+        say_row("run folder", short_path(folder.path))
     for name, value in describe(cfg, len(task)):
-        say(f"  {name + ':':24}{value}")
+        say_row(name, value)
+    for doubt in doubts(cfg, len(task)):
+        log.warning(doubt)
+    if not cfg.task.embedded:
+        report_data(cfg, task)
     with ExitStack() as ends:
+        ends.enter_context(stages.enter(len(stages.names)))
         parts = assemble(cfg, task, tokenizer, data, state, folder, ranks, ends)
         in_flight = []
         if last is not None:
@@ -129,7 +155,7 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
     result = parts.recorder.evaluated
     if ranks.first:
         folder.write_state({**state.state_dict(), "finished": True, "result": result})
-    say(f"model: {folder.model}   {gains(parts.recorder.first, result, cfg)}")
+    print_closing(cfg, folder, parts.recorder, state, time.monotonic() - started, resumed=last is not None)
     return result.get(cfg.metric)
 
 
@@ -141,6 +167,8 @@ def open_folder(cfg: Config, folder: RunFolder) -> Path | None:
     """
     refuse_another_run(cfg, folder)
     setup_logging(folder)
+    if folder.config.exists() and saved_length(folder) is None:
+        log.warning(f"{folder.config} was damaged; it is written again")
     folder.write_config(cfg)
     folder.write_environment([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
     last = last_good(folder.path)
@@ -163,8 +191,7 @@ def quieten(ranks: Ranks) -> None:
     os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    if not console.is_terminal:
-        datasets.disable_progress_bars()
+    datasets.disable_progress_bars()
 
 
 def centre(cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -194,32 +221,15 @@ def write_model(engine: Engine, folder: RunFolder, ranks: Ranks) -> None:
                 raise no_room(folder, final, reason)
 
 
-def gains(first: Row, last: Row, cfg: Config) -> str:
-    """Return the metrics of the first and of the last evaluation, for the closing line of a run."""
-    labels = {
-        "eval/win_rate": f"win rate against the references ({cfg.gold.name})",
-        "eval/gold_score": "gold score",
-        "eval/accuracy": "accuracy on held-out pairs",
-        "eval/loss": "held-out loss",
-        "eval/kl": "KL",
-    }
-    changes = [
-        f"{text} {first[name]:.3f} -> {last[name]:.3f}"
-        for name, text in labels.items()
-        if name in first and name in last
-    ]
-    return ", ".join(changes) or "(not evaluated: schedule.eval_every=0)"
-
-
 def interrupted(interruption: Interruption, state: TrainState, cfg: Config, folder: RunFolder) -> Interrupted:
     """Return the exception of a run that a signal stopped; its message says how to resume."""
     last = folder.last_checkpoint()
     command = "the same command" + (" without resume=never" if cfg.resume is Resume.never else "")
     text = (
         f"interrupted by {interruption.cause} after update {state.update} of {state.num_updates} "
-        f"({cfg.algo.name} of {cfg.model.name} on {cfg.task.name}); "
+        f"({cfg.algo.name} of {model_label(cfg)} on {cfg.task.name}); "
         + (
-            f"checkpoint: {last}; {command} resumes from it"
+            f"checkpoint: {short_path(last)}; {command} resumes from it"
             if last
             else f"no checkpoint; {command} starts from the beginning"
         )

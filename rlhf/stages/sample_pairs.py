@@ -11,12 +11,12 @@ from datasets import Dataset, DatasetDict
 from rlhf.assembly.data import build_task
 from rlhf.assembly.device import build_device
 from rlhf.assembly.generator import build_sampler
-from rlhf.assembly.models import build_tokenizer
 from rlhf.assembly.scorer import build_scorer
+from rlhf.assembly.tokenizer import build_tokenizer
 from rlhf.config.algo import Data
 from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.core.batch import Sampling
-from rlhf.core.console import progress
+from rlhf.core.progress import progress
 from rlhf.processes.ranks import Ranks
 from rlhf.scorers.scorer import response_texts
 

@@ -76,6 +76,7 @@ def stage(cfg: Config, algo: str) -> Config:
         output_dir=cfg.output_dir,
         cache_dir=cfg.cache_dir,
         progress=cfg.progress,
+        eval=replace(made.eval, samples=min(made.eval.samples, 1)),
     )
 
 

@@ -148,15 +148,27 @@ def read(task: TaskConfig) -> list[Pair]:
     """Return the first training examples of the task as pairs of prompt and reference."""
     rows = make_part(task).prompts("train")
     rows = rows.select(range(min(KNOWN_ROWS, len(rows))))
-    return list(zip(rows["query"], rows["reference_response"], strict=True))
+    if "messages" in rows.column_names:
+        from rlhf.core.chat_format import render
+
+        tokenizer = make_tokenizer([])  # the chat template needs no vocabulary
+        prompts = [render(tokenizer, messages) for messages in rows["messages"]]
+    else:
+        prompts = list(rows["query"])
+    answers = zip(prompts, rows["reference_response"], strict=True)
+    # Without references, the policy learns to repeat words of the prompt, so that it samples some words.
+    return [(prompt, answer or " ".join(["", *prompt.split()[:4]])) for prompt, answer in answers]
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word of `texts`."""
+    """Return a tokenizer with one token per word of `texts`, and with the plain chat template."""
+    from rlhf.core.chat_format import PLAIN, set_template
     from rlhf.tasks.word_tokenizer import SPECIAL, word_tokenizer
 
     words = {word for text in texts for word in re.findall(WORDS, text)}
-    return word_tokenizer(sorted(words - set(SPECIAL)), WORDS)
+    tokenizer = word_tokenizer(sorted(words - set(SPECIAL)), WORDS)
+    set_template(tokenizer, PLAIN)
+    return tokenizer
 
 
 def architecture(llama: bool, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:

@@ -11,7 +11,7 @@ from rlhf import relabel as relabel_command
 from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages import chain as pipeline
-from rlhf.stages import evaluation as evaluate
+from rlhf.stages import evaluation_config
 from rlhf.stages import relabelling as relabel
 
 ROOT = Path(__file__).parents[2]
@@ -34,9 +34,11 @@ def test_command_of_the_docs_is_accepted(tmp_path, name, typed):
         (tmp_path / f"{split}.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     module = {"evaluate": evaluate_command, "relabel": relabel_command, "pipeline": pipeline_command}[name]
     own, words = module.COMMAND.split(words_of(typed, tmp_path))
-    if name == "evaluate":
-        assert evaluate.run_folder(own["run"]) == folder
-        evaluate.changed(folder, words)
+    if name == "evaluate" and "run" not in own:
+        assert evaluation_config.alone(own["models"].split(","), words).start == "models/first"
+    elif name == "evaluate":
+        assert evaluation_config.run_folder(own["run"]) == folder
+        evaluation_config.changed(folder, words)
     elif name == "relabel":
         assert relabel.pairs_of(words).gold.name == "reward_model" and own["output"]
     else:
@@ -48,9 +50,10 @@ def test_docs_have_commands_of_evaluate_relabel_and_pipeline(tmp_path):
 
 
 def test_metrics_in_the_docs_are_the_metrics_of_an_evaluation():
-    from rlhf.training import evaluators
+    from rlhf.training import comparison, evaluators
 
-    source = Path(evaluators.__file__).read_text()
+    source = "".join(Path(module.__file__).read_text() for module in (comparison, evaluators))
     docs = (ROOT / "docs" / "pipeline.md").read_text()
-    named = set(re.findall(r"`(eval/\w+?)(?:_low|_high)?`", docs))
-    assert named == set(re.findall(r'"(eval/\w+)"', source)) - {"eval/margin", "eval/reward"}
+    named = set(re.findall(r"`(eval/\w+?)(?:_low|_high|_ci95)?`", docs))
+    measured = set(re.findall(r'"(eval/\w+?)(?:_ci95)?"', source))
+    assert named == measured - {"eval/margin", "eval/reward"}

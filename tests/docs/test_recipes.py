@@ -452,10 +452,20 @@ def test_recipe_for_gpus_is_rejected_without_cuda(
 def test_processes_and_gpus_are_checked_before_a_run(monkeypatch, words, ranks, gpus, said):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
     monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
     monkeypatch.setattr(machine, "this_machine", lambda: Machine(2**40, (2**36,) * gpus))
     found = list(machine.problems(objects(*words)))
     assert (found == []) if said is None else (len(found) == 1 and said in found[0])
+
+
+def test_several_ranks_need_a_launcher(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    (found,) = machine.problems(objects())
+    assert found.startswith("WORLD_SIZE must be") and "torchrun --nproc-per-node 2" in found
 
 
 def test_backend_ranks_below_1_is_rejected(command):

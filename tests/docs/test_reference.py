@@ -14,9 +14,10 @@ FAMILIES = (
     *("objective", "loss", "policy", "value", "rewards", "logps", "correction", "mismatch"),
     *("time", "throughput", "memory", "generator", "annotator", "eval"),
 )
-NAME = re.compile(rf"(?:{'|'.join(FAMILIES)})/[a-z_]+")
+NAME = re.compile(rf"(?:{'|'.join(FAMILIES)})/[a-z0-9_]+")
 COMPOSED = {  # metric names that `in_code` does not find: built from parts, or without a family
     *("loss/policy", "loss/value", "objective/scores/<part>", "generator/restarts", "annotator/restarts"),
+    *(f"eval/{name}_ci95" for name in ("accuracy", "win_rate", "win_rate_vs_initial", "score", "gold_score")),
     *(f"time/{phase}_s" for phase in ("wait", "score", "annotate", "train", "sync")),
     *("update", "version", "episode", "lag", "epoch", "examples", "lr"),
 }

@@ -15,11 +15,17 @@ COLUMNS = ["fault", "reaction", "repeated work", "exit code"]
 ASYNC = "end_to_end/test_async.py"
 BACKENDS = "end_to_end/test_backends.py"
 CHECKPOINT = "training/test_checkpoint.py"
+CONSOLE = "core/test_console.py"
+FINISHED = "launch/test_jobs.py"
+FOLDERS = "checks/test_folders.py"
 JOBS = "commands/test_jobs.py"
+JSONL = "loggers/test_jsonl.py"
+LOCK = "runs/test_lock.py"
 PIPELINE = "end_to_end/test_pipeline.py"
 RANKS = "end_to_end/test_ranks.py"
 RELABEL = "end_to_end/test_relabel.py"
 RUN = "end_to_end/test_run.py"
+RUN_FOLDER = "end_to_end/test_run_folder.py"
 SIGNALS = "processes/test_signals.py"
 SLURM = "end_to_end/test_slurm.py"
 SURVIVAL = "end_to_end/test_survival.py"
@@ -65,8 +71,18 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
         SURVIVAL: ["test_resume_after_a_signal_in_each_stage_equals_an_uninterrupted_run"]
     },
     "second SIGTERM": {SIGNALS: ["test_a_second_sigterm_ends_a_blocked_process_at_once"]},
-    "Ctrl-C": {ASYNC: ["test_ctrl_c_ends_trainer_and_worker_processes"]},
+    "Ctrl-C": {
+        ASYNC: ["test_ctrl_c_ends_trainer_and_worker_processes"],
+        SURVIVAL: ["test_resume_after_ctrl_c_equals_an_uninterrupted_run"],
+    },
+    "second Ctrl-C": {SIGNALS: ["test_a_second_ctrl_c_in_training_raises_keyboard_interrupt"]},
     "signal to the generator process": {ASYNC: ["test_the_generator_process_ignores_stop_signals"]},
+    "the program that reads the output, such as `head`, ends": {
+        CONSOLE: [
+            "test_a_closed_pipe_does_not_end_the_process_and_train_log_is_complete",
+            "test_a_closed_pipe_of_both_outputs_does_not_end_the_process",
+        ]
+    },
     "generator process killed": {
         ASYNC: ["test_a_worker_killed_in_the_middle_of_a_run_changes_no_row"],
         WORKER: [
@@ -111,6 +127,30 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
     "the terminal of a SLURM sweep is lost": {
         SLURM: ["test_restarted_sweep_finds_its_queued_job_and_ctrl_c_cancels_the_job"]
     },
+    "the same command twice at once": {
+        LOCK: ["test_a_folder_in_use_is_refused_and_the_message_names_the_process"],
+        RUN_FOLDER: ["test_a_second_run_in_the_folder_of_an_active_run_is_refused"],
+    },
+    "run folder deleted during the run": {
+        RUN_FOLDER: ["test_a_run_whose_folder_is_deleted_stops_with_one_sentence"]
+    },
+    "`config.yaml` is damaged": {
+        RUN_FOLDER: [
+            "test_a_damaged_config_is_written_again_only_if_the_name_of_the_folder_identifies_the_run"
+        ]
+    },
+    "a line of `metrics.jsonl` is damaged": {
+        JSONL: ["test_a_resumed_run_moves_damaged_lines_aside_and_keeps_the_rows_before_its_checkpoint"],
+        RUN_FOLDER: ["test_damaged_metrics_and_a_deleted_model_are_restored_by_a_resume"],
+    },
+    "`model/` of a finished run deleted": {
+        FINISHED: ["test_the_message_about_a_finished_run_names_the_model_or_how_to_write_it_again"],
+        RUN_FOLDER: ["test_damaged_metrics_and_a_deleted_model_are_restored_by_a_resume"],
+    },
+    "output folder cannot be written": {FOLDERS: ["test_a_file_in_place_of_a_folder_is_refused"]},
+    "no room for the model or a checkpoint at the start": {
+        FOLDERS: ["test_a_disk_without_room_for_model_or_checkpoint_gives_a_warning"]
+    },
     "disk full while a checkpoint is written": {
         SURVIVAL: [
             "test_checkpoint_without_disk_space_is_skipped_with_a_warning",
@@ -129,6 +169,9 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
             "test_full_disk_at_a_metrics_row_is_an_error_that_names_the_file",
             "test_a_disk_that_is_full_ends_the_run_without_a_traceback",
         ]
+    },
+    "disk full below a file with the terminal's output": {
+        CONSOLE: ["test_a_full_disk_below_stdout_does_not_end_the_process"]
     },
     "a checkpoint file is truncated": {
         SURVIVAL: ["test_damaged_checkpoint_is_skipped"],

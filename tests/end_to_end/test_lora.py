@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf.assembly import generator, models
 from rlhf.assembly.device import build_device
-from rlhf.assembly.models import build_module, build_tokenizer
+from rlhf.assembly.models import build_module
+from rlhf.assembly.tokenizer import build_tokenizer
 from rlhf.core.errors import UserError
 from rlhf.models import loading
 from rlhf.runs.folder import RunFolder

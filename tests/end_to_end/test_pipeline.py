@@ -33,6 +33,7 @@ WORDS += ['stages.sft=["debug=tiny","schedule.save_every=1"]', "eval.samples=0"]
 KILLED = """
 import os, signal, sys
 from rlhf import pipeline
+from rlhf.core import stages
 from rlhf.stages import evaluation, sample_pairs
 from rlhf.training.recorder import Recorder
 place = sys.argv.pop(1)
@@ -44,22 +45,21 @@ elif place == "evaluation":
     write = evaluation.write
     evaluation.write = lambda *given: (write(*given), strike())
 else:
-    algo, update = place.split(":")
+    stage, update = place.split(":")
     flush = Recorder.flush
     def struck(self, state, rollouts, engine):
         flush(self, state, rollouts, engine)
-        title = self.loggers[-1].title if hasattr(self.loggers[-1], "title") else ""
-        if title.startswith(algo) and state.update == int(update):
+        if stage in stages.title("") and state.update == int(update):
             strike()
     Recorder.flush = struck
 pipeline.main()
 """
 PLACES = {  # place of the kill: text that the next start prints
-    "sft:2": "resumed from update 1 of 2",
-    "pairs": "[1/5] SFT model: finished already",
-    "reward:2": "[2/5] preference pairs: finished already",
-    "dpo:3": "[3/5] reward model: finished already",
-    "evaluation": "[4/5] RLHF (dpo): finished already",
+    "SFT model:2": "resumed from update 1 of 2",
+    "pairs": "[1/5] SFT model: finished, in ",
+    "reward model:2": "[2/5] preference pairs: finished, in ",
+    "RLHF (dpo):3": "[3/5] reward model: finished, in ",
+    "evaluation": "[4/5] RLHF (dpo): finished, in ",
 }
 
 
@@ -137,7 +137,7 @@ def run_pipeline(monkeypatch, capsys, *words) -> str:
 def test_each_stage_uses_the_models_and_pairs_of_the_earlier_stages(stored, monkeypatch, capsys):
     said = run_pipeline(monkeypatch, capsys, *stored)
     out = Path(stored[9].partition("=")[2])
-    folders = {path.name.split("-")[2]: RunFolder(path) for path in out.glob("tldr-pythia-*")}
+    folders = {path.name.split("-")[2]: RunFolder(path) for path in out.glob("tldr-base*")}
     (pairs,) = out.glob("tldr-pairs-*")
     assert sorted(folders) == ["dpo", "reward", "sft"] and all(f.finished() for f in folders.values())
     cfg = load_config(folders["dpo"].config)
@@ -148,16 +148,16 @@ def test_each_stage_uses_the_models_and_pairs_of_the_earlier_stages(stored, monk
     assert "[5/5] evaluation (validation): done in" in said
 
     again = run_pipeline(monkeypatch, capsys, *stored)
-    assert again.count("finished already, in ") == 5 and again.count("skipped") == 5
+    assert again.count("finished, in ") == 5 and again.count("skipped") == 5
 
 
 def test_no_sft_or_reward_stage_if_policy_and_scorer_are_configured(stored, monkeypatch, capsys, tmp_path):
     out = Path(stored[9].partition("=")[2])
-    (sft,) = out.glob("tldr-pythia-sft-*")
+    (sft,) = out.glob("tldr-base-sft-*")
     words = [*stored, f"output_dir={tmp_path}", f"model.policy={sft}/model", "scorer=function"]
     words = [word for word in words if word != stored[9]]
     said = run_pipeline(monkeypatch, capsys, *words, f"scorer.path={out.parent}/judge.py:brief")
-    assert "[1/2] RLHF (dpo)" in said and len(list(tmp_path.glob("tldr-pythia-*"))) == 1
+    assert "[1/2] RLHF (dpo)" in said and len(list(tmp_path.glob("tldr-base*"))) == 1
 
 
 def test_final_model_is_pushed_only_with_push_to_and_as_private_repository(stored, monkeypatch, capsys):

@@ -8,9 +8,9 @@ import pytest
 
 from rlhf import relabel as relabel_command
 from rlhf.assembly.data import build_task
-from rlhf.assembly.models import build_tokenizer
 from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_scorer
+from rlhf.assembly.tokenizer import build_tokenizer
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
 from rlhf.config.root import Config
@@ -148,11 +148,9 @@ def test_long_prompts_are_left_out_and_counted(source, tmp_path):
 def test_reward_model_judge_scores_with_its_own_tokenizer(source, cache_dir, tmp_path):
     from rlhf.core.batch import Rollouts
     from rlhf.core.encoding import encode_completions
-    from rlhf.stages.prerequisites import make_policy, make_reward
+    from rlhf.stages.prerequisites import complete
 
-    cfg = compose([*TINY, f"cache_dir={cache_dir}"])
-    policy = str(make_policy(cfg, run))
-    model = make_reward(compose([*TINY, f"cache_dir={cache_dir}", f"model.policy={policy}"]), run)
+    model = complete(compose([*TINY, f"cache_dir={cache_dir}"]), run).model.reward
     cfg = config(source, "scorer@gold=reward_model", f"gold.path={model}")
     relabel.relabel(cfg, tmp_path / "pairs")
     tokenizer = relabel.tokenizer_of(cfg)

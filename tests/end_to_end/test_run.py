@@ -140,6 +140,12 @@ def test_model_without_tokenizer_is_a_user_error(tiny, tmp_path):
         run(tiny(f"model.policy={folder}", "scorer=facts"), RunFolder(tmp_path / "run"))
 
 
+def test_run_refuses_an_invalid_config_and_makes_no_folder(tiny, tmp_path):
+    with pytest.raises(UserError, match="schedule.total_episodes must be divisible"):
+        run(tiny("schedule.total_episodes=7"), RunFolder(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_finished_run_is_not_run_again(done):
     cfg, folder, result = done
     before = folder.metrics.read_bytes()
@@ -206,6 +212,27 @@ def test_the_newest_checkpoints_are_kept(tiny, tmp_path):
 def test_lag_is_logged_and_grows_to_max_lag(finished):
     trained = [row for row in rows(finished(*LONGER, "schedule.max_lag=2")) if "lr" in row]
     assert [row["lag"] for row in trained] == [0, 1, 2, 2]
+
+
+def test_train_log_ends_with_the_error_and_the_traceback_of_the_reward_function(tiny, tmp_path):
+    (tmp_path / "own.py").write_text("def score(prompt, response, reference):\n    return {}[response]\n")
+    own = ("algo=rloo", "scorer=function", f"scorer.path={tmp_path}/own.py:score")
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(RunError) as stopped:
+        run(tiny(*own), folder)
+    text = folder.log.read_text()
+    assert f"ERROR {stopped.value}\nTraceback" in text
+    assert "return {}[response]" in text and "KeyError: " in text.splitlines()[-1]
+
+
+def test_stages_before_a_run_are_numbered_and_finished_stages_are_listed(tiny, tmp_path, done):
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*EVERY, "progress=plain"), folder)
+    text = folder.log.read_text()
+    names = ("[1/4] SFT model", "[2/4] preference pairs", "[3/4] reward model")
+    assert all(f"{name}: finished, in " in text for name in names)
+    assert "[4/4] dpo tldr_mini  update 2/2  0:00 left  reward " in text
+    assert "[4/4] dpo tldr_mini  evaluated at update 2:  win rate " in text and " lag " not in text
 
 
 def test_non_finite_loss_stops_the_run_and_names_the_last_checkpoint(tiny, tmp_path):

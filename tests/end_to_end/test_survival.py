@@ -154,7 +154,7 @@ def test_run_killed_after_a_checkpoint_resumes_with_identical_results(tiny, comm
     told = finish(words)
 
     assert "resumed from update" in told
-    assert "model:" in told.splitlines()[-1] and "win rate" in told.splitlines()[-1]
+    assert "\nfinished: 5 updates, 80 episodes" in told and "win rate vs. references" in told
     assert_same_end(folder, uninterrupted(*RUN))
 
 
@@ -254,6 +254,21 @@ def test_resume_after_a_signal_equals_an_uninterrupted_run(
     assert signal.getsignal(number) is signal.SIG_DFL
     run(cfg, folder)
     assert_same_end(folder, uninterrupted(*words))
+
+
+def test_resume_after_ctrl_c_equals_an_uninterrupted_run(tiny, tmp_path, monkeypatch, uninterrupted):
+    cfg, folder = tiny(*RUN, ONLY_AT_SIGNALS), RunFolder(tmp_path / "run")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            at(patch, Recorder, "flush", after_update(2), signal_self(signal.SIGINT))
+            with pytest.raises(Interrupted, match=r"by Ctrl-C after update 2 of 5 .*same command resumes"):
+                run(cfg, folder)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert folder.last_checkpoint().name == "checkpoint-2"
+    run(cfg, folder)
+    assert_same_end(folder, uninterrupted(*RUN))
 
 
 def test_a_signal_after_the_last_update_lets_the_run_finish(tiny, tmp_path, monkeypatch, uninterrupted):
