@@ -136,11 +136,22 @@ def model_label(cfg: Config | DictConfig) -> str:
     """
     algo: Any = OmegaConf.get_type(cfg.algo) if isinstance(cfg, DictConfig) else type(cfg.algo)
     start = cfg.model.base if algo.trains is Trains.base else cfg.model.policy
-    if start is None or Path(cfg.cache_dir) in Path(start).parents:
-        return str(cfg.model.name)
+    return start_label(start, cfg.model.name, cfg.cache_dir)
+
+
+def start_label(start: str | None, option: str, cache_dir: str) -> str:
+    """Return the label of a run (see `model_label`).
+
+    Args:
+        start: `model.policy`, or for SFT `model.base`.
+        option: the option of `model`.
+        cache_dir: folder of the models that embedded tasks make.
+    """
+    if start is None or Path(cache_dir) in Path(start).parents:
+        return option
     path = Path(start)
     if path.name in MODEL_FOLDERS or path.name.startswith("checkpoint-"):
         path = path.parent
     if run := RUN_NAME.fullmatch(path.name):
         return f"{run['model']}_{run['algo']}"
-    return path.name or str(cfg.model.name)
+    return path.name or option

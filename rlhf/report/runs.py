@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf.config.algo import Trains
+from rlhf.config.identity import start_label
+from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import ASIDE
@@ -302,7 +305,7 @@ def load(folder: Path) -> Run:
 
 
 def read_config(files: RunFolder) -> dict[str, Any]:
-    """Return config.yaml as a flat dictionary.
+    """Return config.yaml as a flat dictionary; `model.name` becomes the label of the model (`model_label`).
 
     Raises:
         ValueError: the file is not a config of a run.
@@ -318,6 +321,10 @@ def read_config(files: RunFolder) -> dict[str, Any]:
         raise ValueError(f"{name}: no key {missing[0]}" if config else f"{name}: the file is empty")
     if not isinstance(config["seed"], int):
         raise ValueError(f"{name}: seed is {config['seed']!r}, not a whole number")
+    if option := config.get("model.name"):
+        algo = SCHEMAS.get(f"schema/algo/{config['algo.name']}")
+        start = "model.base" if getattr(algo, "trains", None) is Trains.base else "model.policy"
+        config["model.name"] = start_label(config.get(start), option, str(config.get("cache_dir")))
     return config
 
 

@@ -13,6 +13,7 @@ from rlhf.report.figures import charts, panels_of, times_of
 from rlhf.report.groups import LINES
 from rlhf.report.labels import LONGEST_LABEL, labels
 from rlhf.report.metrics import METRICS, duration, number
+from rlhf.report.runs import find_runs
 from rlhf.report.summary import not_drawn, result
 from rlhf.report.table import TERMINAL_ROWS, for_terminal, results, settings
 from tests.report.test_report import read, write_run
@@ -291,6 +292,13 @@ def test_settings_are_those_in_which_runs_differ_and_the_usual_ones_that_they_sh
         "prompts",
     ]  # vf_coef has one value, and follows from the algorithm
     assert [row for _, row in found.rows] == [["dpo", "0.1", "8"], ["ppo", None, "9"]]
+
+
+def test_a_run_of_an_own_model_is_shown_with_the_name_of_that_model(tmp_path):
+    write_run(tmp_path / "a", **{"model.name": "pythia", "model.policy": "models/smol"})
+    write_run(tmp_path / "b", seed=2, **{"model.name": "pythia", "model.policy": None})
+    labels = {run.config["seed"]: run.config["model.name"] for run in find_runs([str(tmp_path)]).runs}
+    assert labels == {1: "smol", 2: "pythia"}
 
 
 def test_settings_that_the_labels_contain_are_not_repeated(tmp_path):
