@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -26,6 +27,7 @@ FORM = re.compile(rf"(?P<place>.+\.py|{NAME}(\.{NAME})*):(?P<function>{NAME})")
 CLASS = "a class"
 ASYNC = "an async function, whose result must be awaited"
 RULE = "must be <module>:<function> or <file>.py:<function> (it names a Python function)"
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # folders
 LAST_NAME = re.compile(rf"(?P<place>.+?)(?:::|[:./#\\])(?P<function>{NAME})")  # after the last separator
 
 
@@ -185,6 +187,16 @@ def find_module(name: str) -> ModuleSpec:
     return spec
 
 
+def innermost(error: BaseException) -> traceback.FrameSummary:
+    """Return the innermost frame of the user's code in the traceback of `error`; if none, of a library."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen") and frame.filename != __file__
+    ]
+    return ([frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames)[-1]
+
+
 def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
     """Import and return the function at an address.
 
@@ -203,8 +215,7 @@ def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[.
     except SyntaxError as error:
         raise UserError(not_importable(key, path, error, error.filename, error.lineno)) from error
     except (Exception, SystemExit) as error:  # the user's code may raise any exception
-        frames = traceback.extract_tb(error.__traceback__)
-        where = [frame for frame in frames if not frame.filename.startswith("<frozen")][-1]
+        where = innermost(error)
         raise UserError(not_importable(key, path, error, where.filename, where.lineno)) from error
     function = getattr(module, name, None)
     functions = [each for each, value in vars(module).items() if inspect.isfunction(value) and each != name]

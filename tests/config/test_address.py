@@ -199,6 +199,7 @@ def test_batched_must_agree_with_the_annotations(here, annotation, batched, righ
             "raised ValueError: no licence, in {file}, line 2",
         ),
         ("import sys\nsys.exit(3)\nbrief = print\n", "raised SystemExit: 3, in {file}, line 2"),
+        ("import json\njson.loads('{')\nbrief = print\n", "in {file}, line 2"),
         ("brief = [print][0:0]\n", "(brief is of type list)"),
         ("brief = [int][0]\n", "(brief is a class)"),
         ("async def f(p, r, a): ...\nbrief = [f][0]\n", "(brief is an async function"),
