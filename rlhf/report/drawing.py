@@ -61,7 +61,7 @@ STYLE: dict[Any, Any] = {
 DECIMALS = re.compile(r"(\d\.\d)\d+")  # decimals of a coordinate after the first
 UNFINISHED = (0, (2, 2))  # line style of unfinished runs
 WIDTH, HEIGHT = 4.8, 3.1  # inches of a panel
-LEFT, RIGHT, TOP, BOTTOM = 0.74, 0.12, 0.42, 0.5  # inches of a panel beside its axes
+LEFT, RIGHT, TOP, BOTTOM = 0.74, 0.3, 0.42, 0.5  # inches of a panel beside its axes
 LEGEND_ROW, LEGEND_COLUMN, CHARACTER = 0.22, 0.6, 0.095  # inches in the legend of a PNG file
 
 

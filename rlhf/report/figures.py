@@ -226,6 +226,7 @@ def time_per_phase(section: Section) -> Made:
                 )
         axes.set(xlabel="seconds per update (mean)", ylim=(len(groups) - 0.5, -0.6))
         axes.margins(x=0.14)
+        plain_labels(axes.xaxis)
         axes.set_yticks([])
         axes.grid(axis="y", visible=False)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rlhf.report import figures
 from rlhf.report.__main__ import main
-from rlhf.report.drawing import HEIGHT, SERIES, Chart, Key, Panel
+from rlhf.report.drawing import HEIGHT, SERIES, STYLE, WIDTH, Chart, Key, Panel, axes_at
 from rlhf.report.figures import charts, panels_of, times_of
 from rlhf.report.groups import LINES
 from rlhf.report.labels import LONGEST_LABEL, labels
@@ -104,6 +104,30 @@ def test_a_label_has_no_folders_of_a_path_unless_they_distinguish():
         "policy=a/model",
         "policy=b/model",
     ]
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.00025, 20.0])
+def test_the_label_of_a_tick_at_the_right_edge_is_inside_of_the_panel(tmp_path, seconds):
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    took = seconds / 1.14  # with the margin of the figure, its axis ends at `seconds`
+    write_run(tmp_path / "a", training={"time/update_s": took, "time/train_s": took, "time/wait_s": 0.0})
+    made, _ = figures.time_per_phase(read(tmp_path)[0])
+    (panel,) = made.panels
+    with rc_context(STYLE):
+        drawing = Figure(figsize=(WIDTH, panel.height))
+        axes = axes_at(drawing, 0.0, 0.0, panel.height)
+        panel.draw(axes)
+        drawing.draw_without_rendering()
+    assert axes.get_xlim()[1] == pytest.approx(seconds)
+    last = (
+        axes.get_xticklabels()[-1]
+        if axes.get_xticks()[-1] <= 1.0001 * seconds
+        else axes.get_xticklabels()[-2]
+    )
+    assert last.get_text() == f"{seconds:g}"
+    assert last.get_window_extent().x1 <= drawing.bbox.x1
 
 
 # -- scales and lines --------------------------------------------------------------------------------------
