@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.agreement import compared
 from rlhf.assembly.models import build_model, build_module, build_reference, load_model, trained_parts
 from rlhf.assembly.parts import part
 from rlhf.config.algo import PPOConfig, Trains
 from rlhf.core.console import say
-from rlhf.core.errors import UserError
 from rlhf.engines.engine import Engine
 from rlhf.engines.frozen_engine import FrozenEngine
-from rlhf.models.loading import check_context
+from rlhf.models.modules import RolloutModule
 from rlhf.models.tokenizer import check_vocabulary
 
 if TYPE_CHECKING:
@@ -29,13 +29,10 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     """Return the engine of a run that trains, and print the number of trained parameters if some are frozen.
 
     Raises:
-        UserError: the vocabulary or the context of the model is too small.
+        UserError: the vocabulary or the context of the model is too small, or the model cannot be used.
     """
     module = build_module(cfg, tokenizer)
     check_vocabulary(module.model, tokenizer)
-    problem = check_context(module.model.config, cfg.task.max_prompt_tokens, cfg.generator.response_length)
-    if problem:
-        raise UserError(problem)
     for name, value in trained_parts(module):
         say(f"  {name + ':':24}{value}")
     steps = cfg.schedule.minibatches * cfg.schedule.epochs
@@ -52,7 +49,7 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
         dtype=cfg.model.dtype,
         value_lr=cfg.algo.value_lr if isinstance(cfg.algo, PPOConfig) else None,
     )
-    return with_reference(engine, cfg)
+    return with_reference(with_compared_modules(engine, cfg), cfg)
 
 
 def build_frozen(
@@ -76,7 +73,19 @@ def build_frozen(
         ranks=ranks,
         dtype=cfg.model.dtype,
     )
-    return with_reference(engine, cfg)
+    return with_reference(with_compared_modules(engine, cfg), cfg)
+
+
+def with_compared_modules(engine: E, cfg: Config) -> E:
+    """Return `engine`, whose modules share the encoding of prompts only if their models allow this.
+
+    Raises:
+        UserError: a model cannot be used.
+    """
+    for module in engine.module.modules():
+        if isinstance(module, RolloutModule):
+            compared(module, cfg, engine.ranks)
+    return engine
 
 
 def build_second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy | None:

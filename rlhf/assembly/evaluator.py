@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.agreement import samples_with_cache
 from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_scorer
 from rlhf.config.algo import Data, DPOConfig, Trains
@@ -60,7 +61,8 @@ def build_evaluator(
         encoded = encode_completions(pairs, pairs.completions, tokenizer, cfg.generator.response_length)
         held_out_pairs = HeldOutPairs(encoded, make(cfg.algo), engine)
     if not cfg.generator.samples:  # the generator has no completions of held-out prompts
-        sampler = HFGenerator(engine.borrow_policy, tokenizer, cfg.eval.batch_size, cfg.seed)
+        cached = samples_with_cache(engine.module.model, engine.borrow_policy, cfg, ranks)
+        sampler = HFGenerator(engine.borrow_policy, tokenizer, cfg.eval.batch_size, cfg.seed, cached)
         generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler
     return PolicyEvaluator(
         task.held_out(cfg.eval.prompts, split, Data.prompts),

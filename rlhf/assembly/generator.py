@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.agreement import samples_with_cache
 from rlhf.assembly.annotator import AnnotatorFactory
 from rlhf.assembly.parts import make
 from rlhf.config.cores import threads
+from rlhf.config.generator import HFConfig
 from rlhf.generators.across_ranks import PerRankGenerator, SharedGenerator
 from rlhf.generators.generator import GeneratorContext
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.models.loading import load_causal_lm
+from rlhf.processes.ranks import Ranks
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.engines.engine import Engine
     from rlhf.generators.generator import Generator
-    from rlhf.processes.ranks import Ranks
     from rlhf.runs.folder import RunFolder
 
 
@@ -31,13 +33,17 @@ def build_sampler(
     assert cfg.model.policy is not None
     model = load_causal_lm(cfg.model.policy, torch.float32, cfg.model.attention, cfg.model.trust_remote_code)
     torch.nn.Module.to(model, device)
-    return HFGenerator(lambda: nullcontext(model), tokenizer, batch_size=256, seed=seed)
+    cached = samples_with_cache(model, lambda: nullcontext(model), cfg, Ranks(device))
+    return HFGenerator(lambda: nullcontext(model), tokenizer, batch_size=256, seed=seed, cached=cached)
 
 
 def build_generator(
     cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: RunFolder, ranks: Ranks
 ) -> Generator:
     """Return the generator of the run: a generator on rank 0 for all ranks, or a generator on each rank."""
+    cached = not isinstance(cfg.generator, HFConfig) or samples_with_cache(
+        engine.module.model, engine.borrow_policy, cfg, ranks
+    )
 
     def build() -> Generator:
         context = GeneratorContext(
@@ -53,6 +59,8 @@ def build_generator(
             in_flight=cfg.schedule.in_flight,
             threads=threads(cfg)[1],
             annotator=AnnotatorFactory(cfg),
+            asks_service=cfg.scorer.asks_service,
+            cached=cached,
         )
         generator: Generator = make(cfg.generator, context)
         return generator

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.agreement import compared
 from rlhf.assembly.parts import part
 from rlhf.config.algo import PPOConfig, Trains, ValueFrom
 from rlhf.config.model import NanoConfig
@@ -133,4 +134,4 @@ def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Rank
     check_vocabulary(frozen, tokenizer, "model.reference")
     policy = Policy(frozen, cfg.generator.temperature, model.shared_prefix)
     placed: Policy = part(cfg.backend).place(cfg.backend, policy, ranks)
-    return placed
+    return compared(placed, cfg, ranks)

@@ -11,7 +11,15 @@ from rlhf.config.backend import Device
 from rlhf.config.model import Dtype, NanoConfig, float16_needs_gpu
 from rlhf.config.root import Config
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
-from rlhf.models.folders import context_length, context_problem, folder_problem, is_local, similar_folder
+from rlhf.models.folders import (
+    context_length,
+    context_problem,
+    folder_problem,
+    is_local,
+    read_config,
+    rope_problem,
+    similar_folder,
+)
 
 
 @rule
@@ -96,6 +104,17 @@ def models(cfg: Config) -> Iterator[str]:
     context = min((c for c in contexts if c is not None), default=None)
     if problem := context_problem(context, cfg.task.max_prompt_tokens, cfg.generator.response_length):
         yield problem
+
+
+@rule
+def encodings_of_positions(cfg: Config) -> Iterator[str]:
+    """Yield an error if sequences may be so long that the encoding of positions depends on the batch."""
+    lengths = cfg.task.max_prompt_tokens, cfg.generator.response_length
+    for key, path in named_models(cfg):
+        sound = is_local(path) and folder_problem(key, path) is None
+        if sound and (problem := rope_problem(read_config(path) or {}, *lengths)):
+            yield problem
+            return
 
 
 def named_models(cfg: Config) -> Iterator[tuple[str, str]]:

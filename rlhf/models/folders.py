@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,11 @@ def context_problem(context: int | None, prompt_length: int, response_length: in
     """
     if context is None or prompt_length + response_length <= context:
         return None
+    return too_long(context, "the context length of the model", prompt_length, response_length)
+
+
+def too_long(context: int, reason: str, prompt_length: int, response_length: int) -> str:
+    """Return the error message for prompts and responses that are longer than `context` for `reason`."""
     if context > prompt_length:
         remedy = f"set generator.response_length={context - prompt_length}"
     elif context > response_length:
@@ -208,6 +214,39 @@ def context_problem(context: int | None, prompt_length: int, response_length: in
         half = context // 2
         remedy = f"set task.max_prompt_tokens={half} generator.response_length={context - half}"
     return (
-        f"task.max_prompt_tokens + generator.response_length must be <= {context} (the context length of the "
-        f"model), got {prompt_length} + {response_length} = {prompt_length + response_length}; {remedy}"
+        f"task.max_prompt_tokens + generator.response_length must be <= {context} ({reason}), got "
+        f"{prompt_length} + {response_length} = {prompt_length + response_length}; {remedy}"
     )
+
+
+def rope_problem(config: dict[str, Any], prompt_length: int, response_length: int) -> str | None:
+    """Return an error message if the encoding of a token's position would depend on other tokens, else None.
+
+    With rope_type=longrope, all positions of a batch get other frequencies as soon as one sequence is longer
+    than the original context of the model. Log-probs of a sequence would then depend on the other sequences
+    of the batch, and would change while a sequence is sampled. With rope_type=dynamic, the same happens from
+    max_position_embeddings on, which `context_problem` refuses.
+
+    Args:
+        config: config of a model, or content of config.json.
+        prompt_length: longest prompt in tokens.
+        response_length: longest response in tokens.
+    """
+    context = min(original_contexts(config), default=None)
+    if context is None or prompt_length + response_length <= context:
+        return None
+    reason = "the original context; with rope_type=longrope, longer sequences change their whole batch"
+    return too_long(context, reason, prompt_length, response_length)
+
+
+def original_contexts(config: dict[str, Any]) -> Iterator[int]:
+    """Yield the original context length, in tokens, for each rope_type=longrope in a config."""
+    original = "original_max_position_embeddings"
+    for part in (config, config.get("text_config")):
+        whole = (part.get("rope_parameters") or part.get("rope_scaling")) if isinstance(part, dict) else None
+        if not isinstance(part, dict) or not isinstance(whole, dict):
+            continue
+        for rope in (whole, *whole.values()):  # layers of different types may have different settings
+            if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
+                lengths = (part.get(original), rope.get(original), context_of(part))
+                yield from [length for length in lengths if isinstance(length, int)][:1]

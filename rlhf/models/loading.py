@@ -20,7 +20,7 @@ from transformers import (
 
 from rlhf.core.errors import UserError
 from rlhf.models.fetching import fetch
-from rlhf.models.folders import context_of, context_problem, damage, folder_problem
+from rlhf.models.folders import context_of, context_problem, damage, folder_problem, rope_problem
 from rlhf.models.lora import is_adapted, whole_weights
 from rlhf.models.modules import score_head
 
@@ -128,24 +128,33 @@ def load(
         settings: values for the model's config.
 
     Raises:
-        UserError: the checkpoint is missing, lacks parameters or contains NaN, or a sequence classifier does
-            not have exactly one label.
+        UserError: the checkpoint is missing, lacks parameters or contains NaN, transformers does not have
+            the attention implementation for the model, or a sequence classifier does not have exactly one
+            label.
     """
     check_folder(key, path)
     config = fetch(AutoConfig, path, key, trust_remote_code=trust_remote_code, **settings)
     without_dropout(config)
-    model, report = fetch(
-        auto,
-        path,
-        key,
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention,
-        trust_remote_code=trust_remote_code,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # the report then lists them
-        output_loading_info=True,
-    )
+    try:
+        model, report = fetch(
+            auto,
+            path,
+            key,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # the report then lists them
+            output_loading_info=True,
+        )
+    except UserError as error:
+        if attention == "eager" or "attn_implementation" not in str(error):
+            raise
+        raise UserError(
+            f"model.attention must be eager for {key}={path} (transformers has no attention={attention} for "
+            f"{config.model_type} models), got {attention}; set model.attention=eager"
+        ) from error
     missing = sorted(set(report["missing_keys"]) - {new_parameter})
     if missing or report["mismatched_keys"]:
         raise UserError(
@@ -282,11 +291,14 @@ def stop_at(model: PreTrainedModel, end: int) -> None:
 
 
 def check_context(config: PreTrainedConfig, prompt_length: int, response_length: int) -> str | None:
-    """Return an error message if prompt and response together exceed the model's context length, else None.
+    """Return an error message if prompt and response together are too long for the model, else None.
 
     Args:
         config: config of the model.
         prompt_length: longest prompt in tokens.
         response_length: longest response in tokens.
     """
-    return context_problem(context_of(config.to_dict()), prompt_length, response_length)
+    settings = config.to_dict()
+    return context_problem(context_of(settings), prompt_length, response_length) or rope_problem(
+        settings, prompt_length, response_length
+    )

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from rlhf.core.batch import Outputs
 from rlhf.core.errors import UserError
+from rlhf.models.fetching import first_line
 from rlhf.models.logprobs import token_logprobs
 from rlhf.models.lora import without_adapters
-from rlhf.models.shared_prefix import encode, shared_prefix_problem
+from rlhf.models.shared_prefix import encode
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Rollouts
@@ -65,19 +66,15 @@ class RolloutModule(nn.Module):
 
     Args:
         model: the Hugging Face model.
-        shared_prefix: whether each prompt is encoded once for its K responses.
-
-    Raises:
-        UserError: `shared_prefix` is True, but the model's cache cannot be repeated for the responses.
+        shared_prefix: whether each prompt is encoded once for its K responses. The model must allow this:
+            see `rlhf.models.agreement`.
     """
 
     def __init__(self, model: PreTrainedModel, shared_prefix: bool) -> None:
         super().__init__()
-        problem = shared_prefix_problem(model.config) if shared_prefix else None
-        if problem is not None:
-            raise UserError(problem)
         self.model = model
         self.shared_prefix = shared_prefix
+        self.always_apart = False  # True: prompts are encoded once even where this does not save time
         self.whole = False  # True: no forward stops early; hooks of ZeRO-3 run at the end of a forward
 
     def states(self, batch: Rollouts, last: bool) -> Tensor:
@@ -91,6 +88,7 @@ class RolloutModule(nn.Module):
             self.shared_prefix,
             last,
             self.whole,
+            self.always_apart,
         )
 
 
@@ -103,8 +101,7 @@ class Policy(RolloutModule):
         shared_prefix: whether each prompt is encoded once for its K responses.
 
     Raises:
-        UserError: `shared_prefix` does not work with the model, or the logits of the model are not a linear
-            function of the last hidden state.
+        UserError: the logits of the model are not a linear function of the last hidden state.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, shared_prefix: bool) -> None:
@@ -152,6 +149,11 @@ class Policy(RolloutModule):
         return Outputs(logprobs=zeros.masked_scatter(mask, logprobs))
 
 
+def described(error: Exception) -> str:
+    """Return the class and the first line of an exception that the code of a model raised."""
+    return f"{type(error).__name__}: {first_line(error):.120}"
+
+
 def backbone(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model without its head."""
     base = model.base_model
@@ -183,16 +185,23 @@ def logit_scale(model: PreTrainedModel) -> float:
     The factor is therefore measured on two tokens.
 
     Raises:
-        UserError: the logits are neither the head's output, nor this output multiplied or divided by a factor
-            in the config (`LOGIT_SCALES`).
+        UserError: the forward fails, or the logits are neither the head's output, nor this output multiplied
+            or divided by a factor in the config (`LOGIT_SCALES`).
     """
     ids = torch.tensor([[0, 1]], device=model.device)
     training = model.training
     model.eval()
-    logits = model(input_ids=ids, use_cache=False).logits.float()
-    raw = model.get_output_embeddings()(
-        backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
-    ).float()
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        states = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+        raw = model.get_output_embeddings()(states).float()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the code of a model may raise anything
+        raise UserError(
+            "model.policy must name a model that computes logits from token ids alone, got "
+            f"{model.config.model_type}, whose forward fails ({described(error)}); choose another model"
+        ) from error
     model.train(training)
     named = [float(v) for v in (getattr(model.config, name, None) for name in LOGIT_SCALES) if v]
     tolerance = 1e-4 if model.dtype == torch.float32 else 0.05

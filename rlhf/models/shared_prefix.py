@@ -45,6 +45,7 @@ def encode(
     shared_prefix: bool,
     last: bool,
     whole: bool = False,
+    always: bool = False,
 ) -> Tensor:
     """Return the hidden states [N, K, T, H] that predict the response tokens.
 
@@ -61,9 +62,10 @@ def encode(
         last: whether to return also the state after the last token: [N, K, T+1, H], where position t is the
             state after t response tokens.
         whole: True if no forward may stop early, because hooks of the model run at the end of a forward.
+        always: True if prompts are encoded once even where this does not save time.
 
     Raises:
-        UserError: `shared_prefix` does not work with the cache of this model.
+        NoSharedPrefix: `shared_prefix` does not work with the cache of this model.
     """
     n, k, t = response_ids.shape
     inputs = t if last else t - 1  # without `last`, the last token is not fed to the model
@@ -78,7 +80,7 @@ def encode(
         gpu=prompts.device.type == "cuda",
         whole=whole,
     )
-    if shared_prefix and apart and prompts.shape[1] > 1:
+    if shared_prefix and (apart or always) and prompts.shape[1] > 1:
         return encode_shared(backbone, prompts, prompt_mask, responses, real, whole)
     rows = torch.cat([prompts.repeat_interleave(k, 0), responses.flatten(0, 1)], 1)
     mask = torch.cat([prompt_mask.repeat_interleave(k, 0), real.flatten(0, 1)], 1)
@@ -109,11 +111,13 @@ def encode_shared(
         whole: True if no forward may stop early.
 
     Raises:
-        UserError: the cache of this model cannot be repeated for the responses.
+        NoSharedPrefix: the cache of this model cannot be repeated for the responses.
     """
-    if problem := shared_prefix_problem(backbone.config):
-        raise UserError(problem)
-    cache = PromptCache(DynamicCache(config=backbone.config), whole)
+    like = DynamicCache(config=backbone.config)
+    if not plain(like):
+        kinds = {type(layer).__name__ for layer in like.layers} - {DynamicLayer.__name__}
+        raise NoSharedPrefix(backbone.config, ", ".join(sorted(kinds)))
+    cache = PromptCache(like, whole)
     ids, known = padded_right(prompts[:, :-1], prompt_mask[:, :-1])
     with suppress(Filled):
         backbone(  # no mask: attention is causal and padding is last
@@ -123,7 +127,7 @@ def encode_shared(
             use_cache=True,
         )
     if any(layer.get_seq_length() != ids.shape[1] for layer in cache.kept):
-        raise UserError(refused(backbone.config, "no such cache"))
+        raise NoSharedPrefix(backbone.config, "none of them")
     n, k, _ = responses.shape
     end, seen = prompts[:, None, -1:].expand(-1, k, -1), prompt_mask[:, None, -1:].expand(-1, k, -1)
     tokens, real = torch.cat([end, responses], 2), torch.cat([seen, real], 2)
@@ -335,16 +339,17 @@ def plain(cache: DynamicCache) -> bool:
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
-def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
-    """Return the error message if a model with this config cannot use `model.shared_prefix`, else None."""
-    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - {DynamicLayer.__name__}
-    return refused(config, f"a cache with {', '.join(sorted(kinds))}") if kinds else None
+class NoSharedPrefix(UserError):
+    """An error: the cache of a model cannot be repeated for the responses of a prompt.
 
+    Args:
+        config: the config of the model.
+        cache: what the cache has instead of all keys and values.
+    """
 
-def refused(config: PreTrainedConfig, kind: str) -> str:
-    """Return the error message for a model whose cache, described by `kind`, cannot be repeated."""
-    return (
-        f"model.shared_prefix must be false for a {config.model_type} model (only a cache of all keys and "
-        f"values can be repeated for the responses of a prompt; this model has {kind}), got true; set "
-        "model.shared_prefix=false"
-    )
+    def __init__(self, config: PreTrainedConfig, cache: str) -> None:
+        self.fault = f"only all keys and values of a prompt can be repeated, and the cache has {cache}"
+        super().__init__(
+            f"model.shared_prefix must be false for a {config.model_type} model ({self.fault}), got true; "
+            "set model.shared_prefix=false"
+        )

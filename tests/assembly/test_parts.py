@@ -88,7 +88,7 @@ def passed(monkeypatch) -> dict[str, Any]:
         "build_module": lambda *_: SimpleNamespace(model=SimpleNamespace(config=None)),
         "build_second_model": lambda *_: None,
         "check_vocabulary": lambda *_: None,
-        "check_context": lambda *_: None,
+        "with_compared_modules": lambda engine, _: engine,
         "trained_parts": lambda *_: (),
         "part": lambda _: SimpleNamespace(build=lambda _, **given: SimpleNamespace(given=given)),
     }
@@ -106,7 +106,7 @@ def test_engine_of_a_backend_accepts_the_arguments_of_the_assembly_and_the_run(o
     assert issubclass(made, Engine)
     inspect.signature(made.build).bind("section", **passed)
     inspect.signature(Engine.__init__).bind("self", **passed, micro_batch=1)
-    inspect.signature(made.prepare).bind("section", "dtype", "ranks", "checkpoint")
+    inspect.signature(made.prepare).bind("section", "dtype", "ranks")
     inspect.signature(made.place).bind("section", "frozen", "ranks")
 
 

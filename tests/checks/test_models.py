@@ -54,6 +54,15 @@ def test_shortest_context_length_of_all_models_is_the_limit(tmp_path):
     assert "must be <= 128" in problem
 
 
+def test_longrope_limits_the_length_to_its_original_context(tmp_path):
+    longrope = {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 128}
+    policy = write_model(tmp_path / "policy", {**LLAMA, "max_position_embeddings": 4096, **longrope})
+    (problem,) = problems(f"model.policy={policy}", f"model.reference={policy}")
+    assert "must be <= 128 (the original context; with rope_type=longrope" in problem
+    fits = ["task.max_prompt_tokens=88", "generator.response_length=40"]
+    assert problems(f"model.policy={policy}", *fits) == []
+
+
 def test_missing_scorer_model_is_reported_with_the_key_of_that_scorer(tmp_path):
     missing = tmp_path / "nowhere"
     for overrides, key in (

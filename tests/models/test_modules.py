@@ -18,7 +18,7 @@ from transformers import (
 from rlhf.config.model import NanoConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import UserError
-from rlhf.models.folders import context_length, context_problem, folder_problem, is_local
+from rlhf.models.folders import context_length, context_problem, folder_problem, is_local, rope_problem
 from rlhf.models.loading import (
     check_context,
     check_saved,
@@ -37,6 +37,7 @@ from tests.tiny_models import (
     VOCABULARY,
     sequences,
     tiny_classifier,
+    tiny_config,
     tiny_lm,
     tiny_rollouts,
     tiny_tokenizer,
@@ -421,3 +422,30 @@ def test_prompt_and_response_must_fit_the_context(folder):
     assert check_context(config, 100, 29).endswith("got 100 + 29 = 129; set generator.response_length=28")
     assert check_context(config, 200, 28).endswith("set task.max_prompt_tokens=100")
     assert context_problem(None, 10**6, 10**6) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}, "max_position_embeddings": 64},
+        {"text_config": {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 64}}},
+    ],
+)
+def test_a_sequence_must_fit_the_original_context_of_longrope(config):
+    config = {"max_position_embeddings": 4096, **config}
+    assert rope_problem(config, 40, 24) is None
+    problem = rope_problem(config, 40, 25)
+    assert "must be <= 64" in problem and "longrope" in problem
+    assert problem.endswith("set generator.response_length=24")
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"rope_type": "llama3", "factor": 8.0}])
+def test_other_position_encodings_have_no_original_context(rope):
+    assert rope_problem({"rope_scaling": rope, "max_position_embeddings": 64}, 1000, 1000) is None
+
+
+def test_a_sequence_of_a_model_with_dynamic_rope_must_fit_its_context():
+    config = tiny_config("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+    assert check_context(config, 100, 28) is None and "must be <= 128" in check_context(config, 100, 29)

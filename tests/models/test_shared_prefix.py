@@ -17,7 +17,7 @@ from rlhf.models import shared_prefix as forward
 from rlhf.models import sharing_rules
 from rlhf.models.lora import adapt
 from rlhf.models.modules import Policy
-from rlhf.models.shared_prefix import PromptLayer, checkpoint_blocks, encode, positions, shared_prefix_problem
+from rlhf.models.shared_prefix import PromptLayer, checkpoint_blocks, encode, positions
 from tests.tiny_models import KINDS, sequences, tiny_lm, tiny_rollouts
 
 
@@ -234,7 +234,7 @@ def test_positions_count_the_real_tokens_before_each_token():
     assert positions(mask).tolist() == [[0, 0, 0, 1, 2, 3]]
 
 
-def test_a_sliding_window_model_is_refused_with_the_remedy():
+def test_a_shared_prefix_of_a_sliding_window_model_is_refused_with_the_remedy():
     config = MistralConfig(
         vocab_size=97,
         hidden_size=16,
@@ -244,14 +244,9 @@ def test_a_sliding_window_model_is_refused_with_the_remedy():
         num_key_value_heads=2,
         sliding_window=8,
     )
-    assert "model.shared_prefix=false" in shared_prefix_problem(config)
     model = MistralForCausalLM(config)
     with pytest.raises(ValueError, match="set model.shared_prefix=false"):
-        Policy(model, 0.7, shared_prefix=True)
-    with pytest.raises(ValueError, match="set model.shared_prefix=false"):
         states(model, tiny_rollouts(), shared_prefix=True)
-    Policy(model, 0.7, shared_prefix=False)
-    assert shared_prefix_problem(tiny_lm().config) is None
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])

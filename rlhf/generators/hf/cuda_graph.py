@@ -41,7 +41,6 @@ class GraphStep(Step):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.length = self.cache.get_seq_length()
         self.left = 0  # steps left until the end of the graph
         self.replay: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.fresh = True  # no step of the current graph has run yet

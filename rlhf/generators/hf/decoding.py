@@ -18,8 +18,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlhf.models.modules import backbone, logit_scale
 from rlhf.models.precision import product_dtype
-from rlhf.models.shared_prefix import positions, takes_any_mask
+from rlhf.models.shared_prefix import padded_right, positions, takes_any_mask
 
 TOKENS = {"cpu": 2**12, "cuda": 2**14}  # prompt tokens per forward pass, by device: enough to fill it
 GROUPED = "sdpa_grouped"  # name of `grouped_attention` in the registries of transformers
@@ -87,6 +88,7 @@ class Step:
         mask: attention mask of all steps: additive [B, 1, G, S], or bool [B, S] with True at tokens. A step
             uses the columns up to the slots that it writes.
         group: samples per row, G.
+        length: tokens of the longest prompt, the first slots of the cache.
         choose: returns tokens and log-probs [B, G], given logits [B, G, V] and uniform numbers [B, G].
     """
 
@@ -96,12 +98,14 @@ class Step:
         cache: Cache,
         mask: Tensor,
         group: int,
+        length: int,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> None:
         self.model = model
         self.cache = cache
         self.mask = mask
         self.group = group
+        self.length = length  # of the cache; caches of some models have no length
         self.choose = choose
 
     def __call__(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +116,8 @@ class Step:
             place: positions of the last tokens in their sequences [B, G].
             numbers: quantiles at which the next tokens are chosen [B, G].
         """
-        seen = self.mask[..., : self.cache.get_seq_length() + self.group]
+        self.length += self.group
+        seen = self.mask[..., : self.length]
         # No variable for the logits: their memory must be free before the next step allocates its logits.
         return self.choose(self.logits(token, place, seen), numbers=numbers)
 
@@ -140,6 +145,52 @@ class Step:
         """Remove all rows of the batch except `rows` [B']."""
         self.cache.batch_select_indices(rows)
         self.mask = self.mask[rows]
+
+
+class RereadingStep(Step):
+    """A decoding step without a cache: each step reads the sequences from their first token.
+
+    The step works with every model, for example with recurrent models, and is slow.
+
+    Args:
+        model: the causal LM.
+        ids: prompts [B, P] int64, padded left.
+        seen: [B, P] bool, True at real tokens.
+        room: tokens after the prompt.
+        choose: see `Step`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        seen: Tensor,
+        room: int,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> None:
+        self.model = model
+        self.ids = torch.nn.functional.pad(padded_right(ids, seen)[0], (0, room))
+        self.choose = choose
+        self.scale = logit_scale(model)
+
+    def __call__(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next tokens and their log-probs [B, 1]; the arguments are those of `Step.__call__`."""
+        self.ids.scatter_(1, place, token)
+        return self.choose(self.read(place), numbers=numbers)
+
+    def read(self, place: Tensor) -> Tensor:
+        """Return the logits [B, 1, V] after the tokens at the positions `place` [B, 1]."""
+        length, base, states = int(place.max()) + 1, backbone(self.model), []
+        for rows in torch.arange(len(place)).split(max(1, TOKENS[self.ids.device.type] // length)):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            output = base(input_ids=self.ids[part, :length], use_cache=False).last_hidden_state
+            states.append(output.gather(1, place[part, :, None].expand(-1, -1, output.shape[-1])))
+        logits: Tensor = self.model.get_output_embeddings()(torch.cat(states)) * self.scale
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        """Remove all rows of the batch except `rows` [B']."""
+        self.ids = self.ids[rows]
 
 
 class LengthAsked(Exception):

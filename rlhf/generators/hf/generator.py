@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def build(config: HFConfig, context: GeneratorContext) -> Generator:
     """Return a generator that samples with the trained model, or with a copy in a separate process."""
     if not config.has_worker(context.max_lag):
-        return HFGenerator(context.borrow, context.tokenizer, config.batch_size, context.seed)
+        return HFGenerator(context.borrow, context.tokenizer, config.batch_size, context.seed, context.cached)
     model = context.policy
     factory = HFSamplerFactory(
         config=model.config.to_json_string(use_diff=False),
@@ -52,6 +52,7 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
         pad_id=context.tokenizer.pad_token_id,
         batch_size=config.batch_size,
         seed=context.seed,
+        cached=context.cached,
     )
     first = local_rank() if config.per_rank else 0
     variables = [environment(context.threads, model.device, first + i) for i in range(config.replicas)]
@@ -69,6 +70,7 @@ class HFGenerator(Generator):
         tokenizer: the policy's tokenizer, for the ids of stop token and pad token.
         batch_size: sequences decoded in parallel.
         seed: the seed of the run.
+        cached: whether sampling uses a cache of keys and values; see `sample`.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class HFGenerator(Generator):
         tokenizer: PreTrainedTokenizerBase,
         batch_size: int,
         seed: int,
+        cached: bool = True,
     ) -> None:
         self.borrow = borrow
         self.stop_ids = [tokenizer.eos_token_id]
         self.pad_id = tokenizer.pad_token_id
         self.batch_size = batch_size
         self.seed = seed
+        self.cached = cached
         self.version = 0
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
@@ -90,7 +94,14 @@ class HFGenerator(Generator):
         start = time.perf_counter()
         with self.borrow() as model:
             rollouts = respond(
-                model, prompts, sampling, self.stop_ids, self.pad_id, self.batch_size, self.seed
+                model,
+                prompts,
+                sampling,
+                self.stop_ids,
+                self.pad_id,
+                self.batch_size,
+                self.seed,
+                cached=self.cached,
             )
         seconds = time.perf_counter() - start
         return finished(replace(rollouts, version=self.version, generate_s=seconds))
@@ -116,6 +127,7 @@ class HFSamplerFactory:
         pad_id: id of the pad token.
         batch_size: sequences decoded in parallel.
         seed: the seed of the run.
+        cached: whether sampling uses a cache of keys and values; see `sample`.
     """
 
     config: str
@@ -127,6 +139,7 @@ class HFSamplerFactory:
     pad_id: int
     batch_size: int
     seed: int
+    cached: bool = True
 
     def build(self) -> HFSampler:
         """Return the sampler, with a model of random weights."""
@@ -169,6 +182,7 @@ class HFSampler:
                 made_by.batch_size,
                 made_by.seed,
                 update,
+                made_by.cached,
             )
 
     def load(self, manifest: Manifest) -> dict[str, int]:
@@ -200,10 +214,12 @@ def respond(
     batch_size: int,
     seed: int,
     update: Callable[[], int] | None = None,
+    cached: bool = True,
 ) -> Rollouts:
     """Sample K responses to each prompt, in chunks of `batch_size` sequences, the longest prompts first.
 
     `update` is called before each forward pass; it may change the model's weights, and returns their version.
+    `cached` is that of `sample`.
     """
     chunk = max(1, batch_size // sampling.samples)
     length = sampling.response_length
@@ -224,6 +240,7 @@ def respond(
             stop_ids=stop_ids,
             pad_id=pad_id,
             before_forward=None if update is None else partial(note, update, held),
+            cached=cached,
         )
         parts.append(part)
         if update is not None:

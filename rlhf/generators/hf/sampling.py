@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rlhf.core.seeding import derive
 from rlhf.generators.hf.cuda_graph import GraphStep, can_record
-from rlhf.generators.hf.decoding import RoomyLayer, Step, attention, encode, grouped
+from rlhf.generators.hf.decoding import RereadingStep, RoomyLayer, Step, attention, encode, grouped
 from rlhf.models import sharing_rules
 from rlhf.models.shared_prefix import ALIGNED, additive, plain, positions, takes_any_mask
 
@@ -79,6 +79,7 @@ def sample(
     stop_ids: Iterable[int] | Tensor,
     pad_id: int,
     before_forward: Callable[[], object] | None = None,
+    cached: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample K responses for each prompt.
 
@@ -100,6 +101,8 @@ def sample(
         pad_id: token id of padding.
         before_forward: function that is called before the forward passes of each response token, once per
             token. It may change the model's weights; keys and values of earlier tokens are not recomputed.
+        cached: False: read each sequence again for every token, without a cache. This is slow, and right for
+            every model (`rlhf.generators.hf.agreement`).
 
     Returns:
         response_ids [N, K, T] int64, padded right with `pad_id`; response_mask [N, K, T] bool; log-probs
@@ -112,47 +115,21 @@ def sample(
     longest = int(prompt_mask.sum(1).max())
     seen = prompt_mask[:, -longest:]
     ids = prompt_ids[:, -longest:].masked_fill(~seen, 0)
-    cache: Cache = (kinds := DynamicCache(config=model.config))
-    movable = plain(kinds)  # rows of such a cache can be repeated and removed
-    masked = movable and takes_any_mask(model)
-    group = sharing_rules.in_decoding(k, longest, response_length) if masked else 1
-    recorded = masked and can_record(device) and before_forward is None
-    room = group * response_length
-    if recorded:
-        room += -(longest + room) % ALIGNED
+    recorded = can_record(device) and before_forward is None
+    pick_next = partial(choose, temperature=temperature)
     if before_forward is not None:
         before_forward()
-    if movable:
-        layers = [RoomyLayer(n * k // group, longest, room) for _ in kinds.layers]
-        logits = encode(model, ids, seen, layers, k // group)
-        cache, seen = Cache(layers=list(layers)), seen.repeat_interleave(k // group, 0)
-    else:
-        seen = seen.repeat_interleave(k, 0)
-        logits = model(
-            input_ids=ids.repeat_interleave(k, 0),
-            attention_mask=seen,
-            position_ids=positions(seen),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-    place = positions(seen)[:, -1:].expand(-1, group)
-    if masked:
-        mask = additive(model, attention(seen, group, room))
-    else:
-        mask = torch.cat([seen, seen.new_ones(len(seen), response_length)], 1)
-    kind = GraphStep if recorded else Step
-    step = kind(model, cache, mask, group, partial(choose, temperature=temperature))
-
-    shape = (len(seen), group, response_length)  # [N*K/G, G, T] with G samples per row
+    begin = begin_cached if cached else begin_rereading
+    step, logits, place, movable = begin(model, ids, seen, k, response_length, pick_next, recorded)
+    shape = (*place.shape, response_length)  # [N*K/G, G, T] with G samples per row
     numbers = uniforms.reshape(shape).to(device)
     tokens = torch.full(shape, pad_id, device=device)
     logprobs = torch.zeros(shape, device=device)
     real = torch.zeros(shape, dtype=torch.bool, device=device)
-    rows = torch.arange(len(seen), device=device)  # output rows that are still being decoded
+    rows = torch.arange(len(place), device=device)  # output rows that are still being decoded
     running = torch.ones(shape[:2], dtype=torch.bool, device=device)
     steps: list[tuple[Tensor, Tensor, Tensor]] = []  # results for `rows` that are not in the outputs yet
-    token, logprob = choose(logits.expand(-1, group, -1), temperature, numbers[..., 0])
+    token, logprob = pick_next(logits.expand(-1, shape[1], -1), numbers=numbers[..., 0])
     del logits
     with grouped(model):
         for t in range(response_length):
@@ -187,6 +164,69 @@ def sample(
         logprobs[..., :length].reshape(n, k, length),
         ended.view(n, k),
     )
+
+
+def begin_cached(
+    model: PreTrainedModel,
+    ids: Tensor,
+    seen: Tensor,
+    samples: int,
+    response_length: int,
+    choose: Callable[..., tuple[Tensor, Tensor]],
+    recorded: bool,
+) -> tuple[Step, Tensor, Tensor, bool]:
+    """Encode prompts [N, P] into a cache for K samples of each prompt.
+
+    Returns:
+        the decoding step; the logits [B, 1, V] of the first response token; the positions [B, G] of the last
+        prompt tokens; whether rows of the cache can be removed. B rows with G samples each, B * G = N * K.
+    """
+    cache: Cache = (kinds := DynamicCache(config=model.config))
+    movable = plain(kinds)  # rows of such a cache can be repeated and removed
+    masked = movable and takes_any_mask(model)
+    n, longest = ids.shape
+    group = sharing_rules.in_decoding(samples, longest, response_length) if masked else 1
+    recorded = recorded and masked
+    room = group * response_length
+    if recorded:
+        room += -(longest + room) % ALIGNED
+    if movable:
+        layers = [RoomyLayer(n * samples // group, longest, room) for _ in kinds.layers]
+        logits = encode(model, ids, seen, layers, samples // group)
+        cache, seen = Cache(layers=list(layers)), seen.repeat_interleave(samples // group, 0)
+    else:
+        seen = seen.repeat_interleave(samples, 0)
+        logits = model(
+            input_ids=ids.repeat_interleave(samples, 0),
+            attention_mask=seen,
+            position_ids=positions(seen),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+    if masked:
+        mask = additive(model, attention(seen, group, room))
+    else:
+        mask = torch.cat([seen, seen.new_ones(len(seen), response_length)], 1)
+    kind = GraphStep if recorded else Step
+    place = positions(seen)[:, -1:].expand(-1, group)
+    return kind(model, cache, mask, group, longest, choose), logits, place, movable
+
+
+def begin_rereading(
+    model: PreTrainedModel,
+    ids: Tensor,
+    seen: Tensor,
+    samples: int,
+    response_length: int,
+    choose: Callable[..., tuple[Tensor, Tensor]],
+    recorded: bool,
+) -> tuple[Step, Tensor, Tensor, bool]:
+    """Read prompts [N, P] without a cache; the results are those of `begin_cached` with G = 1."""
+    ids, seen = ids.repeat_interleave(samples, 0), seen.repeat_interleave(samples, 0)
+    place = positions(seen)[:, -1:]
+    step = RereadingStep(model, ids, seen, response_length, choose)
+    return step, step.read(place), place, True
 
 
 def front(active: Tensor) -> Tensor:
