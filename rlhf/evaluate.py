@@ -19,6 +19,7 @@ from pathlib import Path
 from rlhf.config.identity import digest
 from rlhf.core.console import console, say
 from rlhf.core.errors import UserError
+from rlhf.core.files import component
 from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
@@ -72,7 +73,8 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
         if "only" in own:
             raise UserError(f"only= must be used with run= (it names models of a run), got {own['only']}")
         cfg = alone(models, overrides)
-        folder = RunFolder(Path(cfg.output_dir) / "evaluations" / f"{cfg.task.name}-{digest(cfg)}")
+        name = component(f"{cfg.task.name}-{digest(cfg)}")
+        folder = RunFolder(Path(cfg.output_dir) / "evaluations" / name)
     rows = evaluate(cfg, folder, split, tuple(own.get("only", "").split(",")), models=models, of_run=of_run)
     if is_first_rank():
         console.print(table(rows, console.width))

@@ -13,12 +13,14 @@ The exit codes are the exit codes of `rlhf.train`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 from rlhf.core.console import console, say
 from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
+from rlhf.runs.lock import claimed
 from rlhf.runs.naming import folder_of
 from rlhf.stages import hub
 from rlhf.stages.chain import (
@@ -72,10 +74,11 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     folder = RunFolder(folder_of(cfg))
     chain = [
         *before,
-        training(f"RLHF ({cfg.algo.name})", folder, partial(train, cfg, folder)),
+        training(f"RLHF ({cfg.algo.name})", folder, partial(train, cfg, folder, claim=nullcontext)),
         evaluation(folder, split),
     ]
-    carry_out(chain, cfg)
+    with claimed(folder.path) if is_first_rank() else nullcontext():
+        carry_out(chain, cfg)
     if (repository := own.get("push_to")) and is_first_rank():
         say(f"pushed to {hub.push_model(folder.model, repository)}")
 

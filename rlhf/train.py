@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import hydra
@@ -36,14 +36,18 @@ from rlhf.config.help import help_text
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.core.console import say_loading
 from rlhf.core.errors import Interrupted, RunError, UserError
+from rlhf.core.launched import world_size
 from rlhf.core.output import prepare_output
 from rlhf.launch import slurm
+from rlhf.launch import sweep as sweeps
+from rlhf.launch.child_jobs import job_in_child
 from rlhf.launch.command_line import checked_arguments, exit_codes, help_topics, stop
 from rlhf.launch.hydra_internals import flags
 from rlhf.launch.jobs import announce
 from rlhf.launch.sweep import Sweep, begin_job
 from rlhf.processes import signals
 from rlhf.runs.folder import RunFolder
+from rlhf.runs.lock import claimed, waiting_claim
 from rlhf.runs.naming import folder_of
 from rlhf.runs.resuming import prepare
 
@@ -72,23 +76,28 @@ def run_job(config: DictConfig) -> float | None:
     overrides = overrides_of(job.overrides)
     sweep = job.mode == RunMode.MULTIRUN
     folder = RunFolder(Path(job.runtime.output_dir))
+    # In a process of joblib; other launchers run jobs in the process of the sweep, or one job per process.
+    in_child = sweep and "joblib" in job.launcher._target_ and sweeps.current is None
     try:
-        # `Preflight` has already checked a single run; a job of a sweep may run in another process.
-        cfg = typed(config, overrides) if sweep else as_objects(config, overrides)
-        if sweep:
-            begin_job(job.job.num, overrides)
-            if (finished := prepare(folder, cfg)) is not None:
-                announce(folder, finished, cfg.metric)
-                return finished["result"].get(cfg.metric)
-            check_machine(cfg)
-        check_rewards(cfg)
-        say_loading()
-        from rlhf.stages.run import run
+        with job_in_child() if in_child else nullcontext():
+            # `Preflight` has already checked a single run; a job of a sweep may run in another process.
+            cfg = typed(config, overrides) if sweep else as_objects(config, overrides)
+            if sweep:
+                begin_job(job.job.num, overrides)
+                if (finished := prepare(folder, cfg, wait=world_size() == 1)) is not None:
+                    announce(folder, finished, cfg.metric)
+                    return finished["result"].get(cfg.metric)
+                check_machine(cfg)
+            check_rewards(cfg)
+            say_loading()
+            from rlhf.stages.run import run
 
-        return run(cfg, folder, check=False)
+            return run(cfg, folder, check=False, claim=waiting_claim if sweep else claimed)
     except Interrupted as reason:
-        if signals.active is not None:  # the job runs in the process of the command
+        if signals.active is not None and not in_child:  # the job runs in the process of the command
             raise
+        with suppress(OSError):
+            folder.path.rmdir()  # empty if the job was refused because of an earlier signal
         slurm.requeue(reason)
         raise RunError(str(reason)) from None
     except (UserError, RunError) as error:

@@ -13,6 +13,7 @@ from hydra._internal.hydra import Hydra
 
 from rlhf.config.root import Config
 from rlhf.runs.folder import RunFolder
+from rlhf.runs.lock import Claim, claimed
 
 
 @dataclass
@@ -44,7 +45,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
     def call(*words: str, during: Callable[[Config, RunFolder], float] | None = None) -> Answer:
         runs: list[tuple[Config, RunFolder]] = []
 
-        def run(cfg: Config, folder: RunFolder, check: bool = True) -> float:
+        def run(cfg: Config, folder: RunFolder, check: bool = True, claim: Claim = claimed) -> float:
             assert not check, "the command line has checked the config"
             runs.append((cfg, folder))
             return during(cfg, folder) if during else 0.5

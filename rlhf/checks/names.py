@@ -1,4 +1,4 @@
-"""The name of a section must be that of the chosen option: algorithm, task, model and so on."""
+"""Names that become part of paths: names of sections (algorithm, task, model and so on) and of splits."""
 
 from __future__ import annotations
 
@@ -23,6 +23,17 @@ def names(cfg: Config) -> Iterator[str]:
         known = options("model") if key == "model" else [option]
         if name not in known:
             yield wrong_name(key, name)
+
+
+@rule
+def splits(cfg: Config) -> Iterator[str]:
+    """Yield an error if the name of a split leads out of a folder: files of stand-ins have its name."""
+    split = getattr(cfg.task, "validation_split", "validation")
+    if not split or split.startswith(".") or "/" in split or "\0" in split:
+        yield (
+            "task.validation_split must be the name of a split (files have its name), got "
+            f"{split!r}; set task.validation_split=test"
+        )
 
 
 def typed_names(overrides: Sequence[str]) -> Iterator[str]:

@@ -5,16 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlhf.core.errors import UserError
 
+LONGEST = 160  # bytes of a path component that is made from a text; file systems allow 255
 SCRATCH = ".tmp-"  # prefix of unfinished files and folders; a crash leaves them behind
+
+
+# Path and function: the function raises an exception if this process must not write the path, or below it.
+guards: list[tuple[Path, Callable[[], None]]] = []
+
+
+def check_guards(path: Path) -> None:
+    """Raise the exception of a guard if this process must not write `path` (any more)."""
+    for guarded, check in guards:
+        if path.absolute().is_relative_to(guarded):
+            check()
 
 
 def scratch_of(path: Path) -> Path:
@@ -30,6 +43,22 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """Return the scratch paths in `folder` that a crash left behind.
+
+    A scratch path with the process id of another process that runs on this host is not in the list.
+    """
+    return [path for path in folder.glob(f"{SCRATCH}*") if not is_being_written(path)]
+
+
+def is_being_written(scratch: Path) -> bool:
+    """Return whether a private scratch path (see `whole`) belongs to another process that runs."""
+    import psutil
+
+    found = re.search(r"\.(\d+)$", scratch.name)
+    return found is not None and int(found[1]) != os.getpid() and psutil.pid_exists(int(found[1]))
+
+
 @contextmanager
 def whole(
     path: Path, *, durable: bool = False, private: bool = False, publish: bool = True
@@ -42,16 +71,18 @@ def whole(
 
     Args:
         path: the file or folder to write.
-        durable: fsync every written file before the rename, so that a power failure leaves no empty file.
+        durable: fsync every written file before the rename, and the folder of `path` after the rename. A
+            power failure then leaves either the old or the new content, and the new content after the block.
         private: include the process id in the scratch name, so that several processes can write `path` at
             the same time. The scratch path that a crashed process left behind is then not replaced by the
             next attempt.
         publish: remove an old scratch path before the block, and rename the scratch path after the block. If
             several ranks write the same scratch folder, only one rank (usually the first) sets True.
     """
+    check_guards(path)
     scratch = scratch_of(path)
     if private:
-        scratch = scratch.with_name(f"{scratch.name}-{os.getpid()}")
+        scratch = scratch.with_name(f"{scratch.name}.{os.getpid()}")
     if publish:
         discard(scratch)
     try:
@@ -60,9 +91,12 @@ def whole(
             return
         if durable:
             sync_all(scratch)
+        check_guards(path)
         if scratch.is_dir():
-            shutil.rmtree(path, ignore_errors=True)  # a folder can only be renamed to an empty or absent one
+            discard(path)  # a folder can only be renamed to an empty folder or to an absent path
         scratch.replace(path)
+        if durable:
+            sync(path.parent)
     except BaseException:
         discard(scratch)
         raise
@@ -90,16 +124,38 @@ def write_json(file: Path, value: Any) -> None:
     write_atomically(file, json.dumps(value, indent=2) + "\n")
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Write text to a file, completely or not at all: a reader sees the old file or the new file."""
-    with (
-        whole(file, private=True) as scratch,
-        name_in_error(file),
-        scratch.open("w", encoding="utf-8") as stream,
-    ):
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+def read_json(file: Path, remedy: str) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Args:
+        file: the file.
+        remedy: what to do if the file is damaged, for the message.
+
+    Raises:
+        UserError: the file cannot be read, or contains something else.
+    """
+    try:
+        found = json.loads(file.read_bytes())
+        if isinstance(found, dict):
+            return found
+        problem = json.dumps(found)[:40]
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+    raise UserError(f"{file} must be a JSON object, got: {problem}; {remedy}")
+
+
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """Write a file completely or not at all, and wait until the file and its name are on disk.
+
+    A reader sees the old file or the new file, also after a power failure. Text is encoded as UTF-8.
+    """
+    with name_in_error(file), whole(file, private=True, durable=True) as scratch:
+        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def delete_command(path: Path) -> str:
+    """Return the command that deletes a file or a folder, for a message."""
+    return f"rm -r {shlex.quote(str(path))}"
 
 
 @contextmanager
@@ -113,10 +169,13 @@ def name_in_error(file: Path) -> Iterator[None]:
         raise
 
 
-def append(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Append rows to a JSON-lines file."""
-    with name_in_error(file), file.open("a", encoding="utf-8") as out:
-        out.writelines(map(as_line, rows))
+def append(file: Path, rows: Iterable[dict[str, Any]]) -> bytes:
+    """Append rows to a JSON-lines file, and return the bytes that were appended."""
+    check_guards(file)
+    content = "".join(map(as_line, rows)).encode()
+    with name_in_error(file), file.open("ab") as out:
+        out.write(content)
+    return content
 
 
 def as_line(row: dict[str, Any]) -> str:
@@ -124,27 +183,39 @@ def as_line(row: dict[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Read the rows of a JSON-lines file.
 
     If the file is missing, the result is empty. A last line without a newline is skipped: a crash cut it off.
 
+    Args:
+        file: the file.
+        required: keys that each row must have.
+
     Raises:
-        UserError: another line is not a JSON object.
+        UserError: the file cannot be read, or another line is not a JSON object with the keys `required`.
     """
-    rows, damaged = split_lines(file)
-    for number, line in damaged.items():
+    try:
+        rows, damaged = split_lines(file, required)
+    except OSError as error:
         raise UserError(
-            f"{file} must have a JSON object in each line, got {line[:60]!r} in line {number}; delete "
+            f"{file} must be a file that can be read, got: {error.strerror}; move it away: "
+            f"mv {shlex.quote(str(file))} {shlex.quote(f'{file}.damaged')}"
+        ) from error
+    for number, line in damaged.items():
+        keys = f" with {', '.join(required)}" if required else ""
+        raise UserError(
+            f"{file} must have a JSON object{keys} in each line, got {line[:60]!r} in line {number}; delete "
             f"the line: sed -i {number}d {shlex.quote(str(file))}"
         )
     return rows
 
 
-def split_lines(file: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
-    """Return the rows of a JSON-lines file, and by number (from 1) the lines that are not JSON objects.
+def split_lines(file: Path, required: Sequence[str] = ()) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
+    """Return the rows of a JSON-lines file, and by number (from 1) the lines that are no rows.
 
-    If the file is missing, both are empty. A last line without a newline is skipped: a crash cut it off.
+    A row is a JSON object with the keys `required`. If the file is missing, both results are empty. A last
+    line without a newline is skipped: a crash cut it off.
     """
     rows: list[dict[str, Any]] = []
     damaged: dict[int, bytes] = {}
@@ -155,11 +226,26 @@ def split_lines(file: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
             row = json.loads(line)
         except ValueError:
             row = None
-        if isinstance(row, dict):
+        if isinstance(row, dict) and row.keys() >= set(required):
             rows.append(row)
         else:
             damaged[number] = line
     return rows, damaged
+
+
+def component(text: str, fill: str = "-") -> str:
+    """Return a text as one component of a path, of at most `LONGEST` bytes.
+
+    Characters other than letters, digits, `.`, `_` and `-` are replaced by `fill`, so the path stays in its
+    folder. A longer text keeps its end, after a digest of the whole text.
+    """
+    name = re.sub(r"[^\w.-]+", fill, text).strip(fill)
+    if not name.strip("."):
+        return f"name-{digest(text)}"
+    if len(name.encode()) > LONGEST:
+        end = name.encode()[len(digest(text)) + 1 - LONGEST :].decode(errors="ignore")
+        return f"{digest(text)}-{end}"
+    return name
 
 
 def digest(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import is_first_rank
 from rlhf.runs.resuming import twice_as_long
+from rlhf.stages.final_model import again, model_problem
 
 if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
@@ -34,10 +34,10 @@ def announce(folder: RunFolder, state: dict[str, Any], metric: str) -> None:
     if not is_first_rank():
         return
     print(finished_message(folder, state["result"].get(metric), metric))
-    if folder.model.is_dir():
-        print(f"model: {folder.model}")
+    if problem := model_problem(folder):
+        print(f"warning: {problem}; {again(folder)}")
     else:
-        print(missing_model(folder))
+        print(f"model: {folder.model}")
     print("to run again: add resume=never")
     if folder.last_checkpoint() is not None and (command := twice_as_long(folder)):
         print(f"to train longer: {command}")
@@ -46,18 +46,6 @@ def announce(folder: RunFolder, state: dict[str, Any], metric: str) -> None:
 def finished_message(folder: RunFolder, value: float | None, metric: str) -> str:
     """Return the message about a run that is already finished; `value` is the value of `metric`."""
     return f"finished already: {folder.path}" + ("" if value is None else f" ({metric} {value:.4g})")
-
-
-def missing_model(folder: RunFolder) -> str:
-    """Return the message about a finished run whose model was deleted, with the way to write it again."""
-    last = folder.last_checkpoint()
-    if last is None:
-        return f"warning: {folder.model} is missing, and there is no checkpoint; resume=never trains it again"
-    state = shlex.quote(str(folder.state))
-    return (
-        f"warning: {folder.model} is missing; to write it again, resume from {last.name}: rm {state}, then "
-        "the same command"
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import overrides_of, refuse, typed, warn, warnings
 from rlhf.checks.machine import check_machine
+from rlhf.checks.recipes import recipes_of_other_commands
 from rlhf.config.arguments import repeated
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.run import Resume
@@ -80,7 +81,7 @@ class Preflight(Callback):
         Raises:
             SystemExit: with code 2 if the config of a job is invalid.
         """
-        problems: list[str] = []
+        problems = list(folders_outside(config))
         doubts: list[str] = []
         jobs = sweep_jobs(config)
         for overrides, distinct in zip(jobs, distinct_overrides(jobs), strict=True):
@@ -93,7 +94,8 @@ class Preflight(Callback):
             except CONFIG_ERRORS as error:
                 problems.append(f"{label}: {explain(error, overrides)}")
             else:
-                problems += [f"{label}: {problem}" for problem in wrong_direction(config, cfg)]
+                wrong = [*recipes_of_other_commands(overrides), *wrong_direction(config, cfg)]
+                problems += [f"{label}: {problem}" for problem in wrong]
                 doubts += [f"{label}: {warning}" for warning in warnings(cfg)]
         if problems:
             refuse(problems)
@@ -106,12 +108,25 @@ def checked(config: DictConfig, overrides: Sequence[str]) -> Config:
     Raises:
         SystemExit: with code 2 if the config is invalid.
     """
+    if found := [*recipes_of_other_commands(overrides)]:
+        refuse(found)
     try:
         cfg = typed(config, overrides)
     except UserError as error:
         refuse(error.problems)
     warn([*repeated(overrides), *warnings(cfg)])
     return cfg
+
+
+def folders_outside(config: DictConfig) -> Iterator[str]:
+    """Yield an error if the run folders of a sweep are not below its folder."""
+    sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    subdir = str(sweep["subdir"])
+    if Path(subdir).is_absolute() or ".." in Path(subdir).parts:
+        yield (
+            "hydra.sweep.subdir must be a path below hydra.sweep.dir (the folder of the sweep), got "
+            f"{subdir}; set hydra.sweep.dir=<folder>"
+        )
 
 
 def wrong_direction(config: DictConfig, cfg: Config) -> Iterator[str]:

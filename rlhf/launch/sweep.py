@@ -24,6 +24,7 @@ from rlhf.core import stages
 from rlhf.core.console import console, say
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.output import print_error
+from rlhf.launch.child_jobs import waiting_for_jobs
 from rlhf.launch.hydra_internals import launchers_wrapped_by, submitit_executor, uses_basic_sweeper
 from rlhf.launch.jobs import Job, completed, distinct_overrides, failed, failure_message, finished_message
 from rlhf.launch.preflight import sweep_jobs
@@ -203,11 +204,12 @@ class WatchedLauncher(Launcher):
             from rlhf.launch.submitit_jobs import submit
 
             return submit(self.launcher, jobs, first)
-        try:
-            return self.launcher.launch([job.overrides for job in jobs], initial_job_idx=first)
-        except Exception as error:  # joblib raises if one of its processes died
-            reason = f"the launcher stopped: {failure_message(error)}"
-            return [job.done or failed(RunError(reason)) for job in jobs]
+        with waiting_for_jobs(self.launcher, len(jobs)):
+            try:
+                return self.launcher.launch([job.overrides for job in jobs], initial_job_idx=first)
+            except Exception as error:  # joblib raises if one of its processes died
+                reason = f"the launcher stopped: {failure_message(error)}"
+                return [job.done or failed(RunError(reason)) for job in jobs]
 
     def compose(self, number: int, overrides: list[str], label: str) -> tuple[Job, Resume]:
         """Return a job and its `resume` setting, from the config that the launcher will compose for the job.

@@ -16,7 +16,7 @@ from rlhf.core.files import SCRATCH
 if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's quota is used up
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk is full, a quota is used up, or `ulimit -f`
 PROBE_BYTES = 2**16
 
 

@@ -1,154 +1,150 @@
-"""The lock of a run folder: at most one run writes to a folder at a time.
+"""Locks of folders: at most one process at a time writes to a run folder, or makes the same artefact.
 
-The lock is a lock of the kernel (flock) on the file `.lock` in the folder, so it ends with its process, also
-after `kill -9`. The content of the file names the process, for messages. On a file system without locks, such
-as some parallel ones, folders are not locked. This module imports no torch.
+`rlhf.runs.lock_file` describes how a lock works, and when it is free. This module imports no torch.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import socket
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import datetime
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import IO
 
+from rlhf.core.console import say
 from rlhf.core.errors import UserError
-from rlhf.core.files import discard
+from rlhf.core.files import discard, scratch_of
+from rlhf.runs.disk import explain_full_disk
+from rlhf.runs.folder import RunFolder
+from rlhf.runs.lock_file import STALE_S, LockFile, locked
 from rlhf.runs.writable import creating
 
-LOCK = ".lock"
+LOCK = ".lock"  # of a training run
+EVALUATION_LOCK = ".lock-evaluation"  # of an evaluation; a run can be evaluated while it trains
 WAIT_S = 3.0  # seconds for a process that is just ending
-POLL_S = 0.1
+QUIET_S = 1.0  # seconds without a message
 
 # Files and folders without results; logs are in the list because the error is in the terminal as well.
 LOGS = ("train.log", "generator.log", "annotator.log", "wandb")
-WITHOUT_RESULTS = (LOCK, "config.yaml", "environment.json", *LOGS)
+WITHOUT_RESULTS = (LOCK, EVALUATION_LOCK, "config.yaml", "environment.json", *LOGS)
+
+Claim = Callable[[Path], AbstractContextManager[object]]  # locks a folder during a block
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
+def claimed(folder: Path, *, wait: bool = False, name: str = LOCK) -> Iterator[None]:
     """Create the folder of a run if it does not exist, and lock it during the block.
 
-    If the block raises UserError in a folder that was new, and the folder contains no results, the folder is
-    removed.
+    If the block leaves the folder empty, the folder is removed; also if it was new, and the block raises
+    UserError and leaves no results in it.
+
+    Args:
+        folder: the folder.
+        wait: wait for another process that has locked the folder.
+        name: name of the lock file.
 
     Raises:
         UserError: another process has locked the folder, or the folder cannot be created.
+        RunError: the disk is full.
     """
-    with creating(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = acquire(folder)
-    new = all(path.name == LOCK for path in folder.iterdir())
-    try:
+    lock = LockFile(folder / name, folder)
+    with ExitStack() as ends:
+        ends.callback(remove_empty, folder)
+        with creating(folder), explain_full_disk(RunFolder(folder)):
+            ends.enter_context(locked(lock, wait_for if wait else refuse))
+        new = all(path.name in (LOCK, EVALUATION_LOCK) for path in folder.iterdir())
+        try:
+            yield
+        except UserError:
+            if new and not any(map(has_results, folder.iterdir())):
+                discard(folder)
+            raise
+
+
+waiting_claim: Claim = partial(claimed, wait=True)
+
+
+@contextmanager
+def made_by_one(path: Path) -> Iterator[None]:
+    """Lock a file or folder that the block makes; wait for another process that makes it.
+
+    The lock file is `<path>.lock`, so the lock also protects a path that does not exist yet.
+    """
+    with locked(LockFile(lock_beside(path), path), wait_for):
         yield
-    except UserError:
-        if new and not any(has_results(path) for path in folder.iterdir()):
-            discard(folder)
-        raise
-    finally:
-        release(lock, folder)
 
 
-def refuse_locked(folder: Path) -> None:
-    """Raise UserError if another process has locked the folder of a run."""
-    if (folder / LOCK).is_file():
-        release(acquire(folder), folder)
+@contextmanager
+def written_by_one(path: Path) -> Iterator[None]:
+    """Lock a folder that the block writes at its scratch path and then renames.
+
+    Raises:
+        UserError: another process writes `path`, or the folder above cannot be created.
+    """
+    with ExitStack() as ends:
+        with creating(path.parent, "output"), explain_full_disk(RunFolder(path.parent)):
+            ends.enter_context(locked(LockFile(lock_beside(path), path, scratch_of(path)), refuse))
+        yield
 
 
-def acquire(folder: Path) -> IO[str] | None:
-    """Lock a folder, and return the open lock file; None if the file system has no locks.
+def check_unlocked(folder: Path, *, wait: bool = False, name: str = LOCK) -> None:
+    """Check that no other process has locked the folder of a run.
+
+    Args:
+        folder: the folder.
+        wait: wait until the lock is free.
+        name: name of the lock file.
 
     Raises:
         UserError: another process has locked the folder.
     """
-    end = time.monotonic() + WAIT_S
-    while True:
-        file = (folder / LOCK).open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            owner = read_owner(file)
-            file.close()
-            if is_earlier_session(owner):
-                return None
-            if time.monotonic() > end:
-                raise UserError(in_use(folder, owner)) from None
-            time.sleep(POLL_S)
-            continue
-        except OSError:
-            file.close()
-            return None
-        if is_at(file, folder / LOCK):
-            with suppress(OSError):  # the disk is full: the lock does not need the content
-                file.truncate(0)
-                file.write(json.dumps(this_process()))
-                file.flush()
-            return file
-        file.close()  # the process that had the lock has removed the file
+    if (folder / name).exists():
+        with locked(LockFile(folder / name, folder), wait_for if wait else refuse):
+            pass
 
 
-def release(lock: IO[str] | None, folder: Path) -> None:
-    """Remove the lock file that `acquire` returned, and end the lock."""
-    if lock is None:
-        return
-    if is_at(lock, folder / LOCK):
-        (folder / LOCK).unlink()
-    lock.close()
+def lock_beside(path: Path) -> Path:
+    """Return the lock file of a path that does not have to exist."""
+    return path.with_name(f"{path.name}.lock")
 
 
-def is_at(file: IO[str], path: Path) -> bool:
-    """Return whether `path` still names the open file."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    return False
+def refuse(lock: LockFile, waited_s: float) -> None:
+    """Raise UserError if the owner of a lock does not end within `WAIT_S` seconds.
 
-
-def this_process() -> dict[str, str | int | None]:
-    """Return the description of this process that the lock file contains."""
-    return {
-        "process": os.getpid(),
-        "host": socket.gethostname(),
-        "since": datetime.now().isoformat(" ", "seconds"),
-        "slurm_job": os.environ.get("SLURM_JOB_ID"),
-    }
-
-
-def read_owner(file: IO[str]) -> dict[str, str | int | None]:
-    """Return the description of the process that has locked the file; empty if it is not written yet."""
-    file.seek(0)
-    try:
-        owner = json.loads(file.read())
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
-
-
-def is_earlier_session(owner: dict[str, str | int | None]) -> bool:
-    """Return whether the lock belongs to an earlier session of this SLURM job, before SLURM requeued it.
-
-    That session has ended. A file server may keep the lock of a host that failed.
+    An owner on another host is refused when it touches its lock file.
     """
-    requeued, job = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0, os.environ.get("SLURM_JOB_ID")
-    return requeued and job is not None and owner.get("slurm_job") == job
-
-
-def in_use(folder: Path, owner: dict[str, str | int | None]) -> str:
-    """Return the message for a folder that another process has locked."""
-    who, stop = "", "stop that process"
-    if owner:
-        who = f": process {owner.get('process')} on {owner.get('host')}, since {owner.get('since')}"
-        if owner.get("host") == socket.gethostname():
-            stop = f"stop it: kill {owner.get('process')}"
-    return (
-        f"a run folder must have one process that writes to it (another process uses it{who}), got {folder}; "
-        f"wait until that process has ended, or {stop}"
+    if waited_s < WAIT_S:
+        return
+    if not lock.alive:
+        say_once(
+            lock,
+            f"{lock.protects[0]} is locked by {lock.owner or 'another process'}; checking for up to "
+            f"{STALE_S:g} seconds whether that process still runs",
+        )
+        return
+    who, stop = (f": {lock.owner}", lock.owner.stop) if lock.owner else ("", "stop that process")
+    raise UserError(
+        f"an output folder must have one process that writes to it (another process does{who}), got "
+        f"{lock.protects[0]}; wait until that process has ended, or {stop}"
     )
+
+
+def wait_for(lock: LockFile, waited_s: float) -> None:
+    """Say once for which process this process waits, if that takes a second or more."""
+    if waited_s >= QUIET_S:
+        say_once(lock, f"waiting for {lock.owner or 'another process'}, which writes {lock.protects[0]}")
+
+
+def say_once(lock: LockFile, text: str) -> None:
+    """Print a line about a lock, unless a line about this lock was printed before."""
+    if not lock.announced:
+        say(text, style="yellow")
+    lock.announced = True
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder if it is empty."""
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def has_results(path: Path) -> bool:

@@ -5,11 +5,13 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.config.identity import digest, run_name
+from rlhf.core.files import component
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -25,7 +27,7 @@ def folder_of(cfg: Config | DictConfig) -> Path:
     """
     output, name = Path(cfg.output_dir), run_name(cfg)
     if os.path.isdir(output) and not (output / name).exists():
-        for found in sorted(output.glob(f"{cfg.task.name}-*-{digest(cfg)}")):
+        for found in sorted(output.glob(f"{glob.escape(component(cfg.task.name))}-*-{digest(cfg)}")):
             if (found / "config.yaml").is_file():
                 return found
     return output / name

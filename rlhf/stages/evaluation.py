@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,15 +26,16 @@ from rlhf.config.saved import load_config
 from rlhf.core.confidence import wilson
 from rlhf.core.console import say, say_loading
 from rlhf.core.errors import UserError
-from rlhf.core.files import append, as_line, read_lines, write_atomically
+from rlhf.core.files import append, as_line, component, read_lines, write_atomically
 from rlhf.core.launched import is_first_rank
 from rlhf.core.progress import progress
 from rlhf.core.state import TrainState
 from rlhf.processes.signals import interruptible
 from rlhf.runs.disk import explain_full_disk
 from rlhf.runs.folder import RunFolder
+from rlhf.runs.lock import EVALUATION_LOCK, claimed
 from rlhf.runs.transcript import setup_logging
-from rlhf.stages.candidates import Candidate, candidates, named_models, refuse_other_ranks
+from rlhf.stages.candidates import Candidate, candidates, named_models
 from rlhf.stages.evaluation_config import measuring
 from rlhf.stages.evaluation_table import show
 from rlhf.training.comparison import against_initial
@@ -75,7 +75,7 @@ def settings(cfg: Config, split: str) -> dict[str, Any]:
 def known(cfg: Config, folder: RunFolder, split: str) -> dict[str, dict[str, Any]]:
     """Return the rows of earlier evaluations with the same settings and split, by the name of the model."""
     digits = fingerprint(cfg, split)
-    rows = read_lines(folder.evaluations)
+    rows = read_lines(folder.evaluations, ["model", "settings"])
     return {row["model"]: row for row in rows if row["settings"]["digest"] == digits}
 
 
@@ -104,27 +104,34 @@ def evaluate(
         evaluations. Damaged checkpoints have no row.
 
     Raises:
-        UserError: the run has no model, or an item that the config names cannot be used.
+        UserError: the run has no model, an item that the config names cannot be used, or another process
+            evaluates in the folder.
         Interrupted: a signal stopped the evaluation.
     """
     wanted = [*named_models(models), *(candidates(folder, cfg, only) if of_run else ())]
     rows = known(cfg, folder, split)
-    due = []
+    due = not_evaluated(wanted, rows)
     for candidate in wanted:
-        if rows.get(candidate.name, {"files": ""}).get("files") != candidate.files:
-            due.append(candidate)
-        elif is_first_rank():
+        if candidate not in due and is_first_rank():
             name = candidate.name if candidate.named else folder.path / candidate.name
             say(f"evaluated already with these settings: {name}")
-    refuse_other_ranks(due, cfg)
     if due:
-        with interruptible(), explain_full_disk(folder):
-            for row in measure(due, cfg, folder, split, ranks):
+        claim = claimed(folder.path, name=EVALUATION_LOCK) if is_first_rank() else nullcontext()
+        with interruptible(), claim, explain_full_disk(folder):
+            rows = known(cfg, folder, split)  # another process may have ended since
+            due = not_evaluated(wanted, rows)
+            for row in measure(due, cfg, folder, split, ranks) if due else ():
                 rows[row["model"]] = row
     initial = initial_scores(cfg, folder, split)
     found = [rows[candidate.name] for candidate in wanted if candidate.name in rows]
     # The initial policy may have been evaluated after other models.
-    return [{**row, **comparison(row, saved_scores(folder, row), initial)} for row in found]
+    tolerance = cfg.tie_tolerance(cfg.scorer)
+    return [{**row, **comparison(row, saved_scores(folder, row), initial, tolerance)} for row in found]
+
+
+def not_evaluated(wanted: list[Candidate], rows: dict[str, dict[str, Any]]) -> list[Candidate]:
+    """Return the models without a row; a named model whose files have changed has no row."""
+    return [each for each in wanted if rows.get(each.name, {"files": ""}).get("files") != each.files]
 
 
 def measure(
@@ -173,7 +180,7 @@ def measure(
                 if candidate.named:
                     row |= {"files": candidate.files, "initial": is_start(candidate, cfg)}
                 initial = ranks.from_first(lambda: initial_scores(asked, folder, split))
-                row |= comparison(row, evaluation.scores, initial)
+                row |= comparison(row, evaluation.scores, initial, cfg.tie_tolerance(cfg.scorer))
                 if ranks.first:
                     write(folder, row, evaluation)
                 show(row, evaluation, cfg, last=candidate is good[-1])
@@ -198,7 +205,7 @@ def initial_scores(cfg: Config, folder: RunFolder, split: str) -> list[float] | 
         return scores
     if fingerprint(load_config(folder.config), split) != fingerprint(cfg, split):
         return None
-    return scores_of(row for row in read_lines(folder.completions) if row["update"] == 0)
+    return scores_of(row for row in read_lines(folder.completions, ["update"]) if row["update"] == 0)
 
 
 def saved_scores(folder: RunFolder, row: dict[str, Any]) -> list[float] | None:
@@ -214,7 +221,7 @@ def scores_of(samples: Iterable[dict[str, Any]]) -> list[float] | None:
 
 
 def comparison(
-    row: dict[str, Any], scores: list[float] | None, initial: list[float] | None
+    row: dict[str, Any], scores: list[float] | None, initial: list[float] | None, tie_tolerance: float
 ) -> dict[str, float]:
     """Return the win rate of a model against the initial policy, with the bounds of its interval.
 
@@ -222,13 +229,14 @@ def comparison(
         row: row of the model.
         scores: scores of the model's completions.
         initial: scores of the initial policy's completions of the same prompts.
+        tie_tolerance: largest relative difference of two scores that tie.
 
     Returns:
         Empty if scores are unknown, or if the model is the initial policy.
     """
     if scores is None or initial is None or len(scores) != len(initial) or row.get("initial"):
         return {}
-    figures = against_initial(scores, initial)
+    figures = against_initial(scores, initial, tie_tolerance)
     return figures | bounds("eval/win_rate_vs_initial", figures["eval/win_rate_vs_initial"], len(scores))
 
 
@@ -337,7 +345,7 @@ def build_engine_for(
     from rlhf.assembly.parts import part
 
     if candidate.shards:
-        part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks, candidate.checkpoint)
+        part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
         return cfg, build_engine(cfg, tokenizer, ranks, TrainState(num_updates=1))
     own = cfg.backend
     plain = TorchConfig(
@@ -380,8 +388,8 @@ def write(folder: RunFolder, row: dict[str, Any], evaluation: Evaluation) -> Non
 
 def completions_file(folder: RunFolder, row: dict[str, Any]) -> Path:
     """Return the file with the completions of a row of evaluations.jsonl."""
-    name = re.sub(r"[^\w.-]+", "-", row["model"]).strip("-")
-    return folder.path / "evaluations" / f"{name}-{row['settings']['digest']}.jsonl"
+    name = f"{component(row['model'])}-{component(row['settings']['digest'])}.jsonl"
+    return folder.path / "evaluations" / name
 
 
 @contextmanager

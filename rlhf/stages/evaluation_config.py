@@ -43,7 +43,7 @@ def run_folder(path: str) -> RunFolder:
     """Return the run folder at `path`.
 
     Raises:
-        UserError: `path` is not a run folder.
+        UserError: `path` is not a run folder, or a folder is in place of one of its files.
     """
     folder = RunFolder(Path(path).expanduser())
     if not folder.config.is_file():
@@ -56,6 +56,7 @@ def run_folder(path: str) -> RunFolder:
         raise UserError(
             f"run= must be the folder of a run, with its config.yaml ({state}), got {path}; set {remedy}"
         )
+    folder.check_files()
     return folder
 
 

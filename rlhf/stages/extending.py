@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
 from rlhf.core.launched import is_first_rank
 from rlhf.runs.folder import complete_checkpoints
-from rlhf.runs.lock import refuse_locked
+from rlhf.runs.lock import claimed
 from rlhf.runs.resuming import LENGTH, length_key, length_value
 
 if TYPE_CHECKING:
@@ -49,9 +49,17 @@ def extend(folder: RunFolder, overrides: Sequence[str]) -> float | None:
             Without a length, an unfinished run is resumed.
 
     Raises:
-        UserError: an override is not allowed, the new length is too small, or there is no valid checkpoint.
+        UserError: an override is not allowed, the new length is too small, there is no valid checkpoint, or
+            another process runs in the folder.
         RunError, Interrupted: see `rlhf.stages.run.run`.
     """
+    # The other ranks of a run would find the lock of its first rank.
+    with claimed(folder.path) if is_first_rank() else nullcontext():
+        return carry_out(folder, overrides)
+
+
+def carry_out(folder: RunFolder, overrides: Sequence[str]) -> float | None:
+    """Extend the run in the locked `folder`; see `extend`."""
     before = load_config(folder.config)
     key = length_key(before)
     cfg = changed(folder, overrides, key)
@@ -69,8 +77,6 @@ def extend(folder: RunFolder, overrides: Sequence[str]) -> float | None:
     if found := problems(cfg):
         raise UserError(*found)
     check_machine(cfg)
-    if is_first_rank():  # the other ranks of a run would find the lock of its first rank
-        refuse_locked(folder.path)
     say_loading()
     last = last_valid(folder)
     if last is None and new > old:
@@ -84,14 +90,14 @@ def extend(folder: RunFolder, overrides: Sequence[str]) -> float | None:
     from rlhf.stages.run import run
 
     if not is_first_rank():
-        return run(cfg, folder, check=False)
+        return run(cfg, folder, check=False, claim=nullcontext)
     for line in description(cfg, folder, state, last, f"{key}={old} -> {new}" if new > old else ""):
         say(line)
     with unchanged_if_refused(folder):
         if finished:
             folder.write_state({**state, "finished": False})
         folder.write_config(cfg)
-        return run(cfg, folder, check=False)
+        return run(cfg, folder, check=False, claim=nullcontext)
 
 
 @contextmanager

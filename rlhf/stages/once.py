@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock
-
 from rlhf.core.console import say
 from rlhf.core.files import whole
 from rlhf.runs.folder import COMPLETE
+from rlhf.runs.lock import made_by_one
 
 
 def made_once(folder: Path, what: str | None, write: Callable[[Path], object]) -> Path:
@@ -20,8 +19,9 @@ def made_once(folder: Path, what: str | None, write: Callable[[Path], object]) -
         what: name of the content, for the message; None: no message.
         write: function that writes the content into the folder in its argument.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    if (folder / COMPLETE).exists():
+        return folder
+    with made_by_one(folder):
         if not (folder / COMPLETE).exists():
             if what is not None:
                 say(f"making {what} (once; kept in {folder})", style="bold")

@@ -2,8 +2,8 @@
 
 Prerequisites are made for a run that names no models (`model.policy=null`, `model.reward=null`). The ordinary
 training loop trains each model (`algo=sft`, `algo=reward`) once, in a folder of `cache_dir` whose name
-contains a hash of all settings that the result depends on. Two runs that start at the same time train a model
-only once.
+contains a hash of all settings that the result depends on. If two runs need a model at the same time, one of
+them trains the model, and the other one waits.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from filelock import FileLock
-
 from rlhf.assembly.device import build_device
 from rlhf.config.algo import Trains
 from rlhf.core.stages import Stages
 from rlhf.processes.ranks import Ranks
-from rlhf.runs.folder import COMPLETE, RunFolder
+from rlhf.runs.folder import COMPLETE
+from rlhf.runs.lock import waiting_claim
 from rlhf.stages import tiny_stand_ins
+from rlhf.stages.final_model import final_model
 from rlhf.stages.once import made_once
 from rlhf.stages.sample_pairs import sample_pairs
 from rlhf.stages.stage_config import checked, model_folder, pairs_folder, stage
@@ -29,7 +29,7 @@ from rlhf.stages.stage_config import checked, model_folder, pairs_folder, stage
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
-Run = Callable[["Config", RunFolder, Ranks], object]  # rlhf.stages.run.run, which carries out a run
+Run = Callable[..., object]  # rlhf.stages.run.run, which carries out a run
 
 
 def names(cfg: Config, reward: bool = True) -> list[str]:
@@ -113,11 +113,9 @@ def made_pairs(cfg: Config, made: Callable[[str, Path, bool, Callable[[], Path]]
 def make_model(cfg: Config, run: Run) -> Path:
     """Return the folder of the model of the stage `cfg`; run the stage first if it is not finished."""
     folder = model_folder(cfg)
-    folder.path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder.path}.lock"):
-        if not folder.finished():
-            run(cfg, folder, Ranks(build_device(cfg)))
-    return folder.model
+    if not folder.finished():
+        run(cfg, folder, Ranks(build_device(cfg)), claim=waiting_claim)
+    return final_model(folder)
 
 
 def make_pairs(cfg: Config) -> Path:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,12 +32,25 @@ from rlhf.config.identity import what_counts
 from rlhf.config.scorer import RewardModelScorerConfig, choice
 from rlhf.config.task import SPLITS, EmbeddedTaskConfig
 from rlhf.core.confidence import wilson
-from rlhf.core.console import say, say_loading
+from rlhf.core.console import say, say_loading, say_row
 from rlhf.core.errors import UserError
-from rlhf.core.files import append, as_line, digest, read_lines, scratch_of, write_atomically, write_json
+from rlhf.core.files import (
+    append,
+    as_line,
+    delete_command,
+    digest,
+    read_json,
+    read_lines,
+    scratch_of,
+    write_atomically,
+    write_json,
+)
 from rlhf.core.launched import is_first_rank
 from rlhf.core.progress import progress
+from rlhf.memory import relabelling as memory
+from rlhf.memory.advice import rows_of
 from rlhf.processes.signals import interruptible
+from rlhf.runs.lock import written_by_one
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -161,7 +175,8 @@ def settings(cfg: Config) -> dict[str, Any]:
     node = what_counts(cfg)
     keys = ("dtype", "tokenizer", "pad_token", "chat_template")
     model = {key: node["model"][key] for key in keys if key in node["model"]}
-    return {"task": node["task"], "gold": node["gold"], "model": model}
+    ties = {key: node["algo"][key] for key in ("tie_tolerance",) if key in node["algo"]}
+    return {"task": node["task"], "gold": node["gold"], "model": model, **ties}
 
 
 def fingerprint(cfg: Config) -> str:
@@ -211,7 +226,8 @@ def finished(cfg: Config, output: Path) -> bool:
                 "something else; set output=<another folder>"
             )
         return False
-    if json.loads(report.read_text())["settings"] != settings(cfg):
+    written = read_json(report, f"to relabel the pairs again: {delete_command(output)}")
+    if written.get("settings") != settings(cfg):
         raise UserError(
             f"output= must be a new folder (the pairs in it were labelled with other settings, see its "
             f"{REPORT}), got {output}; set output=<another folder>"
@@ -228,15 +244,32 @@ def relabel(cfg: Config, output: Path, ranks: Ranks | None = None) -> None:
         ranks: the ranks that score; None: the ranks that the launcher started.
 
     Raises:
-        UserError: `output` contains something else, or the pairs cannot be read.
+        UserError: `output` contains something else, the pairs cannot be read, or another process writes
+            `output`.
         Interrupted: a signal stopped the call; the same call resumes.
     """
-    if finished(cfg, output):
-        if is_first_rank():
-            say(f"relabelled already: {output}")
-        return
-    with interruptible():
-        carry_out(cfg, output, ranks)
+    if not finished(cfg, output):
+        check_memory(cfg)
+        with interruptible(), written_by_one(output) if is_first_rank() else nullcontext():
+            if not finished(cfg, output):
+                carry_out(cfg, output, ranks)
+                return
+    if is_first_rank():
+        say(f"relabelled already: {output}")
+
+
+def check_memory(cfg: Config) -> None:
+    """Print the memory that the judge needs, and check the memory of this machine.
+
+    Raises:
+        UserError: a device certainly has too little memory.
+    """
+    if found := memory.problems(cfg):
+        raise UserError(*found)
+    if is_first_rank():
+        for name, value in rows_of(memory.plan(cfg)):
+            say_row(name, value)
+    warn(memory.warnings(cfg))
 
 
 def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
@@ -298,8 +331,9 @@ def begin(work: Path, split: str, about: dict[str, Any]) -> dict[int, list[float
     """
     work.mkdir(parents=True, exist_ok=True)
     about_file, file = work / f"{split}.json", work / f"{split}.jsonl"
-    same = about_file.is_file() and json.loads(about_file.read_text()) == about
-    kept = read_lines(file) if same else []
+    remedy = f"to score the pairs of this split again: {delete_command(about_file)}"
+    same = about_file.is_file() and read_json(about_file, remedy) == about
+    kept = read_lines(file, ["index", "scores"]) if same else []
     write_atomically(file, "".join(map(as_line, kept)))  # drops a line that a crash cut off
     write_json(about_file, about)
     return {row["index"]: row["scores"] for row in kept}
@@ -331,6 +365,7 @@ def score(
         `scores`, with all rows of the split whose prompt is not too long.
     """
     from rlhf.core.encoding import encode_completions
+    from rlhf.scorers.ties import merge_ties
 
     left, batches = task.by_length(split, BATCH, scores)
     if scores:
@@ -338,7 +373,8 @@ def score(
     for prompts in shown(batches, left, f"scoring pairs of {split}", cfg.progress.value):
         assert prompts.completions is not None
         rollouts = encode_completions(prompts, prompts.completions, tokenizer, response_length=None)
-        rows = zip(prompts.index.tolist(), gold.score(rollouts).tolist(), strict=True)
+        judged = merge_ties(gold.score_once(rollouts), gold.tie_tolerance)
+        rows = zip(prompts.index.tolist(), judged.tolist(), strict=True)
         new = [{"index": index, "scores": pair} for index, pair in rows]
         scores |= {row["index"]: row["scores"] for row in new}
         if ranks.first:

@@ -19,6 +19,7 @@ from rlhf.core.batch import Sampling
 from rlhf.core.progress import progress
 from rlhf.processes.ranks import Ranks
 from rlhf.scorers.scorer import response_texts
+from rlhf.scorers.ties import merge_ties
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -30,7 +31,7 @@ CHUNK = 256  # prompts per request
 def sample_pairs(cfg: Config) -> DatasetDict:
     """Sample pairs for training and held-out prompts, and return them as splits train and validation.
 
-    The columns are prompt, chosen and rejected. Pairs whose gold scores are equal are skipped.
+    The columns are prompt, chosen and rejected. Pairs whose gold scores tie are skipped.
     """
     device = build_device(cfg)
     tokenizer = build_tokenizer(cfg)
@@ -65,7 +66,7 @@ def sample_pairs(cfg: Config) -> DatasetDict:
             add_pairs(
                 columns.setdefault(split, {"prompt": [], "chosen": [], "rejected": []}),
                 rollouts,
-                gold.score(rollouts),
+                merge_ties(gold.score_once(rollouts), gold.tie_tolerance),
                 response_texts(rollouts, tokenizer),
             )
             advance(1)

@@ -21,7 +21,7 @@ from rlhf.config.model import LoRAConfig
 from rlhf.config.run import StagesConfig
 from rlhf.config.schema import Section
 from rlhf.core.errors import UserError
-from rlhf.core.files import digest
+from rlhf.core.files import component, digest
 from rlhf.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 def model_folder(cfg: Config) -> RunFolder:
     """Return the run folder of the stage with the config `cfg`, for an embedded task."""
-    return RunFolder(Path(cfg.cache_dir) / f"{cfg.algo.name}-{cfg.task.name}-{stage_digest(cfg)}")
+    name = component(f"{cfg.algo.name}-{cfg.task.name}-{stage_digest(cfg)}")
+    return RunFolder(Path(cfg.cache_dir) / name)
 
 
 def stage(cfg: Config, algo: str) -> Config:
@@ -126,7 +127,7 @@ def pairs_folder(cfg: Config) -> Path:
         "pairs": [cfg.stages.pairs, cfg.stages.pairs_temperature, cfg.stages.seed],
         "lengths": [cfg.generator.response_length, cfg.eval.prompts],
     }
-    return Path(cfg.cache_dir) / f"pairs-{cfg.task.name}-{digest(depends)}"
+    return Path(cfg.cache_dir) / component(f"pairs-{cfg.task.name}-{digest(depends)}")
 
 
 def values(section: Section) -> Any:

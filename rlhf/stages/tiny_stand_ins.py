@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.assembly.parts import make as make_part
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
 from rlhf.config.task import ChatConfig
-from rlhf.core.files import digest
+from rlhf.core.files import component, digest
 from rlhf.models.folders import is_local
 from rlhf.stages.once import made_once
 from rlhf.stages.stage_config import values
@@ -62,7 +62,7 @@ def complete(cfg: Config) -> Config:
 def stand_ins(cfg: Config) -> Path:
     """Return the folder of the stand-ins for the task and the model of `cfg`; make a missing folder first."""
     digits = digest([values(cfg.task), cfg.model.name in LLAMAS])
-    folder = Path(cfg.cache_dir) / f"stand-ins-{cfg.task.name}-{digits}"
+    folder = Path(cfg.cache_dir) / component(f"stand-ins-{cfg.task.name}-{digits}")
     return made_once(folder, "tiny stand-ins for models and data of the hub", partial(make, cfg))
 
 

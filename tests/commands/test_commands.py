@@ -32,14 +32,13 @@ COMMANDS = {
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """Return the folder of a finished run with backend=zero2 and a checkpoint that four ranks wrote."""
+    """Return the folder of a finished run with a checkpoint."""
     folder = RunFolder(tmp_path / "run")
-    folder.write_config(compose(["backend=zero2"]))
+    folder.write_config(compose([]))
     folder.write_state({"update": 2, "episode": 32, "finished": True, "result": {}})
     checkpoint = folder.path / "checkpoint-1"
     checkpoint.mkdir()
     (checkpoint / "COMPLETE").write_text("{}")
-    (checkpoint / "ranks.json").write_text('{"ranks": 4}')
     write_model(folder.model)
     return folder.path
 
@@ -88,7 +87,6 @@ MISTAKES = [
     ("evaluate", "run={run} generator=dataset", "generator must be one of hf, vllm, vllm_colocated, got 'da"),
     ("evaluate", "run={run} scorer@gold=reward_model", "gold.path must name a reward model"),
     ("evaluate", "run={run} -m", "-m must be a flag of this command"),
-    ("evaluate", "run={run}", "ranks must be 4 to evaluate checkpoint-1 (backend=zero2 sharded it over 4"),
     ("evaluate", "run={run}/model", "(no config.yaml in it), got {run}/model; set run={run}"),
     ("evaluate", "models=there task=local", "models must name a model on the hub or a folder with"),
     ("evaluate", "models={run}/model only=model", "only= must be used with run= (it names models of a run)"),

@@ -11,6 +11,7 @@ import pytest
 from rlhf.core.errors import RunError, UserError
 from rlhf.processes.signals import interruptible
 from rlhf.runs.folder import COMPLETE
+from tests.model_folders import write_model
 
 
 def run_folders(tmp_path: Path) -> list[str]:
@@ -19,7 +20,7 @@ def run_folders(tmp_path: Path) -> list[str]:
 
 def finish(cfg, folder):
     folder.write_state({"finished": True, "result": {"eval/win_rate": 0.25}})
-    folder.model.mkdir()
+    write_model(folder.model)
     return 0.25
 
 

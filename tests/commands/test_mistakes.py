@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-DPO_KEYS = "samples_per_prompt, loss_type, beta, label_smoothing, length_normalised, ties"
+DPO_KEYS = "samples_per_prompt, tie_tolerance, loss_type, beta, label_smoothing, length_normalised, ties"
 
 MISTAKES = {  # wrong arguments: texts that the message must contain
     "algo.beat=1": [f"algo.beat must be a setting of algo=dpo ({DPO_KEYS}), got algo.beat=1", "algo.beta?"],

@@ -5,7 +5,16 @@ import os
 import pytest
 
 from rlhf.core import files
-from rlhf.core.files import digest, read_lines, scratch_of, whole, write_atomically
+from rlhf.core.errors import UserError
+from rlhf.core.files import (
+    digest,
+    leftovers,
+    read_json,
+    read_lines,
+    scratch_of,
+    whole,
+    write_atomically,
+)
 
 
 def names(folder):
@@ -52,7 +61,9 @@ def test_a_durable_folder_is_synced_to_disk_before_it_is_renamed(tmp_path, monke
     with whole(tmp_path / "model", durable=True) as scratch:
         (scratch / "parts").mkdir(parents=True)
         (scratch / "parts" / "weights").touch()
-    assert sorted(synced) == [(".tmp-model", False), ("parts", False), ("weights", False)]
+    *before, after = synced
+    assert sorted(before) == [(".tmp-model", False), ("parts", False), ("weights", False)]
+    assert after == (tmp_path.name, True), "the folder has the new name on disk, too"
 
 
 def test_processes_write_the_same_file_under_different_scratch_names(tmp_path, monkeypatch):
@@ -63,6 +74,50 @@ def test_processes_write_the_same_file_under_different_scratch_names(tmp_path, m
         write_atomically(tmp_path / "file", "second")
         used.append((tmp_path / "file").read_text())
     assert used == ["second"] and (tmp_path / "file").read_text() == "first" and names(tmp_path) == ["file"]
+
+
+def test_a_file_is_on_disk_before_and_its_folder_after_the_rename(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(files, "sync", lambda path: synced.append((path.name, (tmp_path / "file").exists())))
+    write_atomically(tmp_path / "file", "text")
+    assert synced == [(f".tmp-file.{os.getpid()}", False), (tmp_path.name, True)]
+
+
+@pytest.mark.parametrize("obstacle", ["file", "link"])
+def test_a_new_folder_replaces_a_file_or_a_link(tmp_path, obstacle):
+    path = tmp_path / "model"
+    path.touch() if obstacle == "file" else path.symlink_to(tmp_path / "nowhere")
+    with whole(path) as scratch:
+        scratch.mkdir()
+    assert path.is_dir() and not path.is_symlink() and names(tmp_path) == ["model"]
+
+
+def test_scratch_files_of_another_running_process_are_no_leftovers(tmp_path):
+    alive, dead = os.getppid(), 2**22 + 1  # above the largest process id of Linux
+    paths = [".tmp-checkpoint-1", f".tmp-a.{alive}", f".tmp-a.{dead}", f".tmp-a.{os.getpid()}", "other"]
+    for name in paths:
+        (tmp_path / name).touch()
+    assert sorted(path.name for path in leftovers(tmp_path)) == sorted([paths[0], *paths[2:4]])
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff\x00", None])
+def test_a_damaged_json_file_is_a_user_error_with_the_remedy(tmp_path, content):
+    file = tmp_path / "x.json"
+    file.mkdir() if content is None else file.write_bytes(content)
+    with pytest.raises(UserError, match=r"x\.json must be a JSON object, got: .+; delete the file"):
+        read_json(file, "delete the file")
+
+
+def test_a_row_without_a_required_key_is_a_user_error_that_names_the_line(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}\n{"b": 1}\n')
+    with pytest.raises(UserError, match=r"JSON object with a in each line, got b.* in line 2; .*sed -i 2d"):
+        read_lines(file, ["a"])
+
+
+def test_a_folder_in_place_of_a_file_of_rows_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match=r"must be a file that can be read, got: Is a directory; .* mv "):
+        read_lines(tmp_path)
 
 
 def test_a_line_that_a_crash_cut_off_is_skipped(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 from rlhf.config.compose import compose
 from rlhf.launch.jobs import announce
 from rlhf.runs.folder import RunFolder
+from tests.model_folders import write_model
 
 
 def test_the_message_about_a_finished_run_names_the_model_or_how_to_write_it_again(tmp_path, capsys):
@@ -14,13 +16,20 @@ def test_the_message_about_a_finished_run_names_the_model_or_how_to_write_it_aga
     state = {"finished": True, "result": {"eval/win_rate": 0.5}}
     folder.write_state(state)
     announce(folder, state, "eval/win_rate")
-    assert f"{folder.model} is missing, and there is no checkpoint; resume=never" in capsys.readouterr().out
+    again = f"rm -r {folder.state}, then the same command"
+    assert f"warning: {folder.model} is missing; to train it again: {again}" in capsys.readouterr().out
     checkpoint = folder.path / "checkpoint-3"
     checkpoint.mkdir()
     (checkpoint / "COMPLETE").touch()
     announce(folder, state, "eval/win_rate")
-    assert f"to write it again, resume from checkpoint-3: rm {folder.state}, then" in capsys.readouterr().out
-    folder.model.mkdir()
+    assert f"is missing; to write it again from checkpoint-3: {again}" in capsys.readouterr().out
+    write_model(folder.model)
+    weights = folder.model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    announce(folder, state, "eval/win_rate")
+    message = f"{folder.model} is damaged: model.safetensors is truncated: "
+    assert message in capsys.readouterr().out
+    write_model(folder.model)
     announce(folder, state, "eval/win_rate")
     assert f"model: {folder.model}\n" in capsys.readouterr().out
 

@@ -1,19 +1,21 @@
-"""Tests of the lock of a run folder, and of the removal of a new folder without results."""
+"""Tests of the lock of a folder, of messages about its owner, and of the removal of a new folder."""
 
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlhf.core.errors import RunError, UserError
 from rlhf.runs import lock
-from rlhf.runs.lock import claimed, refuse_locked
+from rlhf.runs.lock import check_unlocked, claimed, made_by_one, written_by_one
+from rlhf.runs.owner import this_process
 
 HOLDER = """
 import sys, time
@@ -24,11 +26,26 @@ with claimed(Path(sys.argv[1])):
     time.sleep(60)
 """
 
+WAITER = """
+import sys
+from pathlib import Path
+from rlhf.core.errors import Interrupted
+from rlhf.processes.signals import interruptible
+from rlhf.runs import lock
+lock.QUIET_S = 0.2
+try:
+    with interruptible(), lock.claimed(Path(sys.argv[1]), wait=True):
+        print("locked", flush=True)
+except Interrupted:
+    sys.exit(75)
+"""
+
 
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch):
     monkeypatch.setattr(lock, "WAIT_S", 0.0)
-    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -37,23 +54,36 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture
-def holder(folder):
-    """Lock the folder in another process, and return that process."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "locked\n"
-        yield process
+def start(folder):
+    """`start(program)` starts a Python program that gets the folder as its argument."""
+    processes = []
+
+    def begin(program):
+        command = [sys.executable, "-c", program, str(folder)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield begin
+    for process in processes:
         process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def holder(start):
+    """Lock the folder in another process, and return that process."""
+    process = start(HOLDER)
+    assert process.stdout.readline() == "locked\n"
+    return process
 
 
 @pytest.mark.process
 def test_a_folder_in_use_is_refused_and_the_message_names_the_process(folder, holder):
-    for enter in (refuse_locked, lambda path: claimed(path).__enter__()):
+    for enter in (check_unlocked, lambda path: claimed(path).__enter__()):
         with pytest.raises(UserError) as refused:
             enter(folder)
         text = str(refused.value)
-        assert f"process {holder.pid} on " in text and f", got {folder}; " in text
+        assert f"process {holder.pid} on " in text and ", since 20" in text and f", got {folder}; " in text
         assert text.endswith(f"or stop it: kill {holder.pid}")
 
 
@@ -62,38 +92,88 @@ def test_kill_9_ends_the_lock(folder, holder, monkeypatch):
     monkeypatch.setattr(lock, "WAIT_S", 10.0)
     holder.send_signal(signal.SIGKILL)
     with claimed(folder):
-        assert str(os.getpid()) in (folder / lock.LOCK).read_text()
+        assert f'"process": {this_process().process},' in (folder / lock.LOCK).read_text()
 
 
 @pytest.mark.process
-def test_a_requeued_slurm_job_ignores_the_lock_of_its_earlier_session(folder, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, -signal.SIGINT)])
+def test_a_process_that_waits_says_so_once_and_ends_at_a_signal(folder, holder, start, number, code):
+    waiting = start(WAITER)
+    text = waiting.stdout.readline()
+    assert text.startswith(f"waiting for process {holder.pid} on ") and text.endswith(f" writes {folder}\n")
+    time.sleep(0.5)
+    waiting.send_signal(number)
+    started = time.monotonic()
+    rest, _ = waiting.communicate(timeout=20)
+    assert time.monotonic() - started < 1
+    assert waiting.returncode == code and "waiting for" not in rest
+    assert (folder / lock.LOCK).exists()
+
+
+def test_the_owner_on_another_host_or_in_a_slurm_job_is_named(folder):
     with claimed(folder):
-        with pytest.raises(UserError, match="another process"):
-            refuse_locked(folder)
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        refuse_locked(folder)
-        monkeypatch.setenv("SLURM_JOB_ID", "18")
-        with pytest.raises(UserError, match="another process"):
-            refuse_locked(folder)
+        for others, stop in (
+            ({"host": "b"}, "or stop it on b: kill "),
+            ({"slurm_job": "17"}, "SLURM job 17.*, since .*, or stop its job: scancel 17$"),
+        ):
+            content = (folder / lock.LOCK).read_bytes()
+            (folder / lock.LOCK).write_bytes(replace(this_process(), **others).encode())
+            with pytest.raises(UserError, match=stop):
+                check_unlocked(folder)
+            (folder / lock.LOCK).write_bytes(content)
+
+
+def test_the_check_of_an_owner_on_another_host_is_announced_once(folder, monkeypatch, capsys):
+    monkeypatch.setattr("rlhf.runs.lock_file.STALE_S", 0.5)
+    folder.mkdir()
+    (folder / lock.LOCK).write_bytes(replace(this_process(), host="b", machine="b").encode())
+    check_unlocked(folder)
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("checking for up to ") == 1 and f"{folder} is locked by process " in out
+    assert list(folder.iterdir()) == []
 
 
 def test_the_lock_file_is_removed_at_the_end(folder):
+    folder.mkdir()
+    (folder / "config.yaml").touch()
     with claimed(folder):
         assert (folder / lock.LOCK).exists()
-    assert list(folder.iterdir()) == []
-    (folder / lock.LOCK).touch()  # left behind by kill -9
-    refuse_locked(folder)
-    assert list(folder.iterdir()) == []
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+    (folder / lock.LOCK).write_bytes(replace(this_process(), start=1).encode())  # left behind by kill -9
+    check_unlocked(folder)
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
 
 
-def test_a_folder_is_not_locked_where_the_file_system_has_no_locks(folder, monkeypatch):
+def test_a_folder_is_locked_where_the_file_system_has_no_kernel_locks(folder, monkeypatch):
     def unsupported(*_):
         raise OSError("no locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with claimed(folder):
-        refuse_locked(folder)
+    with claimed(folder), pytest.raises(UserError, match="another process"):
+        check_unlocked(folder)
+
+
+def test_an_evaluation_and_a_run_have_locks_of_their_own(folder):
+    with (
+        claimed(folder),
+        claimed(folder, name=lock.EVALUATION_LOCK),
+        pytest.raises(UserError, match="another process"),
+    ):
+        check_unlocked(folder, name=lock.EVALUATION_LOCK)
+    assert not folder.exists()
+
+
+def test_an_artefact_is_made_by_one_process_and_an_output_is_written_by_one_process(folder):
+    for context in (made_by_one, written_by_one):
+        with context(folder), pytest.raises(UserError, match=f"another process does.*, got {folder}; "):
+            written_by_one(folder).__enter__()
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_a_folder_that_is_empty_before_and_after_is_removed(folder):
+    with pytest.raises(RunError), claimed(folder):
+        raise RunError("a failure before any file was written")
+    assert not folder.exists()
 
 
 SETTINGS = ("config.yaml", "environment.json", "train.log")

@@ -90,3 +90,11 @@ def test_a_warning_is_one_line_of_a_pipe(tmp_path, logger, capsys):
         setup_logging(tmp_path)
         logger.warning("word " * 50 + "[end]")
     assert capsys.readouterr().out == "warning: " + "word " * 50 + "[end]\n"
+
+
+def test_a_full_disk_below_train_log_does_not_replace_the_error_of_the_run(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.log.symlink_to("/dev/full")
+    with pytest.raises(RunError, match="cannot write metrics"), run_log():
+        setup_logging(folder)
+        raise RunError("cannot write metrics.jsonl")
