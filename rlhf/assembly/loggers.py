@@ -15,17 +15,28 @@ from rlhf.loggers.jsonl import JsonlLogger
 from rlhf.loggers.logger import Logger, LoggerContext
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlhf.config.root import Config
     from rlhf.core.state import TrainState
     from rlhf.runs.folder import RunFolder
 
 
-def build_loggers(cfg: Config, folder: RunFolder, state: TrainState) -> list[Logger]:
-    """Return the loggers of the run folder and the terminal, and each logger that the config turns on."""
+def build_loggers(
+    cfg: Config, folder: RunFolder, state: TrainState, checkpoint: Path | None = None
+) -> list[Logger]:
+    """Return the loggers of the run folder and the terminal, and each logger that the config turns on.
+
+    Args:
+        cfg: the config of the run.
+        folder: the run folder.
+        state: the counters of the run.
+        checkpoint: the checkpoint from which the run resumes; None: the run starts.
+    """
     title = stages.title(f"{cfg.algo.name} {cfg.task.name}")
     display = Display(title, state, cfg.progress, cfg.eval.samples, shown_figures(cfg))
     doubts = ScoreDoubts(cfg.algo.samples_per_prompt, faster_scoring(cfg), state.update)
-    loggers = [JsonlLogger(folder, state), display, doubts]
+    loggers = [JsonlLogger(folder, state, checkpoint), display, doubts]
     context = LoggerContext(folder=folder, state=state)
     chosen = (getattr(cfg.logger, each.name) for each in fields(cfg.logger))
     return [*loggers, *(make(section, context) for section in chosen if section is not None)]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from rlhf.config.document import read_document
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
 
@@ -41,30 +43,36 @@ def load_node(file: Path) -> DictConfig:
     """
     from rlhf.config.root import Config
 
-    try:
-        saved = OmegaConf.load(file)
-        if not isinstance(saved, DictConfig):
-            raise ValueError("not a mapping of keys")
-        defaults = saved.pop("defaults")
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise damaged(file, error) from error
     typed = OmegaConf.structured(Config)
+    try:
+        saved = read_document(file)
+        for section, stored in options(saved.pop("defaults")):
+            if stored not in SCHEMAS:
+                raise UserError(
+                    f"{section} must be an option that is installed here ({file} was written with an option "
+                    f"of another package), got {stored.rpartition('/')[2]}; install that package"
+                )
+            OmegaConf.update(typed, section, SCHEMAS[stored])
+        merged = OmegaConf.merge(typed, saved)
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
+        raise damaged(file, error) from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def options(defaults: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yield each section of a defaults list that has an option, and the name of the option's schema.
+
+    Raises:
+        ValueError, TypeError: the defaults list is not the list of a run.
+    """
     for entry in defaults:
         if isinstance(entry, DictConfig):
             ((key, option),) = entry.items()
             group, _, section = str(key).partition("@")
-            if (stored := f"{group}/{option}") not in SCHEMAS:
-                raise UserError(
-                    f"{section} must be an option that is installed here ({file} was written with an option "
-                    f"of another package), got {option}; install that package"
-                )
-            OmegaConf.update(typed, section, SCHEMAS[stored])
-    try:
-        merged = OmegaConf.merge(typed, saved)
-    except OmegaConfBaseException as error:
-        raise damaged(file, error) from error
-    assert isinstance(merged, DictConfig)
-    return merged
+            yield section, f"{group}/{option}"
 
 
 def damaged(file: Path, error: Exception) -> UserError:

@@ -6,7 +6,7 @@ This module imports no torch.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ class TrainState:
     lag: int = 0  # version of the weights before the last update, minus version that sampled its batch
     wall_s: float = 0.0  # seconds of all updates, including earlier sessions of the run
     best: float | None = None  # best value so far of the evaluation metric `Config.metric`
+    unevaluated: bool = False  # a signal interrupted the evaluation after the last update
+    lost_rows: list[str] = field(default_factory=list)  # files of rows that could not be restored on resume
 
     @property
     def done(self) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf.core.console import say
-from rlhf.core.files import append, as_line, split_lines, write_atomically
+from rlhf.core.files import sync
 from rlhf.loggers.logger import Logger
+from rlhf.runs import history
+from rlhf.runs.history import History
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,42 +21,59 @@ if TYPE_CHECKING:
 class JsonlLogger(Logger):
     """A logger that appends rows to the files of the run folder.
 
-    When a run resumes, the logger removes the rows of updates after the checkpoint, because these updates are
-    repeated. Without a checkpoint, the logger removes all rows.
+    When a run resumes, the logger restores missing and damaged rows until the checkpoint, and removes later
+    rows, because these updates are repeated. Without a checkpoint, the logger removes all rows.
 
     Args:
         folder: the run folder.
-        state: the counters of the run at its start or at its checkpoint.
+        state: the counters of the run at its start or at its checkpoint. A file whose rows are lost is added
+            to `lost_rows`.
+        checkpoint: the checkpoint from which the run resumes; None: the run starts.
     """
 
-    def __init__(self, folder: RunFolder, state: TrainState) -> None:
+    def __init__(self, folder: RunFolder, state: TrainState, checkpoint: Path | None) -> None:
         self.folder = folder
-        self.metrics = folder.metrics
-        self.completions = folder.completions
-        for file in (self.metrics, self.completions):
-            rows = intact_rows(file) if state.update else []
-            keep = [row for row in rows if row.get("update", 0) <= state.update]
-            write_atomically(file, "".join(map(as_line, keep)))
+        self.state = state
+        self.metrics = History(folder.metrics)
+        self.completions = History(folder.completions)
+        for rows in (self.metrics, self.completions):
+            if checkpoint is None:
+                rows.start()
+            elif history.has_copies(checkpoint):
+                warn(rows, rows.resume(checkpoint))
+            elif damage := rows.resume_without_copy(state.update):
+                state.lost_rows = [*state.lost_rows, rows.file.name]
+                warn(rows, damage)
 
     def log(self, row: Row, state: TrainState) -> None:
         """Append the row to metrics.jsonl, and write the progress of the run to trainer_state.json."""
-        append(self.metrics, [row])
+        self.metrics.append([row])
         self.folder.write_state({**state.state_dict(), "finished": False})
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
         """Append the row to metrics.jsonl, and the completions to completions.jsonl."""
-        append(self.metrics, [row])
-        append(self.completions, [{"update": state.update, **sample} for sample in evaluation.samples])
+        self.metrics.append([row])
+        self.completions.append({"update": state.update, **sample} for sample in evaluation.samples)
+
+    def save(self, checkpoint: Path) -> None:
+        """Write a copy of all rows into a checkpoint, after the rows in the run folder are on disk."""
+        self.restore()
+        history.save((self.metrics, self.completions), checkpoint)
+
+    def close(self) -> None:
+        """Restore rows that were damaged since the last checkpoint, if the run is finished."""
+        if self.state.done:
+            self.restore()
+
+    def restore(self) -> None:
+        """Write damaged files again, and wait until all rows are on disk (fsync)."""
+        for rows in (self.metrics, self.completions):
+            if damage := rows.restore():
+                warn(rows, f"{damage}; it was written again with {rows.count} rows")
+        sync(self.folder.path)
 
 
-def intact_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON-lines file; move lines that are no JSON objects to `<file>.damaged`."""
-    rows, damaged = split_lines(file)
-    if damaged:
-        aside = file.with_name(f"{file.name}.damaged")
-        with aside.open("ab") as out:
-            out.writelines(line + b"\n" for line in damaged.values())
-        numbers = ", ".join(map(str, damaged))
-        text = f"warning: {file} had lines that are no JSON objects ({numbers}), moved to {aside.name}"
-        say(text, style="yellow")
-    return rows
+def warn(rows: History, damage: str | None) -> None:
+    """Print a warning about damaged rows, and write it to train.log."""
+    if damage is not None:
+        say(f"warning: {rows.file} {damage}", style="yellow")

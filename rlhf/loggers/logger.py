@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlhf.core.metrics import Evaluation, Row
     from rlhf.core.state import TrainState
     from rlhf.runs.folder import RunFolder
@@ -32,6 +34,9 @@ class Logger:
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
         """Log the metrics of an evaluation, and the completions that were evaluated."""
+
+    def save(self, checkpoint: Path) -> None:
+        """Write what a resumed run needs from this logger into the folder of a checkpoint."""
 
     def warn(self, text: str) -> None:
         """Show a warning to the user."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rlhf.config.identity import NOT_IN_NAME
+from rlhf.core.files import component
 from rlhf.report.labels import Config, differing, identity, labels, short
 from rlhf.report.metrics import Kind, Metric, kind_of, main_metric
 from rlhf.report.runs import Status
@@ -102,7 +102,7 @@ class Section:
     @property
     def name(self) -> str:
         """The section in file names and ids: letters, digits, dots, dashes and underscores."""
-        return re.sub(r"[^\w.-]+", "_", f"{self.kind}_{self.data}").strip("_")
+        return component(f"{self.kind}_{self.data}", fill="_")
 
     @property
     def runs(self) -> list[Run]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import math
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from rlhf.config.algo import Trains
 from rlhf.config.identity import start_label
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
+from rlhf.core.files import delete_command
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import ASIDE
 
@@ -87,6 +89,16 @@ class Run:
         if not self.rows:
             return f"{self.status}, no metrics"
         return f"{self.status}, update {self.update} of {self.num_updates or '?'}"
+
+    @property
+    def lost(self) -> str | None:
+        """The rows that are known to be lost, as text; None if there are none."""
+        if names := self.state.get("lost_rows"):
+            return f"rows of {' and '.join(names)} from before a resume"
+        end = self.state.get("update")
+        if self.status is Status.finished and self.rows and isinstance(end, int) and self.update < end:
+            return f"rows of metrics.jsonl after update {self.update} of {end}"
+        return None
 
     @cached_property
     def evaluations(self) -> list[Row]:
@@ -277,7 +289,11 @@ def read_run(folder: Path) -> Run:
 
 def unreadable(folder: Path, reason: object, remedy: str) -> str:
     """Return the message about a run folder that cannot be read."""
-    return f"{folder} must contain undamaged files of a run (the report reads them), got: {reason}; {remedy}"
+    restore = f"{delete_command(RunFolder(folder).state)}, then the command of the run"
+    return (
+        f"{folder} must contain undamaged files of a run (the report reads them), got: {reason}; to restore "
+        f"files from the last checkpoint: {restore}; or {remedy}"
+    )
 
 
 def load(folder: Path) -> Run:
@@ -292,13 +308,15 @@ def load(folder: Path) -> Run:
             folder=folder,
             config=read_config(files),
             rows=sorted(map(numbers, read_rows(files.metrics, ["update"])), key=lambda row: row["update"]),
-            state=read_json(files.state) if files.state.is_file() else {},
+            state=read_json(files.state) if os.path.lexists(files.state) else {},
             environment=read_json(files.environment),
         )
         run.status  # noqa: B018  reads failed_batch.json
         return run
     except KeyError as error:
         raise ValueError(f"failed_batch.json: no key {error}") from error
+    except TypeError as error:
+        raise ValueError("failed_batch.json: update is not a number") from error
     except OSError as error:
         at = f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error)
         raise ValueError(at) from error
@@ -317,6 +335,8 @@ def read_config(files: RunFolder) -> dict[str, Any]:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         at = "" if line is None else f", line {line + 1}"
         raise ValueError(f"{name}{at}: not a config of a run") from error
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
     if missing := [key for key in ("seed", "algo.name", "task.name") if key not in config]:
         raise ValueError(f"{name}: no key {missing[0]}" if config else f"{name}: the file is empty")
     if not isinstance(config["seed"], int):
@@ -343,11 +363,13 @@ def read_rows(file: Path, required: Sequence[str]) -> list[dict[str, Any]]:
         required: keys that each row must have. The update, and every value of metrics.jsonl, is a number.
 
     Raises:
-        ValueError: a line is not such a row; the message contains the number of the line.
+        ValueError: the file cannot be read, or a line is not such a row; the message contains the name of the
+            file and the number of the line.
     """
-    if not file.exists():
-        return []
-    *complete, _ = file.read_bytes().split(b"\n")
+    try:
+        *complete, _ = file.read_bytes().split(b"\n") if os.path.lexists(file) else [b""]
+    except OSError as error:
+        raise ValueError(f"{file.name}: {error.strerror}") from error
     rows = []
     for number, line in enumerate(complete, start=1):
         try:
@@ -370,9 +392,12 @@ def read_json(file: Path) -> dict[str, Any]:
         ValueError: the file does not contain a JSON object.
     """
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
         raise ValueError(f"{file.name}: not valid JSON") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name}: not a JSON object")
+    return found
 
 
 def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -82,6 +82,8 @@ def remarks(sections: Sequence[Section], found: FoundRuns) -> list[str]:
         notes.append("The runs were made on different hardware, so their times are not comparable.")
     if empty := [run.folder.name for run in found.runs if not run.rows]:
         notes.append(f"No metrics yet: {some(empty)} (see Runs).")
+    if lost := [f"{run.folder.name} ({run.lost})" for run in found.runs if run.lost]:
+        notes.append(f"Rows are lost: {some(lost)}.")
     if found.broken:
         names = [f"{folder.name} ({reason})" for folder, reason in found.broken.items()]
         notes.append(f"Damaged run folders, not shown: {some(names)}.")

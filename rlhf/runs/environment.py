@@ -11,12 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rlhf.core.secrets import HIDDEN, hide, is_secret_key
+
 DISTRIBUTION = "rlhf-lab"  # name of this project in pyproject.toml
-SECRET = re.compile(
-    r"(^|[._-])(access_?|auth_?|api_?)?(key|token|secret|password|passwd|credentials?)s?$", re.I
-)
-NO_SECRETS = ("pad_token", "eos_token", "max_prompt_tokens")  # ends of keys that are no secrets
-CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def environment(devices: list[str]) -> dict[str, Any]:
@@ -41,18 +38,16 @@ def environment(devices: list[str]) -> dict[str, Any]:
 
 
 def redact(arguments: list[str]) -> list[str]:
-    """Replace secrets in command-line arguments: values of keys like `api_key`, and credentials in URLs."""
+    """Replace secrets in command-line arguments: values of keys like `api_key`, and secrets in URLs."""
     redacted = []
     hide_next = False
     for argument in arguments:
         if hide_next and not argument.startswith("-"):
-            argument = "<redacted>"
+            argument = HIDDEN
         key, equals, _ = argument.partition("=")
-        secret = SECRET.search(key.lstrip("+~-")) is not None and not key.endswith(NO_SECRETS)
+        secret = is_secret_key(key)
         hide_next = secret and not equals and key.startswith("-")
-        if secret and equals:
-            argument = f"{key}=<redacted>"
-        redacted.append(CREDENTIALS_IN_URL.sub("<redacted>", argument))
+        redacted.append(f"{key}={HIDDEN}" if secret and equals else hide(argument))
     return redacted
 
 

@@ -4,7 +4,7 @@
         config.yaml  environment.json  metrics.jsonl  completions.jsonl  train.log
         evaluations.jsonl       results of rlhf.evaluate, with completions in evaluations/
         trainer_state.json      counters; if finished also {"finished": true, "result": {metric: value}}
-        checkpoint-<update>/    complete only if it contains the file COMPLETE
+        checkpoint-<update>/    complete only if it contains the file COMPLETE; history/: a copy of all rows
         model/                  the final model, Hugging Face format
         adapter/                the adapter of the final model, PEFT format (with model.lora)
         generations/            all rollouts (with save_generations)
@@ -15,21 +15,26 @@ This module imports no torch, so that the command of a finished run ends quickly
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from rlhf.config.document import as_document, read_document
 from rlhf.config.schema import schema_of, sections
 from rlhf.core.errors import UserError
-from rlhf.core.files import write_atomically, write_json
+from rlhf.core.files import delete_command, write_atomically, write_json
 from rlhf.runs.environment import environment
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 COMPLETE = "COMPLETE"  # the marker file of a complete checkpoint
+CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)")  # name of a checkpoint, with its update
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +102,17 @@ class RunFolder:
                 defaults.append({f"{group}@{key}": option})
         self.path.mkdir(parents=True, exist_ok=True)
         text = OmegaConf.to_yaml(OmegaConf.structured(cfg), resolve=True)
-        write_atomically(self.config, OmegaConf.to_yaml({"defaults": [*defaults, "_self_"]}) + "\n" + text)
+        head = OmegaConf.to_yaml({"defaults": [*defaults, "_self_"]})
+        write_atomically(self.config, as_document(f"{head}\n{text}"))
 
     def read_config(self) -> dict[str, Any]:
         """Read the resolved config as nested dicts; packages that define its options need not be installed.
 
         Raises:
-            ValueError: the file does not contain a mapping.
+            ValueError, OSError, YAMLError, OmegaConfBaseException: see `read_document`.
         """
-        saved = OmegaConf.to_container(OmegaConf.load(self.config))
-        if not isinstance(saved, dict):
-            raise ValueError(f"{self.config.name} is not a mapping of keys")
+        saved = OmegaConf.to_container(read_document(self.config))
+        assert isinstance(saved, dict), "a mapping of keys"
         return {str(key): value for key, value in saved.items() if key != "defaults"}
 
     def write_environment(self, devices: list[str] | None = None) -> None:
@@ -119,19 +124,20 @@ class RunFolder:
         """Read trainer_state.json; return None if the file does not exist.
 
         Raises:
-            UserError: the file is not a JSON object.
+            UserError: the file cannot be read, or does not contain what a run writes.
         """
         try:
-            state = json.loads(self.state.read_text())
-            if not isinstance(state, dict):
-                raise ValueError(f"it contains {json.dumps(state)[:40]}")
+            state = json.loads(self.state.read_text(encoding="utf-8"))
+            if (problem := state_problem(state)) is not None:
+                raise ValueError(problem)
             return state
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError as problem:
+        except (OSError, ValueError) as error:
             raise UserError(
-                f"{self.state} must be a JSON object (it stores the progress of the run), got: {problem}; "
-                "delete the file to resume from the last checkpoint, or set resume=never"
+                f"{self.state} must be a JSON object that a run wrote (the progress and the result), got: "
+                f"{getattr(error, 'strerror', None) or error}; to resume from the last checkpoint: "
+                f"{delete_command(self.state)}, then the same command; or set resume=never"
             ) from None
 
     def write_state(self, state: dict[str, Any]) -> None:
@@ -144,6 +150,21 @@ class RunFolder:
         state = self.read_state()
         return state if state is not None and state.get("finished") is True else None
 
+    def check_files(self) -> None:
+        """Check that nothing is at the path of a file that a run writes, except a file.
+
+        Raises:
+            UserError: there is a folder, or a link without a file.
+        """
+        files = (self.config, self.environment, self.metrics, self.completions, self.log, self.state)
+        for path in files:
+            if os.path.lexists(path) and not path.is_file():
+                found = "a folder" if path.is_dir() else "a link without a file"
+                raise UserError(
+                    f"{path} must be a file (the run writes it), got {found}; move it away: "
+                    f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.old')}"
+                )
+
     def last_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint, or None."""
         checkpoints = complete_checkpoints(self.path)
@@ -151,7 +172,27 @@ class RunFolder:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a run folder, oldest first."""
-    found = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
-    complete = [path for path, update in found.items() if update.isdecimal() and (path / COMPLETE).is_file()]
-    return sorted(complete, key=lambda path: int(found[path]))
+    """Return the complete checkpoints of a run folder, oldest first.
+
+    Other files and folders are ignored, such as `checkpoint-3-copy`, `checkpoint-007`, or a folder without
+    the marker file.
+    """
+    updates = {
+        path: int(name[1])
+        for path in folder.glob("checkpoint-*")
+        if (name := CHECKPOINT.fullmatch(path.name)) and (path / COMPLETE).is_file()
+    }
+    return sorted(updates, key=updates.__getitem__)
+
+
+def state_problem(state: object) -> str | None:
+    """Return why a JSON value is not the content of trainer_state.json; None if it may be."""
+    if not isinstance(state, dict):
+        return f"it contains {json.dumps(state)[:40]}"
+    if state.get("finished") is not True:
+        return None
+    result = state.get("result")
+    if not isinstance(result, dict):
+        return "it is finished and has no result"
+    others = [name for name, value in result.items() if not isinstance(value, int | float)]
+    return f"the result {others[0]} is no number" if others else None

@@ -21,7 +21,7 @@ from rlhf.config.schedule import DEFAULT_EPOCHS
 from rlhf.core.errors import UserError
 from rlhf.core.launched import is_first_rank
 from rlhf.runs.folder import RunFolder
-from rlhf.runs.lock import refuse_locked
+from rlhf.runs.lock import EVALUATION_LOCK, check_unlocked
 from rlhf.runs.writable import cannot_write, unwritable
 
 if TYPE_CHECKING:
@@ -32,21 +32,28 @@ SHOWN = 4  # largest number of differing settings in a message
 ASIDE = ".old-"  # suffix, before a number, of a folder that `resume=never` moved aside
 
 
-def prepare(folder: RunFolder, cfg: Config) -> dict[str, Any] | None:
+def prepare(folder: RunFolder, cfg: Config, *, wait: bool = False) -> dict[str, Any] | None:
     """Prepare the folder of a run before the run starts, as `cfg.resume` requires.
 
     With `resume=never`, an existing run folder is moved aside.
+
+    Args:
+        folder: the run folder.
+        cfg: the config of the run.
+        wait: wait for another process that runs in the folder.
 
     Returns:
         The content of trainer_state.json if the run is finished and does not have to run again, else None.
 
     Raises:
         UserError: `resume=must` without a complete checkpoint, or the folder belongs to a run with other
-            settings, is in use by another process, or cannot be written.
+            settings, is in use by another process, cannot be written, or has a folder in place of a file.
     """
-    exists = folder.path.is_dir() and any(folder.path.iterdir())
     if is_first_rank():  # the other ranks of a run would find the lock of its first rank
-        refuse_locked(folder.path)
+        check_unlocked(folder.path, wait=wait)
+        if cfg.resume is Resume.never:
+            check_unlocked(folder.path, wait=wait, name=EVALUATION_LOCK)
+    exists = folder.path.is_dir() and any(folder.path.iterdir())
     if cfg.resume is Resume.never:
         # A job that SLURM requeued resumes its own work, so that work is not moved aside.
         if exists and is_first_rank() and int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
@@ -54,6 +61,7 @@ def prepare(folder: RunFolder, cfg: Config) -> dict[str, Any] | None:
             folder.path.rename(aside)
             print(f"resume=never: moved the existing run {folder.path} to {aside}", file=sys.stderr)
         return None
+    folder.check_files()
     finished = folder.finished() if exists else None
     if finished is None and (reason := unwritable(folder.path)):
         raise UserError(cannot_write("hydra.run.dir", folder.path, reason))
@@ -73,7 +81,7 @@ def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
 
     A finished run that `rlhf.extend` made longer is accepted, with a message.
     """
-    if not folder.config.exists() or not (folder.finished() or folder.last_checkpoint()):
+    if not (folder.finished() or folder.last_checkpoint()):
         return
     # The name of a run ends with a digest of all settings, but `rlhf.extend` changes the length later.
     if folder.path.name.endswith(f"-{digest(cfg)}"):
@@ -122,7 +130,11 @@ def shorter_run(folder: RunFolder, cfg: Config) -> str | None:
     digests: dict[float, str] = {}
     for path in sorted(folder.path.parent.glob(f"{glob.escape(before)}{'[0-9a-f]' * len(own)}")):
         file = path / "config.yaml"
-        found = re.search(rf"^  {name}: ([\d.]+)$", file.read_text(), re.M) if file.is_file() else None
+        try:
+            written = file.read_bytes()
+        except OSError:  # no config.yaml, or that of another user
+            continue
+        found = re.search(rf"^  {name}: (\d+(\.\d+)?)$", written.decode(errors="replace"), re.M)
         if found is None or (value := float(found[1])) >= length_value(cfg):
             continue
         if value not in digests:

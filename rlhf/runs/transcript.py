@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf.core.console import show, transcript
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.launched import is_first_rank
+from rlhf.core.secrets import hide
 from rlhf.runs.folder import RunFolder
 
 
@@ -23,6 +24,26 @@ class TerminalHandler(logging.Handler):
         warning = record.levelno == logging.WARNING
         text = self.format(record)
         show(f"warning: {text}" if warning else text, style="yellow" if warning else None)
+
+
+class LogFile(logging.FileHandler):
+    """A handler that writes train.log. If the disk is full, lines are lost and the run continues."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore a line that cannot be written."""
+
+    def close(self) -> None:
+        """Close the file; lines that cannot be written are lost."""
+        with suppress(OSError):
+            super().close()
+
+
+class WithoutSecrets(logging.Formatter):
+    """A formatter of train.log, which hides secrets in messages and tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a message."""
+        return hide(super().format(record))
 
 
 def setup_logging(folder: RunFolder | Path) -> logging.Logger:
@@ -41,9 +62,8 @@ def setup_logging(folder: RunFolder | Path) -> logging.Logger:
     log.propagate = False
     if is_first_rank():
         log.addHandler(TerminalHandler())
-        to_file = logging.FileHandler(folder.log, encoding="utf-8")
-        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        to_file.handleError = lambda record: None  # type: ignore[method-assign]  # no traceback if the disk is full
+        to_file = LogFile(folder.log, encoding="utf-8")
+        to_file.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(to_file)
     logging.captureWarnings(True)
     warnings_log = logging.getLogger("py.warnings")

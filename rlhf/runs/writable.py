@@ -81,7 +81,8 @@ def explain_file_errors(folder: Path) -> Iterator[None]:
         folder: the run folder, which exists when the block begins.
 
     Raises:
-        RunError: the block failed and the run folder does not exist any more.
+        RunError: the block failed and the run folder does not exist any more, or because a file of the run
+            could not be read or written, for example because a folder replaced the file.
         UserError: a library could not create a file outside of the run folder, for example in a cache.
     """
     try:
@@ -96,7 +97,20 @@ def explain_file_errors(folder: Path) -> Iterator[None]:
             ) from error
         if isinstance(error, OSError) and (problem := unusable_cache(error, folder)):
             raise UserError(problem) from error
+        if isinstance(error, OSError) and (file := file_in(folder, error)):
+            raise RunError(
+                f"cannot read or write {file}: {error.strerror}; when this is repaired, the same command "
+                "resumes the run from its last checkpoint"
+            ) from error
         raise
+
+
+def file_in(folder: Path, error: OSError) -> Path | None:
+    """Return the file that an error names if it is in `folder`, else None."""
+    if error.filename is None or isinstance(error.filename, int):
+        return None
+    file = Path(os.fsdecode(error.filename)).absolute()
+    return file if folder.absolute() in file.parents else None
 
 
 def unusable_cache(error: OSError, folder: Path) -> str | None:
@@ -110,7 +124,7 @@ def unusable_cache(error: OSError, folder: Path) -> str | None:
         return temporary_folder_problem()
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
         return None
-    if error.filename is None or folder.absolute() in Path(os.fsdecode(error.filename)).absolute().parents:
+    if error.filename is None or file_in(folder, error) is not None:
         return None
     return cache_problem() or temporary_folder_problem()
 

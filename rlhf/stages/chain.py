@@ -31,22 +31,26 @@ from rich.table import Table
 
 from rlhf.checks.check import as_objects, problems, warn, warnings
 from rlhf.checks.machine import check_memory
+from rlhf.checks.recipes import recipes_of_other_commands
 from rlhf.config.algo import Data, Trains
 from rlhf.config.compose import composed
 from rlhf.config.run import Resume
 from rlhf.core.console import console, say_loading
 from rlhf.core.errors import UserError
+from rlhf.core.files import component
 from rlhf.core.formatting import clock
 from rlhf.core.launched import world_size
 from rlhf.core.stages import Stages
 from rlhf.loggers.display import EVALUATION_METRICS
 from rlhf.runs import naming
 from rlhf.runs.folder import COMPLETE, RunFolder
+from rlhf.runs.lock import Claim, waiting_claim
 from rlhf.stages import evaluation as evaluating
 from rlhf.stages import relabelling
 from rlhf.stages.candidates import candidates
 from rlhf.stages.evaluation_config import changed
 from rlhf.stages.evaluation_table import figure, table
+from rlhf.stages.final_model import final_model
 from rlhf.stages.stage_config import checked, model_folder, pairs_folder, stage
 
 if TYPE_CHECKING:
@@ -86,6 +90,8 @@ def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
     Raises:
         UserError: an override is invalid, or there is no model to start from.
     """
+    if refused := [*recipes_of_other_commands(overrides)]:
+        raise UserError(*refused)
     node = composed(overrides)
     arguments = (override.partition("=") for override in overrides)
     values = {key.lstrip("+"): value for key, _, value in arguments}
@@ -199,7 +205,7 @@ def training(name: str, folder: RunFolder, make: Callable[[], object]) -> Link:
     return Link(
         name=name,
         folder=folder.path,
-        done=lambda: folder.finished() is not None,
+        done=lambda: folder.finished() is not None and final_model(folder).is_dir(),
         make=make,
         figures=lambda: result_text((folder.finished() or {"result": {}})["result"]),
     )
@@ -219,7 +225,7 @@ def sampled_pairs(reader: Config) -> Link:
 
 def relabelled_pairs(cfg: Config) -> Link:
     """Return the stage that relabels the pairs of the task by the judge."""
-    output = Path(cfg.output_dir) / f"{cfg.task.name}-pairs-{relabelling.fingerprint(cfg)}"
+    output = Path(cfg.output_dir) / component(f"{cfg.task.name}-pairs-{relabelling.fingerprint(cfg)}")
     return Link(
         name="preference pairs",
         folder=output,
@@ -268,11 +274,17 @@ def carry_out(chain: list[Link], cfg: Config) -> None:
     console.print(summary(times))
 
 
-def train(cfg: Config, folder: RunFolder) -> None:
-    """Carry out a training run; resume from its last checkpoint, if any."""
+def train(cfg: Config, folder: RunFolder, claim: Claim = waiting_claim) -> None:
+    """Carry out a training run; resume from its last checkpoint, if any.
+
+    Args:
+        cfg: the config of the run.
+        folder: the run folder.
+        claim: locks the folder. By default, another process that makes the same model is waited for.
+    """
     from rlhf.stages.run import run
 
-    run(cfg, folder, check=False)  # `config_of` has checked it
+    run(cfg, folder, check=False, claim=claim)  # `config_of` has checked it
 
 
 def make_model(cfg: Config) -> Path:

@@ -43,7 +43,8 @@ from rlhf.models.modules import RewardModel
 from rlhf.processes.ranks import Ranks
 from rlhf.processes.signals import interruptible
 from rlhf.runs.disk import explain_full_disk, no_room
-from rlhf.runs.lock import claimed
+from rlhf.runs.folder import COMPLETE
+from rlhf.runs.lock import Claim, claimed
 from rlhf.runs.resuming import refuse_another_run, saved_length
 from rlhf.runs.transcript import run_log, setup_logging
 from rlhf.runs.writable import explain_file_errors
@@ -51,7 +52,7 @@ from rlhf.stages.closing import print_closing
 from rlhf.stages.data_report import report_data
 from rlhf.stages.prerequisites import complete, names
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
-from rlhf.training.loop import train
+from rlhf.training.loop import Parts, train
 from rlhf.training.stream import Stream
 
 if TYPE_CHECKING:
@@ -66,7 +67,14 @@ log = logging.getLogger(__name__)
 THREADS = torch.get_num_threads()  # the default of torch; an earlier run in this process may change it
 
 
-def run(cfg: Config, folder: RunFolder, ranks: Ranks | None = None, *, check: bool = True) -> float | None:
+def run(
+    cfg: Config,
+    folder: RunFolder,
+    ranks: Ranks | None = None,
+    *,
+    check: bool = True,
+    claim: Claim = claimed,
+) -> float | None:
     """Carry out the run `cfg` in `folder`, and return the final value of its objective metric.
 
     Args:
@@ -74,6 +82,7 @@ def run(cfg: Config, folder: RunFolder, ranks: Ranks | None = None, *, check: bo
         folder: the run folder; a run that has a checkpoint there is resumed.
         ranks: the ranks of the run; None: the ranks that the launcher started.
         check: check the config first; False: the caller has checked the config.
+        claim: locks the folder on the first rank; `nullcontext`: the caller has locked the folder.
 
     Raises:
         UserError: the config is invalid, a model, a data set or another item that the config names cannot be
@@ -85,7 +94,7 @@ def run(cfg: Config, folder: RunFolder, ranks: Ranks | None = None, *, check: bo
         raise UserError(*found)
     with interruptible() as interruption, ExitStack() as ends:
         ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
-        ranks.from_first(lambda: ends.enter_context(claimed(folder.path)))
+        ranks.from_first(lambda: ends.enter_context(claim(folder.path)))
         with run_log(), explain_file_errors(folder.path), explain_full_disk(folder):
             return carry_out(cfg, folder, ranks, interruption)
 
@@ -97,7 +106,7 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
         say(f"finished already: {folder.path}")
         return finished["result"].get(cfg.metric)
     last = ranks.from_first(lambda: open_folder(cfg, folder))
-    part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks, last)
+    part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
     stages = Stages([*names(cfg), f"{cfg.algo.name} {cfg.task.name}"])
     cfg = ranks.from_first(lambda: complete(cfg, run, stages=stages))
     started = time.monotonic()
@@ -129,7 +138,7 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
         if last is not None:
             in_flight = parts.checkpoints.load(last, state, parts.engine, parts.recorder)
             say(f"resumed from update {state.update} of {state.num_updates}: {last}")
-        parts.recorder.open(build_loggers(cfg, folder, state) if ranks.first else [], parts.generator)
+        parts.recorder.open(build_loggers(cfg, folder, state, last) if ranks.first else [], parts.generator)
         ends.callback(parts.recorder.close)
         parts.generator.load(parts.engine.weights(), state.version)
 
@@ -147,6 +156,9 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
             train(parts, stream, state, cfg.schedule, interruption, cfg.seed)
         except NonFinite as error:
             raise not_finite(error, state, folder) from error
+        except Interrupted:
+            save_unfinished(parts, stream, state, folder, ranks)
+            raise interrupted(interruption, state, cfg, folder) from None
     if not state.done:
         raise interrupted(interruption, state, cfg, folder)
     if cfg.algo.trains is Trains.reward:
@@ -163,8 +175,10 @@ def open_folder(cfg: Config, folder: RunFolder) -> Path | None:
     """Write config.yaml and environment.json, and return the checkpoint to resume from, if any.
 
     Raises:
-        UserError: the folder belongs to another run, or `resume=must` finds no valid checkpoint.
+        UserError: the folder belongs to another run, has a folder in place of a file, or `resume=must` finds
+            no valid checkpoint.
     """
+    folder.check_files()
     refuse_another_run(cfg, folder)
     setup_logging(folder)
     if folder.config.exists() and saved_length(folder) is None:
@@ -219,6 +233,20 @@ def write_model(engine: Engine, folder: RunFolder, ranks: Ranks) -> None:
             reason = ranks.first_of(full_disk_reason(lambda: write(scratch), folder.path))  # noqa: B023
             if reason is not None:
                 raise no_room(folder, final, reason)
+
+
+def save_unfinished(parts: Parts, stream: Stream, state: TrainState, folder: RunFolder, ranks: Ranks) -> None:
+    """Save a checkpoint of the last update after a scorer stopped waiting for its service.
+
+    The next session begins with the batch or the evaluation whose scores were awaited.
+    """
+    if stream.taken > state.update:
+        stream.put_back()
+    else:
+        state.unevaluated = True
+    saved = ranks.from_first(lambda: (folder.path / f"checkpoint-{state.update}" / COMPLETE).exists())
+    if state.update and not saved:
+        parts.checkpoints.save(state, parts.engine, stream, parts.recorder)
 
 
 def interrupted(interruption: Interruption, state: TrainState, cfg: Config, folder: RunFolder) -> Interrupted:

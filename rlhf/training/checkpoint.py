@@ -6,7 +6,6 @@ A checkpoint is written completely or not at all, and its files are verified bef
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +17,7 @@ import xxhash
 from rlhf.core.batch import Batch, Rollouts
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
-from rlhf.core.files import SCRATCH, discard, scratch_of, sync, sync_all, whole
+from rlhf.core.files import discard, leftovers, scratch_of, sync, sync_all, whole
 from rlhf.processes.ranks import ALONE
 from rlhf.runs.disk import free, full, space
 from rlhf.runs.environment import versions
@@ -68,16 +67,16 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Remove the unfinished files and folders that a crash left behind."""
-        for leftover in self.folder.glob(f"{SCRATCH}*"):
+        for leftover in leftovers(self.folder):
             discard(leftover)
 
     def save(self, state: TrainState, engine: Engine, stream: Stream, recorder: Recorder) -> None:
         """Write a checkpoint, and remove all checkpoints except the newest `limit`.
 
         A checkpoint contains weights, optimizer state, random state, counters, the state of the objective,
-        the unfinished metrics row and the rollouts in flight. The engine writes weights and optimizer state,
-        on the first rank or on all ranks; the first rank writes the other files. If the disk is full, a
-        warning is logged and training continues.
+        the unfinished metrics row, a copy of all rows and the rollouts in flight. The engine writes weights
+        and optimizer state, on the first rank or on all ranks; the first rank writes the other files. If the
+        disk is full, a warning is logged and training continues.
         """
         in_flight = [pack(rollouts) for rollouts in stream.in_flight()]
         final = self.folder / f"checkpoint-{state.update}"
@@ -94,6 +93,7 @@ class Checkpoints:
             torch.save(in_flight, scratch / "in_flight.pt")
             torch.save({"torch": torch.get_rng_state()}, scratch / "random.pt")
             (scratch / COUNTERS).write_text(json.dumps(counters))
+            recorder.save(scratch)
             seal(scratch)
 
         first = self.ranks.from_first
@@ -123,11 +123,15 @@ class Checkpoints:
         the damage; otherwise return None.
         """
         sync(self.folder)
+        sync(self.folder.parent)  # the run folder itself may be new
         if reason := damage(new, contents=False):
             set_aside(new)
             return reason
         for old in complete_checkpoints(self.folder)[: -self.limit]:
-            shutil.rmtree(old.rename(scratch_of(old)))  # a half-removed checkpoint must not look complete
+            scratch = scratch_of(old)  # a half-removed checkpoint must not look complete
+            discard(scratch)
+            old.rename(scratch)
+            discard(scratch)
         return None
 
     def load(self, path: Path, state: TrainState, engine: Engine, recorder: Recorder) -> list[Rollouts]:
@@ -234,6 +238,8 @@ def damage(path: Path, contents: bool = True) -> str | None:
         expected = {name: (written["bytes"], written["xxh3"]) for name, written in files}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
         return f"{COMPLETE} does not list the files ({type(problem).__name__}: {problem})"
+    if COUNTERS not in expected:
+        return f"{COMPLETE} does not list {COUNTERS}"
     for name, (count, digest) in expected.items():
         file = path / name
         try:

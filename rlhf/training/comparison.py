@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Row
 
 
-def against_initial(scores: Sequence[float], initial: Sequence[float]) -> Row:
+def against_initial(scores: Sequence[float], initial: Sequence[float], tie_tolerance: float = 0.0) -> Row:
     """Return `eval/win_rate_vs_initial` and half the width of its 95 % interval.
 
     The rate is the fraction of prompts whose completion scores strictly higher than the completion of the
@@ -21,9 +21,10 @@ def against_initial(scores: Sequence[float], initial: Sequence[float]) -> Row:
     Args:
         scores: score of the completion of each prompt.
         initial: score of the initial policy's completion of the same prompts.
+        tie_tolerance: largest relative difference of a tie, as in `rlhf.scorers.ties`.
     """
     points = sum(
-        1.0 if now > before else 0.5 if now == before else 0.0
+        0.5 if tied(now, before, tie_tolerance) else float(now > before)
         for now, before in zip(scores, initial, strict=True)
     )
     rate = points / len(scores)
@@ -31,3 +32,8 @@ def against_initial(scores: Sequence[float], initial: Sequence[float]) -> Row:
         "eval/win_rate_vs_initial": rate,
         "eval/win_rate_vs_initial_ci95": rate_half_width(rate, len(scores)),
     }
+
+
+def tied(a: float, b: float, tolerance: float) -> bool:
+    """Return whether two scores tie: |a - b| <= tolerance * max(1, |a|, |b|)."""
+    return abs(a - b) <= tolerance * max(1.0, abs(a), abs(b))

@@ -17,6 +17,7 @@ from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState
 from rlhf.models.modules import RewardModel
 from rlhf.scorers.scorer import response_texts
+from rlhf.scorers.ties import merge_ties
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Rollouts, Sampling
@@ -35,8 +36,8 @@ class PolicyEvaluator:
     With a scorer, `eval/score` is the mean score of the completions.
 
     With a judge (`gold`), `eval/win_rate` is the fraction of prompts whose completion scores strictly higher
-    than the reference response. A tie is not a win; `eval/tie_rate` is the fraction of ties. If the prompts
-    have no reference responses, only the mean score of the judge is reported.
+    than the reference response. A tie (`algo.tie_tolerance`) is not a win; `eval/tie_rate` is the fraction of
+    ties. If the prompts have no reference responses, only the mean score of the judge is reported.
 
     With a reference model, `eval/kl` is estimated on separate samples at the training temperature, and
     `eval/ppl` is the perplexity of the near-greedy completions under the reference model, at temperature 1.
@@ -94,18 +95,20 @@ class PolicyEvaluator:
             columns["score"] = scores.tolist()
             figures |= mean_score("eval/score", scores)
         if self.gold is not None:
-            gold = self.gold.score(rollouts)[:, 0]
+            gold = self.gold.score_once(rollouts)[:, 0]
             columns["gold_score"] = gold.tolist()
             figures |= mean_score("eval/gold_score", gold.double())
             if self.has_references:
                 reference = self.score_references(self.gold)
-                columns["reference_gold_score"] = reference.tolist()
+                difference = (gold - reference).double().mean().item()
+                gold, reference = merge_ties(torch.stack([gold, reference], 1), self.gold.tie_tolerance).T
+                columns |= {"gold_score": gold.tolist(), "reference_gold_score": reference.tolist()}
                 wins = (gold > reference).double().mean().item()
                 figures |= {
                     "eval/win_rate": wins,
                     "eval/win_rate_ci95": rate_half_width(wins, len(rollouts)),
                     "eval/tie_rate": (gold == reference).double().mean().item(),
-                    "eval/norm_reward": (gold - reference).double().mean().item(),
+                    "eval/norm_reward": difference,
                 }
         figures["eval/response_tokens"] = rollouts.response_mask.sum(-1).double().mean().item()
         figures["eval/eos_rate"] = rollouts.ended.double().mean().item()
@@ -131,7 +134,7 @@ class PolicyEvaluator:
     def score_references(self, gold: Scorer) -> Tensor:
         """Return the judge's scores [N] of the reference responses; computed at the first call only."""
         if self.reference_gold is None:
-            self.reference_gold = gold.score(self.references())[:, 0]
+            self.reference_gold = gold.score_once(self.references())[:, 0]
         return self.reference_gold
 
     def references(self) -> Rollouts:

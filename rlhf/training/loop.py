@@ -68,11 +68,14 @@ def train(
         schedule: minibatches, epochs, and how often to evaluate and to save.
         interruption: whether a signal asked the run to stop.
         seed: seed of the run, for the order of minibatches.
+
+    Raises:
+        Interrupted: after a signal, a scorer did not wait for its service; the last update is incomplete.
     """
     generator, scorer, engine, objective = parts.generator, parts.scorer, parts.engine, parts.objective
     recorder, evaluator = parts.recorder, parts.evaluator
     timer = recorder.timer
-    if state.update == 0 and schedule.eval_every:
+    if (state.update == 0 or state.unevaluated) and schedule.eval_every:
         recorder.evaluation(state, evaluator(state))
     for rollouts in stream:
         with timer("score"):

@@ -13,6 +13,8 @@ from rlhf.training.comparison import against_initial
 from rlhf.training.invariants import EXPECTED, broken_invariants
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlhf.core.batch import Rollouts
     from rlhf.core.metrics import Evaluation, Metrics, Row
     from rlhf.core.state import TrainState
@@ -41,6 +43,7 @@ class Recorder:
         tolerance: float,
         expected: Iterable[str] = EXPECTED,
         minimised: bool = False,
+        tie_tolerance: float = 0.0,
     ) -> None:
         self.loggers: list[Logger] = []
         self.generator: Generator | None = None
@@ -48,6 +51,7 @@ class Recorder:
         self.metric = metric
         self.minimised = minimised
         self.tolerance = tolerance
+        self.tie_tolerance = tie_tolerance
         self.timer = Timer()
         self.unchecked = set(expected)  # names of metrics in EXPECTED that are still to check
         self.figures: Metrics = {}  # the unfinished row
@@ -120,7 +124,7 @@ class Recorder:
         if state.update == 0:
             self.first, self.initial_scores = evaluation.figures, evaluation.scores
         elif evaluation.scores is not None and self.initial_scores is not None:
-            compared = against_initial(evaluation.scores, self.initial_scores)
+            compared = against_initial(evaluation.scores, self.initial_scores, self.tie_tolerance)
             evaluation = replace(evaluation, figures=evaluation.figures | compared)
         self.evaluated, self.evaluated_on = evaluation.figures, evaluation.examples
         value = evaluation.figures.get(self.metric)
@@ -129,12 +133,18 @@ class Recorder:
             state.best = min(best, value) if self.minimised else max(best, value)
         for logger in self.loggers:
             logger.evaluation({**state.position(), **evaluation.figures}, evaluation, state)
+        state.unevaluated = False
         self.timer.drain()  # the time of an evaluation does not belong to an update
 
     def warn(self, text: str) -> None:
         """Send a warning to every logger."""
         for logger in self.loggers:
             logger.warn(text)
+
+    def save(self, checkpoint: Path) -> None:
+        """Write what the loggers need when the run resumes into the folder of a checkpoint."""
+        for logger in self.loggers:
+            logger.save(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unfinished row and the results of the first and last evaluation, for a checkpoint."""

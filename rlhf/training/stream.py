@@ -48,7 +48,8 @@ class Stream:
         self.sampling = sampling
         self.max_lag = max_lag
         self.timer = timer
-        self.pending: deque[Future[Rollouts]] = deque(finished(rollouts) for rollouts in in_flight)
+        self.pending: deque[Future[Rollouts]] = deque(generator.resume(rollouts) for rollouts in in_flight)
+        self.current: Rollouts | None = None  # the rollouts yielded last
 
     def __iter__(self) -> Iterator[Rollouts]:
         while True:
@@ -58,8 +59,18 @@ class Stream:
                     self.sampling = replace(self.sampling, request=self.sampling.request + 1)
                 if not self.pending:
                     return
-                rollouts = self.pending.popleft().result()
-            yield rollouts
+                self.current = self.pending.popleft().result()
+            yield self.current
+
+    @property
+    def taken(self) -> int:
+        """Return the number of batches that were yielded since the first update of the run."""
+        return self.sampling.request - len(self.pending)
+
+    def put_back(self) -> None:
+        """Put the rollouts yielded last in front of the requests in flight, because they were not used."""
+        assert self.current is not None
+        self.pending.appendleft(finished(self.current))
 
     def in_flight(self) -> list[Rollouts]:
         """Wait for all requests in flight, and return their rollouts in order, for a checkpoint."""

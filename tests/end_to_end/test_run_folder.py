@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
 
 from rlhf.config.identity import run_name
 from rlhf.core.errors import RunError, UserError
+from rlhf.report.groups import sections
+from rlhf.report.runs import find_runs
+from rlhf.report.summary import remarks
 from rlhf.runs import lock
-from rlhf.runs.folder import RunFolder
+from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
 from rlhf.runs.resuming import prepare
 from rlhf.stages.run import run
+from rlhf.training.checkpoint import seal
 from rlhf.training.recorder import Recorder
-from tests.end_to_end.conftest import assert_same_end, rows
+from tests.end_to_end.conftest import assert_same_end
 
 pytestmark = pytest.mark.forks
 
@@ -57,17 +62,86 @@ def test_a_run_whose_folder_is_deleted_stops_with_one_sentence(tiny, tmp_path, m
         run(tiny(*SAVED), folder)
 
 
-def test_damaged_metrics_and_a_deleted_model_are_restored_by_a_resume(tiny, tmp_path, finished):
-    whole = finished(*SAVED)
-    folder = RunFolder(shutil.copytree(whole.path, tmp_path / "run"))
+@pytest.fixture
+def interrupted(tmp_path, finished) -> RunFolder:
+    """Return the folder of a run that was interrupted after its last checkpoint."""
+    folder = RunFolder(shutil.copytree(finished(*SAVED).path, tmp_path / "run"))
     shutil.rmtree(folder.model)
     folder.state.unlink()
-    lines = folder.metrics.read_text().splitlines(keepends=True)
-    folder.metrics.write_text("".join([*lines[:1], "garbage\n", *lines[1:]]))
-    run(tiny(*SAVED), folder)
-    assert_same_end(folder, whole)
-    assert rows(folder) == rows(whole)
-    assert (folder.path / "metrics.jsonl.damaged").read_text() == "garbage\n"
+    return folder
+
+
+def test_damaged_metrics_and_a_deleted_model_are_restored_by_a_resume(tiny, interrupted, finished):
+    lines = interrupted.metrics.read_text().splitlines(keepends=True)
+    damaged = "".join([*lines[:1], "garbage\n", *lines[1:]])
+    interrupted.metrics.write_text(damaged)
+    run(tiny(*SAVED), interrupted)
+    assert_same_end(interrupted, finished(*SAVED))
+    assert "garbage\n" in (interrupted.path / "metrics.jsonl.damaged").read_text()
+
+
+@pytest.mark.parametrize("lost", ["removed", "truncated"])
+def test_rows_lost_before_the_checkpoint_are_restored_by_a_resume(tiny, interrupted, finished, lost, capsys):
+    for file in (interrupted.metrics, interrupted.completions):
+        file.unlink() if lost == "removed" else os.truncate(file, 100)
+    run(tiny(*SAVED), interrupted)
+    assert_same_end(interrupted, finished(*SAVED))
+    said = " ".join(capsys.readouterr().out.split())
+    last = interrupted.last_checkpoint()
+    assert said.count(f"rows were restored from {last}") == 2 and not interrupted.read_state()["lost_rows"]
+    assert interrupted.log.read_text().count("rows were restored from") == 2
+
+
+def test_rows_lost_during_the_run_are_restored(tiny, tmp_path, monkeypatch, finished):
+    cfg, folder = tiny(*SAVED), RunFolder(tmp_path / "run")
+    finished(*SAVED)
+
+    def lose():
+        folder.metrics.unlink()
+        os.truncate(folder.completions, 100)
+
+    during(monkeypatch, lose)
+    run(cfg, folder)
+    assert_same_end(folder, finished(*SAVED))
+
+
+def test_rows_without_a_copy_are_reported_as_lost_in_the_state_and_in_the_report(tiny, interrupted, capsys):
+    for checkpoint in complete_checkpoints(interrupted.path):  # as an earlier version wrote them
+        shutil.rmtree(checkpoint / "history")
+        (checkpoint / COMPLETE).unlink()
+        seal(checkpoint)
+    interrupted.metrics.unlink()
+    run(tiny(*SAVED), interrupted)
+    assert interrupted.log.read_text().count("these rows are lost") == 1
+    assert interrupted.read_state()["lost_rows"] == ["metrics.jsonl"]
+    found = find_runs([str(interrupted.path)])
+    (note,) = [note for note in remarks(sections(found.runs), found) if "lost" in note]
+    assert note == "Rows are lost: run (rows of metrics.jsonl from before a resume)."
+
+
+def test_a_file_of_the_run_that_becomes_a_folder_stops_the_run_without_a_traceback(
+    tiny, tmp_path, monkeypatch, finished
+):
+    finished(*SAVED)
+    cfg, folder = tiny(*SAVED, "schedule.save_every=3"), RunFolder(tmp_path / "run")
+    during(monkeypatch, lambda: (folder.metrics.unlink(), folder.metrics.mkdir()))
+    with pytest.raises(RunError, match=f"cannot read or write {folder.metrics}: Is a directory; .* resumes"):
+        run(cfg, folder)
+    with pytest.raises(UserError, match=f"{folder.metrics} must be a file .* got a folder; .*: mv "):
+        run(cfg, folder)
+
+
+def test_a_model_of_a_stage_that_is_missing_is_named_with_the_remedy(tiny, tmp_path, finished):
+    finished(*SAVED)
+    cfg = tiny(*SAVED)
+    cache = tmp_path / "artefacts"
+    shutil.copytree(cfg.cache_dir, cache)
+    (sft,) = cache.glob("sft-*/trainer_state.json")
+    shutil.rmtree(sft.parent / "model")
+    with pytest.raises(
+        UserError, match=rf"must have a complete model, got: .*model is missing; .*: rm -r {sft}"
+    ):
+        run(tiny(*SAVED, f"cache_dir={cache}"), RunFolder(tmp_path / "run"))
 
 
 def test_a_damaged_config_is_written_again_only_if_the_name_of_the_folder_identifies_the_run(

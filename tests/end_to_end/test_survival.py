@@ -476,7 +476,7 @@ def test_full_disk_at_a_metrics_row_is_an_error_that_names_the_file(
 
         def without_room(self, row, *rest):
             if row["update"] == 2:
-                self.metrics = Full(self.metrics)
+                self.metrics.file = Full(self.metrics.file)
             called(self, row, *rest)
 
         patch.setattr(JsonlLogger, method, without_room)

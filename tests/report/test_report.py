@@ -368,3 +368,19 @@ def test_a_report_imports_no_torch(tmp_path):
     )
     check = "; assert 'torch' not in sys.modules and 'matplotlib' in sys.modules"
     subprocess.run([sys.executable, "-c", code + check], check=True, env=os.environ, capture_output=True)
+
+
+def test_lost_rows_are_named_in_a_remark(tmp_path):
+    lost, cut, kept = (write_run(tmp_path / name) for name in ("lost", "cut", "kept"))
+    state = json.loads((lost / "trainer_state.json").read_text())
+    (lost / "trainer_state.json").write_text(json.dumps({**state, "lost_rows": ["metrics.jsonl"]}))
+    rows = (cut / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (cut / "metrics.jsonl").write_text("".join(rows[:3]))
+    found = find_runs([str(tmp_path)])
+    assert {run.folder: run.lost for run in found.runs} == {
+        lost: "rows of metrics.jsonl from before a resume",
+        cut: "rows of metrics.jsonl after update 2 of 4",
+        kept: None,
+    }
+    (note,) = [note for note in summary.remarks(sections(found.runs), found) if "lost:" in note]
+    assert note.startswith("Rows are lost: cut (rows of metrics.jsonl after update 2 of 4), lost (rows of")

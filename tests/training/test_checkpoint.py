@@ -43,6 +43,9 @@ class FakeRecorder:
     def warn(self, text):
         self.warnings.append(text)
 
+    def save(self, checkpoint):
+        pass
+
     def state_dict(self):
         return {}
 
@@ -112,11 +115,13 @@ def test_a_damaged_file_is_detected_and_named(a_run, fault, why, name):
     assert damage(path).startswith(name) and why in damage(path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {"x": 1}}', '{"files": ["x"]}', '{"other": {}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"files": {"x": 1}}', '{"files": ["x"]}', '{"other": {}}', '{"files": {}}']
+)
 def test_a_marker_that_does_not_list_the_files_counts_as_damage(a_run, text):
     path = a_run.save(1)
     (path / COMPLETE).write_text(text)
-    assert "COMPLETE does not list the files" in damage(path)
+    assert "COMPLETE does not list" in damage(path)
 
 
 def test_the_newest_intact_checkpoint_is_used_and_damaged_checkpoints_are_reported(a_run, told, tmp_path):
@@ -133,6 +138,35 @@ def test_the_newest_intact_checkpoint_is_used_and_damaged_checkpoints_are_report
         "the checkpoint is written again when the run reaches this update again"
     )
     assert not (paths[3] / DAMAGED).exists()
+
+
+def test_an_older_checkpoint_is_removed_although_a_file_has_its_scratch_name(tmp_path):
+    run = Run(tmp_path, limit=1)
+    run.save(1)
+    (tmp_path / ".tmp-checkpoint-1").touch()
+    run.save(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2"]
+
+
+def test_the_folders_of_a_new_checkpoint_are_on_disk_before_older_checkpoints_are_removed(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "run").mkdir()
+    run = Run(tmp_path / "run", limit=1)
+    run.save(1)
+    synced = []
+    monkeypatch.setattr(checkpoint, "sync", lambda path: synced.append((path.name, *run.names())))
+    run.save(2)
+    folders = [("run", "checkpoint-1", "checkpoint-2"), (tmp_path.name, "checkpoint-1", "checkpoint-2")]
+    assert synced[-2:] == folders and run.names() == ["checkpoint-2"]
+
+
+def test_unfinished_files_of_the_run_are_removed_and_those_of_another_process_are_kept(tmp_path):
+    other = f".tmp-evaluations.jsonl.{os.getppid()}"
+    for name in (".tmp-checkpoint-3", ".tmp-model", other):
+        (tmp_path / name).touch()
+    Run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [other]
 
 
 def test_last_good_is_none_without_an_intact_checkpoint(a_run, told, tmp_path):

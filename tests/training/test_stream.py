@@ -7,11 +7,11 @@ import torch
 
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.metrics import Timer
-from rlhf.generators.generator import finished
+from rlhf.generators.generator import Generator, finished
 from rlhf.training.stream import Stream
 
 
-class FakeGenerator:
+class FakeGenerator(Generator):
     def __init__(self):
         self.version, self.requests = 0, []
 
@@ -82,3 +82,16 @@ def test_a_resumed_stream_first_yields_the_rollouts_that_were_in_flight():
 
     assert [s[:2] for s in first + second] == [s[:2] for s in whole]
     assert generator.requests == list(range(done, 6))
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_batch_that_was_put_back_is_the_first_one_in_flight(lag):
+    stream = Stream(FakeGenerator(), prompts(0, 6), sampling(), lag, Timer())
+    assert stream.taken == 0
+    batches = iter(stream)
+    next(batches), next(batches)
+    assert stream.taken == 2
+    stream.put_back()
+    assert stream.taken == 1
+    assert [int(rollouts.index) for rollouts in stream.in_flight()] == [1, 2, 3][: lag + 1]
+    assert int(next(batches).index) == 1
