@@ -24,6 +24,7 @@ from rlhf.checks import (  # noqa: F401
     models,
     names,
     schedule,
+    secrets,
     tasks,
 )
 from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES

@@ -12,6 +12,7 @@ from rich.console import Console
 from rlhf.core.formatting import GAP, lines_of
 from rlhf.core.launched import is_first_rank
 from rlhf.core.output import discard_closed_output, wrapped
+from rlhf.core.secrets import hide
 
 WIDTH_OF_FILES = 132  # columns of tables if the output is not a terminal
 WIDTH_OF_LINES = 100  # most columns of a line of figures
@@ -39,7 +40,8 @@ console = Terminal(
 
 
 def show(text: str, style: str | None = None) -> None:
-    """Print lines; in a terminal, they are divided between words, so that a long path stays whole."""
+    """Print lines without secrets; in a terminal, divided between words, so that a long path stays whole."""
+    text = hide(text)
     lines = text.splitlines() if IN_FILE else map(wrapped, text.splitlines())
     console.print("\n".join(lines), style=style, markup=False, soft_wrap=True)
 

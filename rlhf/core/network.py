@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from queue import Empty, SimpleQueue
+from threading import Thread
 from urllib.parse import urlsplit
 
 CONNECT_S = 3.0  # seconds after which a connection counts as slow, not as refused
@@ -22,13 +24,24 @@ def refusal(url: str) -> str | None:
     host, port = parsed.hostname or "", parsed.port or (443 if parsed.scheme == "https" else 80)
     if not is_loopback(url) and behind_proxy(parsed.scheme, host):
         return None
+    found: SimpleQueue[str | None] = SimpleQueue()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), CONNECT_S).close()
+        except TimeoutError:
+            found.put(None)
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name of the host is too long
+            found.put(getattr(error, "strerror", None) or str(error))
+        else:
+            found.put(None)
+
+    # A look-up of a name has no time limit, and no signal interrupts it, so another thread waits for it.
+    Thread(target=connect, daemon=True).start()
     try:
-        socket.create_connection((host, port), CONNECT_S).close()
-    except TimeoutError:
+        return found.get(timeout=CONNECT_S)
+    except Empty:
         return None
-    except (OSError, UnicodeError) as error:  # UnicodeError: the name of the host is too long
-        return getattr(error, "strerror", None) or str(error)
-    return None
 
 
 def behind_proxy(scheme: str, host: str) -> bool:

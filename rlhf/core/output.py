@@ -11,6 +11,8 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
+from rlhf.core.secrets import hide
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -51,7 +53,11 @@ def lossy(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 def print_error(text: str) -> None:
-    """Print lines to stderr, wrapped between words in a terminal, unless the reader of a pipe has gone."""
+    """Print lines to stderr without secrets, unless the reader of a pipe has gone.
+
+    In a terminal, lines are divided between words.
+    """
+    text = hide(text)
     if sys.stderr.isatty():
         text = "\n".join(map(wrapped, text.splitlines()))
     try:

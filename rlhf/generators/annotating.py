@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rlhf.core.batch import Batch
 from rlhf.core.errors import RunError
-from rlhf.generators.generator import Generator
+from rlhf.generators.generator import Generator, finished
 from rlhf.models.inference import infer
 from rlhf.processes.service import Service
+from rlhf.processes.signals import call_at_signal, do_not_call_at_signal
 from rlhf.processes.worker import Job
 
 if TYPE_CHECKING:
     from rlhf.config.model import Dtype
-    from rlhf.core.batch import Batch, Prompts, Rollouts, Sampling
+    from rlhf.core.batch import Prompts, Rollouts, Sampling
     from rlhf.core.metrics import Metrics
     from rlhf.models.modules import Policy
     from rlhf.processes.ranks import Ranks
@@ -88,11 +90,16 @@ class AnnotatedGenerator(Generator):
     Args:
         generator: the generator that samples the rollouts.
         annotator: the worker of the annotator process.
+        asks_service: whether the scorer of the annotator waits for the answers of a service; a signal then
+            ends the annotation.
     """
 
-    def __init__(self, generator: Generator, annotator: Worker) -> None:
+    def __init__(self, generator: Generator, annotator: Worker, asks_service: bool = False) -> None:
         self.generator = generator
         self.annotator = annotator
+        self.stopping = False  # a signal has ended the annotation
+        if asks_service:
+            call_at_signal(self.stop_annotating)
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Request K responses to each prompt; with the purpose "train", the future returns a `Batch`.
@@ -115,9 +122,44 @@ class AnnotatedGenerator(Generator):
             sampled: finished future of the generator.
         """
         try:
-            self.annotator.put(Job("annotate", (sampled.result(),), annotated))
+            rollouts = sampled.result()
         except Exception as error:  # `add_done_callback` only logs exceptions of the callback
             annotated.set_exception(error)
+            return
+        job = Job("annotate", (rollouts,))
+        job.future.add_done_callback(partial(self.deliver, annotated, rollouts))
+        try:
+            self.annotator.put(job)
+        except Exception as error:
+            job.future.set_exception(error)
+
+    def resume(self, rollouts: Rollouts) -> Future[Rollouts]:
+        """Return a future of rollouts of a checkpoint; they are annotated now if they were not before."""
+        annotated: Future[Rollouts] = Future()
+        if isinstance(rollouts, Batch):
+            annotated.set_result(rollouts)
+        else:
+            self.annotate(annotated, finished(rollouts))
+        return annotated
+
+    def deliver(self, annotated: Future[Rollouts], sampled: Rollouts, answer: Future[Batch]) -> None:
+        """Set the result of `annotated`: the answer of the annotator, or `sampled` after a signal."""
+        error = answer.exception()
+        if error is None:
+            annotated.set_result(answer.result())
+        elif self.stopping:
+            annotated.set_result(sampled)
+        else:
+            annotated.set_exception(error)
+
+    def stop_annotating(self) -> None:
+        """End the annotator after a signal, because its scorer may wait for a service.
+
+        From now on, rollouts are returned without annotations. The scorer of the trainer does not score them
+        after a signal; they are annotated after the run resumes.
+        """
+        self.stopping = True
+        self.annotator.close()
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the weights into the generator, for later requests."""
@@ -129,6 +171,7 @@ class AnnotatedGenerator(Generator):
 
     def close(self) -> None:
         """Close the generator, then the annotator, which may get rollouts until the generator is closed."""
+        do_not_call_at_signal(self.stop_annotating)
         with ExitStack() as ends:
             ends.callback(self.annotator.close)
             ends.callback(self.generator.close)

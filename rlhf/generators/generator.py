@@ -38,6 +38,8 @@ class GeneratorContext:
         in_flight: whether weights change while a request runs (`schedule.update=in_flight`).
         threads: CPU threads of each generator process; None: the default of torch.
         annotator: factory that creates the annotator inside its process.
+        asks_service: whether the scorer of the annotator waits for the answers of a service.
+        cached: whether the Hugging Face sampler can use a cache of keys and values with this model.
     """
 
     policy: PreTrainedModel
@@ -52,6 +54,8 @@ class GeneratorContext:
     in_flight: bool
     threads: int | None
     annotator: ServiceFactory
+    asks_service: bool = False
+    cached: bool = True
 
 
 class Generator(ABC):
@@ -72,6 +76,10 @@ class Generator(ABC):
     @abstractmethod
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the weights of a version, for the requests submitted after this call."""
+
+    def resume(self, rollouts: Rollouts) -> Future[Rollouts]:
+        """Return a future of rollouts that a checkpoint contains, as `submit` would return them."""
+        return finished(rollouts)
 
     def figures(self) -> Metrics:
         """Return metrics of the generator since the last call; by default none."""

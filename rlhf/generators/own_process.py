@@ -56,6 +56,5 @@ def start(
     if not config.annotates(context.max_lag, ranks.size, ranks.device.type == "cuda"):
         return generator
     annotator_log = folder / f"annotator{suffix}.log"
-    return AnnotatedGenerator(
-        generator, Worker("annotator", context.annotator, annotator_log, variables[0], limits)
-    )
+    annotator = Worker("annotator", context.annotator, annotator_log, variables[0], limits)
+    return AnnotatedGenerator(generator, annotator, context.asks_service)

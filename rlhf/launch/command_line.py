@@ -17,13 +17,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
+from rlhf.checks.secrets import check_arguments
 from rlhf.config import plugins
 from rlhf.config.arguments import flag_problem, readable
 from rlhf.core.errors import Interrupted, RunError, UserError, report
 from rlhf.core.launched import is_first_rank, rank
 from rlhf.core.output import prepare_output, print_error
 from rlhf.launch import slurm
-from rlhf.processes.signals import interruptible
+from rlhf.processes.signals import Interruption, interruptible
 
 CTRL_C = 128 + signal.SIGINT  # exit code after Ctrl-C
 
@@ -93,6 +94,7 @@ class Command:
             UserError: a flag or the folder of `--config-dir` does not exist, or one of the command's own
                 arguments is repeated or empty.
         """
+        check_arguments(arguments)
         own: dict[str, str] = {}
         overrides: list[str] = []
         for argument in readable(without_config_dir(arguments, self.own)):
@@ -140,10 +142,11 @@ def checked_arguments(arguments: Sequence[str], flags: Mapping[str, bool]) -> li
         flags: the flags of the command, and whether a value follows each flag.
 
     Raises:
-        UserError: the arguments contain another flag.
+        UserError: the arguments contain another flag or a secret.
     """
     if problem := flag_problem(arguments, flags):
         raise UserError(problem)
+    check_arguments(arguments)
     overrides: list[str] = []
     others: list[str] = []
     before = ""
@@ -193,7 +196,7 @@ def exit_codes() -> Iterator[None]:
             signal.
     """
     try:
-        with interruptible():
+        with interruptible() as interruption, not_replaced(interruption):
             check_current_folder()
             yield
     except (UserError, RunError) as error:
@@ -203,8 +206,23 @@ def exit_codes() -> Iterator[None]:
             print_error(str(reason))
         raise SystemExit(CTRL_C if reason.received is signal.SIGINT else os.EX_TEMPFAIL) from None
     except KeyboardInterrupt:
-        print_error("interrupted by Ctrl-C; the same command resumes from the last checkpoint, if any")
+        if is_first_rank():
+            print_error("interrupted by Ctrl-C; the same command resumes from the last checkpoint, if any")
         raise SystemExit(CTRL_C) from None
+
+
+@contextmanager
+def not_replaced(interruption: Interruption) -> Iterator[None]:
+    """Raise Interrupted in place of an error that a library made of the exception of a signal handler.
+
+    The import of numpy, for example, turns KeyboardInterrupt into ImportError.
+    """
+    try:
+        yield
+    except Exception:
+        if interruption.raised:
+            interruption.check()
+        raise
 
 
 def check_current_folder() -> None:

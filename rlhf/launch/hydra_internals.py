@@ -60,6 +60,11 @@ def submitit_executor(launcher: Launcher) -> str | None:
     return getattr(launcher, "_EXECUTOR", None)
 
 
+def joblib_settings(launcher: Launcher) -> dict[str, Any] | None:
+    """Return the settings of a joblib launcher, which can be changed; None for another launcher."""
+    return getattr(launcher, "joblib", None)
+
+
 def submitit_general_settings() -> set[str]:
     """Return the keys of `hydra.launcher` that apply to every submitit executor."""
     from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.core import launched
-from rlhf.core.errors import RunError, UserError
+from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.metrics import merge
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Ranks:
         """Call `make` on the first rank only, and return its result on every rank.
 
         Raises:
-            RunError, UserError: on every rank, if `make` raised it on the first rank.
+            RunError, UserError, Interrupted: on every rank, if `make` raised it on the first rank.
         """
         if self.size == 1:
             return make()
@@ -105,6 +105,8 @@ class Ranks:
         if self.first:
             try:
                 answer[0] = make()
+            except Interrupted as error:
+                answer[1] = error
             except (RunError, UserError) as error:
                 error.everywhere = True
                 answer[1] = error

@@ -5,8 +5,8 @@
 The first request is `build`, with the factory of the service. Every other request is the name of a method of
 the service and its arguments. The answer is the returned value, or the error that the method raised. Messages
 are pickled, which is safe because only trainer and worker process have the socket. When the trainer ends, the
-worker process ends within a second, even while it answers a request. The trainer's side is in
-`rlhf.processes.worker`.
+worker process removes its temporary folder and ends within a second, even while it answers a request. The
+trainer's side is in `rlhf.processes.worker`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,17 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from rlhf.core.errors import RunError, UserError
+from rlhf.processes.groups import kill_group
 from rlhf.processes.signals import SIGNALS
 
 LENGTH = struct.Struct("<Q")  # header of a message: its number of bytes
 PIECE = 1 << 20  # maximum number of bytes read at once
+POLL_S = 0.1  # seconds between checks whether the trainer has ended
+REMOVALS = 100  # number of tries to remove a folder while threads may write to it
+
+
+class Disconnected(EOFError):
+    """An error: the other side closed the connection or ended."""
 
 
 class Channel:
@@ -48,6 +55,7 @@ class Channel:
         """Send a message.
 
         Raises:
+            Disconnected: the other side closed the connection or ended.
             OSError: the connection failed; TimeoutError if the time limit was exceeded.
         """
         data = pickle.dumps(message)
@@ -60,14 +68,17 @@ class Channel:
             if arrived and not self.take():
                 reading = []  # the other side stopped sending; `socket.send` fails if the socket is closed
             if free:
-                left = left[self.socket.send(left, socket.MSG_DONTWAIT) :]
+                try:
+                    left = left[self.socket.send(left, socket.MSG_DONTWAIT) :]
+                except ConnectionError:
+                    raise Disconnected from None
 
     def receive(self) -> Any:
         """Wait for the next message and return it.
 
         Raises:
+            Disconnected: the other side closed the connection or ended.
             OSError: the connection failed; TimeoutError if the time limit was exceeded.
-            EOFError: the other side closed the connection.
             UnpicklingError: the message is damaged.
         """
         (length,) = LENGTH.unpack(self.read(LENGTH.size))
@@ -87,19 +98,22 @@ class Channel:
         """Wait for `count` bytes and return them.
 
         Raises:
+            Disconnected: the other side closed the connection or ended.
             OSError: the connection failed; TimeoutError if the time limit was exceeded.
-            EOFError: the other side closed the connection.
         """
         while len(self.inbox) < count:
             if not self.take():
-                raise EOFError
+                raise Disconnected
         data = bytes(self.inbox[:count])
         del self.inbox[:count]
         return data
 
     def take(self) -> bool:
         """Wait for bytes and add them to the inbox; return False if the other side closed the connection."""
-        data = self.socket.recv(PIECE)
+        try:
+            data = self.socket.recv(PIECE)
+        except ConnectionError:
+            return False
         self.inbox += data
         return bool(data)
 
@@ -165,11 +179,16 @@ class Server:
         """Return the answer to one request: the result, or the error.
 
         The traceback of an unexpected error is written to the log of the process.
+
+        Raises:
+            Disconnected: the trainer ended while the service read from the connection.
         """
         try:
             if method == "build":
                 return self.build(*arguments)
             return getattr(self.service, method)(*arguments)
+        except Disconnected:
+            raise
         except (UserError, RunError) as error:
             return error
         except Exception as error:
@@ -184,13 +203,17 @@ class Server:
         self.service = factory.build(self.channel)
 
     def end_with_trainer(self) -> None:
-        """Wait until the trainer has ended, then kill this process and its child processes."""
+        """Wait until the trainer has ended, then remove temporary files and kill the whole process group."""
         while os.getppid() == self.trainer:
-            time.sleep(0.5)
+            time.sleep(POLL_S)
+        kill_group(os.getpgrp(), spared=os.getpid())
         if self.service is not None:
             self.service.orphaned()
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
+        for _ in range(REMOVALS):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            if not os.path.exists(self.scratch):
+                break
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -212,9 +235,9 @@ def main() -> None:
     while method != "close":
         try:
             method, arguments = channel.receive()
-        except EOFError:  # the trainer has ended, or will kill this process
+            channel.send(server.answer(method, arguments))
+        except Disconnected:  # the trainer has ended, or will kill this process
             watcher.join()
-        channel.send(server.answer(method, arguments))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ SLURM sends SIGUSR1 before a job's time limit if the batch script requests it, a
             if interruption.asked():       # at the end of an update
                 return
 
-A second SIGTERM ends the process immediately, even during an update. A second Ctrl-C, and a Ctrl-C outside of
-training, raises KeyboardInterrupt. This module does not import torch.
+A second SIGTERM or Ctrl-C ends the process immediately, even during an update. A Ctrl-C outside of training
+raises KeyboardInterrupt. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
+from rlhf.core import early_signals
 from rlhf.core.errors import Interrupted
 from rlhf.core.launched import is_first_rank
+from rlhf.processes.groups import kill_children
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -42,8 +44,9 @@ class Interruption:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first signal
-        self.received_at = 0.0  # time.monotonic() of the first signal
         self.deferred = False  # a signal does not raise Interrupted, but sets the flag of `asked`
+        self.raised = False  # the handler raised an exception, which a library may have replaced by another
+        self.callbacks: set[Callable[[], None]] = set()  # called after the first signal; see `call_at_signal`
         self.agree: Callable[[bool], bool] = bool  # returns whether a flag is set on any rank
         self.previous: dict[signal.Signals, Any] = {}  # signal handlers to restore
         self.previous_wakeup = -1  # wakeup file descriptor to restore
@@ -82,20 +85,19 @@ class Interruption:
         """Record the first signal, in the main thread. Later signals are ignored so that clean-up can finish.
 
         Raises:
-            Interrupted: this is the first signal, and signals are not deferred.
-            KeyboardInterrupt: the signal is SIGINT, and signals are not deferred or this is a second signal.
+            Interrupted: this is the first signal, it is not SIGINT, and signals are not deferred.
+            KeyboardInterrupt: this is the first signal, it is SIGINT, and signals are not deferred.
         """
-        now = time.monotonic()
-        again = self.received is not None and now - self.received_at > ECHO_S
-        if number == signal.SIGINT and (again or not self.deferred):
-            raise KeyboardInterrupt
         if self.received is None:
-            self.received, self.received_at = signal.Signals(number), now
+            self.received = signal.Signals(number)
             if not self.deferred:
+                self.raised = True
+                if number == signal.SIGINT:
+                    raise KeyboardInterrupt
                 self.check()
 
     def listen(self, signals: socket.socket) -> None:
-        """Print messages while the run stops, and end the process at a second SIGTERM.
+        """Print messages while the run stops, and end the process at a second SIGTERM or Ctrl-C.
 
         The method runs in a separate thread. The main thread handles a signal only after the current kernel
         or collective, which may never return. The C-level signal handler writes the number of each signal to
@@ -112,15 +114,15 @@ class Interruption:
                 try:
                     number = signals.recv(1)
                 except TimeoutError:
+                    signals.settimeout(None)
                     tell(
                         f"still waiting for the current operation, {PATIENCE_S:g} seconds after the signal; "
                         f"a second {second} ends the run immediately, to be resumed from its last checkpoint"
                     )
-                    signals.settimeout(None)
                     continue
                 if not number:
                     return
-                if number[0] not in self.previous or (number[0] == signal.SIGINT and not self.deferred):
+                if number[0] not in self.previous:
                     continue
                 now = time.monotonic()
                 if began is None:
@@ -131,11 +133,14 @@ class Interruption:
                         second = name(received)
                     tell(f"{name(received)}: stopping{when}; a second {second} ends the run immediately")
                     signals.settimeout(PATIENCE_S)
+                    for call in list(self.callbacks):
+                        threading.Thread(target=call, daemon=True).start()
                 if number[0] == signal.SIGTERM:
                     terminated = terminated or now
                     if now - terminated > ECHO_S:
-                        tell("ended immediately by a second SIGTERM; the same command resumes the run")
-                        os._exit(128 + signal.SIGTERM)
+                        end_now(signal.SIGTERM)
+                if number[0] == signal.SIGINT and now - began > ECHO_S:
+                    end_now(signal.SIGINT)
 
     def install(self) -> threading.Thread:
         """Install the signal handlers, and return the thread that runs `listen`."""
@@ -145,9 +150,12 @@ class Interruption:
         listener.start()
         self.previous_wakeup = signal.set_wakeup_fd(self.theirs.fileno())
         # SIGINT stays ignored where it is ignored: in a background job of a shell, and in a job of a sweep.
-        ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ctrl_c = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, early_signals.end)
         for number in (*SIGNALS, *([signal.SIGINT] if ctrl_c else [])):
-            self.previous[number] = signal.signal(number, self.handle)
+            before = signal.signal(number, self.handle)
+            if before is early_signals.end:
+                before = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+            self.previous[number] = before
         return listener
 
     def restore(self) -> None:
@@ -191,6 +199,38 @@ def interruptible() -> Iterator[Interruption]:
             active.theirs.close()
             active = None
             listener.join()
+
+
+def end_now(number: signal.Signals) -> NoReturn:
+    """Kill the child processes of this process and end it, even if its main thread is blocked.
+
+    Worker processes are not killed: they remove their temporary files and end when their trainer has ended.
+    """
+    text = f"ended immediately by a second {name(number)}; the same command resumes the run"
+    # Another thread prints the message, because a blocked thread may have locked the terminal.
+    message = threading.Thread(target=tell, args=(text,), daemon=True)
+    message.start()
+    message.join(timeout=1)
+    kill_children()
+    os._exit(128 + number)
+
+
+def call_at_signal(call: Callable[[], None]) -> None:
+    """Call a function in a thread of its own after the first signal that does not end the run at once."""
+    if active is not None:
+        active.callbacks.add(call)
+
+
+def do_not_call_at_signal(call: Callable[[], None]) -> None:
+    """Undo `call_at_signal`."""
+    if active is not None:
+        active.callbacks.discard(call)
+
+
+def end_wait() -> None:
+    """Raise Interrupted if a signal was received, also where signals are deferred; for use in a long wait."""
+    if active is not None:
+        active.check()
 
 
 def hold() -> None:

@@ -23,7 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ import torch
 from rlhf.core.console import say
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.metrics import How, Stat
+from rlhf.processes.groups import kill_group
 from rlhf.processes.service import Channel
 
 if TYPE_CHECKING:
@@ -328,8 +329,7 @@ def received(channel: Channel) -> Any:
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its process group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process.pid)
     process.wait()
 
 

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from concurrent.futures import ThreadPoolExecutor
+import time
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 import requests
-import torch
+import urllib3
 from requests.adapters import HTTPAdapter
 from torch import Tensor
-from urllib3.util import Retry
 
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import shortened
 from rlhf.core.network import is_loopback, refusal
-from rlhf.scorers.scorer import Scorer, as_score, flat_texts
+from rlhf.scorers.scorer import Scorer, as_score, distinct_texts
+from rlhf.scorers.tries import Again, in_parallel
 
 if TYPE_CHECKING:
     from rlhf.config.scorer import HttpScorerConfig
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import ScorerContext
 
-BACKOFF_S = 0.5  # urllib3 backoff factor: the first retry is immediate, later retries wait 1, 2, 4, ... s
 TRY_AGAIN = (429, *range(500, 600))
+LARGEST_KIB = 1024  # size limit of an answer in KiB, in addition to one KiB for each score
+PIECE = 1 << 16  # maximum number of bytes that are read at once
 
 
 class HttpScorer(Scorer):
     """A scorer that posts texts to a service in parallel requests, and returns scores in response order.
 
-    Rank 0 sends the requests for all ranks. Nothing is sent before the first call of `score`.
+    Rank 0 sends the requests for all ranks. Nothing is sent before the first call of `score`. Every request
+    is bounded: each try by `timeout_s`, the wait that a service asks for (Retry-After) by `timeout_s` too,
+    and the size of an answer by the number of scores. A signal ends all waits.
 
     Args:
         config: config section of the scorer.
@@ -53,6 +60,7 @@ class HttpScorer(Scorer):
 
         Raises:
             RunError: the service cannot be reached, refuses the request, or does not answer with scores.
+            Interrupted: a signal was received.
         """
         return self.ranks.from_first(lambda: self.answers(rollouts))
 
@@ -61,64 +69,103 @@ class HttpScorer(Scorer):
 
         Raises:
             RunError: the service cannot be reached, refuses a request, or does not answer with scores.
+            Interrupted: a signal was received.
         """
         if not self.answered and (reason := refusal(self.url)):
             raise RunError(
                 f"{self.at}.url={self.url} does not accept connections ({reason}); start the service, or "
                 f"correct {self.at}.url"
             )
-        prompts, responses, references = flat_texts(rollouts, self.tokenizer)
+        texts = distinct_texts(rollouts, self.tokenizer)
+        size = self.config.batch_size
 
-        def ask(start: int) -> list[float]:
-            part = slice(start, start + self.config.batch_size)
-            return self.ask(prompts[part], responses[part], references[part])
+        def ask(number: int, deadline: float) -> list[float]:
+            part = slice(number * size, (number + 1) * size)
+            return self.ask(texts.prompts[part], texts.responses[part], texts.references[part], deadline)
 
-        with ThreadPoolExecutor(self.config.concurrency) as pool:  # map returns results in request order
-            answers = list(pool.map(ask, range(0, len(responses), self.config.batch_size)))
+        answers = in_parallel(
+            ask,
+            math.ceil(len(texts.responses) / size),
+            concurrency=self.config.concurrency,
+            timeout_s=self.config.timeout_s,
+            retries=self.config.retries,
+            late=lambda: self.no_answer("timed out"),
+        )
         self.answered = True
-        N, K, _ = rollouts.response_ids.shape
-        scores = [score for answer in answers for score in answer]
-        return torch.tensor(scores, dtype=torch.float32).view(N, K)
+        return texts.spread([score for answer in answers for score in answer])
 
-    def ask(self, prompts: list[str], responses: list[str], references: list[str]) -> list[float]:
-        """Return the service's scores of one batch of texts.
+    def ask(
+        self, prompts: list[str], responses: list[str], references: list[str], deadline: float
+    ) -> list[float]:
+        """Return the service's scores of one batch of texts, in one try.
 
         Raises:
-            RunError: the service cannot be reached, refuses the request, or does not answer with scores.
+            Again: the try may be repeated.
+            RunError: the service refuses the request, or does not answer with scores.
         """
         question = {"prompts": prompts, "responses": responses, "references": references}
         try:
             # Do not follow redirects: the POST would become a GET and the token would go to another address.
             answer = self.session.post(
-                self.url, json=question, timeout=self.config.timeout_s, allow_redirects=False
+                self.url, json=question, timeout=self.config.timeout_s, allow_redirects=False, stream=True
             )
-        except requests.RequestException as error:
-            tries = self.config.retries + 1
+            with answer:
+                limit = (LARGEST_KIB + len(responses)) * 1024
+                body = read_at_most(answer, limit, deadline)
+        except ValueError as error:  # requests refuses to send the request, so a retry is useless
             raise RunError(
-                f"{self.at}.url={self.url} did not answer in {tries} {'try' if tries == 1 else 'tries'} of "
-                f"{self.config.timeout_s:g} s ({cause_of(error)}); check that the service runs there, or "
-                f"raise {self.at}.timeout_s"
-            ) from error
+                f"{self.at}.url={self.url} cannot be requested ({type(error).__name__}); "
+                f"correct {self.at}.url"
+            ) from None
+        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+            raise Again(self.no_answer(cause_of(error))) from None
         if answer.status_code != 200:
+            raise self.refused(answer, body)
+        if len(body) > limit:
             raise RunError(
-                f"{self.at}.url={self.url} answered with status {answer.status_code} "
-                f"({shortened(repr(answer.text), 200)}); {self.remedy(answer.status_code)}"
+                f"{self.at}.url={self.url} answered with more than {limit:,} bytes for {len(responses)} "
+                f"responses; {EXPECTED}"
             )
-        return self.read(answer, len(responses))
+        return self.read(body, len(responses))
 
-    def read(self, answer: requests.Response, count: int) -> list[float]:
+    def no_answer(self, cause: str) -> RunError:
+        """Return the error of a request that got no answer in its last try."""
+        tries = self.config.retries + 1
+        return RunError(
+            f"{self.at}.url={self.url} did not answer in {tries} {'try' if tries == 1 else 'tries'} of "
+            f"{self.config.timeout_s:g} s ({cause}); check that the service runs there, or raise "
+            f"{self.at}.timeout_s"
+        )
+
+    def refused(self, answer: requests.Response, body: bytes) -> Exception:
+        """Return the error of a try that was answered with another status than 200."""
+        status = answer.status_code
+        text = shortened(repr(body.decode(errors="replace")), 200)
+        problem = f"{self.at}.url={self.url} answered with status {status} ({text})"
+        error = RunError(f"{problem}; {self.remedy(status)}")
+        if status not in TRY_AGAIN:
+            return error
+        wait_s = retry_after(answer.headers.get("Retry-After", ""))
+        if wait_s is not None and wait_s > self.config.timeout_s:
+            return RunError(
+                f"{problem} and asked to wait for {wait_s:,.0f} seconds (Retry-After), more than "
+                f"{self.at}.timeout_s={self.config.timeout_s:g}; run the same command later, or set "
+                f"{self.at}.timeout_s={wait_s:.0f}"
+            )
+        return Again(error, wait_s or None)
+
+    def read(self, body: bytes, count: int) -> list[float]:
         """Return the `count` scores in an answer of the service.
 
         Raises:
             RunError: the answer does not contain `count` scores.
         """
-        try:
-            body: Any = answer.json()
-        except requests.JSONDecodeError:
-            body = None
-        given = body.get("scores") if isinstance(body, dict) else None
+        content: Any = None
+        with suppress(ValueError, RecursionError):  # RecursionError: brackets inside of brackets
+            content = json.loads(body)
+        given = content.get("scores") if isinstance(content, dict) else None
         if not isinstance(given, list):
-            problem = shortened(repr(answer.text), 200)
+            problem = shortened(repr(body.decode(errors="replace")), 200)
         elif len(given) != count:
             problem = f"{len(given)} scores for {count} responses"
         else:
@@ -128,10 +175,7 @@ class HttpScorer(Scorer):
                 return found
             wrong = scores.index(None)
             problem = f"{shortened(repr(given[wrong]), 80)} as score {wrong} of {count}"
-        raise RunError(
-            f"{self.at}.url={self.url} answered with status 200 and {problem}; the answer must be "
-            '{"scores": [...]} with one finite number per response; correct the service'
-        )
+        raise RunError(f"{self.at}.url={self.url} answered with status 200 and {problem}; {EXPECTED}")
 
     def remedy(self, status: int) -> str:
         """Return the remedy for an HTTP status that is not 200, for an error message."""
@@ -149,8 +193,41 @@ class HttpScorer(Scorer):
         return f"correct {self.at}.url, or see the log of the service"
 
 
+EXPECTED = 'the answer must be {"scores": [...]} with one finite number per response; correct the service'
+
+
+def read_at_most(answer: requests.Response, limit: int, deadline: float) -> bytes:
+    """Return the body of an answer; a body of more than `limit` bytes is cut after them.
+
+    Args:
+        answer: an answer whose body has not been read.
+        limit: number of bytes; the result has more bytes only if the body does.
+        deadline: time when the body must be complete (`time.monotonic`).
+
+    Raises:
+        requests.Timeout: the deadline is exceeded.
+        HTTPError: the connection failed (an exception of urllib3).
+    """
+    body = bytearray()
+    while len(body) <= limit and (piece := answer.raw.read1(PIECE, decode_content=True)):
+        body += piece
+        if time.monotonic() > deadline:
+            raise requests.Timeout
+    return bytes(body)
+
+
+def retry_after(header: str) -> float | None:
+    """Return the seconds in a header Retry-After (a number or a date); None if it is empty or invalid."""
+    if header.strip().isdecimal():
+        return float(header)
+    try:
+        return max(parsedate_to_datetime(header).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return None
+
+
 def new_session(config: HttpScorerConfig, key: str) -> requests.Session:
-    """Return a session that retries, sends the token, and bypasses proxies for a service on this machine.
+    """Return a session that sends the token, and bypasses proxies for a service on this machine.
 
     Args:
         config: config section of the scorer.
@@ -160,15 +237,8 @@ def new_session(config: HttpScorerConfig, key: str) -> requests.Session:
         UserError: the environment variable with the token is not set.
     """
     session = requests.Session()
-    retry = Retry(
-        total=config.retries,
-        backoff_factor=BACKOFF_S,
-        status_forcelist=TRY_AGAIN,
-        allowed_methods={"POST"},  # the same texts get the same scores, so a repeated request is safe
-        raise_on_status=False,
-    )
     for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(max_retries=retry, pool_maxsize=config.concurrency))
+        session.mount(scheme, HTTPAdapter(pool_maxsize=config.concurrency))
     session.trust_env = not is_loopback(config.url or "")
     if config.token_variable is not None:
         token = os.environ.get(config.token_variable)

@@ -65,7 +65,7 @@ PROBLEMS = {  # overrides: text that one of the problems must contain
     "scorer=http scorer.concurrency=0": "scorer.concurrency must be >= 1",
     "scorer=http scorer.retries=-1": "scorer.retries must be >= 0",
     "scorer=http scorer.timeout_s=0": "scorer.timeout_s must be > 0",
-    f"scorer=http scorer.token_variable={NO_SUCH}": f"'{NO_SUCH}', which is not set; run: export ",
+    f"scorer=http scorer.token_variable={NO_SUCH}": f"{NO_SUCH}, which is not set; run: export ",
     "scorer@gold=http": "gold.url must be http://",
 }
 

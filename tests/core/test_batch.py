@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhf.core.batch import microbatches, trim
+from rlhf.core.batch import Batch, microbatches, trim
 from tests.tiny_models import tiny_rollouts
 
 
@@ -16,6 +16,26 @@ def test_longest_rows_come_first_and_each_micro_batch_is_trimmed():
     for rows, micro, _ in parts:
         assert micro.prompt_mask.shape[1] == max(2, int(batch.prompt_mask[rows].sum(1).max()))
         assert micro.response_mask.shape[2] == int(batch.response_mask[rows].sum(-1).max())
+
+
+def rows_of(batch, **settings) -> list[list[int]]:
+    return [part.index.tolist() for part in batch.minibatches(**settings)]
+
+
+def test_minibatches_of_each_epoch_contain_every_prompt_once_in_another_order():
+    batch = tiny_rollouts(prompts=8).extend(Batch, scores=torch.zeros(8, 2))
+    parts = rows_of(batch, count=2, epochs=3, seed=0, update=5)
+    epochs = [sum(parts[2 * epoch : 2 * epoch + 2], []) for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_the_order_of_minibatches_depends_on_seed_and_update_and_can_be_repeated():
+    batch = tiny_rollouts(prompts=8).extend(Batch, scores=torch.zeros(8, 2))
+    settings = {"count": 2, "epochs": 1, "seed": 0, "update": 5}
+    first = rows_of(batch, **settings)
+    assert rows_of(batch, **settings) == first
+    assert rows_of(batch, **{**settings, "seed": 1}) != first != rows_of(batch, **{**settings, "update": 6})
 
 
 def test_trim_keeps_at_least_two_prompt_columns_and_one_response_column():

@@ -88,5 +88,6 @@ def test_ctrl_c_ends_a_sweep_and_every_process_of_it(launcher, command, tmp_path
     assert process.returncode == 130 and "Traceback" not in out, out
     gone, left = psutil.wait_procs(jobs, timeout=60)
     assert not left
+    assert all(folder.last_checkpoint() for folder in folders)
     if launcher == "local":
         assert [folder.last_checkpoint() for folder in folders] == [f.path / "checkpoint-2" for f in folders]

@@ -23,6 +23,7 @@ from rlhf.models.loading import save
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import ALONE, Ranks
+from rlhf.processes.signals import interruptible
 from rlhf.processes.worker import Limits, Worker
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import LabelsScorer, TextScorer
@@ -118,6 +119,40 @@ def test_errors_of_generator_and_annotator_reach_the_waiting_caller(parts):
     for future, message in ((sampled, "no samples"), (annotated, "no scores"), (refused, "no process")):
         with pytest.raises(RunError, match=message):
             future.result(SECONDS)
+
+
+def test_after_a_signal_rollouts_are_returned_without_annotations(parts):
+    whole, generator, annotator = parts
+    waiting, later = ask(whole), ask(whole)
+    sampled = [tiny_rollouts(), tiny_rollouts()]
+    generator.futures[0].set_result(sampled[0])
+    whole.stop_annotating()
+    assert annotator.calls[-1] == "close"
+    annotator.futures[0].set_exception(annotator_closed := RunError("the annotator was closed"))
+    annotator.failure = annotator_closed
+    generator.futures[1].set_result(sampled[1])
+    assert [future.result(SECONDS) for future in (waiting, later)] == sampled
+
+
+def test_rollouts_of_a_checkpoint_are_annotated_if_they_were_not(parts):
+    whole, _, annotator = parts
+    plain = labelled()
+    batch = plain.extend(Batch, scores=plain.labels)
+    assert whole.resume(batch).result(SECONDS) is batch and not annotator.calls
+    future = whole.resume(plain)
+    assert [method for method, _ in annotator.calls] == ["annotate"]
+    annotator.futures[0].set_result(batch)
+    assert future.result(SECONDS) is batch
+
+
+@pytest.mark.parametrize("asks_service", [False, True])
+def test_a_signal_ends_the_annotation_only_if_its_scorer_waits_for_a_service(asks_service):
+    generator, annotator = Asked("generator"), Asked("annotator")
+    with interruptible() as interruption:
+        whole = AnnotatedGenerator(generator, annotator, asks_service)
+        assert len(interruption.callbacks) == asks_service
+        whole.close()
+        assert not interruption.callbacks
 
 
 def test_load_reaches_the_generator_and_figures_and_close_reach_both(parts):

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,7 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
 from rlhf.generators.transfer.weights import TransferError, checksum
 from rlhf.generators.worker import WorkerGenerator
-from rlhf.processes.worker import Limits
+from rlhf.processes.worker import Limits, kill
 
 pytestmark = [pytest.mark.process, pytest.mark.forks]
 
@@ -77,7 +78,16 @@ class FakeSampler:
             raise ValueError("out of ideas")
         if sampling.purpose == "slow":
             time.sleep(0.3)
-        tokens = torch.tensor([[[int(self.weight), request]]]).expand(len(prompts), -1, -1)
+        if self.made_by.strikes("shares", request):
+            self.shared = shared_memory.SharedMemory(create=True, size=100)
+            self.child = subprocess.Popen(["sleep", "1000"])
+            Path(tempfile.gettempdir(), "shared").write_text(f"{self.shared.name} {self.child.pid}")
+        repeats = 1
+        if self.made_by.strikes("answers much", request):
+            repeats = 2**17  # 4 MiB, more than the buffers of the connection
+            Path(tempfile.gettempdir(), "answers").touch()
+            time.sleep(0.5)
+        tokens = torch.tensor([[[int(self.weight), request] * repeats]]).expand(len(prompts), -1, -1)
         return prompts.extend(
             Rollouts,
             response_ids=tokens.contiguous(),
@@ -400,37 +410,81 @@ def test_close_does_not_wait_for_a_process_that_starts(start):
 
 
 TRAINER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 if sys.argv[1] == "named":
     del os.memfd_create
 from tests.processes.test_worker import LIMITS, Fake, ask, load, pid
 from rlhf.generators.worker import WorkerGenerator
-generator = WorkerGenerator(Fake("hangs", at=1), Path(sys.argv[2]), {"OMP_NUM_THREADS": "1"}, LIMITS)
-load(generator, 0)
-worker = pid(generator)
-if sys.argv[3] == "working":
+state = sys.argv[3]
+fault = {"starting": "hangs at start", "answering": "answers much", "sharing": "shares"}.get(state, "hangs")
+generator = WorkerGenerator(Fake(fault, at=1), Path(sys.argv[2]), {"OMP_NUM_THREADS": "1"}, LIMITS)
+if state in ("launched", "starting"):
+    while generator.process is None:
+        time.sleep(0.001)
+    worker = generator.process.pid
+else:
+    load(generator, 0)
+    worker = pid(generator)
+if state == "starting":
+    time.sleep(2)
+if state == "sharing":
+    ask(generator, 1).result()
+if state in ("working", "answering"):
     ask(generator, 1)
+while state == "answering" and not Path(generator.scratch, "answers").exists():
+    time.sleep(0.01)
+if state == "working":
     load(generator, 1)
     time.sleep(0.5)
 print(worker, generator.scratch, *generator.store.files, flush=True)
+if state == "answering":
+    os.kill(os.getpid(), signal.SIGSTOP)  # the answer does not fit into the buffers of the connection
 time.sleep(1000)
 """
 
+STATES = {"launched": 1, "starting": 1, "working": 3, "waiting": 2, "answering": 2, "sharing": 2}  # files
 
-@pytest.mark.parametrize("memory", ["nameless", pytest.param("named", marks=pytest.mark.forks(False))])
-@pytest.mark.parametrize("state", ["working", "waiting"])
+
+# A server of forks keeps the connection of a killed trainer open, so these states need new processes.
+REAL = [("answering", "nameless"), ("working", "named"), ("waiting", "named")]
+FORKED = [(state, "nameless") for state in STATES if state != "answering"]
+
+
+@pytest.mark.parametrize(
+    ("state", "memory"), [*FORKED, *(pytest.param(*case, marks=pytest.mark.forks(False)) for case in REAL)]
+)
 def test_a_process_ends_with_its_trainer_and_leaves_no_files(tmp_path, memory, state):
-    words = [sys.executable, "-c", TRAINER, memory, str(tmp_path / "log"), state]
+    log = tmp_path / "log"
+    words = [sys.executable, "-c", TRAINER, memory, str(log), state]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as trainer:
         lines = iter(trainer.stdout.readline, "")
         worker, *files = next(line for line in lines if line[0].isdigit()).split()
-        assert not gone(int(worker)) and len(files) == (3 if state == "working" else 2)
+        pids = [int(worker)]
+        assert not gone(pids[0]) and len(files) == STATES[state]
+        if state == "sharing":
+            name, child = Path(files[0], "shared").read_text().split()
+            files.append(f"/dev/shm/{name}")
+            pids.append(int(child))
         assert all(map(os.path.exists, files))
+        time.sleep(1.5 if state == "answering" else 0)
         trainer.kill()
     end = time.monotonic() + 10
-    while not gone(int(worker)) or any(map(os.path.exists, files)):
-        assert time.monotonic() < end, "the process or one of its files still exists"
+    while not all(map(gone, pids)) or any(map(os.path.exists, files)):
+        assert time.monotonic() < end, "a process or a file still exists"
+        time.sleep(0.05)
+    assert "Traceback" not in log.read_text()
+
+
+def test_shared_memory_of_a_killed_process_is_removed(start):
+    generator = start(Fake("shares", at=1))
+    load(generator, 0)
+    ask(generator, 1).result(SECONDS)
+    name, child = Path(generator.scratch, "shared").read_text().split()
+    kill(generator.process)
+    end = time.monotonic() + 10
+    while not gone(int(child)) or os.path.exists(f"/dev/shm/{name}"):
+        assert time.monotonic() < end, "the child process or the shared memory still exists"
         time.sleep(0.05)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +26,7 @@ from rlhf.config.scorer import HttpScorerConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import RunError, UserError
-from rlhf.scorers.http import HttpScorer, cause_of
+from rlhf.scorers.http import HttpScorer, cause_of, retry_after
 from tests.tiny_models import scorer_context, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -252,6 +257,197 @@ def test_this_machine_is_reached_without_a_proxy(service, monkeypatch):
     assert scorer_of(service, retries=0)(rollouts()).scores.tolist() == EXPECTED
     away = HttpScorer(HttpScorerConfig(url="http://scores.example/x"), scorer_context(TOKENIZER))
     assert away.session.trust_env, "other machines may be reachable only through the proxy of a cluster"
+
+
+# -- services that misbehave -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rough() -> Iterator[Callable[[Callable[[socket.socket], None]], str]]:
+    """`rough(answer)` starts a server whose connections are answered by `answer`; returns its address."""
+    listeners: list[socket.socket] = []
+    connections: list[socket.socket] = []
+
+    def serve(answer: Callable[[socket.socket], None]) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def handle(connection: socket.socket) -> None:
+            with suppress(OSError), connection:
+                if connection.recv(2**20):  # empty: only a check whether the service accepts connections
+                    answer(connection)
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    connections.append(connection)
+                    threading.Thread(target=handle, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/score"
+
+    yield serve
+    for each in (*listeners, *connections):
+        each.close()
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+def drips(head: bytes, piece: bytes) -> Callable[[socket.socket], None]:
+    """Return an answer that sends `head` and then `piece` again and again."""
+
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(head)
+        while True:
+            connection.sendall(piece)
+            time.sleep(0.02)
+
+    return answer
+
+
+def hangs(connection: socket.socket) -> None:
+    threading.Event().wait(5)
+
+
+def scorer_at(url: str, **settings: Any) -> HttpScorer:
+    return HttpScorer(HttpScorerConfig(url=url, **settings), scorer_context(TOKENIZER))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        drips(OK + b"Content-Length: 1000\r\n\r\n", b" "),
+        drips(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        drips(OK, b"X: y\r\n"[:1]),
+        hangs,
+    ],
+    ids=["slow body", "slow chunks", "slow headers", "no answer"],
+)
+def test_timeout_s_limits_the_whole_try(rough, answer):
+    start = time.monotonic()
+    with pytest.raises(RunError, match=r"did not answer in 2 tries of 0.3 s \(timed out\)"):
+        scorer_at(rough(answer), timeout_s=0.3, retries=1)(rollouts())
+    assert 0.6 <= time.monotonic() - start < 1.5
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        (OK + b"Content-Length: 3000000000\r\n\r\n", b" " * 2**20),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + b" " * 2**20 + b"\r\n"),
+        (OK + b"Connection: close\r\n\r\n", b" " * 2**20),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 3000000000\r\n\r\n", b"a" * 2**20),
+    ],
+    ids=["length", "chunks", "no length", "error"],
+)
+def test_an_answer_is_read_up_to_a_limit(rough, head, piece):
+    sent = 0
+
+    def answer(connection: socket.socket) -> None:
+        nonlocal sent
+        connection.sendall(head)
+        while sent < 3e9:
+            connection.sendall(piece)
+            sent += len(piece)
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(RunError, match="answered with (more than 1,073,152 bytes for 24|status 404)"):
+            scorer_at(rough(answer), concurrency=1)(rollouts())
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+    time.sleep(0.1)
+    assert sent < 50e6, "the connection must be closed"
+
+
+def test_a_compressed_answer_is_read_up_to_a_limit(rough):
+    bomb = gzip.compress(bytes(300_000_000), compresslevel=1)
+    head = OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb)
+    with pytest.raises(RunError, match="answered with more than 1,073,152 bytes"):
+        scorer_at(rough(lambda connection: connection.sendall(head + bomb)))(rollouts())
+
+
+@pytest.mark.parametrize("body", [b"[" * 10**6, b'{"scores": [1' + b"0" * 5000 + b"]}", b"\xff\xfe"])
+def test_an_answer_that_cannot_be_parsed_stops_the_run(service, body):
+    service.answer = lambda request, which: (200, body)
+    with pytest.raises(RunError, match="answered with status 200 and"):
+        scorer_of(service)(rollouts())
+
+
+def test_a_cut_answer_is_repeated(rough):
+    answers = iter([b"Content-Length: 1000\r\n\r\n{", b"Content-Length: 3\r\n\r\n{}}"])
+    with pytest.raises(RunError, match="answered with status 200 and '{}}'"):
+        scorer_at(rough(lambda connection: connection.sendall(OK + next(answers))))(rollouts())
+
+
+def answers_later(header: str) -> Callable[[socket.socket], None]:
+    head = f"HTTP/1.1 429 Too Many Requests\r\nRetry-After: {header}\r\nContent-Length: 0\r\n\r\n"
+    return lambda connection: connection.sendall(head.encode())
+
+
+@pytest.mark.parametrize("date", [False, True])
+def test_a_retry_after_above_timeout_s_stops_the_run_at_once(rough, date):
+    header = formatdate(time.time() + 100_000, usegmt=True) if date else "100000"
+    with pytest.raises(RunError) as stopped:
+        scorer_at(rough(answers_later(header)))(rollouts())
+    text = str(stopped.value)
+    assert "status 429" in text and "asked to wait for" in text and "(Retry-After)" in text
+    assert re.search(r"set scorer.timeout_s=(100000|99999)$", text)
+
+
+def test_a_short_retry_after_is_honoured(rough):
+    start = time.monotonic()
+    with pytest.raises(RunError, match="2 tries were made"):
+        scorer_at(rough(answers_later("1")), retries=1, concurrency=1)(rollouts())
+    assert 1 <= time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(("header", "wait"), [("", None), ("soon", None), ("7", 7), ("-1", None)])
+def test_an_invalid_retry_after_is_ignored(header, wait):
+    assert retry_after(header) == wait
+
+
+# -- secrets -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h/x?token=hunter2",
+        "http://h/x?a=1&api_key=hunter2",
+        "http://h/x?sig=hunter2",
+        "http://h/x?q=hunter2hunter2hunter2",
+        "http://h/x#access_token=hunter2",
+        "http://hunter2@h/x",
+        "http://me:hunter2@h/x",
+    ],
+)
+def test_a_secret_in_the_address_is_refused_and_not_shown(url):
+    (problem,) = HttpScorerConfig(url=url).problems("gold")
+    assert problem.startswith("gold.url must not contain a ") and "hunter2" not in problem
+    assert "set gold.token_variable=<environment variable" in problem
+
+
+def test_an_address_may_have_a_query_without_a_secret():
+    assert not list(HttpScorerConfig(url="http://h/x?version=2&model=llama-3-8b").problems("scorer"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "token", "said"),
+    [
+        ("hunter2", "", "may be the token itself; run: export SCORE_TOKEN=<token>"),
+        ("SCORE_TOKEN", "", "got SCORE_TOKEN, which is not set"),
+        ("SCORE_TOKEN", "hunter2\n", "contains others, such as a line break"),
+    ],
+)
+def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch, variable, token, said):
+    monkeypatch.setenv("SCORE_TOKEN", token)
+    config = HttpScorerConfig(url="http://h/x", token_variable=variable)
+    (problem,) = config.problems("scorer")
+    assert said in problem and "hunter2" not in problem
 
 
 def test_the_example_service_of_the_docs_returns_scores():

@@ -1,0 +1,54 @@
+"""End of the processes of a process group. This module imports no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+
+import psutil
+
+TRACKER = "multiprocessing.resource_tracker"  # in the command of Python's resource tracker
+ROUNDS = 100  # a process may start another one between the search and the kill
+
+
+def kill_group(group: int, spared: int | None = None) -> None:
+    """Kill the processes of a group, but not the resource trackers of Python's multiprocessing.
+
+    A resource tracker ends when the processes that use it have ended, and then removes the named shared
+    memory and semaphores that they left behind.
+
+    Args:
+        group: id of the process group.
+        spared: id of a process of the group that is not killed either.
+    """
+    for _ in range(ROUNDS):
+        due = [pid for pid in members(group) if pid != spared]
+        for pid in due:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not due:
+            return
+
+
+def members(group: int) -> list[int]:
+    """Return the ids of the running processes of a group, except zombies and resource trackers."""
+    found = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError, psutil.Error):
+            if os.getpgid(pid) != group:
+                continue
+            process = psutil.Process(pid)
+            tracks = any(TRACKER in argument for argument in process.cmdline())
+            if not tracks and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                found.append(pid)
+    return found
+
+
+def kill_children() -> None:
+    """Kill the descendants of this process in its own process group, such as the processes of a sweep."""
+    group = set(members(os.getpgrp()))
+    for child in psutil.Process().children(recursive=True):
+        if child.pid in group:
+            with suppress(psutil.Error):
+                child.kill()
