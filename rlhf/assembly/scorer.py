@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.agreement import compared
 from rlhf.assembly.parts import make, part
 from rlhf.scorers.scorer import Scorer, ScorerContext
 
@@ -27,9 +28,10 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
             tokenizer=tokenizer,
             ranks=ranks,
             model=cfg.model,
-            place=lambda module: place(module, ranks),
+            place=lambda module: compared(place(module, ranks), cfg, ranks),
             build=build,
             conversational=conversational,
+            tie_tolerance=cfg.tie_tolerance(section),
         )
         scorer: Scorer | None = make(section, context)
         return scorer

@@ -82,6 +82,7 @@ def assemble(
             TOLERANCE[cfg.model.dtype],
             expected(cfg.model.starts_as_reference),
             cfg.minimised,
+            cfg.tie_tolerance(cfg.scorer),
         ),
         evaluator=evaluator,
         checkpoints=Checkpoints(folder.path, cfg.save_total_limit, objective, data, ranks),

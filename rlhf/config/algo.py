@@ -108,6 +108,13 @@ class AlgoConfig(Section):
 
     name: str = MISSING
     samples_per_prompt: int = 1  # K, responses of one prompt
+    tie_tolerance: float | None = number(
+        None,
+        least=0,
+        means="scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; "
+        "null: for a reward model 1e-5 in float32, 1e-2 in bfloat16, 1e-3 in float16, else 0",
+        remedy="null",
+    )
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield the errors of single fields, then an error if there are too few samples of a prompt."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.footprint import Footprint, zero
+from rlhf.config.footprint import REDUCE_BUCKET, Footprint, zero
 from rlhf.config.model import Dtype
 from rlhf.config.schema import Section, number, option
 
@@ -116,7 +116,7 @@ class ZeroConfig(BackendConfig):
             max_grad_norm: the norm to which DeepSpeed clips gradients; None: no clipping.
         """
         cpu = {"device": "cpu"}
-        zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": 50_000_000}
+        zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": REDUCE_BUCKET}
         if self.offload_optimizer:
             zero["offload_optimizer"] = cpu
         if self.offload_weights:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KINDS = ("weights", "gradients", "optimizer")
+MESSAGE = 25_000_000  # gradients that ranks sum in one message, without ZeRO
+REDUCE_BUCKET = 50_000_000  # the same with ZeRO: DeepSpeed's `reduce_bucket_size`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,8 @@ class Footprint:
         step: temporary bytes per trained parameter during the optimizer step on a GPU. Without ZeRO: the
             float32 updates of all tensors at once. With ZeRO stages 1 to 3: float32 gradients,
             divided over the ranks like `optimizer`.
+        bucket: largest number of gradients that ranks sum in one message.
+        copies: copies of these gradients that exist while they are summed.
         sharded: the kinds (of `KINDS`) that are divided over the ranks.
         offloaded: the kinds (of `KINDS`) that are stored in RAM instead of on the device.
     """
@@ -34,6 +38,8 @@ class Footprint:
     gradients: float = 4
     optimizer: float = 8
     step: float = 4
+    bucket: int = MESSAGE
+    copies: int = 2
     sharded: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
 
@@ -74,6 +80,8 @@ def zero(stage: int, offload: bool, bfloat16: bool) -> Footprint:
         weights=each,
         gradients=4 if offloaded else each,
         optimizer=12 if bfloat16 or stage > 0 else 8,
+        bucket=REDUCE_BUCKET if stage > 0 else MESSAGE,
+        copies=1 if stage > 0 else 2,
         sharded=frozenset(sharded),
         offloaded=frozenset(offloaded),
     )

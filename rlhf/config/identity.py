@@ -61,7 +61,12 @@ NOT_IN_NAME = (
 )
 
 # Settings that are in the name only if they are set, so that configs without these keys keep their names.
-NEW_IN_NAME = ("stages.stand_ins", "model.chat_template", *(f"{scorer}.pad_token" for scorer in SCORERS))
+NEW_IN_NAME = (
+    "stages.stand_ins",
+    "model.chat_template",
+    "algo.tie_tolerance",
+    *(f"{scorer}.pad_token" for scorer in SCORERS),
+)
 
 
 def digest(cfg: Config | DictConfig) -> str:
@@ -109,7 +114,8 @@ def leave_out(tree: dict[str, Any], dotted: str, if_unset: bool = False) -> None
     name, _, rest = dotted.partition(".")
     for key in list(tree) if name == "*" else [name]:
         if not rest:
-            if not (if_unset and tree.get(key)):
+            value = tree.get(key)
+            if not if_unset or value is None or value is False:
                 tree.pop(key, None)
         elif isinstance(tree.get(key), dict):
             leave_out(tree[key], rest, if_unset)
@@ -124,7 +130,7 @@ def run_name(cfg: Config | DictConfig) -> str:
     after = f"{after}-seed{cfg.seed}-{digest(cfg)}"
     room = max(8, LONGEST_NAME - len(f"{before}--{after}"))
     model = re.sub(r"[^A-Za-z0-9._]+", "_", model_label(cfg))[:room].strip("._") or cfg.model.name
-    return f"{before}-{model}-{after}"
+    return files.component(f"{before}-{model}-{after}")
 
 
 def model_label(cfg: Config | DictConfig) -> str:

@@ -134,6 +134,11 @@ class Config(Section):
         stored = isinstance(self.scorer, LabelsScorerConfig | NoScorerConfig)
         return not self.algo.supervised and not stored
 
+    def tie_tolerance(self, scorer: ScorerConfig) -> float:
+        """Return the relative difference up to which two scores of `scorer` tie: set, or its default."""
+        chosen = self.algo.tie_tolerance
+        return scorer.rounding(self.model.dtype) if chosen is None else chosen
+
     @property
     def episodes_per_update(self) -> int:
         """The number of episodes of one update over all ranks: N times K."""

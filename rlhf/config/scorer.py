@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -14,7 +15,15 @@ from urllib.parse import urlsplit
 from omegaconf import MISSING
 
 from rlhf.config.address import annotated_lists, function_problem
+from rlhf.config.model import Dtype
 from rlhf.config.schema import Section, number, option, sections
+from rlhf.core.secrets import secret_in
+
+# Relative difference of the scores of a reward model for one response at different places of a batch.
+ROUNDING = {Dtype.float32: 1e-5, Dtype.bfloat16: 1e-2, Dtype.float16: 1e-3}
+
+VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[a-z_]+")  # the usual form of a name of an environment variable
+VISIBLE = re.compile(r"[!-~]+")  # ASCII characters without spaces and line breaks
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,6 +58,19 @@ class ScorerConfig(Section):
             reward: `model.reward` of the run.
         """
         return self.name
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return the default of `algo.tie_tolerance` for scores of this scorer; 0 if its scores are exact.
+
+        Args:
+            dtype: the dtype of forward passes.
+        """
+        return 0.0
+
+    @property
+    def asks_service(self) -> bool:
+        """Whether this scorer waits for the answers of a service."""
+        return False
 
     @property
     def described(self) -> str:
@@ -103,6 +125,10 @@ class RewardModelScorerConfig(ScorerConfig):
     path: str | None = None  # hub name or local folder; null: model.reward
     batch_size: int = number(32, least=1, means="sequences per forward pass")
     pad_token: str | None = None  # pad token of the reward model's tokenizer; null: its own, or its end token
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return the relative rounding error of scores: a unit in the last place, of float32 many units."""
+        return ROUNDING[dtype]
 
     @property
     def reads_reward(self) -> bool:
@@ -174,9 +200,18 @@ class WeightedScorerConfig(ScorerConfig):
         """Whether a part needs the model that `model.reward` names."""
         return any(part.reads_reward for part in self.parts.values())
 
+    @property
+    def asks_service(self) -> bool:
+        """Whether a part waits for the answers of a service."""
+        return any(part.asks_service for part in self.parts.values())
+
     def source(self, reward: str | None) -> Hashable:
         """Return an identifier that no other scorer has. The parts have their own identifiers."""
         return id(self)
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return the weighted sum of the rounding errors of the parts."""
+        return sum(abs(part.weight) * part.rounding(dtype) for part in self.parts.values())
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if there are no parts, and for each part that is `labels`, `none` or `weighted`."""
@@ -239,12 +274,17 @@ class HttpScorerConfig(ScorerConfig):
     batch_size: int = number(32, least=1, means="responses per request")
     concurrency: int = number(4, least=1, means="requests in parallel")
     timeout_s: float = number(
-        60.0, above=0, means="seconds without an answer of the service until a try fails"
+        60.0, above=0, means="seconds until a try without a complete answer fails; longest Retry-After"
     )
     retries: int = number(
         5, least=0, means="retries of a failed request: the first immediately, then after 1, 2, 4, ... s"
     )
     token_variable: str | None = None  # environment variable with the bearer token; null: none is sent
+
+    @property
+    def asks_service(self) -> bool:
+        """Whether this scorer waits for the answers of a service: always."""
+        return True
 
     def source(self, reward: str | None) -> Hashable:
         """Return an identifier of the scorer: its service."""
@@ -254,16 +294,12 @@ class HttpScorerConfig(ScorerConfig):
         """Yield an error if the address is invalid, or if the variable with the token is not set."""
         yield from ScorerConfig.problems(self, at)
         yield from url_problems(f"{at}.url", self.url, f"{at}.token_variable")
-        if self.token_variable is not None and not os.environ.get(self.token_variable):
-            yield (
-                f"{at}.token_variable must name an environment variable that contains the token (it is sent "
-                f"to {at}.url), got {self.token_variable!r}, which is not set; run: export "
-                f"{self.token_variable}=<token>, or set {at}.token_variable=null"
-            )
+        if self.token_variable is not None:
+            yield from token_problems(f"{at}.token_variable", self.token_variable)
 
 
 def url_problems(key: str, url: str | None, token_key: str) -> Iterator[str]:
-    """Yield an error if the address of a service is invalid or contains a user name or password.
+    """Yield an error if the address of a service is invalid or contains a secret.
 
     Args:
         key: the config key of the address.
@@ -279,8 +315,32 @@ def url_problems(key: str, url: str | None, token_key: str) -> Iterator[str]:
     if not whole:
         got = "null" if url is None else repr(url)
         yield f"{form}, got {got}; set {key}=http://127.0.0.1:8000/score"
-    elif parsed.username is not None:
+    elif (secret := secret_in(url or "")) is not None:
         yield (
-            f"{key} must not contain a user name or password (config.yaml would show it), got one; "
-            f"set {token_key}=<environment variable that contains a token>"
+            f"{key} must not contain {secret} (config.yaml would show it), got one; set "
+            f"{token_key}=<environment variable that contains a token>, which is sent as "
+            "`Authorization: Bearer <token>`"
+        )
+
+
+def token_problems(key: str, variable: str) -> Iterator[str]:
+    """Yield an error if the environment variable with a token is not set, or cannot be sent.
+
+    Args:
+        key: the config key with the name of the variable.
+        variable: the name of the variable; not shown if it may be the token itself.
+    """
+    token = os.environ.get(variable)
+    rule = f"{key} must name an environment variable that contains the token (it is sent to the service)"
+    if not VARIABLE.fullmatch(variable):
+        yield (
+            f"{rule}, got text that is no name of a variable and may be the token itself; "
+            f"run: export SCORE_TOKEN=<token>, and set {key}=SCORE_TOKEN"
+        )
+    elif not token:
+        yield (f"{rule}, got {variable}, which is not set; run: export {variable}=<token>, or set {key}=null")
+    elif not VISIBLE.fullmatch(token):
+        yield (
+            f"{key} must name a variable with a token of visible ASCII characters (it is sent in a header), "
+            f"got {variable}, which contains others, such as a line break; run: export {variable}=<token>"
         )

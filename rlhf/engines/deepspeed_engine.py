@@ -24,9 +24,9 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -42,6 +42,7 @@ from rlhf.config.model import Dtype
 from rlhf.core.batch import Outputs
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
+from rlhf.engines import resharding
 from rlhf.engines.engine import Engine, adam, groups, trained
 from rlhf.models.fetching import first_line
 from rlhf.models.loading import save
@@ -69,15 +70,12 @@ class DeepSpeedEngine(Engine):
         return cls(**parts, micro_batch=config.micro_batch, config=config)
 
     @staticmethod
-    def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks, checkpoint: Path | None) -> None:
+    def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
         """Import DeepSpeed, check its settings, and build its CPU optimizer if the config uses it.
 
         Raises:
-            UserError: DeepSpeed rejects its settings, its CPU optimizer cannot be built, or `checkpoint` is
-                divided over a different number of ranks.
+            UserError: DeepSpeed rejects its settings, or its CPU optimizer cannot be built.
         """
-        if checkpoint is not None:
-            check_ranks(config, checkpoint, ranks.size)
         prepare(config, dtype, ranks)
 
     @staticmethod
@@ -184,13 +182,22 @@ class DeepSpeedEngine(Engine):
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state for `load`; each rank writes its part."""
         kept = {"step_index": self.step_index}
-        self.deep.save_checkpoint(str(folder / FOLDER), TAG, client_state=kept, save_latest=False)
+        with write_errors_last(self.deep.checkpoint_engine):
+            self.deep.save_checkpoint(str(folder / FOLDER), TAG, client_state=kept, save_latest=False)
         if self.ranks.first:
             (folder / RANKS_FILE).write_text(json.dumps({"ranks": self.ranks.size}))
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save(folder)` wrote. From stage 1 on, the number of ranks must be equal."""
-        _, kept = self.deep.load_checkpoint(str(folder / FOLDER), TAG)
+        """Restore the state that `save(folder)` wrote, with any number of ranks."""
+        wrote = json.loads((folder / RANKS_FILE).read_text())["ranks"]
+        if self.stage == 0 or wrote == self.ranks.size:
+            _, kept = self.deep.load_checkpoint(str(folder / FOLDER), TAG)
+        else:
+            say(f"dividing {folder} over {self.ranks.size} instead of {wrote} ranks")
+            files, read = folder / FOLDER / TAG, partial(load_tensors, map_location="cpu", mmap=True)
+            resharding.restore(self.deep, self.stage, files, wrote, read)
+            first = "zero_pp_rank_0_mp_rank_00" if self.stage == 3 else "mp_rank_00"
+            kept = read(files / f"{first}_model_states.pt")
         self.step_index = kept["step_index"]
 
 
@@ -247,14 +254,34 @@ def shard(frozen: M, config: ZeroConfig, ranks: Ranks) -> M:
     return frozen
 
 
-def check_ranks(config: ZeroConfig, checkpoint: Path, size: int) -> None:
-    """Raise UserError if a checkpoint is divided over a number of ranks that differs from `size`."""
-    wrote = json.loads((checkpoint / RANKS_FILE).read_text())["ranks"]
-    if config.stage > 0 and wrote != size:
-        raise UserError(
-            f"ranks must be {wrote} to resume from {checkpoint} (backend={config.name} divided it over "
-            f"{wrote}), got {size}; start {wrote} ranks, or set resume=never to start again"
-        )
+@contextmanager
+def write_errors_last(files: Any) -> Iterator[None]:
+    """Raise the first error of a write at the end of the block, instead of at once.
+
+    DeepSpeed waits for all ranks between its writes. A rank with a full disk must take part, or the others
+    wait until their time limit.
+
+    Args:
+        files: DeepSpeed's checkpoint engine, which writes its files in `save` and its folders in `makedirs`.
+    """
+    errors: list[Exception] = []
+
+    def kept(write: Callable[..., object]) -> Callable[..., None]:
+        def try_to_write(*arguments: Any, **named: Any) -> None:
+            try:
+                write(*arguments, **named)
+            except Exception as error:
+                errors.append(error)
+
+        return try_to_write
+
+    files.save, files.makedirs = kept(files.save), kept(files.makedirs)
+    try:
+        yield
+    finally:
+        del files.save, files.makedirs  # the methods of the class again
+    if errors:
+        raise errors[0]
 
 
 def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
@@ -331,11 +358,11 @@ def build_cpu_adam(name: str) -> None:
         ) from error
 
 
-def load_tensors(path: str, map_location: Any = None) -> Any:
+def load_tensors(path: str | Path, map_location: Any = None, mmap: bool = False) -> Any:
     """Load a file of tensors, plain values and three classes of DeepSpeed; reject any other class."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
     with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-        return torch.load(path, map_location=map_location, weights_only=True)
+        return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)

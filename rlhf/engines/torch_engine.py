@@ -39,7 +39,7 @@ class TorchEngine(Engine):
         return cls(**parts, micro_batch=config.micro_batch)
 
     @staticmethod
-    def prepare(config: BackendConfig, dtype: Dtype, ranks: Ranks, checkpoint: Path | None) -> None:
+    def prepare(config: BackendConfig, dtype: Dtype, ranks: Ranks) -> None:
         """Do nothing: plain torch needs no preparation before a model is loaded."""
 
     @staticmethod

@@ -14,12 +14,16 @@ from rlhf.memory.uses import NEARLY, gib
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
-    from rlhf.memory.uses import Use
+    from rlhf.memory.uses import Plan, Use
 
 
 def rows(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield a row (name, value) for the summary of a run, for each device of the memory plan."""
-    made = plan(cfg)
+    yield from rows_of(plan(cfg))
+
+
+def rows_of(made: Plan) -> Iterator[tuple[str, str]]:
+    """Yield a row (name, value) for each device of a memory plan."""
     if made.unknown:
         yield "memory (estimate)", unknown_models(made.unknown)
     for use in made.uses:

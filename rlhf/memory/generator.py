@@ -10,6 +10,7 @@ from rlhf.config.algo import Trains
 from rlhf.config.generator import HFConfig, Transfer, VLLMConfig, WorkerConfig
 from rlhf.memory import activations
 from rlhf.memory.activations import BFLOAT16, FLOAT32
+from rlhf.memory.communication import nccl, sends_by_nccl
 from rlhf.memory.uses import PROCESS, Part, in_words, parameters, times
 
 if TYPE_CHECKING:
@@ -130,3 +131,4 @@ def vllm_on_gpu(generator: VLLMConfig, trainer: Trainer) -> Iterator[Part]:
     cache = activations.cache_bytes(trainer.policy, tokens.length, precision)
     made_of = f"{in_words(tokens)}; vLLM uses the rest of its share for more"
     yield Part("vLLM: keys and values", cache, made_of)
+    yield from nccl(int(generator.tensor_parallel_size > 1) + sends_by_nccl(generator))

@@ -10,7 +10,7 @@ from rlhf.config.algo import PPOConfig, Trains, ValueFrom
 from rlhf.config.model import NanoConfig
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
 from rlhf.config.task import EmbeddedTaskConfig
-from rlhf.memory.model_size import adapter_parameters, named_size, nano_size
+from rlhf.memory.model_size import adapter_parameters, module_parameters, named_size, nano_size
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -27,7 +27,7 @@ class Model:
     size: ModelSize | None  # None: unknown
     trained: bool = False
     batch_size: int = 0  # sequences per forward pass without gradients
-    adapters: int | None = None  # parameters of the adapters; None: the model has no adapters
+    adapters: int | None = None  # parameters trained beside frozen weights; None: the model has no adapters
 
     @property
     def counted(self) -> ModelSize:
@@ -63,25 +63,41 @@ def models(cfg: Config) -> Iterator[Model]:
         name = model.reference or model.policy
         key = "model.reference" if model.reference else "model.policy"
         yield Model("reference", key, name, size_of(cfg, name), False, batch)
+    yield from scoring_models(cfg)
+
+
+def judges(cfg: Config) -> Iterator[Model]:
+    """Yield the models of the judge, the only models that `rlhf.relabel` loads."""
+    return (model for model in scoring_models(cfg) if model.role == "judge")
+
+
+def scoring_models(cfg: Config) -> Iterator[Model]:
+    """Yield the models of the training scorer and of the judge."""
     for at, scorer in scorers(cfg):
         if isinstance(scorer, RewardModelScorerConfig):
-            key, name = (f"{at}.path", scorer.path) if scorer.path else ("model.reward", model.reward)
+            key, name = (f"{at}.path", scorer.path) if scorer.path else ("model.reward", cfg.model.reward)
             role = "judge" if at.startswith("gold") else "reward model"
             size = size_of(cfg, name)
             yield Model(role, key, name, size and size.scoring(), False, scorer.batch_size)
 
 
 def adapted(cfg: Config, model: Model) -> Model:
-    """Return a trained model with the number of adapter parameters that the config `model.lora` sets.
+    """Return a trained model with the number of parameters that are trained beside the frozen weights.
 
-    All parameters of a head with one output are trained and are counted. Modules in `modules_to_save` are not
-    counted.
+    These are the adapters, a trained copy of the modules in `model.lora.modules_to_save`, and the head of a
+    model with one output.
     """
     lora = cfg.model.lora
     if not lora.rank or model.size is None:
         return model
+    whole = list(lora.modules_to_save)
     count = adapter_parameters(model.size, lora.rank, lora.targets)
-    return replace(model, adapters=count + (model.size.head if model.size.vocabulary == 1 else 0))
+    if model.size.vocabulary == 1:
+        count += model.size.head
+        whole = [name for name in whole if name != "score"]
+    original = size_of(cfg, model.name)
+    assert original is not None, "the size of the model is known"
+    return replace(model, adapters=count + module_parameters(model.name, original, whole))
 
 
 def size_of(cfg: Config, name: str | None) -> ModelSize | None:

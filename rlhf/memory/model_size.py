@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlhf.config.model import NanoConfig
 
 HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
+EMBEDDINGS = ("embed_in", "embed_tokens", "wte")  # last parts of the names of input embeddings
 BUFFERS = re.compile(r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$")  # tensors that are not parameters
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # config keys of a mixture of experts
 NAMES = {  # size -> its keys in config.json, the most common key first
@@ -75,8 +76,13 @@ def named_size(name: str) -> ModelSize | None:
     Returns:
         The size; None if the model is not on this machine, or its config.json lacks a size.
     """
-    folder = Path(name).expanduser() if is_local(name) else cached_folder(name)
+    folder = named_folder(name)
     return None if folder is None else folder_size(folder)
+
+
+def named_folder(name: str) -> Path | None:
+    """Return the folder of the model `name`, a folder or a hub name; None if it is not on this machine."""
+    return Path(name).expanduser() if is_local(name) else cached_folder(name)
 
 
 def adapter_parameters(size: ModelSize, rank: int, targets: list[str] | None) -> int:
@@ -103,6 +109,35 @@ def adapter_parameters(size: ModelSize, rank: int, targets: list[str] | None) ->
     return size.layers * sum(rank * sum(shape) for name, shape in shapes.items() if name in names)
 
 
+def module_parameters(name: str | None, size: ModelSize, modules: list[str]) -> int:
+    """Return the number of parameters of the modules that the names in `modules` match.
+
+    Without the weights on this machine, only input embeddings and output head are counted.
+
+    Args:
+        name: hub name or folder of the model; None: a model that a run makes.
+        size: the size of the model.
+        modules: names of modules, or the last dotted parts of names, as in `model.lora.modules_to_save`.
+    """
+    counts = tensor_counts(None if name is None else named_folder(name))
+    if not counts:
+        counts = {f"{each}.weight": size.vocabulary * size.hidden for each in (*EMBEDDINGS, "lm_head")}
+    if "lm_head" in modules:  # the head's name in transformers; files of GPT-NeoX name it embed_out
+        modules = [*modules, "embed_out"]
+    return sum(
+        count for tensor, count in counts.items() if any(f".{each}." in f".{tensor}" for each in modules)
+    )
+
+
+def tensor_counts(folder: Path | None) -> dict[str, int]:
+    """Return the number of parameters of each tensor in a model folder; empty if it has no weights."""
+    try:
+        tensors = {} if folder is None else weight_headers(folder)
+    except DamagedFile:  # loading the model reports damaged weights
+        tensors = {}
+    return {tensor: math.prod(each.shape) for tensor, each in tensors.items() if not BUFFERS.search(tensor)}
+
+
 def folder_size(folder: Path) -> ModelSize | None:
     """Return the size of the model in `folder`, from the headers of its weights, otherwise from config.json.
 
@@ -111,13 +146,9 @@ def folder_size(folder: Path) -> ModelSize | None:
         missing.
     """
     size = config_size(read_config(str(folder)) or {})
-    try:
-        tensors = weight_headers(folder)
-    except DamagedFile:  # loading the model reports damaged weights
-        tensors = {}
-    if size is None or not tensors:
+    counts = tensor_counts(folder)
+    if size is None or not counts:
         return None if size is None or size.backbone == 0 else size
-    counts = {name: math.prod(each.shape) for name, each in tensors.items() if not BUFFERS.search(name)}
     head = sum(count for name, count in counts.items() if name.startswith(HEADS))
     return replace(size, backbone=sum(counts.values()) - head, head=head)
 

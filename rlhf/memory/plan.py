@@ -9,13 +9,14 @@ This module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.config.backend import Device
 from rlhf.config.generator import VLLMConfig
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import this_machine
+from rlhf.memory.communication import nccl, sends_by_nccl
 from rlhf.memory.generator import (
     annotates,
     generator_parts,
@@ -34,6 +35,7 @@ from rlhf.memory.uses import CONTEXT, PROCESS, Part, Phase, Plan, Use, kept, on_
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.core.machine import Machine
+    from rlhf.memory.loaded_models import Model
 
 
 def plan(cfg: Config, machine: Machine | None = None) -> Plan:
@@ -45,15 +47,12 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
     if cfg.stand_ins:  # tiny models, which fit everywhere
         return Plan((), {})
     machine = machine or this_machine()
-    loaded = list(models(cfg))
-    unknown = {model.key: str(model.name) for model in loaded if model.size is None}
-    if unknown:
-        return Plan((), unknown)
-    wanted = cfg.backend.device
-    on_gpu = wanted is Device.cuda or (wanted is Device.auto and bool(machine.gpus))
-    ranks, local = world_size(), local_world_size()
-    trainer = Trainer(cfg, tuple(loaded), ranks, "cuda" if on_gpu else "cpu")
-    if on_gpu:
+    loaded = tuple(models(cfg))
+    if names := unknown(loaded):
+        return Plan((), names)
+    local = local_world_size()
+    trainer = Trainer(cfg, loaded, world_size(), device(cfg, machine))
+    if trainer.device == "cuda":
         return Plan(tuple(on_gpus(cfg, trainer, machine, local)), {})
     parts = [times(part, local) for part in (*trainer.parts(), *trainer.in_ram())]
     many = generators(cfg, local)
@@ -63,6 +62,40 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
         for phase in trainer.phases()
     ]
     return Plan((Use("RAM", machine.ram, kept(parts), tuple(phases)),), {})
+
+
+def unknown(loaded: Iterable[Model]) -> dict[str, str]:
+    """Return the models whose size is unknown, by config key."""
+    return {model.key: str(model.name) for model in loaded if model.size is None}
+
+
+def device(cfg: Config, machine: Machine) -> str:
+    """Return the type of the device of the ranks, "cuda" or "cpu"."""
+    wanted = cfg.backend.device
+    return "cuda" if wanted is Device.cuda or (wanted is Device.auto and machine.gpus) else "cpu"
+
+
+def on_device(cfg: Config, loaded: tuple[Model, ...], machine: Machine | None = None) -> Use:
+    """Return the memory that frozen models need on the device of the ranks, to score texts.
+
+    Args:
+        cfg: the config.
+        loaded: the models; their sizes are known.
+        machine: the machine, by default this machine.
+    """
+    machine = machine or this_machine()
+    local, where = local_world_size(), device(cfg, machine)
+    trainer = Trainer(cfg, loaded, world_size(), where)
+    phases = [phase for phase in trainer.phases() if phase.bytes]
+    if where == "cuda":
+        parts = [Part("CUDA", CONTEXT, "one process"), *nccl(int(trainer.ranks > 1)), *trainer.parts()]
+        names = " ".join(map(str, range(local)))
+        return Use(f"GPU {names}", min(machine.gpus[:local], default=None), kept(parts), tuple(phases))
+    parts = [times(part, local) for part in trainer.parts()]
+    phases = [
+        Phase(phase.name, tuple(times(on_heap(part), local) for part in phase.parts)) for phase in phases
+    ]
+    return Use("RAM", machine.ram, kept(parts), tuple(phases))
 
 
 def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iterator[Use]:
@@ -76,7 +109,9 @@ def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iter
     """
     gpus, generator, many = machine.gpus, cfg.generator, generators(cfg, local)
     total = min(gpus[:local], default=None)
-    parts, phases = [Part("CUDA", CONTEXT, "one process"), *trainer.parts()], list(trainer.phases())
+    groups = int(trainer.ranks > 1) + sends_by_nccl(generator)
+    parts = [Part("CUDA", CONTEXT, "one process"), *nccl(groups), *trainer.parts()]
+    phases = list(trainer.phases())
     if isinstance(generator, VLLMConfig):
         share = generator.memory or generator.on_gpu
         devices = tuple(generator.devices or range(local, local + generator.gpus * many))

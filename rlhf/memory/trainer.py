@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rlhf.config.algo import Trains
 from rlhf.config.generator import HFConfig, WorkerConfig
 from rlhf.config.model import Dtype
-from rlhf.memory import activations
+from rlhf.memory import activations, communication
 from rlhf.memory.activations import AUTOCAST, BFLOAT16, FLOAT32, Tokens
 from rlhf.memory.uses import PROCESS, Part, Phase, in_words, parameters
 from rlhf.models import sharing_rules
@@ -149,6 +149,8 @@ class Trainer:
                     gradients = footprint.gradients if model.adapters is None else 0
                     each = stored.weights + gradients
                     yield Part(f"{model.role}: one layer", layer * each, "gathered from all ranks")
+        trained = sum(model.trainable for model in self.models)
+        yield from communication.bucket(footprint, trained, self.ranks)
 
     def phases(self) -> Iterator[Phase]:
         """Yield the phases: training, optimizer step, log-probs and scores, sampling in this process."""

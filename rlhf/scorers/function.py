@@ -6,13 +6,12 @@ import traceback
 from collections.abc import Mapping, Set, Sized
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from rlhf.config.address import load_function
 from rlhf.core.errors import RunError
 from rlhf.core.formatting import shortened
-from rlhf.scorers.scorer import Scorer, as_score, flat_texts, not_a_score
+from rlhf.scorers.scorer import Scorer, as_score, distinct_texts, not_a_score
 
 if TYPE_CHECKING:
     from rlhf.config.scorer import FunctionScorerConfig
@@ -50,32 +49,34 @@ class FunctionScorer(Scorer):
         return self.ranks.from_first(lambda: self.given(rollouts))
 
     def given(self, rollouts: Rollouts) -> Tensor:
-        """Call the function in this process, and return the scores [N, K].
+        """Call the function in this process for the distinct responses, and return the scores [N, K].
 
         Raises:
             RunError: the function raised an exception, or returned something that is not a score.
         """
-        texts = flat_texts(rollouts, self.tokenizer)
-        N, K, _ = rollouts.response_ids.shape
+        texts = distinct_texts(rollouts, self.tokenizer)
+        lists = texts.prompts, texts.responses, texts.references
+        count = len(texts.responses)
         examples = [
             f"row {row} of the data set, response {shortened(repr(response), 200)}"
-            for row, response in zip(rollouts.index.repeat_interleave(K).tolist(), texts[1], strict=True)
+            for row, response in zip(texts.rows, texts.responses, strict=True)
         ]
         if self.config.batched:
-            given = self.call(*texts, example=f"{N * K} responses, the first of {examples[0]}")
-            given = self.listed(given, N * K, examples[0])
+            given = self.call(*lists, example=f"{count} responses, the first of {examples[0]}")
+            given = self.listed(given, count, examples[0])
         else:
             given = [
-                self.call(*three, example=example) for *three, example in zip(*texts, examples, strict=True)
+                self.call(*three, example=example) for *three, example in zip(*lists, examples, strict=True)
             ]
-        scores = [as_score(value) for value in given]
-        for score, value, example in zip(scores, given, examples, strict=True):
-            if score is None:
+        scores = []
+        for value, example in zip(given, examples, strict=True):
+            if (score := as_score(value)) is None:
                 raise RunError(
                     f"{self.name} returned {shortened(repr(value), 80)} for {example}; a score must be a "
                     f"finite number{not_a_score(value)}: correct the function{self.hint(value)}"
                 )
-        return torch.tensor(scores, dtype=torch.float32).view(N, K)
+            scores.append(score)
+        return texts.spread(scores)
 
     def call(self, *arguments: Any, example: str) -> Any:
         """Return the result of the function for `arguments`; of a batched function, its items as a list.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.core.batch import Batch
+from rlhf.scorers.ties import merge_ties
 
 if TYPE_CHECKING:
     from rlhf.config.model import ModelConfig
@@ -33,6 +34,7 @@ class ScorerContext:
         place: returns a frozen module on the device, or divided over the ranks; depends on the backend.
         build: returns the scorer of a config section and key, for a scorer that consists of other scorers.
         conversational: the prompts of the task are dialogues.
+        tie_tolerance: largest relative difference of two scores that count as equal (`algo.tie_tolerance`).
     """
 
     at: str
@@ -42,6 +44,7 @@ class ScorerContext:
     place: Callable[[Any], Any]
     build: Callable[[ScorerConfig, str], Scorer | None]
     conversational: bool = False
+    tie_tolerance: float = 0.0
 
 
 class Scorer(ABC):
@@ -59,24 +62,37 @@ class Scorer(ABC):
         self.at = context.at
         self.tokenizer: PreTrainedTokenizerBase = context.tokenizer
         self.ranks = context.ranks
+        self.tie_tolerance = context.tie_tolerance
 
     @abstractmethod
     def score(self, rollouts: Rollouts) -> Tensor:
-        """Return the scores [N, K], float32, before the missing-EOS settings are applied."""
+        """Return the scores [N, K], float32, before the missing-EOS settings are applied.
+
+        A subclass implements this method; callers use `score_once`.
+        """
+
+    def score_once(self, rollouts: Rollouts) -> Tensor:
+        """Return `score`, but identical responses to a prompt get the score of the first of them.
+
+        A model gives identical responses scores that differ by rounding, because they are at different
+        places of a batch.
+        """
+        scores = self.score(rollouts)
+        return scores.gather(1, first_of_identical(rollouts).to(scores.device))
 
     def __call__(self, rollouts: Rollouts) -> Batch:
-        """Return the rollouts with the scores for training.
+        """Return the rollouts with the scores for training, in which ties are equal (`merge_ties`).
 
         Rollouts that an annotator process has scored already (a `Batch`) are returned unchanged.
         """
         if isinstance(rollouts, Batch):
             return rollouts
         scores, parts = self.training_scores(rollouts)
-        return rollouts.extend(Batch, scores=scores, parts=parts)
+        return rollouts.extend(Batch, scores=merge_ties(scores, self.tie_tolerance), parts=parts)
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Return the scores [N, K] after the missing-EOS settings, and the scores of the parts, if any."""
-        return self.at_end(self.score(rollouts), rollouts.ended), None
+        return self.at_end(self.score_once(rollouts), rollouts.ended), None
 
     def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
         """Return the scores [N, K] after the missing-EOS settings; `ended` [N, K] is False without EOS."""
@@ -105,6 +121,10 @@ class LabelsScorer(Scorer):
             return torch.zeros(rollouts.response_ids.shape[:2])
         return rollouts.labels
 
+    def score_once(self, rollouts: Rollouts) -> Tensor:
+        """Return the labels [N, K] unchanged: the data may label identical responses differently."""
+        return self.score(rollouts)
+
 
 class TextScorer(Scorer):
     """A scorer that judges the text of each response. A subclass implements `judge`."""
@@ -115,13 +135,14 @@ class TextScorer(Scorer):
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the scores [N, K] of the responses' texts."""
-        responses = response_texts(rollouts, self.tokenizer)
-        return torch.tensor(
+        texts = distinct_texts(rollouts, self.tokenizer)
+        return texts.spread(
             [
-                [self.judge(text, response, reference) for response in group]
-                for text, reference, group in zip(rollouts.texts, rollouts.references, responses, strict=True)
-            ],
-            dtype=torch.float32,
+                self.judge(prompt, response, reference)
+                for prompt, response, reference in zip(
+                    texts.prompts, texts.responses, texts.references, strict=True
+                )
+            ]
         )
 
 
@@ -142,6 +163,53 @@ def flat_texts(
     prompts = [text for text in rollouts.texts for _ in range(K)]
     references = [text for text in rollouts.references for _ in range(K)]
     return prompts, [text for group in groups for text in group], references
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistinctTexts:
+    """The distinct responses of rollouts as M texts; identical responses to a prompt are one text."""
+
+    prompts: list[str]  # M prompts
+    responses: list[str]  # M responses
+    references: list[str]  # M reference responses
+    rows: list[int]  # M rows of the task's data set
+    places: Tensor  # [N, K] int64, place of each response in these lists
+
+    def spread(self, scores: Sequence[float]) -> Tensor:
+        """Return the scores [N, K], float32, given the scores of the M texts."""
+        return torch.tensor(scores, dtype=torch.float32)[self.places]
+
+
+def distinct_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> DistinctTexts:
+    """Return the distinct responses of `rollouts` as texts, in the order of the rollouts."""
+    K = rollouts.response_ids.shape[1]
+    first = first_of_identical(rollouts)
+    kept = (first == torch.arange(K)).flatten()  # [N * K] bool, True: not identical to an earlier response
+    places = (kept.cumsum(0) - 1).view(-1, K).gather(1, first)
+    prompts, responses, references = (
+        [text for text, keep in zip(texts, kept.tolist(), strict=True) if keep]
+        for texts in flat_texts(rollouts, tokenizer)
+    )
+    rows = rollouts.index.cpu().repeat_interleave(K)[kept].tolist()
+    return DistinctTexts(
+        prompts=prompts, responses=responses, references=references, rows=rows, places=places
+    )
+
+
+def first_of_identical(rollouts: Rollouts) -> Tensor:
+    """Return, for each response, the first response of its prompt with the same tokens, [N, K] int64.
+
+    Identical responses have equal tokens within the response mask, and both or neither ended with EOS.
+    """
+    N, K, _ = rollouts.response_ids.shape
+    tokens = rollouts.response_ids.masked_fill(~rollouts.response_mask, -1).flatten(0, 1).cpu().numpy()
+    ended = rollouts.ended.flatten().tolist()
+    first: dict[tuple[int, bool, bytes], int] = {}
+    columns = [
+        first.setdefault((row // K, end, ids.tobytes()), row % K)
+        for row, (ids, end) in enumerate(zip(tokens, ended, strict=True))
+    ]
+    return torch.tensor(columns).view(N, K)
 
 
 def as_score(value: object) -> float | None:

@@ -35,7 +35,7 @@ class WeightedScorer(Scorer):
 
     def score(self, rollouts: Rollouts) -> Tensor:
         """Return the weighted sum [N, K] of the scores, before the missing-EOS settings are applied."""
-        return self.total({name: part.score(rollouts) for name, part in self.parts.items()})
+        return self.total({name: part.score_once(rollouts) for name, part in self.parts.items()})
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum [N, K], and the scores [N, K] of each part by the name of the part.

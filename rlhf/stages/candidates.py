@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.config.backend import RANKS_FILE, ZeroConfig
+from rlhf.config.backend import RANKS_FILE
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest
-from rlhf.core.launched import world_size
-from rlhf.models.folders import damage, folder_problem
+from rlhf.models.folders import folder_problem
 from rlhf.runs.folder import RunFolder, complete_checkpoints
+from rlhf.stages.final_model import adapter_problem, again, model_problem
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -53,7 +53,7 @@ class Candidate:
             return {}
         state = json.loads(self.position.read_text())
         state = state.get("state", state)
-        return {name: state[name] for name in ("update", "episode")}
+        return {name: state[name] for name in ("update", "episode") if name in state}
 
 
 def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> list[Candidate]:
@@ -69,10 +69,10 @@ def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> li
     """
     found = []
     for path in complete_checkpoints(folder.path):
-        ranks = path / RANKS_FILE
-        shards = json.loads(ranks.read_text())["ranks"] if ranks.exists() else 0
+        shards = number_of_shards(path)
         weights = path if shards else path / "model"
         found.append(Candidate(path.name, weights, path / "counters.json", path, shards))
+    final_problem = adapter_problem if cfg.model.lora.rank else model_problem
     if folder.finished():
         weights = folder.adapter if cfg.model.lora.rank else folder.model
         found.append(Candidate(folder.model.name, weights, folder.state))
@@ -88,15 +88,25 @@ def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> li
             "set only=model, or leave it out"
         )
     chosen = [candidate for candidate in found if not any(only) or candidate.name in only]
-    for candidate in chosen:
-        whole = candidate.checkpoint is None and candidate.weights == folder.model
-        if whole and (reason := damage(candidate.weights)):
-            others = ",".join(name for name in names if name != candidate.name)
-            raise UserError(
-                f"run= must have a complete final model ({candidate.weights}: {reason}), got {folder.path}; "
-                + (f"set only={others}" if others else "restore the files of the model")
-            )
+    if chosen[-1].checkpoint is None and (problem := final_problem(folder)):
+        others = ",".join(name for name in names if name != folder.model.name)
+        raise UserError(
+            f"run= must have a complete final model ({problem}), got {folder.path}; "
+            + (f"set only={others}, or " if others else "")
+            + again(folder)
+        )
     return chosen
+
+
+def number_of_shards(checkpoint: Path) -> int:
+    """Return the number of ranks that DeepSpeed sharded the weights of a checkpoint over; 0: not sharded.
+
+    The result is also 0 if the file with the number is damaged; the evaluation then skips the checkpoint.
+    """
+    try:
+        return int(json.loads((checkpoint / RANKS_FILE).read_bytes())["ranks"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
 
 
 def named_models(models: Sequence[str]) -> list[Candidate]:
@@ -120,16 +130,3 @@ def files(model: str) -> str | None:
         return None
     stats = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
     return digest({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()})
-
-
-def refuse_other_ranks(due: list[Candidate], cfg: Config) -> None:
-    """Raise UserError if a checkpoint is sharded over a number of ranks other than the number started."""
-    stage = cfg.backend.stage if isinstance(cfg.backend, ZeroConfig) else 0
-    for candidate in due:
-        if stage and candidate.shards not in (0, world_size()):
-            count = candidate.shards
-            raise UserError(
-                f"ranks must be {count} to evaluate {candidate.name} (backend={cfg.backend.name} sharded it "
-                f"over {count} ranks), got {world_size()}; start torchrun --nproc-per-node {count} -m "
-                "rlhf.evaluate, or add only=model"
-            )

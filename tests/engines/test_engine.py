@@ -102,6 +102,18 @@ def test_a_step_does_not_depend_on_the_micro_batch_size(objective):
     torch.testing.assert_close(gradient(engine_one), gradient(engine_all), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_the_loss_is_the_mean_over_the_pairs_with_signal(prompts):
+    engine, objective = engine_of(), OnlineDPO(DPOConfig())
+    batch = objective.credit(engine.annotate(scored(), objective.needs)).select(torch.arange(prompts))
+    policy, reference = (
+        engine.infer(model, batch, "logprobs").sum(-1) for model in (engine.policy, engine.reference)
+    )
+    margins = 0.1 * ((policy - reference)[:, 0] - (policy - reference)[:, 1])
+    expected = -torch.nn.functional.logsigmoid(margins).mean().item()
+    assert engine.step(batch, objective)["loss/policy"].value() == pytest.approx(expected, rel=1e-5)
+
+
 def test_gradient_norm_is_reported_before_clipping_and_the_step_uses_the_clipped_gradient():
     free, _ = step(SFT(SFTConfig()))
     clipped, engine = step(SFT(SFTConfig()), max_grad_norm=1e-3)

@@ -11,11 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rlhf.assembly.parts import make
 from rlhf.config.compose import compose
 from rlhf.config.model import LoRAConfig
+from rlhf.memory.loaded_models import models
 from rlhf.memory.model_size import (
     ModelSize,
     adapter_parameters,
     config_size,
     folder_size,
+    module_parameters,
     named_size,
     nano_size,
 )
@@ -94,6 +96,38 @@ def test_adapter_parameter_count_matches_peft(kind, targets):
     adapt(model, LoRAConfig(rank=3, targets=kept), 0)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert adapter_parameters(size, 3, targets) == trained
+
+
+WHOLE = {
+    "gpt_neox": ["embed_in", "lm_head", "final_layer_norm", "layers.0.input_layernorm"],
+    "llama": ["model.embed_tokens", "lm_head", "norm", "1.post_attention_layernorm"],
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_modules_that_are_trained_whole_are_counted_as_peft_trains_them(kind, tmp_path):
+    with_weights(tmp_path, kind)
+    model, size = tiny_lm(kind), folder_size(tmp_path)
+    adapt(model, LoRAConfig(rank=3, modules_to_save=WHOLE[kind]), 0)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    whole = module_parameters(str(tmp_path), size, WHOLE[kind])
+    assert whole > 2 * size.vocabulary * size.hidden
+    assert adapter_parameters(size, 3, None) + whole == trained
+
+
+def test_the_plan_includes_the_modules_that_are_trained_whole():
+    def policy(*words: str):
+        return next(models(compose(["model.lora.rank=4", *words])))
+
+    embeddings = policy().size.vocabulary * policy().size.hidden
+    whole = policy("model.lora.modules_to_save=[embed_in,lm_head]")
+    assert whole.trainable == policy().trainable + 2 * embeddings
+    assert policy("model.lora.modules_to_save=[embed_in]", "algo=reward").trainable == (
+        policy("algo=reward").trainable + embeddings
+    )
+    assert policy("model.lora.modules_to_save=[score]", "algo=reward").trainable == (
+        policy("algo=reward").trainable
+    ), "the head of a reward model is trained anyway"
 
 
 def with_weights(folder, kind="gpt_neox", **settings) -> int:

@@ -1,0 +1,50 @@
+"""Memory of messages between ranks: buffers of NCCL, and the bucket of gradients that is summed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rlhf.config.generator import Transfer, VLLMConfig
+from rlhf.memory.uses import Part, parameters, times
+
+if TYPE_CHECKING:
+    from rlhf.config.footprint import Footprint
+    from rlhf.config.generator import GeneratorConfig
+
+MIB = 2**20
+CHANNELS = 32  # largest number of NCCL's channels; fewer on GPUs without NVLink
+CONNECTION = 10 * MIB  # buffers of one connection: 4 MiB (NCCL_BUFFSIZE), and those of the two fast protocols
+GROUP = CHANNELS * 2 * CONNECTION  # a ring has two connections per channel; 0.5 to 0.7 GiB were reported
+
+
+def nccl(groups: int) -> Iterator[Part]:
+    """Yield the buffers of NCCL on one GPU that is in `groups` groups of processes."""
+    if groups:
+        made_of = f"{CHANNELS} channels x 2 connections x {CONNECTION // MIB} MiB"
+        yield times(Part("NCCL", GROUP, made_of, estimated=True), groups)
+
+
+def sends_by_nccl(generator: GeneratorConfig) -> bool:
+    """Return whether the trainer's GPU and the GPUs of vLLM form a group of NCCL to transfer weights.
+
+    The rule is that of `rlhf.generators.vllm.generator.route`, if trainer and vLLM both run on GPUs.
+    """
+    if not isinstance(generator, VLLMConfig):
+        return False
+    alone = generator.replicas == 1 and not generator.shares_gpu
+    return generator.transfer is Transfer.nccl or (generator.transfer is Transfer.auto and alone)
+
+
+def bucket(footprint: Footprint, trained: int, ranks: int) -> Iterator[Part]:
+    """Yield the copies of gradients that one message between the ranks contains.
+
+    Args:
+        footprint: footprint of the backend.
+        trained: number of trained parameters.
+        ranks: number of ranks.
+    """
+    if ranks > 1 and trained:
+        count = min(footprint.bucket, trained)
+        size = 4 * footprint.copies * count
+        yield Part("gradient bucket", size, parameters(count, size), estimated=True)

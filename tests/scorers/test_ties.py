@@ -1,0 +1,193 @@
+"""Ties: identical responses get one score, and scores that differ only by rounding are equal."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf.assembly.parts import make
+from rlhf.config.algo import BestOfKConfig, DPOConfig, RLOOConfig
+from rlhf.config.compose import compose
+from rlhf.config.identity import run_name
+from rlhf.config.model import Dtype
+from rlhf.config.scorer import FunctionScorerConfig, LabelsScorerConfig, ScorerConfig
+from rlhf.core.batch import Batch, Rollouts
+from rlhf.core.encoding import encode_completions, encode_prompts
+from rlhf.scorers.scorer import LabelsScorer, Scorer, distinct_texts, first_of_identical
+from rlhf.scorers.ties import merge_ties
+from rlhf.training.comparison import against_initial, tied
+from tests.tiny_models import scorer_context, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+RESPONSES = [["w1", "w2", "w1", "w2"], ["w1", "w1 w2", "w3", "w1"], ["w3", "w4", "w5", "w6"]]
+NEAR = 4e-6  # less than the tolerance of float32
+
+
+def rollouts() -> Rollouts:
+    """Return three prompts with four responses; the last response of the second prompt has no EOS."""
+    prompts = encode_prompts(torch.arange(7, 10), ["w8", "w9", "w9"], ["w1", "w2", "w2"], TOKENIZER)
+    ended = torch.ones(3, 4, dtype=torch.bool)
+    ended[1, 3] = False
+    return encode_completions(prompts, RESPONSES, TOKENIZER, response_length=None, ended=ended)
+
+
+class Rounding(Scorer):
+    """A scorer that gives every response the score 1, plus a small number that depends on its place."""
+
+    def score(self, rollouts: Rollouts) -> torch.Tensor:
+        count = rollouts.episodes
+        return 1 + NEAR * torch.arange(count).view(rollouts.response_ids.shape[:2]) / count
+
+
+def rounding(tie_tolerance: float = 0.0) -> Rounding:
+    context = replace(scorer_context(TOKENIZER), tie_tolerance=tie_tolerance)
+    return Rounding(ScorerConfig(name="rounding"), context)
+
+
+def test_identical_responses_have_equal_tokens_of_one_prompt_and_equal_ends():
+    assert first_of_identical(rollouts()).tolist() == [[0, 1, 0, 1], [0, 1, 2, 3], [0, 1, 2, 3]]
+    noise = rollouts()
+    noise.response_ids[~noise.response_mask] = 42
+    assert torch.equal(first_of_identical(noise), first_of_identical(rollouts())), "padding does not matter"
+
+
+def test_identical_responses_of_any_scorer_get_one_score():
+    scores, once = rounding().score(rollouts()), rounding().score_once(rollouts())
+    assert len(set(scores[0].tolist())) == 4, "the scorer itself distinguishes their places"
+    assert once[0, 0] == once[0, 2] != once[0, 1] == once[0, 3]
+    assert torch.equal(once[1:], scores[1:])
+    assert torch.equal(rounding()(rollouts()).scores, once)
+
+
+def test_labels_of_identical_responses_may_differ():
+    labels = torch.arange(12.0).view(3, 4)
+    scorer = LabelsScorer(LabelsScorerConfig(), scorer_context(TOKENIZER))
+    assert torch.equal(scorer(replace(rollouts(), labels=labels)).scores, labels)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_function_is_called_once_for_identical_responses(tmp_path, batched):
+    calls = tmp_path / "calls"
+    file = tmp_path / "own.py"
+    body = f"open({str(calls)!r}, 'a').write(f'{{r}}|')\n"
+    one = f"def score(p, r, a):\n    {body}    import random\n    return random.random()\n"
+    many = f"def score(p, r, a):\n    {body}    import random\n    return [random.random() for _ in r]\n"
+    file.write_text(many if batched else one)
+    config = FunctionScorerConfig(path=f"{file}:score", batched=batched)
+    scores = make(config, scorer_context(TOKENIZER))(rollouts()).scores
+    assert scores[0, 0] == scores[0, 2] and scores[0, 1] == scores[0, 3]
+    assert len(set(scores.flatten().tolist())) == 10
+    seen = calls.read_text().split("|")[:-1]
+    assert len(eval(seen[0])) == 10 if batched else len(seen) == 10
+
+
+def test_distinct_texts_keep_prompts_references_and_rows_together():
+    texts = distinct_texts(rollouts(), TOKENIZER)
+    assert texts.responses == ["w1", "w2", "w1", "w1 w2", "w3", "w1", "w3", "w4", "w5", "w6"]
+    assert texts.prompts == ["w8"] * 2 + ["w9"] * 8 and texts.references == ["w1"] * 2 + ["w2"] * 8
+    assert texts.rows == [7] * 2 + [8] * 4 + [9] * 4
+    assert texts.spread(list(range(10))).tolist() == [[0, 1, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_scores_within_the_tolerance_of_best_and_worst_are_equal_to_them():
+    scores = torch.tensor([[1.0, 0.5, 1 - NEAR, 0.5 + NEAR, 0.7, 0.7 + NEAR], [3, 3 + NEAR, 3, 3, 3, 3]])
+    merged = merge_ties(scores, 1e-5)
+    assert merged[0].tolist() == [1, 0.5, 1, 0.5, scores[0, 4], scores[0, 5]]
+    assert len(set(merged[1].tolist())) == 1
+    assert torch.equal(merge_ties(scores, 0.0), scores)
+
+
+def test_ties_are_relative_for_scores_above_one():
+    scores = torch.tensor([[1000.0, 1000.005], [0.001, 0.001 + 2e-5]])
+    merged = merge_ties(scores, 1e-5)
+    assert merged[0, 0] == merged[0, 1] and torch.equal(merged[1], scores[1])
+
+
+def test_scores_of_a_chain_of_small_differences_are_not_all_equal():
+    chain = torch.arange(10).div(10)[None]
+    merged = merge_ties(chain, 0.15)
+    assert merged.tolist()[0] == pytest.approx([0, 0, *[0.1 * i for i in range(2, 8)], 0.9, 0.9])
+
+
+def test_best_and_worst_differ_unless_they_tie():
+    draw = random.Random(0)
+    for _ in range(300):
+        scores = torch.tensor([[draw.choice([0, 0.25, 0.5, 0.75, 1]) for _ in range(4)]])
+        merged, spread = merge_ties(scores, 0.25), float(scores.max() - scores.min())
+        assert (merged.max() > merged.min()) == (spread > 0.25)
+        assert (merged - scores).abs().max() <= 0.25
+
+
+def test_both_definitions_of_a_tie_agree():
+    draw = random.Random(0)
+    for _ in range(300):
+        a, b = (draw.choice([-1, 1]) * draw.choice([0.5, 1, 30]) + draw.uniform(-0.3, 0.3) for _ in range(2))
+        a, b = torch.tensor([a, b]).tolist()
+        merged = merge_ties(torch.tensor([[a, b]], dtype=torch.float64), 0.01)[0]
+        assert tied(a, b, 0.01) == bool(merged[0] == merged[1])
+
+
+def near_ties() -> Batch:
+    scores = torch.tensor([[1.0, 1 + NEAR, 1, 1], [0, 2, 2 + NEAR, 1], [3, 1, 2, 1 + NEAR]])
+    return rollouts().extend(Batch, scores=merge_ties(scores, 1e-5))
+
+
+def test_near_ties_have_no_signal_and_the_choice_of_a_pair_does_not_depend_on_rounding():
+    pair = make(DPOConfig(samples_per_prompt=4)).credit(near_ties())
+    assert pair.signal.tolist() == [False, True, True]
+    chosen = [RESPONSES[row].index(TOKENIZER.decode(pair.response_ids[row, 0], skip_special_tokens=True))
+              for row in (1, 2)]  # fmt: skip
+    assert chosen == [1, 0], "of responses that tie, the first is chosen"
+    assert make(BestOfKConfig(samples_per_prompt=4)).credit(near_ties()).signal.tolist() == [
+        False,
+        True,
+        True,
+    ]
+    assert make(RLOOConfig(samples_per_prompt=4, kl_coef=0.0)).credit(near_ties()).signal.tolist() == (
+        [False, True, True]
+    )
+
+
+def test_the_win_rate_against_the_initial_policy_counts_near_ties_half():
+    initial = [1.0, 1.0, 1.0, 1.0]
+    now = [1 + NEAR, 1 - NEAR, 2.0, 0.0]
+    assert against_initial(now, initial, 1e-5)["eval/win_rate_vs_initial"] == 0.5
+    assert against_initial([1 + NEAR] * 4, initial, 1e-5)["eval/win_rate_vs_initial"] == 0.5
+    assert against_initial([1 + NEAR] * 4, initial)["eval/win_rate_vs_initial"] == 1
+
+
+# -- the default of `algo.tie_tolerance` -----------------------------------------------------------
+
+
+def tolerance(*words: str) -> float:
+    cfg = compose(list(words))
+    return cfg.tie_tolerance(cfg.scorer)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(Dtype.float32, 1e-5), (Dtype.bfloat16, 1e-2), (Dtype.float16, 1e-3)]
+)
+def test_the_default_for_a_reward_model_is_the_rounding_of_its_dtype(dtype, expected):
+    assert tolerance(f"model.dtype={dtype.value}") == expected
+
+
+def test_scores_of_programs_are_exact_and_a_set_tolerance_applies_to_every_scorer():
+    assert tolerance("scorer=facts") == 0
+    assert tolerance("scorer=facts", "algo.tie_tolerance=0.5") == 0.5
+    assert tolerance("algo.tie_tolerance=0") == 0
+
+
+def test_the_default_of_a_weighted_sum_is_the_weighted_sum_of_its_parts():
+    words = ["task=arithmetic", "scorer=reward_and_answer"]
+    weight = compose(words).scorer.parts["reward_model"].weight
+    assert tolerance(*words) == pytest.approx(weight * 1e-5)
+    assert tolerance(*words, "scorer.parts.reward_model.weight=-3") == pytest.approx(3e-5)
+
+
+def test_the_tolerance_is_part_of_the_name_of_a_run_only_if_it_is_set():
+    names = [run_name(compose(words)) for words in ([], ["algo.tie_tolerance=0"], ["algo.tie_tolerance=0.1"])]
+    assert len(set(names)) == 3
+    assert names[0] == run_name(compose(["algo.tie_tolerance=null"]))
