@@ -33,7 +33,7 @@ COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTR
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-slurm system check format snapshots bench reproduce lock lock-check clean
+.PHONY: help setup train test test-all test-slurm test-faults system check format snapshots bench reproduce lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -61,6 +61,9 @@ system:  ## install SLURM and a browser for the tests, by apt as root; no other 
 
 test-slurm: setup  ## the tests on a SLURM of two nodes, which runs as long as the tests; needs make system
 	$(BIN)/python -m pytest --durations 10 tests/end_to_end/test_slurm.py $(ARGS)
+
+test-faults: setup  ## inject random faults into short runs: ARGS="--minutes 20 --seed 7", ARGS=--help
+	$(BIN)/python -m tests.faults $(ARGS)
 
 check: setup  ## lint, format, types, import contracts
 	$(BIN)/ruff check

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
+import importlib
 import io
 import os
 import pickle
@@ -214,7 +215,10 @@ def move(files: list[int], numbers: list[int]) -> None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Set environment, folder, arguments, import path and standard streams of this child from the request."""
+    """Set environment, folder, arguments, import path and standard streams of this child from the request.
+
+    A `sitecustomize.py` on PYTHONPATH is executed, as Python does at its start.
+    """
     flags, how, program, words = parsed(request["args"])  # type: ignore[misc]
     os.environ.clear()
     os.environ.update(request["env"])
@@ -225,6 +229,9 @@ def become(request: dict[str, Any]) -> None:
     first = [] if "-P" in flags else ["" if how == "-c" else os.getcwd()]
     added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*first, *added, *BASE_PATH]
+    if any(os.path.exists(os.path.join(path, "sitecustomize.py")) for path in added):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
     unbuffered = "-u" in flags or bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = output(1, unbuffered, "strict")

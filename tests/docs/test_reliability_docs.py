@@ -16,21 +16,26 @@ ASYNC = "end_to_end/test_async.py"
 BACKENDS = "end_to_end/test_backends.py"
 CHECKPOINT = "training/test_checkpoint.py"
 CONSOLE = "core/test_console.py"
+DAMAGED = "commands/test_damaged_folders.py"
 FINISHED = "launch/test_jobs.py"
 FOLDERS = "checks/test_folders.py"
 JOBS = "commands/test_jobs.py"
 JSONL = "loggers/test_jsonl.py"
 LOCK = "runs/test_lock.py"
+LOCK_FILE = "runs/test_lock_file.py"
 PIPELINE = "end_to_end/test_pipeline.py"
 RANKS = "end_to_end/test_ranks.py"
 RELABEL = "end_to_end/test_relabel.py"
 RUN = "end_to_end/test_run.py"
 RUN_FOLDER = "end_to_end/test_run_folder.py"
+SERVICE = "scorers/test_scorers_http.py"
+SERVICE_RUNS = "end_to_end/test_service.py"
 SIGNALS = "processes/test_signals.py"
 SLURM = "end_to_end/test_slurm.py"
 SURVIVAL = "end_to_end/test_survival.py"
 SWEEPS = "end_to_end/test_sweeps.py"
 SWEEP_COMMANDS = "commands/test_sweeps.py"
+TWO_PROCESSES = "end_to_end/test_two_processes.py"
 WORKER = "processes/test_worker.py"
 
 TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> its tests by file
@@ -75,7 +80,7 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
         ASYNC: ["test_ctrl_c_ends_trainer_and_worker_processes"],
         SURVIVAL: ["test_resume_after_ctrl_c_equals_an_uninterrupted_run"],
     },
-    "second Ctrl-C": {SIGNALS: ["test_a_second_ctrl_c_in_training_raises_keyboard_interrupt"]},
+    "second Ctrl-C": {SIGNALS: ["test_a_second_ctrl_c_ends_a_blocked_process_and_its_children_at_once"]},
     "signal to the generator process": {ASYNC: ["test_the_generator_process_ignores_stop_signals"]},
     "the program that reads the output, such as `head`, ends": {
         CONSOLE: [
@@ -95,6 +100,27 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
     },
     "generator process hangs": {WORKER: ["test_a_lost_request_is_sampled_again_with_the_same_version"]},
     "annotator process killed": {ASYNC: ["test_an_annotator_killed_in_the_middle_of_a_run_changes_no_row"]},
+    "the trainer is killed while a process starts, samples or answers": {
+        WORKER: ["test_a_process_ends_with_its_trainer_and_leaves_no_files"]
+    },
+    "no complete answer within `scorer.timeout_s` seconds": {
+        SERVICE: ["test_timeout_s_limits_the_whole_try", "test_a_timeout_is_retried_then_stops_the_run"]
+    },
+    "endless or huge answer": {
+        SERVICE: ["test_an_answer_is_read_up_to_a_limit"],
+        SERVICE_RUNS: ["test_a_huge_answer_stops_the_run_with_little_memory"],
+    },
+    "`Retry-After` longer than `scorer.timeout_s`": {
+        SERVICE: ["test_a_retry_after_above_timeout_s_stops_the_run_at_once"]
+    },
+    "signal while scores of an update are awaited": {
+        SERVICE_RUNS: ["test_sigterm_while_scores_are_awaited_writes_a_checkpoint_and_the_run_resumes"]
+    },
+    "signal while scores of an evaluation are awaited": {
+        SERVICE_RUNS: [
+            "test_a_signal_while_an_evaluation_waits_for_a_service_leaves_the_evaluation_to_the_next_session"
+        ]
+    },
     "process lost more than `generator.restarts` times": {
         ASYNC: ["test_a_run_ends_if_the_generator_exceeds_its_restarts"],
         WORKER: ["test_a_process_lost_too_often_stops_the_run"],
@@ -104,7 +130,7 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
     "a rank hangs": {RANKS: ["test_hanging_rank_ends_the_run_after_backend_timeout"]},
     "error in one rank": {RANKS: ["test_error_of_one_rank_is_reported_with_its_rank"]},
     "ZeRO checkpoint of another number of ranks": {
-        BACKENDS: ["test_a_divided_checkpoint_is_rejected_on_another_number_of_ranks_before_loading"]
+        BACKENDS: ["test_a_divided_checkpoint_is_resumed_and_evaluated_by_another_number_of_ranks"]
     },
     "a job of a sweep fails": {
         SWEEP_COMMANDS: ["test_jobs_that_fail_are_listed_at_the_end_and_the_others_are_kept"],
@@ -131,6 +157,27 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
         LOCK: ["test_a_folder_in_use_is_refused_and_the_message_names_the_process"],
         RUN_FOLDER: ["test_a_second_run_in_the_folder_of_an_active_run_is_refused"],
     },
+    "`rlhf.evaluate`, `rlhf.relabel`, `rlhf.extend` or `rlhf.pipeline` twice at once": {
+        TWO_PROCESSES: [
+            "test_the_same_evaluation_twice",
+            "test_the_same_relabelling_twice",
+            "test_the_same_extension_twice",
+            "test_the_same_pipeline_twice",
+        ]
+    },
+    "the same sweep twice at once": {TWO_PROCESSES: ["test_the_same_sweep_twice"]},
+    "two runs need the same missing model or pairs": {
+        TWO_PROCESSES: ["test_two_runs_that_need_the_same_missing_models"]
+    },
+    "the host of a run fails, or is suspended for more than 60 seconds": {
+        LOCK_FILE: [
+            "test_the_lock_of_another_host_is_taken_over_if_nobody_touches_it",
+            "test_an_owner_whose_lock_was_taken_over_writes_nothing_more",
+        ]
+    },
+    "`.lock` deleted during the run": {
+        LOCK_FILE: ["test_a_lock_file_that_somebody_removed_is_written_again"]
+    },
     "run folder deleted during the run": {
         RUN_FOLDER: ["test_a_run_whose_folder_is_deleted_stops_with_one_sentence"]
     },
@@ -139,11 +186,43 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
             "test_a_damaged_config_is_written_again_only_if_the_name_of_the_folder_identifies_the_run"
         ]
     },
-    "a line of `metrics.jsonl` is damaged": {
-        JSONL: ["test_a_resumed_run_moves_damaged_lines_aside_and_keeps_the_rows_before_its_checkpoint"],
-        RUN_FOLDER: ["test_damaged_metrics_and_a_deleted_model_are_restored_by_a_resume"],
+    "`metrics.jsonl` or `completions.jsonl` is removed, truncated or altered between two sessions": {
+        JSONL: ["test_damaged_rows_before_the_checkpoint_are_restored_with_one_message"],
+        RUN_FOLDER: [
+            "test_damaged_metrics_and_a_deleted_model_are_restored_by_a_resume",
+            "test_rows_lost_before_the_checkpoint_are_restored_by_a_resume",
+        ],
     },
-    "`model/` of a finished run deleted": {
+    "`metrics.jsonl` or `completions.jsonl` is removed, truncated or altered during the run": {
+        JSONL: [
+            "test_rows_that_are_damaged_during_the_run_are_restored_at_the_next_checkpoint",
+            "test_rows_are_restored_at_the_end_of_the_run",
+        ],
+        RUN_FOLDER: ["test_rows_lost_during_the_run_are_restored"],
+    },
+    "rows before a checkpoint of an earlier version are lost": {
+        JSONL: ["test_rows_without_a_copy_are_reported_as_lost"],
+        RUN_FOLDER: ["test_rows_without_a_copy_are_reported_as_lost_in_the_state_and_in_the_report"],
+    },
+    "a folder is in place of a file of the run": {
+        DAMAGED: ["test_a_damaged_file_is_named_with_a_remedy_and_unrelated_files_are_ignored"],
+        RUN_FOLDER: ["test_a_file_of_the_run_that_becomes_a_folder_stops_the_run_without_a_traceback"],
+    },
+    "`trainer_state.json` is damaged, or has no result although the run is finished": {
+        DAMAGED: ["test_a_damaged_file_is_named_with_a_remedy_and_unrelated_files_are_ignored"]
+    },
+    "the model of a finished stage (SFT model, reward model) is missing or damaged": {
+        RUN_FOLDER: ["test_a_model_of_a_stage_that_is_missing_is_named_with_the_remedy"]
+    },
+    "files and folders that no run wrote, such as `checkpoint-foo`, `checkpoint-3-copy` or "
+    "`.tmp-checkpoint-3`": {
+        CHECKPOINT: [
+            "test_unfinished_files_of_the_run_are_removed_and_those_of_another_process_are_kept",
+            "test_an_older_checkpoint_is_removed_although_a_file_has_its_scratch_name",
+        ],
+        DAMAGED: ["test_a_damaged_file_is_named_with_a_remedy_and_unrelated_files_are_ignored"],
+    },
+    "`model/` of a finished run is missing or damaged": {
         FINISHED: ["test_the_message_about_a_finished_run_names_the_model_or_how_to_write_it_again"],
         RUN_FOLDER: ["test_damaged_metrics_and_a_deleted_model_are_restored_by_a_resume"],
     },
@@ -199,7 +278,8 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-LINES = [line for line in DOCS.partition("## Faults\n")[2].splitlines() if line.startswith("|")]
+FAULTS = DOCS.partition("## Faults\n")[2].partition("\n## ")[0]
+LINES = [line for line in FAULTS.splitlines() if line.startswith("|")]
 TABLES = [cells(line) for line in LINES if not line.startswith("|---")]
 ROWS = [row for row in TABLES if row[0] != "fault"]
 
