@@ -36,6 +36,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlhf.core import early_signals
+
 ROOT = Path(__file__).parents[1]
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # number of the system call clone
 CLONE_PARENT = 0x8000
@@ -277,6 +279,8 @@ def carry_out(request: dict[str, Any]) -> None:
     """Run the program of a request in this process, and end the process."""
     become(request)
     _, how, program, _ = parsed(request["args"])  # type: ignore[misc]
+    if how == "-m" and program.startswith("rlhf."):
+        early_signals.handle()  # as the import of rlhf does in a new process
     if program not in ALONE:
         own_server()
     main = types.ModuleType("__main__")

@@ -66,13 +66,15 @@ class Annotator(Service):
         """Return the rollouts as a `Batch` with `scores`, `parts`, `ref_logprobs` and `annotate_ahead_s`.
 
         Raises:
-            RunError: the scorer failed; the traceback is in the log of the annotator process.
+            RunError: the scorer failed; the traceback of its cause is in the log of the annotator process.
         """
         start = time.perf_counter()
         try:
             batch = self.scorer(rollouts)
         except RunError as error:
-            traceback.print_exc()
+            if error.__cause__ is None:
+                raise
+            traceback.print_exception(error.__cause__)
             raise RunError(f"{error} (traceback and output: annotator.log)") from error
         logprobs = self.reference_logprobs(batch)
         return replace(batch, ref_logprobs=logprobs, annotate_ahead_s=time.perf_counter() - start)

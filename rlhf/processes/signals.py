@@ -153,8 +153,8 @@ class Interruption:
         ctrl_c = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, early_signals.end)
         for number in (*SIGNALS, *([signal.SIGINT] if ctrl_c else [])):
             before = signal.signal(number, self.handle)
-            if before is early_signals.end:
-                before = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+            if before is early_signals.end:  # a command: after the block, only the exit of Python remains
+                before = signal.SIG_IGN
             self.previous[number] = before
         return listener
 

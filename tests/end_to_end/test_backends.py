@@ -257,6 +257,8 @@ def test_a_run_gives_the_same_metrics_as_on_plain_torch(name, runs, finished):
     plain = finished(*(word for word in RUNS[name][1] if not word.startswith("backend=zero")))
     assert len(rows(folder)) == len(rows(plain)) >= 4
     for row, expected in zip(rows(folder), rows(plain), strict=True):
+        if expected["update"] == 1:  # policy and reference are equal, so rounding decides which margin is > 0
+            row.pop("rewards/accuracies", None), expected.pop("rewards/accuracies", None)
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-4)
     trained = load_file(folder / "model" / "model.safetensors")
     expected = load_file(plain.model / "model.safetensors")

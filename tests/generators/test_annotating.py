@@ -198,6 +198,7 @@ def test_an_annotator_starts_by_default_only_with_lag_and_without_gpu(
 
     monkeypatch.setattr("rlhf.generators.own_process.WorkerGenerator", start("generator"))
     monkeypatch.setattr("rlhf.generators.own_process.Worker", start("annotator"))
+    monkeypatch.setattr("rlhf.assembly.generator.samples_with_cache", lambda *_: True)
     engine = SimpleNamespace(module=SimpleNamespace(model=tiny_lm()), borrow_policy=None)
     cfg, ranks = compose(["model.policy=somewhere", *words.split()]), Ranks(torch.device(device))
     made = build_generator(cfg, engine, tiny_tokenizer(), RunFolder(tmp_path), ranks)
@@ -282,7 +283,8 @@ def test_a_batch_in_flight_is_saved_and_loaded_with_its_annotations(tmp_path):
 @pytest.fixture
 def settings(tmp_path):
     save(tiny_lm(), tiny_tokenizer(), tmp_path / "model")
-    return compose([f"model.policy={tmp_path / 'model'}", "scorer=facts", "backend.micro_batch=4"])
+    own = [f"model.policy={tmp_path / 'model'}", "task.max_prompt_tokens=64", "generator.response_length=32"]
+    return compose([*own, "scorer=facts", "backend.micro_batch=4", f"cache_dir={tmp_path}"])
 
 
 def test_an_annotator_uses_the_settings_of_the_run(settings):

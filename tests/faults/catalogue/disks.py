@@ -187,7 +187,7 @@ def entries() -> Iterator[Entry]:
             "Disks: limit of the file size (RLIMIT_FSIZE), as with a quota",
             "hf",
             small_files,
-            Outcome(codes(0, 1)),  # the limit also applies to the file with the output
+            Outcome(codes(0, 1, 120)),  # the limit also applies to the file with the output; Python: 120
             at=MOMENTS[phase],
         )
     yield Entry(
