@@ -51,6 +51,7 @@ PARTS = {
 LIMIT_S = 180  # of one row
 MEMORY_BYTES = 12 << 30  # address space of one process; a default Llama of 7B parameters exceeds the limit
 FEW = 3  # up to this number of rows, starting Python anew takes less time than starting the server
+CACHE = "artefacts"  # folder in `outputs` that is no run
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -165,7 +166,8 @@ def carry_out(row: Row, work: Path, materials: Path, service: str, fresh: bool) 
     if row.prepare is not None:
         row.prepare(folder)
     before = files(folder)
-    runs = [str(path.relative_to(folder)) for path in (folder / "outputs").glob("*") if path.is_dir()]
+    made = sorted(path for path in (folder / "outputs").glob("*") if path.is_dir() and path.name != CACHE)
+    runs = [str(path.relative_to(folder)) for path in made]
     fill = {"ARTEFACTS": str(work / "artefacts"), "SERVICE": service, "RUN": runs[0] if runs else "outputs"}
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     for name in REMOVED:

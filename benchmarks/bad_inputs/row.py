@@ -40,7 +40,7 @@ class Row:
         name: unique name; the first letter is the part.
         typed: the arguments of the command, as in a shell; in `shell` rows the whole command line, in which
             `$PYTHON` is the interpreter. The text `ARTEFACTS` is replaced by a folder that all rows share,
-            `SERVICE` by the address of a local HTTP server, `RUN` by the first folder in `outputs`.
+            `SERVICE` by the address of a local HTTP server, `RUN` by the first run in `outputs`.
         says: texts that the output must contain.
         code: the exit code; None: any.
         base: arguments before `typed`; arguments of `typed` win.
