@@ -24,7 +24,7 @@ class TrainState:
     lag: int = 0  # version of the weights before the last update, minus version that sampled its batch
     wall_s: float = 0.0  # seconds of all updates, including earlier sessions of the run
     best: float | None = None  # best value so far of the evaluation metric `Config.metric`
-    unevaluated: bool = False  # a signal interrupted the evaluation after the last update
+    unevaluated: bool = True  # the evaluation of the initial policy, or an interrupted one, is still to do
     lost_rows: list[str] = field(default_factory=list)  # files of rows that could not be restored on resume
 
     @property
@@ -67,6 +67,7 @@ class TrainState:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Set all counters to saved values, except the length of the run, which may have been extended."""
+        self.unevaluated = False  # earlier versions did not save it
         for name, value in saved.items():
             if name != "num_updates":
                 setattr(self, name, value)

@@ -75,7 +75,7 @@ def train(
     generator, scorer, engine, objective = parts.generator, parts.scorer, parts.engine, parts.objective
     recorder, evaluator = parts.recorder, parts.evaluator
     timer = recorder.timer
-    if (state.update == 0 or state.unevaluated) and schedule.eval_every:
+    if state.unevaluated and schedule.eval_every:
         recorder.evaluation(state, evaluator(state))
     for rollouts in stream:
         with timer("score"):
