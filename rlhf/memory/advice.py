@@ -57,11 +57,18 @@ def problems(cfg: Config) -> list[str]:
 def warnings(cfg: Config) -> list[str]:
     """Return a warning for each device that may have too little memory for the run `cfg`."""
     return [
-        f"the run may need about {gib(use.bytes)} of the {gib(use.total)} of {use.device} "
-        f"({in_short(use)}); python -m rlhf.plan with the same arguments lists all parts"
-        for use in plan(cfg).uses
-        if use.fits and use.total is not None and use.bytes > NEARLY * use.total
+        f"the run {text}; python -m rlhf.plan with the same arguments lists all parts"
+        for text in nearly_full(plan(cfg))
     ]
+
+
+def nearly_full(made: Plan) -> Iterator[str]:
+    """Yield what a plan needs of each device that may have too little memory, as a part of a sentence."""
+    for use in made.uses:
+        if use.fits and use.total is not None and use.bytes > NEARLY * use.total:
+            yield (
+                f"may need about {gib(use.bytes)} of the {gib(use.total)} of {use.device} ({in_short(use)})"
+            )
 
 
 ADJUSTABLE = {  # phase -> section and name of the key that makes the phase smaller

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from rlhf.config.model import Dtype
 from rlhf.config.scorer import RewardModelScorerConfig
-from rlhf.memory.advice import in_short
+from rlhf.memory.advice import in_short, nearly_full
 from rlhf.memory.loaded_models import judges
 from rlhf.memory.plan import on_device, unknown
-from rlhf.memory.uses import NEARLY, Plan, gib
+from rlhf.memory.uses import Plan, gib
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.core.machine import Machine
     from rlhf.memory.uses import Use
 
-PAIRS = 256  # pairs that `rlhf.stages.relabelling` passes to the judge at once
+PAIRS = 256  # pairs that are passed to the judge at once, and between two steps of the progress bar
 
 
 def plan(cfg: Config, machine: Machine | None = None) -> Plan:
@@ -42,12 +42,7 @@ def problems(cfg: Config) -> list[str]:
 
 def warnings(cfg: Config) -> list[str]:
     """Return a warning for each device that may have too little memory to relabel with `cfg`."""
-    return [
-        f"relabelling may need about {gib(use.bytes)} of the {gib(use.total)} of {use.device} "
-        f"({in_short(use)})"
-        for use in plan(cfg).uses
-        if use.fits and use.total is not None and use.bytes > NEARLY * use.total
-    ]
+    return [f"relabelling {text}" for text in nearly_full(plan(cfg))]
 
 
 def too_little(cfg: Config, use: Use) -> str:

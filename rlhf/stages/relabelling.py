@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from rlhf.tasks.task import Task
 
 REPORT = "relabel.json"  # written last, so its presence marks the data set as complete
-BATCH = 256  # pairs between two steps of the progress bar
 ADDED = ("chosen_score", "rejected_score", "swapped")  # columns of the data set besides the pair
 
 
@@ -367,7 +366,7 @@ def score(
     from rlhf.core.encoding import encode_completions
     from rlhf.scorers.ties import merge_ties
 
-    left, batches = task.by_length(split, BATCH, scores)
+    left, batches = task.by_length(split, memory.PAIRS, scores)
     if scores:
         say(f"resumed scoring pairs of {split}: {len(scores):,} are done, {left:,} are left")
     for prompts in shown(batches, left, f"scoring pairs of {split}", cfg.progress.value):
