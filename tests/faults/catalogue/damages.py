@@ -17,11 +17,11 @@ Damage = Callable[[Trial, Path], None]
 
 
 def remove(trial: Trial, path: Path) -> None:
-    """Remove a file or a folder."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+    """Remove a file or a folder, also if the run writes files into the folder meanwhile."""
+    if not path.is_dir() or path.is_symlink():
         path.unlink()
+    while path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def truncate(trial: Trial, path: Path) -> None:

@@ -96,7 +96,7 @@ def twice() -> Iterator[Entry]:
         "Second process: the same command with `resume=never`, or `rlhf.extend`, of an active run",
         "lag",
         another("rlhf.extend", "run=RUN", "schedule.total_episodes=96"),
-        Outcome(codes(0), second=codes(_2="")),
+        Outcome(codes(0), second=codes(0, _2="")),  # 0: the run ends while the extension waits for its lock
         at=Moment("wait", (2,)),
     )
     yield Entry(
