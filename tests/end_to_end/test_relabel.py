@@ -100,7 +100,7 @@ def test_reward_model_trains_on_relabelled_pairs(relabelled, cache_dir, tmp_path
 
 def test_interrupted_relabelling_resumes_and_gives_identical_pairs(source, relabelled, tmp_path, monkeypatch):
     output, scored = tmp_path / "pairs", []
-    monkeypatch.setattr(relabel, "BATCH", 8)
+    monkeypatch.setattr(relabel.memory, "PAIRS", 8)
     write = append
 
     def struck(file, rows):
