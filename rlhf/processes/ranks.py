@@ -154,11 +154,27 @@ def together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RunError(
-            "the connection between the ranks failed: a rank ended (it prints its own error, unless it was "
-            "killed), or did not respond within backend.timeout_s "
-            f"({type(error).__name__}: {str(error).splitlines()[0]:.200})"
-        ) from error
+        raise connection_failed(error) from error
+
+
+@contextmanager
+def explain_lost_ranks() -> Iterator[None]:
+    """Raise RunError for an error of a collective that a library ran, for example DeepSpeed's backward."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise connection_failed(error) from error
+
+
+def connection_failed(error: RuntimeError) -> RunError:
+    """Return the error of a run in which a collective failed."""
+    return RunError(
+        "the connection between the ranks failed: a rank ended (it prints its own error, unless it was "
+        "killed), or did not respond within backend.timeout_s "
+        f"({type(error).__name__}: {str(error).splitlines()[0]:.200})"
+    )
 
 
 def buckets(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:

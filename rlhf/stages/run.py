@@ -40,7 +40,7 @@ from rlhf.core.stages import Stages
 from rlhf.engines.engine import NonFinite
 from rlhf.models.lora import is_adapted
 from rlhf.models.modules import RewardModel
-from rlhf.processes.ranks import Ranks
+from rlhf.processes.ranks import Ranks, explain_lost_ranks
 from rlhf.processes.signals import interruptible
 from rlhf.runs.disk import explain_full_disk, no_room
 from rlhf.runs.folder import COMPLETE
@@ -95,7 +95,7 @@ def run(
     with interruptible() as interruption, ExitStack() as ends:
         ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
         ranks.from_first(lambda: ends.enter_context(claim(folder.path)))
-        with run_log(), explain_file_errors(folder.path), explain_full_disk(folder):
+        with run_log(), explain_file_errors(folder.path), explain_full_disk(folder), explain_lost_ranks():
             return carry_out(cfg, folder, ranks, interruption)
 
 

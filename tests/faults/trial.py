@@ -125,6 +125,7 @@ class Trial:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     inside: dict[str, object] = field(default_factory=dict)  # for inside/sitecustomize.py
+    strays: set[str] = field(default_factory=set)  # names in the run folder that are no files of the run
     missed: bool = False
     temporary: Path = field(init=False)
     mounted: list[Path] = field(default_factory=list)
@@ -383,11 +384,11 @@ class Trial:
         except (OSError, ValueError, KeyError) as error:
             self.problems.append(f"results cannot be read: {type(error).__name__}: {error}")
             return
-        said = "".join(session.text for session in self.sessions)
+        said = "".join(session.text for session in (*self.sessions, *filter(None, [self.second])))
         differences = now.differences(reference)
         if differences and not (outcome.reported and found(outcome.reported, said)):
             self.problems += differences[:4]
-        leftover = [path.name for path in self.out.glob("*/.tmp-*")]
+        leftover = [path.name for path in self.out.glob("*/.tmp-*") if path.name not in self.strays]
         if leftover and not outcome.reported:
             self.problems.append(f"unfinished files left: {', '.join(leftover[:5])}")
 

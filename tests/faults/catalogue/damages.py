@@ -143,6 +143,7 @@ def stray_file(name: str) -> Act:
 
     def act(trial: Trial) -> None:
         (trial.run_folder() / name).write_text("not of the run")
+        trial.strays.add(name)
 
     return act
 
@@ -152,6 +153,7 @@ def stray_folder(name: str) -> Act:
 
     def act(trial: Trial) -> None:
         (trial.run_folder() / name).mkdir()
+        trial.strays.add(name)
 
     return act
 
@@ -161,6 +163,7 @@ def stray_link(name: str) -> Act:
 
     def act(trial: Trial) -> None:
         (trial.run_folder() / name).symlink_to("/nowhere/at/all")
+        trial.strays.add(name)
 
     return act
 

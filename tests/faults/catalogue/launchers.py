@@ -143,7 +143,7 @@ def sweeps() -> Iterator[Entry]:
             "Sweeps: `kill -9` of a job",
             run,
             to("job", KILL),
-            Outcome(codes(1), grace_s=30),
+            Outcome(codes(0, 1), grace_s=30),  # 0: the job had finished its run
             at=Moment("row", (1, 3), spread_s=0.2),
         )
 
