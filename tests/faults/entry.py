@@ -58,6 +58,7 @@ class Outcome:
         reported: a pattern; if the output contains the pattern, the results may differ.
         second: like `codes`, for the second command of the trial.
         traceback: a traceback is allowed.
+        gone: the fault removes this folder, and a run that does not need it does not make it again.
         grace_s: seconds in which the processes of the run must end, after the command has ended.
     """
 
@@ -66,6 +67,7 @@ class Outcome:
     reported: str | None = None
     second: Mapping[int, str] = field(default_factory=dict)
     traceback: bool = False
+    gone: str = ""
     grace_s: float = 15.0
 
 

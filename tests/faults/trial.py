@@ -386,6 +386,8 @@ class Trial:
             return
         said = "".join(session.text for session in (*self.sessions, *filter(None, [self.second])))
         differences = now.differences(reference)
+        if outcome.gone:
+            differences = [each for each in differences if not each.startswith(f"{outcome.gone}/")]
         if differences and not (outcome.reported and found(outcome.reported, said)):
             self.problems += differences[:4]
         leftover = [path.name for path in self.out.glob("*/.tmp-*") if path.name not in self.strays]

@@ -330,7 +330,7 @@ def cached() -> Iterator[Entry]:
         f"{part}: removed during the run",
         "lag",
         on("cache", remove, top="trial"),
-        Outcome(codes(0, _1="cache", _2="cache")),
+        Outcome(codes(0, _1="cache", _2="cache"), gone="cache"),
         at=Moment(LOAD, spread_s=1.0),
     )
     yield Entry(

@@ -258,7 +258,7 @@ def entries() -> Iterator[Entry]:
         "Scoring service: connections refused, for a while or always",
         "http",
         refused(None),
-        Outcome(codes(1, 2) | codes(_1=NAMED, _2=NAMED)),
+        Outcome(codes(_1=NAMED, _2=r"scorer\.url")),
         repair=recover,
     )
     yield Entry(
