@@ -33,7 +33,7 @@ COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTR
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-slurm test-faults system check format snapshots bench reproduce lock lock-check clean
+.PHONY: help setup train test test-all test-slurm test-faults system check format snapshots bench reproduce atlas lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -83,6 +83,9 @@ bench: setup $(RIVALS:%=.venv-%/.installed)  ## this project and TRL on the same
 
 reproduce: setup  ## the paper's off-policy study in miniature: missing runs, docs/results/off_policy.md
 	$(BIN)/python -m benchmarks.off_policy $(ARGS)
+
+atlas: setup  ## off-policy methods x lag with intervals: missing runs, tables and figure; ARGS=--plan, ARGS=--help
+	$(BIN)/python -m benchmarks.atlas $(ARGS)
 
 .venv-%/.installed: requirements/%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*

@@ -10,6 +10,7 @@ from rlhf.assembly.agreement import compared
 from rlhf.assembly.models import build_model, build_module, build_reference, load_model, trained_parts
 from rlhf.assembly.parts import part
 from rlhf.config.algo import PPOConfig, Trains
+from rlhf.config.model import Dtype
 from rlhf.core.console import say
 from rlhf.engines.engine import Engine
 from rlhf.engines.frozen_engine import FrozenEngine
@@ -44,7 +45,8 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
         optim=cfg.optim,
         total_steps=state.num_updates * steps,
         steps_per_batch=steps,
-        stale=cfg.schedule.max_lag > 0 or not cfg.generator.samples,
+        stale=cfg.schedule.stale or not cfg.generator.samples,
+        exact_sampler=cfg.generator.exact and cfg.model.dtype is Dtype.float32,
         ranks=ranks,
         dtype=cfg.model.dtype,
         value_lr=cfg.algo.value_lr if isinstance(cfg.algo, PPOConfig) else None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.collapse import build_collapse_rule
 from rlhf.assembly.engine import build_engine
 from rlhf.assembly.evaluator import build_evaluator
 from rlhf.assembly.generator import build_generator
@@ -19,6 +20,7 @@ from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.invariants import expected
 from rlhf.training.loop import Parts
 from rlhf.training.recorder import Recorder
+from rlhf.training.replay import Replay
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -69,11 +71,13 @@ def assemble(
     scorer = build_training_scorer(cfg, tokenizer, ranks)
     evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks)
     objective = make(cfg.algo)
+    replay = Replay(cfg.schedule.replay, cfg.seed, tokenizer.pad_token_id)
     if cfg.save_generations and ranks.first:
         scorer = SavingScorer(scorer, folder.generations, tokenizer, training_sampling(cfg), state)
     return Parts(
         generator=generator,
         scorer=scorer,
+        replay=replay,
         engine=engine,
         objective=objective,
         recorder=Recorder(
@@ -83,7 +87,8 @@ def assemble(
             expected(cfg.model.starts_as_reference),
             cfg.minimised,
             cfg.tie_tolerance(cfg.scorer),
+            build_collapse_rule(cfg),
         ),
         evaluator=evaluator,
-        checkpoints=Checkpoints(folder.path, cfg.save_total_limit, objective, data, ranks),
+        checkpoints=Checkpoints(folder.path, cfg.save_total_limit, objective, replay, data, ranks),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf.checks.rules import doubt, rule, training_rule
-from rlhf.config.algo import PolicyGradientConfig, Trains
+from rlhf.config.algo import DPOConfig, PairWeighting, PolicyGradientConfig, Trains
+from rlhf.config.off_policy import OAPLAnchor, OAPLConfig
 from rlhf.config.root import Config
 from rlhf.config.schema import plain
 
@@ -49,11 +50,24 @@ def stored_completions(cfg: Config) -> Iterator[str]:
 
 @rule
 def ratios_need_a_sampler(cfg: Config) -> Iterator[str]:
-    """Yield an error if a policy-gradient algorithm would train without the sampler's log-probs."""
-    if isinstance(cfg.algo, PolicyGradientConfig) and not cfg.generator.rollouts:
+    """Yield an error if an algorithm with ratios would train without the sampler's log-probs."""
+    algo = cfg.algo
+    regression = isinstance(algo, OAPLConfig) and algo.anchor is OAPLAnchor.behaviour
+    if (regression or isinstance(algo, PolicyGradientConfig)) and not cfg.generator.rollouts:
         yield (
-            f"generator must be one that samples for algo={cfg.algo.name} (ratios are taken to the sampler's "
+            f"generator must be one that samples for algo={algo.name} (ratios are taken to the sampler's "
             f"log-probs), got {cfg.generator.name}; set generator=hf"
+        )
+
+
+@training_rule
+def pair_weights_need_a_sampler(cfg: Config) -> Iterator[str]:
+    """Yield an error if pairs without the sampler's log-probs would get importance weights."""
+    algo = cfg.algo
+    if isinstance(algo, DPOConfig) and algo.weighting is PairWeighting["is"] and not cfg.generator.rollouts:
+        yield (
+            f"algo.weighting must be none or wpo with generator={cfg.generator.name} (stored pairs have no "
+            "log-probs of their sampler), got is; set algo.weighting=wpo"
         )
 
 

@@ -23,6 +23,7 @@ from rlhf.checks import (  # noqa: F401
     model_folders,
     models,
     names,
+    optimizer,
     schedule,
     secrets,
     tasks,

@@ -1,10 +1,10 @@
-"""Rules for the length of a run, for batches that divide into equal parts, and for in-flight updates."""
+"""Rules for the length of a run, for equal parts of batches, for in-flight updates and for replay."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf.checks.rules import rule, training_rule
+from rlhf.checks.rules import doubt, rule, training_rule
 from rlhf.config.root import Config
 from rlhf.config.schedule import MOST_EPISODES
 from rlhf.config.schema import plain
@@ -97,6 +97,26 @@ def in_flight_needs_a_process(cfg: Config) -> Iterator[str]:
             f"can load weights while it samples), got in_flight with generator={cfg.generator.name}; "
             "set schedule.update=between"
         )
+
+
+@training_rule
+def replay_needs_samples(cfg: Config) -> Iterator[str]:
+    """Yield an error if batches of a generator that samples nothing would be replayed."""
+    if cfg.schedule.replay > 1 and not cfg.generator.samples:
+        yield (
+            f"schedule.replay must be 1 with generator={cfg.generator.name} (nothing is sampled, and epochs "
+            f"repeat stored responses), got {cfg.schedule.replay}; set schedule.replay=1"
+        )
+
+
+@doubt
+def replay_is_never_full(cfg: Config) -> Iterator[str]:
+    """Yield a warning if the replay buffer has more batches than the run."""
+    replay = cfg.schedule.replay
+    if cfg.schedule.total_episodes is not None and cfg.episodes_per_update >= 1:
+        updates = cfg.num_updates()
+        if replay > updates > 0:
+            yield f"schedule.replay={replay} batches are never reached in a run of {updates} updates"
 
 
 def nearest_multiple(value: int, of: int) -> int:

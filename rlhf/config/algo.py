@@ -9,6 +9,14 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
+from rlhf.config.correction import (
+    Anchor,
+    CorrectionConfig,
+    CorrectionKind,
+    CovarianceConfig,
+    Level,
+    Reject,
+)
 from rlhf.config.schema import Section, number, option
 
 
@@ -35,6 +43,10 @@ class DPOLoss(Enum):
     ipo = "ipo"
     hinge = "hinge"
     robust = "robust"
+
+
+# The weight that multiplies the loss of a preference pair. A class body cannot name a member `is`, a keyword.
+PairWeighting = Enum("PairWeighting", {"none": "none", "is": "is", "wpo": "wpo"})
 
 
 class Ties(Enum):
@@ -66,6 +78,15 @@ class Scale(Enum):
     none = "none"
 
 
+class Advantage(Enum):
+    """The baseline that is subtracted from the reward of a response."""
+
+    mean = "mean"  # mean reward of the prompt's K samples
+    leave_one_out = "leave_one_out"  # mean reward of the prompt's other samples
+    opo = "opo"  # mean reward of the prompt's K samples, weighted by their lengths (arXiv 2505.23585)
+    none = "none"  # 0: the advantage is the reward
+
+
 class RLOOLoss(Enum):
     """The policy term in the loss of a response."""
 
@@ -78,22 +99,6 @@ class ValueFrom(Enum):
 
     reward = "reward"  # the reward model
     policy = "policy"  # the policy, with a head whose initial values are 0
-
-
-class CorrectionKind(Enum):
-    """The weight of a loss term, given the probability ratio w = trainer / sampler."""
-
-    none = "none"  # 1
-    truncate = "truncate"  # min(w, cap)
-    mask = "mask"  # w if low <= w <= high, else 0
-    decoupled = "decoupled"  # w, without a bound
-
-
-class Level(Enum):
-    """The unit to which one importance weight applies."""
-
-    token = "token"
-    sequence = "sequence"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,11 +153,26 @@ class DPOConfig(AlgoConfig):
     )
     length_normalised: bool = False  # divide each log-ratio by the number of tokens of its response
     ties: Ties = Ties.drop
+    # weight of the loss of a pair: `is`: probability ratio of policy to sampler, of both responses together;
+    # `wpo`: how probable both responses are under the policy, per token; `none`: 1
+    weighting: PairWeighting = PairWeighting.none
+    weighting_eps: float = number(
+        1.0, least=0, means="weighting=is: weights have the upper bound exp(2 weighting_eps)"
+    )
+    weighting_clamp: float | None = number(
+        1.0, above=0, means="weighting=wpo: upper bound of the weights; null: no bound"
+    )
 
     def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning if label smoothing is set for a loss that does not use label smoothing."""
+        """Yield a warning for each key that is set and that the loss or the weighting does not use."""
         if self.label_smoothing and self.loss_type in (DPOLoss.ipo, DPOLoss.hinge):
             yield f"algo.label_smoothing has no effect with algo.loss_type={self.loss_type.value}"
+        for name, user in (("weighting_eps", PairWeighting["is"]), ("weighting_clamp", PairWeighting.wpo)):
+            if self.weighting is not user and getattr(self, name) != 1.0:
+                yield (
+                    f"algo.{name} has no effect with algo.weighting={self.weighting.value} (it belongs to "
+                    f"algo.weighting={user.value})"
+                )
 
 
 @option("algo", "bok", part="rlhf.objectives.bok:BestOfK")
@@ -166,38 +186,6 @@ class BestOfKConfig(AlgoConfig):
     name: str = "bok"
     samples_per_prompt: int = 2
     ties: Ties = Ties.drop
-
-
-@dataclass(kw_only=True, slots=True)
-class CorrectionConfig(Section):
-    """Importance weights (trainer / sampler) that correct for lag and for other numerics of the sampler."""
-
-    kind: CorrectionKind = CorrectionKind.none
-    level: Level = Level.token
-    cap: float = number(2.0, above=0, means="truncate: the largest weight")
-    low: float = 0.5  # kind=mask: smaller weights are set to 0
-    high: float = 2.0  # kind=mask: larger weights are set to 0
-
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if [low, high] does not contain 1, the weight of on-policy samples."""
-        yield from Section.problems(self, at)
-        if not 0 <= self.low <= 1 <= self.high:
-            yield (
-                "algo.correction.low and algo.correction.high must have 1 between them (1 is the weight of "
-                f"an on-policy sample), got {self.low:g} and {self.high:g}; set algo.correction.low=0.5 "
-                "algo.correction.high=2"
-            )
-
-    def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for each key that is set and belongs to another `kind` of correction."""
-        default = CorrectionConfig()
-        for kind, names in ((CorrectionKind.truncate, ("cap",)), (CorrectionKind.mask, ("low", "high"))):
-            for name in names:
-                if self.kind is not kind and getattr(self, name) != getattr(default, name):
-                    yield (
-                        f"algo.correction.{name} has no effect with algo.correction.kind={self.kind.value} "
-                        f"(it belongs to {kind.value})"
-                    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -220,7 +208,38 @@ class PolicyGradientConfig(AlgoConfig):
         above=0,
         means="limit of the absolute value of scores, applied after normalising; null: no limit",
     )
+    anchor: Anchor = Anchor.old
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    off_policy_mask: float | None = number(
+        None,
+        least=0,
+        means="responses with A < 0 get no policy loss if the mean of sampler - policy log-probs of their "
+        "tokens exceeds this; null: off",
+        remedy="0.5",
+    )
+    dual_clip: float | None = number(
+        None,
+        above=1,
+        means="with A < 0 the loss of a token is at most -dual_clip A; null: no limit",
+        remedy="3",
+    )
+    entropy_coef: float = number(0.0, least=0, means="weight of the entropy bonus of the policy")
+    covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if `anchor` excludes the correction, the covariance or the KL penalty."""
+        yield from AlgoConfig.problems(self, at)
+        correction, anchor = self.correction, self.anchor
+        if anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
+            yield (
+                "algo.correction.kind must be none with algo.anchor=behaviour (the ratio of the loss is the "
+                f"weight already), got {correction.kind.value}; set algo.correction.kind=none"
+            )
+        if anchor is Anchor.loglinear and correction.coupled:
+            yield (
+                "algo.correction.reject and algo.correction.normalise must not be set with "
+                "algo.anchor=loglinear (they need the log-probs that this anchor saves); set algo.anchor=old"
+            )
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning if the KL penalty has no gradient, or if a sequence loss has weights of tokens."""
@@ -230,15 +249,18 @@ class PolicyGradientConfig(AlgoConfig):
                 "algo.kl_estimator=k1 with algo.kl_unbiased=false has a gradient of 0 on average (the "
                 "gradient of log-probs), so the KL penalty has no effect; set algo.kl_unbiased=true"
             )
+        if not self.sequence_ratio:
+            return
         correction = self.correction
-        if (
-            self.sequence_ratio
-            and correction.kind is not CorrectionKind.none
-            and correction.level is Level.token
-        ):
+        if correction.kind is not CorrectionKind.none and correction.level is Level.token:
             yield (
                 f"algo.correction.level=token with algo={self.name} averages weights of tokens in a loss of "
                 "whole responses; set algo.correction.level=sequence"
+            )
+        if correction.reject in (Reject.token, Reject.m2):
+            yield (
+                f"algo.correction.reject={correction.reject.value} with algo={self.name} rejects tokens in a "
+                "loss of whole responses; set algo.correction.reject=mean"
             )
 
 
@@ -310,6 +332,7 @@ class GRPOConfig(PolicyGradientConfig):
     name: str = "grpo"
     samples_per_prompt: int = 4
     kl_coef: float = 0.04
+    advantage: Advantage = Advantage.mean
     scale: Scale = Scale.group
     ties: Ties = Ties.keep
 

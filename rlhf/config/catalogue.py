@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 ORDER = (
     *("algo", "model", "task", "generator", "backend", "scorer", "logger"),
-    *("hardware", "experiment", "sweep", "debug"),
+    *("correction", "hardware", "experiment", "sweep", "debug"),
 )
 NOT_LISTED = ("tuned", "length", "hydra")  # folders of conf/ that --help does not list
 

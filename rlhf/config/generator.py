@@ -18,6 +18,8 @@ class GeneratorConfig(Section):
     """The keys that every generator has."""
 
     samples: ClassVar[bool] = True  # False: the generator returns stored completions
+    # True: the generator computes in float32 the same log-probs as a trainer with the same weights
+    exact: ClassVar[bool] = False
 
     name: str = MISSING
     temperature: float = number(
@@ -108,6 +110,8 @@ class WorkerConfig(GeneratorConfig):
 @dataclass(kw_only=True, slots=True)
 class HFConfig(WorkerConfig):
     """Sampling with the Hugging Face model that is trained, or with its copy in a separate process."""
+
+    exact: ClassVar[bool] = True
 
     name: str = "hf"
     batch_size: int = number(256, least=1, means="sequences decoded in parallel")

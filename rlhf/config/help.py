@@ -24,6 +24,7 @@ GROUPS = {  # group -> meaning
     "backend": "What trains: plain torch or DeepSpeed ZeRO.",
     "scorer": "The reward. scorer@gold=<option> is the judge of evaluations.",
     "logger": "Where metrics go, in addition to metrics.jsonl.",
+    "correction": "Presets of algo.correction, for samples of an older policy.",
     "hardware": "Number and roles of the GPUs.",
     "experiment": "Published recipes, named <task>_<size>_<algorithm>[_<variant>].",
     "sweep": "Published studies, with -m.",
@@ -45,7 +46,7 @@ KEYS = {  # key -> meaning, for the overview
     "resume": "auto, never (start again) or must",
     "output_dir": "folder of the run folders",
 }
-LONG = 12  # groups with more options are named, not listed
+LONG = 20  # groups with more options are named, not listed
 
 OVERVIEW = """\
 Train language models from human feedback, synchronously or asynchronously.

@@ -60,13 +60,39 @@ NOT_IN_NAME = (
     ),
 )
 
-# Settings that are in the name only if they are set, so that configs without these keys keep their names.
-NEW_IN_NAME = (
-    "stages.stand_ins",
-    "model.chat_template",
-    "algo.tie_tolerance",
-    *(f"{scorer}.pad_token" for scorer in SCORERS),
-)
+CORRECTION = {
+    "floor": 0.0,
+    "normalise": False,
+    "reject": None,
+    "reject_by": "k1",
+    "reject_low": 0.5,
+    "reject_high": 2.0,
+    "reject_limit": 0.04,
+    "reject_counted": False,
+}
+COVARIANCE = {"kind": "none", "share": 2e-3, "low": 1.0, "high": 5.0, "coef": 1.0}
+
+# Settings that are in the name only if they differ from these values, so that runs of versions without these
+# keys keep their names.
+NEW_IN_NAME: dict[str, object] = {
+    "stages.stand_ins": False,
+    "model.chat_template": None,
+    "algo.tie_tolerance": None,
+    **{f"{scorer}.pad_token": None for scorer in SCORERS},
+    "schedule.replay": 1,
+    "optim.ess_scaling": "none",
+    "optim.ess_on_policy": 1.0,
+    "algo.weighting": "none",
+    "algo.weighting_eps": 1.0,
+    "algo.weighting_clamp": 1.0,
+    "algo.advantage": "mean",
+    "algo.anchor": "old",
+    "algo.off_policy_mask": None,
+    "algo.dual_clip": None,
+    "algo.entropy_coef": 0.0,
+    **{f"algo.correction.{key}": value for key, value in CORRECTION.items()},
+    **{f"algo.covariance.{key}": value for key, value in COVARIANCE.items()},
+}
 
 
 def digest(cfg: Config | DictConfig) -> str:
@@ -84,8 +110,8 @@ def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
     )
     for dotted in NOT_IN_NAME:
         leave_out(kept, dotted)
-    for dotted in NEW_IN_NAME:
-        leave_out(kept, dotted, if_unset=True)
+    for dotted, value in NEW_IN_NAME.items():
+        leave_out(kept, dotted, only=(value,))
     return kept
 
 
@@ -106,19 +132,20 @@ def flat(tree: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{at}{name}", value
 
 
-def leave_out(tree: dict[str, Any], dotted: str, if_unset: bool = False) -> None:
+def leave_out(tree: dict[str, Any], dotted: str, only: tuple[object, ...] | None = None) -> None:
     """Remove the key `dotted` from nested dictionaries, if present; `*` in the key matches every name.
 
-    With `if_unset`, a value other than null or false is kept.
+    With `only`, other values than these are kept, and a dictionary without other values is removed.
     """
     name, _, rest = dotted.partition(".")
     for key in list(tree) if name == "*" else [name]:
         if not rest:
-            value = tree.get(key)
-            if not if_unset or value is None or value is False:
+            if only is None or tree.get(key) in only:
                 tree.pop(key, None)
         elif isinstance(tree.get(key), dict):
-            leave_out(tree[key], rest, if_unset)
+            leave_out(tree[key], rest, only)
+            if only is not None and not tree[key]:
+                del tree[key]
 
 
 def run_name(cfg: Config | DictConfig) -> str:

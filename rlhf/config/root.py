@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from rlhf.config import off_policy as off_policy  # registers its options
 from rlhf.config.algo import AlgoConfig, Data, PPOConfig, Trains, ValueFrom
 from rlhf.config.backend import BackendConfig
 from rlhf.config.generator import GeneratorConfig

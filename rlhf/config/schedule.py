@@ -29,6 +29,14 @@ class LRSchedule(Enum):
     cosine = "cosine"
 
 
+class ESSScaling(Enum):
+    """The factor of the learning rate of one step, given s = min(1, ESS / B / on-policy ESS / B)."""
+
+    none = "none"  # 1
+    sqrt = "sqrt"  # sqrt(s), for Adam
+    linear = "linear"  # s
+
+
 @dataclass(kw_only=True, slots=True)
 class OptimConfig(Section):
     """AdamW and its learning-rate schedule."""
@@ -47,6 +55,11 @@ class OptimConfig(Section):
     eps: float = number(1e-8, above=0, means="epsilon in the denominator of Adam")
     betas: tuple[float, float] = (0.9, 0.999)  # decay rates of Adam's moments
     weight_decay: float = number(0.0, least=0, means="decay of the weights towards zero")
+    # lower the learning rate of a step whose samples are stale (VCPO), by their effective sample size (ESS)
+    ess_scaling: ESSScaling = ESSScaling.none
+    ess_on_policy: float = number(
+        1.0, above=0, most=1, means="ESS of on-policy samples as a fraction of their number"
+    )
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if `betas` are not two numbers in [0, 1)."""
@@ -82,6 +95,11 @@ class ScheduleConfig(Section):
         0, least=0, means="later rollout batches in flight while a batch is trained on; 0: synchronous"
     )
     update: Update = Update.between  # when the generator loads new weights
+    replay: int = number(
+        1,
+        least=1,
+        means="last rollout batches from which the prompts of an update are drawn; 1: only the new batch",
+    )
     eval_every: float = number(
         0.2,
         least=0,
@@ -100,6 +118,11 @@ class ScheduleConfig(Section):
         counts="updates",
         means="updates between training rows; below 1: a fraction of the run; 0: never",
     )
+
+    @property
+    def stale(self) -> bool:
+        """Whether a batch may contain samples of older weights than those that are trained."""
+        return self.max_lag > 0 or self.replay > 1
 
     @property
     def in_flight(self) -> bool:

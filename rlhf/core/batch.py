@@ -83,6 +83,7 @@ class Rollouts(Prompts):
     ended: Tensor  # [N, K] bool: the response ends with a stop token
     behaviour_logprobs: Tensor | None = None  # [N, K, T], from the sampler; None: stored responses
     version: int = 0  # version of the weights that sampled; the oldest version if several did
+    trainer_version: int = 0  # version of the weights just before they are trained on these rollouts
     token_versions: Tensor | None = None  # [N, K, T] int64, 0 at padding; None: all tokens have `version`
     generate_s: float = 0.0  # seconds that sampling took
 
@@ -113,6 +114,7 @@ class Batch(Rollouts):
     advantages: Tensor | None = None  # [N, K, T]
     returns: Tensor | None = None  # [N, K, T+1]
     signal: Tensor | None = None  # [N] bool, False: the prompt is not trained on; None: all are
+    per_token: dict[str, Tensor] | None = None  # [N, K, T] by name: what else `credit` computed for the loss
     annotate_ahead_s: float = 0.0  # seconds of the annotator process for scores and ref_logprobs
 
     def minibatches(self, count: int, epochs: int, seed: int, update: int) -> Iterator[Batch]:
@@ -129,13 +131,15 @@ class Batch(Rollouts):
         """Return a batch with J samples of each prompt: the samples at `columns` ([N, J] int64)."""
         device = columns.device
         rows = torch.arange(len(self), device=device)[:, None]
-        cut = {
+        cut: dict[str, Any] = {
             f.name: getattr(self, f.name)[rows, columns]
             for f in fields(self)
             if f.name in PER_SAMPLE and getattr(self, f.name) is not None
         }
-        parts = self.parts and {name: part[rows, columns] for name, part in self.parts.items()}
-        return replace(self, completions=None, labels=None, parts=parts, **cut)
+        for name in ("parts", "per_token"):
+            if (named := getattr(self, name)) is not None:
+                cut[name] = {key: part[rows, columns] for key, part in named.items()}
+        return replace(self, completions=None, labels=None, **cut)
 
 
 PER_SAMPLE = frozenset(  # names of the tensors with a K dimension
@@ -177,6 +181,8 @@ def trim(batch: B) -> B:
             value = getattr(batch, f.name)
             if isinstance(value, Tensor) and value.dim() == 3:
                 cut[f.name] = value[..., : value.shape[-1] - unused]
+            elif f.name == "per_token" and value is not None:
+                cut[f.name] = {name: part[..., : part.shape[-1] - unused] for name, part in value.items()}
     return replace(batch, **cut)
 
 
@@ -221,6 +227,8 @@ class Outputs(NamedTuple):  # a tuple, because DeepSpeed adds hooks to the tenso
     logprobs: Tensor | None = None  # [N, K, T] float32, 0 where the response mask is False
     values: Tensor | None = None  # [N, K, T+1] float32, position t: value after t response tokens
     rewards: Tensor | None = None  # [N, K] float32
+    entropy: Tensor | None = None  # [N, K, T] float32, of the next-token distribution in nats; 0 at padding
+    log_sum_squares: Tensor | None = None  # [N, K, T] float32, log sum_v p(v)^2, no gradient; 0 at padding
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -91,13 +91,16 @@ def largest(x: Tensor, mask: Tensor) -> Stat:
     return Stat(x.detach().double().masked_fill(~mask, -torch.inf).max(), 1.0, How.max)
 
 
-def sample_size(weights: Tensor, mask: Tensor) -> Stat:
+def sample_size(weights: Tensor, mask: Tensor | None = None) -> Stat:
     """Return the effective sample size of importance weights as a fraction of their number.
 
-    The value is `(sum w)^2 / (n sum w^2)` (Kong 1992), between 0 and 1. The sums are over the `n` weights
-    where `mask` is True.
+    The value is `(sum w)^2 / (n sum w^2)` (Kong 1992), between 0 and 1. The sums are over all `n` weights, or
+    over the `n` weights where `mask` is True.
     """
-    w = weights.detach().double() * mask
+    w = weights.detach().double()
+    if mask is None:
+        return Stat(w.sum(), float(w.numel()), How.sample_size, w.square().sum())
+    w = w * mask
     return Stat(w.sum(), mask.sum(), How.sample_size, w.square().sum())
 
 

@@ -21,7 +21,7 @@ class TrainState:
     update: int = 0  # updates completed, one per rollout batch
     version: int = 0  # version of the weights: the number of updates since the initial weights
     episode: int = 0  # number of responses trained on
-    lag: int = 0  # version of the weights before the last update, minus version that sampled its batch
+    lag: int = 0  # version of the weights before the last update, minus the oldest version in its batch
     wall_s: float = 0.0  # seconds of all updates, including earlier sessions of the run
     best: float | None = None  # best value so far of the evaluation metric `Config.metric`
     unevaluated: bool = True  # the evaluation of the initial policy, or an interrupted one, is still to do

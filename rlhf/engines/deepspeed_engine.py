@@ -106,9 +106,9 @@ class DeepSpeedEngine(Engine):
         )
         self.deep.checkpoint_engine.load = load_tensors
 
-    def forward(self, batch: Batch) -> Outputs:
-        """Run the trained module on a micro-batch, with gradients."""
-        return cast(Outputs, self.deep(batch))
+    def forward(self, batch: Batch, *extras: str) -> Outputs:
+        """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`."""
+        return cast(Outputs, self.deep(batch, *extras))
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of `loss`, times the number of ranks: DeepSpeed takes the mean over ranks."""

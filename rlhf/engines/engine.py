@@ -20,10 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.config.model import Dtype
-from rlhf.config.schedule import LRSchedule
+from rlhf.config.schedule import ESSScaling, LRSchedule
 from rlhf.core.batch import microbatches
 from rlhf.core.metrics import How, Stat, merge
 from rlhf.models.inference import infer
+from rlhf.models.logprobs import EXTRAS
 from rlhf.models.lora import is_adapted, save_adapter
 from rlhf.models.modules import ActorCritic, Policy
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from rlhf.models.modules import RewardModel, RolloutModule
     from rlhf.objectives.objective import Objective
     from rlhf.processes.ranks import Ranks
+
+ROUNDING = 1e-6  # float32 log-probs that should be equal change an effective sample size by less than this
 
 
 class NonFinite(RuntimeError):
@@ -63,7 +66,8 @@ class Engine(ABC):
             forward pass.
         micro_batch: sequences per forward and rank.
         ranks: the ranks of the run, and the device of this rank.
-        stale: whether batches may come from older weights; if False, the log-probs of sampler and trainer are
+        stale: whether batches may come from older weights.
+        exact_sampler: whether the sampler computes the same log-probs as the trainer if their weights are
             equal.
         dtype: dtype of the forwards; a 16-bit dtype uses autocast over float32 weights.
         value_lr: learning rate of the value model, with the schedule of `optim`; None: `optim.lr`.
@@ -81,6 +85,7 @@ class Engine(ABC):
         micro_batch: int,
         ranks: Ranks,
         stale: bool = False,
+        exact_sampler: bool = True,
         dtype: Dtype = Dtype.float32,
         value_lr: float | None = None,
     ) -> None:
@@ -93,6 +98,7 @@ class Engine(ABC):
         self.micro_batch = micro_batch
         self.ranks = ranks
         self.stale = stale
+        self.exact_sampler = exact_sampler
         self.dtype = dtype
         self.value_lr = value_lr
         self.step_index = 0
@@ -100,8 +106,8 @@ class Engine(ABC):
     # -- implemented by each backend ---------------------------------------------------------------
 
     @abstractmethod
-    def forward(self, batch: Batch) -> Outputs:
-        """Run the trained module on a micro-batch, with gradients."""
+    def forward(self, batch: Batch, *extras: str) -> Outputs:
+        """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -180,13 +186,20 @@ class Engine(ABC):
         if "ref_logprobs" in needs and batch.ref_logprobs is None:
             assert self.reference is not None, "the objective needs a reference, which was not built"
             filled["ref_logprobs"] = self.infer(self.reference, batch, "logprobs")
-        several = self.steps_per_batch > 1
-        if ("ratio" in needs and several) or ("old_logprobs" in needs and (several or self.stale)):
+        if needs & self.needs_of_old():
             filled["old_logprobs"] = self.infer(self.policy, batch, "logprobs")
         if "values" in needs:
             assert isinstance(self.module, ActorCritic), "the objective needs a value model"
             filled["values"] = self.infer(self.module.critic, batch, "values")
         return replace(batch, **filled)
+
+    def needs_of_old(self) -> set[str]:
+        """Return the needs for which `annotate` computes `old_logprobs` (see `NEEDS`)."""
+        if self.steps_per_batch > 1:
+            return {"ratio", "old_logprobs", "correction"}
+        if self.stale:
+            return {"old_logprobs", "correction"}
+        return set() if self.exact_sampler else {"correction"}
 
     def step(self, batch: Batch, objective: Objective) -> Metrics:
         """Make one optimizer step on a minibatch and return its metrics.
@@ -194,7 +207,8 @@ class Engine(ABC):
         Every rank gets the whole minibatch, and runs forward and backward on its share of the micro-batches.
         Each summed loss is divided by its count over the whole minibatch. A minibatch without signal makes no
         optimizer step (`policy/skipped_steps`). If gradients are not finite and the loss scale can be lowered
-        (float16), the optimizer step is skipped too (`policy/overflows`).
+        (float16), the optimizer step is skipped too (`policy/overflows`). `optim.ess_scaling` multiplies the
+        learning rate by a factor (`policy/lr_scale`), which is the same on all ranks.
 
         Raises:
             NonFinite: a loss is not finite, or the gradient norm is not finite and the loss scale cannot be
@@ -202,11 +216,14 @@ class Engine(ABC):
         """
         lr = learning_rate(self.optim, self.step_index, self.total_steps)
         counts = objective.count(batch)
+        extras = sorted(objective.needs & EXTRAS)
         losses = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in counts}
         merged: Metrics = {}
         micros = list(microbatches(batch, self.micro_batch, self.ranks.rank, self.ranks.size))
         for place, (_, micro, counted) in enumerate(micros):
-            sums, stats = objective.loss(self.forward, micro.to(self.ranks.device))
+            sums, stats = objective.loss(
+                lambda part: self.forward(part, *extras), micro.to(self.ranks.device)
+            )
             means = {name: total / max(counts[name], 1) for name, total in sums.items()}
             loss = torch.stack([objective.loss_weights.get(name, 1.0) * x for name, x in means.items()]).sum()
             self.backward(loss if counted else 0.0 * loss, last=place == len(micros) - 1)
@@ -214,6 +231,10 @@ class Engine(ABC):
                 losses[name] += part.detach() * counted
             merge(merged, stats if counted else {name: stat.emptied() for name, stat in stats.items()})
         metrics = self.ranks.merge(merged)
+        if micros and self.optim.ess_scaling is not ESSScaling.none:
+            scale = ess_scale(self.optim, metrics["mismatch/step_ess"].value())
+            metrics["policy/lr_scale"] = Stat(scale)
+            lr *= scale
         metrics["lr"] = Stat(lr, 1.0, How.last)
         metrics["policy/skipped_steps"] = Stat(float(not micros), 1.0, How.sum)
         if micros:
@@ -261,6 +282,20 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     if config.schedule is LRSchedule.cosine:
         return config.lr * 0.5 * (1 + math.cos(math.pi * done))
     return config.lr
+
+
+def ess_scale(config: OptimConfig, ess: float | None) -> float:
+    """Return the factor of the learning rate of one optimizer step, after VCPO (arXiv 2602.17616).
+
+    Args:
+        config: the rule `ess_scaling` and the on-policy share `ess_on_policy`.
+        ess: `mismatch/step_ess` of the minibatch: effective sample size of its responses over their number.
+    """
+    assert ess is not None, "at least one response is trained on, so there is a sample size"
+    share = ess / config.ess_on_policy
+    if not share < 1 - ROUNDING:
+        return 1.0
+    return share if config.ess_scaling is ESSScaling.linear else math.sqrt(share)
 
 
 def groups(module: torch.nn.Module, lr: float, value_lr: float | None) -> list[dict[str, Any]]:

@@ -56,10 +56,10 @@ class TorchEngine(Engine):
         scaled = self.dtype is Dtype.float16
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=scaled)
 
-    def forward(self, batch: Batch) -> Outputs:
-        """Run the trained module on a micro-batch, with gradients."""
+    def forward(self, batch: Batch, *extras: str) -> Outputs:
+        """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`."""
         with autocast(self.ranks.device, self.dtype):
-            return cast(Outputs, self.module(batch))
+            return cast(Outputs, self.module(batch, *extras))
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradients of `loss`; after the last micro-batch, sum the gradients over the ranks."""

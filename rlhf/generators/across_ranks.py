@@ -134,6 +134,11 @@ class SharedGenerator(Generator):
             for _ in weights:
                 pass
 
+    def wait(self) -> None:
+        """Wait until the first rank's generator can take new weights; on other ranks, do not wait."""
+        if self.generator:
+            self.generator.wait()
+
     def figures(self) -> Metrics:
         """Return the metrics of the first rank's generator; empty on the other ranks."""
         return self.generator.figures() if self.generator else {}
@@ -164,6 +169,10 @@ class PerRankGenerator(Generator):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the weights into the generator of every rank."""
         self.generator.load(weights, version)
+
+    def wait(self) -> None:
+        """Wait until this rank's generator can take new weights."""
+        self.generator.wait()
 
     def figures(self) -> Metrics:
         """Return the metrics of this rank's generator."""

@@ -167,6 +167,10 @@ class AnnotatedGenerator(Generator):
         """Load the weights into the generator, for later requests."""
         self.generator.load(weights, version)
 
+    def wait(self) -> None:
+        """Wait until the generator can take new weights."""
+        self.generator.wait()
+
     def figures(self) -> Metrics:
         """Return the metrics of the generator and of the annotator."""
         return {**self.generator.figures(), **self.annotator.figures()}

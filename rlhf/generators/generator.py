@@ -77,6 +77,12 @@ class Generator(ABC):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the weights of a version, for the requests submitted after this call."""
 
+    def wait(self) -> None:  # noqa: B027
+        """Wait until `load` can copy a new version of the weights; by default, do not wait.
+
+        A generator keeps a limited number of versions. `load` waits as well if this method was not called.
+        """
+
     def resume(self, rollouts: Rollouts) -> Future[Rollouts]:
         """Return a future of rollouts that a checkpoint contains, as `submit` would return them."""
         return finished(rollouts)

@@ -6,7 +6,8 @@
 Each replica processes its jobs first in, first out. Before a request, the replica loads the latest weights
 unless it has already loaded them. So each request is sampled by the same version as with a single generator.
 A load costs the trainer as much as with a single generator, and a replica loads only the versions that its
-requests need.
+requests need. The store keeps at most two versions per replica (`most_versions`), regardless of
+`schedule.max_lag`; if it keeps more, a load waits until a replica has loaded a version.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from rlhf.core.metrics import merge
 from rlhf.generators.generator import Generator
+from rlhf.generators.transfer.kept_versions import most_versions
 from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.generators.worker import WorkerGenerator
 from rlhf.processes.worker import Job
@@ -65,7 +67,7 @@ class Replicas(Generator):
 
     Args:
         start: starts and returns replica i, given i and the store from which the replica loads weights.
-        count: number of replicas.
+        count: number of replicas, at least 2.
         in_flight: whether loads overtake requests; if True, every replica gets every load immediately.
     """
 
@@ -95,14 +97,28 @@ class Replicas(Generator):
         With `in_flight`, every replica gets the load immediately.
 
         Raises:
-            RunError: there is not enough memory; or, with `in_flight`, a replica has failed.
+            RunError: there is not enough memory, or a replica has failed.
         """
-        before, self.latest = self.latest, self.store.write(weights, version)
-        if before is not None:
-            self.store.release(before)
+        if self.latest is not None:
+            self.store.release(self.latest)
+        self.wait()
+        self.latest = self.store.write(weights, version)
         if self.in_flight:
             for replica in self.replicas:
                 replica.take(self.latest)
+
+    def wait(self) -> None:
+        """Wait until the store keeps fewer than `most_versions` versions.
+
+        Raises:
+            RunError: a replica has failed.
+        """
+        self.store.wait(most_versions(len(self.replicas), self.in_flight), self.raise_failure)
+
+    def raise_failure(self) -> None:
+        """Raise the error of the first replica that has failed, if any."""
+        for replica in self.replicas:
+            replica.raise_failure()
 
     def figures(self) -> Metrics:
         """Return the merged metrics of all replicas."""

@@ -10,14 +10,16 @@ Requests and loads are jobs of a `Worker`, first in, first out.
 Kept versions: a version stays in its store (`rlhf/generators/transfer/`: shared memory, or the GPU) until the
 process has confirmed the next version. So if the process is lost, the weights of its current job still exist:
 they are the weights confirmed last, regardless of the loads in the queue. A new process gets these weights,
-then the lost job; the queue does not change. With `schedule.max_lag=n` at most n + 2 versions are kept: the
-confirmed version, and the versions of the loads in the queue. If every request is answered before the next
-load, as with `max_lag=0`, only one version is kept.
+then the lost job; the queue does not change. At most two versions are kept, regardless of `schedule.max_lag`:
+the confirmed version and the version of the next load. If the process has not confirmed a load when the
+trainer wants to send the next one, the trainer waits; the answers of the process wait in the trainer. If
+every request is answered before the next load, as with `max_lag=0`, only one version is kept.
 
 In-flight updates (`schedule.update=in_flight`): loads overtake the requests in the queue and the running
 request. The carrier thread sends a load while the request runs, and the answer to the request confirms the
 loads that were executed before its end. The order of the requests does not change. A new process gets the
-weights confirmed last, then the loads that overtook the lost request, then the lost request.
+weights confirmed last, then the loads that overtook the lost request, then the lost request. At most four
+versions are kept, so up to three loads can overtake one request.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from torch import Tensor
 from rlhf.core.metrics import How, Stat
 from rlhf.generators.generator import Generator
 from rlhf.generators.service import SamplingFactory
+from rlhf.generators.transfer.kept_versions import most_versions
 from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.generators.transfer.weights import TransferError, confirm
 from rlhf.processes.worker import Job, Worker, received
@@ -101,7 +104,22 @@ class WorkerGenerator(Worker, Generator):
         if idle and self.confirmed is not None:
             self.store.release(self.confirmed)
             self.confirmed = None
+        self.wait()
         self.put(Job("load", (self.store.write(weights, version),)))
+
+    def wait(self) -> None:
+        """Wait until the store keeps fewer than `most_versions` versions.
+
+        Raises:
+            RunError: the generator has failed.
+        """
+        self.store.wait(most_versions(1, self.in_flight), self.raise_failure)
+
+    def raise_failure(self) -> None:
+        """Raise the error of the generator, if it has failed."""
+        with self.lock:
+            if self.failure is not None:
+                raise self.failure
 
     def figures(self) -> Metrics:
         """Return the restarts and the seconds of loads between requests, both since the last call."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config.algo import Trains
 from rlhf.config.generator import HFConfig, Transfer, VLLMConfig, WorkerConfig
+from rlhf.generators.transfer.kept_versions import most_versions
 from rlhf.memory import activations
 from rlhf.memory.activations import BFLOAT16, FLOAT32
 from rlhf.memory.communication import nccl, sends_by_nccl
@@ -97,12 +98,14 @@ def hf_process(cfg: Config, trainer: Trainer) -> Iterator[Part]:
 
 
 def shared_weights(cfg: Config, trainer: Trainer) -> Part:
-    """Return the part of the weights in transfer: the last confirmed version and the versions after it.
+    """Return the part of the weights in transfer: the versions that the store of the weights keeps.
 
     The weights are on the trainer's GPU if `on_gpu_store`, otherwise in shared memory.
     """
     generator = cfg.generator
-    versions = max(2, replicas(cfg) + cfg.schedule.max_lag)
+    processes, schedule = replicas(cfg), cfg.schedule
+    most = most_versions(processes, schedule.in_flight)
+    versions = max(2, min(processes + schedule.max_lag, most))
     if isinstance(generator, VLLMConfig) and on_gpu_store(generator):
         size = versions * vllm_weights(generator, trainer)
         made_of = f"{versions} versions in {precision_of(generator, cfg)}, on the trainer's GPU"

@@ -3,10 +3,17 @@
     logits = hidden @ weight.T + bias                         # [R, V], in the dtype of the forward
     logp   = (logits / temperature).log_softmax(-1)[target]   # float32
 
+On request, two numbers of each row's distribution p = softmax(logits / temperature) are computed in the same
+tiles (`EXTRAS`):
+
+    entropy         = - sum_v p_v log p_v                     # differentiable
+    log_sum_squares = log sum_v p_v^2                         # without gradient
+
 R rows, H hidden size, V vocabulary size. The logits are computed in tiles of a few rows and a few vocabulary
 entries, and the log-sum-exp of each row is accumulated over the tiles. Between forward and backward, only the
 log-sum-exp of each row is stored. The backward pass computes each tile again and replaces the logits of the
-tile by their gradient in place, `(onehot - p) / temperature * grad`.
+tile by their gradient in place, `(onehot - p) / temperature * grad`. The gradient of the entropy with respect
+to `logits / temperature` is `-p (log p + entropy)`.
 
 Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009, section 4.
 The kernels of the paper fuse the two matrix products of a tile. Here the two products are separate.
@@ -18,8 +25,8 @@ operating system clears the memory pages of every new chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,26 +34,39 @@ from torch.autograd.function import once_differentiable
 
 from rlhf.models.precision import product_dtype
 
+entr = torch.special.entr  # -x log(x), 0 at 0
+
 Tile = tuple[int, int]  # rows, vocabulary entries
 
 CPU_TILE_BYTES = 2**21  # bytes of logits in a tile: a tile fits in the cache of a core
 GPU_TILE_BYTES = 2**29  # bytes of logits in a tile: about 1,000 rows with a vocabulary of 128k
 MIN_TILE_VOCABULARY = 512  # fewest vocabulary entries of a tile; narrower matrix products are slow
 
+EXTRAS = frozenset({"entropy", "log_sum_squares"})  # outputs that are computed only on request
 
-def token_logprobs(
+
+class TokenOutputs(NamedTuple):  # a tuple, because DeepSpeed adds hooks to the tensors of a tuple
+    """Results for R rows, float32 (float64 for float64 inputs). An output that was not requested is None."""
+
+    logprobs: Tensor  # [R]
+    entropy: Tensor | None = None  # [R], in nats
+    log_sum_squares: Tensor | None = None  # [R], without gradient
+
+
+def token_outputs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
     temperature: float,
     tile: Tile | None = None,
-) -> Tensor:
+    extras: Collection[str] = (),
+) -> TokenOutputs:
     """Return the log-probabilities of `targets` under `softmax((hidden @ weight.T + bias) / temperature)`.
 
-    The result is differentiable in hidden, weight and bias; gradients are computed only for inputs that
-    require gradients. The matrix products run in the autocast dtype if autocast is active, else in the dtype
-    of `hidden`. The softmax runs in float32.
+    The results are differentiable in hidden, weight and bias, except `log_sum_squares`. Gradients are
+    computed only for inputs that require gradients. The matrix products run in the autocast dtype if autocast
+    is active, else in the dtype of `hidden`. The softmax runs in float32.
 
     Args:
         hidden: hidden states [R, H].
@@ -55,15 +75,14 @@ def token_logprobs(
         targets: token ids [R] int64.
         temperature: divisor of the logits.
         tile: rows and vocabulary entries computed at a time; None: 2 MiB of logits (512 MiB on a GPU).
-
-    Returns:
-        log-probs [R] float32 (float64 for float64 inputs).
+        extras: names from `EXTRAS`: outputs that are computed besides the log-probs.
     """
+    assert EXTRAS.issuperset(extras), extras
     dtype = product_dtype(hidden.device, hidden.dtype)
-    result: Tensor = TokenLogprobs.apply(
-        hidden, weight, bias, targets, temperature, tile or tile_for(hidden, weight, dtype), dtype
+    tile = tile or tile_for(hidden, weight, dtype)
+    return TokenOutputs(
+        *TokenFunction.apply(hidden, weight, bias, targets, temperature, tile, dtype, frozenset(extras))
     )
-    return result
 
 
 def tile_for(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tile:
@@ -82,8 +101,8 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class TokenLogprobs(torch.autograd.Function):
-    """The autograd function of `token_logprobs`, which documents the arguments and the result."""
+class TokenFunction(torch.autograd.Function):
+    """The autograd function of `token_outputs`, which documents the arguments and the results."""
 
     @staticmethod
     def forward(
@@ -95,10 +114,13 @@ class TokenLogprobs(torch.autograd.Function):
         temperature: float,
         tile: Tile,
         dtype: torch.dtype,
-    ) -> Tensor:
-        """Return log-probs [R]; store the inputs and each row's log-sum-exp for the backward pass."""
+        extras: frozenset[str],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the fields of `TokenOutputs`; store the inputs, and log-sum-exp and entropy of each row."""
         norms = torch.full((len(hidden), 1), -torch.inf, dtype=accumulator(dtype), device=hidden.device)
         chosen = torch.zeros_like(norms)
+        entropies = torch.zeros_like(norms) if "entropy" in extras else None
+        squares = torch.zeros_like(norms) if "log_sum_squares" in extras else None
         with torch.autocast(hidden.device.type, enabled=False):
             for entries in spans(len(weight), tile[1]):
                 head, offset = weight[entries].to(dtype), None if bias is None else bias[entries]
@@ -106,18 +128,36 @@ class TokenLogprobs(torch.autograd.Function):
                     logits = tile_logits(hidden[rows].to(dtype), head, offset, temperature)
                     column, inside = within(targets[rows, None], entries)
                     chosen[rows] = torch.where(inside, logits.gather(-1, column), chosen[rows])
-                    norms[rows] = torch.logaddexp(norms[rows], logits.logsumexp(-1, keepdim=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, norms)
+                    norm = torch.logaddexp(norms[rows], logits.logsumexp(-1, keepdim=True))
+                    if extras:
+                        finite = norm.clamp(min=torch.finfo(norm.dtype).min)  # -inf: all logits are -inf
+                        earlier = (norms[rows] - finite).exp_()  # probability of the earlier tiles
+                        probs = logits.sub_(finite).exp_()
+                        if entropies is not None:
+                            entropies[rows] = earlier * entropies[rows] + entr(earlier) + total(entr(probs))
+                        if squares is not None:
+                            squares[rows] = earlier.square() * squares[rows] + total(probs.square())
+                    norms[rows] = norm
+        ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies)
         ctx.temperature, ctx.tile, ctx.dtype = temperature, tile, dtype
-        return (chosen - norms)[:, 0]
+        entropy = None if entropies is None else entropies[:, 0].clone()
+        log_sum_squares = None if squares is None else squares[:, 0].log()
+        if log_sum_squares is not None:
+            ctx.mark_non_differentiable(log_sum_squares)
+        return (chosen - norms)[:, 0], entropy, log_sum_squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: Tensor, grad_entropy: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden, weight and bias; the logits of each tile are computed again."""
-        hidden, weight, bias, targets, norms = ctx.saved_tensors
+        hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
         dtype = ctx.dtype
         scale = (grad.to(norms.dtype) / ctx.temperature)[:, None]
+        if entropies is not None:
+            assert grad_entropy is not None
+            entropy_scale = (grad_entropy.to(norms.dtype) / ctx.temperature)[:, None]
         # The sums over tiles are float32 even if the products are bfloat16.
         grads = [
             torch.zeros_like(x, dtype=norms.dtype) if needed else None
@@ -131,9 +171,15 @@ class TokenLogprobs(torch.autograd.Function):
                     part = hidden[rows].to(dtype)
                     logits = tile_logits(part, head, offset, ctx.temperature)
                     slope = logits.sub_(norms[rows]).exp_()  # p
+                    if entropies is not None:  # -p (log p + entropy)
+                        entropy_slope = entr(slope).addcmul_(slope, entropies[rows], value=-1)
+                        entropy_slope.mul_(entropy_scale[rows])
                     column, inside = within(targets[rows, None], entries)
                     slope.scatter_add_(-1, column, -inside.to(slope.dtype))
                     slope.mul_(-scale[rows])
+                    if entropies is not None:
+                        slope.add_(entropy_slope)
+                        del entropy_slope  # frees a tile before the next one is computed
                     if grad_bias is not None:
                         grad_bias[entries] += slope.sum(0)
                     slope = slope.to(dtype)
@@ -142,7 +188,7 @@ class TokenLogprobs(torch.autograd.Function):
                     if grad_weight is not None:
                         add_product(grad_weight[entries], slope.T, part)
         inputs = zip(grads, (hidden, weight, bias), strict=True)
-        return *(None if slope is None else slope.to(x.dtype) for slope, x in inputs), None, None, None, None
+        return *(None if slope is None else slope.to(x.dtype) for slope, x in inputs), *(None,) * 5
 
 
 def tile_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -152,6 +198,11 @@ def tile_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature
         logits += bias.to(logits.dtype)
     logits = logits.to(accumulator(logits.dtype))
     return logits if temperature == 1 else logits.div_(temperature)
+
+
+def total(x: Tensor) -> Tensor:
+    """Return the sums over the vocabulary entries of a tile [rows, 1]."""
+    return x.sum(-1, keepdim=True)
 
 
 def within(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:

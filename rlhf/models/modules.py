@@ -9,6 +9,7 @@ together.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from rlhf.core.batch import Outputs
 from rlhf.core.errors import UserError
 from rlhf.models.fetching import first_line
-from rlhf.models.logprobs import token_logprobs
+from rlhf.models.logprobs import TokenOutputs, token_outputs
 from rlhf.models.lora import without_adapters
 from rlhf.models.shared_prefix import encode
 
@@ -38,20 +39,28 @@ class LogprobHead(nn.Linear):
     called.
     """
 
-    def forward(self, input: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+        extras: Collection[str] = (),
+    ) -> Tensor | TokenOutputs:
         """Return logits or log-probs.
 
         Args:
             input: hidden states [..., H]; [R, H] with `targets`.
             targets: token ids [R], or None.
             temperature: divisor of the logits; used only with `targets`.
+            extras: names from `rlhf.models.logprobs.EXTRAS`; used only with `targets`.
 
         Returns:
-            Without `targets`, logits [..., V]; with `targets`, the log-probs [R] of the targets, float32.
+            Without `targets`, logits [..., V]; with `targets`, the log-probs [R] of the targets and the
+            outputs in `extras`, float32.
         """
         if targets is None:
             return super().forward(input)
-        return token_logprobs(input, self.weight, self.bias, targets, temperature)
+        return token_outputs(input, self.weight, self.bias, targets, temperature, extras=extras)
 
     @staticmethod
     def of(linear: nn.Linear) -> LogprobHead:
@@ -131,22 +140,33 @@ class Policy(RolloutModule):
         other.temperature = temperature
         return other
 
-    def forward(self, batch: Rollouts) -> Outputs:
+    def forward(self, batch: Rollouts, *extras: str) -> Outputs:
         """Return the log-probs [N, K, T] of the responses, 0 at padding.
 
         The output embeddings are applied to real response positions only.
+
+        Args:
+            batch: the rollouts.
+            extras: names from `rlhf.models.logprobs.EXTRAS`: outputs [N, K, T] that are computed besides the
+                log-probs.
         """
         mask = batch.response_mask
         with nullcontext() if self.adapters else without_adapters(self.model):
             hidden = self.states(batch, last=False)
             head = self.model.get_output_embeddings()
-            logprobs = head(
+            found: TokenOutputs = head(
                 hidden[mask],
                 targets=batch.response_ids[mask],
                 temperature=self.temperature / self.logit_scale,
+                extras=extras,
             )
-        zeros = torch.zeros(mask.shape, dtype=logprobs.dtype, device=logprobs.device)
-        return Outputs(logprobs=zeros.masked_scatter(mask, logprobs))
+        zeros = torch.zeros(mask.shape, dtype=found.logprobs.dtype, device=mask.device)
+        return Outputs(
+            **{
+                name: None if x is None else zeros.masked_scatter(mask, x)
+                for name, x in found._asdict().items()
+            }
+        )
 
 
 def described(error: Exception) -> str:
@@ -255,6 +275,7 @@ class ActorCritic(nn.Module):
         """Return the Hugging Face model of the policy, which samples and is saved at the end of the run."""
         return self.actor.model
 
-    def forward(self, batch: Rollouts) -> Outputs:
-        """Return log-probs [N, K, T] and values [N, K, T+1]."""
-        return Outputs(logprobs=self.actor(batch).logprobs, values=self.critic(batch).values)
+    def forward(self, batch: Rollouts, *extras: str) -> Outputs:
+        """Return log-probs [N, K, T], values [N, K, T+1], and the outputs `extras` of the policy."""
+        outputs: Outputs = self.actor(batch, *extras)
+        return outputs._replace(values=self.critic(batch).values)

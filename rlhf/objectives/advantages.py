@@ -2,6 +2,7 @@
 
 leave one out    A_i = r_i - mean of the other K-1 rewards           Ahmadian et al., arXiv 2402.14740
 group centred    A_i = (r_i - mean) / (std + 1e-4)                   Shao et al., arXiv 2402.03300
+length weighted  A_i = r_i - sum_j |y_j| r_j / sum_j |y_j|           Hao et al., arXiv 2505.23585 (OPO)
 gae              d_t = r_t + gamma V_t+1 - V_t
                  A_t = d_t + gamma lambda A_t+1                      Schulman et al., arXiv 1506.02438
 """
@@ -23,16 +24,33 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
 
 def group_centred(rewards: Tensor, scale: Scale) -> Tensor:
-    """Return each reward [N, K] minus the mean reward of its prompt, divided as `scale` selects.
+    """Return each reward [N, K] minus the mean reward of its prompt, divided as `scale` selects."""
+    return scaled(centred(rewards), rewards, scale)
+
+
+def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """Return each reward [N, K] minus the mean reward of its prompt, weighted by lengths; 0 if all are equal.
+
+    Args:
+        rewards: rewards [N, K].
+        lengths: tokens [N, K] of the responses.
+    """
+    tied = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    mean = (rewards * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True).clamp(min=1)
+    return (rewards - mean).masked_fill(tied, 0.0)
+
+
+def scaled(advantages: Tensor, rewards: Tensor, scale: Scale) -> Tensor:
+    """Return advantages [N, K], divided as `scale` selects.
 
     The divisor is `STD_EPS` plus an unbiased standard deviation: with `group`, of the prompt's rewards; with
     `batch`, of all rewards. With `none` there is no divisor.
     """
     if scale is Scale.group:
-        return centred(rewards) / (rewards.std(1, keepdim=True) + STD_EPS)
+        return advantages / (rewards.std(1, keepdim=True) + STD_EPS)
     if scale is Scale.batch:
-        return centred(rewards) / (rewards.std() + STD_EPS)
-    return centred(rewards)
+        return advantages / (rewards.std() + STD_EPS)
+    return advantages
 
 
 def centred(rewards: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Rafailov et al., arXiv 2305.18290; online: Guo et al., arXiv 2402.04792.
 
     z = (logp_c - logp_r) - (ref_c - ref_r)                 log-probs summed over the response
     right = -log sigmoid(beta z),   wrong = -log sigmoid(-beta z)
-    loss = mean over pairs of the loss in the table:
+    loss = mean over pairs of weight * the loss in the table:
 
 | `algo.loss_type` | loss of a pair                        | source                             |
 |------------------|---------------------------------------|------------------------------------|
@@ -14,12 +14,14 @@ Rafailov et al., arXiv 2305.18290; online: Guo et al., arXiv 2402.04792.
 | `robust`         | ((1 - e) right - e wrong) / (1 - 2 e) | Chowdhury et al., arXiv 2403.00409 |
 
 e is `algo.label_smoothing`, the fraction of labels that are assumed wrong. `algo.length_normalised` divides
-each log-ratio by the number of tokens of its response (Lambert et al., arXiv 2411.15124, section 5).
+each log-ratio by the number of tokens of its response (Lambert et al., arXiv 2411.15124, section 5). The
+weight of a pair is 1, or corrects for pairs of another policy (`algo.weighting`, see
+`rlhf.objectives.pair_weights`).
 
 Online, the chosen response c is the best and the rejected response r the worst of a prompt's K samples by
 score. Offline, c and r are the pair of the data set.
 
-Needs: K >= 2, reference log-probs.
+Needs: K >= 2, reference log-probs; with `algo.weighting=is` the log-probs of the sampler.
 
 Prompts without signal (see `rlhf.objectives.objective`): prompts whose best and worst scores are equal. Sum
 and count exclude these prompts. With `algo.ties=keep`, every prompt has signal.
@@ -34,9 +36,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhf.config.algo import DPOLoss, Ties
+from rlhf.config.algo import DPOLoss, PairWeighting, Ties
 from rlhf.core.metrics import mean
 from rlhf.objectives.objective import Objective, drift, prompts_with_signal
+from rlhf.objectives.pair_weights import pair_weights
 
 if TYPE_CHECKING:
     from rlhf.config.algo import DPOConfig
@@ -53,6 +56,8 @@ class OnlineDPO(Objective):
     def __init__(self, config: DPOConfig) -> None:
         self.config = config
         self.kl_coef = config.beta
+        if config.weighting is PairWeighting.wpo:
+            self.needs |= {"log_sum_squares"}
 
     def credit(self, batch: Batch) -> Batch:
         """Return the batch with two samples of each prompt: the chosen response, then the rejected response.
@@ -72,21 +77,24 @@ class OnlineDPO(Objective):
         return {"policy": prompts_with_signal(batch)}
 
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
-        """Return the sum of the pair losses over a micro-batch, and metrics."""
+        """Return the sum of the weighted pair losses over a micro-batch, and metrics."""
         assert batch.ref_logprobs is not None
-        logprobs = forward(batch).logprobs
+        outputs = forward(batch)
+        logprobs = outputs.logprobs
         assert logprobs is not None
+        weights, weighting = pair_weights(outputs, batch, self.config)
         logps = logprobs.sum(-1)  # [N, 2]
         ratios = self.log_ratios(logps, batch.ref_logprobs.sum(-1), batch.response_mask)
         rewards = self.config.beta * ratios.detach()
         margins = rewards[:, 0] - rewards[:, 1]
-        return {"policy": self.pair_losses(ratios[:, 0] - ratios[:, 1]).sum()}, {
+        return {"policy": (weights * self.pair_losses(ratios[:, 0] - ratios[:, 1])).sum()}, {
             "rewards/chosen": mean(rewards[:, 0]),
             "rewards/rejected": mean(rewards[:, 1]),
             "rewards/accuracies": mean((margins > 0).float()),
             "rewards/margins": mean(margins),
             "logps/chosen": mean(logps[:, 0]),
             "logps/rejected": mean(logps[:, 1]),
+            **weighting,
             **drift(logprobs, batch),
         }
 
@@ -94,7 +102,8 @@ class OnlineDPO(Objective):
         """Return loss, accuracy and margin of held-out pairs, the chosen response first.
 
         A margin is `beta` times z of the pair. The accuracy is the fraction of pairs with a positive margin,
-        plus half the fraction of pairs with margin 0, so the reference itself has an accuracy of 0.5.
+        plus half the fraction of pairs with margin 0, so the reference itself has an accuracy of 0.5. All
+        pairs have the weight 1.
 
         Args:
             logprobs: log-probs [N, 2, T] of the policy.

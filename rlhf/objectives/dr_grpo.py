@@ -34,4 +34,5 @@ class DrGRPO(GRPO):
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of responses times the allowed response length in tokens."""
-        return {"policy": float(self.counted(batch).numel())}
+        counted = self.counted(batch)
+        return {"policy": float(counted.any(-1).sum()) * counted.shape[-1]}

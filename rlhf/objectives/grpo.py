@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlhf.config.algo import Ties
-from rlhf.objectives.advantages import group_centred
-from rlhf.objectives.policy_gradient import PolicyGradient
+from rlhf.config.algo import Advantage, Ties
+from rlhf.objectives.advantages import group_centred, leave_one_out, length_weighted, scaled
+from rlhf.objectives.policy_gradient import PolicyGradient, trained
 
 if TYPE_CHECKING:
     from rlhf.config.algo import GRPOConfig
@@ -45,18 +45,30 @@ class GRPO(PolicyGradient):
         return super().skips_ties or self.config.ties is Ties.drop
 
     def counted(self, batch: Batch) -> Tensor:
-        """Return the response mask [M, K, T] of the M prompts over which the mean is taken."""
-        kept = self.config.ties is Ties.keep or batch.signal is None
-        return batch.response_mask if kept else batch.response_mask[batch.signal]
+        """Return the trained tokens [M, K, T] bool of the M prompts over which the mean is taken."""
+        mask = trained(batch)
+        return mask if self.config.ties is Ties.keep or batch.signal is None else mask[batch.signal]
+
+    def response_advantages(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """Return each reward [N, K] minus its baseline (`algo.advantage`), divided by the `algo.scale`."""
+        kind = self.config.advantage
+        if kind is Advantage.mean:
+            return self.advantages(rewards)
+        if kind is Advantage.leave_one_out:
+            return scaled(leave_one_out(rewards), rewards, self.config.scale)
+        if kind is Advantage.opo:
+            lengths = batch.response_mask.sum(-1)
+            return scaled(length_weighted(rewards, lengths), rewards, self.config.scale)
+        return scaled(rewards, rewards, self.config.scale)
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Return each reward [N, K] minus the mean reward of its prompt, divided as `algo.scale` selects."""
         return group_centred(rewards, self.config.scale)
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Return the sum over responses of the mean over the tokens of a response."""
-        return ((losses * mask).sum(-1) / mask.sum(-1)).sum()
+        """Return the sum over responses of the mean over the trained tokens of a response."""
+        return ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1)).sum()
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of responses over which the mean is taken."""
-        return {"policy": float(self.counted(batch).flatten(0, 1).shape[0])}
+        return {"policy": float(self.counted(batch).any(-1).sum())}

@@ -38,16 +38,22 @@ NEEDS = {
     "one optimizer step, where behaviour_logprobs are the same",
     "ratio": "old_logprobs for ratios in the loss; not computed for a batch with one optimizer step, whose "
     "forward gives them",
+    "correction": "old_logprobs for importance weights in `credit`; not computed for an on-policy batch with "
+    "one optimizer step whose sampler computes the same log-probs as the trainer",
     "values": "values of a value model",
+    "entropy": "entropy of the next-token distribution, in the outputs of the training forward",
+    "log_sum_squares": "log of the sum of the squared next-token probabilities, in the outputs of the "
+    "training forward",
 }
 
 MAX_LOG_WEIGHT = 20.0  # bound of a log importance weight: the square of the weight fits float32
+MIN_LOG_WEIGHT = -300.0  # lower bound of a response's log weight: the square of the weight fits float64
 
 
 class Objective(ABC):
     """A learning objective: pure functions of tensors and settings, without device, ranks or backend."""
 
-    needs: frozenset[str] = frozenset()  # names from NEEDS: tensors that the engine adds before credit
+    needs: frozenset[str] = frozenset()  # names from NEEDS
     kl_coef: float = 0.0  # weight of the KL penalty, for the reward metrics
     loss_weights: Mapping[str, float] = MappingProxyType({})  # weights in the total loss; missing: 1
     shows_loss: bool = (
@@ -160,17 +166,31 @@ def old_or_behaviour(batch: Batch) -> Tensor:
 def mismatch(logprobs: Tensor, batch: Batch) -> Metrics:
     """Return `policy/approxkl` and the `mismatch/` metrics between trainer and sampler.
 
-    `policy/approxkl` compares `logprobs` [N, K, T] with `old_or_behaviour`. The `mismatch/` metrics compare
-    the trainer (before the update, if `old_logprobs` exist) with the sampler: the k3 estimate of
-    KL(sampler || trainer), the largest ratio, and the effective sample size of the importance weights
-    trainer / sampler as a fraction of the tokens (1 on-policy).
+    `policy/approxkl` compares `logprobs` [N, K, T] with `old_or_behaviour`. Except `mismatch/step_ess`, the
+    `mismatch/` metrics compare the trainer (before the update, if `old_logprobs` exist) with the sampler:
+
+    - `kl`: the k3 estimate of KL(sampler || trainer);
+    - `max_ratio`: the largest ratio of a token;
+    - `ess`: the effective sample size of the weights trainer / sampler of responses, as a fraction of the
+      responses; `token_ess`: the same of tokens. Both are 1 on-policy;
+    - `step_ess`: `ess` of the policy that is trained in this step, from `logprobs` (VCPO, arXiv 2602.17616).
     """
     assert batch.behaviour_logprobs is not None
-    mask, now = batch.response_mask, logprobs.detach()
-    lag = (now if batch.old_logprobs is None else batch.old_logprobs) - batch.behaviour_logprobs
+    mask, now, sampler = batch.response_mask, logprobs.detach(), batch.behaviour_logprobs
+    lag = (now if batch.old_logprobs is None else batch.old_logprobs) - sampler
     return {
         "policy/approxkl": mean(0.5 * (now - old_or_behaviour(batch)).square(), mask),
         "mismatch/kl": mean(torch.expm1(lag) - lag, mask),
         "mismatch/max_ratio": largest(lag.abs().exp(), mask),
-        "mismatch/ess": sample_size(lag.clamp(max=MAX_LOG_WEIGHT).exp(), mask),
+        "mismatch/ess": sample_size(response_weights(lag, mask)),
+        "mismatch/token_ess": sample_size(lag.clamp(max=MAX_LOG_WEIGHT).exp(), mask),
+        "mismatch/step_ess": sample_size(response_weights(now - sampler, mask)),
     }
+
+
+def response_weights(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """Return the importance weights [N, K] of responses (float64), given log-ratios [N, K, T] of tokens.
+
+    The logarithm of a weight is limited to the range from `MIN_LOG_WEIGHT` to `MAX_LOG_WEIGHT`.
+    """
+    return (log_ratios.double() * mask).sum(-1).clamp(MIN_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()

@@ -3,14 +3,23 @@
 PPO's clipped surrogate: Schulman et al., arXiv 1707.06347.
 
     reward      r = score - beta sum_t k_t          the KL term only with `algo.kl_in=reward`
-    ratio       u = exp(logp - old)                 `old`: log-probs of the trainer just before this update
+    ratio       u = exp(logp - anchor)              anchor: log-probs of the trainer just before this update
     surrogate   max(-A u, -A clip(u, 1 - low, 1 + high))
     loss        sum of w * surrogate + beta u k     the KL term only with `algo.kl_in=loss`
 
 k is the KL estimate of a token (`algo.kl_estimator`), beta is `algo.kl_coef`. w is the importance weight of
-the off-policy correction (`rlhf.objectives.correction`). With the factor u, the gradient of the KL term is an
-unbiased estimate of the gradient of the KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
-`algo.kl_unbiased=false` omits this factor.
+the off-policy correction (`rlhf.objectives.correction`), which may also reject tokens. With the factor u, the
+gradient of the KL term is an unbiased estimate of the gradient of the KL (DeepSeek-V3.2, arXiv 2512.02556,
+section 3.1). `algo.kl_unbiased=false` omits this factor.
+
+Options of every policy-gradient algorithm, off by default:
+
+- `algo.anchor`: the policy in the denominator of u (`rlhf.objectives.anchor`).
+- `algo.off_policy_mask`: no policy term for responses with A < 0 and mean_t (behaviour - logp) above this
+  (DeepSeek-V3.2, section 3.1). The tokens still count.
+- `algo.dual_clip` c: where A < 0, the surrogate is at most -A c (Ye et al., arXiv 1912.09729).
+- `algo.covariance`: KL-Cov and Clip-Cov (`rlhf.objectives.covariance`).
+- `algo.entropy_coef`: minus this times the entropy of the policy at each token is added to the loss.
 
 An algorithm overrides some of the methods `advantages`, `log_ratio`, `surrogate`, `reduce` and `count`.
 """
@@ -25,14 +34,17 @@ import torch
 from torch import Tensor
 
 from rlhf.config.algo import KLIn
+from rlhf.config.correction import Anchor, Covariance
 from rlhf.core.metrics import mean
 from rlhf.objectives.advantages import kl_estimate
-from rlhf.objectives.correction import importance_weights
+from rlhf.objectives.anchor import anchor_logprobs
+from rlhf.objectives.correction import corrected, importance_weights, over_tokens
+from rlhf.objectives.covariance import limited, with_limited
 from rlhf.objectives.objective import Objective, mismatch, old_or_behaviour
 
 if TYPE_CHECKING:
     from rlhf.config.algo import PolicyGradientConfig
-    from rlhf.core.batch import Batch
+    from rlhf.core.batch import Batch, Outputs
     from rlhf.core.metrics import Metrics, Stat
     from rlhf.objectives.objective import Counts, Forward, Losses
 
@@ -47,9 +59,15 @@ class PolicyGradient(Objective):
     def __init__(self, config: PolicyGradientConfig) -> None:
         self.config = config
         self.kl_coef = config.kl_coef
-        self.needs = frozenset({"ref_logprobs", "ratio"})
+        self.needs = frozenset({"ref_logprobs"})
+        if config.anchor is Anchor.old:
+            self.needs |= {"ratio"}
         if self.kl_in_reward:
             self.needs |= {"old_logprobs"}
+        if config.correction.coupled:
+            self.needs |= {"correction"}
+        if config.entropy_coef:
+            self.needs |= {"entropy"}
 
     @property
     def kl_in_reward(self) -> bool:
@@ -65,21 +83,32 @@ class PolicyGradient(Objective):
     def skips_ties(self) -> bool:
         """Return True if prompts whose advantages are all 0 skip the forward pass.
 
-        Such a prompt has a gradient only if the loss has a KL penalty.
+        Such a prompt has a gradient only if the loss has a KL penalty or an entropy bonus.
         """
-        return not self.kl_in_loss
+        penalty = self.config.covariance.kind is Covariance.kl
+        return not (self.kl_in_loss or self.config.entropy_coef or penalty)
 
     def credit(self, batch: Batch) -> Batch:
         """Return the batch with advantages [N, K, T], equal for all tokens of a response, and signal [N]."""
         rewards = self.scores(batch)
         if self.kl_in_reward:
             rewards = rewards - self.kl_coef * self.kl(batch).sum(-1)
-        advantages = self.advantages(rewards)
-        return replace(
-            batch,
-            advantages=advantages[:, :, None] * batch.response_mask,
-            signal=(advantages != 0).any(1) if self.skips_ties else None,
+        advantages = self.response_advantages(rewards, batch)
+        return self.coupled(
+            replace(
+                batch,
+                advantages=advantages[:, :, None] * batch.response_mask,
+                signal=(advantages != 0).any(1) if self.skips_ties else None,
+            )
         )
+
+    def coupled(self, batch: Batch) -> Batch:
+        """Return the batch with advantages, and with what couples its tokens: correction and covariance."""
+        if self.config.correction.coupled:
+            batch = corrected(batch, self.config.correction)
+        if self.config.covariance.kind is not Covariance.none:
+            batch = with_limited(batch, self.config.covariance)
+        return batch
 
     def scores(self, batch: Batch) -> Tensor:
         """Return the scores [N, K], if configured normalised over the batch, then clipped."""
@@ -95,6 +124,10 @@ class PolicyGradient(Objective):
         assert batch.ref_logprobs is not None
         kl = kl_estimate(old_or_behaviour(batch), batch.ref_logprobs, self.config.kl_estimator)
         return kl * batch.response_mask
+
+    def response_advantages(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """Return `advantages`; an algorithm overrides this if they depend on more than the rewards."""
+        return self.advantages(rewards)
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
@@ -113,46 +146,104 @@ class PolicyGradient(Objective):
             batch: the micro-batch with advantages [N, K, T].
         """
         assert batch.advantages is not None
+        config, advantages = self.config, batch.advantages
         ratio = log_ratio.exp()
-        free = -batch.advantages * ratio
-        bound = -batch.advantages * ratio.clamp(1 - self.config.clip_low, 1 + self.config.clip_high)
-        return torch.maximum(free, bound), bound > free
+        free = -advantages * ratio
+        bound = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+        losses, clipped = torch.maximum(free, bound), bound > free
+        if config.covariance.kind is not Covariance.none:
+            losses = limited(free, losses, clipped, log_ratio, batch, config.covariance)
+        if config.dual_clip is not None:
+            most = -advantages * config.dual_clip
+            clipped = clipped | ((advantages < 0) & (losses > most))
+            losses = torch.where(advantages < 0, torch.minimum(losses, most), losses)
+        return losses, clipped
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
         """Return the sum of the losses [N, K, T], which the engine divides by `count`; all tokens weigh 1."""
         return (losses * mask).sum()
 
     def count(self, batch: Batch) -> Counts:
-        """Return the number of response tokens."""
-        return {"policy": float(batch.response_mask.sum())}
+        """Return the number of response tokens that are trained on."""
+        return {"policy": float(trained(batch).sum())}
 
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
         """Return the sum of the policy loss over a micro-batch, and metrics."""
-        logprobs = forward(batch).logprobs
-        assert logprobs is not None
-        loss, metrics = self.policy_loss(logprobs, batch)
+        out = forward(batch)
+        assert out.logprobs is not None
+        loss, metrics = self.policy_loss(out, batch)
         return {"policy": loss}, metrics
 
-    def policy_loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return the sum of the policy loss, given the policy's log-probs [N, K, T], and metrics."""
-        mask, config = batch.response_mask, self.config
-        assert batch.behaviour_logprobs is not None
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        log_ratio = self.log_ratio(logprobs - old, mask)
+    def policy_loss(self, out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Return the sum of the policy loss, given the outputs of the policy's forward pass, and metrics."""
+        mask, config, logprobs = trained(batch), self.config, out.logprobs
+        assert batch.behaviour_logprobs is not None and logprobs is not None
+        anchor = anchor_logprobs(logprobs, batch, config.anchor)
+        log_ratio = self.log_ratio(logprobs - anchor, batch.response_mask)
         losses, clipped = self.surrogate(log_ratio, logprobs, batch)
-        weights, corrected = importance_weights(old, batch.behaviour_logprobs, mask, config.correction)
+        weights, metrics = self.weights(anchor, batch)
         losses = losses * weights
+        if config.off_policy_mask is not None:
+            away = off_policy(logprobs, batch, config.off_policy_mask)
+            losses = losses.masked_fill(away, 0.0)
+            metrics["policy/off_policy_masked"] = mean(away, mask)
         if self.kl_in_loss:
             assert batch.ref_logprobs is not None
             kl = kl_estimate(logprobs, batch.ref_logprobs, config.kl_estimator)
             losses = losses + self.kl_coef * (kl * log_ratio.exp() if config.kl_unbiased else kl)
-        ratio = self.log_ratio(logprobs.detach() - old_or_behaviour(batch), mask).exp()
+        if config.entropy_coef:
+            assert out.entropy is not None
+            losses = losses - config.entropy_coef * out.entropy
+            metrics["policy/entropy"] = mean(out.entropy, mask)
+        if batch.per_token is not None and "limited" in batch.per_token:
+            metrics["policy/covariance_limited"] = mean(batch.per_token["limited"], mask)
+        before = old_or_behaviour(batch) if config.anchor is Anchor.old else anchor
+        ratio = self.log_ratio(logprobs.detach() - before, batch.response_mask).exp()
         return self.reduce(losses, mask), {
             **mismatch(logprobs, batch),
-            **corrected,
+            **metrics,
             "policy/ratio": mean_of(ratio, mask),
             "policy/clipfrac": mean_of(clipped.float(), mask),
         }
+
+    def weights(self, anchor: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Return importance weights, [N, K, T] or [N, K, 1], and `correction/` metrics.
+
+        Args:
+            anchor: log-probs [N, K, T] of the policy in the denominator of the ratio.
+            batch: the micro-batch.
+        """
+        mask = batch.response_mask
+        if batch.per_token is None or "weights" not in batch.per_token:
+            assert batch.behaviour_logprobs is not None
+            return importance_weights(anchor, batch.behaviour_logprobs, mask, self.config.correction)
+        weights = batch.per_token["weights"]
+        return weights, {
+            "correction/weight": mean(weights, trained(batch)),
+            "correction/rejected": mean(~batch.per_token["kept"], mask),
+        }
+
+
+def trained(batch: Batch) -> Tensor:
+    """Return which tokens are in the sum and in the count of the loss, [N, K, T] bool."""
+    return (
+        batch.response_mask
+        if batch.per_token is None
+        else batch.per_token.get("trained", batch.response_mask)
+    )
+
+
+def off_policy(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:
+    """Return the tokens [N, K, T] with A < 0 of responses that the policy has become unlikely to sample.
+
+    Args:
+        logprobs: log-probs [N, K, T] of the policy being trained.
+        batch: the micro-batch with advantages.
+        limit: bound on the mean of sampler - policy log-probs of a response.
+    """
+    assert batch.advantages is not None and batch.behaviour_logprobs is not None
+    gap = (batch.behaviour_logprobs - logprobs.detach()) * batch.response_mask
+    return (batch.advantages < 0) & (over_tokens(gap, batch.response_mask, averaged=True) > limit)
 
 
 def mean_of(x: Tensor, mask: Tensor) -> Stat:

@@ -76,13 +76,14 @@ class PPO(PolicyGradient):
         if self.config.whiten_advantages:
             advantages = whiten(advantages, batch.response_mask)
         self.adapt(float(kl.sum(-1).mean()), batch.episodes)
-        return replace(
+        batch = replace(
             batch,
             values=values,
             value_mask=states,
             returns=returns,
             advantages=advantages * batch.response_mask,
         )
+        return replace(self.coupled(batch), signal=None)  # the value model learns from rejected tokens, too
 
     def states(self, mask: Tensor) -> Tensor:
         """Return which states have a learned value, [N, K, T+1] bool, given the response mask [N, K, T].
@@ -118,8 +119,8 @@ class PPO(PolicyGradient):
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
         """Return the sums of the policy loss and the value loss over a micro-batch, and metrics."""
         out = forward(batch)
-        assert out.logprobs is not None and out.values is not None
-        policy, policy_metrics = self.policy_loss(out.logprobs, batch)
+        assert out.values is not None
+        policy, policy_metrics = self.policy_loss(out, batch)
         value, value_metrics = self.value_loss(out.values, batch)
         return {"policy": policy, "value": value}, {**policy_metrics, **value_metrics}
 

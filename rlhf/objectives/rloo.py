@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlhf.config.algo import RLOOLoss
 from rlhf.objectives.advantages import leave_one_out
-from rlhf.objectives.policy_gradient import PolicyGradient
+from rlhf.objectives.policy_gradient import PolicyGradient, trained
 
 if TYPE_CHECKING:
     from rlhf.config.algo import RLOOConfig
@@ -58,5 +58,5 @@ class RLOO(PolicyGradient):
         return losses / batch.response_mask.sum(-1, keepdim=True), clipped[..., :1]
 
     def count(self, batch: Batch) -> Counts:
-        """Return the number of responses."""
-        return {"policy": float(batch.episodes)}
+        """Return the number of responses that are trained on."""
+        return {"policy": float(trained(batch).any(-1).sum())}

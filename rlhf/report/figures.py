@@ -73,7 +73,16 @@ OPTIMIZATION = (
     "lr",
     "memory/peak_gib",
 )
-OFF_POLICY = ("lag", "mismatch/token_lag", "mismatch/kl", "mismatch/max_ratio", "policy/clipfrac")
+OFF_POLICY = (
+    "lag",
+    "mismatch/token_lag",
+    "replay/age",
+    "mismatch/kl",
+    "mismatch/max_ratio",
+    "mismatch/ess",
+    "weighting/ess",
+    "policy/clipfrac",
+)
 
 PROGRESS = (("episode", "episodes"), ("examples", "examples"), ("update", "updates"))  # name in a row, label
 WIDE = 30  # ratio of largest to smallest value from which a logarithmic axis is used
@@ -193,7 +202,8 @@ def off_policyness(section: Section) -> Made:
         "Lag and mismatch",
         "Lag is the version being trained minus the version that sampled the batch. Mismatch compares the "
         "log-probs of the sampled tokens by the trainer, just before the update, with those by the sampler "
-        f"(mismatch/kl, mismatch/max_ratio). {MEANS}" + averaging_note(section.drawn),
+        "(mismatch/kl, mismatch/max_ratio). The effective sample size of the weights trainer / sampler of "
+        f"responses is 1 on-policy (mismatch/ess). {MEANS}" + averaging_note(section.drawn),
         panels,
         legend(section.drawn),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from rlhf.config.identity import BOOKKEEPING, NOT_IN_NAME
+from rlhf.config.identity import BOOKKEEPING, NEW_IN_NAME, NOT_IN_NAME
 
 Config = Mapping[str, Any]  # a flat config: dotted key -> value
 
@@ -30,6 +30,7 @@ FIRST = (
     "generator.name",
     "schedule.max_lag",
     "schedule.update",
+    "schedule.replay",
     "backend.name",
     "schedule.total_episodes",
     "schedule.total_epochs",
@@ -45,9 +46,10 @@ SHOWN_NOWHERE = ("seed", *BOOKKEEPING)
 
 
 def differing(configs: Sequence[Config]) -> list[str]:
-    """Return the keys in which configs differ, in the order of `FIRST`; a missing key is equal to null.
+    """Return the keys in which configs differ, in the order of `FIRST`.
 
-    Keys that are not in the name of a run come last.
+    A missing key is equal to its value in `NEW_IN_NAME`, or null. Keys that are not in the name of a run come
+    last.
     """
     every = dict.fromkeys(key for config in configs for key in config)
     kept = [key for key in every if key not in SHOWN_NOWHERE and not key.startswith("logger.")]
@@ -58,7 +60,7 @@ def differing(configs: Sequence[Config]) -> list[str]:
 
 def identity(config: Config, keys: Iterable[str]) -> str:
     """Return the values of `keys` as one string, for comparison."""
-    return json.dumps([config.get(key) for key in keys], default=str)
+    return json.dumps([config.get(key, NEW_IN_NAME.get(key)) for key in keys], default=str)
 
 
 def labels(configs: Sequence[Config], noun: str = "run") -> list[str]:

@@ -124,6 +124,7 @@ METRICS = {
         Metric("memory/peak_gib", "peak memory (GiB)", "peak GiB", 1),
         Metric("lag", "lag (updates)", "lag", 1, noise=NOISE),
         Metric("mismatch/token_lag", "lag of a token (updates)", "token lag", 1, noise=NOISE),
+        Metric("replay/age", "lag of a prompt (updates)", "age", 1, noise=NOISE),
         Metric("mismatch/kl", "KL of sampler and trainer (nats per token)", "KL", 6, noise=NOISE),
         # a log-prob in float32 has an error of up to 1e-5
         Metric(
@@ -133,6 +134,26 @@ METRICS = {
             3,
             expected=1.0,
             noise=1e-5,
+        ),
+        Metric(
+            "mismatch/ess",
+            "effective sample size over responses",
+            "ESS",
+            3,
+            1,
+            expected=1.0,
+            noise=NOISE,
+            rate=True,
+        ),
+        Metric(
+            "weighting/ess",
+            "effective sample size over pairs",
+            "pair ESS",
+            3,
+            1,
+            expected=1.0,
+            noise=NOISE,
+            rate=True,
         ),
         Metric("policy/clipfrac", "fraction of clipped ratios", "clipped", 3, noise=NOISE, rate=True),
     )

@@ -126,6 +126,11 @@ class Run:
         return next((row[metric] for row in reversed(self.trained) if metric in row), None)
 
     @property
+    def collapse_warning(self) -> int | None:
+        """The update at which the run warned of a collapse; None: it did not."""
+        return next((int(row["update"]) for row in self.trained if row.get("warning/collapse")), None)
+
+    @property
     def peak_gib(self) -> float | None:
         """The peak memory in GiB; None before the first update."""
         return max((row["memory/peak_gib"] for row in self.trained if "memory/peak_gib" in row), default=None)

@@ -84,6 +84,12 @@ def remarks(sections: Sequence[Section], found: FoundRuns) -> list[str]:
         notes.append(f"No metrics yet: {some(empty)} (see Runs).")
     if lost := [f"{run.folder.name} ({run.lost})" for run in found.runs if run.lost]:
         notes.append(f"Rows are lost: {some(lost)}.")
+    if warned := [f"{run.folder.name} (update {update})" for run in runs if (update := run.collapse_warning)]:
+        notes.append(
+            f"Runs that warned of a collapse of the policy: {some(warned)}. Compare their evaluations before "
+            "and after the warning. If they fall, lower optim.lr or schedule.max_lag, or set an off-policy "
+            "correction; the warning in train.log names the settings."
+        )
     if found.broken:
         names = [f"{folder.name} ({reason})" for folder, reason in found.broken.items()]
         notes.append(f"Damaged run folders, not shown: {some(names)}.")

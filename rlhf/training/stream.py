@@ -23,7 +23,7 @@ class Stream:
     requests and weights first in, first out, and gets new weights after each batch. So batch t (from 0) is
     sampled by version max(0, t - max_lag). max_lag=0 is synchronous, max_lag=1 is the asynchronous RLHF of
     Noukhovitch et al. (arXiv 2410.18252). With `schedule.update=in_flight`, a newer version may sample some
-    tokens of a batch.
+    tokens of a batch. `trainer_version` of batch t is t.
 
     Args:
         generator: the generator that processes the requests.
@@ -59,7 +59,8 @@ class Stream:
                     self.sampling = replace(self.sampling, request=self.sampling.request + 1)
                 if not self.pending:
                     return
-                self.current = self.pending.popleft().result()
+                rollouts = self.pending.popleft().result()
+            self.current = replace(rollouts, trainer_version=self.taken - 1)
             yield self.current
 
     @property

@@ -82,8 +82,11 @@ def test_the_part_of_an_option_loads_and_takes_its_section(option):
 
 
 @pytest.fixture
-def passed(monkeypatch) -> dict[str, Any]:
-    """Return the keyword arguments that `build_engine` passes to the engine of a backend."""
+def passed(monkeypatch, request) -> dict[str, Any]:
+    """Return the keyword arguments that `build_engine` passes to the engine of a backend.
+
+    The parameter of the fixture, if a test sets it, is a list of overrides of the config.
+    """
     instead = {
         "build_module": lambda *_: SimpleNamespace(model=SimpleNamespace(config=None)),
         "build_second_model": lambda *_: None,
@@ -96,7 +99,7 @@ def passed(monkeypatch) -> dict[str, Any]:
         monkeypatch.setattr(engine_assembly, name, function)
     state: Any = SimpleNamespace(num_updates=1)
     tokenizer: Any = None
-    built: Any = engine_assembly.build_engine(compose([]), tokenizer, ALONE, state)
+    built: Any = engine_assembly.build_engine(compose(getattr(request, "param", [])), tokenizer, ALONE, state)
     return built.given
 
 
@@ -108,6 +111,20 @@ def test_engine_of_a_backend_accepts_the_arguments_of_the_assembly_and_the_run(o
     inspect.signature(Engine.__init__).bind("self", **passed, micro_batch=1)
     inspect.signature(made.prepare).bind("section", "dtype", "ranks")
     inspect.signature(made.place).bind("section", "frozen", "ranks")
+
+
+@pytest.mark.parametrize(
+    ("passed", "exact"),
+    [
+        ([], True),
+        (["generator=vllm"], False),
+        (["generator=dataset"], False),
+        (["model.dtype=bfloat16"], False),
+    ],
+    indirect=["passed"],
+)
+def test_only_the_hf_generator_in_float32_computes_the_log_probs_of_the_trainer(passed, exact):
+    assert passed["exact_sampler"] is exact
 
 
 def test_every_option_that_chooses_a_part_has_an_address():

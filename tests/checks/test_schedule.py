@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlhf.checks import check
-from rlhf.checks.schedule import nearest_multiple
+from rlhf.checks.schedule import nearest_multiple, replay_is_never_full
 from rlhf.config.compose import compose
+from rlhf.config.identity import run_name, what_counts
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,28 @@ def test_remedy_is_the_nearest_positive_multiple(value, of, nearest):
 
 def test_training_metric_can_be_the_objective_without_evaluations():
     assert check.problems(compose(["objective_metric=objective/scores", "schedule.eval_every=0"])) == []
+
+
+@pytest.mark.parametrize("words", ["algo=sft", "algo=dpo generator=dataset"])
+def test_replay_needs_a_generator_that_samples(words):
+    (problem,) = check.problems(compose([*words.split(), "schedule.replay=2"]))
+    assert problem == (
+        "schedule.replay must be 1 with generator=dataset (nothing is sampled, and epochs repeat stored "
+        "responses), got 2; set schedule.replay=1"
+    )
+    assert check.problems(compose(words.split())) == []
+
+
+def test_a_replay_buffer_that_is_larger_than_the_run_gives_a_warning():
+    length = "schedule.total_episodes=256"  # two updates
+    for replay, expected in (
+        (2, []),
+        (3, ["schedule.replay=3 batches are never reached in a run of 2 updates"]),
+    ):
+        cfg = compose([length, f"schedule.replay={replay}"])
+        assert list(replay_is_never_full(cfg)) == expected
+
+
+def test_replay_is_in_the_name_of_a_run_only_if_it_is_set():
+    assert "replay" not in what_counts(compose([]))["schedule"], "runs of earlier versions keep their names"
+    assert run_name(compose(["schedule.replay=2"])) != run_name(compose([]))

@@ -31,7 +31,8 @@ def compose(*overrides: str) -> Config:
 
 @pytest.mark.parametrize(("group", "option"), CHOICES, ids=[f"{group}={option}" for group, option in CHOICES])
 def test_option_composes(group, option):
-    cfg = compose(f"{group}={option}")
+    algorithm = ["algo=grpo"] if group == "correction" else []
+    cfg = compose(*algorithm, f"{group}={option}")
     section = getattr(cfg, group, None)
     if section is not None and hasattr(section, "name") and group != "scorer":
         assert section.name == option
@@ -116,7 +117,7 @@ def test_help_of_all_keys_has_every_key_with_its_meaning(command):
         for group in [stored.split("/")[1]]
         if group != "logger"
         for field in fields(cls)
-        if field.name not in ("name", "lora", "columns", "correction")
+        if field.name not in ("name", "lora", "columns", "correction", "covariance")
     }
     assert declared <= listed and {"seed", "optim.lr", "model.lora.rank", "logger.wandb.project"} <= listed
     assert "optimizer steps of warm-up" in " ".join(text.split())

@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 FAMILIES = (
-    *("objective", "loss", "policy", "value", "rewards", "logps", "correction", "mismatch"),
-    *("time", "throughput", "memory", "generator", "annotator", "eval"),
+    *("objective", "loss", "policy", "value", "rewards", "logps", "weighting", "correction", "mismatch"),
+    *("replay", "oapl"),
+    *("time", "throughput", "memory", "generator", "annotator", "warning", "eval"),
 )
 NAME = re.compile(rf"(?:{'|'.join(FAMILIES)})/[a-z0-9_]+")
 COMPOSED = {  # metric names that `in_code` does not find: built from parts, or without a family

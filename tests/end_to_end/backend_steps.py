@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf.assembly.parts import part
-from rlhf.config.algo import DPOConfig, PPOConfig
+from rlhf.config.algo import DPOConfig, PairWeighting, PPOConfig
 from rlhf.config.backend import ZeroConfig
 from rlhf.config.model import Dtype
-from rlhf.config.schedule import OptimConfig
+from rlhf.config.schedule import ESSScaling, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch
 from rlhf.engines.engine import Engine, NonFinite
@@ -36,9 +36,10 @@ from rlhf.processes.ranks import Ranks
 from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 OBJECTIVES = {"dpo": OnlineDPO(DPOConfig()), "ppo": PPO(PPOConfig())}
+ENTROPIC = PPO(PPOConfig(entropy_coef=0.1))
 # The gradient of the keys' bias is 0 except for rounding errors, which differ between backends. With a small
 # eps, Adam would turn these errors into full steps.
-OPTIM = OptimConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.5)
+OPTIM = OptimConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.5, ess_scaling=ESSScaling.sqrt)
 
 
 class Steps:
@@ -97,6 +98,7 @@ class Steps:
             "ran": self.ran(),
             "short": self.short(),
             "defaults": self.defaults(),
+            "extras": {"dpo": self.extras(WeightedPairs()), "ppo": self.extras(ENTROPIC)},
             "bfloat16": self.bfloat16(),
             "frozen": self.frozen(),
             "left": self.left(),
@@ -186,6 +188,13 @@ class Steps:
             rows.append(figures(engine, batch, objective))
         return {"rows": rows, "weights": weights(engine)}
 
+    def extras(self, objective: Objective) -> dict[str, Any]:
+        """Run two updates of an objective that needs further outputs of the forward."""
+        engine = self.engine(critic=objective is ENTROPIC)
+        batch = objective.credit(engine.annotate(scored(), objective.needs))
+        rows = [figures(engine, batch, objective) for _ in range(2)]
+        return {"rows": rows, "weights": weights(engine)}
+
     def bfloat16(self) -> dict[str, Any]:
         objective = OBJECTIVES["dpo"]
         reference = self.place(Policy(tiny_lm(dtype=torch.bfloat16), 0.7, True))
@@ -243,6 +252,19 @@ class Steps:
         else:
             weights(engine)
         return found
+
+
+class WeightedPairs(OnlineDPO):
+    """Online DPO with the weights of WPO and an entropy bonus."""
+
+    def __init__(self) -> None:
+        super().__init__(DPOConfig(weighting=PairWeighting.wpo))
+        self.needs |= {"entropy"}
+
+    def loss(self, forward, batch: Batch):
+        outputs = forward(batch)
+        losses, stats = super().loss(lambda _: outputs, batch)
+        return {"policy": losses["policy"] - 0.1 * outputs.entropy.sum()}, stats
 
 
 class BrokenLoss(Objective):

@@ -10,6 +10,7 @@ from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
 
 ONLINE = ("dpo", "bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
+STALE = ("m2po", "topr", "dppo", "scalerl", "oapl")  # for samples of an older policy
 SMOKE = pytest.mark.smoke
 # The scores of this scorer differ more than those of an untrained reward model.
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
@@ -20,7 +21,7 @@ def updates(folder: RunFolder) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "algo", [pytest.param(algo, marks=SMOKE if algo in ("ppo", "grpo") else ()) for algo in ONLINE]
+    "algo", [pytest.param(algo, marks=SMOKE if algo in ("ppo", "grpo") else ()) for algo in (*ONLINE, *STALE)]
 )
 def test_policy_reference_and_sampler_agree_in_the_first_update(tiny, tmp_path, algo):
     folder = RunFolder(tmp_path / "run")
@@ -33,13 +34,14 @@ def test_policy_reference_and_sampler_agree_in_the_first_update(tiny, tmp_path, 
     assert first["policy/clipfrac"] == 0
     assert first["mismatch/kl"] == pytest.approx(0, abs=1e-6)
     assert first["mismatch/max_ratio"] == pytest.approx(1, abs=1e-3)
-    assert first["mismatch/ess"] == pytest.approx(1, abs=1e-4)
+    for name in ("ess", "token_ess", "step_ess"):
+        assert first[f"mismatch/{name}"] == pytest.approx(1, abs=1e-4)
     assert first["policy/grad_norm"] > 0
     assert first.keys() >= {"loss/policy", "objective/scores", "objective/tie_rate"}
     assert "must be" not in folder.log.read_text()
 
 
-@pytest.mark.parametrize("algo", ONLINE)
+@pytest.mark.parametrize("algo", [*ONLINE, *STALE])
 def test_minibatches_epochs_and_lag_train_off_policy(tiny, tmp_path, algo):
     axes = ("schedule.minibatches=2", "schedule.epochs=2", "schedule.max_lag=1", "algo.samples_per_prompt=4")
     in_line = "generator.worker=false"  # the same tokens, without the start of a process

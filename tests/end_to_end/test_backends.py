@@ -113,6 +113,7 @@ def test_losses_gradient_norms_and_weights_equal_those_of_plain_torch(size, name
     norms = [row["policy/grad_norm"] for row in expected["rows"]]
     assert norms[0] > 0.5, "the norm before clipping must exceed max_grad_norm"
     assert len(set(norms)) == len(norms), "each update must have a different gradient norm"
+    assert expected["rows"][1]["policy/lr_scale"] < 0.9, "the second step must be made with a lower rate"
 
 
 @pytest.mark.parametrize("algo", ["dpo", "ppo"])
@@ -172,6 +173,15 @@ def test_ranks_do_not_deadlock_on_prompts_and_responses_of_one_token(size, name,
 def test_training_works_after_inference_has_gathered_weights(size, name, steps):
     found, expected = steps[size, name]["defaults"], steps[1, "torch"]["dpo"]
     same_rows(found["rows"], expected["rows"][:2])
+
+
+@pytest.mark.parametrize("algo", ["dpo", "ppo"])
+@pytest.mark.parametrize(("size", "name"), EVERY)
+def test_entropy_and_weights_of_pairs_give_the_steps_of_plain_torch(size, name, algo, steps):
+    found, expected = steps[size, name]["extras"][algo], steps[1, "torch"]["extras"][algo]
+    same_rows(found["rows"], expected["rows"])
+    same_weights(found["weights"], expected["weights"])
+    assert {"dpo": "weighting/ess", "ppo": "policy/entropy"}[algo] in expected["rows"][0]
 
 
 @pytest.mark.parametrize(("size", "name"), EVERY)

@@ -34,6 +34,9 @@ RUNS = {
     "ppo": ["algo=ppo", "schedule.minibatches=2", "schedule.epochs=2", "save_generations=true"],
     "grpo, a generator for both": ["algo=grpo", *ALIKE, "generator.per_rank=false"],
     "rloo, a generator each": ["algo=rloo", *ALIKE, "generator.per_rank=true"],
+    "rloo with replay": [
+        *("algo=rloo", "schedule.replay=2", "schedule.minibatches=2", "schedule.total_episodes=96"),
+    ],
     "offline dpo": ["algo=dpo", "generator=dataset"],
     "reward": ["algo=reward"],
     "zero3 with vllm": ["algo=dpo", "algo.ties=keep", "backend=zero3", "generator=vllm"],

@@ -164,6 +164,20 @@ def test_old_logprobs_of_a_stale_batch_are_computed_only_if_credit_reads_them():
     assert engine_of(steps_per_batch=2).annotate(scored(), frozenset({"ratio"})).old_logprobs is not None
 
 
+@pytest.mark.parametrize(
+    ("settings", "computed"),
+    [
+        ({}, False),
+        ({"stale": True}, True),
+        ({"exact_sampler": False}, True),
+        ({"steps_per_batch": 2}, True),
+    ],
+)
+def test_a_correction_gets_old_logprobs_if_they_can_differ_from_those_of_the_sampler(settings, computed):
+    annotated = engine_of(**settings).annotate(scored(), frozenset({"correction"}))
+    assert (annotated.old_logprobs is not None) is computed
+
+
 def test_a_batch_without_advantages_skips_the_step_and_counts_it():
     engine, objective = engine_of(), OBJECTIVES["dapo"]
     before = weights(engine).clone()

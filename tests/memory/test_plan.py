@@ -158,8 +158,15 @@ def test_a_generator_process_needs_its_own_weights_and_weight_versions_in_transf
     assert parts(use)["generator: weights"] == weights
     assert parts(use)["weights in transfer"] == 2 * weights
     assert "sampling" not in phases(use) and parts(use)["generator: keys, values, choice"] > 0
-    (more,) = memory.plan(compose(["schedule.max_lag=3"])).uses
-    assert parts(more)["weights in transfer"] == 4 * weights
+    for words, versions in (
+        ("schedule.max_lag=64", 2),
+        ("schedule.max_lag=2 schedule.update=in_flight", 3),
+        ("schedule.max_lag=64 schedule.update=in_flight", 4),
+        ("schedule.max_lag=1 generator.replicas=2", 3),
+        ("schedule.max_lag=64 generator.replicas=2", 4),
+    ):
+        (more,) = memory.plan(compose(words.split())).uses
+        assert parts(more)["weights in transfer"] == versions * weights
 
 
 def test_each_replica_is_a_process_with_its_own_weights(pythia):
@@ -170,7 +177,7 @@ def test_each_replica_is_a_process_with_its_own_weights(pythia):
     one, three = needs(""), needs("generator.replicas=3")
     for name in ("generator's process", "generator: weights", "generator: keys, values, choice"):
         assert three[f"RAM: {name}"] == 3 * one[f"RAM: {name}"]
-    assert three["RAM: weights in transfer"] == 6 / 4 * one["RAM: weights in transfer"]
+    assert three["RAM: weights in transfer"] == 6 / 2 * one["RAM: weights in transfer"]
     one, three = needs("generator=vllm"), needs("generator=vllm generator.replicas=3")
     assert three["RAM: vLLM: keys and values"] == 3 * one["RAM: vLLM: keys and values"]
     gpus = Machine(ram=256 * GIB, gpus=(80 * GIB,) * 3)

@@ -1,11 +1,11 @@
-"""Log-probs of tokens, computed from hidden states with one tile of logits at a time."""
+"""Log-probs, entropy and sum of squares, computed from hidden states with one tile of logits at a time."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.models import logprobs
-from rlhf.models.logprobs import token_logprobs
+from rlhf.models.logprobs import EXTRAS, token_outputs
 
 R, H, V = 11, 8, 37
 
@@ -25,6 +25,10 @@ class Watch(TorchDispatchMode):
         if isinstance(made, torch.Tensor):
             self.largest = max(self.largest, made.numel())
         return made
+
+
+def token_logprobs(*args):
+    return token_outputs(*args).logprobs
 
 
 def inputs(dtype=torch.float32, bias=True, grad=True):
@@ -139,3 +143,78 @@ def test_at_most_one_tile_of_logits_is_in_memory(monkeypatch):
     with Watch() as seen:
         token_logprobs(hidden, weight, offset, targets, 0.7).sum().backward()
     assert seen.largest == V * H  # the weight's gradient; R x V logits would be more
+
+
+def plain_outputs(hidden, weight, bias, targets, temperature, *_):
+    """Return the three outputs, computed in float64 from the full logits."""
+    logits = torch.nn.functional.linear(hidden.double(), weight.double(), bias.double()) / temperature
+    logps = logits.log_softmax(-1)
+    entropy = -(logps.exp() * logps).sum(-1)
+    return logps.gather(-1, targets[:, None])[:, 0], entropy, (2 * logps).logsumexp(-1)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])  # flat, usual and peaked distributions
+@pytest.mark.parametrize("tile", [None, *TILES])
+def test_entropy_and_sum_of_squares_equal_those_of_the_full_logits_in_float64(tile, scale):
+    draw = torch.Generator().manual_seed(1)
+    slopes, other_slopes = torch.randn(2, R, generator=draw)
+    results = []
+    for function in (plain_outputs, token_outputs):
+        hidden, weight, offset, targets = inputs()
+        with torch.no_grad():
+            weight *= scale
+        found = function(hidden, weight, offset, targets, 0.7, tile, EXTRAS)
+        (found[0] * slopes + found[1] * other_slopes).sum().backward()
+        results.append([x.float() for x in (*found, hidden.grad, weight.grad, offset.grad)])
+    for expected, found in zip(*results, strict=True):
+        size = expected.detach().abs().max().item()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * max(1.0, size))
+
+
+@pytest.mark.parametrize("tile", [None, (3, 10)])
+def test_gradients_of_log_prob_and_entropy_pass_gradcheck_in_float64(tile):
+    hidden, weight, offset, targets = inputs(torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: token_outputs(h, w, b, targets, 0.7, tile, EXTRAS)[:2], (hidden, weight, offset)
+    )
+
+
+def test_the_sum_of_squares_has_no_gradient():
+    hidden, weight, offset, targets = inputs()
+    found = token_outputs(hidden, weight, offset, targets, 0.7, None, ["log_sum_squares"])
+    assert not found.log_sum_squares.requires_grad and found.logprobs.requires_grad
+
+
+@pytest.mark.parametrize("extras", [["entropy"], ["log_sum_squares"], EXTRAS])
+def test_extra_outputs_do_not_change_log_probs_and_their_gradients_in_any_bit(extras):
+    results = []
+    for names in ((), extras):
+        hidden, weight, offset, targets = inputs()
+        found = token_outputs(hidden, weight, offset, targets, 0.7, (4, 10), names)
+        assert {name for name in EXTRAS if getattr(found, name) is not None} == set(names)
+        found.logprobs.square().sum().backward()
+        results.append((found.logprobs, hidden.grad, weight.grad, offset.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_extra_outputs_are_finite_if_all_logits_of_the_first_tiles_are_infinite():
+    hidden, weight, offset, targets = inputs()
+    with torch.no_grad():
+        offset[:20] = -torch.inf  # the first two tiles completely
+    targets = 20 + targets % 17
+    found = token_outputs(hidden, weight, offset, targets, 0.7, (4, 10), EXTRAS)
+    expected = plain_outputs(hidden, weight[20:], offset[20:], targets - 20, 0.7)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
+    (found.logprobs + found.entropy).sum().backward()
+    assert hidden.grad.isfinite().all() and not weight.grad[:20].any()
+
+
+def test_extra_outputs_need_at_most_one_tile_of_logits_in_memory(monkeypatch):
+    monkeypatch.setattr(logprobs, "CPU_TILE_BYTES", 4 * 30)
+    monkeypatch.setattr(logprobs, "MIN_TILE_VOCABULARY", 10)
+    hidden, weight, offset, targets = inputs()
+    with Watch() as seen:
+        found = token_outputs(hidden, weight, offset, targets, 0.7, None, EXTRAS)
+        (found.logprobs + found.entropy).sum().backward()
+    assert seen.largest == V * H

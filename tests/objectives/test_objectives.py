@@ -161,7 +161,32 @@ def test_drift_is_zero_if_sampler_and_trainer_agree_and_ignores_padding():
         "mismatch/kl": 0.0,
         "mismatch/max_ratio": 1.0,
         "mismatch/ess": 1.0,
+        "mismatch/token_ess": 1.0,
+        "mismatch/step_ess": 1.0,
     }
+
+
+def test_ess_is_of_responses_and_token_ess_is_of_tokens():
+    sampled = torch.full((1, 2, 2), -2.0)
+    batch = batch_of([[1, 0]], logprobs=sampled, lengths=[[2, 1]])
+    now = sampled.clone()
+    now[0, 0] += math.log(2)  # weights of tokens: 2, 2, 1; of responses: 4, 1
+    figures = drift(now, batch)
+    assert figures["mismatch/ess"].value() == pytest.approx(5**2 / (2 * 17))
+    assert figures["mismatch/token_ess"].value() == pytest.approx(5**2 / (3 * 9))
+    now[0, 0] = 100.0  # a log-ratio of 204, limited to 20
+    assert drift(now, batch)["mismatch/ess"].value() == pytest.approx(0.5, abs=1e-6)
+
+
+def test_step_ess_is_of_the_policy_that_is_trained_and_ess_of_the_policy_before_the_update():
+    sampled = torch.full((1, 2, 2), -2.0)
+    batch = batch_of([[1, 0]], logprobs=sampled)
+    batch.old_logprobs = sampled.clone()
+    now = sampled.clone()
+    now[0, 0, 0] += math.log(3)
+    figures = drift(now, batch)
+    assert figures["mismatch/ess"].value() == 1
+    assert figures["mismatch/step_ess"].value() == pytest.approx(4**2 / (2 * 10))
 
 
 def test_drift_uses_the_old_logprobs_if_the_batch_has_them():

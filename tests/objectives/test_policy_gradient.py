@@ -8,16 +8,14 @@ import torch
 
 from rlhf.assembly.parts import make
 from rlhf.config.algo import (
-    CorrectionConfig,
-    CorrectionKind,
     KLEstimator,
     KLIn,
-    Level,
     PolicyGradientConfig,
     RLOOLoss,
     Scale,
     Ties,
 )
+from rlhf.config.correction import CorrectionConfig, CorrectionKind, Level
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Outputs
 from rlhf.objectives.objective import Objective
@@ -249,7 +247,7 @@ def test_the_kl_in_the_loss_has_on_average_the_gradient_of_the_kl(estimator):
     batch.advantages = torch.zeros_like(logprobs)
     weight = logits.detach().softmax(-1).repeat(3)[None, :, None] / 3
     objective.reduce = lambda losses, mask: (losses * mask * weight).sum()
-    loss, _ = objective.policy_loss(logprobs, batch)
+    loss, _ = objective.policy_loss(Outputs(logprobs=logprobs), batch)
     (found,) = torch.autograd.grad(loss, logits)
     torch.testing.assert_close(found, exact)
 
@@ -349,7 +347,8 @@ def test_mismatch_figures_compare_the_old_logprobs_with_the_sampler():
     weights = torch.tensor([3.0, 1.0, 1.0])
     assert figures["mismatch/max_ratio"] == pytest.approx(3)
     assert figures["mismatch/kl"] == pytest.approx((3 - 1 - math.log(3)) / 3)
-    assert figures["mismatch/ess"] == pytest.approx((weights.sum() ** 2 / 3 / weights.square().sum()).item())
+    share = (weights.sum() ** 2 / 3 / weights.square().sum()).item()
+    assert figures["mismatch/token_ess"] == pytest.approx(share)
 
 
 def test_corrections_report_the_share_of_changed_tokens():

@@ -121,7 +121,7 @@ def test_an_adaptive_kl_coefficient_also_applies_in_the_loss():
         objective = PPO(PPOConfig(kl_target=target, **settings))
         batch = objective.credit(batch_of([[0.0]], ref_logprobs=torch.full((1, 1, 3), -3.0)))
         batch.advantages = torch.zeros(1, 1, 3)
-        losses.append(objective.policy_loss(batch.behaviour_logprobs, batch)[0].item())
+        losses.append(objective.policy_loss(Outputs(logprobs=batch.behaviour_logprobs), batch)[0].item())
     assert losses[1] == pytest.approx(losses[0] * (1 + 0.2 / 10))
 
 

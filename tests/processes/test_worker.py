@@ -173,7 +173,7 @@ IN_TURN = [(0, 0, 0), (0, 0, 1), (2, 2, 2), (3, 3, 3)]
 
 def test_a_request_is_sampled_with_the_weights_loaded_last_before_it(start):
     futures = between_loads(start(Fake()), load)
-    assert not futures[-1].done(), "submit and load do not wait"
+    assert not futures[-1].done(), "submit does not wait, and load waits only for an earlier load"
     assert answers(futures) == IN_TURN
 
 
@@ -200,7 +200,7 @@ def test_only_versions_in_use_are_kept(start):
         running = ask(generator, version, "slow")
         load(generator, version)
         assert running.result(SECONDS).version == version - 1
-    assert 2 <= len(generator.store.files) <= 3
+    assert len(generator.store.files) == 2
 
 
 def test_a_process_that_died_while_idle_restarts_with_the_weights_loaded_next(start):

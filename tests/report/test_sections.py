@@ -11,7 +11,7 @@ from rlhf.report.__main__ import main
 from rlhf.report.drawing import HEIGHT, SERIES, STYLE, WIDTH, Chart, Key, Panel, axes_at
 from rlhf.report.figures import charts, panels_of, times_of
 from rlhf.report.groups import LINES
-from rlhf.report.labels import LONGEST_LABEL, labels
+from rlhf.report.labels import LONGEST_LABEL, differing, labels
 from rlhf.report.metrics import METRICS, duration, number
 from rlhf.report.runs import find_runs
 from rlhf.report.summary import not_drawn, result
@@ -76,6 +76,12 @@ def test_a_label_names_the_key_of_each_value_and_the_algorithm_first():
         ]
     )
     assert made == ["algo=dpo lr=0.001", "algo=dpo lr=0.0001", "algo=rloo lr=0.0003"]
+
+
+def test_a_run_of_an_earlier_version_without_a_key_does_not_differ_from_a_run_with_its_default():
+    earlier, new = config(algo__name="dpo"), config(algo__name="dpo", schedule__replay=1)
+    assert differing([earlier, new]) == []
+    assert differing([earlier, config(algo__name="dpo", schedule__replay=2)]) == ["schedule.replay"]
 
 
 def test_settings_that_need_more_than_three_pairs_are_numbered():

@@ -16,8 +16,9 @@ from rlhf.runs.environment import versions
 from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
 from rlhf.training import checkpoint
 from rlhf.training.checkpoint import DAMAGED, Checkpoints, compare, damage, last_good, seal
+from rlhf.training.replay import Replay
 
-FILES = ("counters.json", "in_flight.pt", "model/weights", "optimizer", "random.pt")
+FILES = ("counters.json", "in_flight.pt", "model/weights", "optimizer", "random.pt", "replay.pt")
 
 
 class FakeEngine:
@@ -63,7 +64,7 @@ class Run:
 
     def __init__(self, path, limit=2):
         self.path, self.engine, self.recorder = path, FakeEngine(), FakeRecorder()
-        self.checkpoints = Checkpoints(path, limit, self.recorder, data="the data")
+        self.checkpoints = Checkpoints(path, limit, self.recorder, Replay(1, 1, 0), data="the data")
 
     def save(self, update):
         state = TrainState(num_updates=100, update=update)

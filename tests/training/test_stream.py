@@ -8,6 +8,7 @@ import torch
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.metrics import Timer
 from rlhf.generators.generator import Generator, finished
+from rlhf.training.checkpoint import pack, unpack
 from rlhf.training.stream import Stream
 
 
@@ -48,6 +49,7 @@ def train(stream, generator, updates, version=0):
     """Consume a stream like the training loop; return (row, sampling version, requests so far) per batch."""
     seen = []
     for rollouts in itertools.islice(stream, updates):
+        assert rollouts.trainer_version == version
         seen.append((int(rollouts.index), rollouts.version, len(generator.requests)))
         version += 1
         generator.load(None, version)
@@ -73,7 +75,7 @@ def test_a_resumed_stream_first_yields_the_rollouts_that_were_in_flight():
     generator = FakeGenerator()
     stream = Stream(generator, prompts(0, 6), sampling(), 2, Timer())
     first = train(stream, generator, 3)
-    kept = stream.in_flight()
+    kept = [unpack(pack(rollouts)) for rollouts in stream.in_flight()]
     generator = FakeGenerator()
     generator.load(None, 3)
     done = 3 + len(kept)
@@ -82,6 +84,16 @@ def test_a_resumed_stream_first_yields_the_rollouts_that_were_in_flight():
 
     assert [s[:2] for s in first + second] == [s[:2] for s in whole]
     assert generator.requests == list(range(done, 6))
+
+
+def test_rollouts_of_a_checkpoint_without_a_trainer_version_get_it_from_the_stream():
+    generator, kept = FakeGenerator(), []
+    for request, given in enumerate(prompts(3, 2), start=3):
+        packed = pack(generator.submit(given, sampling(request)).result())
+        del packed["trainer_version"]  # as in checkpoints of earlier versions
+        kept.append(unpack(packed))
+    stream = Stream(generator, prompts(5, 1), sampling(5), 2, Timer(), kept)
+    assert [rollouts.trainer_version for rollouts in stream] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -94,4 +106,5 @@ def test_a_batch_that_was_put_back_is_the_first_one_in_flight(lag):
     stream.put_back()
     assert stream.taken == 1
     assert [int(rollouts.index) for rollouts in stream.in_flight()] == [1, 2, 3][: lag + 1]
-    assert int(next(batches).index) == 1
+    again = next(batches)
+    assert int(again.index) == 1 and again.trainer_version == 1

@@ -88,6 +88,11 @@ class GpuWeights(WeightStore):
         self.dtype = dtype
         self.snapshots: dict[int, Weights] = {}
 
+    @property
+    def kept(self) -> int:
+        """The number of snapshots."""
+        return len(self.snapshots)
+
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
         """Copy the weights of a version to a snapshot, one tensor at a time, and return their manifest.
 

@@ -57,6 +57,11 @@ class SharedWeights(WeightStore):
         self.free: deque[str] = deque()  # paths of unused files; another thread may call `release`
         self.folder: str | None = None  # folder of the files on systems without memfd
 
+    @property
+    def kept(self) -> int:
+        """The number of versions in use."""
+        return len(self.files) - len(self.free)
+
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
         """Copy the weights of a version into an unused file, one tensor at a time, and return their manifest.
 

@@ -15,6 +15,7 @@ tensors that it loaded, and `confirm` compares them with the manifest. Origin of
 from __future__ import annotations
 
 import struct
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from rlhf.core.errors import RunError
 
 HEADER = struct.Struct("<q")  # header of a shared file: the version in the file
 NOTHING = -1  # header while the file is written
+POLL_S = 0.01  # seconds between checks whether a version has been released
 ALIGNMENT = 64  # bytes; tensors start at multiples of it in the file, so that views are aligned
 
 
@@ -65,14 +67,31 @@ class Manifest:
 class WeightStore(ABC):
     """The trainer's side of a transfer: keeps versions of the weights until the process has loaded them.
 
+        store.wait(2, check)                          wait until fewer than two versions are kept
         manifest = store.write(engine.weights(), 3)   copy the weights; the trainer continues
         manifest = store.offer(manifest, fail)        before the load: return the manifest for the process
         store.finish(manifest)                        the process has confirmed the load
         store.release(manifest)                       the version is no longer needed
 
-    The trainer's thread calls `write`, `release` and `close`. The carrier thread of the worker calls
+    The trainer's thread calls `wait`, `write`, `release` and `close`. The carrier thread of the worker calls
     `release` and all other methods.
     """
+
+    @property
+    @abstractmethod
+    def kept(self) -> int:
+        """The number of versions that are kept."""
+
+    def wait(self, most: int, check: Callable[[], None]) -> None:
+        """Wait until fewer than `most` versions are kept.
+
+        Args:
+            most: the number of versions, at least 2.
+            check: called while waiting; raises an error if the process has failed.
+        """
+        while self.kept >= most:
+            check()
+            time.sleep(POLL_S)
 
     @abstractmethod
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:

@@ -1,0 +1,155 @@
+"""Sections of what a policy-gradient loss does about samples of an older or another policy.
+
+    w = exp(old - behaviour)    probability ratio of a token: trainer before the update / sampler
+
+A bound on w is stated as a bound of w itself, never of its logarithm or its inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from rlhf.config.schema import Section, number, plain
+
+
+class CorrectionKind(Enum):
+    """The weight of a loss term, given the probability ratio w = trainer / sampler."""
+
+    none = "none"  # 1
+    truncate = "truncate"  # w, at least floor and at most cap
+    mask = "mask"  # w if low <= w <= high, else 0; the token still counts in the mean
+    decoupled = "decoupled"  # w, without a bound
+
+
+class Level(Enum):
+    """The unit to which one importance weight applies."""
+
+    token = "token"  # the w of the token
+    sequence = "sequence"  # the product of w over the tokens of the response
+    geometric = "geometric"  # the geometric mean of w over the tokens of the response
+
+
+class Reject(Enum):
+    """What is rejected: single tokens, or whole responses by a statistic of their tokens."""
+
+    token = "token"  # each token by its own value
+    sum = "sum"  # a response by the sum over its tokens; for k1: by the product of w
+    mean = "mean"  # a response by the mean over its tokens; for k1: by the geometric mean of w
+    max = "max"  # a response if one of its tokens is out of bounds
+    m2 = "m2"  # the tokens of largest (log w)^2, until its mean over the others is below reject_limit
+
+
+class Divergence(Enum):
+    """The value of a token that a rejection compares with its bounds."""
+
+    k1 = "k1"  # w itself, between reject_low and reject_high
+    k2 = "k2"  # (log w)^2 / 2, at most reject_limit
+    k3 = "k3"  # w - 1 - log w, at most reject_limit
+
+
+class Anchor(Enum):
+    """The policy in the denominator of the ratio u of the loss."""
+
+    old = "old"  # the trainer just before the update
+    behaviour = "behaviour"  # the sampler: no forward pass for `old`, and u contains the lag
+    loglinear = "loglinear"  # between sampler and current policy, in logarithms, by the lag of each token
+
+
+class Covariance(Enum):
+    """What happens to tokens whose log-prob and advantage have a large covariance."""
+
+    none = "none"  # nothing
+    kl = "kl"  # KL-Cov: they get a penalty coef |logp - old|; no ratio is clipped
+    clip = "clip"  # Clip-Cov: a random share of them has no gradient
+
+
+@dataclass(kw_only=True, slots=True)
+class CorrectionConfig(Section):
+    """Importance weights (trainer / sampler) and rejection, for lag and for other numerics of the sampler."""
+
+    kind: CorrectionKind = CorrectionKind.none
+    level: Level = Level.token
+    cap: float = number(2.0, above=0, means="truncate: the largest weight")
+    floor: float = number(0.0, least=0, most=1, means="truncate: the smallest weight")
+    low: float = 0.5  # kind=mask: smaller weights are set to 0
+    high: float = 2.0  # kind=mask: larger weights are set to 0
+    normalise: bool = False  # divide the weights by their mean over the rollout batch
+    reject: Reject | None = None  # what is left out of the sum and of the count of the loss; null: nothing
+    reject_by: Divergence = Divergence.k1
+    reject_low: float = number(
+        0.5,
+        least=0,
+        most=1,
+        means="reject_by=k1: smaller w is rejected (with reject=mean the geometric mean)",
+    )
+    reject_high: float | None = number(
+        2.0, least=1, means="reject_by=k1: larger w is rejected; null: no limit", remedy="2"
+    )
+    reject_limit: float = number(
+        0.04, above=0, means="reject_by=k2 or k3, and reject=m2: larger values are rejected"
+    )
+    reject_counted: bool = False  # whether rejected tokens still count in the mean of the loss
+
+    @property
+    def coupled(self) -> bool:
+        """Whether a weight depends on other tokens of the rollout batch, or changes the count of the loss."""
+        return self.reject is not None or (self.normalise and self.kind is not CorrectionKind.none)
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if [low, high] does not contain 1, the weight of on-policy samples."""
+        yield from Section.problems(self, at)
+        if not 0 <= self.low <= 1 <= self.high:
+            yield (
+                "algo.correction.low and algo.correction.high must have 1 between them (1 is the weight of "
+                f"an on-policy sample), got {self.low:g} and {self.high:g}; set algo.correction.low=0.5 "
+                "algo.correction.high=2"
+            )
+        if self.cap < self.floor:
+            yield (
+                f"algo.correction.cap must be >= algo.correction.floor (weights are between the two), got "
+                f"{plain(self.cap)} and {plain(self.floor)}; set algo.correction.cap=2"
+            )
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each key that is set and has no effect."""
+        default = CorrectionConfig()
+        kind, by = (
+            f"algo.correction.kind={self.kind.value}",
+            f"algo.correction.reject_by={self.reject_by.value}",
+        )
+        uses = {
+            "cap": (self.kind is CorrectionKind.truncate, kind, "truncate"),
+            "floor": (self.kind is CorrectionKind.truncate, kind, "truncate"),
+            "low": (self.kind is CorrectionKind.mask, kind, "mask"),
+            "high": (self.kind is CorrectionKind.mask, kind, "mask"),
+            "normalise": (self.kind is not CorrectionKind.none, kind, "truncate, mask and decoupled"),
+        }
+        if self.reject is None:
+            nothing = "algo.correction.reject=null"
+            names = ("reject_by", "reject_low", "reject_high", "reject_limit", "reject_counted")
+            uses |= {name: (False, nothing, "a rejection") for name in names}
+        elif self.reject is Reject.m2:
+            bounds = ("reject_by", "reject_low", "reject_high")
+            uses |= {name: (False, "algo.correction.reject=m2", "other rejections") for name in bounds}
+        else:
+            bands = self.reject_by is Divergence.k1
+            uses |= {name: (bands, by, "k1") for name in ("reject_low", "reject_high")}
+            uses["reject_limit"] = (not bands, by, "k2 and k3")
+        for name, (used, setting, owner) in uses.items():
+            if not used and getattr(self, name) != getattr(default, name):
+                yield f"algo.correction.{name} has no effect with {setting} (it belongs to {owner})"
+
+
+@dataclass(kw_only=True, slots=True)
+class CovarianceConfig(Section):
+    """Limits on tokens that lower the entropy most: (A - mean A) (logp - mean logp) is large."""
+
+    kind: Covariance = Covariance.none
+    share: float = number(
+        2e-3, above=0, most=1, means="share of the response tokens of a rollout batch that is limited"
+    )
+    low: float = number(1.0, means="kind=clip: the smallest covariance of a limited token")
+    high: float = number(5.0, means="kind=clip: the largest covariance of a limited token")
+    coef: float = number(1.0, least=0, means="kind=kl: weight of the penalty |logp - old|")

@@ -1,0 +1,105 @@
+"""Sections of the algorithms that were designed for samples of an older policy (`algo=...`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from rlhf.config.algo import AlgoConfig, GRPOConfig, Scale, Ties
+from rlhf.config.correction import Anchor, Level
+from rlhf.config.schema import number, option
+
+
+class M2POForm(Enum):
+    """How the second moment of log-ratios is limited."""
+
+    mask = "mask"  # the tokens of largest ratio have no loss, as in the paper
+    clip = "clip"  # all ratios are clipped at one bound, as in the code of the authors
+
+
+class DPPODivergence(Enum):
+    """The divergence of a token's probability, this token against all others."""
+
+    tv = "tv"  # |p - q|
+    kl = "kl"  # KL(q || p) of the two outcomes
+
+
+class OAPLAnchor(Enum):
+    """The policy to which OAPL regresses."""
+
+    behaviour = "behaviour"  # the sampler: OAPL
+    reference = "reference"  # the frozen reference: the loss of A*-PO
+
+
+@option("algo", "m2po", part="rlhf.objectives.m2po:M2PO")
+@dataclass(kw_only=True, slots=True)
+class M2POConfig(GRPOConfig):
+    """M2PO: a policy gradient whose ratios to the sampler have a bounded second moment."""
+
+    name: str = "m2po"
+    kl_coef: float = 0.0
+    anchor: Anchor = Anchor.behaviour
+    form: M2POForm = M2POForm.mask
+    limit: float = number(
+        0.04, above=0, means="bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A"
+    )
+
+
+@option("algo", "topr", part="rlhf.objectives.topr:TOPR")
+@dataclass(kw_only=True, slots=True)
+class TOPRConfig(GRPOConfig):
+    """TOPR: REINFORCE; only the weights of responses with a negative advantage are ratios, at most 1."""
+
+    name: str = "topr"
+    kl_coef: float = 0.0
+    anchor: Anchor = Anchor.behaviour
+    scale: Scale = Scale.none
+    level: Level = Level.sequence  # the unit of one ratio
+
+
+@option("algo", "dppo", part="rlhf.objectives.dppo:DPPO")
+@dataclass(kw_only=True, slots=True)
+class DPPOConfig(GRPOConfig):
+    """DPPO: tokens whose probability moved too far from the sampler's are masked, instead of clipped."""
+
+    name: str = "dppo"
+    kl_coef: float = 0.0
+    anchor: Anchor = Anchor.behaviour
+    divergence: DPPODivergence = DPPODivergence.tv
+    limit_low: float = number(
+        0.15, above=0, means="largest divergence of a token with A < 0 whose probability fell; 0.05 for kl"
+    )
+    limit_high: float = number(
+        0.15, above=0, means="largest divergence of a token with A > 0 whose probability rose; 0.05 for kl"
+    )
+    cap: float = number(3.0, above=0, means="the largest ratio that weighs a token")
+
+
+@option("algo", "scalerl", part="rlhf.objectives.scalerl:ScaleRL")
+@dataclass(kw_only=True, slots=True)
+class ScaleRLConfig(GRPOConfig):
+    """ScaleRL: truncated ratios as weights, advantages scaled over the batch, a mean over prompts."""
+
+    name: str = "scalerl"
+    kl_coef: float = 0.0
+    anchor: Anchor = Anchor.behaviour
+    scale: Scale = Scale.batch
+    ties: Ties = Ties.drop
+    cap: float = number(5.0, above=0, means="the largest ratio that weighs a token")
+
+
+@option("algo", "oapl", part="rlhf.objectives.oapl:OAPL")
+@dataclass(kw_only=True, slots=True)
+class OAPLConfig(AlgoConfig):
+    """OAPL: regression of log-ratios on optimal advantages; no ratio weights and no clipping."""
+
+    min_samples: ClassVar[int] = 2
+
+    name: str = "oapl"
+    samples_per_prompt: int = 4
+    anchor: OAPLAnchor = OAPLAnchor.behaviour
+    beta_value: float = number(
+        1.0, above=0, means="temperature of the mean of exponentials that estimates the optimal value"
+    )
+    beta: float = number(1e-3, above=0, means="factor of the log-ratio that is compared with the advantage")

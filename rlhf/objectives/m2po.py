@@ -1,0 +1,84 @@
+"""M2PO: a policy gradient whose ratios to the sampler have a bounded second moment.
+
+Zheng et al., arXiv 2510.01161.
+
+    rho = exp(logp - behaviour)
+    M2  = mean of (log rho)^2 over the tokens with A > 0 and rho > 1, or A < 0 and rho < 1
+    mask: loss = mean over tokens of -M A rho; M = 0 for the tokens of largest (log rho)^2, until M2 of the
+          others is at most `algo.limit`
+    clip: loss = mean over tokens of max(-A rho, -A clip(rho, exp(-c), exp(c))); c^2 is the largest
+          (log rho)^2 for which the mean of min((log rho)^2, c^2) is at most `algo.limit`
+
+`algo.form` selects `mask` (default, the paper) or `clip` (the code of the authors). The mask and the bound
+depend on all tokens of a rollout batch. They are computed once per batch from the trainer before the update.
+Masked tokens count in the mean.
+
+Needs: K >= 2, reference log-probs, the log-probs of the trainer before the update. Prompts without signal: as
+in GRPO, see `rlhf.objectives.grpo`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rlhf.config.off_policy import M2POForm
+from rlhf.objectives.correction import largest_kept
+from rlhf.objectives.dapo import DAPO
+from rlhf.objectives.objective import old_or_behaviour
+
+if TYPE_CHECKING:
+    from rlhf.config.off_policy import M2POConfig
+    from rlhf.core.batch import Batch
+
+
+class M2PO(DAPO):
+    """The M2PO objective: a bound on the second moment of the log-ratios."""
+
+    config: M2POConfig
+
+    def __init__(self, config: M2POConfig) -> None:
+        super().__init__(config)
+        self.needs |= {"correction"}
+
+    def coupled(self, batch: Batch) -> Batch:
+        """Return the batch with `per_token["reach"]` [N, K, T]: the largest |log rho| that is not limited."""
+        batch = super().coupled(batch)
+        assert batch.advantages is not None and batch.behaviour_logprobs is not None
+        lag = (old_or_behaviour(batch) - batch.behaviour_logprobs) * batch.response_mask
+        region = (batch.advantages * lag > 0) & batch.response_mask
+        squares = lag.square()
+        if self.config.form is M2POForm.clip:
+            reach = clip_bound(squares[region], self.config.limit).sqrt().expand_as(lag)
+        else:
+            kept = ~region | (squares < largest_kept(squares, region, self.config.limit))
+            reach = torch.where(kept, torch.inf, 0.0)
+        return replace(batch, per_token={**(batch.per_token or {}), "reach": reach})
+
+    def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token [N, K, T], and which tokens are masked or clipped (bool)."""
+        assert batch.advantages is not None and batch.per_token is not None
+        reach = batch.per_token["reach"]
+        free = -batch.advantages * log_ratio.exp()
+        if self.config.form is M2POForm.mask:
+            return free.masked_fill(reach == 0, 0.0), reach == 0
+        bound = -batch.advantages * log_ratio.clamp(-reach, reach).exp()
+        return torch.maximum(free, bound), bound > free
+
+
+def clip_bound(squares: Tensor, limit: float) -> Tensor:
+    """Return the largest element c of `squares` [R] for which the mean of min(square, c) is at most `limit`.
+
+    The result is a scalar; it is infinite if the mean of all squares is at most the limit, and 0 if no
+    element is small enough.
+    """
+    ordered = squares.double().sort().values
+    if not len(ordered) or ordered.mean() <= limit:
+        return squares.new_tensor(torch.inf)
+    above = torch.arange(len(ordered) - 1, -1, -1, device=ordered.device)
+    means = (ordered.cumsum(0) + above * ordered) / len(ordered)  # of min(square, c), for each element c
+    fits = int((means <= limit).sum())
+    return ordered[fits - 1].to(squares.dtype) if fits else squares.new_tensor(0.0)

@@ -1,0 +1,58 @@
+"""ScaleRL: truncated ratios to the sampler as weights, and a mean over prompts.
+
+Khatri et al., arXiv 2510.13786.
+
+    A_i = (r_i - mean of the prompt) / std of all centred rewards of the batch
+    loss = mean over prompts of  sum of -stopgrad(min(rho, cap)) A logp / response tokens of the prompt
+    rho = exp(logp - behaviour)
+
+Prompts whose K rewards are equal leave the batch's std, the sum and the count (`algo.ties=drop`). The
+paper also computes the logits in float32 (`model.dtype=float32` here) and no longer draws prompts that are
+solved in 90 % of the samples; the latter is not implemented.
+
+Needs: K >= 2, reference log-probs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from rlhf.config.algo import Scale
+from rlhf.objectives.advantages import centred
+from rlhf.objectives.grpo import GRPO
+
+if TYPE_CHECKING:
+    from rlhf.config.off_policy import ScaleRLConfig
+    from rlhf.core.batch import Batch
+    from rlhf.objectives.objective import Counts
+
+
+class ScaleRL(GRPO):
+    """The ScaleRL objective: CISPO's loss with batch-normalised advantages and a mean over prompts."""
+
+    config: ScaleRLConfig
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """Return centred rewards [N, K] divided by their biased std over the prompts with variance."""
+        if self.config.scale is not Scale.batch:
+            return super().advantages(rewards)
+        advantages = centred(rewards)
+        spread = advantages[(advantages != 0).any(1)].square().mean().sqrt()
+        return advantages / spread if spread > 0 else advantages
+
+    def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token [N, K, T], and which weights are truncated (bool)."""
+        assert batch.advantages is not None
+        ratio = log_ratio.detach().exp()
+        weight = ratio.clamp(max=self.config.cap)
+        return -weight * batch.advantages * logprobs, weight != ratio
+
+    def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
+        """Return the sum over prompts of the mean over the response tokens of a prompt."""
+        return ((losses * mask).sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)).sum()
+
+    def count(self, batch: Batch) -> Counts:
+        """Return the number of prompts over which the mean is taken."""
+        return {"policy": float(self.counted(batch).flatten(1).any(1).sum())}

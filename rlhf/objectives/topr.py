@@ -1,0 +1,57 @@
+"""TOPR: REINFORCE whose ratios weigh only the responses with a negative advantage.
+
+Le Roux et al., arXiv 2503.14286, equation 8.
+
+    loss = mean over responses of -alpha A sum_t logp
+    alpha = 1 where A >= 0,   min(exp(sum_t (logp - behaviour)), 1) where A < 0;   without gradient
+
+So a response that the policy already avoids is not pushed away further, and a good response is learned with
+full weight, however unlikely it has become. A is the reward minus a baseline (`algo.advantage`; `none`: the
+reward itself). With `algo.level=token`, each token has its own ratio and the mean is over tokens, as in other
+frameworks; `geometric` uses the geometric mean of a response.
+
+Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlhf.objectives.grpo`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rlhf.config.correction import Level
+from rlhf.objectives.correction import over_tokens
+from rlhf.objectives.dapo import DAPO
+
+if TYPE_CHECKING:
+    from rlhf.config.off_policy import TOPRConfig
+    from rlhf.core.batch import Batch
+    from rlhf.objectives.objective import Counts
+
+
+TAPERED = 0.999  # `policy/clipfrac` is the share of weights below this
+
+
+class TOPR(DAPO):
+    """The TOPR objective: tapered weights of the responses to avoid."""
+
+    config: TOPRConfig
+
+    def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
+        """Return the log-ratio: [N, K, T] of tokens, or [N, K, 1] of responses."""
+        if self.config.level is Level.token:
+            return difference
+        return over_tokens(difference * mask, mask, self.config.level is Level.geometric)
+
+    def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token [N, K, T], and which weights are below 1 by more than rounding."""
+        assert batch.advantages is not None
+        tapered = log_ratio.detach().clamp(max=0.0).exp()
+        alpha = torch.where(batch.advantages < 0, tapered, 1.0)
+        return -alpha * batch.advantages * logprobs, alpha < TAPERED
+
+    def count(self, batch: Batch) -> Counts:
+        """Return the number of responses; with ratios of tokens, the number of tokens."""
+        counted = self.counted(batch)
+        return {"policy": float((counted if self.config.level is Level.token else counted.any(-1)).sum())}

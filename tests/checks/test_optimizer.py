@@ -1,0 +1,46 @@
+"""Rules about the learning rate that is scaled by the effective sample size."""
+
+import pytest
+
+from rlhf.checks.check import problems, warnings
+from rlhf.checks.optimizer import ess_needs_a_sampler
+from rlhf.config.compose import compose
+from rlhf.config.identity import run_name, what_counts
+
+
+@pytest.mark.parametrize(
+    "words", [["algo=sft"], ["algo=reward"], ["algo=dpo", "generator=dataset"]], ids=" ".join
+)
+def test_scaling_is_refused_without_a_sampler_and_its_remedy_is_valid(words):
+    (message,) = problems(compose([*words, "optim.ess_scaling=linear"]))
+    assert message.startswith("optim.ess_scaling must be none") and "got linear" in message
+    assert problems(compose([*words, message.rpartition("set ")[2]])) == []
+
+
+@pytest.mark.parametrize("algo", ["dpo", "bok", "ppo", "rloo", "gspo"])
+def test_scaling_is_allowed_wherever_a_policy_samples(algo):
+    cfg = compose([f"algo={algo}", "optim.ess_scaling=sqrt", "optim.ess_on_policy=0.55"])
+    assert problems(cfg) == [] and not any("ess_" in text for text in warnings(cfg))
+
+
+def test_saved_rollouts_have_the_log_probs_of_their_sampler():
+    words = ["generator=dataset", "generator.path=run/generations", "optim.ess_scaling=sqrt"]
+    assert list(ess_needs_a_sampler(compose(words))) == []
+
+
+def test_an_on_policy_size_without_scaling_gives_a_warning():
+    (message,) = (text for text in warnings(compose(["optim.ess_on_policy=0.5"])) if "ess" in text)
+    assert message.startswith("optim.ess_on_policy=0.5 has no effect with optim.ess_scaling=none")
+    remedy = message.rpartition("set ")[2]
+    assert not any("ess" in text for text in warnings(compose(["optim.ess_on_policy=0.5", remedy])))
+
+
+@pytest.mark.parametrize("value", ["0", "1.5"])
+def test_the_on_policy_size_is_a_fraction(value):
+    (message,) = problems(compose(["optim.ess_scaling=sqrt", f"optim.ess_on_policy={value}"]))
+    assert message.startswith("optim.ess_on_policy must be ")
+
+
+def test_scaling_is_part_of_the_run_name_only_if_it_is_on():
+    assert not {"ess_scaling", "ess_on_policy"} & what_counts(compose([]))["optim"].keys()
+    assert run_name(compose(["optim.ess_scaling=sqrt"])) != run_name(compose([]))

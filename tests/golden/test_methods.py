@@ -1,0 +1,193 @@
+"""Tests of corrections and objectives against losses and gradients of other implementations.
+
+The golden values are functions of fixed log-probs, so no model is needed (see the README of the folder).
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf.assembly.parts import make
+from rlhf.config.algo import Advantage, KLIn, Scale
+from rlhf.config.correction import (
+    Anchor,
+    CorrectionConfig,
+    CorrectionKind,
+    Covariance,
+    CovarianceConfig,
+    Divergence,
+    Level,
+    Reject,
+)
+from rlhf.config.off_policy import DPPODivergence, M2POForm, OAPLAnchor
+from rlhf.config.schema import SCHEMAS
+from rlhf.core.batch import Batch, Outputs
+from tests import needs
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=needs.GOLDEN)
+PROMPTS = 4
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    return np.load(GOLDEN / "methods.npz")
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    return np.load(GOLDEN / "methods_grads.npz")
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return json.loads((GOLDEN / "methods.json").read_text())["cases"]
+
+
+def grouped(rows) -> torch.Tensor:
+    """Return rows [K * N, ...], which are in sample-major order, as [N, K, ...] float64."""
+    x = torch.as_tensor(np.asarray(rows))
+    x = x.double() if x.is_floating_point() else x
+    return x.view(-1, PROMPTS, *x.shape[1:]).transpose(0, 1).contiguous()
+
+
+def batch_of(arrays, sharp: bool = False) -> Batch:
+    """Return the recorded batch of K = 4 with its advantages as scores."""
+    of = {name: grouped(arrays[f"k4_{name}"]) for name in ("mask", "scores", "advantages", "versions", "ref")}
+    names = {"old": "sharp_old", "behaviour": "sharp_behaviour"} if sharp else {}
+    old, behaviour = (grouped(arrays[f"k4_{names.get(name, name)}"]) for name in ("old", "behaviour"))
+    mask = of["mask"].bool()
+    return Batch(
+        index=torch.arange(PROMPTS),
+        texts=[""] * PROMPTS,
+        references=[""] * PROMPTS,
+        prompt_ids=torch.ones(PROMPTS, 1, dtype=torch.int64),
+        prompt_mask=torch.ones(PROMPTS, 1, dtype=torch.bool),
+        response_ids=torch.ones(mask.shape, dtype=torch.int64),
+        response_mask=mask,
+        ended=torch.ones(mask.shape[:2], dtype=torch.bool),
+        behaviour_logprobs=behaviour,
+        ref_logprobs=of["ref"],
+        old_logprobs=old,
+        scores=of["scores"],
+        advantages=of["advantages"][:, :, None] * mask,
+        token_versions=of["versions"].long().clamp(min=0),
+        trainer_version=6,  # the update makes version 7
+    )
+
+
+def settings(name: str, **keys):
+    """Return the objective of an algorithm without KL penalty."""
+    return make(SCHEMAS[f"schema/algo/{name}"](samples_per_prompt=4, kl_coef=0.0, kl_in=KLIn.loss, **keys))
+
+
+def correction(kind=CorrectionKind.none, **keys) -> CorrectionConfig:
+    return CorrectionConfig(kind=kind, **keys)
+
+
+TRUNCATE, MASK, DECOUPLED = CorrectionKind.truncate, CorrectionKind.mask, CorrectionKind.decoupled
+
+
+def reject(over: Reject, low=0.0, high=None, kind=CorrectionKind.none, **keys) -> CorrectionConfig:
+    return correction(kind, reject=over, reject_low=low, reject_high=high, **keys)
+
+
+def tokens(name="dapo", clip=0.2, **keys):
+    """Return a clipped policy gradient with a mean over tokens."""
+    return settings(name, clip_low=0.2, clip_high=clip, **keys)
+
+
+SAMPLER = {"anchor": Anchor.behaviour}
+COV = CovarianceConfig
+
+CASES = {
+    "verl_token_is_2.0": tokens(correction=correction(TRUNCATE)),
+    "verl_sequence_is_2.0": tokens(correction=correction(TRUNCATE, level=Level.sequence)),
+    "verl_token_is_0.5_5.0": tokens(correction=correction(MASK, low=0.5, high=5.0)),
+    "verl_token_is_2.0_normalised": tokens(correction=correction(TRUNCATE, normalise=True)),
+    "verl_rs_seq_mean_k1_0.8_1.25": tokens(correction=reject(Reject.mean, 0.8, 1.25)),
+    "verl_rs_seq_mean_k3_0.12": tokens(
+        correction=reject(Reject.mean, reject_by=Divergence.k3, reject_limit=0.12)
+    ),
+    "verl_rs_token_k1_0.5_2.0": tokens(correction=reject(Reject.token, 0.5, 2.0)),
+    "verl_sequence_is_2.0_rs_seq_sum_k1_0.25_4.0": tokens(
+        correction=reject(Reject.sum, 0.25, 4.0, TRUNCATE, level=Level.sequence)
+    ),
+    # verl bounds -log w: its 0.6 and 1.4 are the inverses of bounds of w
+    "verl_rs_token_k1_asymmetric_0.6_1.4": tokens(correction=reject(Reject.token, 1 / 1.4, 1 / 0.6)),
+    "veto_0.3_token_tis_2": tokens(correction=reject(Reject.max, 0.3, None, TRUNCATE)),
+    "openrlhf_icepop_0.5_5.0_token_mean": tokens(clip=0.28, correction=correction(MASK, low=0.5, high=5.0)),
+    "openrlhf_tis_0.5_2.0_token_mean": tokens(clip=0.28, correction=correction(TRUNCATE, floor=0.5)),
+    "openrlhf_seq-mask-tis_0.8_1.25_token_mean": tokens(
+        clip=0.28, correction=reject(Reject.mean, 0.8, 1.25, DECOUPLED, reject_counted=True)
+    ),
+    "trl_dapo_sequence_mask__3.0": tokens(
+        correction=correction(MASK, level=Level.sequence, low=0.0, high=3.0)
+    ),
+    "trl_grpo_token_mask_0.5_2.0": tokens("grpo", correction=correction(MASK)),
+    "trl_dapo_opsm_0.05_uncorrected": tokens(off_policy_mask=0.05),
+    "areal_token_clamp_2.0": tokens(correction=correction(TRUNCATE)),
+    "areal_token_clamp_none": tokens(correction=correction(DECOUPLED)),
+    "areal_token_mask_2.0_0.5": tokens(correction=correction(MASK)),
+    "areal_sequence_mask_1.2_0.8": tokens(
+        correction=correction(MASK, level=Level.geometric, low=0.8, high=1.2)
+    ),
+    "areal_m2po_0.04": tokens(correction=correction(DECOUPLED, reject=Reject.m2, reject_limit=0.04)),
+    "areal_prox_loglinear": tokens(anchor=Anchor.loglinear, correction=correction(TRUNCATE, cap=5.0)),
+    "m2po_authors_0.04_None_None": settings("m2po", form=M2POForm.clip),
+    "m2po_mask_0.04": settings("m2po"),
+    "topr_sequence_scores": settings("topr", advantage=Advantage.none),
+    "trinity_topr_token_advantages": settings("topr", level=Level.token),
+    "verl_cispo_1.0_4.0_token-mean": settings("cispo", **SAMPLER),
+    "scalerl_4.0": settings("scalerl", cap=4.0),
+    "verl_dppo_tv_0.15_0.15_10000": settings("dppo", cap=1e4),
+    "verl_dppo_kl_0.05_0.05_10000": settings(
+        "dppo", divergence=DPPODivergence.kl, limit_low=0.05, limit_high=0.05, cap=1e4
+    ),
+    "stable_rl_dppo_binary_tv": settings("dppo", cap=10.0),
+    "verl_dual_clip_3.0": tokens(dual_clip=3.0, **SAMPLER),
+    "verl_kl_cov_0.05_1.0": tokens(covariance=COV(kind=Covariance.kl, share=0.05)),
+    "verl_clip_cov_all_0.5_5.0": tokens(covariance=COV(kind=Covariance.clip, share=1.0, low=0.5)),
+    "oapl_1.0_0.001": make(SCHEMAS["schema/algo/oapl"]()),
+    "trl_a2po_0.5_0.001": make(SCHEMAS["schema/algo/oapl"](anchor=OAPLAnchor.reference, beta_value=0.5)),
+}
+FROM_SCORES = {"topr_sequence_scores", "scalerl_4.0", "oapl_1.0_0.001", "trl_a2po_0.5_0.001"}
+# Limits that these cases select with the policy, which is the trainer before the update in a first step
+SELECTED_NOW = ("m2po_", "verl_kl_cov", "verl_clip_cov")
+
+
+def prepared(name, objective, arrays) -> tuple[Batch, torch.Tensor]:
+    """Return the batch of a case after credit, and the policy's log-probs [N, K, T] that need a gradient."""
+    sharp = "dppo" in name
+    batch = batch_of(arrays, sharp)
+    policy = grouped(arrays["k4_sharp_policy" if sharp else "k4_policy"]).requires_grad_()
+    if name in FROM_SCORES:
+        return objective.credit(batch), policy
+    if name.startswith(SELECTED_NOW):
+        credited = objective.coupled(replace(batch, old_logprobs=policy.detach()))
+        return replace(credited, old_logprobs=batch.old_logprobs), policy
+    return objective.coupled(batch), policy
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_equal_those_of_the_other_implementation(name, arrays, gradients, cases):
+    objective, case = CASES[name], cases[name]
+    batch, policy = prepared(name, objective, arrays)
+
+    sums, _ = objective.loss(lambda _: Outputs(logprobs=policy), batch)
+    loss = sums["policy"] / objective.count(batch)["policy"]
+    (gradient,) = torch.autograd.grad(loss, policy)
+
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(gradient, grouped(gradients[name]).to(gradient), rtol=1e-5, atol=1e-7)
+
+
+def test_length_weighted_advantages_equal_those_of_the_other_implementation(arrays, cases):
+    objective = settings("grpo", advantage=Advantage.opo, scale=Scale.none)
+    batch = objective.credit(batch_of(arrays))
+    expected = grouped(np.array(cases["verl_opo"]["figures"]["advantages"]))
+    torch.testing.assert_close(batch.advantages[..., 0], expected)

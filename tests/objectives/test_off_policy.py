@@ -1,0 +1,257 @@
+"""Tests of anchors, rejection and off-policy objectives against values derived by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf.config.correction import (
+    Anchor,
+    CorrectionConfig,
+    CorrectionKind,
+    Covariance,
+    CovarianceConfig,
+    Divergence,
+    Level,
+    Reject,
+)
+from rlhf.config.off_policy import M2POForm
+from rlhf.core.batch import Outputs
+from rlhf.objectives.correction import accepted, largest_kept
+from rlhf.objectives.m2po import clip_bound
+from tests.objectives.test_policy_gradient import LENGTHS, SCORES, batch_of, draw, objective_of, step
+
+TRUNCATE, DECOUPLED = CorrectionKind.truncate, CorrectionKind.decoupled
+
+
+def rejecting(reject: Reject, **settings) -> dict:
+    return {"correction": CorrectionConfig(reject=reject, **settings)}
+
+
+OPTIONS = {
+    "response by mean": rejecting(Reject.mean, reject_low=0.9, reject_high=1.1),
+    "response by sum": rejecting(Reject.sum, reject_by=Divergence.k3, reject_limit=0.01),
+    "response by token": rejecting(Reject.max, reject_low=0.9, reject_high=None),
+    "token": rejecting(Reject.token, reject_low=0.9, reject_high=1.1, kind=TRUNCATE),
+    "m2": rejecting(Reject.m2, kind=DECOUPLED, reject_limit=0.02),
+    "counted": rejecting(Reject.mean, reject_low=0.9, reject_high=1.1, reject_counted=True),
+    "normalised tokens": {"correction": CorrectionConfig(kind=TRUNCATE, normalise=True)},
+    "normalised responses": {
+        "correction": CorrectionConfig(kind=TRUNCATE, level=Level.sequence, normalise=True)
+    },
+    "geometric": {"correction": CorrectionConfig(kind=TRUNCATE, level=Level.geometric)},
+    "sampler": {"anchor": Anchor.behaviour},
+    "log-linear": {"anchor": Anchor.loglinear, "correction": CorrectionConfig(kind=DECOUPLED)},
+    "sequence mask": {"off_policy_mask": 0.02},
+    "dual clip": {"dual_clip": 1.05},
+}
+COUPLED = {
+    "kl-cov": {"covariance": CovarianceConfig(kind=Covariance.kl, share=0.2)},
+    "clip-cov": {"covariance": CovarianceConfig(kind=Covariance.clip, share=0.3, low=-9, high=9)},
+}
+
+
+def stale_batch(objective):
+    """Return a credited batch whose trainer differs from the sampler, and log-probs of the policy."""
+    batch = batch_of(SCORES, LENGTHS)
+    mask = batch.response_mask
+    old = batch.behaviour_logprobs + 0.6 * (draw(2, 3, 3, seed=1) - 0.5) * mask
+    policy = old + 0.4 * (draw(2, 3, 3, seed=2) - 0.5) * mask
+    return objective.credit(replace(batch, old_logprobs=old, trainer_version=3)), policy
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_on_policy_batch_has_exactly_the_uncorrected_loss_and_gradient(name, option):
+    plain, objective = objective_of(name, kl_coef=0.0), objective_of(name, kl_coef=0.0, **OPTIONS[option])
+    batch = batch_of(SCORES, LENGTHS)
+    expected, slope, _ = step(plain, plain.credit(batch))
+    loss, gradient, _ = step(objective, objective.credit(batch))
+    assert loss == expected
+    assert torch.equal(gradient, slope)
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "dapo"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_change_the_gradient_of_a_stale_batch(name, option):
+    plain, objective = objective_of(name, kl_coef=0.0), objective_of(name, kl_coef=0.0, **OPTIONS[option])
+    expected, policy = stale_batch(plain)
+    batch, _ = stale_batch(objective)
+    assert not torch.equal(step(objective, batch, policy)[1], step(plain, expected, policy)[1])
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "m2po", "topr", "dppo", "scalerl", "oapl"])
+@pytest.mark.parametrize("option", [*OPTIONS, *COUPLED])
+def test_a_loss_does_not_depend_on_the_size_of_micro_batches(name, option):
+    if name == "oapl" or (name != "grpo" and name != "dapo" and option not in ("token", "sequence mask")):
+        settings = {}
+    else:
+        settings = {**OPTIONS, **COUPLED}[option]
+    objective = objective_of(name, **settings)
+    batch, policy = stale_batch(objective)
+
+    def total(part, logprobs):
+        return objective.loss(lambda _: Outputs(logprobs=logprobs), part)[0]["policy"]
+
+    rows = [torch.tensor([0]), torch.tensor([1])]
+    parts = sum(total(batch.select(row), policy[row]) for row in rows)
+    torch.testing.assert_close(parts, total(batch, policy))
+
+
+def test_a_rejected_response_leaves_the_sum_and_the_count():
+    objective = objective_of("dapo", **rejecting(Reject.mean, reject_low=0.5, reject_high=1.5))
+    batch = batch_of([[1.0, 0.0, 2.0]], [[3, 2, 1]])
+    batch.old_logprobs = batch.behaviour_logprobs.clone()
+    batch.old_logprobs[0, 0] += math.log(1.6)
+    batch = objective.credit(batch)
+    assert objective.count(batch) == {"policy": 3.0}
+    _, gradient, figures = step(objective, batch)
+    assert not gradient[0, 0].any()
+    torch.testing.assert_close(gradient[0, 1, :2], -batch.advantages[0, 1, :2] / 3)
+    assert figures["correction/rejected"] == pytest.approx(0.5)
+
+
+def test_a_rejected_response_that_is_counted_only_leaves_the_sum():
+    objective = objective_of("dapo", **rejecting(Reject.max, reject_high=1.5, reject_counted=True))
+    batch = batch_of([[1.0, 0.0, 2.0]], [[3, 2, 1]])
+    batch.old_logprobs = batch.behaviour_logprobs.clone()
+    batch.old_logprobs[0, 0, 1] += math.log(1.6)
+    batch = objective.credit(batch)
+    assert objective.count(batch) == {"policy": 6.0}
+    assert not step(objective, batch)[1][0, 0].any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dapo"])
+def test_prompts_without_a_trained_token_have_no_signal(name):
+    objective = objective_of(name, **rejecting(Reject.mean, reject_high=1.5))
+    batch = batch_of(SCORES, LENGTHS)
+    batch.old_logprobs = batch.behaviour_logprobs.clone()
+    batch.old_logprobs[1] += math.log(2) * batch.response_mask[1]
+    assert objective.credit(batch).signal.tolist() == [True, False]
+
+
+def test_the_value_model_of_ppo_learns_from_rejected_responses():
+    objective = objective_of("ppo", **rejecting(Reject.mean, reject_high=1.5))
+    batch = batch_of(SCORES, LENGTHS)
+    batch.old_logprobs = batch.behaviour_logprobs + math.log(2) * batch.response_mask
+    batch = objective.credit(batch)
+    assert batch.signal is None
+    assert objective.count(batch)["policy"] == 0
+    assert objective.count(batch)["value"] > 0
+
+
+@pytest.mark.parametrize(
+    "over, by, kept",
+    [
+        (Reject.token, Divergence.k1, [True, False, True]),
+        (Reject.token, Divergence.k2, [True, False, True]),
+        (Reject.mean, Divergence.k1, [True, True, True]),  # geometric mean 2^(1/3) is below 1.5
+        (Reject.sum, Divergence.k1, [False, False, False]),  # the product is 2
+        (Reject.max, Divergence.k1, [False, False, False]),
+        (Reject.mean, Divergence.k3, [False, False, False]),  # (2 - 1 - log 2) / 3 is above 0.1
+    ],
+)
+def test_bounds_are_bounds_of_the_ratio_or_of_the_divergence(over, by, kept):
+    lag = torch.tensor([[[0.0, math.log(2), 0.0]]])
+    mask = torch.ones(1, 1, 3, dtype=torch.bool)
+    config = CorrectionConfig(reject=over, reject_by=by, reject_low=0.7, reject_high=1.5, reject_limit=0.1)
+    assert accepted(lag, mask, config)[0, 0].tolist() == kept
+
+
+def test_the_largest_squares_are_left_out_until_the_mean_is_small_enough():
+    squares, everything = torch.tensor([0.25, 2.0, 0.75, 1.5]), torch.ones(4, dtype=torch.bool)
+    assert largest_kept(squares, everything, 0.5) == 1.5, "the mean of 0.25 and 0.75 is 0.5"
+    assert largest_kept(squares, everything, 0.5, strictly=True) == 0.75
+    assert largest_kept(squares, everything, 2.0) == torch.inf
+    assert largest_kept(squares, ~everything, 0.5) == torch.inf
+    assert largest_kept(squares, everything, 1e-9) == 0.75, "one element always stays"
+
+
+def test_the_clip_bound_is_the_largest_square_whose_clipped_mean_fits():
+    squares = torch.tensor([0.0, 0.125, 0.5, 0.375])
+    assert clip_bound(squares, 0.21875) == 0.375, "(0 + 0.125 + 2 * 0.375) / 4 is 0.21875"
+    assert clip_bound(squares, 0.2) == 0.125
+    assert clip_bound(squares, 0.25) == torch.inf
+    assert clip_bound(squares + 1, 0.25) == 0
+
+
+@pytest.mark.parametrize("form", M2POForm)
+def test_m2po_limits_only_tokens_whose_ratio_moved_with_the_advantage(form):
+    objective = objective_of("m2po", form=form)
+    batch = batch_of([[1.0, 0.0]])
+    lag = torch.tensor([[[0.5, -0.5, 0.1], [0.5, -0.5, 0.0]]])
+    batch.old_logprobs = batch.behaviour_logprobs + lag
+    batch = objective.credit(batch)
+    _, gradient, figures = step(objective, batch)
+    assert (gradient != 0).tolist() == [[[False, True, True], [True, False, True]]]
+    assert figures["policy/clipfrac"] == pytest.approx(2 / 6)
+
+
+def test_the_log_linear_anchor_follows_the_lag_of_each_token():
+    objective = objective_of("dapo", anchor=Anchor.loglinear, clip_high=10.0, clip_low=1.0)
+    batch = batch_of([[1.0, 0.0]])
+    batch.token_versions = torch.tensor([[[3, 2, 0], [3, 2, 0]]])
+    batch.trainer_version = 3
+    policy = batch.behaviour_logprobs + math.log(16)
+    ratios = objective.loss(lambda _: Outputs(logprobs=policy), objective.credit(batch))[1]["policy/ratio"]
+    assert ratios.value() == pytest.approx((16 + 4 + 2) / 3, rel=1e-5), (
+        "exp((logp - behaviour) / d), d = 1, 2, 4"
+    )
+
+
+def test_the_sequence_mask_drops_bad_responses_that_became_unlikely():
+    objective = objective_of("dapo", off_policy_mask=0.1)
+    batch = objective.credit(batch_of([[1.0, 0.0], [0.0, 1.0]]))
+    policy = batch.behaviour_logprobs.clone()
+    policy[0] -= 0.2
+    _, gradient, figures = step(objective, batch, policy)
+    assert [row.any().item() for row in gradient.flatten(0, 1)] == [True, False, True, True]
+    assert figures["policy/off_policy_masked"] == pytest.approx(0.25)
+
+
+def test_the_entropy_bonus_is_subtracted_from_the_loss():
+    objective = objective_of("dapo", entropy_coef=0.5)
+    batch = objective.credit(batch_of([[1.0, 1.0]]))
+    assert "entropy" in objective.needs
+    assert batch.signal is None, "a tied prompt has a gradient"
+    entropy = torch.full((1, 2, 3), 2.0)
+    out = Outputs(logprobs=batch.behaviour_logprobs, entropy=entropy)
+    losses, figures = objective.loss(lambda _: out, batch)
+    assert losses["policy"].item() == pytest.approx(-0.5 * 2 * 6)
+    assert figures["policy/entropy"].value() == 2
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        (
+            {"anchor": Anchor.behaviour, "correction": CorrectionConfig(kind=TRUNCATE)},
+            "correction.kind must be none",
+        ),
+        ({"anchor": Anchor.loglinear, **rejecting(Reject.mean)}, "must not be set"),
+        ({"correction": CorrectionConfig(cap=0.5, floor=0.9)}, ""),
+        ({"dual_clip": 1.0}, "algo.dual_clip must be > 1"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, text):
+    config = objective_of("grpo", **settings).config
+    sections = [("algo", config), ("algo.correction", config.correction)]
+    found = [problem for at, section in sections for problem in section.problems(at)]
+    assert len(found) == 1
+    assert text in found[0]
+
+
+def test_keys_of_a_rejection_have_no_effect_without_it():
+    warned = list(CorrectionConfig(reject_low=0.9, cap=5.0).warnings("algo.correction"))
+    assert [text.split()[0] for text in warned] == ["algo.correction.cap", "algo.correction.reject_low"]
+    assert not list(CorrectionConfig(reject=Reject.mean, reject_low=0.9).warnings("algo.correction"))
+
+
+def test_needs_follow_from_anchor_and_correction():
+    assert "ratio" in objective_of("grpo").needs
+    assert "ratio" not in objective_of("grpo", anchor=Anchor.behaviour).needs
+    assert "ratio" not in objective_of("grpo", anchor=Anchor.loglinear).needs
+    assert "correction" not in objective_of("grpo", correction=CorrectionConfig(kind=TRUNCATE)).needs
+    assert "correction" in objective_of("grpo", **rejecting(Reject.mean)).needs
+    assert "correction" in objective_of("m2po").needs
