@@ -1,0 +1,93 @@
+"""The runs of a design as values per cell and seed, and the estimates that tables and claims are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from benchmarks.atlas import analysis, plan
+from benchmarks.atlas import rates as learning_rates
+from benchmarks.atlas.analysis import Estimate
+from benchmarks.atlas.design import Cell, Design, Run
+from benchmarks.atlas.rates import Rates
+from benchmarks.atlas.record import Row
+
+ON_POLICY = {"lag": 0, "minibatches": 1}
+
+
+class Study:
+    """The rows of the runs in the figures, with the learning rates that are chosen.
+
+    Args:
+        design: the study.
+        rows: all rows, by `Row.run`. Rows of other learning rates and seeds are not used.
+        rates: the chosen learning rates.
+    """
+
+    def __init__(self, design: Design, rows: Mapping[str, Row], rates: Rates) -> None:
+        self.design = design
+        self.rates = rates
+        self.wanted = plan.runs(design, plan.Selection(parts=plan.PARTS[1:]), rates)
+        self.cells: dict[Cell, dict[int, Row]] = {}
+        for run in self.wanted:
+            if run.rate is not None and (row := rows.get(design.key(run))) is not None:
+                self.cells.setdefault(run.cell, {})[run.seed] = row
+        self.tuned = [
+            row
+            for run in plan.runs(design, plan.Selection(parts=("tuning",)), rates)
+            if (row := rows.get(design.key(run))) is not None
+        ]
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows of the figures."""
+        return [row for found in self.cells.values() for row in found.values()]
+
+    def rate(self, cell: Cell) -> float | None:
+        """Return the learning rate of a cell; None if it is not chosen."""
+        return learning_rates.rate(self.design, self.rates, cell)
+
+    def key(self, cell: Cell, seed: int) -> str | None:
+        """Return the key of a run of a cell; None if the learning rate is not chosen."""
+        rate = self.rate(cell)
+        return None if rate is None else self.design.key(Run(cell, seed, rate))
+
+    def of(self, cell: Cell) -> dict[int, Row]:
+        """Return the rows of a cell by seed."""
+        return self.cells.get(cell, {})
+
+    def values(self, cell: Cell) -> dict[int, float]:
+        """Return the final win rate or accuracy of each seed; 0 for runs that diverged or failed."""
+        return {seed: row.result for seed, row in self.of(cell).items()}
+
+    def losses(self, cell: Cell) -> dict[int, float]:
+        """Return what each seed loses: its value with lag 0 and N 1, minus its value in the cell."""
+        own, base = self.values(cell), self.values(cell._replace(**ON_POLICY))
+        return {seed: base[seed] - own[seed] for seed in sorted(own.keys() & base.keys())}
+
+    def at_kl(self, cell: Cell) -> dict[int, float]:
+        """Return the gold score of each seed at the KL of the task, for the seeds that reach it."""
+        kl = self.design.tasks[cell.task].kl
+        found = {}
+        for seed, row in self.of(cell).items():
+            value = analysis.at_kl([(each[1], each[3]) for each in row.evaluations], kl)
+            if value is not None:
+                found[seed] = value
+        return found
+
+    def loss(self, cell: Cell) -> Estimate | None:
+        """Return the estimate of `losses`."""
+        return analysis.estimate(list(self.losses(cell).values()))
+
+    def ranking(self, task: str, lag: int) -> dict[str, float]:
+        """Return the rank of each method with runs of a task and lag, by interquartile means."""
+        found = {}
+        for method in self.design.methods:
+            each = analysis.estimate(list(self.values(self.design.cell(task, method, lag)).values()))
+            if each is not None:
+                found[method] = each.centre
+        return analysis.ranks(found) if found else {}
+
+    def collapsed(self, cells: Iterable[Cell]) -> tuple[int, int]:
+        """Return the number of collapsed runs and of all runs of cells."""
+        rows = [row for cell in cells for row in self.of(cell).values()]
+        return sum(row.collapsed for row in rows), len(rows)

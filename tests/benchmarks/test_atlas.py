@@ -1,0 +1,439 @@
+"""Tests of the atlas: the design, the choice of learning rates, statistics, resuming, the page."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import off_policy
+from benchmarks.atlas import __main__ as atlas
+from benchmarks.atlas import analysis, claims, executor, findings, page, plan, rates, record, rerun
+from benchmarks.atlas.design import METHODS, SMOKE, STUDY, Cell, Run
+from benchmarks.atlas.findings import BASES
+from benchmarks.atlas.plan import PARTS, Selection
+from benchmarks.atlas.study import Study
+from rlhf.checks.check import as_objects, problems
+from rlhf.config.compose import composed
+from rlhf.core.errors import UserError
+from tests.docs.snapshots import objects
+
+
+def config(cell, design=STUDY, seed=1):
+    return objects(*design.overrides_of(Run(cell, seed, 1e-4)))
+
+
+def rows_of(design, value, seeds=None):
+    """Return a row per run of the figures; `value(cell, seed)` is the final value."""
+    made = {}
+    for run in plan.runs(design, Selection(parts=PARTS[1:]), {}):
+        run = run._replace(rate=design.rates[0])
+        if seeds is None or run.seed in seeds:
+            won = value(run.cell, run.seed)
+            points = [(0, 0.0, 0.2, 1.0), (8, 4.0, won, 3.0)]
+            each = record.row(design, run, record.FINISHED, points, updates=8, ess=0.5, cpu_s=2.0)
+            made[each.run] = each
+    return made
+
+
+def chosen_rates(design, rate):
+    entry = {"chosen": rate, "values": {f"{rate:g}": [0.5]}}
+    lags = {str(lag): entry for lag in design.tuning_lags}
+    return {task: dict.fromkeys(design.methods, lags) for task in design.tasks}
+
+
+@pytest.fixture
+def design(tmp_path):
+    """Return a design of five seeds whose files are in a temporary folder."""
+    return replace(
+        SMOKE,
+        tasks={**SMOKE.tasks, "arithmetic": STUDY.tasks["arithmetic"]},
+        methods={name: METHODS[name] for name in ("dpo", "dpo+is", "ppo", "rloo", "bok")},
+        lags=(0, 4, 16),
+        minibatches=(1, 4, 16),
+        seeds=(1, 2, 3, 4, 5),
+        outputs=tmp_path / "outputs",
+        results=tmp_path / "results/runs.jsonl",
+        chosen=tmp_path / "results/rates.json",
+        document=tmp_path / "results/page.md",
+        figure=tmp_path / "figures/atlas.png",
+    )
+
+
+# -- the design ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", STUDY.tasks)
+def test_all_cells_of_a_task_have_the_same_samples_and_optimizer_steps(task):
+    cells = {cell for part in PARTS[1:] for cell in plan.cells(STUDY, part)}
+    alike = {cell for cell in cells if cell.task == task and cell.method == "dpo"}
+    assert {cell.lag for cell in alike} == {0, 1, 4, 16, 64}
+    assert {cell.minibatches for cell in alike} == {1, 4, 16, 64}
+    budgets = set()
+    for cell in alike:
+        cfg = config(cell)
+        steps = cfg.num_updates() * cfg.schedule.minibatches
+        assert (cfg.schedule.max_lag, cfg.schedule.minibatches) == (cell.lag, cell.minibatches)
+        assert cfg.algo.samples_per_prompt == cell.samples and not cfg.has_worker
+        budgets.add((cfg.schedule.total_episodes, steps, cfg.episodes_per_update // cell.minibatches))
+    (budget,) = budgets
+    assert budget[1] == STUDY.steps > max(STUDY.lags)
+
+
+def test_the_settings_of_every_method_are_valid_and_different():
+    assert plan.refused(STUDY) == {}
+    algorithms = [config(STUDY.cell("tldr_mini", method)).algo for method in STUDY.methods]
+    assert all(one != other for i, one in enumerate(algorithms) for other in algorithms[:i])
+
+
+def test_the_scale_runs_are_valid():
+    for cell in plan.scale_cells(STUDY):
+        overrides = STUDY.overrides_of(Run(cell, 1, 1e-4))
+        cfg = as_objects(composed(overrides), overrides)
+        assert not problems(cfg) and cfg.model.hidden_size == cell.width
+
+
+def test_the_study_has_five_seeds_and_learning_rates_are_chosen_with_other_seeds():
+    assert len(STUDY.seeds) >= 5 and len(STUDY.rates) >= 3 and STUDY.tuning_lags == (0, 16)
+    for design in (STUDY, SMOKE):
+        assert not set(design.seeds) & set(design.tuning_seeds)
+        for run in plan.runs(design, Selection(parts=("tuning",)), {}):
+            assert run.seed in design.tuning_seeds
+        for run in plan.runs(design, Selection(parts=PARTS[1:]), {}):
+            assert run.seed in design.seeds
+    for method in ("dpo", "dpo+is", "dpo+wpo", "ipo", "rloo", "ppo", "grpo", "cispo", "bok", "oapl"):
+        assert method in STUDY.methods
+    assert {"topr", "m2po", "geometric", "truncate"} | set(BASES) <= set(STUDY.methods)
+
+
+def test_the_study_needs_at_most_16_cpu_hours():
+    wanted = plan.runs(STUDY, Selection(), {})
+    assert len(wanted) == 2 * 14 * (2 * 3 * 2 + 8 * 5) + 40
+    assert plan.expected_s(STUDY, wanted, []) / 3600 < 16
+
+
+def test_lag_0_and_one_minibatch_are_one_run():
+    lag, n = (set(plan.cells(STUDY, part)) for part in ("lag", "minibatches"))
+    assert len(lag & n) == len(STUDY.tasks) * len(STUDY.methods)
+
+
+def test_the_key_of_a_run_changes_with_its_settings_and_not_with_the_folders(tmp_path):
+    run = Run(STUDY.cell("arithmetic", "ppo", 4), 1, 1e-4)
+    others = [
+        run._replace(seed=2),
+        run._replace(rate=3e-4),
+        Run(STUDY.cell("arithmetic", "ppo", 16), 1, 1e-4),
+    ]
+    assert len({STUDY.key(each) for each in [run, *others]}) == 4
+    assert replace(STUDY, outputs=tmp_path).key(run) == STUDY.key(run)
+    assert replace(STUDY, steps=64).key(run) != STUDY.key(run)
+
+
+# -- learning rates --------------------------------------------------------------------------------------
+
+
+def test_the_rate_with_the_best_mean_is_chosen_and_the_smallest_of_equal_rates(design):
+    design = replace(design, tuning_seeds=(101, 102), rates=(1e-5, 1e-4, 1e-3))
+    won = {"dpo": (0.5, 0.8, 0.4), "ppo": (0.7, 0.6, 0.7)}
+    rows = {}
+    for method, values in won.items():
+        for run in rates.tuning_runs(design, "tldr_mini", method, 0):
+            value = values[design.rates.index(run.rate)] + (0.1 if run.seed == 101 else -0.1)
+            each = record.row(design, run, record.FINISHED, [(8, 1.0, value, 1.0)])
+            rows[each.run] = each
+    chosen = rates.choose(design, rows)["tldr_mini"]
+    assert {method: chosen[method]["0"]["chosen"] for method in won} == {"dpo": 1e-4, "ppo": 1e-5}
+    assert chosen["dpo"]["0"]["values"]["0.001"] == pytest.approx([0.5, 0.3])
+    rows.popitem()
+    assert "ppo" not in rates.choose(design, rows)["tldr_mini"], "a run is missing"
+
+
+def test_a_diverged_run_counts_as_0_in_the_choice(design):
+    rows = {}
+    for run in rates.tuning_runs(design, "tldr_mini", "dpo", 4):
+        status = record.DIVERGED if run.rate == 1e-4 else record.FINISHED
+        each = record.row(design, run, status, [(8, 1.0, 0.9 if run.rate == 1e-4 else 0.1, 1.0)])
+        rows[each.run] = each
+    assert rates.choose(design, rows)["tldr_mini"]["dpo"]["4"]["chosen"] == 3e-4
+
+
+def test_large_lags_and_large_n_use_the_rate_of_the_larger_tuning_lag():
+    table = {"tldr_mini": {"ppo": {"0": {"chosen": 1e-3}, "16": {"chosen": 1e-5}}}}
+    at = {
+        (lag, n): rates.rate(STUDY, table, STUDY.cell("tldr_mini", "ppo", lag, n))
+        for lag, n in ((0, 1), (1, 1), (4, 1), (64, 1), (0, 4), (0, 64))
+    }
+    assert at == {(0, 1): 1e-3, (1, 1): 1e-3, (4, 1): 1e-5, (64, 1): 1e-5, (0, 4): 1e-5, (0, 64): 1e-5}
+    assert rates.rate(STUDY, table, STUDY.cell("arithmetic", "ppo")) is None
+
+
+# -- statistics ------------------------------------------------------------------------------------------
+
+
+def test_the_interquartile_mean_drops_a_quarter_at_each_end():
+    assert analysis.estimate([10.0, 0.0, 1.0, 2.0, 3.0]).centre == pytest.approx(2.0)
+    assert analysis.estimate([1.0, 2.0, 3.0, 10.0]).centre == pytest.approx(2.5)
+    assert analysis.estimate([]) is None
+
+
+def test_the_interval_is_a_percentile_interval_of_resampled_seeds():
+    # Two values have the resampled means 0, 1/2 and 1, with probabilities 1/4, 1/2 and 1/4.
+    assert analysis.estimate([0.0, 1.0]) == (0.5, 0.0, 1.0, 2)
+    assert analysis.estimate([0.3, 0.3, 0.3]) == (0.3, 0.3, 0.3, 3)
+    assert math.isnan(analysis.estimate([0.3]).low)
+    five = analysis.estimate([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert 0.1 <= five.low < 0.2 and 0.4 < five.high <= 0.5
+    assert analysis.estimate([0.1, 0.2, 0.3, 0.4, 0.5]) == five, "the same values give the same interval"
+
+
+def test_values_at_a_kl_are_interpolated_in_the_square_root_of_the_kl():
+    points = [(0.0, 1.0), (4.0, 3.0), (9.0, 2.0)]
+    assert analysis.at_kl(points, 1.0) == pytest.approx(2.0)
+    assert analysis.at_kl(points, 4.0) == pytest.approx(3.0)
+    assert analysis.at_kl(points, 6.25) == pytest.approx(2.5)
+    assert analysis.at_kl(points, 10.0) is None
+    assert analysis.at_kl([(0.0, 1.0), (4.0, 3.0), (0.5, 9.0)], 1.0) == pytest.approx(2.0), "the first rise"
+
+
+def test_differences_are_taken_within_a_seed():
+    assert analysis.differences({1: 0.9, 2: 0.5, 3: 0.1}, {2: 0.25, 1: 0.5}) == [0.4, 0.25]
+
+
+def test_slopes_are_per_doubling_of_n():
+    values = {1: {1: 0.8, 2: 0.5}, 4: {1: 0.6, 2: 0.5}, 16: {1: 0.4, 2: 0.5}, 64: {1: 0.2}}
+    assert analysis.slopes(values) == pytest.approx([-0.1])
+    assert analysis.slopes({1: {1: 0.8}}) == []
+
+
+def test_ranks_share_ties_and_tau_counts_pairs_in_the_same_order():
+    assert analysis.ranks({"a": 0.9, "b": 0.7, "c": 0.9, "d": 0.1}) == {"a": 1.5, "b": 3, "c": 1.5, "d": 4}
+    first = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+    second = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 3.0, "e": 5.0}
+    assert analysis.agreement(first, second)[::2] == (pytest.approx(4 / 6), 4)
+    assert analysis.agreement({"a": 1.0, "b": 2.0}, second) is None
+
+
+def test_a_run_has_collapsed_if_it_ends_far_below_its_best_value(design):
+    run = Run(design.cell("tldr_mini", "ppo"), 1, 1e-4)
+
+    def ends(*values, status=record.FINISHED):
+        return record.row(design, run, status, [(i, 1.0, value, 1.0) for i, value in enumerate(values)])
+
+    assert ends(0.2, 0.8, 0.7).collapsed and not ends(0.2, 0.8, 0.71).collapsed
+    assert not ends(0.2, 0.8, 0.5, 0.75).collapsed, "it recovered"
+    diverged = ends(0.2, 0.8, status=record.DIVERGED)
+    assert diverged.collapsed and diverged.result == 0 and diverged.kl is None
+
+
+# -- resuming --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(design, monkeypatch):
+    """Replace the workers; return the list of runs that were started. The best rate is the last."""
+    runs = []
+
+    def outcomes(of, todo, workers):
+        for run in todo:
+            runs.append(run)
+            won = 0.8 if run.rate == design.rates[-1] else 0.4
+            won -= 0.02 * run.cell.lag * (run.cell.method == "ppo") + 0.001 * (run.seed % 3)
+            yield record.row(of, run, record.FINISHED, [(0, 0.0, 0.2, 1.0), (8, 1.0, won, 5.0)], cpu_s=2.0)
+
+    monkeypatch.setattr(executor, "outcomes", outcomes)
+    return runs
+
+
+def test_only_missing_runs_are_carried_out(design, started, capsys):
+    atlas.carry_out(design, Selection(seeds=(1,)), 1)
+    tuning = [run for run in started if run.seed in design.tuning_seeds]
+    first = len(started)
+    assert started[: len(tuning)] == tuning and len(tuning) == 2 * 5 * 2 * 2
+    assert first - len(tuning) == 2 * 5 * 5, "tasks, methods, lags 0 4 16 and N 4 16"
+    assert {run.rate for run in started[len(tuning) :]} == {design.rates[-1]}
+    assert f"[{first - len(tuning)}/{first - len(tuning)}]" in capsys.readouterr().out
+
+    atlas.carry_out(design, Selection(seeds=(1,)), 1)
+    assert len(started) == first
+    atlas.carry_out(design, Selection(parts=("lag",), methods=("ppo",), tasks=("arithmetic",), lags=(4,)), 1)
+    assert [(run.cell, run.seed) for run in started[first:]] == [
+        (design.cell("arithmetic", "ppo", 4), seed) for seed in (2, 3, 4, 5)
+    ]
+
+
+def test_a_failed_run_is_repeated_and_a_diverged_run_is_a_result(design):
+    runs = [Run(design.cell("tldr_mini", "ppo", lag), 1, 1e-4) for lag in design.lags]
+    statuses = (record.FAILED, record.DIVERGED, record.FINISHED)
+    made = [
+        record.row(design, run, status, [(8, 1.0, 0.5, 1.0)])
+        for run, status in zip(runs, statuses, strict=True)
+    ]
+    record.write(design.results, made)
+    rows = record.read(design.results)
+    assert sorted(rows.values(), key=lambda row: row.lag) == made
+    assert plan.missing(design, runs, rows) == runs[:1]
+    assert plan.missing(design, [runs[0]._replace(rate=None)], rows) == [], "no learning rate yet"
+
+
+def test_runs_without_a_learning_rate_are_reported(design, started, capsys):
+    atlas.carry_out(design, Selection(parts=("lag",), seeds=(1,)), 1)
+    assert started == [] and "30 runs have no learning rate yet" in capsys.readouterr().out
+
+
+def test_the_results_are_in_the_file_after_every_run(design, monkeypatch):
+    def outcomes(of, todo, workers):
+        yield record.row(of, todo[0], record.FINISHED, [(8, 1.0, 0.5, 1.0)])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(executor, "outcomes", outcomes)
+    with pytest.raises(KeyboardInterrupt):
+        atlas.carry_out(design, Selection(parts=("tuning",)), 1)
+    assert len(record.read(design.results)) == 1
+
+
+def test_a_method_whose_settings_are_invalid_is_refused_before_any_run(design, started):
+    design = replace(design, methods={**design.methods, "new": ("algo=dpo", "algo.beta=-1")})
+    with pytest.raises(UserError, match=r"method new: algo.beta must be .*") as error:
+        atlas.carry_out(design, Selection(), 1)
+    assert error.value.problems[-1].endswith("set --method dpo dpo+is ppo rloo bok")
+    assert started == [] and not design.outputs.exists()
+
+
+def test_a_damaged_line_of_the_results_is_reported(design):
+    design.results.parent.mkdir()
+    design.results.write_text('{"run": "x"}\n')
+    with pytest.raises(UserError, match=r"line 1 of .*runs.jsonl must be a row of the atlas"):
+        record.read(design.results)
+
+
+# -- the page --------------------------------------------------------------------------------------------
+
+
+def study(design, value, seeds=None):
+    rows = rows_of(design, value, seeds=seeds)
+    return Study(design, rows, chosen_rates(design, design.rates[0]))
+
+
+def test_losses_and_claims_come_from_the_values_of_equal_seeds(design):
+    noise = (0.0, 0.01, -0.01, 0.02, 0.0, 0.01)
+    falls = {"dpo": 0.0, "dpo+is": 0.0, "ppo": 0.01, "rloo": 0.005, "bok": 0.002}
+
+    def value(cell, seed):
+        return 0.9 + noise[seed] - falls[cell.method] * (cell.lag + math.log2(cell.minibatches))
+
+    found = study(design, value)
+    loss = found.loss(design.cell("tldr_mini", "ppo", 16))
+    assert loss.centre == pytest.approx(0.16) and loss.low == pytest.approx(0.16)
+    verdicts = {claim.text: claim.verdict for claim in claims.claims(found)}
+    assert verdicts["Online DPO loses least of the paper's methods (tldr_mini, lag 16)"] == "holds"
+    assert verdicts["The accuracy falls with log N (arithmetic)"] == "undecided", "dpo does not fall"
+    assert verdicts["Goal: the best method at lag 16 loses at most 0.02 (tldr_mini)"] == "holds"
+    assert verdicts["Goal: uncorrected PPO loses at least 0.1 at lag 16 (tldr_mini)"] == "holds"
+    assert verdicts["A larger K gives a higher win rate"] == "undecided: not run"
+    (first, second) = findings.of_column(found, "tldr_mini", {"lag": 16})
+    assert first.startswith(
+        "`tldr_mini`, lag 16: these methods lose win rate: `ppo` 0.160 (0.160, 0.160) to 0.747"
+    )
+    assert second.startswith("`tldr_mini`, lag 16: these methods lose at most 0.02 of win rate: `dpo` 0.000")
+
+
+def test_a_claim_is_decided_only_by_intervals_on_one_side():
+    above, below = analysis.Estimate(0.1, 0.05, 0.2, 5), analysis.Estimate(-0.1, -0.2, -0.05, 5)
+    both, single = analysis.Estimate(0.1, -0.1, 0.2, 5), analysis.Estimate(0.1, math.nan, math.nan, 1)
+    assert claims.verdict([above, above]) == "holds"
+    assert claims.verdict([above, below]) == "does not hold"
+    assert claims.verdict([above, both]) == claims.verdict([single]) == "undecided"
+    assert claims.verdict([above, None]) == claims.verdict([]) == "undecided: not run"
+    assert claims.verdict([above], 0.05) == "undecided" and claims.verdict([above], 0.04) == "holds"
+
+
+def test_a_finding_needs_an_interval_that_excludes_0(design):
+    noise = {1: -0.2, 2: 0.2, 3: 0.0, 4: 0.1, 5: -0.1}
+    found = study(design, lambda cell, seed: 0.6 + noise[seed] * (cell.lag > 0) * (seed - 3))
+    assert found.loss(design.cell("tldr_mini", "ppo", 16)) is not None
+    mixed = study(design, lambda cell, seed: 0.6 + noise[seed] * (cell.lag > 0 or cell.minibatches > 1))
+    assert findings.findings(mixed) == ["No difference is supported by its interval."]
+
+
+def test_a_partial_study_states_how_many_runs_exist(design):
+    text = page.written(study(design, lambda cell, seed: 0.5, seeds=(1,)), "figure.png")
+    assert "50 of 250 runs of the figures and 0 of 40 runs for learning rates" in text
+    assert "| `ppo` | 0.500 | 0.500 | 0.500 |" in text
+    assert "No difference is supported by its interval." in text
+    empty = page.written(Study(design, {}, {}), "figure.png")
+    assert "0 of 250 runs" in empty and "| `ppo` |" in empty
+
+
+def test_runs_that_did_not_reach_the_kl_are_counted_and_diverged_runs_are_listed(design):
+    design = replace(design, tasks={"tldr_mini": design.tasks["tldr_mini"]._replace(kl=4.5)})
+    rows = rows_of(design, lambda cell, seed: 0.5)
+    run = Run(design.cell("tldr_mini", "ppo", 16), 3, design.rates[0])
+    rows[design.key(run)] = record.row(design, run, record.DIVERGED, [(0, 0.0, 0.2, 1.0)], error="nan")
+    text = page.written(Study(design, rows, chosen_rates(design, design.rates[0])), "figure.png")
+    assert "1 runs diverged and count as collapsed, with value 0: `ppo` lag 16 N 1 (tldr_mini)." in text
+    assert "| - [0/5] |" in text and "| 0/5 | 0/5 | 1/5 |" in text
+
+
+def test_the_page_keeps_its_handwritten_text_and_the_other_study(design, started):
+    atlas.carry_out(design, Selection(), 1)
+    design.document.write_text(f"# Title\n\n{page.MARKS[0]}\nstale\n{page.MARKS[1]}\n\nBy hand.\n")
+    atlas.draw(design)
+    text = design.document.read_text()
+    assert text.startswith("# Title\n") and text.endswith("\n\nBy hand.\n") and "stale" not in text
+    assert "../figures/atlas.png" in text and design.figure.read_bytes().startswith(b"\x89PNG")
+    atlas.draw(design)
+    assert design.document.read_text() == text, "a second call must not change the page"
+    with pytest.raises(UserError, match="must contain"):
+        page.fill("no marks", "text")
+    real = STUDY.document.read_text()
+    both = off_policy.fill(page.fill(real, "atlas"), "other")
+    assert "\natlas\n" in both and "\nother\n" in both
+
+
+def test_the_plan_lists_runs_that_are_done_and_missing(design, started):
+    atlas.carry_out(design, Selection(parts=("tuning",), tasks=("tldr_mini",)), 1)
+    lines = atlas.described(design, Selection()).splitlines()
+    assert lines[2].startswith("| tuning | tldr_mini | 20 | 20 | 0 |")
+    assert lines[3].startswith("| tuning | arithmetic | 20 | 0 | 20 |")
+    assert lines[4].startswith("| lag | tldr_mini | 75 | 0 | 75 |")
+
+
+# -- one run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ppo:tldr_mini:64", "new:tldr_mini:4:1", "ppo:tldr_mini:5:1", "ppo:tldr_mini:N8:1", "ppo:tldr_mini:4:9"],
+)
+def test_an_unknown_cell_is_refused(design, text):
+    with pytest.raises(UserError, match="set --cell dpo:tldr_mini:16:1"):
+        rerun.parse(design, text)
+
+
+def test_a_cell_names_a_lag_or_n(design):
+    assert rerun.parse(design, "ppo:tldr_mini:4:3") == (Cell("tldr_mini", "ppo", lag=4), 3)
+    assert rerun.parse(design, "dpo+is:tldr_mini:N16:1") == (Cell("tldr_mini", "dpo+is", minibatches=16), 1)
+
+
+def test_the_results_file_has_one_json_object_per_run(design):
+    rows = rows_of(design, lambda cell, seed: 0.123456789, seeds=(2, 1))
+    record.write(design.results, rows.values())
+    lines = [json.loads(line) for line in design.results.read_text().splitlines()]
+    assert len(lines) == len(rows) and lines[0]["result"] == 0.123457
+    assert [line["seed"] for line in lines[:2]] == [1, 2]
+
+
+def test_the_expected_time_is_that_of_the_cell_else_of_the_method_else_of_the_task(design):
+    runs = [
+        Run(design.cell("tldr_mini", method, lag), 1, 1e-4) for method in ("ppo", "dpo") for lag in (0, 4)
+    ]
+    spent = {runs[0]: 10.0, runs[1]: 20.0}
+    rows = [
+        record.row(design, run, record.FINISHED, [(8, 1.0, 0.5, 1.0)], cpu_s=s) for run, s in spent.items()
+    ]
+    assert plan.expected_s(design, runs[:1], []) == design.tasks["tldr_mini"].cpu_s
+    assert plan.expected_s(design, runs[:1], rows) == 10
+    assert plan.expected_s(design, [Run(design.cell("tldr_mini", "ppo", 16), 1, 1e-4)], rows) == 15
+    assert plan.expected_s(design, runs[2:3], rows) == 15
+    other = Run(design.cell("arithmetic", "ppo"), 1, 1e-4)
+    assert plan.expected_s(design, [other, *runs[:2]], rows) == design.tasks["arithmetic"].cpu_s + 30
