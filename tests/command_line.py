@@ -70,7 +70,7 @@ def own_conf(tmp_path: Path) -> Path:
         "typo": "algo:\n  beat: 1\n",
         "wrong_type": "algo:\n  beta: high\n",
         "wrong_group": "defaults:\n  - override /algoo: dpo\n",
-        "wrong_option": "defaults:\n  - override /algo: dppo\n",
+        "wrong_option": "defaults:\n  - override /algo: dpoo\n",
         "named": "algo:\n  name: ppo\n",
         "no_yaml": "algo: {beta: [1\n",
         "fine": "algo:\n  beta: 0.3\n",

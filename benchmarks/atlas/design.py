@@ -28,7 +28,11 @@ CORRECTED: Mapping[str, tuple[str, ...]] = {
     "oapl": ("algo=oapl",),
     "topr": ("algo=topr",),
     "m2po": ("algo=m2po",),
-    "geometric": ("algo=grpo", "correction=geometric"),
+    # the band of the preset is for long responses: with about 30 tokens it would reject almost all
+    "geometric": (
+        *("algo=grpo", "correction=geometric"),
+        *("algo.correction.reject_low=0.9", "algo.correction.reject_high=1.1"),
+    ),
     "truncate": ("algo=grpo", "algo.correction.kind=truncate"),
 }
 METHODS = {**UNCORRECTED, **CORRECTED}
@@ -199,7 +203,7 @@ STUDY = Design(
     seeds=(1, 2, 3, 4, 5),
     tuning_seeds=(101, 102),
     tuning_lags=(0, 16),
-    rates=(3e-5, 1e-4, 3e-4),
+    rates=(3e-5, 1e-4, 3e-4, 1e-3),
     steps=128,
     eval_every=0.25,
     scale_methods=("dpo", "ppo"),

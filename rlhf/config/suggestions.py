@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from rlhf.config.catalogue import all_keys, groups
 
-MANY = 12  # with more options, a message refers to --help instead of listing them
+MANY = 20  # with more options, a message refers to --help instead of listing them
 
 ALIASES = {  # values of other programs -> values of this project
     **{"fp16": "float16", "half": "float16", "f16": "float16"},

@@ -122,7 +122,7 @@ def test_sweep_with_invalid_jobs_starts_no_job_and_lists_the_invalid_ones(comman
     assert "  - seed=2 optim.lr=0: optim.lr must be > 0" in answer.err
 
 
-@pytest.mark.parametrize("sweep", ["algo=dpo,dppo", "algo.beta=0.1,high", "+algo.beat=1,2"])
+@pytest.mark.parametrize("sweep", ["algo=dpo,dpoo", "algo.beta=0.1,high", "+algo.beat=1,2"])
 def test_sweep_with_a_job_that_does_not_compose_starts_no_job(command, tmp_path, sweep):
     answer = command("-m", sweep)
     assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())

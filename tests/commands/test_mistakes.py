@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-DPO_KEYS = "samples_per_prompt, tie_tolerance, loss_type, beta, label_smoothing, length_normalised, ties"
+DPO_KEYS = (
+    "samples_per_prompt, tie_tolerance, loss_type, beta, label_smoothing, length_normalised, ties, weighting, "
+    "weighting_eps, weighting_clamp"
+)
 
 MISTAKES = {  # wrong arguments: texts that the message must contain
     "algo.beat=1": [f"algo.beat must be a setting of algo=dpo ({DPO_KEYS}), got algo.beat=1", "algo.beta?"],
@@ -28,7 +31,7 @@ MISTAKES = {  # wrong arguments: texts that the message must contain
     ],
     "algo=sft algo.beta=0.1": ["algo.beta must be a setting of algo=sft", "it belongs to algo=dpo"],
     "algo=reward algo.loss_type=ipo": ["algo.loss_type must be a setting of algo=reward", "algo=dpo"],
-    "algo=dppo": ["algo must be one of bok, cispo, dapo, dpo, ", "sft, got 'dppo'; did you mean algo=ppo?"],
+    "algo=dpoo": ["algo must be one of bok, cispo, dapo, dpo, ", "got 'dpoo'; did you mean algo=dpo?"],
     "algo=null": ["algo must be chosen (every run has one), got algo=null"],
     "~algo": ["algo must be chosen"],
     "+algo=sft": ["algo must have one option"],
@@ -124,7 +127,7 @@ IN_FILES = {  # experiment file of `own_conf`: texts that the message must conta
     "typo": ["algo.beat must be a setting of algo=dpo in experiment/typo.yaml", "did you mean algo.beta?"],
     "wrong_type": ["algo.beta must be a number in experiment/wrong_type.yaml, got 'high'"],
     "wrong_group": ["algoo must be a group in experiment/wrong_group.yaml", "did you mean algo?"],
-    "wrong_option": ["got 'dppo' (chosen by experiment=wrong_option); did you mean algo=ppo?"],
+    "wrong_option": ["got 'dpoo' (chosen by experiment=wrong_option); did you mean algo=dpo?"],
     "named": ["algo.name must not be set (the option of algo sets it), got ppo; set algo=ppo"],
     "no_yaml": ["a config file is not YAML", "no_yaml.yaml"],
 }
@@ -181,7 +184,7 @@ def test_help_and_errors_do_not_import_torch_or_other_large_libraries(tmp_path, 
         ["algo.beat=1"],
         ["+algo.beat=1"],
         ["algo.beta=high"],
-        ["algo=dppo"],
+        ["algo=dpoo"],
         ["algo.beta=-1"],
         ["--config-dir", str(own_conf), "experiment=typo"],
         ["resume=must"],
