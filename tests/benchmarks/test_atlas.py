@@ -108,7 +108,7 @@ def test_the_study_has_five_seeds_and_learning_rates_are_chosen_with_other_seeds
 
 def test_the_study_needs_at_most_16_cpu_hours():
     wanted = plan.runs(STUDY, Selection(), {})
-    assert len(wanted) == 2 * 14 * (2 * 3 * 2 + 8 * 5) + 40
+    assert len(wanted) == 2 * 14 * (2 * 4 * 2 + 8 * 5) + 40
     assert plan.expected_s(STUDY, wanted, []) / 3600 < 16
 
 
