@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 DPO_KEYS = (
-    "samples_per_prompt, tie_tolerance, loss_type, beta, label_smoothing, length_normalised, ties, weighting, "
-    "weighting_eps, weighting_clamp"
+    "samples_per_prompt, tie_tolerance, loss_type, beta, label_smoothing, length_normalised, ties, "
+    "weighting, weighting_eps, weighting_clamp"
 )
 
 MISTAKES = {  # wrong arguments: texts that the message must contain
