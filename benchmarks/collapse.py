@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import binomtest
 
+from benchmarks.generated import fill
 from rlhf.checks.check import refuse
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
@@ -95,7 +96,7 @@ def main(args: Sequence[str] | None = None) -> None:
         text = written(cases)
         print(text)
         if not given.dry:
-            write_atomically(DOCUMENT, fill(DOCUMENT.read_text(encoding="utf-8"), text))
+            write_atomically(DOCUMENT, fill(DOCUMENT.read_text(encoding="utf-8"), MARKS, f"\n{text}\n"))
     except UserError as error:
         refuse(error.problems)
 
@@ -301,21 +302,6 @@ def share(part: int, count: int) -> str:
         return "–"
     bounds = binomtest(part, count).proportion_ci(method="wilson")
     return f"{part / count:.2f} [{bounds.low:.2f}, {bounds.high:.2f}]"
-
-
-def fill(document: str, text: str) -> str:
-    """Return the page with `text` between its two marks.
-
-    Raises:
-        UserError: a mark is missing, or the marks are in the wrong order.
-    """
-    before, first, rest = document.partition(MARKS[0])
-    _, second, after = rest.partition(MARKS[1])
-    if not (first and second):
-        raise UserError(
-            f"{DOCUMENT.name} must contain '{MARKS[0]}' and then '{MARKS[1]}'; restore the missing line"
-        )
-    return f"{before}{first}\n\n{text}\n\n{second}{after}"
 
 
 if __name__ == "__main__":

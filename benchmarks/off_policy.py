@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
+from benchmarks.generated import fill
 from rlhf.checks.check import refuse
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
@@ -100,7 +101,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 sys.exit(code)
     try:
         cells = read(OUTPUTS)
-        write_atomically(DOCUMENT, fill(DOCUMENT.read_text(encoding="utf-8"), written(cells)))
+        write_atomically(DOCUMENT, fill(DOCUMENT.read_text(encoding="utf-8"), MARKS, written(cells)))
     except UserError as error:
         refuse(error.problems)
     draw(cells, FIGURE)
@@ -133,21 +134,6 @@ def read(folder: Path) -> Cells:
 
 
 # -- the page --------------------------------------------------------------------------------------------
-
-
-def fill(document: str, text: str) -> str:
-    """Return the page with `text` between its two marks.
-
-    Raises:
-        UserError: a mark is missing, or the marks are in the wrong order.
-    """
-    before, first, rest = document.partition(MARKS[0])
-    _, second, after = rest.partition(MARKS[1])
-    if not (first and second):
-        raise UserError(
-            f"{DOCUMENT.name} must contain '{MARKS[0]}' and then '{MARKS[1]}'; restore the missing line"
-        )
-    return f"{before}{first}\n{text}\n{second}{after}"
 
 
 def written(cells: Cells) -> str:

@@ -22,6 +22,7 @@ from benchmarks.atlas.design import SMOKE, STUDY, Design
 from benchmarks.atlas.executor import execute
 from benchmarks.atlas.plan import PARTS, Selection
 from benchmarks.atlas.study import Study
+from benchmarks.generated import fill
 from rlhf.checks.check import refuse
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
@@ -154,7 +155,7 @@ def draw(design: Design) -> None:
         design.document.parent.mkdir(parents=True, exist_ok=True)
         design.document.write_text("\n".join(["# Atlas", "", *page.MARKS, ""]), encoding="utf-8")
     document = design.document.read_text(encoding="utf-8")
-    write_atomically(design.document, page.fill(document, page.written(study, path)))
+    write_atomically(design.document, fill(document, page.MARKS, page.written(study, path)))
     design.figure.parent.mkdir(parents=True, exist_ok=True)
     design.figure.write_bytes(figure.png(study))
     print(page.about(study))

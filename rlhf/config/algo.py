@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import ClassVar
 
 from omegaconf import MISSING
@@ -17,7 +18,7 @@ from rlhf.config.correction import (
     Level,
     Reject,
 )
-from rlhf.config.schema import Section, number, option
+from rlhf.config.schema import Section, number, option, plain
 
 
 class Trains(Enum):
@@ -188,6 +189,10 @@ class BestOfKConfig(AlgoConfig):
     ties: Ties = Ties.drop
 
 
+CLIP_RANGE = ("clip_low", "clip_high")
+CLIPPED_LOSS = ("dual_clip", "covariance.kind")  # options of PPO's clipped loss
+
+
 @dataclass(kw_only=True, slots=True)
 class PolicyGradientConfig(AlgoConfig):
     """The keys that policy-gradient algorithms share."""
@@ -227,7 +232,7 @@ class PolicyGradientConfig(AlgoConfig):
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if `anchor` excludes the correction, the covariance or the KL penalty."""
+        """Yield an error if `anchor` excludes the correction, or if the loss ignores a key that is set."""
         yield from AlgoConfig.problems(self, at)
         correction, anchor = self.correction, self.anchor
         if anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
@@ -240,6 +245,19 @@ class PolicyGradientConfig(AlgoConfig):
                 "algo.correction.reject and algo.correction.normalise must not be set with "
                 "algo.anchor=loglinear (they need the log-probs that this anchor saves); set algo.anchor=old"
             )
+        default = type(self)()
+        for key in self.unused():
+            value, unset = (attrgetter(key)(section) for section in (self, default))
+            if value != unset:
+                unset = unset.value if isinstance(unset, Enum) else plain(unset)
+                yield (
+                    f"algo.{key} must not be set for algo={self.name} (its loss does not use it), got "
+                    f"{value.value if isinstance(value, Enum) else plain(value)}; set algo.{key}={unset}"
+                )
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys of the clipped loss that the loss of this algorithm does not use."""
+        return ()
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning if the KL penalty has no gradient, or if a sequence loss has weights of tokens."""
@@ -321,6 +339,11 @@ class RLOOConfig(PolicyGradientConfig):
     kl_in: KLIn = KLIn.reward
     kl_estimator: KLEstimator = KLEstimator.k1
 
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys of the clipped loss for `loss_type=reinforce`, which has no ratio."""
+        reinforce = self.loss_type is RLOOLoss.reinforce
+        return (*CLIP_RANGE, *CLIPPED_LOSS) if reinforce else ()
+
 
 @option("algo", "grpo", part="rlhf.objectives.grpo:GRPO")
 @dataclass(kw_only=True, slots=True)
@@ -379,6 +402,10 @@ class CISPOConfig(GRPOConfig):
     clip_low: float = 1.0
     clip_high: float = 4.0
     kl_coef: float = 0.0
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys that change only the clipped loss."""
+        return CLIPPED_LOSS
 
 
 @option("algo", "sft", part="rlhf.objectives.sft:SFT")

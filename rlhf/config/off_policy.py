@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from rlhf.config.algo import AlgoConfig, GRPOConfig, Scale, Ties
+from rlhf.config.algo import CLIP_RANGE, CLIPPED_LOSS, AlgoConfig, GRPOConfig, Scale, Ties
 from rlhf.config.correction import Anchor, Level
 from rlhf.config.schema import number, option
 
@@ -32,14 +32,24 @@ class OAPLAnchor(Enum):
     reference = "reference"  # the frozen reference: the loss of A*-PO
 
 
+@dataclass(kw_only=True, slots=True)
+class UnclippedConfig(GRPOConfig):
+    """The keys of the algorithms whose loss is a ratio to the sampler, limited in another way than PPO's."""
+
+    kl_coef: float = 0.0
+    anchor: Anchor = Anchor.behaviour
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys of PPO's clipped loss."""
+        return (*CLIP_RANGE, *CLIPPED_LOSS)
+
+
 @option("algo", "m2po", part="rlhf.objectives.m2po:M2PO")
 @dataclass(kw_only=True, slots=True)
-class M2POConfig(GRPOConfig):
+class M2POConfig(UnclippedConfig):
     """M2PO: a policy gradient whose ratios to the sampler have a bounded second moment."""
 
     name: str = "m2po"
-    kl_coef: float = 0.0
-    anchor: Anchor = Anchor.behaviour
     form: M2POForm = M2POForm.mask
     limit: float = number(
         0.04, above=0, means="bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A"
@@ -48,24 +58,20 @@ class M2POConfig(GRPOConfig):
 
 @option("algo", "topr", part="rlhf.objectives.topr:TOPR")
 @dataclass(kw_only=True, slots=True)
-class TOPRConfig(GRPOConfig):
+class TOPRConfig(UnclippedConfig):
     """TOPR: REINFORCE; only the weights of responses with a negative advantage are ratios, at most 1."""
 
     name: str = "topr"
-    kl_coef: float = 0.0
-    anchor: Anchor = Anchor.behaviour
     scale: Scale = Scale.none
     level: Level = Level.sequence  # the unit of one ratio
 
 
 @option("algo", "dppo", part="rlhf.objectives.dppo:DPPO")
 @dataclass(kw_only=True, slots=True)
-class DPPOConfig(GRPOConfig):
+class DPPOConfig(UnclippedConfig):
     """DPPO: tokens whose probability moved too far from the sampler's are masked, instead of clipped."""
 
     name: str = "dppo"
-    kl_coef: float = 0.0
-    anchor: Anchor = Anchor.behaviour
     divergence: DPPODivergence = DPPODivergence.tv
     limit_low: float = number(
         0.15, above=0, means="largest divergence of a token with A < 0 whose probability fell; 0.05 for kl"
@@ -78,12 +84,10 @@ class DPPOConfig(GRPOConfig):
 
 @option("algo", "scalerl", part="rlhf.objectives.scalerl:ScaleRL")
 @dataclass(kw_only=True, slots=True)
-class ScaleRLConfig(GRPOConfig):
+class ScaleRLConfig(UnclippedConfig):
     """ScaleRL: truncated ratios as weights, advantages scaled over the batch, a mean over prompts."""
 
     name: str = "scalerl"
-    kl_coef: float = 0.0
-    anchor: Anchor = Anchor.behaviour
     scale: Scale = Scale.batch
     ties: Ties = Ties.drop
     cap: float = number(5.0, above=0, means="the largest ratio that weighs a token")

@@ -13,6 +13,7 @@ from benchmarks.atlas.design import METHODS, SMOKE, STUDY, Cell, Run
 from benchmarks.atlas.findings import BASES
 from benchmarks.atlas.plan import PARTS, Selection
 from benchmarks.atlas.study import Study
+from benchmarks.generated import fill
 from rlhf.checks.check import as_objects, problems
 from rlhf.config.compose import composed
 from rlhf.core.errors import UserError
@@ -384,9 +385,9 @@ def test_the_page_keeps_its_handwritten_text_and_the_other_study(design, started
     atlas.draw(design)
     assert design.document.read_text() == text, "a second call must not change the page"
     with pytest.raises(UserError, match="must contain"):
-        page.fill("no marks", "text")
+        fill("no marks", page.MARKS, "text")
     real = STUDY.document.read_text()
-    both = off_policy.fill(page.fill(real, "atlas"), "other")
+    both = fill(fill(real, page.MARKS, "atlas"), off_policy.MARKS, "other")
     assert "\natlas\n" in both and "\nother\n" in both
 
 

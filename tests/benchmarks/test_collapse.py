@@ -9,6 +9,7 @@ import yaml
 
 from benchmarks import collapse
 from benchmarks.collapse import EARLY, GRID, MEMORIES, Case, collapsed_at, crossings, quality, warned_by
+from benchmarks.generated import fill
 from rlhf.core.errors import UserError
 from rlhf.training.collapse import Limits
 
@@ -154,4 +155,4 @@ def test_runs_without_a_collapse_are_refused():
 
 def test_the_page_of_the_project_has_the_marks():
     page = collapse.DOCUMENT.read_text()
-    assert collapse.fill(page, "text").count("text") >= 1
+    assert fill(page, collapse.MARKS, "text").count("text") >= 1

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import off_policy
+from benchmarks.generated import fill
 from benchmarks.off_policy import ALGORITHMS, MARKS, MINIBATCHES, SEEDS, STEP, SWEEPS, Setting
 from rlhf.core.errors import UserError
 from tests.docs.snapshots import objects
@@ -72,8 +73,8 @@ def test_the_document_keeps_its_handwritten_text(tmp_path, monkeypatch, capsys):
     off_policy.main(["--draw"])
     assert document.read_text() == text, "a second call must not change the document"
     with pytest.raises(UserError, match="must contain"):
-        off_policy.fill("no marks", "text")
+        fill("no marks", MARKS, "text")
 
 
 def test_the_document_contains_the_marks():
-    assert off_policy.fill(off_policy.DOCUMENT.read_text(), "text")
+    assert fill(off_policy.DOCUMENT.read_text(), MARKS, "text")

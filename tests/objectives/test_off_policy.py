@@ -242,6 +242,22 @@ def test_settings_that_contradict_each_other_are_refused(settings, text):
     assert text in found[0]
 
 
+@pytest.mark.parametrize("name", ["cispo", "m2po", "topr", "dppo", "scalerl"])
+@pytest.mark.parametrize("key", ["dual_clip", "covariance.kind", "clip_low"])
+def test_keys_that_the_loss_does_not_use_are_refused(name, key):
+    settings = {
+        "dual_clip": {"dual_clip": 3.0},
+        "covariance.kind": {"covariance": CovarianceConfig(kind=Covariance.kl)},
+        "clip_low": {"clip_low": 0.1},
+    }[key]
+    found = list(objective_of(name, **settings).config.problems("algo"))
+    refused = [f"algo.{key} must not be set for algo={name} (its loss does not use it)"]
+    assert [problem.partition(", got")[0] for problem in found] == (
+        [] if (name, key) == ("cispo", "clip_low") else refused
+    )
+    assert not list(objective_of("grpo", **settings).config.problems("algo"))
+
+
 def test_keys_of_a_rejection_have_no_effect_without_it():
     warned = list(CorrectionConfig(reject_low=0.9, cap=5.0).warnings("algo.correction"))
     assert [text.split()[0] for text in warned] == ["algo.correction.cap", "algo.correction.reject_low"]

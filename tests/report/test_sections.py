@@ -100,7 +100,7 @@ def test_long_values_are_not_part_of_a_label():
 
 
 def test_a_label_has_no_folders_of_a_path_unless_they_distinguish():
-    paths = ("/work/models/small", "/work/models/large")
+    paths = ("/models/small", "/models/large")
     assert labels([config(algo__name="dpo", model__policy=path) for path in paths]) == [
         "policy=small",
         "policy=large",
@@ -311,7 +311,7 @@ def test_numbers_have_no_negative_zero_and_durations_have_the_fitting_unit():
 
 
 def test_settings_are_those_in_which_runs_differ_and_the_usual_ones_that_they_share(tmp_path):
-    common = {"optim.lr": 0.001, "model.policy": "/work/models/smol"}
+    common = {"optim.lr": 0.001, "model.policy": "/models/smol"}
     write_run(tmp_path / "a", **common, **{"algo.beta": 0.1, "eval.prompts": 8, "algo.name": "dpo"})
     write_run(tmp_path / "b", **common, **{"algo.vf_coef": 1, "eval.prompts": 9, "algo.name": "ppo"})
     found = settings(read(tmp_path)[0])
