@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.assembly.agreement import compared
 from rlhf.assembly.parts import part
@@ -58,14 +58,15 @@ def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rew
         return for_training(RewardModel(made, model.shared_prefix), cfg, "reward")
     if cfg.algo.trains is Trains.base and model.base is None:
         assert isinstance(model, NanoConfig), "validated: only the embedded model starts from nothing"
-        nano = Policy(new_nano(model, tokenizer), cfg.generator.temperature, model.shared_prefix)
-        return for_training(nano, cfg, "policy")
+        return for_training(policy_of(new_nano(model, tokenizer), cfg), cfg, "policy")
     assert cfg.start is not None
     key = f"model.{cfg.algo.trains.value}"
-    policy = Policy(
-        load_causal_lm(cfg.start, key=key, **options), cfg.generator.temperature, model.shared_prefix
-    )
-    return for_training(policy, cfg, "policy")
+    return for_training(policy_of(load_causal_lm(cfg.start, key=key, **options), cfg), cfg, "policy")
+
+
+def policy_of(model: PreTrainedModel, cfg: Config) -> Policy:
+    """Return a causal LM as a policy at the sampling temperature of the run."""
+    return Policy(model, cfg.generator.temperature, cfg.model.shared_prefix, cfg.model.float32_head)
 
 
 def load_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel:
@@ -132,6 +133,5 @@ def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Rank
     dtype = getattr(torch, model.dtype.value)
     frozen = load_causal_lm(name, dtype, model.attention, model.trust_remote_code, key="model.reference")
     check_vocabulary(frozen, tokenizer, "model.reference")
-    policy = Policy(frozen, cfg.generator.temperature, model.shared_prefix)
-    placed: Policy = part(cfg.backend).place(cfg.backend, policy, ranks)
+    placed: Policy = part(cfg.backend).place(cfg.backend, policy_of(frozen, cfg), ranks)
     return compared(placed, cfg, ranks)

@@ -71,10 +71,12 @@ def assemble(
     scorer = build_training_scorer(cfg, tokenizer, ranks)
     evaluator = build_evaluator(cfg, task, engine, generator, scorer, tokenizer, ranks)
     objective = make(cfg.algo)
+    prompts = task.prompts(solved_at=cfg.schedule.solved_at)
     replay = Replay(cfg.schedule.replay, cfg.seed, tokenizer.pad_token_id)
     if cfg.save_generations and ranks.first:
         scorer = SavingScorer(scorer, folder.generations, tokenizer, training_sampling(cfg), state)
     return Parts(
+        prompts=prompts,
         generator=generator,
         scorer=scorer,
         replay=replay,
@@ -90,5 +92,5 @@ def assemble(
             build_collapse_rule(cfg),
         ),
         evaluator=evaluator,
-        checkpoints=Checkpoints(folder.path, cfg.save_total_limit, objective, replay, data, ranks),
+        checkpoints=Checkpoints(folder.path, cfg.save_total_limit, objective, replay, prompts, data, ranks),
     )

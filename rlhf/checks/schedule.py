@@ -8,6 +8,7 @@ from rlhf.checks.rules import doubt, rule, training_rule
 from rlhf.config.root import Config
 from rlhf.config.schedule import MOST_EPISODES
 from rlhf.config.schema import plain
+from rlhf.config.scorer import RewardModelScorerConfig
 from rlhf.core.launched import world_size
 
 
@@ -106,6 +107,26 @@ def replay_needs_samples(cfg: Config) -> Iterator[str]:
         yield (
             f"schedule.replay must be 1 with generator={cfg.generator.name} (nothing is sampled, and epochs "
             f"repeat stored responses), got {cfg.schedule.replay}; set schedule.replay=1"
+        )
+
+
+@training_rule
+def solved_prompts_need_samples(cfg: Config) -> Iterator[str]:
+    """Yield an error if prompts would be left out that a generator without samples does not score."""
+    if cfg.schedule.solved_at is not None and not cfg.generator.samples:
+        yield (
+            f"schedule.solved_at must be null with generator={cfg.generator.name} (its scores are those of "
+            f"stored responses), got {plain(cfg.schedule.solved_at)}; set schedule.solved_at=null"
+        )
+
+
+@doubt
+def solved_by_a_reward_model(cfg: Config) -> Iterator[str]:
+    """Yield a warning if the scores that decide whether a prompt is solved are not pass rates."""
+    if cfg.schedule.solved_at is not None and isinstance(cfg.scorer, RewardModelScorerConfig):
+        yield (
+            f"schedule.solved_at={plain(cfg.schedule.solved_at)} is compared with scores of a reward model, "
+            "which are not pass rates"
         )
 
 

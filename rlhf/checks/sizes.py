@@ -83,7 +83,7 @@ def passes(cfg: Config, examples: int) -> float:
 
 
 def doubts(cfg: Config, examples: int) -> Iterator[str]:
-    """Yield a warning if the run passes over its training data many times.
+    """Yield a warning if the run passes over its training data many times, or too few for `solved_at`.
 
     Args:
         cfg: the config of the run.
@@ -95,6 +95,11 @@ def doubts(cfg: Config, examples: int) -> Iterator[str]:
         yield (
             f"the run passes {often:.3g} times over its {examples:,} training rows (after about "
             f"{MANY_PASSES} passes a model mostly memorises its data); for 3 passes set {remedy}"
+        )
+    if cfg.schedule.solved_at is not None and often <= 1:
+        yield (
+            f"schedule.solved_at={plain(cfg.schedule.solved_at)} has no effect in {often:.3g} passes over "
+            "the data (solved prompts are left out of later passes)"
         )
 
 

@@ -77,9 +77,11 @@ COVARIANCE = {"kind": "none", "share": 2e-3, "low": 1.0, "high": 5.0, "coef": 1.
 NEW_IN_NAME: dict[str, object] = {
     "stages.stand_ins": False,
     "model.chat_template": None,
+    "model.float32_head": False,
     "algo.tie_tolerance": None,
     **{f"{scorer}.pad_token": None for scorer in SCORERS},
     "schedule.replay": 1,
+    "schedule.solved_at": None,
     "optim.ess_scaling": "none",
     "optim.ess_on_policy": 1.0,
     "algo.weighting": "none",

@@ -73,6 +73,7 @@ class ModelConfig(Section):
     pad_token: str | None = None  # pad token for a tokenizer that has none
     chat_template: str | None = None  # file with a Jinja template, or plain; null: of the tokenizer
     dtype: Dtype = Dtype.float32  # dtype of forward passes; trained weights are always float32
+    float32_head: bool = False  # logits in float32 with a 16-bit dtype, in the trainer and in its generators
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     gradient_checkpointing: bool = False  # store only the inputs of blocks; recompute the rest in backward
     shared_prefix: bool = True  # encode a prompt once for its K responses

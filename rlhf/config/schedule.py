@@ -100,6 +100,12 @@ class ScheduleConfig(Section):
         least=1,
         means="last rollout batches from which the prompts of an update are drawn; 1: only the new batch",
     )
+    solved_at: float | None = number(
+        None,
+        means="mean score of a prompt's samples from which on later epochs leave the prompt out; null: none "
+        "is left out",
+        remedy="0.9",
+    )
     eval_every: float = number(
         0.2,
         least=0,

@@ -61,12 +61,13 @@ def token_outputs(
     temperature: float,
     tile: Tile | None = None,
     extras: Collection[str] = (),
+    float32: bool = False,
 ) -> TokenOutputs:
     """Return the log-probabilities of `targets` under `softmax((hidden @ weight.T + bias) / temperature)`.
 
     The results are differentiable in hidden, weight and bias, except `log_sum_squares`. Gradients are
     computed only for inputs that require gradients. The matrix products run in the autocast dtype if autocast
-    is active, else in the dtype of `hidden`. The softmax runs in float32.
+    is active, else in the dtype of `hidden`; with `float32`, in float32. The softmax runs in float32.
 
     Args:
         hidden: hidden states [R, H].
@@ -76,9 +77,12 @@ def token_outputs(
         temperature: divisor of the logits.
         tile: rows and vocabulary entries computed at a time; None: 2 MiB of logits (512 MiB on a GPU).
         extras: names from `EXTRAS`: outputs that are computed besides the log-probs.
+        float32: whether the matrix products run in float32 also for 16-bit inputs.
     """
     assert EXTRAS.issuperset(extras), extras
     dtype = product_dtype(hidden.device, hidden.dtype)
+    if float32:
+        dtype = accumulator(dtype)
     tile = tile or tile_for(hidden, weight, dtype)
     return TokenOutputs(
         *TokenFunction.apply(hidden, weight, bias, targets, temperature, tile, dtype, frozenset(extras))

@@ -39,6 +39,8 @@ class LogprobHead(nn.Linear):
     called.
     """
 
+    float32 = False  # True: logits are computed in float32, also from 16-bit hidden states and weights
+
     def forward(  # type: ignore[override]
         self,
         input: Tensor,
@@ -58,15 +60,22 @@ class LogprobHead(nn.Linear):
             Without `targets`, logits [..., V]; with `targets`, the log-probs [R] of the targets and the
             outputs in `extras`, float32.
         """
-        if targets is None:
+        if targets is not None:
+            return token_outputs(
+                input, self.weight, self.bias, targets, temperature, extras=extras, float32=self.float32
+            )
+        if not self.float32:
             return super().forward(input)
-        return token_outputs(input, self.weight, self.bias, targets, temperature, extras=extras)
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(input.device.type, enabled=False):
+            return nn.functional.linear(input.float(), self.weight.float(), bias)
 
     @staticmethod
-    def of(linear: nn.Linear) -> LogprobHead:
+    def of(linear: nn.Linear, float32: bool = False) -> LogprobHead:
         """Return a head that shares the parameters of `linear`."""
         head = LogprobHead(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
+        head.float32 = float32
         return head.train(linear.training)
 
 
@@ -108,12 +117,15 @@ class Policy(RolloutModule):
         model: the causal LM. Its output embeddings are replaced by a `LogprobHead` with the same parameters.
         temperature: divisor of the logits.
         shared_prefix: whether each prompt is encoded once for its K responses.
+        float32_head: whether logits are computed in float32, also with a 16-bit dtype.
 
     Raises:
         UserError: the logits of the model are not a linear function of the last hidden state.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float, shared_prefix: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, temperature: float, shared_prefix: bool, float32_head: bool = False
+    ) -> None:
         super().__init__(model, shared_prefix)
         head = model.get_output_embeddings()
         if not isinstance(head, LogprobHead):
@@ -123,7 +135,7 @@ class Policy(RolloutModule):
                     f"its weight), got {model.config.model_type} with {type(head).__name__}; choose another "
                     "model"
                 )
-            model.set_output_embeddings(LogprobHead.of(head))
+            model.set_output_embeddings(LogprobHead.of(head, float32_head))
         self.temperature = temperature
         self.logit_scale = logit_scale(model)
         self.adapters = True  # False: a forward disables the adapters of the model, if any

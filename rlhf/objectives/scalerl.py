@@ -6,9 +6,10 @@ Khatri et al., arXiv 2510.13786.
     loss = mean over prompts of  sum of -stopgrad(min(rho, cap)) A logp / response tokens of the prompt
     rho = exp(logp - behaviour)
 
-Prompts whose K rewards are equal leave the batch's std, the sum and the count (`algo.ties=drop`). The
-paper also computes the logits in float32 (`model.dtype=float32` here) and no longer draws prompts that are
-solved in 90 % of the samples; the latter is not implemented.
+Prompts whose K rewards are equal leave the batch's std, the sum and the count (`algo.ties=drop`). Two more
+parts of the paper are settings of their own: `model.float32_head=true` computes logits in float32, and
+`schedule.solved_at=0.9` leaves out prompts that were solved in 90 % of their samples ("no-positive-
+resampling").
 
 Needs: K >= 2, reference log-probs.
 """

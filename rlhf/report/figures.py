@@ -77,6 +77,7 @@ OFF_POLICY = (
     "lag",
     "mismatch/token_lag",
     "replay/age",
+    "prompts/solved",
     "mismatch/kl",
     "mismatch/max_ratio",
     "mismatch/ess",

@@ -31,6 +31,7 @@ FIRST = (
     "schedule.max_lag",
     "schedule.update",
     "schedule.replay",
+    "schedule.solved_at",
     "backend.name",
     "schedule.total_episodes",
     "schedule.total_epochs",

@@ -125,6 +125,7 @@ METRICS = {
         Metric("lag", "lag (updates)", "lag", 1, noise=NOISE),
         Metric("mismatch/token_lag", "lag of a token (updates)", "token lag", 1, noise=NOISE),
         Metric("replay/age", "lag of a prompt (updates)", "age", 1, noise=NOISE),
+        Metric("prompts/solved", "share of solved prompts", "solved", 3, rate=True),
         Metric("mismatch/kl", "KL of sampler and trainer (nats per token)", "KL", 6, noise=NOISE),
         # a log-prob in float32 has an error of up to 1e-5
         Metric(

@@ -53,6 +53,7 @@ SETTINGS = (
     "schedule.minibatches",
     "schedule.max_lag",
     "schedule.replay",
+    "schedule.solved_at",
     "generator.name",
     "generator.temperature",
     "generator.response_length",

@@ -145,7 +145,7 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
         first = state.update + len(in_flight)
         stream = Stream(
             parts.generator,
-            itertools.islice(task.prompts(first), state.num_updates - first),
+            itertools.islice(parts.prompts, state.num_updates - first),
             replace(training_sampling(cfg), request=first),
             cfg.schedule.max_lag,
             parts.recorder.timer,

@@ -41,7 +41,7 @@ def sample_pairs(cfg: Config) -> DatasetDict:
     task = build_task(cfg, tokenizer, data=Data.prompts, prompts_per_update=min(CHUNK, cfg.stages.pairs))
 
     def requests() -> Iterator[tuple[str, Prompts]]:
-        batches = task.prompts(0)
+        batches = task.prompts()
         for _ in range(-(-cfg.stages.pairs // task.prompts_per_update)):
             yield "train", next(batches)
         assert isinstance(cfg.task, EmbeddedTaskConfig)

@@ -22,6 +22,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import vocabulary
 from rlhf.core.seeding import derive
 from rlhf.tasks.counts import Counts, all_skipped, count
+from rlhf.tasks.prompt_order import PromptOrder
 
 if TYPE_CHECKING:
     from rlhf.tasks.source import Source
@@ -34,8 +35,7 @@ class Task:
     """Training batches and held-out examples of one source.
 
     A split is tokenized once, at its first use. Empty prompts and prompts longer than `max_prompt_tokens` are
-    skipped, and their number is logged. A batch depends only on the seed and the number of
-    the batch, so a run resumes at any batch without replaying the batches before.
+    skipped, and their number is logged.
 
     Args:
         source: the source of the texts.
@@ -70,7 +70,6 @@ class Task:
         self.prompts_per_update = prompts_per_update
         self.max_prompt_tokens = max_prompt_tokens
         self.seed = seed
-        self._order = lru_cache(maxsize=2)(self._permutation)  # a batch may span two epochs
         self._examples = lru_cache(maxsize=4)(self._tokenized)
         self._counts: dict[tuple[str, Data], Counts] = {}
 
@@ -92,19 +91,24 @@ class Task:
             digest.update(json.dumps(rows, sort_keys=True).encode())
         return digest.hexdigest()
 
-    def prompts(self, start: int = 0) -> Iterator[Prompts]:
-        """Yield training batches of N examples without end, beginning with batch number `start`.
+    def prompts(self, start: int = 0, solved_at: float | None = None) -> PromptOrder:
+        """Return an endless iterator over training batches of N examples, from batch number `start` on.
 
-        Seed and epoch determine the order of the examples in an epoch. Batch t has the examples [tN, (t+1)N)
-        of the sequence of all epochs.
+        `solved_at` leaves solved examples out of later epochs; see `PromptOrder`.
         """
-        number = start
-        while True:
-            first = number * self.prompts_per_update
-            places = range(first, first + self.prompts_per_update)
-            rows = [int(self._order(place // len(self))[place % len(self)]) for place in places]
-            yield self._batch(self._train[rows])
-            number += 1
+        return PromptOrder(self, solved_at, start)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the positions of all training examples in the order of an epoch."""
+        return np.random.default_rng(derive(self.seed, "order of examples", epoch)).permutation(len(self))
+
+    def rows(self) -> np.ndarray:
+        """Return the row in the data set (`Prompts.index`) of each training example."""
+        return np.asarray(self._train["index"])
+
+    def batch(self, positions: list[int]) -> Prompts:
+        """Return the training examples at `positions`."""
+        return self._batch(self._train[positions])
 
     def held_out(self, count: int, split: str = "validation", data: Data | None = None) -> Prompts:
         """Return the first `count` examples of a split, or all examples if the split has fewer.
@@ -139,9 +143,6 @@ class Task:
         rows.sort(key=lambda i: -lengths[i])  # too little memory then fails at the first batch
         parts = (rows[first : first + size] for first in range(0, len(rows), size))
         return len(rows), (self._batch(examples[part]) for part in parts)
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng(derive(self.seed, "order of examples", epoch)).permutation(len(self))
 
     def counts(self, split: str) -> Counts:
         """Return the counts of a split, whose examples have the content of training examples."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rlhf.engines.engine import Engine
     from rlhf.objectives.objective import Objective
     from rlhf.processes.ranks import Ranks
+    from rlhf.tasks.prompt_order import PromptOrder
     from rlhf.training.recorder import Recorder
     from rlhf.training.replay import Replay
     from rlhf.training.stream import Stream
@@ -54,6 +55,7 @@ class Checkpoints:
         limit: number of checkpoints to keep.
         objective: the objective, whose state is saved in a checkpoint.
         replay: the replay buffer, whose batches are saved in a checkpoint.
+        prompts: the order of the prompts, whose position is saved in a checkpoint.
         data: fingerprint of the training examples (`Task.fingerprint`).
         ranks: the ranks of the run; all ranks call `save` and `load`.
     """
@@ -64,6 +66,7 @@ class Checkpoints:
         limit: int,
         objective: Objective,
         replay: Replay,
+        prompts: PromptOrder,
         data: str,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -71,6 +74,7 @@ class Checkpoints:
         self.limit = limit
         self.objective = objective
         self.replay = replay
+        self.prompts = prompts
         self.data = data
         self.ranks = ranks
         ranks.from_first(self.clear)
@@ -96,6 +100,7 @@ class Checkpoints:
             "state": state.state_dict(),
             "recorder": recorder.state_dict(),
             "objective": self.objective.state_dict(),
+            "prompts": self.prompts.state_dict(),
             "data": self.data,
             "libraries": libraries(),
         }
@@ -156,7 +161,12 @@ class Checkpoints:
         torch.set_rng_state(torch.load(path / "random.pt", weights_only=True)["torch"])
         if (path / REPLAY).exists():  # earlier versions had no replay buffer
             self.replay.load(Batch(**packed) for packed in torch.load(path / REPLAY, weights_only=True))
-        return [unpack(packed) for packed in torch.load(path / "in_flight.pt", weights_only=True)]
+        in_flight = [unpack(packed) for packed in torch.load(path / "in_flight.pt", weights_only=True)]
+        if "prompts" in counters:
+            self.prompts.load_state_dict(counters["prompts"])
+        else:  # earlier versions drew all examples in each epoch
+            self.prompts.seek(state.update + len(in_flight))
+        return in_flight
 
 
 def last_good(folder: Path) -> Path | None:

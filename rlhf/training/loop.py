@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rlhf.objectives.objective import Objective
     from rlhf.processes.signals import Interruption
     from rlhf.scorers.scorer import Scorer
+    from rlhf.tasks.prompt_order import PromptOrder
     from rlhf.training.checkpoint import Checkpoints
     from rlhf.training.evaluators import Evaluator
     from rlhf.training.recorder import Recorder
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 class Parts:
     """The parts of a training run."""
 
+    prompts: PromptOrder
     generator: Generator
     scorer: Scorer
     replay: Replay
@@ -81,13 +83,14 @@ def train(
         Interrupted: after a signal, a scorer did not wait for its service; the last update is incomplete.
     """
     generator, scorer, engine, objective = parts.generator, parts.scorer, parts.engine, parts.objective
-    recorder, evaluator = parts.recorder, parts.evaluator
+    prompts, recorder, evaluator = parts.prompts, parts.recorder, parts.evaluator
     timer = recorder.timer
     if state.unevaluated and schedule.eval_every:
         recorder.evaluation(state, evaluator(state))
     for rollouts in stream:
         with timer("score"):
             new = scorer(rollouts)
+            recorder.add(prompts.scored(new))
         with timer("annotate"):
             batch, figures = parts.replay(engine.annotate(new, objective.needs & ONCE))
             batch = engine.annotate(batch, objective.needs)

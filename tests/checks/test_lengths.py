@@ -47,6 +47,13 @@ def test_the_summary_counts_the_passes_and_warns_above_ten():
     assert not list(sizes.doubts(cfg, 2000))
 
 
+def test_solved_prompts_need_a_second_pass():
+    cfg = compose(["schedule.total_episodes=256", "algo.samples_per_prompt=2", "schedule.solved_at=0.9"])
+    (warning,) = sizes.doubts(cfg, 128)
+    assert "schedule.solved_at=0.9 has no effect in 1 passes over the data" in warning
+    assert not list(sizes.doubts(cfg, 100))
+
+
 def test_more_threads_than_cores_give_a_warning(monkeypatch):
     monkeypatch.setattr("rlhf.checks.generators.cpu_cores", lambda: 2)
     assert "backend.threads=64 is more than the 2 cores" in " ".join(

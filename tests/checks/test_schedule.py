@@ -58,6 +58,20 @@ def test_a_replay_buffer_that_is_larger_than_the_run_gives_a_warning():
         assert list(replay_is_never_full(cfg)) == expected
 
 
+def test_solved_prompts_need_scores_of_samples():
+    (problem,) = check.problems(compose(["algo=dpo", "generator=dataset", "schedule.solved_at=0.9"]))
+    assert problem == (
+        "schedule.solved_at must be null with generator=dataset (its scores are those of stored responses), "
+        "got 0.9; set schedule.solved_at=null"
+    )
+
+
+@pytest.mark.parametrize(("task", "doubted"), [("tldr_mini", True), ("arithmetic", False)])
+def test_scores_of_a_reward_model_are_not_pass_rates(task, doubted):
+    found = check.warnings(compose([f"task={task}", "schedule.solved_at=0.9"]))
+    assert any("which are not pass rates" in text for text in found) == doubted
+
+
 def test_replay_is_in_the_name_of_a_run_only_if_it_is_set():
     assert "replay" not in what_counts(compose([]))["schedule"], "runs of earlier versions keep their names"
     assert run_name(compose(["schedule.replay=2"])) != run_name(compose([]))

@@ -400,3 +400,11 @@ def test_ctrl_c_ends_trainer_and_worker_processes(command):
     assert process.returncode == 130 and "interrupted by Ctrl-C" in told.splitlines()[-1], told
     assert len(found) == len(PROCESSES) and not psutil.wait_procs(found, timeout=60)[1]
     assert not shared_files(process.pid)
+
+
+def test_a_generator_process_computes_logits_in_float32_if_the_trainer_does():
+    head = factory(tiny_lm(), float32_head=True).build().model.get_output_embeddings()
+    states = torch.randn(3, head.in_features).to(torch.bfloat16)
+    expected = states.float() @ head.weight.T
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(head(states), expected)

@@ -79,6 +79,7 @@ class Process:
             model=str(folder),
             trust_remote_code=False,
             dtype="float32",
+            float32_head=False,
             max_model_len=100 + LENGTH,
             max_num_seqs=64,
             memory=0.02,

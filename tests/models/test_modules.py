@@ -107,6 +107,20 @@ def test_autocast_gives_float32_outputs_close_to_the_outputs_without_autocast(ki
     assert all(p.grad.dtype == torch.float32 for p in policy.parameters())
 
 
+def test_a_float32_head_computes_the_logits_of_16_bit_states_in_float32():
+    batch, model = tiny_rollouts(), tiny_lm().to(torch.bfloat16)
+    policy = Policy(model, 0.7, True, float32_head=True)
+    found = policy(batch).logprobs[batch.response_mask]
+    states = policy.states(batch, last=False)[batch.response_mask]
+    logits = states.float() @ model.get_output_embeddings().weight.float().T / 0.7
+    expected = logits.log_softmax(-1).gather(-1, batch.response_ids[batch.response_mask][:, None])[:, 0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    rounded = Policy(tiny_lm().to(torch.bfloat16), 0.7, True)(batch).logprobs[batch.response_mask]
+    assert (rounded - expected).abs().max() > 1e-3
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(model.get_output_embeddings()(states) / 0.7, logits, rtol=0, atol=1e-5)
+
+
 def test_outputs_are_a_tuple_whose_tensors_zero3_finds():
     found = Policy(tiny_lm(), 0.7, True)(tiny_rollouts())
     assert isinstance(found, tuple) and any(tensor is found.logprobs for tensor in found)

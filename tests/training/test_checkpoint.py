@@ -59,12 +59,31 @@ class NothingInFlight:
         return []
 
 
+class FakeOrder:
+    """An order of prompts that records at which batch it continues."""
+
+    def __init__(self):
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, saved):
+        self.at = saved["at"]
+
+    def seek(self, number):
+        self.at = ("batch", number)
+
+
 class Run:
     """A run in `path` that writes checkpoints."""
 
     def __init__(self, path, limit=2):
         self.path, self.engine, self.recorder = path, FakeEngine(), FakeRecorder()
-        self.checkpoints = Checkpoints(path, limit, self.recorder, Replay(1, 1, 0), data="the data")
+        self.order = FakeOrder()
+        self.checkpoints = Checkpoints(
+            path, limit, self.recorder, Replay(1, 1, 0), self.order, data="the data"
+        )
 
     def save(self, update):
         state = TrainState(num_updates=100, update=update)

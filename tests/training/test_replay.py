@@ -170,7 +170,7 @@ def test_a_checkpoint_without_a_buffer_can_be_loaded(tmp_path):
         load_state_dict=lambda saved: None,
         in_flight=list,
     )
-    checkpoints = Checkpoints(tmp_path, 1, nothing, replay, "the data")
+    checkpoints = Checkpoints(tmp_path, 1, nothing, replay, nothing, "the data")
     replay(batch(0))
     checkpoints.save(TrainState(num_updates=9, update=1), nothing, nothing, nothing)
     path, other = tmp_path / "checkpoint-1", Replay(3, 1, PAD)
@@ -215,6 +215,7 @@ def loop(updates, engine, scorer=lambda batch: batch, **generator):
     """Run the training loop with a buffer of 3 batches; return its state, its stream and the flushed rows."""
     flushed = []
     parts = Parts(
+        prompts=SimpleNamespace(scored=lambda batch: {}),
         generator=SimpleNamespace(
             **{"wait": lambda: None, "load": lambda weights, version: None, **generator}
         ),

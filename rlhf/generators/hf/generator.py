@@ -26,6 +26,7 @@ from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.own_process import start
 from rlhf.generators.transfer.shared_memory import read
 from rlhf.generators.transfer.weights import TransferError, checksum
+from rlhf.models.modules import LogprobHead
 from rlhf.models.placement import place
 from rlhf.models.precision import autocast
 from rlhf.processes.worker import environment
@@ -48,6 +49,7 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
         remote=model.config.name_or_path if context.model.trust_remote_code else None,
         device=model.device.type,
         dtype=context.model.dtype,
+        float32_head=context.model.float32_head,
         stop_ids=[context.tokenizer.eos_token_id],
         pad_id=context.tokenizer.pad_token_id,
         batch_size=config.batch_size,
@@ -123,6 +125,7 @@ class HFSamplerFactory:
         remote: hub name or folder with the code of the model; None: transformers has the code.
         device: the type of the device, "cpu" or "cuda".
         dtype: the dtype of forward passes; bfloat16 is autocast over the float32 weights.
+        float32_head: whether logits are computed in float32, also with a 16-bit dtype.
         stop_ids: ids of the tokens that end a response.
         pad_id: id of the pad token.
         batch_size: sequences decoded in parallel.
@@ -140,6 +143,7 @@ class HFSamplerFactory:
     batch_size: int
     seed: int
     cached: bool = True
+    float32_head: bool = False
 
     def build(self) -> HFSampler:
         """Return the sampler, with a model of random weights."""
@@ -154,6 +158,8 @@ class HFSamplerFactory:
             dtype=torch.float32,
             trust_remote_code=self.remote is not None,
         )
+        if self.float32_head:
+            model.set_output_embeddings(LogprobHead.of(model.get_output_embeddings(), float32=True))
         return HFSampler(place(model, torch.device(self.device)).eval(), self)
 
 

@@ -59,6 +59,7 @@ def factory(
         model=context.model.policy,
         trust_remote_code=context.model.trust_remote_code,
         dtype=(config.dtype or context.model.dtype).value,
+        float32_head=context.model.float32_head,
         max_model_len=context.prompt_tokens + config.response_length,
         max_num_seqs=config.max_num_seqs,
         memory=config.memory or (config.on_gpu if gpu else config.in_ram),

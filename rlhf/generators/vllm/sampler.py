@@ -38,6 +38,7 @@ class VLLMFactory:
     model: str  # hub name or folder; only its config is read, the weights come from the trainer
     trust_remote_code: bool
     dtype: str
+    float32_head: bool  # logits are computed in float32, also with a 16-bit dtype
     max_model_len: int  # maximum number of tokens of a prompt and its response
     max_num_seqs: int  # sequences decoded in parallel
     memory: float  # share of the GPU's memory; on a CPU, share of RAM for keys and values
@@ -99,6 +100,7 @@ class VLLMSampler:
             runner="generate",
             trust_remote_code=settings.trust_remote_code,
             dtype=settings.dtype,
+            hf_overrides={"head_dtype": "float32"} if settings.float32_head else {},
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             gpu_memory_utilization=settings.memory,
