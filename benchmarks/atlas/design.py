@@ -102,6 +102,10 @@ class Design:
         tuning_lags: the lags at which learning rates are chosen. Cells with a smaller lag and N than the
             second value use the rate of the first value, other cells the rate of the second value.
         rates: the learning rates that are compared.
+        collapse_rate: a learning rate that is too large, of the runs that are made to collapse; None: no such
+            runs. They are not in the figures, but the study of the collapse warning uses them.
+        collapse_lags: the lags of these runs.
+        collapse_seeds: the seeds of these runs.
         steps: optimizer steps of every run.
         eval_every: fraction of the run between evaluations; runs for learning rates have only the first and
             the last evaluation.
@@ -128,6 +132,9 @@ class Design:
     rates: Sequence[float]
     steps: int
     eval_every: float
+    collapse_rate: float | None = None
+    collapse_lags: Sequence[int] = ()
+    collapse_seeds: Sequence[int] = ()
     scale_methods: Sequence[str] = ()
     scale_task: str = "tldr_mini"
     scale_lags: Sequence[int] = ()
@@ -203,9 +210,12 @@ STUDY = Design(
     seeds=(1, 2, 3, 4, 5),
     tuning_seeds=(101, 102),
     tuning_lags=(0, 16),
-    rates=(3e-5, 1e-4, 3e-4, 1e-3),
+    rates=(3e-5, 1e-4, 3e-4),
     steps=128,
     eval_every=0.25,
+    collapse_rate=1e-3,
+    collapse_lags=(0, 16),
+    collapse_seeds=(201, 202),
     scale_methods=("dpo", "ppo"),
     scale_lags=(0, 64),
     scale_samples=(4,),

@@ -14,7 +14,8 @@ from rlhf.checks.check import as_objects, problems
 from rlhf.config.compose import composed
 from rlhf.core.errors import UserError
 
-PARTS = ("tuning", "lag", "minibatches", "scale")
+FIGURES = ("lag", "minibatches", "scale")  # parts whose runs are in the figures
+PARTS = ("tuning", *FIGURES, "collapse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Selection:
         tasks: names of tasks.
         methods: names of methods.
         lags: lags; of the part `minibatches`, only cells with lag 0 exist.
-        seeds: seeds of the runs in the figures; tuning runs keep their own seeds.
+        seeds: seeds of the runs in the figures; the runs of other parts keep their own seeds.
     """
 
     parts: Sequence[str] = PARTS
@@ -42,7 +43,7 @@ class Selection:
 
 
 def cells(design: Design, part: str) -> Iterator[Cell]:
-    """Yield the cells of a part other than `tuning`. A cell with lag 0 and N 1 is in two parts."""
+    """Yield the cells of a part of `FIGURES`. A cell with lag 0 and N 1 is in two parts."""
     if part == "scale":
         yield from scale_cells(design)
         return
@@ -65,8 +66,8 @@ def scale_cells(design: Design) -> Iterator[Cell]:
 
 
 def runs(design: Design, selection: Selection, rates: Rates) -> list[Run]:
-    """Return the selected runs without duplicates: tuning first, then seed by seed, so that a partial study
-    has all cells with few seeds.
+    """Return the selected runs without duplicates: tuning first, then the figures seed by seed, so that a
+    partial study has all cells with few seeds; last the runs that are made to collapse.
     """
     found: list[Run] = []
     if "tuning" in selection.parts:
@@ -77,14 +78,25 @@ def runs(design: Design, selection: Selection, rates: Rates) -> list[Run]:
                         found += learning_rates.tuning_runs(design, task, method, lag)
     for seed in design.seeds:
         if selection.seeds is None or seed in selection.seeds:
-            for part in PARTS[1:]:
+            for part in FIGURES:
                 if part in selection.parts:
                     found += [
                         Run(cell, seed, learning_rates.rate(design, rates, cell))
                         for cell in cells(design, part)
                         if selection.has(cell)
                     ]
+    if "collapse" in selection.parts:
+        found += [run for run in collapse_runs(design) if selection.has(run.cell)]
     return list(dict.fromkeys(found))
+
+
+def collapse_runs(design: Design) -> Iterator[Run]:
+    """Yield the runs with a learning rate that is too large."""
+    for seed in design.collapse_seeds:
+        for task in design.tasks:
+            for method in design.methods:
+                for lag in design.collapse_lags:
+                    yield Run(design.cell(task, method, lag), seed, design.collapse_rate)
 
 
 def missing(design: Design, wanted: Sequence[Run], rows: Mapping[str, Row]) -> list[Run]:

@@ -22,7 +22,7 @@ class Row:
     Attributes:
         run: `Design.key` of the run.
         task, method, lag, minibatches, samples, width, seed, rate: the settings of the run.
-        part: "tuning" or "figures".
+        part: "tuning", "figures" or "collapse".
         status: "finished"; "diverged" if a loss was not finite; "failed" after another error.
         error: the first line of the error; None if finished.
         updates: optimizer steps that were made.
@@ -102,7 +102,7 @@ def row(
         **run.cell._asdict(),
         seed=run.seed,
         rate=run.rate,
-        part="tuning" if run.seed in design.tuning_seeds else "figures",
+        part=part_of(design, run),
         status=status,
         error=error,
         updates=updates,
@@ -114,6 +114,13 @@ def row(
         cpu_s=round(cpu_s, 2),
         versions=versions,
     )
+
+
+def part_of(design: Design, run: Run) -> str:
+    """Return the part of the study that a run belongs to, which its seed determines."""
+    if run.seed in design.tuning_seeds:
+        return "tuning"
+    return "collapse" if run.seed in design.collapse_seeds else "figures"
 
 
 def read(file: Path) -> dict[str, Row]:

@@ -26,7 +26,7 @@ class Study:
     def __init__(self, design: Design, rows: Mapping[str, Row], rates: Rates) -> None:
         self.design = design
         self.rates = rates
-        self.wanted = plan.runs(design, plan.Selection(parts=plan.PARTS[1:]), rates)
+        self.wanted = plan.runs(design, plan.Selection(parts=plan.FIGURES), rates)
         self.cells: dict[Cell, dict[int, Row]] = {}
         for run in self.wanted:
             if run.rate is not None and (row := rows.get(design.key(run))) is not None:

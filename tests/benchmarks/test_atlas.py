@@ -11,7 +11,7 @@ from benchmarks.atlas import __main__ as atlas
 from benchmarks.atlas import analysis, claims, executor, findings, page, plan, rates, record, rerun
 from benchmarks.atlas.design import METHODS, SMOKE, STUDY, Cell, Run
 from benchmarks.atlas.findings import BASES
-from benchmarks.atlas.plan import PARTS, Selection
+from benchmarks.atlas.plan import FIGURES, Selection
 from benchmarks.atlas.study import Study
 from benchmarks.generated import fill
 from rlhf.checks.check import as_objects, problems
@@ -27,7 +27,7 @@ def config(cell, design=STUDY, seed=1):
 def rows_of(design, value, seeds=None):
     """Return a row per run of the figures; `value(cell, seed)` is the final value."""
     made = {}
-    for run in plan.runs(design, Selection(parts=PARTS[1:]), {}):
+    for run in plan.runs(design, Selection(parts=FIGURES), {}):
         run = run._replace(rate=design.rates[0])
         if seeds is None or run.seed in seeds:
             won = value(run.cell, run.seed)
@@ -66,7 +66,7 @@ def design(tmp_path):
 
 @pytest.mark.parametrize("task", STUDY.tasks)
 def test_all_cells_of_a_task_have_the_same_samples_and_optimizer_steps(task):
-    cells = {cell for part in PARTS[1:] for cell in plan.cells(STUDY, part)}
+    cells = {cell for part in FIGURES for cell in plan.cells(STUDY, part)}
     alike = {cell for cell in cells if cell.task == task and cell.method == "dpo"}
     assert {cell.lag for cell in alike} == {0, 1, 4, 16, 64}
     assert {cell.minibatches for cell in alike} == {1, 4, 16, 64}
@@ -97,19 +97,30 @@ def test_the_scale_runs_are_valid():
 def test_the_study_has_five_seeds_and_learning_rates_are_chosen_with_other_seeds():
     assert len(STUDY.seeds) >= 5 and len(STUDY.rates) >= 3 and STUDY.tuning_lags == (0, 16)
     for design in (STUDY, SMOKE):
-        assert not set(design.seeds) & set(design.tuning_seeds)
+        kinds = [set(design.seeds), set(design.tuning_seeds), set(design.collapse_seeds)]
+        assert not kinds[0] & kinds[1] and not (kinds[0] | kinds[1]) & kinds[2]
         for run in plan.runs(design, Selection(parts=("tuning",)), {}):
             assert run.seed in design.tuning_seeds
-        for run in plan.runs(design, Selection(parts=PARTS[1:]), {}):
+        for run in plan.runs(design, Selection(parts=FIGURES), {}):
             assert run.seed in design.seeds
     for method in ("dpo", "dpo+is", "dpo+wpo", "ipo", "rloo", "ppo", "grpo", "cispo", "bok", "oapl"):
         assert method in STUDY.methods
     assert {"topr", "m2po", "geometric", "truncate"} | set(BASES) <= set(STUDY.methods)
 
 
+def test_runs_that_are_made_to_collapse_have_a_larger_rate_and_are_not_in_the_figures(design):
+    design = replace(design, collapse_rate=1e-3, collapse_lags=(0, 4), collapse_seeds=(201,))
+    found = plan.runs(design, Selection(parts=("collapse",)), {})
+    assert len(found) == 2 * 5 * 2 and {run.rate for run in found} == {1e-3}
+    assert STUDY.collapse_rate > max(STUDY.rates)
+    rows = {design.key(run): record.row(design, run, record.FINISHED, [(0, 0.0, 0.5, 0.5)]) for run in found}
+    assert {row.part for row in rows.values()} == {"collapse"} and len(rows) == len(found)
+    assert Study(design, rows, chosen_rates(design, 1e-3)).rows == []
+
+
 def test_the_study_needs_at_most_16_cpu_hours():
     wanted = plan.runs(STUDY, Selection(), {})
-    assert len(wanted) == 2 * 14 * (2 * 4 * 2 + 8 * 5) + 40
+    assert len(wanted) == 2 * 14 * (2 * 3 * 2 + 8 * 5 + 2 * 2) + 40
     assert plan.expected_s(STUDY, wanted, []) / 3600 < 16
 
 
