@@ -242,6 +242,26 @@ def test_rows_and_cache_length_change_only_between_graphs(graphs, monkeypatch):
     assert all(length >= longest + 2 * ends[t // 4] for t, (_, length) in enumerate(steps))
 
 
+def test_too_little_memory_for_a_graph_affects_only_the_batch(graphs, monkeypatch, caplog):
+    model, expected = tiny_lm(), run(tiny_lm())
+    graphs.clear()
+
+    def full(step):
+        graphs.append(0)
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for number, record in enumerate((full, lambda step: graphs.append(1) or step)):
+        monkeypatch.setattr(cuda_graph, "record", record)
+        for same, wanted in zip(run(model), expected, strict=True):
+            torch.testing.assert_close(same, wanted, rtol=0, atol=1e-5)
+        assert set(graphs) == {number}
+        graphs.clear()
+    assert caplog.text.count("too little memory for a CUDA graph of") == 1
+
+
 def test_a_model_that_reads_the_cache_length_is_sampled_without_graphs(graphs, caplog):
     model, asked = tiny_lm(), []
     expected = run(model)

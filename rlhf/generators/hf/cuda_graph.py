@@ -36,19 +36,21 @@ class GraphStep(Step):
     For a given set of rows, the first call runs normally, the second call is recorded, and later calls are
     replayed. The layers of the cache must be `RoomyLayer`, and the mask must be additive and have a column
     for every slot of the layers. If a model cannot be recorded (it reads a number on the CPU, or asks for the
-    length of the cache), the step runs as a plain `Step`.
+    length of the cache), the step runs as a plain `Step`. If there is too little memory for a graph, the
+    steps of these rows run as plain steps, and later batches are recorded again.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.fits = True  # False: there was too little memory for a graph
         self.left = 0  # steps left until the end of the graph
         self.replay: Callable[[], tuple[Tensor, Tensor]] | None = None
         self.fresh = True  # no step of the current graph has run yet
 
     @property
     def recordable(self) -> bool:
-        """Return True unless the recording of this model has failed."""
-        return self.model not in REFUSED
+        """Return True unless the recording of this model or of these rows has failed."""
+        return self.fits and self.model not in REFUSED
 
     @property
     def layers(self) -> list[RoomyLayer]:
@@ -81,9 +83,16 @@ class GraphStep(Step):
             try:
                 return self.fixed(token, place, numbers)
             except (RuntimeError, LengthAsked) as error:
-                log.warning("decoding is not recorded as a CUDA graph and is slower: %s", error)
-                REFUSED.add(self.model)
                 self.free()
+                if out_of_memory(error):
+                    self.fits = False
+                    log.warning(
+                        "too little memory for a CUDA graph of %d rows; this batch is slower", len(token)
+                    )
+                else:
+                    REFUSED.add(self.model)
+                    log.warning("decoding is not recorded as a CUDA graph and is slower: %s", error)
+            torch.cuda.empty_cache()  # after the handler, which keeps the memory of the failed step alive
         return super().__call__(token, place, numbers)
 
     def fixed(self, token: Tensor, place: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,6 +136,16 @@ class GraphStep(Step):
         """Run one step on the fixed tensors: the operations that a graph records."""
         token, place, numbers = self.inputs
         return self.choose(self.logits(token, place, self.seen), numbers=numbers)
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error is, or hides, an error of too little GPU memory.
+
+    The end of an interrupted recording raises an error of its own, whose context is the cause.
+    """
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error is not None
 
 
 def can_record(device: torch.device) -> bool:
