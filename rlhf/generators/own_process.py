@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.generators.annotating import AnnotatedGenerator
 from rlhf.generators.replicas import Replica, Replicas
+from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.generators.worker import WorkerGenerator
 from rlhf.processes.worker import Limits, Worker
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from rlhf.config.generator import WorkerConfig
     from rlhf.generators.generator import Generator, GeneratorContext
     from rlhf.generators.sampler import SamplerFactory
-    from rlhf.generators.transfer.shared_memory import SharedWeights
     from rlhf.generators.transfer.weights import WeightStore
 
 
@@ -36,8 +36,8 @@ def start(
         context: the parts and settings that the run provides.
         factory: creates the sampler inside its process.
         variables: environment variables of the sampler process of each replica; the annotator gets the first.
-        store: sends weights to the sampler process; None: through shared memory. Replicas ignore the store
-            and use shared memory.
+        store: sends weights to the sampler processes; None: through shared memory, in their dtypes. The store
+            of replicas is in shared memory.
     """
     limits = Limits(config.start_limit_s, config.request_limit_s, config.restarts)
     ranks, folder, in_flight = context.ranks, context.folder, context.in_flight
@@ -52,7 +52,8 @@ def start(
             own_log = log.with_stem(f"generator-replica{i}") if i else log
             return Replica(factory, own_log, variables[i], limits, in_flight, weights)
 
-        generator = Replicas(replica, config.replicas, in_flight)
+        assert store is None or isinstance(store, SharedWeights), "validated: replicas use shared memory"
+        generator = Replicas(replica, config.replicas, in_flight, store)
     if not config.annotates(context.max_lag, ranks.size, ranks.device.type == "cuda"):
         return generator
     annotator_log = folder / f"annotator{suffix}.log"

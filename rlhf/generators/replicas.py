@@ -69,10 +69,17 @@ class Replicas(Generator):
         start: starts and returns replica i, given i and the store from which the replica loads weights.
         count: number of replicas, at least 2.
         in_flight: whether loads overtake requests; if True, every replica gets every load immediately.
+        store: the store of all replicas; None: a store that keeps the dtypes of the weights.
     """
 
-    def __init__(self, start: Callable[[int, SharedWeights], Replica], count: int, in_flight: bool) -> None:
-        self.store = SharedWeights()
+    def __init__(
+        self,
+        start: Callable[[int, SharedWeights], Replica],
+        count: int,
+        in_flight: bool,
+        store: SharedWeights | None = None,
+    ) -> None:
+        self.store = store or SharedWeights()
         self.replicas = [start(i, self.store) for i in range(count)]
         self.in_flight = in_flight
         self.latest: Manifest | None = None  # the manifest of the last load

@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import weakref
 from dataclasses import replace
 
@@ -99,8 +100,31 @@ def overwritten(tensors):
     memory.zero_()
 
 
-def test_each_tensor_is_copied_before_the_next_is_requested(shared):
-    equal(taken(shared.write(overwritten(WEIGHTS), 1)), WEIGHTS)
+@pytest.mark.parametrize("on_host", [True, False], ids=["cpu", "as on a gpu"])
+def test_each_tensor_is_copied_before_the_next_is_requested(shared, monkeypatch, on_host):
+    monkeypatch.setattr(shared_memory, "in_host_memory", lambda tensor: on_host)
+    for version in (1, 2):
+        equal(taken(shared.write(overwritten(WEIGHTS), version)), WEIGHTS)
+
+
+def test_a_buffer_is_not_reused_before_its_tensor_is_written(shared, monkeypatch):
+    write_at = shared_memory.write_at
+
+    def slow(file, data, offset):
+        time.sleep(0.02)
+        write_at(file, data, offset)
+
+    monkeypatch.setattr(shared_memory, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(shared_memory, "write_at", slow)
+    weights = {str(i): torch.full((100,), float(i)) for i in range(5)}
+    equal(taken(shared.write(weights.items(), 1)), weights)
+
+
+def test_floating_point_tensors_are_rounded_to_the_dtype_of_the_sampler():
+    shared = SharedWeights(torch.bfloat16)
+    found = taken(shared.write(WEIGHTS.items(), 1))
+    equal(found, {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in WEIGHTS.items()})
+    shared.close()
 
 
 def test_a_version_is_kept_until_it_is_released(shared):

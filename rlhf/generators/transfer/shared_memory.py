@@ -11,6 +11,10 @@ checksum differs from the manifest:
 Several processes may load the same file: `hold` registers one more user, and the file is overwritten only
 after all users have released it.
 
+Weights on a GPU are rounded to the sampler's dtype on the GPU. While a tensor is copied to a pinned buffer, a
+second thread writes the tensor before it to the file and computes its checksum. For weights on the CPU, a
+second thread was not faster.
+
 On Linux the file has no name (memfd). The kernel frees the file when all processes have ended; /dev/shm may
 be smaller than the weights. The generator process opens the file as /proc/<trainer's pid>/fd/<number>. On
 other systems the file is in a temporary folder whose name contains the trainer's pid.
@@ -24,12 +28,15 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from rlhf.core.errors import RunError
+from rlhf.generators.transfer.staging import Staging, in_host_memory
 from rlhf.generators.transfer.weights import (
     ALIGNMENT,
     HEADER,
@@ -40,6 +47,7 @@ from rlhf.generators.transfer.weights import (
     WeightStore,
     digest,
     raw,
+    rounded,
 )
 
 
@@ -48,9 +56,15 @@ class SharedWeights(WeightStore):
 
     A file is reused after all users of its version have released it. So the number of files is the largest
     number of versions in use at the same time.
+
+    Args:
+        dtype: dtype of the floating-point tensors in a file: the dtype to which the sampler would round them;
+            None: the tensors keep their dtypes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self.staging = Staging()
         self.lock = threading.Lock()  # protects `holders`
         self.holders: dict[str, int] = {}  # number of users of each file, by path
         self.files: dict[str, BinaryIO] = {}  # open files, by path
@@ -69,30 +83,42 @@ class SharedWeights(WeightStore):
             RunError: there is not enough shared memory.
         """
         path = self.free.pop() if self.free else self.create()
-        file = self.files[path]
-        entries = []
+        file, end = self.files[path].fileno(), HEADER.size
+        entries: list[Entry] = []
+        checksums: list[Future[int]] = []
         try:
-            file.seek(0)
-            file.write(HEADER.pack(NOTHING))
-            file.flush()
-            for name, tensor in weights:
-                data = raw(tensor)
-                offset = file.seek(-(-file.tell() // ALIGNMENT) * ALIGNMENT)
-                file.write(data)
-                entries.append(
-                    Entry(name, tensor.dtype, tuple(tensor.shape), offset, data.nbytes, digest(data))
-                )
-            file.truncate()
-            file.seek(0)
-            file.write(HEADER.pack(version))
-            file.flush()
+            write_at(file, HEADER.pack(NOTHING), 0)
+            with ThreadPoolExecutor(1) as thread:
+                for name, tensor in weights:
+                    tensor = rounded(tensor, self.dtype)
+                    offset = -(-end // ALIGNMENT) * ALIGNMENT
+                    end = offset + tensor.nbytes
+                    entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset, tensor.nbytes, 0))
+                    checksums.append(self.add(file, offset, tensor, thread))
+                found = [replace(e, checksum=c.result()) for e, c in zip(entries, checksums, strict=True)]
+            os.truncate(file, end)
+            write_at(file, HEADER.pack(version), 0)
         except OSError as problem:
             raise RunError(
                 f"the weights of version {version} must fit into shared memory (the generator process reads "
                 f"them from there), got: {problem}; free memory, or set generator.worker=false"
             ) from problem
         self.holders[path] = 1
-        return Manifest(version, path, tuple(entries))
+        return Manifest(version, path, tuple(found))
+
+    def add(self, file: int, offset: int, tensor: Tensor, thread: Executor) -> Future[int]:
+        """Write a tensor to the file at `offset`, and return the future of its checksum.
+
+        The tensor may be changed after the method returns.
+        """
+        if in_host_memory(tensor):
+            checksum: Future[int] = Future()
+            checksum.set_result(write_with_checksum(file, raw(tensor), offset))
+        else:
+            data = raw(self.staging.copy(tensor))
+            checksum = thread.submit(write_with_checksum, file, data, offset)
+            self.staging.used_by(checksum)
+        return checksum
 
     def hold(self, manifest: Manifest) -> None:
         """Register one more user of a version; each user must release the version once."""
@@ -127,6 +153,23 @@ class SharedWeights(WeightStore):
         for path in self.files:
             remove(path)
         self.files, self.free = {}, deque()
+
+
+def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
+    """Write bytes to a file at `offset`.
+
+    Raises:
+        OSError: the file cannot grow.
+    """
+    while data:
+        written = os.pwrite(file, data, offset)  # at most 2 GiB
+        data, offset = memoryview(data)[written:], offset + written
+
+
+def write_with_checksum(file: int, data: memoryview, offset: int) -> int:
+    """Write bytes to a file at `offset`, and return their checksum."""
+    write_at(file, data, offset)
+    return digest(data)
 
 
 def remove(path: str) -> None:

@@ -169,6 +169,11 @@ def checksum(tensor: Tensor) -> int:
     return digest(raw(tensor))
 
 
+def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a floating-point tensor in `dtype`; other tensors, and all tensors without a dtype, as given."""
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
+
+
 def raw(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order; a tensor on a GPU is copied to the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)

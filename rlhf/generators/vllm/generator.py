@@ -143,7 +143,7 @@ def build_store(transfer: Transfer, trainer: torch.device, dtype: torch.dtype, w
     """Return the store that sends weights to vLLM, which computes in `dtype` on `workers` GPUs."""
     if transfer is Transfer.ipc:
         return CudaIpc(trainer, dtype)
-    return Nccl(trainer, dtype, workers) if transfer is Transfer.nccl else SharedWeights()
+    return Nccl(trainer, dtype, workers) if transfer is Transfer.nccl else SharedWeights(dtype)
 
 
 def visible(devices: tuple[int, ...], visible_now: str | None) -> str:
