@@ -186,7 +186,15 @@ def trim(batch: B) -> B:
     return replace(batch, **cut)
 
 
-def microbatches(batch: R, sequences: int, rank: int = 0, size: int = 1) -> Iterator[tuple[Tensor, R, bool]]:
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits of a micro-batch. One prompt with its K samples is never divided, whatever the limits."""
+
+    sequences: int  # prompts x K
+    tokens: int | None = None  # sequences x padded length (longest prompt + longest response); None: no limit
+
+
+def microbatches(batch: R, budget: Budget, rank: int = 0, size: int = 1) -> Iterator[tuple[Tensor, R, bool]]:
     """Yield the micro-batches of one rank: trimmed parts of the batch with sequences of similar length.
 
     The longest sequences come first. So later micro-batches fit into the memory that the first micro-batch
@@ -199,7 +207,8 @@ def microbatches(batch: R, sequences: int, rank: int = 0, size: int = 1) -> Iter
 
     Args:
         batch: the global batch.
-        sequences: maximum number of sequences (prompts x K) in a micro-batch; one prompt is the minimum.
+        budget: the limits of a micro-batch. Without a limit of tokens, micro-batches have about equal numbers
+            of sequences; with a limit, each has as many as the limits allow.
         rank: the rank whose micro-batches are yielded.
         size: number of ranks.
 
@@ -212,13 +221,40 @@ def microbatches(batch: R, sequences: int, rank: int = 0, size: int = 1) -> Iter
         order = order[batch.signal[order]]
     if not len(order):
         return
-    most = max(1, sequences // batch.response_ids.shape[1])
-    rounds = math.ceil(len(order) / (most * size))
-    parts = order.split(math.ceil(len(order) / (rounds * size)))
+    if budget.tokens is None:
+        most = max(1, budget.sequences // batch.response_ids.shape[1])
+        rounds = math.ceil(len(order) / (most * size))
+        parts = list(order.split(math.ceil(len(order) / (rounds * size))))
+    else:
+        parts = within_tokens(batch, order, budget.sequences, budget.tokens)
+        rounds = math.ceil(len(parts) / size)
     for first in range(0, rounds * size, size):
         mine = first + rank
         rows = parts[min(mine, len(parts) - 1)]
         yield rows, trim(batch.select(rows)), mine < len(parts)
+
+
+def within_tokens(batch: Rollouts, order: Tensor, sequences: int, tokens: int) -> list[Tensor]:
+    """Divide the rows `order` of a batch into consecutive parts, each as large as the limits allow.
+
+    Args:
+        batch: the batch.
+        order: rows of the batch, the longest first.
+        sequences: maximum number of sequences of a part.
+        tokens: maximum number of sequences times padded length of a part.
+    """
+    samples, sizes = batch.response_ids.shape[1], []
+    prompts = batch.prompt_mask.sum(1)[order].tolist()
+    responses = batch.response_mask.sum(-1).amax(1)[order].tolist()
+    count = prompt = response = 0
+    for own_prompt, own_response in zip(prompts, responses, strict=True):
+        prompt, response = max(prompt, own_prompt), max(response, own_response)
+        more = (count + 1) * samples
+        if count and (more > sequences or more * (prompt + response) > tokens):
+            sizes.append(count)
+            count, prompt, response = 0, own_prompt, own_response
+        count += 1
+    return list(order.split([*sizes, count]))
 
 
 class Outputs(NamedTuple):  # a tuple, because DeepSpeed adds hooks to the tensors of a tuple

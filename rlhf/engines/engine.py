@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.config.model import Dtype
 from rlhf.config.schedule import ESSScaling, LRSchedule
-from rlhf.core.batch import microbatches
+from rlhf.core.batch import Budget, microbatches
 from rlhf.core.metrics import How, Stat, merge
 from rlhf.models.inference import infer
 from rlhf.models.logprobs import EXTRAS
@@ -219,7 +219,7 @@ class Engine(ABC):
         extras = sorted(objective.needs & EXTRAS)
         losses = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in counts}
         merged: Metrics = {}
-        micros = list(microbatches(batch, self.micro_batch, self.ranks.rank, self.ranks.size))
+        micros = list(microbatches(batch, Budget(self.micro_batch), self.ranks.rank, self.ranks.size))
         for place, (_, micro, counted) in enumerate(micros):
             sums, stats = objective.loss(
                 lambda part: self.forward(part, *extras), micro.to(self.ranks.device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rlhf.core.batch import microbatches
+from rlhf.core.batch import Budget, microbatches
 from rlhf.models.precision import autocast
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def infer(
     whole: Tensor | None = None
     # Not inference_mode: weights that ZeRO-3 gathers in inference mode cannot be trained later.
     with torch.no_grad(), autocast(ranks.device, dtype):
-        for rows, micro, counts in microbatches(rollouts, micro_batch, ranks.rank, ranks.size):
+        for rows, micro, counts in microbatches(rollouts, Budget(micro_batch), ranks.rank, ranks.size):
             out = getattr(module(micro.to(ranks.device)), field).float().to(home)
             if whole is None:
                 shape = list(rollouts.response_ids.shape[: out.dim()])

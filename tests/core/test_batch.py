@@ -1,21 +1,44 @@
 """Micro-batches of rollouts: their order and the trimming of padding."""
 
+import pytest
 import torch
 
-from rlhf.core.batch import Batch, microbatches, trim
+from rlhf.core.batch import Batch, Budget, microbatches, trim
 from tests.tiny_models import tiny_rollouts
 
 
 def test_longest_rows_come_first_and_each_micro_batch_is_trimmed():
     batch = tiny_rollouts(prompts=6, samples=2)
     lengths = batch.prompt_mask.sum(1) + batch.response_mask.sum(-1).amax(1)
-    parts = list(microbatches(batch, 4))
+    parts = list(microbatches(batch, Budget(4)))
     seen = torch.cat([rows for rows, _, _ in parts])
     assert sorted(seen.tolist()) == list(range(6))
     assert lengths[seen].tolist() == sorted(lengths.tolist(), reverse=True)
     for rows, micro, _ in parts:
         assert micro.prompt_mask.shape[1] == max(2, int(batch.prompt_mask[rows].sum(1).max()))
         assert micro.response_mask.shape[2] == int(batch.response_mask[rows].sum(-1).max())
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 45, 1000])
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_are_as_large_as_the_limits_allow(tokens, size):
+    batch, most = tiny_rollouts(prompts=9, samples=2), 6
+    found = [list(microbatches(batch, Budget(most, tokens), rank, size)) for rank in range(size)]
+    assert len({len(parts) for parts in found}) == 1, "all ranks run the same number of forwards"
+    parts = [part for round in zip(*found, strict=True) for part in round if part[2]]
+    assert sorted(torch.cat([rows for rows, _, _ in parts]).tolist()) == list(range(9))
+
+    def cost(rows):
+        longest = batch.prompt_mask[rows].sum(1).max() + batch.response_mask[rows].sum(-1).max()
+        return 2 * len(rows), 2 * len(rows) * int(longest)
+
+    for (rows, micro, _), following in zip(parts, [*parts[1:], None], strict=True):
+        sequences, used = cost(rows)
+        assert len(rows) == 1 or (sequences <= most and used <= tokens)
+        assert micro.prompt_mask.shape[1] + micro.response_mask.shape[2] <= max(used // sequences, 3)
+        if following is not None:
+            sequences, used = cost(torch.cat([rows, following[0][:1]]))
+            assert sequences > most or used > tokens, "the next prompt does not fit"
 
 
 def rows_of(batch, **settings) -> list[list[int]]:

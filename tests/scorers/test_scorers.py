@@ -19,7 +19,7 @@ from rlhf.config.scorer import (
     ScorerConfig,
     WeightedScorerConfig,
 )
-from rlhf.core.batch import Batch, Rollouts, microbatches
+from rlhf.core.batch import Batch, Budget, Rollouts, microbatches
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import RunError, UserError
 from rlhf.objectives.dpo import OnlineDPO
@@ -110,7 +110,7 @@ def test_parts_follow_the_selection_of_rows_and_samples():
     assert batch.samples(torch.tensor([[1], [0], [0]])).parts["same"].tolist() == [[0], [0], [0]]
     assert batch.samples(torch.tensor([[0], [0], [1]])).parts["same"].tolist() == [[1], [0], [0]]
     assert batch.to(torch.device("meta")).parts["words"].device.type == "meta"
-    for rows, micro, _ in microbatches(batch, 2):
+    for rows, micro, _ in microbatches(batch, Budget(2)):
         assert micro.parts["words"].tolist() == batch.parts["words"][rows].tolist()
 
 
