@@ -33,7 +33,7 @@ COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTR
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-slurm test-faults system check format snapshots bench reproduce atlas lock lock-check clean
+.PHONY: help setup train test test-all test-slurm test-faults test-gpu system check format snapshots bench reproduce atlas lock lock-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ test-slurm: setup  ## the tests on a SLURM of two nodes, which runs as long as t
 
 test-faults: setup  ## inject random faults into short runs: ARGS="--minutes 20 --seed 7", ARGS=--help
 	$(BIN)/python -m tests.faults $(ARGS)
+
+test-gpu: setup  ## what needs a GPU, in stages: one GPU, offline, at most 10 minutes; LOCK=gpu, ARGS="--stages 3 4"
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 check: setup  ## lint, format, types, import contracts
 	$(BIN)/ruff check
@@ -102,11 +105,16 @@ lock:  ## resolve requirements/*.in anew
 	env -u UV_FIND_LINKS -u UV_INDEX $(COMPILE) requirements/gpu.in --python-platform x86_64-manylinux_2_28 \
 		--output-file requirements/gpu.txt
 
-lock-check:  ## whether the locks still resolve, into an empty folder, without installing anything
+lock-check:  ## whether the locks still resolve and lack nothing, into an empty folder, without installing anything
 	for lock in $(CPU_LOCKS); do $(UV) pip install --dry-run --quiet --python $(PYTHON) \
 		--target build/lock-check --excludes requirements/excludes.txt -r $$lock || exit 1; done
 	env -u UV_FIND_LINKS -u UV_INDEX $(UV) pip install --dry-run --quiet --python $(PYTHON) \
 		--target build/lock-check --python-platform x86_64-manylinux_2_28 -r requirements/gpu.txt
+	mkdir -p build/lock-check
+	for python in 3.11 3.12; do env -u UV_FIND_LINKS -u UV_INDEX $(UV) pip compile --quiet --no-annotate --no-header \
+		--python-version $$python --python-platform x86_64-manylinux_2_28 requirements/gpu.txt \
+		--output-file build/lock-check/gpu-$$python.txt && \
+		diff requirements/gpu.txt build/lock-check/gpu-$$python.txt || exit 1; done
 	@echo "all locks resolve"
 
 clean:  ## remove caches and build products; runs and .venv stay

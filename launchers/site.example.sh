@@ -11,3 +11,5 @@ export SBATCH_ACCOUNT=my-project
 # Jobs inherit this environment, so it can also load modules and set variables.
 # module load cuda/12.8
 # export HF_HOME=/shared/huggingface
+# Network interface of the ranks, if it is not that of the route to the first host:
+# export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0

@@ -1,7 +1,5 @@
 """Random models and rollouts small enough for a test."""
 
-from functools import partial
-
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -114,7 +112,7 @@ def scorer_context(
         tokenizer=tokenizer,
         ranks=ranks,
         model=ModelConfig(name="tiny", dtype=dtype),
-        place=partial(place, device=ranks.device),
+        place=lambda load: place(load(), ranks.device),
         build=build,
         conversational=conversational,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +33,7 @@ from benchmarks.against_trl.table import Sheet
 from benchmarks.against_trl.work import GPU_PARTS, GPU_THREADS, SAMPLES, SHAPES, WORKS, Case, cases
 
 PREFILL = "prompts"  # the part of `generate` that encodes the prompts
+CUDA = torch.device("cuda")
 BEYOND = 2  # updates after the measured updates: one counted, one profiled
 
 
@@ -103,20 +105,31 @@ class Rates:
     gb_s: float  # copies, read and written
 
     @staticmethod
-    def measure() -> Rates:
-        """Measure the rates, each as the median of 20 repeats."""
-        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        product = seconds(lambda: torch.mm(a, b))
-        source = torch.randn(2**29, device="cuda")
+    def measure(device: torch.device = CUDA, size: int = 8192, numbers: int = 2**29) -> Rates:
+        """Measure the rates, each as the median of 20 repeats.
+
+        Args:
+            device: the GPU, or the CPU.
+            size: rows and columns of the matrices.
+            numbers: float32 numbers that are copied.
+        """
+        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+        product = seconds(lambda: torch.mm(a, b), device=device)
+        source = torch.randn(numbers, device=device)
         target = torch.empty_like(source)
-        copied = seconds(lambda: target.copy_(source))
-        return Rates(2 * 8192**3 / product / 1e12, 2 * 2**31 / copied / 1e9)
+        copied = seconds(lambda: target.copy_(source), device=device)
+        return Rates(2 * size**3 / product / 1e12, 2 * source.nbytes / copied / 1e9)
 
 
-def seconds(work: Callable[[], Any], repeats: int = 20) -> float:
-    """Return the seconds that `work` takes on the GPU, as a median."""
+def seconds(work: Callable[[], Any], repeats: int = 20, device: torch.device = CUDA) -> float:
+    """Return the seconds that `work` takes on the GPU, or on the CPU, as a median after 5 more runs."""
     found = []
     for i in range(repeats + 5):
+        if device.type == "cpu":
+            start = time.perf_counter()
+            work()
+            found += [time.perf_counter() - start] if i >= 5 else []
+            continue
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         work()

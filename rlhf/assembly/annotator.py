@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rlhf.assembly.budgets import inference_budget
 from rlhf.assembly.device import build_device
 from rlhf.assembly.models import build_reference
 from rlhf.assembly.parts import make
@@ -33,10 +34,10 @@ class AnnotatorFactory:
         Args:
             channel: the connection to the trainer; the annotator does not use it.
         """
-        backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch)
+        backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch, tokens=self.cfg.backend.tokens)
         cfg, alone = replace(self.cfg, backend=backend), Ranks(build_device(self.cfg))
         tokenizer = build_tokenizer(cfg)
         scorer = build_training_scorer(cfg, tokenizer, alone)
         wanted = "ref_logprobs" in make(cfg.algo).needs
         reference = build_reference(cfg, tokenizer, alone) if wanted else None
-        return Annotator(scorer, reference, cfg.backend.micro_batch, alone, cfg.model.dtype)
+        return Annotator(scorer, reference, inference_budget(cfg), alone, cfg.model.dtype)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.agreement import compared
-from rlhf.assembly.models import build_model, build_module, build_reference, load_model, trained_parts
+from rlhf.assembly.budgets import inference_budget, training_budget
+from rlhf.assembly.models import build_model, build_module, build_reference, load_model, loaded, trained_parts
 from rlhf.assembly.parts import part
 from rlhf.config.algo import PPOConfig, Trains
 from rlhf.config.model import Dtype
@@ -32,7 +33,7 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
     Raises:
         UserError: the vocabulary or the context of the model is too small, or the model cannot be used.
     """
-    module = build_module(cfg, tokenizer)
+    module = loaded(lambda: build_module(cfg, tokenizer), cfg, ranks)
     check_vocabulary(module.model, tokenizer)
     for name, value in trained_parts(module):
         say(f"  {name + ':':24}{value}")
@@ -45,6 +46,8 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
         optim=cfg.optim,
         total_steps=state.num_updates * steps,
         steps_per_batch=steps,
+        budget=training_budget(cfg),
+        inference=inference_budget(cfg),
         stale=cfg.schedule.stale or not cfg.generator.samples,
         exact_sampler=cfg.generator.exact and cfg.model.dtype is Dtype.float32,
         ranks=ranks,
@@ -71,7 +74,7 @@ def build_frozen(
         load_model(cfg, tokenizer) if named else build_model(cfg, tokenizer),
         build_second_model(cfg, tokenizer, ranks),
         tokenizer,
-        micro_batch=cfg.backend.micro_batch,
+        inference=inference_budget(cfg),
         ranks=ranks,
         dtype=cfg.model.dtype,
     )

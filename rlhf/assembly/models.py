@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from rlhf.engines.engine import trained
 from rlhf.models.loading import load_causal_lm, load_reward_model, new_nano, new_reward_model
 from rlhf.models.lora import adapt
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, score_head
+from rlhf.models.placeholders import build_on_first
 from rlhf.models.shared_prefix import checkpoint_blocks
 from rlhf.models.tokenizer import check_vocabulary, read_tokenizer
 
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
     from rlhf.processes.ranks import Ranks
 
 M = TypeVar("M", bound=RolloutModule)
+N = TypeVar("N", bound=torch.nn.Module)
+
+
+def loaded(build: Callable[[], N], cfg: Config, ranks: Ranks) -> N:
+    """Return the module that `build` returns.
+
+    If the backend divides the weights over the ranks, only the first rank calls `build`, and the other ranks
+    get placeholders. A model with code of its own is built on every rank, because other ranks cannot receive
+    its classes.
+    """
+    divides = cfg.backend.footprint().gathered and ranks.size > 1
+    return build_on_first(build, ranks) if divides and not cfg.model.trust_remote_code else build()
 
 
 def build_module(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel | ActorCritic:
@@ -131,7 +144,11 @@ def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Rank
     name = model.reference or model.policy
     assert name is not None, "validated: a policy is named or made"
     dtype = getattr(torch, model.dtype.value)
-    frozen = load_causal_lm(name, dtype, model.attention, model.trust_remote_code, key="model.reference")
-    check_vocabulary(frozen, tokenizer, "model.reference")
-    placed: Policy = part(cfg.backend).place(cfg.backend, policy_of(frozen, cfg), ranks)
+
+    def build() -> Policy:
+        frozen = load_causal_lm(name, dtype, model.attention, model.trust_remote_code, key="model.reference")
+        check_vocabulary(frozen, tokenizer, "model.reference")
+        return policy_of(frozen, cfg)
+
+    placed: Policy = part(cfg.backend).place(cfg.backend, loaded(build, cfg, ranks), ranks)
     return compared(placed, cfg, ranks)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.agreement import compared
+from rlhf.assembly.models import loaded
 from rlhf.assembly.parts import make, part
 from rlhf.scorers.scorer import Scorer, ScorerContext
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.config.scorer import ScorerConfig
+    from rlhf.models.modules import RewardModel
     from rlhf.processes.ranks import Ranks
 
 
 def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
     """Return the scorer of the section `at` ("scorer" or "gold"); None with `scorer@gold=none`."""
-    place = partial(part(cfg.backend).place, cfg.backend)
     conversational = make(cfg.task).conversational
+
+    def place(load: Callable[[], RewardModel]) -> RewardModel:
+        placed: RewardModel = part(cfg.backend).place(cfg.backend, loaded(load, cfg, ranks), ranks)
+        return compared(placed, cfg, ranks)
 
     def build(section: ScorerConfig, key: str) -> Scorer | None:
         context = ScorerContext(
@@ -28,7 +33,7 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
             tokenizer=tokenizer,
             ranks=ranks,
             model=cfg.model,
-            place=lambda module: compared(place(module, ranks), cfg, ranks),
+            place=place,
             build=build,
             conversational=conversational,
             tie_tolerance=cfg.tie_tolerance(section),

@@ -120,6 +120,12 @@ def vllm(cfg: Config) -> Iterator[str]:
     if not isinstance(generator, VLLMConfig):
         return
     yield from least_temperature(generator, "eval.temperature", cfg.eval.temperature, 0.01)
+    if generator.devices is not None and generator.per_rank and world_size() > 1:
+        yield (
+            "generator.devices must be null with generator.per_rank=true and several ranks (the vLLM "
+            f"processes of the ranks would share these GPUs), got {generator.devices}; set "
+            "generator.devices=null"
+        )
     if generator.transfer not in (Transfer.ipc, Transfer.nccl):
         return
     why = None

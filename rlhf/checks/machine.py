@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.checks.check import warn
 from rlhf.config.backend import Device
-from rlhf.config.generator import VLLMConfig
+from rlhf.config.generator import Transfer, VLLMColocatedConfig, VLLMConfig
 from rlhf.core import hub
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_world_size, missing_variables, world_size
@@ -28,7 +30,7 @@ def check_machine(cfg: Config) -> None:
     Raises:
         UserError: the machine lacks processes, GPUs or memory, or a model that it cannot download.
     """
-    if found := [*problems(cfg), *downloads(cfg)]:
+    if found := [*problems(cfg), *expandable_segments(cfg), *downloads(cfg)]:
         raise UserError(*found)
     check_memory(cfg)
 
@@ -76,6 +78,28 @@ def problems(cfg: Config) -> Iterator[str]:
             f"the run must have {trainer + generator} GPUs here ({trainer} to train, {generator} to sample), "
             f"got {found}; use a machine with enough GPUs, or choose another hardware= option (see --help)"
         )
+
+
+def expandable_segments(cfg: Config) -> Iterator[str]:
+    """Yield an error if torch allocates memory that cannot be sent to vLLM by CUDA IPC."""
+    generator = cfg.generator
+    if not isinstance(generator, VLLMColocatedConfig) or generator.tensor_parallel_size > 1:
+        return
+    if generator.transfer not in (Transfer.auto, Transfer.ipc):
+        return
+    if cfg.backend.device is Device.cpu or not this_machine().gpus:
+        return
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        options = [option.strip() for option in value.split(",")]
+        others = [each for each in options if each.replace(" ", "").lower() != "expandable_segments:true"]
+        if len(others) < len(options):
+            command = f"export {name}={shlex.quote(','.join(others))}" if others else f"unset {name}"
+            yield (
+                f"{name} must not contain expandable_segments:True with generator={generator.name} and "
+                f"generator.transfer={generator.transfer.value} (another process may not map such memory by "
+                f"CUDA IPC), got {value}; run: {command}, or set generator.transfer=shared_memory"
+            )
 
 
 def downloads(cfg: Config) -> Iterator[str]:

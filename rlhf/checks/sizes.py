@@ -51,6 +51,9 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
     forward = f"{min(cfg.backend.micro_batch, share)}, {forwards} per optimizer step"
     if ranks > 1:
         forward += f" on each of {ranks} ranks"
+    if cfg.backend.tokens is not None:
+        limit = f"{cfg.backend.tokens:,} tokens" if cfg.backend.tokens else "what fits into the memory"
+        forward = f"at most {min(cfg.backend.micro_batch, share)}, and at most {limit}"
     if cfg.epochs is not None and examples is None:
         rows.append(("updates", f"{plain(cfg.epochs)} epochs; the number is known when the data are read"))
         rows.append(("sequences per forward", forward))

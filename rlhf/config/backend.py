@@ -24,6 +24,9 @@ class Device(Enum):
     cuda = "cuda"
 
 
+WITHOUT_GRADIENT = 4  # with `backend.tokens`, how many times as large forward passes without gradients are
+
+
 @dataclass(kw_only=True, slots=True)
 class BackendConfig(Section):
     """The keys that every backend has."""
@@ -32,6 +35,14 @@ class BackendConfig(Section):
 
     name: str = MISSING
     micro_batch: int = number(16, least=1, means="sequences per forward pass and rank")
+    tokens: int | None = number(
+        None,
+        least=0,
+        means="tokens per forward pass and rank (sequences x padded length), besides micro_batch; "
+        f"{WITHOUT_GRADIENT} times both without gradients; 0: as many as the memory plan allows; null: no "
+        "limit",
+        remedy="0",
+    )
     device: Device = Device.auto
     threads: int | None = number(None, least=1, means="CPU threads of torch; null: one per core")
     ranks: int | None = number(
@@ -116,7 +127,11 @@ class ZeroConfig(BackendConfig):
             max_grad_norm: the norm to which DeepSpeed clips gradients; None: no clipping.
         """
         cpu = {"device": "cpu"}
-        zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": REDUCE_BUCKET}
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "reduce_bucket_size": REDUCE_BUCKET,
+            "overlap_comm": self.stage > 0,  # ranks reduce gradients during the backward pass
+        }
         if self.offload_optimizer:
             zero["offload_optimizer"] = cpu
         if self.offload_weights:
@@ -125,7 +140,7 @@ class ZeroConfig(BackendConfig):
             "train_micro_batch_size_per_gpu": 1,  # required, but without effect: the engine divides batches
             "gradient_clipping": max_grad_norm or 0.0 if self.stage else 0.0,  # at stage 0 the engine clips
             "zero_optimization": zero,
-            # Ranks exchange float32, unless `lower_precision_safe_modules` names modules.
+            # No layers by class: at stage 3 the engine selects the weights that ranks send in bfloat16.
             "torch_autocast": {
                 "enabled": dtype is Dtype.bfloat16,
                 "dtype": "bfloat16",

@@ -29,7 +29,8 @@ class Footprint:
             float32 updates of all tensors at once. With ZeRO stages 1 to 3: float32 gradients,
             divided over the ranks like `optimizer`.
         bucket: largest number of gradients that ranks sum in one message.
-        copies: copies of these gradients that exist while they are summed.
+        copies: copies of these gradients that exist while they are summed; with ZeRO from stage 1 on, one
+            bucket is summed while the backward pass fills another.
         sharded: the kinds (of `KINDS`) that are divided over the ranks.
         offloaded: the kinds (of `KINDS`) that are stored in RAM instead of on the device.
     """
@@ -81,7 +82,6 @@ def zero(stage: int, offload: bool, bfloat16: bool) -> Footprint:
         gradients=4 if offloaded else each,
         optimizer=12 if bfloat16 or stage > 0 else 8,
         bucket=REDUCE_BUCKET if stage > 0 else MESSAGE,
-        copies=1 if stage > 0 else 2,
         sharded=frozenset(sharded),
         offloaded=frozenset(offloaded),
     )

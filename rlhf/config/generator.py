@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -71,7 +71,11 @@ class WorkerConfig(GeneratorConfig):
         least=1,
         means="CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)",
     )
-    start_limit_s: float = number(300.0, least=1, means="seconds until the process must be ready")
+    start_limit_s: float | None = number(
+        None,
+        least=1,
+        means="seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 300",
+    )
     request_limit_s: float = number(
         1800.0, least=1, means="seconds that a request may take; then the process is treated as hung"
     )
@@ -104,6 +108,14 @@ class WorkerConfig(GeneratorConfig):
         if self.annotate is None:
             return max_lag > 0 and ranks == 1 and not on_gpu and self.has_worker(max_lag)
         return self.annotate
+
+    def start_limit(self, on_gpu: bool) -> float:
+        """Return `start_limit_s`, or its default for a host with GPUs (`on_gpu`) or without."""
+        return self.start_limit_s or 300.0
+
+    def reserved_gpus(self, ranks: int) -> Sequence[int]:
+        """Return the GPUs of a host with `ranks` ranks that other processes must not use."""
+        return ()
 
 
 @option("generator", "hf", part="rlhf.generators.hf.generator:build")
@@ -167,6 +179,16 @@ class VLLMConfig(WorkerConfig):
     def gpus(self) -> int:
         """The number of GPUs that all replicas use on a machine with GPUs."""
         return self.tensor_parallel_size * max(1, self.replicas)
+
+    def start_limit(self, on_gpu: bool) -> float:
+        """Return `start_limit_s`; if null, 1200 on GPUs, where vLLM compiles and captures CUDA graphs."""
+        return self.start_limit_s or (1200.0 if on_gpu else 300.0)
+
+    def reserved_gpus(self, ranks: int) -> Sequence[int]:
+        """Return the GPUs of vLLM on a host with `ranks` ranks: vLLM allocates a fixed share of each."""
+        if self.shares_gpu:
+            return range(ranks)
+        return self.devices or range(ranks, ranks + self.gpus * (ranks if self.per_rank else 1))
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if vLLM is not installed, the temperature is too low, or `devices` is invalid."""

@@ -78,6 +78,7 @@ NEW_IN_NAME: dict[str, object] = {
     "stages.stand_ins": False,
     "model.chat_template": None,
     "model.float32_head": False,
+    "backend.tokens": None,
     "algo.tie_tolerance": None,
     **{f"{scorer}.pad_token": None for scorer in SCORERS},
     "schedule.replay": 1,

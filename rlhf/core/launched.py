@@ -7,6 +7,16 @@ Only this module reads the values of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_S
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+
+# Variables that torchrun and the launcher of DeepSpeed set for a rank, and `rlhf.launch.slurm` for a task.
+OF_RANK = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "CROSS_RANK", "CROSS_SIZE"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "LOCAL_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    }
+)
 
 
 def rank() -> int:
@@ -56,3 +66,16 @@ def cpu_cores() -> int:
 def number(*variables: str, default: int) -> int:
     """Return the number in the first environment variable that is set and not empty."""
     return next((int(text) for name in variables if (text := os.environ.get(name))), default)
+
+
+def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables without those that describe a rank and how it connects to others.
+
+    With these variables torch.distributed in a child process would wait for the store of the ranks:
+    TORCHELASTIC_USE_AGENT_STORE redirects every new process group to the store of torchrun.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in OF_RANK and not name.startswith("TORCHELASTIC_")
+    }

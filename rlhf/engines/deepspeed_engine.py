@@ -10,8 +10,8 @@ Rajbhandari et al., arXiv 1910.02054; with the optimizer on the CPU: Ren et al.,
 | 3     | optimizer state, gradients, weights     | with every micro-batch            |
 
 At stage 3, the weights of frozen models are divided too. Weights are float32, as with `backend=torch`; with
-`model.dtype=bfloat16`, forward passes use autocast. DeepSpeed is imported at its first use, because the
-import takes seconds.
+`model.dtype=bfloat16`, forward passes use autocast, and stage 3 gathers most weights in bfloat16 (see
+`rlhf.engines.wire_format`). DeepSpeed is imported at its first use, because the import takes seconds.
 
 DeepSpeed has no public functions for the gradient norm before a step and for discarding gradients. For both,
 this module repeats what the optimizers of DeepSpeed 0.19.8 do in `step()`.
@@ -25,13 +25,12 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,12 +43,15 @@ from rlhf.core.console import say
 from rlhf.core.errors import UserError
 from rlhf.engines import resharding
 from rlhf.engines.engine import Engine, adam, groups, trained
+from rlhf.engines.wire_format import exact, rounded_weights, send_rounded
 from rlhf.models.fetching import first_line
 from rlhf.models.loading import save
 from rlhf.models.lora import whole_weights
-from rlhf.models.modules import RolloutModule
+from rlhf.models.modules import LogprobHead, RolloutModule
+from rlhf.models.placeholders import is_placeholder
 from rlhf.models.placement import place
 from rlhf.models.precision import autocast
+from rlhf.processes.interfaces import loopback
 
 if TYPE_CHECKING:
     from rlhf.config.backend import ZeroConfig
@@ -66,8 +68,8 @@ class DeepSpeedEngine(Engine):
 
     @classmethod
     def build(cls, config: ZeroConfig, **parts: Any) -> Self:
-        """Return the engine of a run; `parts` are the arguments of `Engine`, without `micro_batch`."""
-        return cls(**parts, micro_batch=config.micro_batch, config=config)
+        """Return the engine of a run; `parts` are the arguments of `Engine`."""
+        return cls(**parts, config=config)
 
     @staticmethod
     def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
@@ -93,6 +95,11 @@ class DeepSpeedEngine(Engine):
         self.plan = hollow(self.module.model) if self.stage == 3 else None
         native = config.settings(self.dtype, self.optim.max_grad_norm)
         settle(self.module, native, self.ranks)
+        if self.stage == 3 and self.dtype is Dtype.bfloat16:
+            from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+            zero = DeepSpeedZeroConfig(**native["zero_optimization"])
+            send_rounded(self.module, torch.bfloat16, zero.param_persistence_threshold)
         parts = groups(self.module, self.optim.lr, self.value_lr)
         optimizer: torch.optim.Optimizer
         if self.offload:
@@ -100,7 +107,8 @@ class DeepSpeedEngine(Engine):
 
             optimizer = DeepSpeedCPUAdam(parts, **adam(self.optim), adamw_mode=True)
         else:
-            optimizer = torch.optim.AdamW(parts, **adam(self.optim))
+            fused = self.ranks.device.type == "cuda"
+            optimizer = torch.optim.AdamW(parts, fused=fused, **adam(self.optim))
         self.deep, self.optimizer, *_ = deepspeed(self.ranks).initialize(
             model=self.module, optimizer=optimizer, config=native
         )
@@ -147,10 +155,12 @@ class DeepSpeedEngine(Engine):
         """Yield name and float32 tensor of every weight; stage 3 gathers one tensor at a time."""
         yield from whole_weights(self.module.model, self.gathered)
 
-    def gathered(self, parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """Return a context in which `parameters` are whole on every rank."""
-        found = deepspeed(self.ranks).zero.GatheredParameters(list(parameters))
-        return cast(AbstractContextManager[Any], found)
+    @contextmanager
+    def gathered(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Gather `parameters` on every rank within the block, in the dtype in which the ranks store them."""
+        wanted = list(parameters)
+        with exact(wanted), deepspeed(self.ranks).zero.GatheredParameters(wanted):
+            yield
 
     @contextmanager
     def borrow_policy(self) -> Iterator[PreTrainedModel]:
@@ -160,9 +170,17 @@ class DeepSpeedEngine(Engine):
             yield model
 
     def whole(self, plan: PreTrainedModel) -> PreTrainedModel:
-        """Return a copy of `plan`, a model without weights, with the current weights of the trained model."""
+        """Return a copy of `plan`, a model without weights, with the current weights of the trained model.
+
+        With bfloat16, weights that autocast would round are stored in bfloat16.
+        """
         model = copy.deepcopy(plan)
-        model.load_state_dict({name: tensor.clone() for name, tensor in self.weights()}, assign=True)
+        narrow = rounded_weights(model) if self.dtype is Dtype.bfloat16 else {}
+        state = {
+            name: tensor.to(torch.bfloat16 if name in narrow else tensor.dtype, copy=True)
+            for name, tensor in self.weights()
+        }
+        model.load_state_dict(state, assign=True)
         model.tie_weights()
         torch.nn.Module.to(model, self.ranks.device)  # buffers
         return model
@@ -208,11 +226,16 @@ def hollow(model: PreTrainedModel) -> PreTrainedModel:
     for name, buffer in model.named_buffers():
         owner, _, own = name.rpartition(".")
         made.get_submodule(owner).register_buffer(own, buffer.clone(), persistent=name in made.state_dict())
+    head = model.get_output_embeddings()
+    if isinstance(head, LogprobHead):
+        made.set_output_embeddings(LogprobHead.of(made.get_output_embeddings(), head.float32))
     return made
 
 
 def settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
     """Move a module to the device; at stage 3, divide every parameter over the ranks.
+
+    Stage 3 divides the values of the first rank. The parameters of other ranks may be placeholders.
 
     Args:
         module: the module, changed in place.
@@ -225,7 +248,13 @@ def settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:
     for part in module.modules():
         if isinstance(part, RolloutModule):
             part.whole = True  # at the end of a forward, stage 3 frees the gathered weights
-    deepspeed(ranks).zero.Init(module=module, config_dict_or_path=native, dtype=torch.float32)
+    for part in module.modules():  # one layer at a time, so that a rank has memory for one layer only
+        own = [each for each in part.parameters(recurse=False) if not hasattr(each, "ds_id")]
+        for parameter in filter(is_placeholder, own):
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
+        if own:
+            layer = nn.ParameterList(own)
+            deepspeed(ranks).zero.Init(module=layer, config_dict_or_path=native, dtype=torch.float32)
     nn.functional.linear = linear  # type: ignore[assignment]
     for buffer in module.buffers():
         buffer.data = buffer.data.to(ranks.device)
@@ -325,15 +354,6 @@ def deepspeed(ranks: Ranks) -> ModuleType:
     package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     package.init_distributed(dist_init_required=False, verbose=False)
     return package
-
-
-def loopback() -> str:
-    """Return the name of the loopback network interface."""
-    return next(
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(address.address == "127.0.0.1" for address in addresses)
-    )
 
 
 def build_cpu_adam(name: str) -> None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.config.model import Dtype
 from rlhf.config.schedule import ESSScaling, LRSchedule
-from rlhf.core.batch import Budget, microbatches
+from rlhf.core.batch import microbatches
 from rlhf.core.metrics import How, Stat, merge
 from rlhf.models.inference import infer
 from rlhf.models.logprobs import EXTRAS
@@ -30,7 +30,7 @@ from rlhf.models.modules import ActorCritic, Policy
 
 if TYPE_CHECKING:
     from rlhf.config.schedule import OptimConfig
-    from rlhf.core.batch import Batch, Outputs, Rollouts
+    from rlhf.core.batch import Batch, Budget, Outputs, Rollouts
     from rlhf.core.metrics import Metrics
     from rlhf.models.modules import RewardModel, RolloutModule
     from rlhf.objectives.objective import Objective
@@ -64,7 +64,8 @@ class Engine(ABC):
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         steps_per_batch: optimizer steps on one rollout batch. If 1, the old log-probs come from the training
             forward pass.
-        micro_batch: sequences per forward and rank.
+        budget: limits of a forward with gradients on one rank.
+        inference: limits of a forward without gradients on one rank.
         ranks: the ranks of the run, and the device of this rank.
         stale: whether batches may come from older weights.
         exact_sampler: whether the sampler computes the same log-probs as the trainer if their weights are
@@ -82,7 +83,8 @@ class Engine(ABC):
         *,
         total_steps: int,
         steps_per_batch: int,
-        micro_batch: int,
+        budget: Budget,
+        inference: Budget,
         ranks: Ranks,
         stale: bool = False,
         exact_sampler: bool = True,
@@ -95,7 +97,8 @@ class Engine(ABC):
         self.optim = optim
         self.total_steps = total_steps
         self.steps_per_batch = steps_per_batch
-        self.micro_batch = micro_batch
+        self.budget = budget
+        self.inference = inference
         self.ranks = ranks
         self.stale = stale
         self.exact_sampler = exact_sampler
@@ -173,7 +176,7 @@ class Engine(ABC):
 
     def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
         """Return the output `field` of `module` without gradient; see `rlhf.models.inference.infer`."""
-        return infer(module, rollouts, field, self.micro_batch, self.ranks, self.dtype)
+        return infer(module, rollouts, field, self.inference, self.ranks, self.dtype)
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """Return the batch with the tensors that the objective needs and the batch lacks.
@@ -219,7 +222,7 @@ class Engine(ABC):
         extras = sorted(objective.needs & EXTRAS)
         losses = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in counts}
         merged: Metrics = {}
-        micros = list(microbatches(batch, Budget(self.micro_batch), self.ranks.rank, self.ranks.size))
+        micros = list(microbatches(batch, self.budget, self.ranks.rank, self.ranks.size))
         for place, (_, micro, counted) in enumerate(micros):
             sums, stats = objective.loss(
                 lambda part: self.forward(part, *extras), micro.to(self.ranks.device)

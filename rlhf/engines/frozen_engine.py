@@ -14,6 +14,7 @@ from rlhf.models.placement import place
 
 if TYPE_CHECKING:
     from rlhf.config.model import Dtype
+    from rlhf.core.batch import Budget
     from rlhf.models.modules import Policy, RewardModel
     from rlhf.processes.ranks import Ranks
 
@@ -28,7 +29,7 @@ class FrozenEngine(TorchEngine):
         module: the model.
         reference: the frozen reference, or None.
         tokenizer: the tokenizer of the model.
-        micro_batch: sequences per forward and rank.
+        inference: limits of a forward on one rank.
         ranks: the ranks of the run, and the device of this rank.
         dtype: dtype of the forwards.
     """
@@ -39,7 +40,7 @@ class FrozenEngine(TorchEngine):
         reference: Policy | None,
         tokenizer: PreTrainedTokenizerFast,
         *,
-        micro_batch: int,
+        inference: Budget,
         ranks: Ranks,
         dtype: Dtype,
     ) -> None:
@@ -51,7 +52,8 @@ class FrozenEngine(TorchEngine):
             OptimConfig(lr=0.0),
             total_steps=0,
             steps_per_batch=0,
-            micro_batch=micro_batch,
+            budget=inference,
+            inference=inference,
             ranks=ranks,
             dtype=dtype,
         )

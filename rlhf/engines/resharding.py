@@ -141,9 +141,12 @@ def restore(deep: Any, stage: int, folder: Path, ranks: int, read: Read) -> None
 def begin_state(optimizer: Any, stage: int, step: Any) -> None:
     """Create the optimizer state that DeepSpeed creates in its first step, and set the number of steps."""
     weights = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+    fused = optimizer.optimizer.defaults.get("fused")
     for flat in getattr(optimizer, weights):
         state = optimizer.optimizer.state[flat]
-        state["step"] = step.clone() if isinstance(step, Tensor) else step
+        if isinstance(step, Tensor):  # the fused AdamW reads it on the device of the weights
+            step = step.to(flat.device if fused else step.device, copy=True)
+        state["step"] = step
         for key in MOMENTS:
             state.setdefault(key, torch.zeros_like(flat, requires_grad=False))
     if stage < 3:

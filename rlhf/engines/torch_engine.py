@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rlhf.config.model import Dtype
 from rlhf.core.batch import Outputs
 from rlhf.engines.engine import Engine, adam, groups
+from rlhf.engines.gradient_sum import GradientSum
 from rlhf.models.loading import check_saved, save
 from rlhf.models.lora import is_adapted, load_adapter, save_adapter, whole_weights
 from rlhf.models.modules import ActorCritic, RolloutModule
@@ -35,8 +36,8 @@ class TorchEngine(Engine):
 
     @classmethod
     def build(cls, config: BackendConfig, **parts: Any) -> Self:
-        """Return the engine of a run; `parts` are the arguments of `Engine`, without `micro_batch`."""
-        return cls(**parts, micro_batch=config.micro_batch)
+        """Return the engine of a run; `parts` are the arguments of `Engine`."""
+        return cls(**parts)
 
     @staticmethod
     def prepare(config: BackendConfig, dtype: Dtype, ranks: Ranks) -> None:
@@ -53,6 +54,7 @@ class TorchEngine(Engine):
         self.optimizer = torch.optim.AdamW(
             groups(self.module, self.optim.lr, self.value_lr), fused=True, **adam(self.optim)
         )
+        self.gradients = GradientSum(self.module.parameters(), self.ranks)
         scaled = self.dtype is Dtype.float16
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=scaled)
 
@@ -62,10 +64,9 @@ class TorchEngine(Engine):
             return cast(Outputs, self.module(batch, *extras))
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradients of `loss`; after the last micro-batch, sum the gradients over the ranks."""
-        self.scaler.scale(loss).backward()
-        if last:
-            self.ranks.sum_gradients(self.module.parameters())
+        """Add the gradients of `loss`; with the last micro-batch, sum the gradients over the ranks."""
+        with self.gradients.summed() if last else nullcontext():
+            self.scaler.scale(loss).backward()
 
     def gradient_norm(self) -> Tensor:
         """Clip the gradients and return their norm before clipping."""

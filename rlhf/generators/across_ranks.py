@@ -2,12 +2,15 @@
 
 In both cases every rank submits all prompts and gets the rollouts of all prompts. The ranks exchange rollouts
 in the first call of a future's `result()`. This call is a collective: all ranks must call `result()` of their
-futures in the same order.
+futures in the same order. The same applies to `wait()` of the generators. `backend.timeout_s` does not limit
+these waits, because a generator may restart its process several times; `generator.request_limit_s`,
+`.start_limit_s` and `.restarts` limit them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -74,6 +77,7 @@ class Gathered(Answer):
     def whole(self) -> Rollouts:
         """Gather the rollouts of all ranks, and return the rollouts of all prompts."""
         assert self.part is not None
+        self.ranks.wait_for(self.part)  # a generator may take long, for example while its process restarts
         parts = self.ranks.gather(self.part.result())
         return put_together(self.prompts, parts)
 
@@ -106,6 +110,21 @@ def joined(parts: list[Any]) -> Any:
     return None if parts[0] is None else max(parts)
 
 
+def in_thread(call: Callable[[], None]) -> Future[None]:
+    """Call a function in another thread and return a future of its end."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 class SharedGenerator(Generator):
     """A generator on the first rank that samples for all ranks.
 
@@ -135,9 +154,13 @@ class SharedGenerator(Generator):
                 pass
 
     def wait(self) -> None:
-        """Wait until the first rank's generator can take new weights; on other ranks, do not wait."""
-        if self.generator:
+        """Wait on every rank until the first rank's generator can take new weights."""
+
+        def ready() -> None:
+            assert self.generator is not None
             self.generator.wait()
+
+        self.ranks.from_first(ready)
 
     def figures(self) -> Metrics:
         """Return the metrics of the first rank's generator; empty on the other ranks."""
@@ -171,8 +194,10 @@ class PerRankGenerator(Generator):
         self.generator.load(weights, version)
 
     def wait(self) -> None:
-        """Wait until this rank's generator can take new weights."""
-        self.generator.wait()
+        """Wait until the generator of every rank can take new weights."""
+        waiting = in_thread(self.generator.wait)
+        self.ranks.wait_for(waiting)
+        waiting.result()
 
     def figures(self) -> Metrics:
         """Return the metrics of this rank's generator."""

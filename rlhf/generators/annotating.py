@@ -29,7 +29,7 @@ from rlhf.processes.worker import Job
 
 if TYPE_CHECKING:
     from rlhf.config.model import Dtype
-    from rlhf.core.batch import Prompts, Rollouts, Sampling
+    from rlhf.core.batch import Budget, Prompts, Rollouts, Sampling
     from rlhf.core.metrics import Metrics
     from rlhf.models.modules import Policy
     from rlhf.processes.ranks import Ranks
@@ -43,7 +43,7 @@ class Annotator(Service):
     Args:
         scorer: the scorer of the run.
         reference: the reference model; None: the objective does not need reference log-probs.
-        micro_batch: sequences per forward pass of the reference.
+        budget: limits of a forward pass of the reference.
         ranks: the annotator process as a single rank, with its device.
         dtype: the dtype of forward passes.
     """
@@ -52,13 +52,13 @@ class Annotator(Service):
         self,
         scorer: Scorer,
         reference: Policy | None,
-        micro_batch: int,
+        budget: Budget,
         ranks: Ranks,
         dtype: Dtype,
     ) -> None:
         self.scorer = scorer
         self.reference = reference
-        self.micro_batch = micro_batch
+        self.budget = budget
         self.ranks = ranks
         self.dtype = dtype
 
@@ -83,7 +83,7 @@ class Annotator(Service):
         """Return the log-probs [N, K, T] by the reference model; None without a reference model."""
         if self.reference is None:
             return None
-        return infer(self.reference, rollouts, "logprobs", self.micro_batch, self.ranks, self.dtype)
+        return infer(self.reference, rollouts, "logprobs", self.budget, self.ranks, self.dtype)
 
 
 class AnnotatedGenerator(Generator):

@@ -4,7 +4,8 @@
 
     factory.build() -> load(manifest) -> sample(...) -> sample(...) -> load(manifest) -> ... -> close()
 
-There is always a `load` before the first `sample`. With `schedule.update=in_flight`, `sample` itself may
+There is always a `load` before the first `sample`. On the trainer's GPU there is a `load` before every
+`sample`, because vLLM discards the weights afterwards. With `schedule.update=in_flight`, `sample` itself may
 cause further calls of `load`.
 """
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf.config.catalogue import options
+from rlhf.config.generator import VLLMColocatedConfig, WorkerConfig
 from rlhf.config.model import Dtype, NanoConfig
 from rlhf.memory.loaded_models import models
 from rlhf.memory.plan import plan
@@ -89,6 +90,9 @@ def too_little(cfg: Config, use: Use) -> str:
     if fitting is not None:
         key, got = f"{section}.{name}", getattr(getattr(cfg, section), name)
         remedy = f"set {key}={fitting}"
+    elif (shares := fitting_share(cfg)) is not None:
+        key, got = "generator.memory", shares[0]
+        remedy = f"set {key}={shares[1]:g}"
     elif first.name is None and isinstance(cfg.model, NanoConfig):
         key, got = "model.hidden_size", cfg.model.hidden_size
         remedy = "set model.hidden_size=128"
@@ -125,9 +129,29 @@ def smaller(cfg: Config, device: str, section: str, name: str) -> int | None:
     return None
 
 
+def fitting_share(cfg: Config) -> tuple[float, float] | None:
+    """Return the configured share of vLLM on the trainer's GPU, and the nearest share that fits.
+
+    Returns:
+        Two values of `generator.memory`; None without `generator=vllm_colocated` on a GPU, or if no share
+        fits.
+    """
+    generator = cfg.generator
+    if not isinstance(generator, VLLMColocatedConfig):
+        return None
+    now = generator.memory or generator.on_gpu
+    for share in sorted((i / 20 for i in range(1, 20)), key=lambda each: abs(each - now)):
+        uses = plan(replace(cfg, generator=replace(generator, memory=share))).uses
+        if len(uses) > 1 and all(use.fits for use in uses):
+            return now, share
+    return None
+
+
 def smaller_settings(cfg: Config) -> list[str]:
     """Return overrides that reduce the memory of the run, without overrides that the run already has."""
     overrides = []
+    if isinstance(cfg.generator, WorkerConfig) and cfg.generator.annotate:
+        overrides.append("generator.annotate=false")
     if cfg.model.dtype is Dtype.float32:
         overrides.append("model.dtype=bfloat16")
     if not cfg.model.gradient_checkpointing:

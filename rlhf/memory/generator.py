@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rlhf.config.algo import Trains
 from rlhf.config.generator import HFConfig, Transfer, VLLMConfig, WorkerConfig
 from rlhf.generators.transfer.kept_versions import most_versions
+from rlhf.generators.vllm.gpu_share import working_memory
 from rlhf.memory import activations
 from rlhf.memory.activations import BFLOAT16, FLOAT32
 from rlhf.memory.communication import nccl, sends_by_nccl
@@ -106,12 +107,10 @@ def shared_weights(cfg: Config, trainer: Trainer) -> Part:
     processes, schedule = replicas(cfg), cfg.schedule
     most = most_versions(processes, schedule.in_flight)
     versions = max(2, min(processes + schedule.max_lag, most))
-    if isinstance(generator, VLLMConfig) and on_gpu_store(generator):
-        size = versions * vllm_weights(generator, trainer)
-        made_of = f"{versions} versions in {precision_of(generator, cfg)}, on the trainer's GPU"
-        return Part("weights in transfer", size, made_of)
-    size = versions * 4 * trainer.policy.parameters
-    return Part("weights in transfer", size, f"{versions} versions in float32, in shared memory")
+    size, precision = 4.0 * trainer.policy.parameters, "float32"
+    if isinstance(generator, VLLMConfig):
+        size, precision = vllm_weights(generator, trainer), precision_of(generator, cfg)
+    return Part("weights in transfer", versions * size, f"{versions} versions in {precision}")
 
 
 def vllm_weights(generator: VLLMConfig, trainer: Trainer) -> float:
@@ -134,4 +133,13 @@ def vllm_on_gpu(generator: VLLMConfig, trainer: Trainer) -> Iterator[Part]:
     cache = activations.cache_bytes(trainer.policy, tokens.length, precision)
     made_of = f"{in_words(tokens)}; vLLM uses the rest of its share for more"
     yield Part("vLLM: keys and values", cache, made_of)
+    if generator.shares_gpu:
+        working = working_memory(
+            hidden=trainer.policy.hidden,
+            intermediate=trainer.policy.intermediate,
+            vocabulary=trainer.policy.vocabulary,
+            number_bytes=precision.product,
+            sequences=generator.max_num_seqs,
+        )
+        yield Part("vLLM: working memory", working, "activations, CUDA graphs, choice of tokens")
     yield from nccl(int(generator.tensor_parallel_size > 1) + sends_by_nccl(generator))

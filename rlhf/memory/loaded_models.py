@@ -11,6 +11,7 @@ from rlhf.config.model import NanoConfig
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
 from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.memory.model_size import adapter_parameters, module_parameters, named_size, nano_size
+from rlhf.memory.tokens import without_gradient
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -45,7 +46,7 @@ class Model:
 
 def models(cfg: Config) -> Iterator[Model]:
     """Yield the models that the trainer process of the run `cfg` loads, trained models first."""
-    model, algo, batch = cfg.model, cfg.algo, cfg.backend.micro_batch
+    model, algo, batch = cfg.model, cfg.algo, without_gradient(cfg)
     start = cfg.start
     policy = size_of(cfg, start)
     key = "model.base" if algo.trains is Trains.base else "model.policy"

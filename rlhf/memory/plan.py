@@ -10,6 +10,7 @@ This module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf.config.backend import Device
@@ -21,16 +22,16 @@ from rlhf.memory.generator import (
     annotates,
     generator_parts,
     generators,
-    hf_process,
     on_gpu_store,
     replicas,
     shared_weights,
     vllm_on_gpu,
-    vllm_weights,
 )
 from rlhf.memory.loaded_models import models
+from rlhf.memory.tokens import longest
 from rlhf.memory.trainer import Trainer
-from rlhf.memory.uses import CONTEXT, PROCESS, Part, Phase, Plan, Use, kept, on_heap, times
+from rlhf.memory.uses import CONTEXT, NEARLY, PROCESS, Part, Phase, Plan, Use, kept, on_heap, times
+from rlhf.memory.workers import own_gpus, shared_with_ranks, worker_parts
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -47,6 +48,7 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
     if cfg.stand_ins:  # tiny models, which fit everywhere
         return Plan((), {})
     machine = machine or this_machine()
+    cfg = with_token_limit(cfg, machine)
     loaded = tuple(models(cfg))
     if names := unknown(loaded):
         return Plan((), names)
@@ -62,6 +64,24 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
         for phase in trainer.phases()
     ]
     return Plan((Use("RAM", machine.ram, kept(parts), tuple(phases)),), {})
+
+
+def with_token_limit(cfg: Config, machine: Machine | None = None) -> Config:
+    """Return `cfg`; `backend.tokens=0` is replaced by the limit that fits into the memory of the machine.
+
+    The limit is that of `backend.micro_batch` sequences of the maximum length, halved until the run is
+    estimated to need at most `NEARLY` of every device, or until it is that of the samples of one prompt.
+    """
+    if cfg.backend.tokens != 0:
+        return cfg
+    group = cfg.algo.samples_per_prompt
+    prompts = max(1, cfg.backend.micro_batch // group)
+    while True:
+        found = replace(cfg, backend=replace(cfg.backend, tokens=prompts * group * longest(cfg)))
+        uses = plan(found, machine).uses
+        if prompts == 1 or all(use.total is None or use.bytes <= NEARLY * use.total for use in uses):
+            return found
+        prompts //= 2
 
 
 def unknown(loaded: Iterable[Model]) -> dict[str, str]:
@@ -114,33 +134,29 @@ def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iter
     phases = list(trainer.phases())
     if isinstance(generator, VLLMConfig):
         share = generator.memory or generator.on_gpu
-        devices = tuple(generator.devices or range(local, local + generator.gpus * many))
+        devices = tuple(generator.reserved_gpus(local))
         if generator.shares_gpu:
-            devices = tuple(range(local))
             made_of = f"{share:g} of the GPU (generator.memory), freed during training"
-            phases.append(Phase("sampling", (Part("vLLM", share * (total or 0), made_of),)))
+            vllm = Part("vLLM", share * (total or 0), made_of)
+            phases.append(Phase("sampling", (vllm, *trainer.unreleased())))
+            parts.append(Part("vLLM: CUDA", CONTEXT, "its process"))
         smallest = min((gpus[i] for i in devices if i < len(gpus)), default=None)
         yield Use(
             f"vLLM's share of GPU {' '.join(map(str, devices))}",
             None if smallest is None else int(share * smallest),
             tuple(vllm_on_gpu(generator, trainer)),
         )
-    elif cfg.has_worker:
-        process = [Part("CUDA", CONTEXT, "the generator's process"), *hf_process(cfg, trainer)]
-        # rlhf.processes.worker.environment assigns the GPUs after the first GPU to the processes in turn.
-        per_gpu = -(-replicas(cfg) * many // max(1, len(gpus) - 1))
-        parts += [times(part, per_gpu) for part in process]
+    workers = worker_parts(cfg, trainer, len(gpus), local)
+    parts += shared_with_ranks(workers, local)
     if on_gpu_store(generator):
         parts.append(shared_weights(cfg, trainer))
     names = " ".join(map(str, range(local)))
     yield Use(f"GPU {names}", total, kept(parts), tuple(phases))
+    yield from own_gpus(workers, gpus, local)
     ram = [Part("processes", PROCESS * (local + replicas(cfg) * many), "Python, torch, libraries")]
     ram += [times(part, local) for part in trainer.in_ram()]
     if cfg.has_worker and not on_gpu_store(generator):
         ram.append(times(shared_weights(cfg, trainer), many))
-    if isinstance(generator, VLLMConfig) and generator.shares_gpu:
-        asleep = Part("vLLM asleep", vllm_weights(generator, trainer), "its weights while the trainer trains")
-        ram.append(times(asleep, many))
     if annotates(cfg, trainer.ranks, on_gpu=True):
-        ram.append(Part("annotator's process", PROCESS, "Python, torch, libraries"))
+        ram.append(times(Part("annotator's process", PROCESS, "Python, torch, libraries"), many))
     yield Use("RAM", machine.ram, kept(ram), (Phase("loading", (times(trainer.loading(), local),)),))

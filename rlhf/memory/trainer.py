@@ -11,7 +11,8 @@ from rlhf.config.generator import HFConfig, WorkerConfig
 from rlhf.config.model import Dtype
 from rlhf.memory import activations, communication
 from rlhf.memory.activations import AUTOCAST, BFLOAT16, FLOAT32, Tokens
-from rlhf.memory.uses import PROCESS, Part, Phase, in_words, parameters
+from rlhf.memory.tokens import with_gradient
+from rlhf.memory.uses import PROCESS, UNRELEASED, Part, Phase, in_words, parameters
 from rlhf.models import sharing_rules
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class Trainer:
         cfg, gradients = self.cfg, tuple(self.gradients())
         samples = cfg.algo.samples_per_prompt
         trained = cfg.algo.keeps or samples
-        tokens = self.tokens(min(cfg.backend.micro_batch, minibatch(cfg, self.ranks)), trained)
+        tokens = self.tokens(min(with_gradient(cfg), minibatch(cfg, self.ranks)), trained)
         yield Phase(
             "training",
             (
@@ -213,6 +214,18 @@ class Trainer:
             yield Phase("sampling", (self.sampling(cfg.eval.batch_size, self.precision(True)),))
         elif isinstance(cfg.generator, HFConfig) and not cfg.has_worker:
             yield Phase("sampling", (self.sampling(cfg.generator.batch_size, self.precision(True)),))
+
+    def unreleased(self) -> Iterator[Part]:
+        """Yield the memory, besides the permanent parts, that the trainer keeps while vLLM uses its GPU.
+
+        Before vLLM samples, the trainer returns segments of memory without any tensor to the GPU. Segments
+        that contain both a permanent tensor and freed memory remain. ZeRO-3 keeps its gradients.
+        """
+        if self.cfg.backend.footprint().gathered:
+            yield from (part for part in self.gradients() if part.name.endswith(": gradients"))
+        largest = max(self.phases(), key=lambda phase: phase.bytes)
+        made_of = f"{UNRELEASED:.0%} of the memory of {largest.name}"
+        yield Part("trainer: unreleased", UNRELEASED * largest.bytes, made_of, estimated=True)
 
     def sampling(self, batch_size: int, precision: Precision) -> Part:
         """Return the memory of decoding without the weights: the larger value of rollouts and evaluation.

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rlhf.core.batch import Budget, microbatches
+from rlhf.core.batch import microbatches
 from rlhf.models.precision import autocast
 
 if TYPE_CHECKING:
     from rlhf.config.model import Dtype
-    from rlhf.core.batch import Rollouts
+    from rlhf.core.batch import Budget, Rollouts
     from rlhf.processes.ranks import Ranks
 
 
 def infer(
-    module: nn.Module, rollouts: Rollouts, field: str, micro_batch: int, ranks: Ranks, dtype: Dtype
+    module: nn.Module, rollouts: Rollouts, field: str, budget: Budget, ranks: Ranks, dtype: Dtype
 ) -> Tensor:
     """Return one output of `module` for all rollouts.
 
@@ -27,8 +27,7 @@ def infer(
         module: a module that maps rollouts to `Outputs`.
         rollouts: N prompts with K responses of at most T tokens; all ranks pass the same rollouts.
         field: name of the output: "logprobs", "values" or "rewards".
-        micro_batch: largest number of sequences in one forward on one rank. A micro-batch has at least one
-            prompt, even if K is larger.
+        budget: the limits of one forward on one rank.
         ranks: the ranks that divide the rollouts; the forwards run on `ranks.device`.
         dtype: dtype of the forwards; a 16-bit dtype uses autocast.
 
@@ -40,7 +39,7 @@ def infer(
     whole: Tensor | None = None
     # Not inference_mode: weights that ZeRO-3 gathers in inference mode cannot be trained later.
     with torch.no_grad(), autocast(ranks.device, dtype):
-        for rows, micro, counts in microbatches(rollouts, Budget(micro_batch), ranks.rank, ranks.size):
+        for rows, micro, counts in microbatches(rollouts, budget, ranks.rank, ranks.size):
             out = getattr(module(micro.to(ranks.device)), field).float().to(home)
             if whole is None:
                 shape = list(rollouts.response_ids.shape[: out.dim()])

@@ -7,8 +7,10 @@ gathered. So credit assignment, minibatches and metrics do not depend on the num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,13 +22,17 @@ from torch import Tensor
 from rlhf.core import launched
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.metrics import merge
+from rlhf.processes.interfaces import choose_interfaces
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from rlhf.core.metrics import Metrics
 
 T = TypeVar("T")
 
 BUCKET = 25_000_000  # maximum number of gradient elements in one message
+NOTICE_S = 60.0  # longest time in seconds until a rank that other ranks wait for reports that it is alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +41,14 @@ class Ranks:
 
     `Ranks()` is a single process on the CPU. All ranks must call the same methods in the same order. If a
     rank does not take part, the other ranks raise RunError when its connection breaks, or after the time
-    limit that was passed to `join`.
+    limit that was passed to `join`. In `from_first` and `wait_for` the other ranks may wait longer: the time
+    limit applies to the messages of the rank they wait for, one every `notice_s` seconds.
     """
 
     device: torch.device = torch.device("cpu")
     rank: int = 0
     size: int = 1
+    notice_s: float = NOTICE_S
 
     @classmethod
     def join(cls, device: torch.device, timeout_s: float) -> Ranks:
@@ -49,15 +57,19 @@ class Ranks:
         Args:
             device: the type of device to train on; with CUDA, each rank uses the GPU of its local rank.
             timeout_s: time limit in seconds of each collective operation.
+
+        Raises:
+            UserError: the ranks are on several hosts, and no network interface leads to the first rank.
         """
         rank, size = launched.rank(), launched.world_size()
         if device.type == "cuda":
             device = torch.device("cuda", launched.local_rank())
             torch.cuda.set_device(device)
         if size > 1 and not dist.is_initialized():
+            choose_interfaces(cuda=device.type == "cuda")
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        return cls(device, rank, size)
+        return cls(device, rank, size, min(NOTICE_S, timeout_s / 4))
 
     @property
     def first(self) -> bool:
@@ -96,39 +108,56 @@ class Ranks:
     def from_first(self, make: Callable[[], T]) -> T:
         """Call `make` on the first rank only, and return its result on every rank.
 
+        `make` has no time limit: while it runs, the first rank reports to the others that it is alive.
+
         Raises:
             RunError, UserError, Interrupted: on every rank, if `make` raised it on the first rank.
         """
         if self.size == 1:
             return make()
-        answer: list[Any] = [None, None]
+        answer: list[Any] = [False, None, None]  # whether `make` has ended, its result, its error
         if self.first:
             try:
-                answer[0] = make()
+                with self.reporting():
+                    answer[1] = make()
             except Interrupted as error:
-                answer[1] = error
+                answer[2] = error
             except (RunError, UserError) as error:
                 error.everywhere = True
-                answer[1] = error
-        with together():
-            dist.broadcast_object_list(answer, device=torch.device("cpu"))
-        if answer[1] is not None:
-            raise answer[1]
-        return answer[0]
+                answer[2] = error
+            answer[0] = True
+            broadcast(answer)
+        while not answer[0]:
+            broadcast(answer)
+        if answer[2] is not None:
+            raise answer[2]
+        return answer[1]
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Sum the gradients over all ranks, in place; a gradient that is None on all ranks stays None."""
-        if self.size == 1:
-            return
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        has_grad = torch.tensor([float(parameter.grad is not None) for parameter in trained])
-        used = [p for p, count in zip(trained, self.sum(has_grad).tolist(), strict=True) if count]
-        for bucket in buckets(used):
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = self.sum(torch.cat([grad.flatten() for grad in grads]))
-            pieces = flat.split([grad.numel() for grad in grads])
-            for parameter, piece in zip(bucket, pieces, strict=True):
-                parameter.grad = piece.view_as(parameter)
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Send a message to the other ranks every `notice_s` seconds, from another thread, during the block.
+
+        The block must run no collective. The other ranks must receive the messages.
+        """
+        ended = threading.Event()
+
+        def report() -> None:
+            with suppress(RunError):  # a rank is lost: the next collective of this rank raises the error, too
+                while not ended.wait(self.notice_s):
+                    broadcast([False, None, None])
+
+        reporter = threading.Thread(target=report, name="reporter", daemon=True)
+        reporter.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            reporter.join()
+
+    def wait_for(self, future: Future[Any]) -> None:
+        """Wait until the future of every rank is done; each rank has its own future."""
+        while self.any(bool(wait([future], self.notice_s).not_done)):
+            pass
 
     def merge(self, figures: Metrics) -> Metrics:
         """Return the merged metrics of all ranks; every rank must have the same names of metrics."""
@@ -146,6 +175,12 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def broadcast(values: list[Any]) -> None:
+    """Replace the values in the list of every rank by those of the first rank; all lists are equally long."""
+    with together():
+        dist.broadcast_object_list(values, device=torch.device("cpu"))
 
 
 @contextmanager

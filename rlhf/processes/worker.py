@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +32,9 @@ import torch
 
 from rlhf.core.console import say
 from rlhf.core.errors import RunError, UserError
+from rlhf.core.launched import local_rank, local_world_size, without_rank
 from rlhf.core.metrics import How, Stat
+from rlhf.processes.gpus import worker_gpu
 from rlhf.processes.groups import kill_group
 from rlhf.processes.service import Channel
 
@@ -44,7 +46,16 @@ CLOSE_S = 10.0  # time limit in seconds for a process to release its resources
 
 
 class Lost(Exception):
-    """An error: the process ended or exceeded its time limit; the message states which of the two."""
+    """An error: the process ended or exceeded its time limit; the message states which of the two.
+
+    Args:
+        text: what happened, as the predicate of a sentence about the process.
+        limit: config key of the time limit that a slow process may need.
+    """
+
+    def __init__(self, text: str, limit: str = "generator.request_limit_s") -> None:
+        super().__init__(text)
+        self.limit = limit
 
 
 class Closed(Exception):
@@ -79,7 +90,8 @@ class Worker:
         name: name of the process in messages, for example "generator".
         factory: creates the service in the process.
         log: file for the output of the process.
-        environment: environment variables of the process, in addition to those of the trainer.
+        environment: environment variables of the process, in addition to those of the trainer, of which the
+            process does not inherit the variables of the trainer's rank.
         limits: time limits, and the maximum number of restarts.
     """
 
@@ -195,8 +207,7 @@ class Worker:
                         raise RunError(
                             f"the {self.name} process must not fail more than {self.restarts} times "
                             f"(generator.restarts), but it failed again: it {lost}; its log is {self.log}; "
-                            "if the log shows no cause, set generator.restarts or "
-                            "generator.request_limit_s higher"
+                            f"if the log shows no cause, set generator.restarts or {lost.limit} higher"
                         ) from None
                     self.restarts += 1
                 say(f"the {self.name} process {lost}; restarting it and repeating the lost job")
@@ -226,8 +237,9 @@ class Worker:
 
         Raises:
             Closed: the worker was closed.
-            Lost: a signal killed the process before the service was ready.
-            RunError, UserError: the service was not ready within the time limit, or cannot be created.
+            Lost: a signal killed the process before the service was ready, or the service was not ready
+                within the time limit.
+            RunError, UserError: the process ended by itself, or the service cannot be created.
         """
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
@@ -247,7 +259,7 @@ class Worker:
                 [sys.executable, "-P", "-u", *arguments],  # -u: the log is complete if the process is killed
                 env={
                     "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
-                    **os.environ,
+                    **without_rank(os.environ),
                     "TMPDIR": self.scratch,
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                     "OMP_WAIT_POLICY": "PASSIVE",
@@ -262,11 +274,11 @@ class Worker:
         try:
             self.ask("build", self.factory, limit=self.limits.start_s)
         except Lost as lost:
-            if (self.process.poll() or 0) < 0:  # killed by a signal: try again
+            code = self.process.poll()
+            if code is None or code < 0:  # too slow, or killed by a signal: try again
                 raise
             raise RunError(
-                f"the {self.name} process must be ready within {self.limits.start_s:g} seconds "
-                f"(generator.start_limit_s), but it {lost}; its log is {self.log}"
+                f"the {self.name} process must start, but it {lost}; its log is {self.log}"
             ) from None
 
     def ask(self, method: str, *arguments: Any, limit: float | None = None) -> Any:
@@ -298,7 +310,9 @@ class Worker:
         try:
             yield self.channel
         except TimeoutError:
-            raise Lost(f"did not {method} within {limit:g} seconds") from None
+            start = method == "build"
+            key = f"generator.{'start' if start else 'request'}_limit_s"
+            raise Lost(f"did not {'start' if start else method} within {limit:g} seconds", key) from None
         except (OSError, EOFError, pickle.UnpicklingError):
             how = ending(self.process)
             if self.process.poll() is None:  # the process runs, so the connection failed on this side
@@ -342,21 +356,23 @@ def ending(process: subprocess.Popen[bytes]) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def environment(threads: int | None, device: torch.device, replica: int = 0) -> dict[str, str]:
+def environment(
+    threads: int | None, device: torch.device, number: int = 0, reserved: Collection[int] = ()
+) -> dict[str, str]:
     """Return environment variables for a worker process: its CPU threads and its GPU.
 
     Args:
         threads: CPU threads of the process; None: the default of torch.
-        device: the trainer's device. With CUDA and at least two GPUs, the process gets a GPU other than the
-            first one, which is the trainer's.
-        replica: number of the replica, from 0. Replicas use the GPUs in turn, starting with the last one.
+        device: the trainer's device. With CUDA and at least two GPUs, the process gets the GPU that
+            `worker_gpu` returns.
+        number: number of the process among the worker processes of this host, from 0.
+        reserved: GPUs that the process must not use, besides those of the ranks.
     """
     variables: dict[str, str] = {}
     if threads is not None:
         variables |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    if device.type == "cuda" and torch.cuda.device_count() > 1:
-        every = ",".join(str(i) for i in range(torch.cuda.device_count()))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or every
-        others = visible.split(",")[1:]
-        variables["CUDA_VISIBLE_DEVICES"] = others[-1 - replica % len(others)]
+    if device.type == "cuda" and (gpus := torch.cuda.device_count()) > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        gpu = worker_gpu(number, gpus, local_world_size(), local_rank(), reserved)
+        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu]
     return variables

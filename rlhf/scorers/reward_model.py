@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.core.batch import Budget
 from rlhf.core.chat_format import end_responses_with_turns, render
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.models.inference import infer
@@ -55,7 +56,7 @@ class RewardModelScorer(Scorer):
         """Return the scores [N, K] that the reward model computes."""
         if self.own_tokenizer is not None:
             rollouts = self.retokenize(rollouts, self.own_tokenizer)
-        return infer(self.model, rollouts, "rewards", self.config.batch_size, self.ranks, self.dtype)
+        return infer(self.model, rollouts, "rewards", Budget(self.config.batch_size), self.ranks, self.dtype)
 
     def retokenize(self, rollouts: Rollouts, own: PreTrainedTokenizerBase) -> Rollouts:
         """Return `rollouts` in tokens of the tokenizer `own`; only responses that had ended get an EOS."""
@@ -75,15 +76,20 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
     model = context.model
     path, key = (config.path, f"{context.at}.path") if config.path else (model.reward, "model.reward")
     assert path is not None, "validated: a reward model is named or made"
-    loaded = load_reward_model(
-        path,
-        getattr(torch, model.dtype.value),
-        attention=model.attention,
-        trust_remote_code=model.trust_remote_code,
-        key=key,
-    )
     own = read_tokenizer(path, model.trust_remote_code, key)
-    check_vocabulary(loaded, own, key)
+
+    def load() -> RewardModel:
+        loaded = load_reward_model(
+            path,
+            getattr(torch, model.dtype.value),
+            attention=model.attention,
+            trust_remote_code=model.trust_remote_code,
+            key=key,
+        )
+        check_vocabulary(loaded, own, key)
+        return RewardModel(loaded, model.shared_prefix)
+
+    placed = context.place(load)
     if context.conversational and own.chat_template:
         end_responses_with_turns(own)
     fill_pad_token(own, config.pad_token, f"{context.at}.pad_token")
@@ -92,6 +98,6 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
     return RewardModelScorer(
         config,
         context,
-        context.place(RewardModel(loaded, model.shared_prefix)),
+        placed,
         None if same_tokens(own, context.tokenizer) else own,
     )

@@ -31,7 +31,8 @@ class ScorerContext:
         tokenizer: tokenizer of the policy; rollouts contain its token ids.
         ranks: the ranks of the run, and the device of this rank.
         model: config section of the models.
-        place: returns a frozen module on the device, or divided over the ranks; depends on the backend.
+        place: returns the frozen module that a function builds, on the device or divided over the ranks;
+            depends on the backend, and may call the function on the first rank only.
         build: returns the scorer of a config section and key, for a scorer that consists of other scorers.
         conversational: the prompts of the task are dialogues.
         tie_tolerance: largest relative difference of two scores that count as equal (`algo.tie_tolerance`).
@@ -41,7 +42,7 @@ class ScorerContext:
     tokenizer: PreTrainedTokenizerFast
     ranks: Ranks
     model: ModelConfig
-    place: Callable[[Any], Any]
+    place: Callable[[Callable[[], Any]], Any]
     build: Callable[[ScorerConfig, str], Scorer | None]
     conversational: bool = False
     tie_tolerance: float = 0.0

@@ -349,7 +349,11 @@ def build_engine_for(
         return cfg, build_engine(cfg, tokenizer, ranks, TrainState(num_updates=1))
     own = cfg.backend
     plain = TorchConfig(
-        micro_batch=own.micro_batch, device=own.device, threads=own.threads, timeout_s=own.timeout_s
+        micro_batch=own.micro_batch,
+        tokens=own.tokens,
+        device=own.device,
+        threads=own.threads,
+        timeout_s=own.timeout_s,
     )
     cfg = replace(cfg, backend=plain)
     return cfg, build_frozen(cfg, tokenizer, ranks, named=candidate.named)

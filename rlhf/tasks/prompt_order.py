@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -12,9 +12,26 @@ from rlhf.core.metrics import How, Stat
 if TYPE_CHECKING:
     from rlhf.core.batch import Batch, Prompts
     from rlhf.core.metrics import Metrics
-    from rlhf.tasks.task import Task
 
 SOLVED = "prompts/solved"  # metric
+
+
+class Examples(Protocol):
+    """The training examples of a task."""
+
+    prompts_per_update: int
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the positions of all examples in the order of an epoch."""
+
+    def rows(self) -> np.ndarray:
+        """Return the row in the data set (`Prompts.index`) of each example."""
+
+    def batch(self, positions: list[int]) -> Prompts:
+        """Return the examples at `positions`."""
 
 
 class PromptOrder:
@@ -32,7 +49,7 @@ class PromptOrder:
         start: number of the first batch, counted from 0.
     """
 
-    def __init__(self, task: Task, solved_at: float | None = None, start: int = 0) -> None:
+    def __init__(self, task: Examples, solved_at: float | None = None, start: int = 0) -> None:
         self.task = task
         self.solved_at = solved_at
         self.solved: set[int] = set()  # examples as rows of the data set, like `Prompts.index`

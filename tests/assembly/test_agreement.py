@@ -3,6 +3,7 @@
 import logging
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,6 +72,15 @@ def test_a_model_with_the_same_config_is_compared_once(cfg, measured, monkeypatc
     assert len(measured) == 1, "the result is in cache_dir"
     compared(Policy(tiny_lm(num_hidden_layers=1), 0.7, True), cfg, ALONE)
     assert len(measured) == 2 and len(files(cfg)) == 2
+
+
+def test_ranks_exchange_the_result_also_if_one_of_them_knows_it(cfg, measured):
+    exchanged = []
+    ranks = SimpleNamespace(device=ALONE.device, first=True)
+    ranks.from_first = lambda make: exchanged.append(make()) or exchanged[-1]
+    for _ in range(2):  # the first rank may have compared the model alone, in a stage before the run
+        compared(Policy(tiny_lm(), 0.7, True), cfg, ranks)
+    assert exchanged == [None, {"fault": None}, {"fault": None}] and len(measured) == 1
 
 
 @pytest.mark.parametrize("content", ["", "null", "[1]", '{"padded": n'])

@@ -1,4 +1,4 @@
-"""Tests of the rules for saved rollouts, which are checked before a run reads the files."""
+"""Tests of the rules for GPUs of vLLM and for saved rollouts, which are checked before a run reads files."""
 
 from __future__ import annotations
 
@@ -72,3 +72,12 @@ def test_supervised_algorithms_read_no_rollouts(tmp_path):
     path = write(tmp_path / "generations", 3, SETTINGS.metadata())
     found = check.problems(compose(["algo=sft", path, "generator.temperature=0.7"]))
     assert any(text.startswith("generator.path must be null for algo=sft") for text in found)
+
+
+def test_ranks_with_a_generator_each_do_not_share_named_gpus(monkeypatch):
+    words = ["generator=vllm", "generator.devices=[2]", "generator.per_rank=true"]
+    named = "generator.devices must be null"
+    assert not any(text.startswith(named) for text in check.problems(compose(words)))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (problem,) = [text for text in check.problems(compose(words)) if text.startswith(named)]
+    assert problem.endswith("got [2]; set generator.devices=null")

@@ -76,6 +76,7 @@ def test_native_deepspeed_settings_are_merged_into_the_generated_settings():
     assert made["zero_optimization"] == {
         "stage": 3,
         "reduce_bucket_size": 7,
+        "overlap_comm": True,
         "offload_optimizer": {"device": "cpu"},
         "offload_param": {"device": "cpu"},
     }

@@ -24,6 +24,7 @@ JSONL = "loggers/test_jsonl.py"
 LOCK = "runs/test_lock.py"
 LOCK_FILE = "runs/test_lock_file.py"
 PIPELINE = "end_to_end/test_pipeline.py"
+PROCESSES = "processes/test_ranks.py"
 RANKS = "end_to_end/test_ranks.py"
 RELABEL = "end_to_end/test_relabel.py"
 RUN = "end_to_end/test_run.py"
@@ -99,6 +100,12 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
         WORKER: ["test_a_process_lost_while_it_loads_weights_loads_the_weights_again"]
     },
     "generator process hangs": {WORKER: ["test_a_lost_request_is_sampled_again_with_the_same_version"]},
+    "generator process not ready within `generator.start_limit_s`": {
+        WORKER: ["test_a_process_that_is_not_ready_in_time_is_replaced"]
+    },
+    "rank 0 or a generator takes longer than `backend.timeout_s`": {
+        PROCESSES: ["test_ranks_wait_for_a_busy_rank_longer_than_the_time_limit_of_a_collective"]
+    },
     "annotator process killed": {ASYNC: ["test_an_annotator_killed_in_the_middle_of_a_run_changes_no_row"]},
     "the trainer is killed while a process starts, samples or answers": {
         WORKER: ["test_a_process_ends_with_its_trainer_and_leaves_no_files"]

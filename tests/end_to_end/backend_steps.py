@@ -10,6 +10,8 @@ import contextlib
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,12 @@ from rlhf.config.backend import ZeroConfig
 from rlhf.config.model import Dtype
 from rlhf.config.schedule import ESSScaling, OptimConfig
 from rlhf.config.schema import SCHEMAS
-from rlhf.core.batch import Batch
+from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import Engine, NonFinite
 from rlhf.models.inference import infer
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
+from rlhf.models.placeholders import build_on_first
+from rlhf.models.precision import autocast
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import Objective
 from rlhf.objectives.ppo import PPO
@@ -52,7 +56,7 @@ class Steps:
         self.name = name
         self.ranks = ranks
         self.folder = folder / name
-        config: Any = SCHEMAS[f"schema/backend/{name}"](micro_batch=2)
+        config: Any = SCHEMAS[f"schema/backend/{name}"]()
         if name.startswith("zero3"):  # DeepSpeed's defaults would not divide such a small model
             small = {
                 "stage3_param_persistence_threshold": 0,
@@ -68,17 +72,27 @@ class Steps:
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
-        module: Any = Policy(tiny_lm(kind, **settings), 0.7, shared_prefix=True)
-        if critic:
-            module = ActorCritic(module, ValueModel(tiny_classifier(kind), shared_prefix=True))
-        return self.build(module, self.place(Policy(reference, 0.7, shared_prefix=True)))
+
+        def module() -> Any:
+            policy = Policy(tiny_lm(kind, **settings), 0.7, shared_prefix=True)
+            if not critic:
+                return policy
+            return ActorCritic(policy, ValueModel(tiny_classifier(kind), shared_prefix=True))
+
+        return self.build(self.received(module), self.place(Policy(reference, 0.7, shared_prefix=True)))
+
+    def received(self, build: Callable[[], Any]) -> Any:
+        """Return the module that `build` returns; with zero3, other ranks than the first get placeholders."""
+        return build_on_first(build, self.ranks) if self.name.startswith("zero3") else build()
 
     def place(self, frozen: Any) -> Any:
-        return part(self.config).place(self.config, frozen, self.ranks)
+        return part(self.config).place(self.config, self.received(lambda: frozen), self.ranks)
 
     def build(self, module: Any, reference: Policy | None, dtype: Dtype = Dtype.float32) -> Engine:
         engine: Engine = part(self.config).build(
             self.config,
+            budget=Budget(2),
+            inference=Budget(2),
             module=module,
             reference=reference,
             tokenizer=tiny_tokenizer(),
@@ -200,11 +214,21 @@ class Steps:
         reference = self.place(Policy(tiny_lm(dtype=torch.bfloat16), 0.7, True))
         engine = self.build(Policy(tiny_lm(), 0.7, shared_prefix=True), reference, Dtype.bfloat16)
         batch = objective.credit(engine.annotate(scored(), objective.needs))
-        rows = [figures(engine, batch, objective) for _ in range(2)]
+        with counted_gathers() as gathered:
+            rows = [figures(engine, batch, objective) for _ in range(2)]
         kept = weights(engine)
+        with engine.borrow_policy() as model, torch.no_grad():
+            logits = model(torch.arange(2, 9)[None]).logits
+            whole = {str(parameter.dtype) for parameter in model.parameters()}
+        model = tiny_lm()
+        model.load_state_dict(kept)
+        with autocast(self.ranks.device, Dtype.bfloat16), torch.no_grad():
+            expected = model(torch.arange(2, 9)[None]).logits
         return {
             "rows": rows,
             "weights": kept,
+            "gathered": dict(gathered),
+            "borrowed": (sorted(whole), logits, expected),
             "reference": sorted({str(parameter.dtype) for parameter in reference.parameters()}),
             "logprobs": engine.infer(engine.policy, batch, "logprobs"),
         }
@@ -213,10 +237,12 @@ class Steps:
         """Run inference with models that are not trained: a reward model and a reference."""
         rollouts = tiny_rollouts(3, 2)
         model = self.place(RewardModel(tiny_classifier("llama"), shared_prefix=True))
-        rewards = infer(model, rollouts, "rewards", 2, self.ranks, Dtype.float32)
+        rewards = infer(model, rollouts, "rewards", Budget(2), self.ranks, Dtype.float32)
         reference = self.place(Policy(tiny_lm(), 0.7, shared_prefix=True))
         found = {
-            temperature: infer(reference.at(temperature), rollouts, "logprobs", 2, self.ranks, Dtype.float32)
+            temperature: infer(
+                reference.at(temperature), rollouts, "logprobs", Budget(2), self.ranks, Dtype.float32
+            )
             for temperature in (1.0, 0.7)
         }
         return {"rewards": rewards, "logprobs": found, "trained": trainable(model) + trainable(reference)}
@@ -307,10 +333,28 @@ class Code:
         return os.makedirs, (str(self.proof),)
 
 
+@contextlib.contextmanager
+def counted_gathers() -> Iterator[Counter[str]]:
+    """Count the numbers that ranks gather from one another at stage 3 within the block, by dtype."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    gather, count = partition_parameters._dist_allgather_fn, Counter[str]()
+
+    def counted(sent: Tensor, received: Tensor, group: Any = None) -> Any:
+        count[str(sent.dtype)] += received.numel()
+        return gather(sent, received, group)
+
+    partition_parameters._dist_allgather_fn = counted
+    try:
+        yield count
+    finally:
+        partition_parameters._dist_allgather_fn = gather
+
+
 def scored() -> Batch:
     rollouts = tiny_rollouts(3, 2)
     policy = Policy(tiny_lm(), 0.7, shared_prefix=True)
-    sampled = infer(policy, rollouts, "logprobs", 16, Ranks(), Dtype.float32)
+    sampled = infer(policy, rollouts, "logprobs", Budget(16), Ranks(), Dtype.float32)
     scores = torch.rand(3, 2, generator=torch.Generator().manual_seed(3))
     return replace(rollouts, behaviour_logprobs=sampled).extend(Batch, scores=scores)
 

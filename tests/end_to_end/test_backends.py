@@ -194,6 +194,21 @@ def test_bfloat16_is_autocast_over_float32_weights(size, name, steps):
     assert {weight.dtype for weight in found["weights"].values()} == {torch.float32}
     assert found["reference"] == ["torch.bfloat16"]
     torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=0.02, atol=0.1)
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in found["weights"].values())
+
+
+@pytest.mark.parametrize(("size", "name"), EVERY)
+def test_a_borrowed_model_computes_in_bfloat16_what_its_float32_weights_compute(size, name, steps):
+    dtypes, logits, expected = steps[size, name]["bfloat16"]["borrowed"]
+    assert torch.equal(logits, expected)
+    assert dtypes == ["torch.bfloat16", "torch.float32"][not name.startswith("zero3") :]
+
+
+def test_zero3_gathers_weights_of_linear_layers_in_bfloat16_only_if_the_forward_is_bfloat16(steps):
+    gathered = steps[2, "zero3"]["bfloat16"]["gathered"]
+    assert gathered["torch.bfloat16"] > 3 * gathered["torch.float32"] > 0
+    first, second = (steps[size, "zero3"]["bfloat16"]["rows"][0]["loss/policy"] for size in SIZES)
+    assert first == pytest.approx(second, rel=1e-6)
 
 
 @pytest.mark.parametrize(("size", "name"), EVERY)

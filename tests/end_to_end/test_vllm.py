@@ -230,6 +230,42 @@ def test_weights_loaded_in_flight_continue_with_the_cache_of_the_old_weights(pro
     )
 
 
+def test_a_sequence_that_starts_after_new_weights_uses_no_prompt_keys_of_the_old_weights(process):
+    given, samples = prompts(count=20), 7  # 64 sequences start at the first step: 1 of the 7 of prompt 9
+    process.load(1)
+    new = deepcopy(process.model)
+    process.load(0)
+    sampling = Sampling(samples=samples, temperature=0.7, response_length=LENGTH, purpose="train")
+    manifest = process.shared.write(new.state_dict().items(), 1)
+    mixed = process.pool.submit(ask_in_flight, manifest, 1, given, sampling).result()
+    process.shared.release(manifest)
+    plain = process.sample(given, samples=samples)
+
+    late = torch.arange(20 * samples).view(20, samples) >= 64
+    assert torch.equal((mixed.token_versions[..., 0] == 1), late)
+    with torch.no_grad():
+        expected = Policy(new, 0.7, shared_prefix=False)(mixed).logprobs
+    assert (expected - mixed.behaviour_logprobs)[late].abs().max() < 1e-4
+    assert torch.equal(mixed.response_ids[late], plain.response_ids[late]), "the random numbers are the same"
+
+
+def unrestored() -> list[str]:
+    """Return the tensors that vLLM would lose if it discarded all memory, on the CPU."""
+    everything = SimpleNamespace(tag="weights", handle=(0, 2**62))
+    pool = SimpleNamespace(pointer_to_data={0: everything})
+    with patch("rlhf.generators.vllm.worker_extension.get_mem_allocator_instance", lambda: pool):
+        (found,) = SAMPLER[0].llm.collective_rpc("unrestored")
+    return found
+
+
+def test_a_load_restores_all_tensors_of_the_model_except_keys_and_values(process):
+    process.load(1)
+    found = {text.partition(" ")[2] for text in process.pool.submit(unrestored).result()}
+    caches = {text for text in found if text.count(",") == 3}
+    # vLLM stores caches outside the discarded weights, and each load creates the scalars of attention layers.
+    assert len(caches) == 1 and found - caches == {"[]"}
+
+
 def test_merged_adapters_give_the_logprobs_of_the_trainer(process):
     process.load(0)
     policy = Policy(deepcopy(process.model), 0.7, shared_prefix=False)

@@ -1,10 +1,18 @@
-"""The engine of DeepSpeed: errors of writes do not keep a rank from taking part in later collectives."""
+"""The engine of DeepSpeed: errors of writes do not keep a rank from taking part in later collectives, the
+state of the optimizer is on the device that the optimizer needs, and copies that sample keep their head.
+"""
 
 import errno
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from rlhf.engines.deepspeed_engine import write_errors_last
+from rlhf.engines.deepspeed_engine import hollow, write_errors_last
+from rlhf.engines.resharding import begin_state
+from rlhf.models.modules import Policy
+from tests.tiny_models import tiny_lm
 
 
 class FullDisk:
@@ -25,3 +33,17 @@ def test_a_write_error_is_raised_after_all_writes_of_a_checkpoint():
     assert reached == ["a barrier", "another barrier"]
     with pytest.raises(OSError, match="no space for third"):  # outside of the block: at once
         files.save({}, "third")
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_the_fused_adamw_finds_the_step_count_of_a_divided_checkpoint_on_its_device(fused, device):
+    flat = torch.zeros(2, device="meta")
+    adamw = SimpleNamespace(defaults={"fused": fused}, state=defaultdict(dict))
+    begin_state(SimpleNamespace(optimizer=adamw, fp32_partitioned_groups_flat=[flat]), 3, torch.tensor(4.0))
+    assert adamw.state[flat]["step"].device.type == device
+
+
+@pytest.mark.parametrize("float32_head", [False, True])
+def test_the_copy_that_samples_at_stage_3_has_the_head_of_the_trained_model(float32_head):
+    model = Policy(tiny_lm(), 0.7, shared_prefix=True, float32_head=float32_head).model
+    assert hollow(model).get_output_embeddings().float32 == float32_head

@@ -11,7 +11,7 @@ from rlhf.config.algo import DPOConfig, PPOConfig, SFTConfig
 from rlhf.config.model import Dtype
 from rlhf.config.schedule import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
-from rlhf.core.batch import Batch
+from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import NonFinite, learning_rate
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
@@ -25,6 +25,7 @@ from tests.tiny_models import tiny_classifier, tiny_lm, tiny_rollouts, tiny_toke
 
 def engine_of(
     micro_batch=16,
+    tokens=None,
     steps_per_batch=1,
     lr=1e-3,
     max_grad_norm=None,
@@ -46,7 +47,8 @@ def engine_of(
         OptimConfig(lr=lr, max_grad_norm=max_grad_norm),
         total_steps=10,
         steps_per_batch=steps_per_batch,
-        micro_batch=micro_batch,
+        budget=Budget(micro_batch, tokens),
+        inference=Budget(micro_batch, tokens),
         ranks=ALONE,
         dtype=dtype,
         **settings,
@@ -90,9 +92,12 @@ OBJECTIVES = {
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_a_step_does_not_depend_on_the_micro_batch_size(objective):
+@pytest.mark.parametrize(
+    "limits", [{"micro_batch": 2}, {"tokens": 60}], ids=["one prompt at a time", "60 tokens"]
+)
+def test_a_step_does_not_depend_on_the_micro_batches(objective, limits):
     critic = isinstance(objective, PPO)
-    one, engine_one = step(objective, micro_batch=2, critic=critic)  # one prompt: its samples stay together
+    one, engine_one = step(objective, critic=critic, **limits)
     all_, engine_all = step(objective, micro_batch=16, critic=critic)
     for name in ("loss/policy", "policy/grad_norm"):
         assert one[name] == pytest.approx(all_[name], rel=1e-5, abs=1e-7)

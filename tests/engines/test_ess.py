@@ -9,7 +9,7 @@ import torch
 from rlhf.config.algo import DPOConfig, GRPOConfig
 from rlhf.config.model import Dtype
 from rlhf.config.schedule import ESSScaling, LRSchedule, OptimConfig
-from rlhf.core.batch import Batch
+from rlhf.core.batch import Batch, Budget
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
@@ -28,7 +28,8 @@ def engine_of(micro_batch=16, dtype=Dtype.float32, **optim) -> TorchEngine:
         OptimConfig(lr=LR, schedule=LRSchedule.constant, max_grad_norm=None, **optim),
         total_steps=10,
         steps_per_batch=1,
-        micro_batch=micro_batch,
+        budget=Budget(micro_batch),
+        inference=Budget(micro_batch),
         ranks=ALONE,
         dtype=dtype,
     )

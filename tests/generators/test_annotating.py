@@ -14,11 +14,12 @@ from rlhf.assembly.generator import build_generator
 from rlhf.config.compose import compose
 from rlhf.config.model import Dtype
 from rlhf.config.scorer import AnswerScorerConfig, LabelsScorerConfig, WeightedScorerConfig
-from rlhf.core.batch import Batch, Prompts, Sampling
+from rlhf.core.batch import Batch, Budget, Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.metrics import How, Stat
 from rlhf.generators.annotating import AnnotatedGenerator, Annotator
 from rlhf.generators.generator import Generator
+from rlhf.generators.own_process import start as start_processes
 from rlhf.models.loading import save
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
@@ -208,8 +209,51 @@ def test_an_annotator_starts_by_default_only_with_lag_and_without_gpu(
         _, name, factory, log, environment, limits = started[1]
         assert (name, factory.cfg, log) == ("annotator", cfg, tmp_path / "annotator.log")
         assert [environment, limits] == list(started[0][3:5]), (
-            "the annotator has the environment and the limits of the generator"
+            "without other GPUs the annotator has the environment and the limits of the generator"
         )
+
+
+@pytest.mark.parametrize(
+    ("generator", "gpus", "gpu"),
+    [
+        ("hf", 2, "1"),  # sampling and annotating share a GPU
+        ("hf", 3, "1"),
+        ("vllm", 3, "2"),
+        ("vllm", 2, "0"),  # the GPU of the trainer, because vLLM has a fixed share of its own
+        ("vllm generator.devices=[2]", 3, "1"),
+        ("vllm_colocated schedule.max_lag=0", 2, "1"),
+    ],
+)
+def test_the_annotator_uses_no_gpu_of_vllm(monkeypatch, tmp_path, generator, gpus, gpu):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr("rlhf.generators.own_process.WorkerGenerator", lambda *_: Asked("generator"))
+    monkeypatch.setattr("rlhf.generators.own_process.Worker", lambda *given: given)
+    words = ["schedule.max_lag=1", "generator.annotate=true", f"generator={generator.split()[0]}"]
+    cfg = compose(words + generator.split()[1:])
+    context = SimpleNamespace(
+        ranks=Ranks(torch.device("cuda")), folder=tmp_path, in_flight=False, threads=1, max_lag=1
+    )
+    context.annotator, context.asks_service = None, False
+    made = start_processes(cfg.generator, context, factory=None, variables=[{}])
+    *_, environment, _ = made.annotator
+    assert environment["CUDA_VISIBLE_DEVICES"] == gpu
+
+
+@pytest.mark.parametrize(
+    ("word", "gpu", "limit"),
+    [
+        ("generator=vllm", True, 1200.0),
+        ("generator=vllm", False, 300.0),
+        ("generator=hf", True, 300.0),
+        ("generator.start_limit_s=9", True, 9.0),
+    ],
+)
+def test_vllm_on_a_gpu_has_more_time_to_start(monkeypatch, tmp_path, word, gpu, limit):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr("rlhf.generators.own_process.WorkerGenerator", lambda *given: given)
+    context = SimpleNamespace(ranks=ALONE, folder=tmp_path, in_flight=False, max_lag=0)
+    made = start_processes(compose([word]).generator, context, factory=None, variables=[{}])
+    assert made[3].start_s == limit
 
 
 # -- the annotator process -------------------------------------------------------------------------
@@ -224,7 +268,7 @@ def weighted_scorer(**parts):
 
 
 def annotator(scorer=None, reference=None):
-    return Annotator(scorer or labels_scorer(), reference, 4, ALONE, Dtype.float32)
+    return Annotator(scorer or labels_scorer(), reference, Budget(4), ALONE, Dtype.float32)
 
 
 def test_annotate_adds_scores_reference_logprobs_and_the_seconds_it_took():
@@ -291,7 +335,7 @@ def test_an_annotator_uses_the_settings_of_the_run(settings):
     settings.model.reference = settings.model.policy
     settings.scorer.missing_eos_score = -7
     made = AnnotatorFactory(settings).build(None)
-    assert made.reference.temperature == settings.generator.temperature and made.micro_batch == 4
+    assert made.reference.temperature == settings.generator.temperature and made.budget == Budget(4)
     assert (made.annotate(tiny_rollouts()).scores == -7).all(), "no response has an end token"
 
 

@@ -18,7 +18,8 @@ from rlhf.core.errors import UserError
 from rlhf.generators.transfer.gpu import CudaIpc, Nccl
 from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.generators.transfer.weights import TransferError
-from rlhf.generators.vllm.generator import build_store, factory, place, route, visible
+from rlhf.generators.vllm.colocated import ColocatedGenerator
+from rlhf.generators.vllm.generator import build, build_store, factory, place, route, visible
 from rlhf.generators.vllm.sampler import VLLMSampler, compare, pad, tensors
 from rlhf.processes.ranks import ALONE
 from rlhf.runs.folder import RunFolder
@@ -91,6 +92,22 @@ def test_the_factory_takes_its_settings_from_the_run(monkeypatch, tmp_path):
     shared = compose(["generator=vllm_colocated"]).generator
     assert factory(shared, context, gpu=True).sleeps
     assert not factory(shared, context, gpu=False).sleeps
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "shared"),
+    [("vllm_colocated", 1, True), ("vllm_colocated", 0, False), ("vllm", 2, False)],
+)
+def test_only_a_generator_on_the_trainers_gpu_frees_its_memory(monkeypatch, tmp_path, name, gpus, shared):
+    cfg = compose([f"generator={name}", "model.policy=somewhere"])
+    device = torch.device("cuda" if gpus else "cpu", 0)
+    engine = SimpleNamespace(module=SimpleNamespace(model=SimpleNamespace(device=device)), borrow_policy=None)
+    monkeypatch.setattr("rlhf.assembly.generator.make", lambda section, context: context)
+    context = build_generator(cfg, engine, tiny_tokenizer(), RunFolder(tmp_path), ALONE)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr("rlhf.generators.vllm.generator.start", lambda *arguments: arguments[-1])
+    single = build(cfg.generator, context)
+    assert (single.func, single.args) == (ColocatedGenerator, (device,)) if shared else single is None
 
 
 def settings(
@@ -300,9 +317,9 @@ class Recorded:
 
     llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
 
-    def __init__(self, manifest):
+    def __init__(self, manifest, lost=()):
         self.asked, self.told = [], []
-        self.manifest = manifest
+        self.manifest, self.lost = manifest, lost
 
     def __getattr__(self, name):
         answers = {
@@ -311,8 +328,11 @@ class Recorded:
             "collective_rpc": [self.manifest.checksums()],
         }
 
-        def answer(*words, **__):
-            self.asked.append(" ".join([name, *words[0]]) if name == "wake_up" else name)
+        def answer(*words, **others):
+            details = {"wake_up": words and words[0], "sleep": map(str, others.values())}.get(name, ())
+            self.asked.append(" ".join([name, *details]))
+            if words == ("unrestored",):
+                return self.lost
             if name in ("init_weight_transfer_engine", "update_weights"):
                 self.told.append((name, *words))
             return answers.get(name)
@@ -320,20 +340,43 @@ class Recorded:
         return answer
 
 
-@pytest.mark.parametrize("sleeps", [True, False])
-def test_a_sleeping_sampler_wakes_only_its_weights_for_a_load(sleeps):
+@pytest.mark.parametrize("level", [None, 1, 2])
+def test_a_sleeping_sampler_wakes_only_its_weights_for_a_load(level):
     model, shared = tiny_lm(), SharedWeights()
     manifest = shared.write(model.state_dict().items(), 3)
     sampler = object.__new__(VLLMSampler)
-    sampler.settings, sampler.asleep = SimpleNamespace(sleeps=sleeps), set()
-    sampler.tensors, sampler.llm = tensors(model.config, False), Recorded(manifest)
+    sampler.settings, sampler.asleep = SimpleNamespace(sleeps=level is not None), set()
+    sampler.tensors, sampler.llm, sampler.level = tensors(model.config, False), Recorded(manifest), level
     sampler.sleep()
     assert sampler.load(manifest) == manifest.checksums()
+    assert sampler.level == level
     sampler.wake("weights", "kv_cache")
     load = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
     asked = [name for name in sampler.llm.asked if name not in ("get_weight_version", "collective_rpc")]
-    assert asked == (["sleep", "wake_up weights", *load, "wake_up kv_cache"] if sleeps else load)
+    sleeping = [f"sleep {level}", "wake_up weights", *load, "wake_up kv_cache"]
+    assert asked == (load if level is None else sleeping)
     shared.close()
+
+
+def test_a_sampler_without_its_discarded_weights_answers_no_request():
+    sampler = object.__new__(VLLMSampler)
+    sampler.settings, sampler.level = SimpleNamespace(sleeps=True), 2
+    sampler.llm = Recorded(SharedWeights().write(tiny_lm().state_dict().items(), 3))
+    sampler.sleep()
+    with pytest.raises(AssertionError, match="load weights before each request"):
+        sampler.sample(None, None)
+
+
+@pytest.mark.parametrize(("lost", "level"), [([[], []], 2), ([[], ["torch.float32 [12]"]], 1)])
+def test_weights_are_discarded_only_if_a_load_restores_all_tensors(lost, level, caplog):
+    model = tiny_lm()
+    manifest = SharedWeights().write(model.state_dict().items(), 3)
+    sampler = object.__new__(VLLMSampler)
+    sampler.settings, sampler.asleep, sampler.level = SimpleNamespace(sleeps=True), set(), None
+    sampler.tensors, sampler.llm = tensors(model.config, False), Recorded(manifest, lost)
+    sampler.load(manifest)
+    assert sampler.level == level
+    assert ("torch.float32 [12]" in caplog.text) == (level == 1)
 
 
 def test_vllm_joins_a_new_group_before_it_receives_the_described_weights():
@@ -341,7 +384,7 @@ def test_vllm_joins_a_new_group_before_it_receives_the_described_weights():
     weights = Nccl(torch.device("cpu"), torch.float32, workers=2)
     manifest = weights.write(model.state_dict().items(), 3)
     sampler = object.__new__(VLLMSampler)
-    sampler.settings, sampler.asleep = SimpleNamespace(sleeps=False), set()
+    sampler.settings, sampler.asleep, sampler.level = SimpleNamespace(sleeps=False), set(), None
     sampler.tensors, sampler.llm = tensors(model.config, False), Recorded(manifest)
     sampler.llm.told = told
     sampler.load(replace(manifest, update={}, group={"world_size": 3}))

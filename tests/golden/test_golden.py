@@ -13,7 +13,7 @@ from rlhf.assembly.parts import make
 from rlhf.config.algo import DPOConfig, Scale, Ties
 from rlhf.config.schedule import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
-from rlhf.core.batch import Batch
+from rlhf.core.batch import Batch, Budget
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.loading import load_causal_lm, load_reward_model
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
@@ -86,7 +86,8 @@ def golden_engine(optim: OptimConfig, micro_batch: int = 16, critic: bool = Fals
         optim,
         total_steps=100,
         steps_per_batch=1,
-        micro_batch=micro_batch,
+        budget=Budget(micro_batch),
+        inference=Budget(micro_batch),
         ranks=ALONE,
     )
 

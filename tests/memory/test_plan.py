@@ -18,7 +18,7 @@ from rlhf.config.footprint import Footprint, zero
 from rlhf.core.machine import Machine
 from rlhf.memory import advice, loaded_models
 from rlhf.memory import plan as memory
-from rlhf.memory.uses import GIB, PROCESS, Part, Phase, Use
+from rlhf.memory.uses import CONTEXT, GIB, PROCESS, Part, Phase, Use
 from rlhf.models import sharing_rules
 from tests.model_folders import write_model
 
@@ -182,7 +182,7 @@ def test_each_replica_is_a_process_with_its_own_weights(pythia):
     assert three["RAM: vLLM: keys and values"] == 3 * one["RAM: vLLM: keys and values"]
     gpus = Machine(ram=256 * GIB, gpus=(80 * GIB,) * 3)
     one, three = needs("", gpus), needs("generator.replicas=3", gpus)
-    assert three["GPU 0: generator: weights"] == 2 * one["GPU 0: generator: weights"], (
+    assert three["GPU 2: generator: weights"] == 2 * one["GPU 2: generator: weights"], (
         "2 of the 3 replicas share a GPU"
     )
     assert "vLLM's share of GPU 1 2: vLLM: weights" in needs("generator=vllm generator.replicas=2", gpus)
@@ -201,7 +201,7 @@ def test_vllm_uses_its_configured_share_of_ram_or_of_a_gpu(pythia):
     assert "weights in transfer" not in parts(ram)
     shared = [*pythia, "generator=vllm", "generator.transfer=shared_memory"]
     _, trainer, ram = memory.plan(compose(shared), TWO_GPUS).uses
-    assert parts(ram)["weights in transfer"] == 2 * 4 * COUNT_2_8B
+    assert parts(ram)["weights in transfer"] == 2 * 2 * COUNT_2_8B
     assert "weights in transfer" not in parts(trainer)
 
 
@@ -209,10 +209,31 @@ def test_colocated_vllm_uses_its_share_of_the_gpu_only_during_sampling(pythia):
     words = [*pythia, "generator=vllm_colocated"]
     vllm, trainer, ram = memory.plan(compose(words), TWO_GPUS).uses
     assert vllm.device == "vLLM's share of GPU 0" and vllm.fits
-    assert phases(trainer)["sampling"].bytes == pytest.approx(0.45 * 80 * GIB)
-    assert parts(ram)["vLLM asleep"] == 2 * COUNT_2_8B
+    assert parts(vllm)["vLLM: working memory"] > 1.5 * GIB
+    share, rest = phases(trainer)["sampling"].parts
+    assert share.bytes == pytest.approx(0.45 * 80 * GIB)
+    assert rest.bytes == phases(trainer)["training"].bytes / 4, "segments that the trainer cannot return"
+    assert parts(trainer)["vLLM: CUDA"] == CONTEXT
+    assert not [name for name in parts(ram) if name.startswith("vLLM")], "vLLM discards its weights"
     small = memory.plan(compose([*words, "generator.memory=0.05"]), TWO_GPUS).uses[0]
     assert not small.fits, "the weights alone are more than 4 GiB"
+
+
+def test_while_colocated_vllm_samples_zero_3_keeps_its_gradients(monkeypatch, pythia):
+    monkeypatch.setattr(TorchConfig, "footprint", lambda *_: zero(3, False, bfloat16=True))
+    trainer = memory.plan(compose([*pythia, "generator=vllm_colocated"]), TWO_GPUS).uses[1]
+    kept = {part.name: part.bytes for part in phases(trainer)["sampling"].parts}
+    assert kept["policy: gradients"] == 2 * COUNT_2_8B and "policy: one layer" not in kept
+
+
+def test_a_share_of_colocated_vllm_that_does_not_fit_gets_the_nearest_share_that_fits(monkeypatch, pythia):
+    monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=256 * GIB, gpus=(80 * GIB,)))
+    words = [*pythia, "generator=vllm_colocated", "backend.micro_batch=2"]
+    for share in (0.8, 0.05):
+        problems = advice.problems(compose([*words, f"generator.memory={share}"]))
+        assert f"got {share}; set generator.memory=0." in problems[0]
+        fitting = problems[0].rpartition("=")[2]
+        assert advice.problems(compose([*words, f"generator.memory={fitting}"])) == []
 
 
 def test_an_annotator_process_has_its_own_reference_and_reward_model(pythia):
@@ -384,6 +405,35 @@ def test_the_error_for_a_too_large_micro_batch_suggests_a_size_that_fits():
     fitting = int(problem.rpartition("set backend.micro_batch=")[2])
     assert not advice.problems(replace(cfg, backend=replace(cfg.backend, micro_batch=fitting)))
     assert 256 <= fitting < 16384 and "got 16384;" in problem
+
+
+def test_a_limit_of_tokens_bounds_the_sequences_of_the_plan():
+    words = ["backend.micro_batch=1024", "schedule.prompts_per_update=512", "schedule.total_episodes=10240"]
+    length = sum((compose(words).task.max_prompt_tokens, compose(words).generator.response_length))
+    sizes = {}
+    for tokens in (None, 64 * length, 0):
+        cfg = compose([*words, f"backend.tokens={'null' if tokens is None else tokens}"])
+        (use,) = memory.plan(cfg).uses
+        phases = {phase.name: phase.bytes for phase in use.phases}
+        sizes[tokens] = phases["training"], phases["log-probs and scores"]
+    (use,) = memory.plan(compose([*words[1:], "backend.micro_batch=64"])).uses
+    few = {phase.name: phase.bytes for phase in use.phases}
+    assert sizes[64 * length][0] == few["training"] < sizes[None][0]
+    assert few["log-probs and scores"] < sizes[64 * length][1] <= sizes[None][1]
+    assert sizes[0][0] == sizes[None][0], "all 1,024 sequences fit"
+
+
+def test_the_automatic_limit_of_tokens_fits_the_machine():
+    words = ["backend.micro_batch=16384", "schedule.prompts_per_update=8192",
+             "schedule.total_episodes=163840", "backend.tokens=0"]  # fmt: skip
+    cfg = memory.with_token_limit(compose(words))
+    (use,) = memory.plan(cfg).uses
+    assert use.bytes <= 0.9 * 16 * GIB and advice.problems(compose(words)) == []
+    assert ("sequences per forward", "at most 16384, and at most what fits into the memory") in describe(
+        compose(words)
+    )
+    double = replace(cfg, backend=replace(cfg.backend, tokens=2 * cfg.backend.tokens))
+    assert memory.plan(double).uses[0].bytes > 0.9 * 16 * GIB, "the next larger limit does not fit"
 
 
 def test_the_error_for_a_too_large_generator_batch_suggests_another_size():

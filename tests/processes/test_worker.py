@@ -47,7 +47,7 @@ class Fake:
             raise RuntimeError("no such model")
         if self.fault == "user":
             raise UserError("model.policy must be another one")
-        if self.fault == "hangs at start":
+        if self.strikes("hangs at start", self.at):
             time.sleep(1000)
         if self.fault == "dies at start":
             os._exit(3)
@@ -274,7 +274,7 @@ def test_a_process_lost_too_often_stops_the_run(start):
     [
         (Fake("build"), RunError, "failed to build: RuntimeError: no such model"),
         (Fake("user"), UserError, "model.policy must be another one"),
-        (Fake("dies at start"), RunError, r"ready within 120 seconds .*, but it died \(exit code 3\)"),
+        (Fake("dies at start"), RunError, r"process must start, but it died \(exit code 3\)"),
         (Fake("raises"), RunError, "failed to sample: ValueError: out of ideas"),
         (lambda: None, RunError, "thread failed: PicklingError|AttributeError"),
     ],
@@ -288,11 +288,17 @@ def test_an_error_of_the_sampler_stops_the_run_without_a_restart(start, factory,
     assert generator.restarts == 0
 
 
-def test_a_process_that_is_not_ready_in_time_stops_the_run(start):
-    generator = start(Fake(), replace(LIMITS, start_s=0.05))
-    with pytest.raises(
-        RunError, match=r"ready within 0.05 seconds \(generator.start_limit_s\), but it did not"
-    ):
+def test_a_process_that_is_not_ready_in_time_is_replaced(start, tmp_path):
+    generator = start(Fake("hangs at start", once=tmp_path), replace(LIMITS, start_s=10))
+    load(generator, 0)
+    assert answers([ask(generator, 0)]) == [(0, 0, 0)]
+    assert generator.restarts == 1
+
+
+def test_a_process_that_is_never_ready_in_time_stops_the_run(start):
+    generator = start(Fake("hangs at start"), replace(LIMITS, start_s=0.05, restarts=1))
+    message = r"failed again: it did not start within 0.05 seconds; .* or generator.start_limit_s higher"
+    with pytest.raises(RunError, match=message):
         load(generator, 0)
         ask(generator, 0).result(SECONDS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from rlhf.generators.generator import Generator, GeneratorContext
 from rlhf.generators.own_process import start
 from rlhf.generators.transfer.gpu import CudaIpc, Nccl
 from rlhf.generators.transfer.shared_memory import SharedWeights
+from rlhf.generators.vllm.colocated import ColocatedGenerator
 from rlhf.generators.vllm.sampler import VLLMFactory
 from rlhf.processes.worker import environment
 
@@ -44,7 +46,8 @@ def build(config: VLLMConfig, context: GeneratorContext) -> Generator:
     transfer = route(config, devices, trainer, torch.distributed.is_nccl_available())
     made = factory(config, context, bool(devices), transfer)
     store = build_store(transfer, trainer, getattr(torch, made.dtype), len(devices))
-    return start(config, context, made, variables, store)
+    single = partial(ColocatedGenerator, trainer) if made.sleeps else None
+    return start(config, context, made, variables, store, single)
 
 
 def factory(

@@ -7,28 +7,31 @@ transformers in its process.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import cached_file
 
 from rlhf.core.batch import Rollouts
-from rlhf.core.errors import RunError, UserError
+from rlhf.core.errors import RunError
 from rlhf.core.seeding import derive
 from rlhf.generators.transfer.weights import TransferError
+from rlhf.generators.vllm.device_arguments import check_head_size, on_cpu, on_shared_gpu
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.generators.transfer.weights import Manifest
 
-TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward pass
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +94,22 @@ class VLLMSampler:
 
         from rlhf.generators.vllm.worker_extension import NAME
 
+        special: dict[str, Any] = {}
         if not settings.gpu:
             check_head_size(config)
-        special: dict[str, Any] = {} if settings.gpu else on_cpu(settings)
+            special = on_cpu(settings.memory, settings.max_model_len, settings.max_num_seqs)
+        elif settings.sleeps:
+            shapes, required = self.tensors
+            dtype = getattr(torch, settings.dtype)
+            special = on_shared_gpu(
+                config,
+                weights=dtype.itemsize * sum(math.prod(shapes[name]) for name in required),
+                dtype=dtype,
+                memory=settings.memory,
+                max_model_len=settings.max_model_len,
+                max_num_seqs=settings.max_num_seqs,
+                tensor_parallel_size=settings.tensor_parallel_size,
+            )
         self.asleep: set[str] = set()  # parts of the GPU memory that are freed until `wake`
         self.llm = LLM(
             model=folder,
@@ -120,7 +136,7 @@ class VLLMSampler:
         )
         if settings.transfer != "nccl":  # for nccl, the first manifest contains the group to join
             self.llm.init_weight_transfer_engine({"init_info": {}})
-        self.sleep()
+        self.level: int | None = None  # level of vLLM's sleep mode, known after the first load
 
     @property
     def version(self) -> int | None:
@@ -132,8 +148,8 @@ class VLLMSampler:
         """Load weights through vLLM's weight transfer, and return their checksums by tensor name.
 
         The prefix cache is cleared after the load, or, if requests are running, after the requests have
-        ended. With sleep mode, only the weights are in GPU memory afterwards; the next request allocates the
-        key-value cache.
+        ended. With sleep mode, only the weights are in GPU memory afterwards. The next request allocates the
+        key-value cache, and frees it and the weights at its end.
 
         Raises:
             TransferError: the tensors differ from the tensors that the trainer sent.
@@ -156,6 +172,8 @@ class VLLMSampler:
         taken: list[dict[str, int]] = self.llm.collective_rpc("taken_checksums")
         if any(other != taken[0] for other in taken):
             raise RunError(f"the workers of vLLM must hold the same tensors of version {manifest.version}")
+        if self.settings.sleeps and self.level is None:
+            self.level = self.sleep_level()
         return taken[0]
 
     def forget(self) -> None:
@@ -178,6 +196,10 @@ class VLLMSampler:
         Temperature 0 requires K = 1 and gives the most likely tokens, with log-probs at temperature 1. vLLM
         raises other temperatures below 0.01 to 0.01.
 
+        With in-flight updates, a sequence is sent to vLLM only when it can start at once, so that it never
+        reads prompt keys that older weights computed: the version is part of the keys of the prefix cache
+        (`cache_salt`).
+
         Args:
             prompts: the prompts.
             sampling: number of samples, temperature and response length of the request.
@@ -190,20 +212,33 @@ class VLLMSampler:
         from vllm import TokensPrompt
 
         assert self.version is not None, "load weights before the first request"
+        assert self.level != 2 or "weights" not in self.asleep, "load weights before each request"
         start = time.perf_counter()
         self.wake("weights", "kv_cache")
         unpadded = [
             ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         ]
-        self.llm.enqueue(
-            [TokensPrompt(prompt_token_ids=ids) for ids in unpadded],
-            [self.parameters(sampling, example) for example in prompts.index.tolist()],
-            use_tqdm=False,
-        )
         before, engine, outputs = self.version, self.llm.llm_engine, []
-        while engine.has_unfinished_requests():
+        parameters = [self.parameters(sampling, example) for example in prompts.index.tolist()]
+        waiting = deque(zip(unpadded, parameters, strict=True))
+        room = len(waiting)
+        if update is not None:
+            waiting = deque((ids, one) for ids, each in waiting for one in single_samples(each))
+            room = self.settings.max_num_seqs
+        while waiting or engine.has_unfinished_requests():
             if update is not None:
                 update()
+            started = [
+                waiting.popleft()
+                for _ in range(min(len(waiting), room - engine.get_num_unfinished_requests()))
+            ]
+            if started:
+                salt = str(self.version)
+                self.llm.enqueue(
+                    [TokensPrompt(prompt_token_ids=ids, cache_salt=salt) for ids, _ in started],
+                    [each for _, each in started],
+                    use_tqdm=False,
+                )
             outputs += engine.step()
         if self.version != before:
             self.forget()
@@ -249,10 +284,26 @@ class VLLMSampler:
             detokenize=False,
         )
 
+    def sleep_level(self) -> int:
+        """Return the level of vLLM's sleep mode with which a load restores the complete model.
+
+        Level 2 discards the weights. After waking up, vLLM restores buffers, and a load restores parameters
+        (`worker_extension.check_reached`). If the model still has other tensors in the discarded memory after
+        a load, for example the slopes of ALiBi, nothing would restore them. Then level 1 is used, which moves
+        the weights to RAM.
+        """
+        others = [name for names in self.llm.collective_rpc("unrestored") for name in names]
+        if others:
+            log.warning(
+                "weights are moved to RAM between requests, because a load does not restore %s",
+                ", ".join(sorted(set(others))),
+            )
+        return 1 if others else 2
+
     def sleep(self) -> None:
-        """Free the GPU memory until `wake`: weights are moved to RAM, the key-value cache is discarded."""
+        """Free the GPU memory until `wake`. With level 2, weights must be loaded before the next request."""
         if self.settings.sleeps:
-            self.llm.sleep(level=1)
+            self.llm.sleep(level=self.level)
             self.asleep = {"weights", "kv_cache"}
 
     def wake(self, *parts: str) -> None:
@@ -264,6 +315,14 @@ class VLLMSampler:
     def close(self) -> None:
         """Stop vLLM; its memory is freed when the process ends."""
         del self.llm
+
+
+def single_samples(parameters: Any) -> Iterator[Any]:
+    """Yield vLLM's sampling parameters for each of the n samples of a prompt, as vLLM derives them."""
+    for k in range(parameters.n):
+        one = parameters.clone()
+        one.n, one.seed = 1, parameters.seed + k
+        yield one
 
 
 def update_info(manifest: Manifest) -> dict[str, Any]:
@@ -278,41 +337,11 @@ def update_info(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def on_cpu(settings: VLLMFactory) -> dict[str, Any]:
-    """Return additional arguments of vLLM on a CPU.
-
-    Prompts are never encoded in chunks: between chunks vLLM resets the request's random generator, which is
-    not possible on a CPU. Blocks of the prefix cache have 32 tokens, because with vLLM's default of 128
-    tokens the keys and values of a shorter prompt would not be shared. The cache of keys and values has a
-    fixed size, which does not depend on the weights.
-    """
-    return {
-        "kv_cache_memory_bytes": int(settings.memory * psutil.virtual_memory().total),
-        "block_size": 32,
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(TOKENS_ON_CPU, settings.max_model_len, settings.max_num_seqs),
-    }
-
-
 def config_folder(model: str) -> str:
     """Return the folder with the config of `model`: a local folder, or the cache of the hub download."""
     file = cached_file(os.path.expanduser(model), "config.json", local_files_only=True)
     assert file is not None, "cached_file raises an error if the file does not exist"
     return os.path.dirname(file)
-
-
-def check_head_size(config: PreTrainedConfig) -> None:
-    """Raise UserError if vLLM's attention kernels for CPUs do not support the model's head size."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
-        raise UserError(
-            "model.policy must have attention heads of a size that vLLM supports on a CPU "
-            f"({', '.join(map(str, sizes))}), got {size}; set generator=hf"
-        )
 
 
 def tensors(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[dict[str, tuple[int, ...]], set[str]]:

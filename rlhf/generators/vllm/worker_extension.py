@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from vllm.device_allocator import get_mem_allocator_instance
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
@@ -29,6 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rlhf.generators.transfer.gpu import checksums, fingerprint
 from rlhf.generators.transfer.shared_memory import read
 from rlhf.generators.transfer.weights import TransferError
+from rlhf.generators.vllm.model_tensors import unregistered
 
 if TYPE_CHECKING:
     from rlhf.generators.transfer.weights import Manifest
@@ -183,3 +185,22 @@ class WorkerExtension:
     def taken_checksums(self) -> dict[str, int]:
         """Return the checksums, by name, of the tensors that this worker loaded last."""
         return self.weight_transfer_engine.taken  # type: ignore[attr-defined]
+
+    def unrestored(self) -> list[str]:
+        """Return the tensors of the model that are lost if vLLM discards its weights and loads them again.
+
+        After a load, these are the tensors in the memory that vLLM discards that are neither parameters nor
+        buffers, each as dtype and shape. Tensors that a load creates are not in this memory. The tensors of
+        vLLM's sampler in this memory are written at the start of each request, so they are not lost.
+        """
+        allocator: Any = get_mem_allocator_instance()
+        discarded = [
+            range(address, address + allocation.handle[1])
+            for address, allocation in allocator.pointer_to_data.items()
+            if allocation.tag == "weights"
+        ]
+        return [
+            f"{tensor.dtype} {list(tensor.shape)}"
+            for tensor in unregistered(self.model_runner.get_model())  # type: ignore[attr-defined]
+            if any(tensor.data_ptr() in addresses for addresses in discarded)
+        ]

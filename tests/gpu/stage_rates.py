@@ -1,0 +1,215 @@
+"""Stage 7: performance figures. They are never compared with a limit.
+
+A GPU runs the shape of Pythia 410M in bfloat16, a CPU a tiny model in float32. Shares are of the matrix rate
+and of the copy bandwidth that are measured at the start of the stage.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.against_trl.roofline import Flops, Rates, measure
+from benchmarks.against_trl.roofline import rows as roofline_rows
+from rlhf.assembly.parts import part
+from rlhf.config.algo import DPOConfig
+from rlhf.config.model import Dtype
+from rlhf.config.schedule import OptimConfig
+from rlhf.config.schema import SCHEMAS
+from rlhf.core.batch import Budget
+from rlhf.engines.engine import Engine
+from rlhf.generators.hf.sampling import sample, uniforms
+from rlhf.generators.transfer.gpu import GpuWeights
+from rlhf.generators.transfer.shared_memory import SharedWeights, read
+from rlhf.models.modules import Policy
+from rlhf.objectives.dpo import OnlineDPO
+from rlhf.processes.ranks import Ranks
+from tests.gpu.report import Report, Skip
+from tests.gpu.samplers import ask, need_vllm, started
+from tests.gpu.shapes import PAD, batch, case_of, large, prompts, shape_of
+from tests.tiny_models import tiny_tokenizer
+
+EOS = 1  # never sampled by these models, so all responses have full length
+
+
+class Sizes:
+    """The sizes of the measured work, smaller on a CPU."""
+
+    def __init__(self, gpu: bool) -> None:
+        self.rows = (64, 512) if gpu else (8, 16)  # sequences decoded in parallel
+        self.prompt, self.response = (128, 128) if gpu else (24, 16)  # tokens, of decoding
+        self.forward = (4096, 16384, 32768) if gpu else (256, 512)  # tokens of a training forward
+        self.sequence = (384, 128) if gpu else (24, 8)  # tokens of prompt and response, of training
+        self.bytes = 2 if gpu else 4  # of a weight in a forward
+
+
+def run(report: Report) -> None:
+    """Run the stage."""
+    sizes = Sizes(report.gpu)
+    with report.part("rates"):
+        small = {} if report.gpu else {"size": 256, "numbers": 2**18}
+        rates = Rates.measure(report.device, **small)
+    for rows in sizes.rows:
+        with report.part(f"hf, {rows} rows"), roomy():
+            decode_hf(report, sizes, rows, rates)
+    with report.part("training"):
+        train(report, sizes, rates)
+    with report.part("transfer of weights"):
+        transfer(report)
+    with report.part("vllm"):
+        decode_vllm(report, sizes, rates)
+    with report.part("an update of online DPO"):
+        busy(report, rates)
+
+
+@contextmanager
+def roomy():
+    """Skip the rest of the part if the memory of the GPU is too small for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise Skip(f"too little memory: {error}"[:100]) from error
+
+
+def wait(report: Report) -> float:
+    """Wait until the device has finished its work; return the time."""
+    if report.gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def autocast(report: Report) -> torch.autocast:
+    """Return the context in which a run computes: bfloat16 on a GPU."""
+    return torch.autocast(report.device.type, torch.bfloat16, enabled=report.gpu)
+
+
+def decoding_gb(sizes: Sizes, rows: int, gpu: bool) -> float:
+    """Return the GB that decoding must at least read: each step reads all weights, keys and values."""
+    shape, steps = shape_of(gpu), sizes.response - 1  # the first token comes from encoding the prompt
+    weights = 12 * shape.layers * shape.hidden_size**2 + shape.vocabulary * shape.hidden_size
+    tokens = rows * (steps * sizes.prompt + steps * (steps + 1) // 2)
+    return sizes.bytes * (steps * weights + 2 * tokens * shape.layers * shape.hidden_size) / 1e9
+
+
+def decoding_figures(
+    report: Report, name: str, sizes: Sizes, rows: int, seconds: float, rates: Rates
+) -> None:
+    """Report tokens per second, and the share of the bandwidth that reading weights and cache takes."""
+    report.figure(f"{name}, {rows} rows", rows * sizes.response / seconds, "tokens/s")
+    share = decoding_gb(sizes, rows, report.gpu) / seconds / rates.gb_s
+    report.figure(f"{name}, {rows} rows, of the bandwidth", 100 * share, "%")
+
+
+def decode_hf(report: Report, sizes: Sizes, rows: int, rates: Rates) -> None:
+    """Measure decoding with the Hugging Face model, with autocast as in a run."""
+    model = large(report.gpu, report.device, torch.float32)
+    given = prompts(rows, sizes.prompt, shape_of(report.gpu).vocabulary, full=True)
+    numbers = uniforms(1, 0, given.index, 1, sizes.response)
+    ids, mask = given.prompt_ids.to(report.device), given.prompt_mask.to(report.device)
+    for _ in range(2):  # the first time, kernels are loaded
+        start = wait(report)
+        with autocast(report):
+            found = sample(model, ids, mask, 1, sizes.response, 1.0, numbers, [EOS], PAD)
+        seconds = wait(report) - start
+    report.equal(f"tokens of {rows} rows", int(found[1].sum()), rows * sizes.response)
+    decoding_figures(report, "decoding, hf", sizes, rows, seconds, rates)
+
+
+def decode_vllm(report: Report, sizes: Sizes, rates: Rates) -> None:
+    """Measure decoding with vLLM, and the load of its weights."""
+    need_vllm()
+    report.need_gpu()
+    model = large(report.gpu, report.device, torch.float32)
+    words = ["generator.dtype=bfloat16", f"generator.max_num_seqs={max(sizes.rows)}", "generator.memory=0.4"]
+    with started(report, model, *words, prompt=sizes.prompt, length=sizes.response) as generator:
+        generator.load(model.state_dict().items(), 0)
+        for rows in sizes.rows:
+            given = prompts(rows, sizes.prompt, shape_of(report.gpu).vocabulary, full=True)
+            settings = {"samples": 1, "temperature": 1.0, "response_length": sizes.response}
+            found = [ask(generator, given, request=request, **settings) for request in range(2)][-1]
+            decoding_figures(report, "decoding, vllm", sizes, rows, found.generate_s, rates)
+        generator.figures()
+        generator.load(model.state_dict().items(), 1)
+        ask(generator, given, **settings)
+        seconds = generator.figures()["time/load_s"].value()
+        moved = 2 * sum(tensor.numel() for tensor in model.state_dict().values()) / 1e9
+        report.figure(f"load by {type(generator.store).__name__}, vLLM", moved / seconds, "GB/s")
+
+
+def train(report: Report, sizes: Sizes, rates: Rates) -> None:
+    """Measure a training step, without the reference, for several numbers of tokens per forward."""
+    objective, length = OnlineDPO(DPOConfig()), sum(sizes.sequence)
+    for tokens in sizes.forward:
+        with report.part(f"training, {tokens} tokens per forward"), roomy():
+            engine = engine_of(report, tokens // length)
+            count, vocabulary = 2 * tokens // length, shape_of(report.gpu).vocabulary  # two micro-batches
+            given = batch(count // 2, 2, *sizes.sequence, vocabulary)
+            given = replace(given, ref_logprobs=given.behaviour_logprobs)
+            given = objective.credit(engine.annotate(given, objective.needs))
+            with Flops() as flops:
+                engine.step(given, objective)
+            start = wait(report)
+            for _ in range(3):
+                engine.step(given, objective)
+            rate = 3 * flops.total / (wait(report) - start) / 1e12
+            name = f"training, {tokens} tokens per forward"
+            report.figure(name, rate, "TFLOP/s")
+            report.figure(f"{name}, of the matrix rate", 100 * rate / rates.tflop_s, "%")
+
+
+def engine_of(report: Report, sequences: int) -> Engine:
+    """Return an engine that trains the measured model with plain torch, `sequences` per forward."""
+    config: Any = SCHEMAS["schema/backend/torch"]()
+    model = large(report.gpu, report.device, torch.float32)
+    engine: Engine = part(config).build(
+        config,
+        module=Policy(model, 1.0, shared_prefix=False),
+        reference=None,
+        tokenizer=tiny_tokenizer(),
+        optim=OptimConfig(lr=1e-6),
+        total_steps=100,
+        steps_per_batch=1,
+        budget=Budget(sequences),
+        inference=Budget(sequences),
+        ranks=Ranks(report.device),
+        dtype=Dtype.bfloat16 if report.gpu else Dtype.float32,
+    )
+    return engine
+
+
+def transfer(report: Report) -> None:
+    """Measure the copies of all weights to shared memory, back, and to a snapshot on the device."""
+    model = large(report.gpu, report.device, torch.float32)
+    size = sum(tensor.nbytes for tensor in model.state_dict().values()) / 1e9
+    shared, snapshots = SharedWeights(), GpuWeights(report.device, torch.bfloat16)
+    for _ in range(2):  # the second time, the memory exists
+        start = wait(report)
+        manifest = shared.write(model.state_dict().items(), 0)
+        written = wait(report) - start
+        start = wait(report)
+        arrived = sum(tensor.nbytes for _, tensor in read(manifest)) / 1e9
+        seconds = wait(report) - start
+        shared.release(manifest)
+        start = wait(report)
+        snapshot = snapshots.write(model.state_dict().items(), 0)
+        copied = wait(report) - start
+        snapshots.release(snapshot)
+    shared.close()
+    report.figure("write to shared memory", size / written, "GB/s of float32 weights")
+    report.figure("read from shared memory", arrived / seconds, "GB/s")
+    report.figure("snapshot on the device", size / copied, "GB/s of float32 weights")
+
+
+def busy(report: Report, rates: Rates) -> None:
+    """Measure the phases of an update of online DPO, as benchmarks.against_trl.roofline does."""
+    report.need_gpu()
+    case = case_of(report.gpu, report.materials)
+    meter = measure(case, "ours", report.materials)
+    for phase, ms, share, _, rate, of_peak, *_ in roofline_rows(case, meter, rates):
+        report.figure(f"{phase}: time", float(ms), "ms")
+        report.figure(f"{phase}: GPU busy", share)
+        report.figure(f"{phase}: rate", f"{rate} TFLOP/s, {of_peak} of the matrix rate")

@@ -1,0 +1,176 @@
+"""Tests of the command of the GPU tests: a stage that fails, hangs or crashes does not hide the others."""
+
+import json
+import os
+import signal
+import threading
+import time
+from importlib import import_module
+
+import psutil
+import pytest
+
+from tests.gpu import runner
+from tests.gpu.__main__ import STAGES, carry_out, main
+from tests.gpu.report import NO_GPU, Report
+from tests.gpu.results import Fact, Results, markdown
+from tests.gpu.runner import Stage, run_stages
+
+pytestmark = pytest.mark.process
+
+LIMITS = {"hangs": 4.0}  # seconds
+
+
+def stages(*names: str) -> list[Stage]:
+    return [
+        Stage(number, f"stage that {name}", f"tests.gpu.faulty:{name}", LIMITS.get(name, 60.0))
+        for number, name in enumerate(names)
+    ]
+
+
+def by_name(entry: dict) -> dict[str, dict]:
+    return {fact["name"]: fact for fact in entry["facts"]}
+
+
+def alive(fact: dict) -> bool:
+    """Return whether the process whose id a fact contains runs."""
+    try:
+        return psutil.Process(int(fact["value"])).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def grace(monkeypatch):
+    monkeypatch.setattr(runner, "GRACE_S", 0.5)
+
+
+def test_stages_that_fail_hang_and_crash_are_reported_and_do_not_hide_the_next(tmp_path, capsys, grace):
+    names = ("wrong", "hangs", "crashes", "fails_to_import", "right")
+    begun = time.monotonic()
+    code = carry_out(stages(*names), Results(tmp_path / "gpu.json"), "cpu", 600.0)
+    assert code == 1 and time.monotonic() - begun < 60
+    wrong, hangs, crashes, unimported, right = json.loads((tmp_path / "gpu.json").read_text())["stages"]
+    states = [each["status"] for each in (wrong, hangs, crashes, unimported, right)]
+    assert states == ["failed"] * 4 + ["ok"]
+
+    facts = by_name(wrong)
+    failed = [name for name, fact in facts.items() if fact["status"] == "failed"]
+    assert failed == ["too large", "not a number", "not equal", "broken part"]
+    assert facts["broken part"]["reason"] == "ValueError: no such tensor"
+    assert facts["equal"]["status"] == "ok", "the part after a broken part runs"
+    assert "no such tensor" in (tmp_path / "gpu" / "stage-0.log").read_text()
+
+    facts = by_name(hangs)
+    assert facts["second part"]["status"] == "failed"
+    assert "longer than 4 s and was killed; see" in facts["second part"]["reason"]
+    assert not alive(facts["process"]), "processes that the stage started are killed"
+
+    facts = by_name(crashes)
+    assert facts["before the crash"]["status"] == "ok"
+    assert facts["last part"]["reason"].startswith("the process ended with exit code 3")
+    assert by_name(unimported)["start of the stage"]["status"] == "failed"
+    assert by_name(right)["on a GPU"] | {"seconds": 0} == {
+        **{"name": "on a GPU", "status": "skipped", "value": None, "unit": "", "limit": ""},
+        **{"reason": "needs a GPU", "seconds": 0},
+    }
+
+    printed = capsys.readouterr().out
+    assert "rate [GB/s]" in printed and "3 ok, 7 failed, 1 skipped, 2 figure" in printed
+    assert all(f"{number}. stage that {name}" in printed for number, name in enumerate(names))
+
+
+def test_figures_do_not_fail_the_command(tmp_path):
+    assert carry_out(stages("right"), Results(tmp_path / "gpu.json"), "cpu", 600.0) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_kills_the_stage_and_prints_the_table(
+    tmp_path, capsys, monkeypatch, number, grace
+):
+    monkeypatch.setitem(LIMITS, "hangs", 60.0)
+    file, main_thread = tmp_path / "gpu.json", os.getpid()
+
+    def interrupt() -> None:
+        while not file.exists() or "process" not in file.read_text():
+            time.sleep(0.05)
+        os.kill(main_thread, number)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    code = carry_out(stages("hangs", "right"), Results(file), "cpu", 600.0)
+    sender.join()
+    assert code == 130
+    (entry,) = json.loads(file.read_text())["stages"]
+    assert entry["status"] == "interrupted"
+    assert not alive(by_name(entry)["process"])
+    printed = capsys.readouterr().out
+    assert "stage that hangs" in printed and "stage that right" not in printed
+
+
+def test_stages_without_time_are_skipped_with_a_reason(tmp_path):
+    results = Results(tmp_path / "gpu.json")
+    (found,) = run_stages(stages("right"), results, "cpu", tmp_path / "gpu", limit_s=1.0)
+    assert found.status == "skipped" and "set --limit-s, or --stages" in found.facts[0].reason
+
+
+def test_a_later_command_keeps_the_results_of_other_stages(tmp_path):
+    first, second = stages("right", "crashes")
+    run_stages([first, second], Results(tmp_path / "gpu.json"), "cpu", tmp_path / "gpu", 600.0)
+    results = Results(tmp_path / "gpu.json")
+    run_stages([Stage(1, "repaired", first.address, 60.0)], results, "cpu", tmp_path / "gpu", 600.0)
+    found = Results(tmp_path / "gpu.json").stages
+    assert [found[number].title for number in (0, 1)] == ["stage that right", "repaired"]
+    assert found[1].status == "ok" and isinstance(found[1].facts[0], Fact)
+    lines = markdown(list(found.values())).splitlines()
+    assert lines[2] == "| 0. stage that right |  | 60 s | OK | " + f"{found[0].seconds:.1f} |"
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_the_miniature_form_of_the_first_stage_passes(tmp_path, capsys):
+    file = tmp_path / "gpu.json"
+    assert main(["--device", "cpu", "--stages", "0", "--out", str(file)]) == 0
+    (entry,) = json.loads(file.read_text())["stages"]
+    facts = by_name(entry)
+    assert entry["status"] == "ok" and entry["device"] == "cpu"
+    assert facts["matrix rate, bfloat16"]["value"] > 0 and facts["torch"]["value"]
+    capsys.readouterr()
+    assert main(["--show", "--markdown", "--out", str(file)]) == 0
+    assert "| 0. machine and rates |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_the_miniature_form_of_a_stage_passes_and_names_what_it_cannot_test(tmp_path, number):
+    facts = {}
+
+    def send(message: dict) -> None:
+        if "fact" in message:
+            facts[message["fact"]["name"]] = message["fact"]
+
+    name, _, function = STAGES[number].address.partition(":")
+    getattr(import_module(name), function)(Report("cpu", tmp_path, tmp_path / "materials", send))
+    assert not [fact for fact in facts.values() if fact["status"] == "failed"]
+    skipped = {name for name, fact in facts.items() if fact.get("reason") in (NO_GPU, "needs vLLM")}
+    if number == 1:
+        assert facts["log-probs of qwen3, shared prefix"]["limit"] == "<= 0.0001"
+        assert skipped == {"too little memory for the weights in transfer"}
+    else:
+        assert facts["training, 512 tokens per forward"]["unit"] == "TFLOP/s"
+        assert skipped == {"vllm", "an update of online DPO"}
+
+
+def test_every_stage_has_a_function():
+    for stage in STAGES:
+        module, _, function = stage.address.partition(":")
+        assert callable(getattr(import_module(module), function))
+        assert import_module(module).__doc__.startswith(f"Stage {stage.number}: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--stages", "9"], "invalid choice"), (["--limit-s", "0"], "above 0"), (["--show"], "has no results")],
+)
+def test_wrong_arguments_end_with_exit_code_2(tmp_path, capsys, arguments, said):
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--out", str(tmp_path / "gpu.json")])
+    assert end.value.code == 2 and said in capsys.readouterr().err
