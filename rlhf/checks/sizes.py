@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config.algo import Trains
 from rlhf.config.cores import threads
-from rlhf.config.generator import WorkerConfig
+from rlhf.config.generator import VLLMConfig, WorkerConfig
 from rlhf.config.schema import plain
 from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.core.launched import world_size
@@ -74,6 +74,7 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         *rows,
         ("optimizer steps", f"{steps:,} = {parts}"),
         ("sequences per forward", forward),
+        *generator(cfg),
         *cores(cfg),
         ("evaluations", at_updates([0, *evaluated] if evaluated else [])),
         ("checkpoints", at_updates([u for u in due_updates(schedule.save_every, updates) if u < updates])),
@@ -112,6 +113,12 @@ def scores(cfg: Config) -> Iterator[tuple[str, str]]:
         yield "reward", f"score of {cfg.scorer.described}, which training maximizes"
     if cfg.algo.trains is not Trains.reward and cfg.gold.name != "none":
         yield "judge", f"score of {cfg.gold.described}, used only by evaluations"
+
+
+def generator(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield the (name, value) row of the generator, if it is vLLM."""
+    if isinstance(cfg.generator, VLLMConfig):
+        yield "generator", cfg.generator.name
 
 
 def cores(cfg: Config) -> Iterator[tuple[str, str]]:

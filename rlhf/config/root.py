@@ -14,6 +14,7 @@ from omegaconf import MISSING, OmegaConf
 from rlhf.config import off_policy as off_policy  # registers its options
 from rlhf.config.algo import AlgoConfig, Data, PPOConfig, Trains, ValueFrom
 from rlhf.config.backend import BackendConfig
+from rlhf.config.best_generator import best_generator
 from rlhf.config.generator import GeneratorConfig
 from rlhf.config.logger import LoggersConfig
 from rlhf.config.model import ModelConfig
@@ -26,6 +27,7 @@ from rlhf.config.task import TaskConfig
 # Resolvers for conf/ values computed from other keys: ${product:128,${schedule.minibatches}}
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
 OmegaConf.register_new_resolver("largest", lambda *sizes: max(sizes), replace=True)
+OmegaConf.register_new_resolver("best_generator", best_generator, replace=True)  # conf/generator/auto.yaml
 
 MINIMISED = ("eval/loss", "eval/ppl", "eval/kl")  # metrics of an evaluation whose lower values are better
 
