@@ -108,7 +108,7 @@ def test_engine_of_a_backend_accepts_the_arguments_of_the_assembly_and_the_run(o
     made = loaded(OPTIONS[option])
     assert issubclass(made, Engine)
     inspect.signature(made.build).bind("section", **passed)
-    inspect.signature(Engine.__init__).bind("self", **passed, micro_batch=1)
+    inspect.signature(Engine.__init__).bind("self", **passed)
     inspect.signature(made.prepare).bind("section", "dtype", "ranks")
     inspect.signature(made.place).bind("section", "frozen", "ranks")
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTr
 from rlhf.config.algo import GRPOConfig
 from rlhf.config.model import Dtype
 from rlhf.config.schedule import OptimConfig
-from rlhf.core.batch import Batch
+from rlhf.core.batch import Batch, Budget
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.hf import decoding, sampling
 from rlhf.generators.hf.sampling import sample, uniforms
@@ -98,7 +98,8 @@ def engine_of(model: PreTrainedModel, micro_batch: int, dtype: Dtype) -> TorchEn
         OptimConfig(lr=1e-4),
         total_steps=10,
         steps_per_batch=1,
-        micro_batch=micro_batch,
+        budget=Budget(micro_batch),
+        inference=Budget(micro_batch),
         ranks=ALONE,
         dtype=dtype,
     )

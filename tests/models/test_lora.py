@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf.config.algo import DPOConfig, PPOConfig
 from rlhf.config.model import Dtype, LoRAConfig
 from rlhf.config.schedule import OptimConfig
-from rlhf.core.batch import Prompts, Sampling
+from rlhf.core.batch import Budget, Prompts, Sampling
 from rlhf.core.errors import RunError, UserError
 from rlhf.engines.engine import groups
 from rlhf.engines.torch_engine import OPTIMIZER_FILE, TorchEngine
@@ -60,7 +60,8 @@ def engine_of(module, reference=None, **settings):
     options = {
         "total_steps": 10,
         "steps_per_batch": 1,
-        "micro_batch": 16,
+        "budget": Budget(16),
+        "inference": Budget(16),
         "ranks": ALONE,
         **settings,
     }
