@@ -84,7 +84,7 @@ MISTAKES = [
     ("evaluate", "run={run} eval.prompts=1,2", "eval.prompts must be set to one value"),
     ("evaluate", "run={run} +eval.prompts=1", "must be set to one value"),
     ("evaluate", "run={run} generator=vlm", "did you mean generator=vllm?"),
-    ("evaluate", "run={run} generator=dataset", "generator must be one of hf, vllm, vllm_colocated, got 'da"),
+    ("evaluate", "run={run} generator=dataset", "generator must be one of auto, hf, vllm, vllm_colocated, got 'da"),
     ("evaluate", "run={run} scorer@gold=reward_model", "gold.path must name a reward model"),
     ("evaluate", "run={run} -m", "-m must be a flag of this command"),
     ("evaluate", "run={run}/model", "(no config.yaml in it), got {run}/model; set run={run}"),
