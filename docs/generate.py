@@ -36,7 +36,10 @@ from rlhf.config.root import Config  # noqa: E402
 from rlhf.config.schema import SCHEMAS, Section, bound_of, plain  # noqa: E402
 
 REFERENCE = ROOT / "docs" / "reference"
-COMMANDS = ("train", "extend", "inspect", "evaluate", "relabel", "pipeline", "plan", "report")
+COMMANDS = (
+    *("rlhf", "rlhf.train", "rlhf.extend", "rlhf.inspect", "rlhf.evaluate", "rlhf.relabel", "rlhf.pipeline"),
+    *("rlhf.plan", "rlhf.report"),
+)
 COLUMNS = "110"  # width of the help texts
 REQUIRED = "required"
 GROUPS = {  # section of the root config -> config group of its options
@@ -84,10 +87,10 @@ def commands() -> str:
     for name in COMMANDS:
         parts += [
             "",
-            f"## rlhf.{name}",
+            f"## {name}",
             "",
             "```text",
-            f"$ python -m rlhf.{name} --help",
+            f"$ python -m {name} --help",
             helped(name),
             "```",
         ]
@@ -101,14 +104,14 @@ def helped(name: str) -> str:
         SystemExit: the command failed.
     """
     done = subprocess.run(
-        [sys.executable, "-m", f"rlhf.{name}", "--help"],
+        [sys.executable, "-m", name, "--help"],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": COLUMNS, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     if done.returncode:
-        sys.exit(f"{done.stderr}\nerror: python -m rlhf.{name} --help failed with {done.returncode}")
+        sys.exit(f"{done.stderr}\nerror: python -m {name} --help failed with {done.returncode}")
     return "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())
 
 

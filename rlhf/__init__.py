@@ -1,7 +1,44 @@
-"""A framework for RLHF experiments, with one training loop for synchronous and asynchronous runs."""
+"""A framework for RLHF experiments, with one training loop for synchronous and asynchronous runs.
+
+The Python API: `Experiment`, `Hook`, `StopRun`, `sweep`, and the errors `UserError`, `RunError` and
+`Interrupted`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from rlhf.core import early_signals
+from rlhf.core.errors import Interrupted, RunError, UserError
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from rlhf.experiment import Experiment as Experiment
+    from rlhf.loggers.hooks import Hook as Hook
+    from rlhf.loggers.hooks import StopRun as StopRun
+    from rlhf.sweeping import sweep as sweep
+
+__all__ = ["Experiment", "Hook", "Interrupted", "RunError", "StopRun", "UserError", "sweep"]
+
+# Name -> module. They are imported at their first use, so that the commands start quickly.
+LAZY = {
+    "Experiment": "rlhf.experiment",
+    "Hook": "rlhf.loggers.hooks",
+    "StopRun": "rlhf.loggers.hooks",
+    "sweep": "rlhf.sweeping",
+}
 
 early_signals.handle()
+
+try:
+    __version__ = version("rlhf-lab")  # from the tag of the commit that was installed (pyproject.toml)
+except PackageNotFoundError:  # the source is imported without an installation
+    __version__ = "unknown"
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of the Python API at its first use."""
+    if name not in LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(LAZY[name]), name)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 
+from rlhf.checks.publishing import check_push
 from rlhf.core.console import console, say
 from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command
@@ -68,7 +69,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     console.quiet = not is_first_rank()
     split = own.get("split", "validation")
     check_split(split)
-    hub.check(own.get("push_to"))
+    check_push(own.get("push_to"))
     cfg, named = config_of(overrides)
     cfg, before = embedded_chain(cfg) if cfg.task.embedded else stored_chain(cfg, named)
     folder = RunFolder(folder_of(cfg))

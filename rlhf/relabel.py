@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf.checks.publishing import check_push
 from rlhf.core.console import console, say
 from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command
@@ -47,7 +48,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
         UserError: an argument is invalid.
     """
     output = Path(COMMAND.required(own, "output", overrides)).expanduser()
-    hub.check(own.get("push_to"))
+    check_push(own.get("push_to"))
     cfg = pairs_of(overrides)
     relabel(cfg, output)
     if is_first_rank():

@@ -1,6 +1,6 @@
 """Command `python -m rlhf.train [group=option ...] [key=value ...]`: train a model (see `--help`).
 
-    compose the config (Hydra) -> check it (rlhf.launch.preflight) -> run (rlhf.stages.run)
+    compose the config (Hydra) -> check it (rlhf.launch.preflight) -> run (rlhf.experiment.Experiment)
 
 The checks come before the run folder is created. Only the run imports torch; the steps before it do not.
 
@@ -28,17 +28,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.check import as_objects, overrides_of, refuse, typed
-from rlhf.checks.machine import check_machine
-from rlhf.checks.rewards import check_rewards
+from rlhf.checks.check import overrides_of, refuse
 from rlhf.config import catalogue, plugins
 from rlhf.config.help import help_text
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
-from rlhf.core.console import say_loading
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.launched import world_size
 from rlhf.core.output import prepare_output
-from rlhf.launch import slurm
+from rlhf.experiment import Experiment
+from rlhf.launch import search, slurm
 from rlhf.launch import sweep as sweeps
 from rlhf.launch.child_jobs import job_in_child
 from rlhf.launch.command_line import checked_arguments, exit_codes, help_topics, stop
@@ -46,10 +44,8 @@ from rlhf.launch.hydra_internals import flags
 from rlhf.launch.jobs import announce
 from rlhf.launch.sweep import Sweep, begin_job
 from rlhf.processes import signals
-from rlhf.runs.folder import RunFolder
-from rlhf.runs.lock import claimed, waiting_claim
+from rlhf.runs.lock import waiting_claim
 from rlhf.runs.naming import folder_of
-from rlhf.runs.resuming import prepare
 
 OmegaConf.register_new_resolver("run_name", lambda *, _root_: folder_of(_root_).name, replace=True)
 
@@ -75,34 +71,33 @@ def run_job(config: DictConfig) -> float | None:
     job = HydraConfig.get()
     overrides = overrides_of(job.overrides)
     sweep = job.mode == RunMode.MULTIRUN
-    folder = RunFolder(Path(job.runtime.output_dir))
+    folder = Path(job.runtime.output_dir)
     # In a process of joblib; other launchers run jobs in the process of the sweep, or one job per process.
     in_child = sweep and "joblib" in job.launcher._target_ and sweeps.current is None
     try:
         with job_in_child() if in_child else nullcontext():
-            # `Preflight` has already checked a single run; a job of a sweep may run in another process.
-            cfg = typed(config, overrides) if sweep else as_objects(config, overrides)
-            if sweep:
-                begin_job(job.job.num, overrides)
-                if (finished := prepare(folder, cfg, wait=world_size() == 1)) is not None:
-                    announce(folder, finished, cfg.metric)
-                    return finished["result"].get(cfg.metric)
-                check_machine(cfg)
-            check_rewards(cfg)
-            say_loading()
-            from rlhf.stages.run import run
-
-            return run(cfg, folder, check=False, claim=waiting_claim if sweep else claimed)
+            experiment = Experiment.composed(config, overrides, folder)
+            if not sweep:  # `Preflight` has already checked a single run
+                return experiment.execute()
+            experiment.validate()  # a job of a sweep may run in another process than the command
+            begin_job(job.job.num, overrides)
+            if (finished := experiment.prepare(wait=world_size() == 1)) is not None:
+                metric = experiment.config.metric
+                announce(experiment.files, finished, metric)
+                return finished["result"].get(metric)
+            metric = experiment.config.metric
+            experiment.hooks = search.pruning_hooks(job.sweeper, Path(job.sweep.dir), overrides, metric)
+            return experiment.execute(claim=waiting_claim)
     except Interrupted as reason:
         if signals.active is not None and not in_child:  # the job runs in the process of the command
             raise
         with suppress(OSError):
-            folder.path.rmdir()  # empty if the job was refused because of an earlier signal
+            folder.rmdir()  # empty if the job was refused because of an earlier signal
         slurm.requeue(reason)
         raise RunError(str(reason)) from None
     except (UserError, RunError) as error:
         with suppress(OSError):
-            folder.path.rmdir()  # Hydra created it; it is empty if the run was refused before it began
+            folder.rmdir()  # Hydra created it; it is empty if the run was refused before it began
         if sweep:  # the sweep continues, and prints the error at its end
             raise
         stop(error)
@@ -132,6 +127,7 @@ def main() -> None:
                 print(help_text(topics))
                 return
             sys.argv[1:] = checked_arguments(sys.argv[1:], flags())
+            search.register()
             with sweep.watching():
                 try:
                     train()

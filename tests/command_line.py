@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 from rlhf.config.root import Config
+from rlhf.loggers.hooks import Hook
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import Claim, claimed
 
@@ -45,7 +46,13 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
     def call(*words: str, during: Callable[[Config, RunFolder], float] | None = None) -> Answer:
         runs: list[tuple[Config, RunFolder]] = []
 
-        def run(cfg: Config, folder: RunFolder, check: bool = True, claim: Claim = claimed) -> float:
+        def run(
+            cfg: Config,
+            folder: RunFolder,
+            check: bool = True,
+            claim: Claim = claimed,
+            hooks: Sequence[Hook] = (),
+        ) -> float:
             assert not check, "the command line has checked the config"
             runs.append((cfg, folder))
             return during(cfg, folder) if during else 0.5

@@ -8,6 +8,8 @@
     make bench LOCK=gpu ARGS=--gpu                    on a GPU: CUDA, bfloat16, models with 410M parameters
     make bench ARGS=--smoke                           check the set-up: a minute or two
 
+Asynchronous GRPO needs two GPUs and vLLM on both sides, and is skipped elsewhere (theirs_async.py).
+
 Each run is a separate process. All cases run once before any case is repeated. The two sides take turns, and
 the side that starts changes with every repeat. If the host of a virtual machine takes more than 5 % of the
 CPU time of a run, the run is repeated. New runs of a case and side replace the old ones. Episodes, tokens,
@@ -18,6 +20,7 @@ written to a JSON-lines file, and the results of all runs to a .json file next t
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -51,7 +54,11 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 900  # time limit of one run
 STOLEN = 0.05  # share of the CPU time of a run above which the run is repeated
 TRIES = 3  # runs at most, if the host takes CPU time
-THEIRS = {"bench": "theirs", "bench-ppo": "theirs_ppo"}  # environment -> module that runs TRL there
+THEIRS = {
+    "bench": "theirs",
+    "bench-ppo": "theirs_ppo",
+    "bench-async": "theirs_async",
+}  # module by environment
 
 
 def main() -> None:
@@ -79,8 +86,9 @@ def main() -> None:
                 load, start = os.getloadavg()[0], time.monotonic()
                 found = quietest(case, side, args.environments, materials)
                 took_s = time.monotonic() - start
+                used = side if side == "ours" else f"{side} {found['versions']['trl']}"
                 print(
-                    f"  {side:12}  {found['cpu_s']:.2f} CPU-s  {found['wall_s']:.2f} s  "
+                    f"  {used:20}  {found['cpu_s']:.2f} CPU-s  {found['wall_s']:.2f} s  "
                     f"{found['memory']['above_mib']:.0f} MiB",
                     flush=True,
                 )
@@ -146,12 +154,13 @@ def parse() -> argparse.Namespace:
         parser.error("--gpu needs a GPU that torch can use (there is none); omit --gpu")
     parts = args.part or (GPU_PARTS if args.gpu else CPU_PARTS)
     threads = args.threads or ([GPU_THREADS] if args.gpu else [1, 2])
-    args.cases = cases(parts, args.algo, threads, args.gpu)
+    rivals = args.environments if set(args.side) != {"ours"} else None
+    args.cases = runnable(cases(parts, args.algo, threads, args.gpu), rivals, parser)
     if args.smoke:
         args.repeats = 1
         first = {case.environment: case for case in reversed(args.cases)}
         args.cases = [replace(first[name], warmup=1, measured=1) for name in THEIRS if name in first]
-    for case in args.cases if set(args.side) != {"ours"} else ():
+    for case in args.cases if rivals else ():
         if not python(args.environments, case).exists():
             parser.error(
                 f"--environments must be a folder with .venv-{case.environment} (TRL runs there, from "
@@ -159,6 +168,37 @@ def parse() -> argparse.Namespace:
                 "--side ours"
             )
     return args
+
+
+def runnable(chosen: list[Case], environments: Path | None, parser: argparse.ArgumentParser) -> list[Case]:
+    """Return the cases that can run here and print why others cannot; it is an error if there are none.
+
+    Args:
+        chosen: the cases.
+        environments: folder with the environments of TRL; None: only this project is measured.
+        parser: reports the error.
+    """
+    found = [case for case in chosen if obstacle(case, environments) is None]
+    skipped = [case for case in chosen if case not in found]
+    if not found:
+        parser.error(f"{obstacle(skipped[0], environments)}; choose another --algo")
+    if skipped:
+        print(f"{skipped[0].algo}: skipped: {obstacle(skipped[0], environments)}")
+    return found
+
+
+def obstacle(case: Case, environments: Path | None) -> str | None:
+    """Return why an asynchronous case cannot run here; None if the case can run, or is not asynchronous."""
+    if not case.asynchronous:
+        return None
+    gpus = torch.cuda.device_count() if case.gpu else 0
+    if gpus < 2:
+        return f"asynchronous GRPO needs --gpu and two GPUs, one of them for vLLM (found {gpus})"
+    if importlib.util.find_spec("vllm") is None:
+        return "asynchronous GRPO needs vLLM; run make setup LOCK=gpu"
+    if environments and not python(environments, case).exists():
+        return f"{environments} has no .venv-{case.environment}; theirs_async.py says how to make it"
+    return None
 
 
 def origin(gpu: bool) -> dict[str, Any]:
@@ -231,7 +271,8 @@ def measure(case: Case, side: str, environments: Path, materials: Path) -> dict[
         "OMP_NUM_THREADS": str(case.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
+        # asynchronous GRPO of TRL loads its attention kernel from the Hub
+        "HF_HUB_OFFLINE": "0" if case.asynchronous else "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
     with tempfile.TemporaryDirectory() as scratch:
@@ -252,12 +293,22 @@ def measure(case: Case, side: str, environments: Path, materials: Path) -> dict[
             output = done.stdout[-2000:] + done.stderr[-4000:]
             sys.exit(f"{output}\nerror: {case.name} failed ({side}; its output is above)")
         found: dict[str, Any] = json.loads(out.read_text())
-    if found["counts"] != case.counts():
+    if not same_work(case, found["counts"]):
         sys.exit(
             f"error: {case.name} must have {as_text(case.counts())}, "
             f"got {as_text(found['counts'])} from {side}"
         )
     return found
+
+
+def same_work(case: Case, counts: dict[str, int]) -> bool:
+    """Whether the counts are those of the case.
+
+    Asynchronous samples of TRL come in the order of their completion, so the prompts of the measured updates,
+    and the number of their tokens, differ a little.
+    """
+    free = {"prompt_tokens"} if case.asynchronous else set()
+    return all(counts.get(name) == count for name, count in case.counts().items() if name not in free)
 
 
 def as_text(counts: dict[str, int]) -> str:

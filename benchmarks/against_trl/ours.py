@@ -8,30 +8,28 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.against_trl.meter import Meter
-from benchmarks.against_trl.work import EPISODES, WORKS, Case
+from benchmarks.against_trl.work import EPISODES, MAX_LAG, WORKS, Case
 
 
 def overrides(case: Case, materials: Path) -> list[str]:
     """Return the command-line arguments of the run."""
     work = WORKS[case.work]
     return [
-        f"algo={case.algo}",
+        *(asynchronous() if case.asynchronous else synchronous(case, materials)),
         f"algo.samples_per_prompt={case.samples}",
         "model=pythia",
         f"model.dtype={'bfloat16' if case.gpu else 'float32'}",
         f"model.policy={case.policy(materials)}",
-        f"model.reward={case.reward(materials)}",
         "task=tldr",
         f"task.path={case.data(materials)}",
         f"task.max_prompt_tokens={work.longest_prompt}",
-        "scorer=reward_model",
         "scorer.missing_eos_score=null",
         "scorer@gold=none",
-        "generator=hf",
         f"generator.response_length={work.response}",
         f"generator.temperature={case.temperature}",
         "backend=torch",
@@ -45,6 +43,31 @@ def overrides(case: Case, materials: Path) -> list[str]:
         "schedule.eval_every=0",
         "schedule.save_every=0",
         "progress=off",
+    ]
+
+
+def synchronous(case: Case, materials: Path) -> list[str]:
+    """Return the arguments of a case that samples and trains in turn."""
+    return [
+        f"algo={case.algo}",
+        f"model.reward={case.reward(materials)}",
+        "scorer=reward_model",
+        "generator=hf",
+    ]
+
+
+def asynchronous() -> list[str]:
+    """Return the arguments of a case that samples with vLLM on a second GPU, as TRL's asynchronous GRPO.
+
+    TRL has no reference model in this case. Here the reference model is used for metrics only.
+    """
+    return [
+        "algo=grpo",
+        "algo.kl_coef=0",
+        "scorer=function",
+        f"scorer.path={Path(__file__).with_name('reward.py')}:variety",
+        "generator=vllm",
+        f"schedule.max_lag={MAX_LAG}",
     ]
 
 
@@ -76,16 +99,22 @@ def carry_out(args: list[str], samples: int, meter: Meter) -> None:
         def log(self, *_: Any) -> None:
             meter.update_ended()
 
-    def sampled(future: Any) -> dict[str, int]:
-        rollouts = future.result()
+    def sampled(rollouts: Any) -> dict[str, int]:
         return {
             "episodes": rollouts.episodes,
             "prompt_tokens": samples * int(rollouts.prompt_mask.sum()),
             "response_tokens": int(rollouts.response_mask.sum()),
         }
 
-    build_engine, build_generator = assembly.build_engine, assembly.build_generator
-    build_loggers, train = runs.build_loggers, runs.train
+    def watched(stream: Iterable[Any], updates: int) -> Iterator[Any]:
+        rollouts = iter(stream)
+        for _ in range(updates):
+            with meter.charge("generate"):  # waiting for rollouts
+                batch = next(rollouts)
+            meter.counts.update(sampled(batch))
+            yield batch
+
+    build_engine, build_loggers, train = assembly.build_engine, runs.build_loggers, runs.train
 
     def engine(*args: Any) -> Any:
         made = build_engine(*args)
@@ -94,16 +123,11 @@ def carry_out(args: list[str], samples: int, meter: Meter) -> None:
         meter.wrap(made, "update", seen=lambda _: {"optimizer_steps": 1})
         return made
 
-    def generator(*args: Any) -> Any:
-        made = build_generator(*args)
-        meter.wrap(made, "submit", "generate", seen=sampled)
-        return made
-
-    def loop(*args: Any) -> None:
+    def loop(parts: Any, stream: Any, state: Any, *rest: Any) -> None:
         meter.begin()
-        train(*args)
+        train(parts, watched(stream, state.num_updates), state, *rest)
 
-    assembly.build_engine, assembly.build_generator, runs.train = engine, generator, loop
+    assembly.build_engine, runs.train = engine, loop
     runs.build_loggers = lambda *args: [*build_loggers(*args), EndOfUpdate()]
     meter.wrap(RewardModelScorer, "score", "score")
     with tempfile.TemporaryDirectory() as folder:

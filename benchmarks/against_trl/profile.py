@@ -133,7 +133,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=LENGTHS, help="work and model")
-    parser.add_argument("algo", choices=SAMPLES)
+    parser.add_argument("algo", choices=[algo for algo in SAMPLES if algo != "async_grpo"])
     parser.add_argument(
         "--operations", type=int, default=0, help="number of most expensive operations to list (default 0)"
     )

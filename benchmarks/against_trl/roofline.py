@@ -30,7 +30,16 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.against_trl.meter import PHASES, Meter
 from benchmarks.against_trl.table import Sheet
-from benchmarks.against_trl.work import GPU_PARTS, GPU_THREADS, SAMPLES, SHAPES, WORKS, Case, cases
+from benchmarks.against_trl.work import (
+    ENVIRONMENTS,
+    GPU_PARTS,
+    GPU_THREADS,
+    SAMPLES,
+    SHAPES,
+    WORKS,
+    Case,
+    cases,
+)
 
 PREFILL = "prompts"  # the part of `generate` that encodes the prompts
 CUDA = torch.device("cuda")
@@ -195,7 +204,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("part", choices=GPU_PARTS, help="work and model")
-    parser.add_argument("algo", choices=[algo for algo in SAMPLES if algo != "ppo"])
+    parser.add_argument("algo", choices=[algo for algo in SAMPLES if algo not in ENVIRONMENTS])
     parser.add_argument("--side", choices=("ours", "trl"), default="ours", help="default: ours")
     parser.add_argument("--materials", type=Path, help="folder of models and prompts; default: create them")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.against_trl.meter import PHASES
-from benchmarks.against_trl.work import EPISODES, LENGTHS, SAMPLES, SIDES, WORKS, Case
+from benchmarks.against_trl.work import ENVIRONMENTS, EPISODES, LENGTHS, SAMPLES, SIDES, WORKS, Case
 
 RUNS = Path("outputs/bench/runs.jsonl")
 GPU_RUNS = RUNS.with_name("gpu.jsonl")
@@ -224,8 +224,8 @@ def origin(runs: list[dict[str, Any]]) -> dict[str, Any]:
     versions: dict[str, list[str]] = {}
     for run in runs:
         for name, version in run["figures"]["versions"].items():
-            own = name == "trl" and run["case"]["algo"] == "ppo"  # PPO needs an older TRL
-            versions.setdefault("trl for ppo" if own else name, []).append(version)
+            own = name == "trl" and run["case"]["algo"] in ENVIRONMENTS  # PPO needs an older TRL
+            versions.setdefault(f"trl for {run['case']['algo']}" if own else name, []).append(version)
     return {
         "machines": distinct([run["machine"] for run in runs]),
         "versions": {name: distinct(found) for name, found in sorted(versions.items())},

@@ -1,4 +1,4 @@
-"""Measure TRL in its own environment (requirements/bench.txt). For PPO see theirs_ppo.py.
+"""Measure TRL in its own environment (requirements/bench.txt). See also theirs_ppo.py and theirs_async.py.
 
 python -m benchmarks.against_trl.theirs <case as JSON> <folder of materials> <output file> [--released]
 
@@ -185,12 +185,12 @@ def versions() -> dict[str, str]:
     return {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def main(build: Callable[..., Any], watch: Callable[..., None]) -> None:
-    """Parse the command line, measure, and write the figures."""
+def main(build: Callable[..., Any], watch: Callable[..., None], **more: str) -> None:
+    """Parse the command line, measure, and write the figures; `more`: versions of more libraries."""
     case, materials, out = Case.load(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     meter = Meter(case.warmup, case.gpu)
     carry_out(case, materials, build, watch, meter)
-    out.write_text(json.dumps({**meter.figures(), "versions": versions()}))
+    out.write_text(json.dumps({**meter.figures(), "versions": {**versions(), **more}}))
 
 
 if __name__ == "__main__":

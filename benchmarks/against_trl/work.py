@@ -50,7 +50,8 @@ SHAPES = {
     "14m": Shape(layers=6, hidden_size=128, heads=4, vocabulary=50304, context=2048),  # pythia-14m
     "410m": Shape(layers=24, hidden_size=1024, heads=16, vocabulary=50304, context=2048),  # pythia-410m
 }
-SAMPLES = {"dpo": 2, "rloo": 4, "grpo": 4, "ppo": 1}  # per prompt
+SAMPLES = {"dpo": 2, "rloo": 4, "grpo": 4, "ppo": 1, "async_grpo": 4}  # per prompt
+ENVIRONMENTS = {"ppo": "bench-ppo", "async_grpo": "bench-async"}  # of TRL, by algorithm; all others: bench
 LENGTHS = {
     "short-nano": Length(warmup=2, measured=8),
     "short-14m": Length(warmup=1, measured=2),
@@ -59,6 +60,8 @@ LENGTHS = {
     "short-410m": Length(warmup=2, measured=4),
     "tldr-410m": Length(warmup=2, measured=4),
 }  # by part
+MAX_LAG = 4  # of asynchronous cases: schedule.max_lag, and max_staleness of TRL (its default)
+ASYNC_LENGTH = Length(warmup=10, measured=20)  # many times MAX_LAG: batches sampled in advance do not count
 GPU_PARTS = ("short-410m", "tldr-410m")  # too large for a CPU
 CPU_PARTS = tuple(part for part in LENGTHS if part not in GPU_PARTS)
 GPU_THREADS = 8  # CPU threads of a run on a GPU
@@ -93,7 +96,12 @@ class Case:
     @property
     def environment(self) -> str:
         """The environment of TRL: .venv-<environment>, made from requirements/<environment>.txt."""
-        return "bench-ppo" if self.algo == "ppo" else "bench"
+        return ENVIRONMENTS.get(self.algo, "bench")
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether both sides sample on a second GPU with vLLM while they train."""
+        return self.algo == "async_grpo"
 
     @property
     def samples(self) -> int:
@@ -159,8 +167,9 @@ def cases(parts: list[str], algos: list[str], threads: list[int], gpu: bool = Fa
             algo=algo,
             threads=count,
             gpu=gpu,
-            warmup=LENGTHS[part].warmup,
-            measured=LENGTHS[part].measured,
+            warmup=length.warmup,
+            measured=length.measured,
         )
         for part, algo, count in product(parts, algos, threads)
+        for length in [ASYNC_LENGTH if algo == "async_grpo" else LENGTHS[part]]
     ]

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from transformers import PreTrainedModel
 
+from rlhf.config.model import AUTO
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_json
 from rlhf.generators.hf.agreement import sampling_fault
+from rlhf.models import flash_attention
 from rlhf.models.agreement import comparing, example, fingerprint, sharing_fault
+from rlhf.models.fetching import first_line
 from rlhf.models.headers import DamagedFile, read_object
 from rlhf.models.loading import check_context
 from rlhf.models.modules import RolloutModule
@@ -34,7 +37,9 @@ KNOWN: dict[str, str | None] = {}  # results of this process (a fault, or None),
 
 
 def compared(module: M, cfg: Config, ranks: Ranks) -> M:
-    """Return `module`; if it cannot encode a prompt once for its responses, turn this off and warn.
+    """Return `module`, with flash attention if `model.attention=auto` finds it and its outputs are right.
+
+    If the module cannot encode a prompt once for its responses, turn this off and warn.
 
     Args:
         module: a module whose model is on the device of the rank, whole or divided over the ranks.
@@ -54,6 +59,8 @@ def compared(module: M, cfg: Config, ranks: Ranks) -> M:
         with comparing(model, ranks.device, cfg.model.dtype):
             return sharing_fault(module, batch)
 
+    if cfg.model.attention == AUTO:
+        use_flash(model, cfg, ranks, measure)
     fault, new = once(cfg, ranks, model, "sharing", measure)
     if module.shared_prefix and fault is not None:
         module.shared_prefix = False
@@ -64,6 +71,39 @@ def compared(module: M, cfg: Config, ranks: Ranks) -> M:
                 "to hide this message"
             )
     return module
+
+
+def use_flash(model: PreTrainedModel, cfg: Config, ranks: Ranks, measure: Callable[[], str | None]) -> None:
+    """Switch a model to the installed flash attention; if its outputs are wrong, warn and use sdpa.
+
+    Args:
+        model: the model, on the device of the rank.
+        cfg: the config of the run.
+        ranks: the ranks of the run, which all call this function.
+        measure: compares the forwards of the model; returns a fault, or None.
+    """
+    kind = flash_attention.installed(ranks.device, cfg.model.dtype)
+    if kind is None:
+        return
+
+    def try_it() -> str | None:
+        try:
+            return measure()
+        except UserError as error:
+            return str(error)
+
+    try:
+        model.set_attn_implementation(kind)
+        fault, new = once(cfg, ranks, model, "attention", try_it)
+    except (ValueError, ImportError) as error:  # transformers has no flash attention for this model
+        fault, new = first_line(error), True
+    if fault is not None:
+        model.set_attn_implementation("sdpa")
+        if new:
+            log.warning(
+                f"model.attention=auto uses sdpa instead of {kind} for a {model.config.model_type} model "
+                f"({fault}); set model.attention=sdpa to hide this message"
+            )
 
 
 def samples_with_cache(

@@ -31,6 +31,7 @@ def build_task(cfg: Config, tokenizer: PreTrainedTokenizerFast, data: Data, prom
         prompts_per_update=prompts_per_update,
         max_prompt_tokens=cfg.task.max_prompt_tokens,
         seed=cfg.seed,
+        shares=cfg.task.shares,
     )
 
 

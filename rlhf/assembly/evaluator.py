@@ -79,4 +79,5 @@ def build_evaluator(
         ),
         cfg.generator.temperature,
         held_out_pairs,
+        tuple(cfg.task.shares),
     )

@@ -31,7 +31,9 @@ def build_sampler(
 ) -> HFGenerator:
     """Return a generator that samples from the fixed weights of `model.policy`."""
     assert cfg.model.policy is not None
-    model = load_causal_lm(cfg.model.policy, torch.float32, cfg.model.attention, cfg.model.trust_remote_code)
+    model = load_causal_lm(
+        cfg.model.policy, torch.float32, cfg.model.loaded_attention, cfg.model.trust_remote_code
+    )
     torch.nn.Module.to(model, device)
     cached = samples_with_cache(model, lambda: nullcontext(model), cfg, Ranks(device))
     return HFGenerator(lambda: nullcontext(model), tokenizer, batch_size=256, seed=seed, cached=cached)

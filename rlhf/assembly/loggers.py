@@ -13,6 +13,7 @@ from rlhf.loggers.display import Display
 from rlhf.loggers.doubts import ScoreDoubts
 from rlhf.loggers.jsonl import JsonlLogger
 from rlhf.loggers.logger import Logger, LoggerContext
+from rlhf.report.run_figures import run_figures
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +38,7 @@ def build_loggers(
     display = Display(title, state, cfg.progress, cfg.eval.samples, shown_figures(cfg))
     doubts = ScoreDoubts(cfg.algo.samples_per_prompt, faster_scoring(cfg), state.update)
     loggers = [JsonlLogger(folder, state, checkpoint), display, doubts]
-    context = LoggerContext(folder=folder, state=state)
+    context = LoggerContext(folder=folder, state=state, figures=lambda: run_figures(folder.path))
     chosen = (getattr(cfg.logger, each.name) for each in fields(cfg.logger))
     return [*loggers, *(make(section, context) for section in chosen if section is not None)]
 

@@ -14,7 +14,7 @@ from rlhf.config.algo import PPOConfig, Trains, ValueFrom
 from rlhf.config.model import NanoConfig
 from rlhf.core.errors import UserError
 from rlhf.core.seeding import derive
-from rlhf.engines.engine import trained
+from rlhf.engines.optimizers import trained
 from rlhf.models.loading import load_causal_lm, load_reward_model, new_nano, new_reward_model
 from rlhf.models.lora import adapt
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule, ValueModel, score_head
@@ -55,7 +55,7 @@ def loading(cfg: Config) -> dict[str, Any]:
     model = cfg.model
     return {
         "dtype": getattr(torch, model.dtype.value) if model.lora.rank else torch.float32,
-        "attention": model.attention,
+        "attention": model.loaded_attention,
         "trust_remote_code": model.trust_remote_code,
     }
 
@@ -146,7 +146,9 @@ def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Rank
     dtype = getattr(torch, model.dtype.value)
 
     def build() -> Policy:
-        frozen = load_causal_lm(name, dtype, model.attention, model.trust_remote_code, key="model.reference")
+        frozen = load_causal_lm(
+            name, dtype, model.loaded_attention, model.trust_remote_code, key="model.reference"
+        )
         check_vocabulary(frozen, tokenizer, "model.reference")
         return policy_of(frozen, cfg)
 

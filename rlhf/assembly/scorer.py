@@ -36,6 +36,7 @@ def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks
             place=place,
             build=build,
             conversational=conversational,
+            parts=tuple(cfg.task.shares),
             tie_tolerance=cfg.tie_tolerance(section),
         )
         scorer: Scorer | None = make(section, context)

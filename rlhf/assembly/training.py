@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.collapse import build_collapse_rule
+from rlhf.assembly.compilation import compile_blocks
 from rlhf.assembly.engine import build_engine
 from rlhf.assembly.evaluator import build_evaluator
+from rlhf.assembly.fused_head import choose_head
 from rlhf.assembly.generator import build_generator
 from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_training_scorer
@@ -66,6 +68,8 @@ def assemble(
         ends: exit stack that closes the generator if building a later part fails, or at the end.
     """
     engine = build_engine(cfg, tokenizer, ranks, state)
+    choose_head(engine, cfg)
+    compile_blocks(engine, cfg, state.num_updates)
     generator = build_generator(cfg, engine, tokenizer, folder, ranks)
     ends.callback(generator.close)
     scorer = build_training_scorer(cfg, tokenizer, ranks)

@@ -15,9 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 # Importing a module of rules registers its rules.
 from rlhf.checks import (  # noqa: F401
     algorithms,
+    compilation,
     dialogues,
     folders,
     generators,
+    hooks,
     judges,
     libraries,
     model_folders,

@@ -22,6 +22,8 @@ def folders_can_be_written(cfg: Config) -> Iterator[str]:
     folders = {"output_dir": cfg.output_dir}
     if cfg.task.embedded:
         folders["cache_dir"] = cfg.cache_dir
+    if cfg.logger.trackio is not None and cfg.logger.trackio.dir is not None:
+        folders["logger.trackio.dir"] = cfg.logger.trackio.dir
     for key, folder in folders.items():
         if not folder.strip():
             yield f"{key} must name a folder (the run writes files there), got {folder!r}; set {key}=outputs"

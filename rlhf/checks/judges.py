@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from rlhf.checks.rules import doubt, rule, training_rule
 from rlhf.config.root import Config
-from rlhf.config.scorer import choice, scorers
+from rlhf.config.scorer import MixtureScorerConfig, choice, scorers
+from rlhf.config.task import MixtureConfig
 
 WITHOUT_ANSWERS = ("tldr_mini", "tldr", "chat", "preferences")  # tasks whose references contain no answer
 
@@ -15,15 +16,15 @@ WITHOUT_ANSWERS = ("tldr_mini", "tldr", "chat", "preferences")  # tasks whose re
 def judges(cfg: Config) -> Iterator[str]:
     """Yield an error for each scorer that cannot score the responses of the task."""
     for at, scorer in scorers(cfg):
-        key = choice(at)
-        if scorer.name == "facts" and cfg.task.name != "tldr_mini":
+        key, task = choice(at), scored_task(cfg, at)
+        if scorer.name == "facts" and task != "tldr_mini":
             yield (
-                f"{key} must not be facts for task={cfg.task.name} (that program knows only the facts of "
+                f"{key} must not be facts for task={task} (that program knows only the facts of "
                 f"task=tldr_mini), got facts; set {key}=reward_model"
             )
-        if scorer.name == "answer" and cfg.task.name in WITHOUT_ANSWERS:
+        if scorer.name == "answer" and task in WITHOUT_ANSWERS:
             yield (
-                f"{key} must not be answer for task={cfg.task.name} (its references contain no answer to "
+                f"{key} must not be answer for task={task} (its references contain no answer to "
                 f"compare with), got answer; set {key}=reward_model"
             )
     if cfg.gold.name == "labels":
@@ -31,6 +32,48 @@ def judges(cfg: Config) -> Iterator[str]:
             "scorer@gold must not be labels (evaluation samples responses, which have no labels), got "
             "labels; set scorer@gold=reward_model gold.path=<hub name or folder>"
         )
+
+
+def scored_task(cfg: Config, at: str) -> str:
+    """Return the name of the task whose responses the scorer at the key `at` scores."""
+    whole, _, name = at.partition(".parts.")
+    scorer = cfg.gold if whole == "gold" else cfg.scorer
+    if isinstance(cfg.task, MixtureConfig) and isinstance(scorer, MixtureScorerConfig):
+        part = cfg.task.parts.get(name.partition(".")[0])
+        return cfg.task.name if part is None else part.name
+    return cfg.task.name
+
+
+@rule
+def parts_of_a_mixture_have_scorers(cfg: Config) -> Iterator[str]:
+    """Yield an error if the scorers of `scorer=mixture` are not those of the parts of `task=mixture`."""
+    for at, scorer in (("scorer", cfg.scorer), ("gold", cfg.gold)):
+        if not isinstance(scorer, MixtureScorerConfig):
+            continue
+        key = choice(at)
+        if not isinstance(cfg.task, MixtureConfig):
+            yield (
+                f"{key} must not be mixture for task={cfg.task.name} (only task=mixture has parts), got "
+                f"mixture; set {key}=reward_model"
+            )
+            continue
+        for name in cfg.task.parts:
+            if name not in scorer.parts:
+                yield (
+                    f"{at}.parts must have a scorer for each part of the task ({', '.join(cfg.task.parts)}), "
+                    f"got {', '.join(scorer.parts) or 'none'}; set +scorer@{at}.parts.{name}=<scorer>"
+                )
+        for name in scorer.parts:
+            if name not in cfg.task.parts:
+                yield (
+                    f"{at}.parts must be named like the parts of the task ({', '.join(cfg.task.parts)}), got "
+                    f"{name}; leave it out"
+                )
+        if cfg.generator.rollouts and not cfg.generator.samples and at == "scorer":
+            yield (
+                "scorer must not be mixture with saved rollouts (they do not name the part of a prompt), "
+                "got mixture; set scorer=labels"
+            )
 
 
 @training_rule

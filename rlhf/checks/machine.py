@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.checks.check import warn
+from rlhf.checks.publishing import push_problems
 from rlhf.config.backend import Device
 from rlhf.config.generator import Transfer, VLLMColocatedConfig, VLLMConfig
 from rlhf.core import hub
@@ -28,9 +29,15 @@ def check_machine(cfg: Config) -> None:
     Call this function in the process of the job, because a sweep may start jobs on other machines.
 
     Raises:
-        UserError: the machine lacks processes, GPUs or memory, or a model that it cannot download.
+        UserError: the machine lacks processes, GPUs, memory, a model that it cannot download, or the token
+            for `push_to`.
     """
-    if found := [*problems(cfg), *expandable_segments(cfg), *downloads(cfg)]:
+    if found := [
+        *problems(cfg),
+        *expandable_segments(cfg),
+        *downloads(cfg),
+        *push_problems(cfg.push_to),
+    ]:
         raise UserError(*found)
     check_memory(cfg)
 

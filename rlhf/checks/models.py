@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rlhf.config.backend import Device
 from rlhf.config.model import Dtype, NanoConfig, float16_needs_gpu
 from rlhf.config.root import Config
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
+from rlhf.core.machine import this_machine
 from rlhf.models.folders import (
     context_length,
     context_problem,
@@ -20,6 +22,8 @@ from rlhf.models.folders import (
     rope_problem,
     similar_folder,
 )
+
+FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
 @rule
@@ -33,6 +37,53 @@ def dtype_of_backend(cfg: Config) -> Iterator[str]:
         yield (
             f"model.dtype must be float32 or bfloat16 with backend={cfg.backend.name} (it does not scale "
             "the loss, without which small gradients are 0), got float16; set model.dtype=bfloat16"
+        )
+
+
+@rule
+def flash_attention_can_run(cfg: Config) -> Iterator[str]:
+    """Yield an error if `model.attention` names a flash attention that cannot run here."""
+    name, device = cfg.model.attention, cfg.backend.device
+    if name not in FLASH_PACKAGES:
+        return
+    package = FLASH_PACKAGES[name]
+    if device is Device.cpu or not this_machine().gpus:
+        yield (
+            "model.attention must be sdpa without a GPU (flash attention has no kernels for CPUs), got "
+            f"{name}; set model.attention=sdpa"
+        )
+    elif cfg.model.dtype is Dtype.float32:
+        yield (
+            "model.attention must be sdpa with model.dtype=float32 (flash attention computes in 16 bits), "
+            f"got {name}; set model.dtype=bfloat16 or model.attention=sdpa"
+        )
+    elif importlib.util.find_spec(package) is None and importlib.util.find_spec("kernels") is None:
+        install = "run: pip install flash-attn --no-build-isolation, or " if package == "flash_attn" else ""
+        yield (
+            f"model.attention must be an installed implementation (Python finds no package {package}), got "
+            f"{name}; {install}set model.attention=auto"
+        )
+
+
+@rule
+def fused_head_can_run(cfg: Config) -> Iterator[str]:
+    """Yield an error if `model.fused_head` is true and Liger's kernel cannot run here."""
+    if not cfg.model.fused_head:
+        return
+    reasons = {
+        "without a GPU (Liger has no kernel for CPUs)": cfg.backend.device is Device.cpu
+        or not this_machine().gpus,
+        "with model.float32_head=true (Liger computes logits in 16 bits)": cfg.model.float32_head,
+        f"with backend={cfg.backend.name} (Liger would keep the gathered weight)": (
+            cfg.backend.footprint().gathered
+        ),
+    }
+    if reason := next((reason for reason, applies in reasons.items() if applies), None):
+        yield f"model.fused_head must be null or false {reason}, got true; set model.fused_head=null"
+    elif importlib.util.find_spec("liger_kernel") is None:
+        yield (
+            "model.fused_head needs Liger Kernel, which is not installed, got true; run: "
+            "pip install -e '.[liger]', or set model.fused_head=null"
         )
 
 

@@ -1,13 +1,30 @@
-"""Rules between the optimizer and the samples that it trains on."""
+"""Rules between the optimizer, the backend and the samples that the optimizer trains on."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from rlhf.checks.rules import doubt, training_rule
 from rlhf.config.root import Config
-from rlhf.config.schedule import ESSScaling
+from rlhf.config.schedule import ESSScaling, Optimizer
 from rlhf.config.schema import plain
+
+
+@training_rule
+def optimizer_is_available(cfg: Config) -> Iterator[str]:
+    """Yield an error if the backend or the installed packages lack the optimizer."""
+    name = cfg.optim.optimizer
+    if name is not Optimizer.adamw and not cfg.backend.any_optimizer:
+        yield (
+            f"optim.optimizer must be adamw with backend={cfg.backend.name} (its engine has no other "
+            f"optimizer), got {name.value}; set optim.optimizer=adamw or backend=torch"
+        )
+    elif name is Optimizer.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
+        yield (
+            "optim.optimizer=adamw_8bit needs the package bitsandbytes, which is not installed; "
+            "run: pip install -e '.[bnb]', or set optim.optimizer=adamw"
+        )
 
 
 @training_rule

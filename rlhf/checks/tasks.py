@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from rlhf.checks.rules import doubt, rule
 from rlhf.config.algo import Data, Trains
 from rlhf.config.root import Config
-from rlhf.config.task import PREFERENCE_COLUMNS, ChatConfig, LocalConfig, PreferencesConfig
+from rlhf.config.task import PREFERENCE_COLUMNS, ChatConfig, LocalConfig, MixtureConfig, PreferencesConfig
 from rlhf.core.errors import UserError
+from rlhf.tasks.dialogues import different_forms, has_dialogues
 from rlhf.tasks.folders import folder_problems
 from rlhf.tasks.local_files import HUB_NAME, LocalFiles
 
@@ -68,6 +69,22 @@ def dialogues_have_no_pairs(cfg: Config) -> Iterator[str]:
             "task.preferences_path must name a folder of preference pairs for task=chat (No Robots has "
             "none), got null; set task.preferences_path=<folder> or task.preferences_name=<hub name>"
         )
+
+
+@rule
+def data_of_parts(cfg: Config) -> Iterator[str]:
+    """Yield an error for each problem of the data of a part of `task=mixture`, and for different forms."""
+    if not isinstance(cfg.task, MixtureConfig):
+        return
+    dialogues: dict[bool, str] = {}  # whether the prompts are dialogues -> name of the last such part
+    for name, part in cfg.task.parts.items():
+        alone = replace(cfg, task=part)
+        for text in (*local_data(alone), *dialogues_have_no_pairs(alone)):
+            yield cfg.task.own_key(name, text)
+        if (form := has_dialogues(part)) is not None and not isinstance(part, PreferencesConfig):
+            dialogues[form] = name
+    if len(dialogues) > 1:
+        yield different_forms(dialogues[True], dialogues[False])
 
 
 @doubt

@@ -32,6 +32,8 @@ class BackendConfig(Section):
     """The keys that every backend has."""
 
     scales_loss: ClassVar[bool] = False  # True: the engine scales the loss, as float16 requires
+    any_optimizer: ClassVar[bool] = False  # True: the engine has all optimizers; otherwise only AdamW
+    compiles: ClassVar[bool] = False  # True: the blocks of models can be compiled
 
     name: str = MISSING
     micro_batch: int = number(16, least=1, means="sequences per forward pass and rank")
@@ -48,6 +50,7 @@ class BackendConfig(Section):
     ranks: int | None = number(
         None, least=1, means="number of ranks that the launcher must start; null: any number"
     )
+    compile: bool | None = None  # compile the blocks of models; null: only on a GPU where this saves time
     timeout_s: float = 1800.0  # seconds that a rank waits for other ranks before the run fails
 
     def footprint(self) -> Footprint:
@@ -64,6 +67,8 @@ class TorchConfig(BackendConfig):
     """Plain torch: the whole model on every rank."""
 
     scales_loss: ClassVar[bool] = True
+    any_optimizer: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
 
     name: str = "torch"
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
+
+from rlhf.core.errors import UserError
 
 ORDER = (
     *("algo", "model", "task", "generator", "backend", "scorer", "logger"),
     *("correction", "hardware", "experiment", "sweep", "debug"),
 )
 NOT_LISTED = ("tuned", "length", "hydra")  # folders of conf/ that --help does not list
+
+added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())  # folders of `also`
 
 
 def conf_dir() -> Path:
@@ -21,9 +28,28 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else beside
 
 
+@contextmanager
+def also(folder: str | Path | None) -> Iterator[None]:
+    """Let `conf_dirs` contain another folder, as with `--config-dir`; None: no other folder.
+
+    Raises:
+        UserError: the folder does not exist.
+    """
+    if folder is None:
+        yield
+        return
+    if not Path(folder).is_dir():
+        raise UserError(f"config_dir must be a folder laid out like conf/, got {folder}; fix the path")
+    token = added.set((*added.get(), Path(folder)))
+    try:
+        yield
+    finally:
+        added.reset(token)
+
+
 def conf_dirs() -> list[Path]:
-    """Return the folder conf/ and each folder that the command line adds with `--config-dir`."""
-    found = [conf_dir()]
+    """Return the folder conf/, each folder of `also`, and each folder of `--config-dir`."""
+    found = [conf_dir(), *added.get()]
     for argument, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         if argument in ("--config-dir", "-cd"):
             found.append(Path(following))

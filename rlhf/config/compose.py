@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
@@ -27,11 +30,21 @@ def compose_node(overrides: list[str]) -> DictConfig:
     """
     if GlobalHydra.instance().is_initialized():
         return hydra.compose("config", overrides)
+    with initialized() as search:
+        return hydra.compose("config", [*search, *overrides])
+
+
+@contextmanager
+def initialized() -> Iterator[list[str]]:
+    """Initialize Hydra with the folder conf/ during the block.
+
+    Yields:
+        Overrides that add the folders of `catalogue.conf_dirs` to the search path.
+    """
     plugins.load()
     own = ",".join(f"file://{folder.resolve()}" for folder in catalogue.conf_dirs()[1:])
-    search = [f"hydra.searchpath=[{own}]"] if own else []
     with hydra.initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
-        return hydra.compose("config", [*search, *overrides])
+        yield [f"hydra.searchpath=[{own}]"] if own else []
 
 
 def composed(overrides: list[str]) -> DictConfig:

@@ -41,6 +41,12 @@ class Source:
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
         return [node.name for node in self.tree.body if isinstance(node, kinds) and node.name[0] != "_"]
 
+    @property
+    def classes(self) -> list[str]:
+        """The names of the public classes at the top level of the file."""
+        found = (node.name for node in self.tree.body if isinstance(node, ast.ClassDef))
+        return [name for name in found if name[0] != "_"]
+
     def lacks(self, name: str) -> bool:
         """Return whether the file certainly defines nothing called `name`."""
         return name not in names_bound(self.tree) and not any(

@@ -27,7 +27,7 @@ GROUPS = {  # group -> meaning
     "correction": "Presets of algo.correction, for samples of an older policy.",
     "hardware": "Number and roles of the GPUs.",
     "experiment": "Published recipes, named <task>_<size>_<algorithm>[_<variant>].",
-    "sweep": "Published studies, with -m.",
+    "sweep": "Published studies and a search (lr), with -m.",
     "debug": "A test run of any recipe, with tiny models and data.",
 }
 KEYS = {  # key -> meaning, for the overview
@@ -35,7 +35,7 @@ KEYS = {  # key -> meaning, for the overview
     "schedule.total_epochs": "passes over the data, for stored responses",
     "schedule.prompts_per_update": "N, prompts of a rollout batch",
     "algo.samples_per_prompt": "K, responses per prompt",
-    "schedule.max_lag": "0: synchronous; n: sampling is up to n batches ahead",
+    "schedule.max_lag": "0: synchronous; n: up to n batches ahead",
     "generator.response_length": "maximum response length in tokens",
     "task.max_prompt_tokens": "longer prompts are skipped",
     "optim.lr": "learning rate",

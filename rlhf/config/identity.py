@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config.algo import Trains
+from rlhf.config.model import AUTO
 from rlhf.core import files
 
 if TYPE_CHECKING:
@@ -29,8 +30,10 @@ BOOKKEEPING = (
     "progress",
     "output_dir",
     "cache_dir",
+    "push_to",
     "save_total_limit",
     "save_generations",
+    "hooks",
     "objective_metric",
     "eval.samples",
     "schedule.log_every",
@@ -78,11 +81,15 @@ NEW_IN_NAME: dict[str, object] = {
     "stages.stand_ins": False,
     "model.chat_template": None,
     "model.float32_head": False,
+    "model.fused_head": None,
     "backend.tokens": None,
+    "backend.compile": None,
     "algo.tie_tolerance": None,
     **{f"{scorer}.pad_token": None for scorer in SCORERS},
     "schedule.replay": 1,
     "schedule.solved_at": None,
+    "optim.optimizer": "adamw",
+    "optim.momentum": 0.95,
     "optim.ess_scaling": "none",
     "optim.ess_on_policy": 1.0,
     "algo.weighting": "none",
@@ -113,6 +120,8 @@ def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
     )
     for dotted in NOT_IN_NAME:
         leave_out(kept, dotted)
+    if kept.get("model", {}).get("attention") == AUTO:  # sdpa, or another kernel for the same function
+        kept["model"]["attention"] = "sdpa"
     for dotted, value in NEW_IN_NAME.items():
         leave_out(kept, dotted, only=(value,))
     return kept

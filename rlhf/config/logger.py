@@ -1,7 +1,8 @@
-"""Sections of the loggers. `logger=[wandb,tensorboard]` turns on both; metrics.jsonl is always written."""
+"""Sections of the loggers. `logger=[wandb,mlflow]` turns on both; metrics.jsonl is always written."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,6 +46,49 @@ class TensorboardConfig(Section):
         yield from missing_package("tensorboard")
 
 
+@option("logger", "mlflow", part="rlhf.loggers.mlflow:MlflowLogger")
+@dataclass(kw_only=True, slots=True)
+class MlflowConfig(Section):
+    """MLflow, in a local SQLite store or on a tracking server."""
+
+    experiment: str = "rlhf"  # experiment at MLflow
+    # address of a tracking server or a database: http://<host>:<port> or sqlite:///<file>; null: the value of
+    # the variable MLFLOW_TRACKING_URI, mlflow/mlflow.db in output_dir if that is not set
+    uri: str | None = None
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if a package is missing, or if MLflow would write files without a database."""
+        yield from missing_package("mlflow", "mlflow", "sqlalchemy", "alembic")
+        if self.uri is not None and not self.uri.startswith("databricks"):
+            scheme, separator, _ = self.uri.partition("://")
+            if not separator or scheme == "file":
+                yield (
+                    f"{at}.uri must be the address of a tracking server or a database (MLflow does not "
+                    f"maintain its store of files), got {self.uri}; set {at}.uri=sqlite:///mlflow.db"
+                )
+
+
+@option("logger", "trackio", part="rlhf.loggers.trackio:TrackioLogger")
+@dataclass(kw_only=True, slots=True)
+class TrackioConfig(Section):
+    """Trackio, in a local store."""
+
+    project: str = "rlhf"  # project at trackio
+    # folder of the store; null: the value of the variable TRACKIO_DIR, trackio/ in output_dir if that is
+    # not set
+    dir: str | None = None
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the package trackio is missing, or if a variable selects a remote store."""
+        yield from missing_package("trackio")
+        for place in ("SPACE_ID", "SERVER_URL", "BUCKET_ID", "DATASET_ID"):
+            if os.environ.get(variable := f"TRACKIO_{place}"):
+                yield (
+                    f"logger=trackio needs a local store (a resumed run reads its rows), got the variable "
+                    f"{variable}; run: unset {variable}, and send the project afterwards with trackio sync"
+                )
+
+
 @option("logger", "jsonl")
 @dataclass(kw_only=True, slots=True)
 class LoggersConfig(Section):
@@ -52,12 +96,20 @@ class LoggersConfig(Section):
 
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
+    mlflow: MlflowConfig | None = None
+    trackio: TrackioConfig | None = None
 
 
-def missing_package(package: str) -> Iterator[str]:
-    """Yield an error if the optional dependency `package` is not installed."""
-    if find_spec(package) is None:
+def missing_package(logger: str, *modules: str) -> Iterator[str]:
+    """Yield an error if a package that a logger needs is not installed.
+
+    Args:
+        logger: the option of the logger, which is also the name of the extra.
+        modules: the modules that the logger imports; empty: one with the name of the logger.
+    """
+    missing = [name for name in modules or [logger] if find_spec(name) is None]
+    if missing:
         yield (
-            f"logger={package} needs the package {package}, which is not installed; "
-            f"run: pip install -e '.[{package}]', or leave logger={package} out"
+            f"logger={logger} needs the package {missing[0]}, which is not installed; "
+            f"run: pip install -e '.[{logger}]', or leave logger={logger} out"
         )

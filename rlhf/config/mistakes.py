@@ -65,11 +65,13 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         return unknown_reference(cause, overrides)
     if isinstance(cause, ValidationError) and is_dataclass(cause.object_type):
         return bad_value(cause, overrides, where)
-    parts = r"(?:Could not|Error merging) override '?\+?(?:scorer@)?((?:scorer|gold)\.parts\.\w+)"
+    parts = r"(?:Could not|Error merging) override '?\+?(?:\S+@)?((?:scorer|gold|task)\.parts\.\w+)"
     if match := re.match(rf"(?:In '\S+': )?{parts}", text):
-        at, why = match[1], "the parts of a weighted scorer are scorers, under names of your choice"
+        at = match[1]
+        kind = "task" if at.startswith("task.") else "scorer"
+        why = f"the parts of a {kind} are {kind}s, under names of your choice"
         got = next((override for override in overrides if at in override), at)
-        remedy = f"choose it by {chosen_by(at)}=<scorer>, with + in front if it is new"
+        remedy = f"choose it by {chosen_by(at)}=<{kind}>, with + in front if it is new"
         return f"{at} must be chosen before it is set ({why}), got {got}; {remedy}"
     no_match = r"(?:In '([^']+)': )?Could not override '([^']+)'\.\s+(?:No match|Did you mean to)"
     if match := re.match(no_match, text):
@@ -117,7 +119,8 @@ def missing_file(error: MissingConfigException, overrides: Sequence[str]) -> str
     for key, value in map(split, overrides):
         at = key.lstrip("+~").partition("@")[0]
         if wanted in [f"{at}/{option}" for option in re.split(r"[\[\],\s]+", value)]:
-            return one_of(key.lstrip("+~"), wanted.removeprefix(f"{at}/"), options(at))
+            named = options(at.removeprefix("schema/"))
+            return one_of(key.lstrip("+~"), wanted.removeprefix(f"{at}/"), named)
     choices = [option for option in error.options or () if option] or list(options(group))
     where = next((f"{k}={v}" for k, v in map(split, overrides) if k.lstrip("+") == "experiment"), None)
     return one_of(group, name, choices, f" (chosen by {where})" if where else "")
@@ -343,7 +346,13 @@ def option_name(section: type) -> str | None:
 
 
 def group_of(section: str) -> str:
-    """Return the config group of a section key: `scorer` for `gold` and for parts of a weighted scorer."""
+    """Return the config group of a section key: `scorer` for `gold` and for parts of a scorer.
+
+    A part of a mixture of tasks is chosen in the group of the schemas, because the options of `task` also set
+    keys of other sections.
+    """
+    if section.startswith("task.parts."):
+        return "schema/task"
     return "scorer" if section == "gold" or ".parts." in section else section
 
 
@@ -355,7 +364,7 @@ def chosen_by(section: str) -> str:
 
 def owners(section: str, leaf: str) -> list[str]:
     """Return the options that have a key `leaf`, in the group of the section key `section`."""
-    prefix = f"schema/{group_of(section)}/"
+    prefix = f"schema/{group_of(section).removeprefix('schema/')}/"
     return [
         name.removeprefix(prefix)
         for name, cls in SCHEMAS.items()

@@ -13,6 +13,8 @@ from omegaconf import MISSING
 from rlhf.config.schema import Section, dotted, number, option
 from rlhf.core.chat_format import PLAIN
 
+AUTO = "auto"  # value of model.attention
+
 
 class Dtype(Enum):
     """The dtype of forward passes. Weights that are trained are always float32."""
@@ -74,10 +76,11 @@ class ModelConfig(Section):
     chat_template: str | None = None  # file with a Jinja template, or plain; null: of the tokenizer
     dtype: Dtype = Dtype.float32  # dtype of forward passes; trained weights are always float32
     float32_head: bool = False  # logits in float32 with a 16-bit dtype, in the trainer and in its generators
+    fused_head: bool | None = None  # log-probs by Liger's kernel; null: only on a GPU where it is faster
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     gradient_checkpointing: bool = False  # store only the inputs of blocks; recompute the rest in backward
     shared_prefix: bool = True  # encode a prompt once for its K responses
-    attention: str = "sdpa"  # attention implementation of transformers
+    attention: str = "sdpa"  # attention implementation of transformers; auto: flash attention if installed
     trust_remote_code: bool = False  # run Python code that comes with a hub model
 
     def problems(self, at: str) -> Iterator[str]:
@@ -89,6 +92,11 @@ class ModelConfig(Section):
                 f"{at}.chat_template must be a file with a Jinja template or plain (there is no such file), "
                 f"got {chosen!r}; set {at}.chat_template=plain (a line such as <|user|> before each message)"
             )
+
+    @property
+    def loaded_attention(self) -> str:
+        """The attention implementation with which models are loaded; `auto` may change it afterwards."""
+        return "sdpa" if self.attention == AUTO else self.attention
 
     @property
     def starts_as_reference(self) -> bool:

@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from rlhf.config import off_policy as off_policy  # registers its options
+from rlhf.config import search as search  # registers its settings
 from rlhf.config.algo import AlgoConfig, Data, PPOConfig, Trains, ValueFrom
 from rlhf.config.backend import BackendConfig
 from rlhf.config.best_generator import best_generator
@@ -54,11 +55,14 @@ class Config(Section):
         2, least=1, means="checkpoints that are kept; a run resumes from the newest"
     )
     save_generations: bool = False  # write every rollout with its scores to generations/ of the run folder
+    hooks: list[str] = field(default_factory=list)  # your classes, as module:Class, called during training
     # metric that a sweeper optimises; null: eval/win_rate; without a judge eval/score; otherwise
     # eval/accuracy on pairs or, for SFT, eval/loss
     objective_metric: str | None = None
     output_dir: str = "outputs"  # folder in which run folders are created
     cache_dir: str = "outputs/artefacts"  # folder of models and pairs that runs make as prerequisites
+    # hub repository <owner>/<name>, to which a finished run uploads its model; a new repository is private
+    push_to: str | None = None
     progress: Progress = Progress.auto
 
     @property

@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from rlhf.config.schema import Section, dotted, number, plain
 
 MOST_EPISODES = 10**9
+MOMENTUM = 0.95
 DEFAULT_EPOCHS = 3  # passes over the data of a task that reads your own data
 
 
@@ -29,6 +30,14 @@ class LRSchedule(Enum):
     cosine = "cosine"
 
 
+class Optimizer(Enum):
+    """The optimizer of the trained weights."""
+
+    adamw = "adamw"
+    muon = "muon"  # Muon for the matrices of hidden layers, AdamW for all other weights
+    adamw_8bit = "adamw_8bit"  # AdamW with moments of 8 bits
+
+
 class ESSScaling(Enum):
     """The factor of the learning rate of one step, given s = min(1, ESS / B / on-policy ESS / B)."""
 
@@ -39,8 +48,9 @@ class ESSScaling(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    optimizer: Optimizer = Optimizer.adamw
     lr: float = number(MISSING, above=0, means="learning rate", remedy="3e-06")
     schedule: LRSchedule = LRSchedule.linear
     warmup: float = number(
@@ -52,6 +62,7 @@ class OptimConfig(Section):
     max_grad_norm: float | None = number(
         1.0, above=0, means="gradients are scaled down to this norm; null: no clipping"
     )
+    momentum: float = number(MOMENTUM, least=0, below=1, means="decay rate of the momentum of Muon")
     eps: float = number(1e-8, above=0, means="epsilon in the denominator of Adam")
     betas: tuple[float, float] = (0.9, 0.999)  # decay rates of Adam's moments
     weight_decay: float = number(0.0, least=0, means="decay of the weights towards zero")
@@ -69,6 +80,14 @@ class OptimConfig(Section):
             yield (
                 f"{key} must be two numbers >= 0 and < 1 (decay rates of the gradient and of its square), "
                 f"got [{','.join(map(plain, self.betas))}]; set {key}=[0.9,0.999]"
+            )
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning if the momentum of Muon is set and the optimizer is not Muon."""
+        if self.optimizer is not Optimizer.muon and self.momentum != MOMENTUM:
+            yield (
+                f"{at}.momentum={plain(self.momentum)} has no effect with {at}.optimizer="
+                f"{self.optimizer.value}; set {at}.optimizer=muon"
             )
 
 

@@ -230,6 +230,49 @@ class WeightedScorerConfig(ScorerConfig):
                 )
 
 
+@option("scorer", "mixture", part="rlhf.scorers.mixture:MixtureScorer")
+@dataclass(kw_only=True, slots=True)
+class MixtureScorerConfig(ScorerConfig):
+    """A scorer for each part of `task=mixture`, under the name of the part.
+
+    Add a scorer with `+scorer@scorer.parts.<name>=<option>`. Each score is multiplied by its `weight`.
+    The missing-EOS settings of a part apply to its
+    score, the settings of this section apply to the weighted scores.
+    """
+
+    name: str = "mixture"
+    parts: dict[str, ScorerConfig] = field(default_factory=dict)  # name of a part of the task -> scorer
+
+    @property
+    def reads_reward(self) -> bool:
+        """Whether a part needs the model that `model.reward` names."""
+        return any(part.reads_reward for part in self.parts.values())
+
+    @property
+    def asks_service(self) -> bool:
+        """Whether a part waits for the answers of a service."""
+        return any(part.asks_service for part in self.parts.values())
+
+    def source(self, reward: str | None) -> Hashable:
+        """Return an identifier that no other scorer has. The parts have their own identifiers."""
+        return id(self)
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return the largest rounding error of the parts."""
+        return max((part.rounding(dtype) for part in self.parts.values()), default=0.0)
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for each part that is `labels`, `none` or `mixture`."""
+        yield from ScorerConfig.problems(self, at)
+        for name, part in self.parts.items():
+            if part.name in ("labels", "none", "mixture"):
+                key = choice(f"{at}.parts.{name}")
+                yield (
+                    f"{key} must be a scorer that judges a text by itself (each part has one), got "
+                    f"{part.name}; set {key}=function"
+                )
+
+
 @option("scorer", "function", part="rlhf.scorers.function:FunctionScorer")
 @dataclass(kw_only=True, slots=True)
 class FunctionScorerConfig(ScorerConfig):

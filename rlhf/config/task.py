@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import ClassVar
 
@@ -33,6 +35,11 @@ class TaskConfig(Section):
     max_prompt_tokens: int = number(
         512, least=1, means="largest prompt length in tokens; longer prompts are skipped"
     )
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each part of a mixture in the training prompts, by its name; empty without parts."""
+        return {}
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the local folders that a run reads, with the columns and splits that they must contain.
@@ -123,8 +130,8 @@ class GSM8KConfig(TaskConfig):
         yield from TaskConfig.problems(self, at)
         if "{question}" not in self.template:
             yield (
-                "task.template must contain {question} (it is replaced by the problem), "
-                f"got {self.template!r}; set task.template='Problem: {{question}} Solution:'"
+                f"{at}.template must contain {{question}} (it is replaced by the problem), "
+                f"got {self.template!r}; set {at}.template='Problem: {{question}} Solution:'"
             )
 
 
@@ -172,14 +179,14 @@ class ChatConfig(TaskConfig):
         if (self.turn is None) != (self.reply is None):
             missing, given = ("turn", "reply") if self.turn is None else ("reply", "turn")
             yield (
-                f"task.{missing} must be set together with task.{given} (both replace the chat template of "
-                f"the tokenizer), got null; set task.{given}=null"
+                f"{at}.{missing} must be set together with {at}.{given} (both replace the chat template of "
+                f"the tokenizer), got null; set {at}.{given}=null"
             )
         for part in ("{role}", "{content}"):
             if self.turn is not None and part not in self.turn:
                 yield (
-                    f"task.turn must contain {part} (it is the format of each turn of a dialogue), got "
-                    f"{self.turn!r}; add {part}, or set task.turn=null task.reply=null"
+                    f"{at}.turn must contain {part} (it is the format of each turn of a dialogue), got "
+                    f"{self.turn!r}; add {part}, or set {at}.turn=null {at}.reply=null"
                 )
 
 
@@ -212,18 +219,19 @@ class PreferencesConfig(TaskConfig):
         yield from TaskConfig.problems(self, at)
         if self.folder is None and self.preferences_name is None:
             yield (
-                "task.path must name a folder for task=preferences (it has no data set of its own), got "
-                "null; set task.path=<folder> or task.preferences_name=<hub name>"
+                f"{at}.path must name a folder for task=preferences (it has no data set of its own), got "
+                f"null; set {at}.path=<folder> or {at}.preferences_name=<hub name>"
             )
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each data set key without effect, because another key names the pairs."""
-        hidden = {"task.preferences_name": self.preferences_name}
+        hidden = {"preferences_name": self.preferences_name}
         if self.preferences_path is not None:
-            hidden["task.path"] = self.path
+            hidden["path"] = self.path
         for key, value in hidden.items():
             if self.folder is not None and value is not None:
-                yield f"{key} has no effect (the pairs come from {self.folder[0]}), got {value}; leave it out"
+                read = self.folder[0].replace("task", at, 1)
+                yield f"{at}.{key} has no effect (the pairs come from {read}), got {value}; leave it out"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -261,6 +269,87 @@ class LocalConfig(TaskConfig):
         yield from TaskConfig.problems(self, at)
         if self.path is None:
             yield (
-                "task.path must name a file or folder for task=local (it has no data set of its own), got "
-                "null; set task.path=<file or folder>"
+                f"{at}.path must name a file or folder for task=local (it has no data set of its own), got "
+                f"null; set {at}.path=<file or folder>"
             )
+
+
+PART = re.compile(r"[a-z0-9_]+")  # name of a part of a mixture, which is in the names of its metrics
+
+
+@option("task", "mixture", part="rlhf.tasks.mixture:MixtureSource")
+@dataclass(kw_only=True, slots=True)
+class MixtureConfig(TaskConfig):
+    """Several tasks with weights: the prompts of each part are drawn in proportion to its weight.
+
+    Add a part with `+schema/task@task.parts.<name>=<task>`.
+    """
+
+    own_data: ClassVar[bool] = True
+
+    name: str = "mixture"
+    parts: dict[str, TaskConfig] = field(default_factory=dict)  # name chosen by the user -> task
+    weights: dict[str, float] = field(default_factory=dict)  # name of a part -> weight; 1 for other parts
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each part in the training prompts, by its name."""
+        weights = {name: self.weights.get(name, 1.0) for name in self.parts}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+    def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
+        """Yield the local folders that the parts read."""
+        for name, part in self.parts.items():
+            for key, folder, columns, splits, reason in part.needs(pairs, evaluates):
+                yield self.own_key(name, key), folder, columns, splits, reason
+
+    def own_key(self, name: str, text: str) -> str:
+        """Return a text in which the keys of `task` are those of the part `name`."""
+        keys = "|".join(each.name for each in fields(self.parts[name]))
+        return re.sub(rf"(?<![\w/.-])task\.(?=(?:{keys})\b)", f"task.parts.{name}.", text)
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for missing or nested parts, wrong weights, and data outside of the parts."""
+        yield from TaskConfig.problems(self, at)
+        if not self.parts:
+            yield (
+                f"{at}.parts must contain at least one task (prompts are drawn from it), got none; set "
+                f"+schema/task@{at}.parts.<name>=<task>"
+            )
+        for name, part in self.parts.items():
+            if not PART.fullmatch(name):
+                yield (
+                    f"{at}.parts must have names of lower-case letters, digits and _ (metrics have these "
+                    f"names), got {name}; rename it"
+                )
+            if isinstance(part, MixtureConfig):
+                yield (
+                    f"{at}.parts.{name} must not be a mixture (its parts would have no weights), got "
+                    f"mixture; add its parts to {at}.parts"
+                )
+        for name, weight in self.weights.items():
+            if name not in self.parts:
+                yield (
+                    f"{at}.weights must name parts of the mixture ({', '.join(self.parts) or 'none'}), got "
+                    f"{name}; leave it out, or add +schema/task@{at}.parts.{name}=<task>"
+                )
+            elif not 0 < weight < math.inf:
+                yield (
+                    f"{at}.weights.{name} must be > 0 (the share of its prompts is proportional to it), got "
+                    f"{weight:g}; set {at}.weights.{name}=1"
+                )
+        for key in ("path", "preferences_path"):
+            if (value := getattr(self, key)) is not None:
+                yield (
+                    f"{at}.{key} must be null for task=mixture (each part has its own data), got {value}; "
+                    f"set {at}.parts.<name>.{key}={value} {at}.{key}=null"
+                )
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each part with a limit of prompt tokens, which has no effect."""
+        for name, part in self.parts.items():
+            if part.max_prompt_tokens != type(part)().max_prompt_tokens:
+                yield (
+                    f"{at}.parts.{name}.max_prompt_tokens has no effect ({at}.max_prompt_tokens applies to "
+                    f"all parts), got {part.max_prompt_tokens}; leave it out"
+                )

@@ -36,6 +36,7 @@ console = Terminal(
     emoji=False,
     soft_wrap=IN_FILE,  # lines of a file are not wrapped; in a terminal, lines are wrapped between words
     width=WIDTH_OF_FILES if IN_FILE else None,
+    force_jupyter=False,  # a notebook is a file: otherwise each line would be a display of its own
 )
 
 

@@ -42,7 +42,8 @@ from rlhf.core.batch import Outputs
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
 from rlhf.engines import resharding
-from rlhf.engines.engine import Engine, adam, groups, trained
+from rlhf.engines.engine import Engine
+from rlhf.engines.optimizers import adam, groups, trained
 from rlhf.engines.wire_format import exact, rounded_weights, send_rounded
 from rlhf.models.fetching import first_line
 from rlhf.models.loading import save

@@ -27,6 +27,7 @@ from rlhf.models.inference import infer
 from rlhf.models.logprobs import EXTRAS
 from rlhf.models.lora import is_adapted, save_adapter
 from rlhf.models.modules import ActorCritic, Policy
+from rlhf.models.precision import shared_copies
 
 if TYPE_CHECKING:
     from rlhf.config.schedule import OptimConfig
@@ -223,16 +224,18 @@ class Engine(ABC):
         losses = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in counts}
         merged: Metrics = {}
         micros = list(microbatches(batch, self.budget, self.ranks.rank, self.ranks.size))
-        for place, (_, micro, counted) in enumerate(micros):
-            sums, stats = objective.loss(
-                lambda part: self.forward(part, *extras), micro.to(self.ranks.device)
-            )
-            means = {name: total / max(counts[name], 1) for name, total in sums.items()}
-            loss = torch.stack([objective.loss_weights.get(name, 1.0) * x for name, x in means.items()]).sum()
-            self.backward(loss if counted else 0.0 * loss, last=place == len(micros) - 1)
-            for name, part in means.items():
-                losses[name] += part.detach() * counted
-            merge(merged, stats if counted else {name: stat.emptied() for name, stat in stats.items()})
+        with shared_copies(self.ranks.device, self.dtype):
+            for place, (_, micro, counted) in enumerate(micros):
+                sums, stats = objective.loss(
+                    lambda part: self.forward(part, *extras), micro.to(self.ranks.device)
+                )
+                means = {name: total / max(counts[name], 1) for name, total in sums.items()}
+                weighted = [objective.loss_weights.get(name, 1.0) * x for name, x in means.items()]
+                loss = torch.stack(weighted).sum()
+                self.backward(loss if counted else 0.0 * loss, last=place == len(micros) - 1)
+                for name, part in means.items():
+                    losses[name] += part.detach() * counted
+                merge(merged, stats if counted else {name: stat.emptied() for name, stat in stats.items()})
         metrics = self.ranks.merge(merged)
         if micros and self.optim.ess_scaling is not ESSScaling.none:
             scale = ess_scale(self.optim, metrics["mismatch/step_ess"].value())
@@ -299,31 +302,3 @@ def ess_scale(config: OptimConfig, ess: float | None) -> float:
     if not share < 1 - ROUNDING:
         return 1.0
     return share if config.ess_scaling is ESSScaling.linear else math.sqrt(share)
-
-
-def groups(module: torch.nn.Module, lr: float, value_lr: float | None) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups: one group, or two groups for policy and value model.
-
-    The entry `scale` of a group is the factor of its learning rate.
-
-    Args:
-        module: the trained module.
-        lr: learning rate of the policy.
-        value_lr: learning rate of the value model; None: `lr`.
-    """
-    if not isinstance(module, ActorCritic):
-        return [{"params": trained(module), "scale": 1.0}]
-    return [
-        {"params": trained(module.actor), "scale": 1.0},
-        {"params": trained(module.critic), "scale": 1.0 if value_lr is None else value_lr / lr},
-    ]
-
-
-def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of a module that require a gradient."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def adam(optim: OptimConfig) -> dict[str, Any]:
-    """Return the keyword arguments of the optimizer AdamW."""
-    return {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}

@@ -57,7 +57,8 @@ class FrozenEngine(TorchEngine):
             ranks=ranks,
             dtype=dtype,
         )
-        place(self.module, ranks.device).requires_grad_(False)
+        # The weights still require gradients: autocast keeps 16-bit copies only of such weights.
+        place(self.module, ranks.device)
 
     def load(self, folder: Path) -> None:
         """Load the weights of a model folder, or of an adapter folder if the model has adapters."""

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from rlhf.config.model import Dtype
 from rlhf.core.batch import Outputs
-from rlhf.engines.engine import Engine, adam, groups
+from rlhf.engines.engine import Engine
 from rlhf.engines.gradient_sum import GradientSum
+from rlhf.engines.optimizers import build_optimizer
 from rlhf.models.loading import check_saved, save
 from rlhf.models.lora import is_adapted, load_adapter, save_adapter, whole_weights
 from rlhf.models.modules import ActorCritic, RolloutModule
@@ -32,7 +33,7 @@ OPTIMIZER_FILE = "optimizer.pt"
 
 
 class TorchEngine(Engine):
-    """An engine with data parallelism over ranks, and AdamW on each rank."""
+    """An engine with data parallelism over ranks, and a whole optimizer on each rank."""
 
     @classmethod
     def build(cls, config: BackendConfig, **parts: Any) -> Self:
@@ -51,9 +52,7 @@ class TorchEngine(Engine):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         place(self.module, self.ranks.device)
-        self.optimizer = torch.optim.AdamW(
-            groups(self.module, self.optim.lr, self.value_lr), fused=True, **adam(self.optim)
-        )
+        self.optimizer = build_optimizer(self.module, self.optim, self.value_lr)
         self.gradients = GradientSum(self.module.parameters(), self.ranks)
         scaled = self.dtype is Dtype.float16
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=scaled)
@@ -74,7 +73,7 @@ class TorchEngine(Engine):
         return self.clip_gradients()
 
     def update(self, lr: float) -> None:
-        """Make one step of AdamW with the learning rate `lr`, then delete the gradients."""
+        """Make one optimizer step with the learning rate `lr`, then delete the gradients."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
         lay_out(self.optimizer)
@@ -145,7 +144,8 @@ def lay_out(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
         state = optimizer.state.get(parameter, {})
         for name, value in state.items():
-            if value.shape == parameter.shape and value.stride() != parameter.stride():
+            same = isinstance(value, Tensor) and value.shape == parameter.shape
+            if same and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter).copy_(value)
 
 

@@ -13,10 +13,14 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
+from hydra.plugins.completion_plugin import CompletionPlugin
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 
@@ -24,6 +28,11 @@ def uses_basic_sweeper(config: DictConfig) -> bool:
     """Return whether the sweeper is Hydra's own, which runs every combination of the given values."""
     target: str = config.hydra.sweeper._target_
     return target == f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
+
+
+def register_sweeper(target: str, sweeper: type[Sweeper]) -> None:
+    """Let Hydra make `sweeper` for the `_target_` of a config, which must begin with `hydra_plugins.`."""
+    Plugins.instance().class_name_to_class[target] = sweeper
 
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
@@ -36,6 +45,14 @@ def flags() -> dict[str, bool]:
     """Return the flags of Hydra's command line, such as `--cfg`, and whether a value follows each flag."""
     actions = get_args_parser()._actions
     return {flag: action.nargs != 0 for action in actions for flag in action.option_strings}
+
+
+def matching_keys(config: DictConfig, word: str) -> list[str]:
+    """Return the keys of a config that begin with a word, such as `algo.` and `seed=`, by Hydra's completion.
+
+    After `<key>=` the result is the key with its value; if the value is null, nothing.
+    """
+    return CompletionPlugin._get_matches(config, word)
 
 
 @contextmanager
@@ -53,6 +70,11 @@ def launchers_wrapped_by(wrap: Callable[[Launcher], Launcher]) -> Iterator[None]
         yield
     finally:
         Plugins.instantiate_launcher = original  # type: ignore[method-assign]
+
+
+def submits_to_slurm(config: DictConfig) -> bool:
+    """Return whether the launcher of a sweep submits SLURM jobs."""
+    return str(config.hydra.launcher._target_).endswith(".SlurmLauncher")
 
 
 def submitit_executor(launcher: Launcher) -> str | None:
@@ -84,3 +106,12 @@ def submitit_calls(jobs: Sequence[list[str]], first: int) -> list[tuple[Any, ...
         (overrides, "hydra.sweep.dir", number, f"job_id_for_{number}", state)
         for number, overrides in enumerate(jobs, first)
     ]
+
+
+def multirun_config(overrides: list[str]) -> DictConfig:
+    """Return the config of the sweep `python -m rlhf.train -m <overrides>`. Hydra must be initialized."""
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None, "inside hydra.initialize_config_dir"
+    return hydra.compose_config(
+        config_name="config", overrides=overrides, run_mode=RunMode.MULTIRUN, with_log_configuration=False
+    )

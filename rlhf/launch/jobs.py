@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,15 @@ if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
 
 
-def distinct_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return, for each job, the overrides that not all jobs share, joined by spaces; "" if all are shared."""
-    shared = set(jobs[0]).intersection(*jobs[1:]) if len(jobs) > 1 else set()
+def distinct_overrides(jobs: Sequence[Sequence[str]], shared: Collection[str] | None = None) -> list[str]:
+    """Return, for each job, the overrides that not all jobs share, joined by spaces; "" if all are shared.
+
+    Args:
+        jobs: the overrides of each job.
+        shared: the overrides that all jobs share; None: those of two or more `jobs` with the same text.
+    """
+    if shared is None:
+        shared = set(jobs[0]).intersection(*jobs[1:]) if len(jobs) > 1 else set()
     return [" ".join(override for override in job if override not in shared) for job in jobs]
 
 

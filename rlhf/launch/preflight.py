@@ -7,7 +7,7 @@ rejected run leaves no folder behind. This module imports no torch.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,19 +17,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.check import overrides_of, refuse, typed, warn, warnings
-from rlhf.checks.machine import check_machine
-from rlhf.checks.recipes import recipes_of_other_commands
-from rlhf.config.arguments import repeated
+from rlhf.checks.check import overrides_of, refuse, warn, warnings
+from rlhf.config.best_generator import choose_for_jobs
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
-from rlhf.config.run import Resume
-from rlhf.core.errors import UserError
+from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import is_first_rank
-from rlhf.launch.hydra_internals import combinations, uses_basic_sweeper
+from rlhf.experiment import Experiment
+from rlhf.launch.command_line import stop
+from rlhf.launch.hydra_internals import combinations, submits_to_slurm, uses_basic_sweeper
 from rlhf.launch.jobs import announce, distinct_overrides
+from rlhf.launch.search_space import check_search, is_search, search_space
 from rlhf.runs.folder import RunFolder
-from rlhf.runs.naming import earlier_name
-from rlhf.runs.resuming import prepare, shorter_run
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -57,21 +55,26 @@ class Preflight(Callback):
         """Check a single run: its config, the machine and its run folder.
 
         Raises:
-            SystemExit: with code 2 if a check fails, with code 0 if the run is already finished.
+            SystemExit: with code 2 if a check fails, with code 0 if the run is already finished. With
+                `push_to`, a finished run first uploads its model; code 1 if that fails.
         """
-        cfg = checked(config, overrides_of(config.hydra.overrides))
         try:
-            folder = RunFolder(Path(config.hydra.run.dir))
-            if cfg.resume is Resume.never or folder.finished() is None:
-                check_machine(cfg)
-            finished = prepare(folder, cfg)
+            overrides = overrides_of(config.hydra.overrides)
+            experiment = Experiment.composed(config, overrides)
+            experiment.validate()
+            experiment.files = RunFolder(Path(config.hydra.run.dir))  # it depends on valid keys
+            warn(experiment.warnings())
+            finished = experiment.prepare()
         except UserError as error:
             refuse(error.problems)
-        for note in (earlier_name(folder.path, cfg), shorter_run(folder, cfg)):
-            if is_first_rank() and note is not None:
-                print(f"note: {note}")
+        for note in experiment.notes() if is_first_rank() else ():
+            print(f"note: {note}")
         if finished is not None:
-            announce(folder, finished, cfg.metric)
+            announce(experiment.files, finished, experiment.config.metric)
+            try:
+                experiment.push()
+            except (UserError, RunError) as error:
+                stop(error)
             raise SystemExit(0)
 
     @ends_command()
@@ -81,41 +84,43 @@ class Preflight(Callback):
         Raises:
             SystemExit: with code 2 if the config of a job is invalid.
         """
+        launcher = config.hydra.launcher
+        if submits_to_slurm(config):
+            ranks = launcher.tasks_per_node
+            choose_for_jobs(launcher.gpus_per_node or ranks * (launcher.gpus_per_task or 0), ranks)
         problems = list(folders_outside(config))
         doubts: list[str] = []
-        jobs = sweep_jobs(config)
+        try:
+            check_search(config.hydra.sweeper)
+            jobs = sweep_jobs(config)
+        except UserError as error:
+            refuse([*problems, *error.problems])
         for overrides, distinct in zip(jobs, distinct_overrides(jobs), strict=True):
             label = distinct or "every job"
             try:
                 job = GlobalHydra.instance().config_loader().load_sweep_config(config, overrides)
-                cfg = typed(job, overrides)
+                experiment = Experiment.composed(job, overrides)
+                experiment.validate()
             except UserError as error:
                 problems += [f"{label}: {problem}" for problem in error.problems]
             except CONFIG_ERRORS as error:
                 problems.append(f"{label}: {explain(error, overrides)}")
             else:
-                wrong = [*recipes_of_other_commands(overrides), *wrong_direction(config, cfg)]
+                wrong = [*wrong_direction(config, experiment.config), *uploads(experiment.config)]
                 problems += [f"{label}: {problem}" for problem in wrong]
-                doubts += [f"{label}: {warning}" for warning in warnings(cfg)]
+                doubts += [f"{label}: {warning}" for warning in warnings(experiment.config)]
         if problems:
             refuse(problems)
         warn(doubts)
 
 
-def checked(config: DictConfig, overrides: Sequence[str]) -> Config:
-    """Return the typed config of a single run after printing its warnings.
-
-    Raises:
-        SystemExit: with code 2 if the config is invalid.
-    """
-    if found := [*recipes_of_other_commands(overrides)]:
-        refuse(found)
-    try:
-        cfg = typed(config, overrides)
-    except UserError as error:
-        refuse(error.problems)
-    warn([*repeated(overrides), *warnings(cfg)])
-    return cfg
+def uploads(cfg: Config) -> Iterator[str]:
+    """Yield an error if the job of a sweep uploads its model."""
+    if cfg.push_to is not None:
+        yield (
+            "push_to must be null in a sweep (each job would upload its model, the best and the worst), got "
+            f"{cfg.push_to}; leave it out, and run the command of the best job again with push_to"
+        )
 
 
 def folders_outside(config: DictConfig) -> Iterator[str]:
@@ -142,8 +147,14 @@ def wrong_direction(config: DictConfig, cfg: Config) -> Iterator[str]:
 def sweep_jobs(config: DictConfig) -> list[list[str]]:
     """Return the overrides of each job of a sweep.
 
-    If the sweeper chooses values during the sweep, the result is one job without the swept overrides.
+    If the sweeper chooses values during the sweep, the result is one job: of a search, a job in the middle of
+    the search space; of another sweeper, a job without the swept overrides.
+
+    Raises:
+        UserError: the search space is invalid.
     """
+    if is_search(config.hydra.sweeper):
+        return [search_space(config).example]
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     arguments = overrides_of(config.hydra.overrides)
     if not uses_basic_sweeper(config):

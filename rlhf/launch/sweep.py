@@ -1,6 +1,6 @@
 """Sweeps (`-m`): run only unfinished jobs, continue if a job fails, and list the failed jobs at the end.
 
-    sweeper (every combination, or Optuna) -> WatchedLauncher -> launcher (in this process, joblib, submitit)
+    sweeper (every combination, or search) -> WatchedLauncher -> launcher (in this process, joblib, submitit)
 
 WatchedLauncher stands between Hydra's sweeper and its launcher, so that every launcher behaves alike. This
 module imports no torch.
@@ -41,6 +41,8 @@ class Sweep:
         total: number of jobs of the whole sweep; None: not known.
         folder: folder of the run folders.
         failures: label, run folder (None if the config is invalid) and error of each failed job.
+        fixed: the overrides that all jobs share, if the sweeper sets them; they are not in labels.
+        conclusion: lines that the sweeper wants to have below the table.
     """
 
     def __init__(self) -> None:
@@ -48,6 +50,8 @@ class Sweep:
         self.total: int | None = None
         self.folder: str | None = None
         self.failures: list[tuple[str, RunFolder | None, BaseException]] = []
+        self.fixed: Sequence[str] | None = None
+        self.conclusion: list[str] = []
 
     @property
     def jobs(self) -> int:
@@ -66,12 +70,14 @@ class Sweep:
             current = None
 
     def report(self) -> None:
-        """Print the table of two or more jobs, and the failed jobs."""
+        """Print the table of two or more jobs, the conclusion of the sweeper, and the failed jobs."""
         if self.jobs > 1:
             console.print()
             for line in lines(self.rows):
                 console.print(line, markup=False, soft_wrap=True)
             console.print(f"compare: python -m rlhf.report {self.folder}", markup=False, soft_wrap=True)
+        for line in self.conclusion:
+            console.print(line, markup=False, soft_wrap=True)
         if not self.failures:
             return
         remedy = "the others are kept; the same command runs only missing jobs"
@@ -157,7 +163,8 @@ class WatchedLauncher(Launcher):
         due: dict[Path, Job] = {}
         rows: dict[Path, Row] = {}
         for number, (overrides, distinct) in enumerate(
-            zip(job_overrides, distinct_overrides(job_overrides), strict=True), initial_job_idx
+            zip(job_overrides, distinct_overrides(job_overrides, self.sweep.fixed), strict=True),
+            initial_job_idx,
         ):
             label = distinct or f"job {number + 1}"
             row = Row(number=number + 1, label=label, overrides=tuple(overrides))

@@ -39,12 +39,15 @@ class Row:
 
     @property
     def state(self) -> str:
-        """The status of the job: failed, finished or unfinished, unless `status` says more."""
+        """The status of the job: failed, finished, unfinished, or why a hook stopped it, such as pruned."""
         if self.failed:
             return "failed"
         if self.status is not None:
             return self.status
-        return "finished" if self.folder is not None and self.folder.finished() else "unfinished"
+        state = None if self.folder is None else self.folder.read_state()
+        if state is None or not state.get("finished"):
+            return "unfinished" if state is None else state.get("stopped", "unfinished")
+        return "finished"
 
     @property
     def result(self) -> float | None:

@@ -1,1 +1,1 @@
-"""Loggers of metrics: JSON-lines files, TensorBoard, Weights & Biases, the terminal."""
+"""Loggers of metrics: JSON-lines files, TensorBoard, Weights & Biases, MLflow, trackio, the terminal."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rlhf.core.metrics import Evaluation, Row
+    from rlhf.core.metrics import Evaluation, Metrics, Row
     from rlhf.core.state import TrainState
     from rlhf.runs.folder import RunFolder
 
@@ -20,10 +21,12 @@ class LoggerContext:
     Args:
         folder: the run folder.
         state: the counters of the run; they change during training.
+        figures: draws the figures of a run whose updates are complete: name -> PNG file.
     """
 
     folder: RunFolder
     state: TrainState
+    figures: Callable[[], dict[str, bytes]]
 
 
 class Logger:
@@ -35,8 +38,14 @@ class Logger:
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
         """Log the metrics of an evaluation, and the completions that were evaluated."""
 
+    def updated(self, figures: Metrics, state: TrainState) -> None:
+        """Handle the end of an update; `figures` are the metrics since the last row."""
+
     def save(self, checkpoint: Path) -> None:
         """Write what a resumed run needs from this logger into the folder of a checkpoint."""
+
+    def saved(self, checkpoint: Path, state: TrainState) -> None:
+        """Handle a checkpoint that is complete."""
 
     def warn(self, text: str) -> None:
         """Show a warning to the user."""

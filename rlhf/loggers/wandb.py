@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import re
-import secrets
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.errors import UserError
-from rlhf.core.files import write_atomically
+from rlhf.loggers.dashboards import described, run_id
 from rlhf.loggers.logger import Logger
 
 if TYPE_CHECKING:
@@ -16,11 +14,10 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Evaluation, Row
     from rlhf.core.state import TrainState
     from rlhf.loggers.logger import LoggerContext
-    from rlhf.runs.folder import RunFolder
 
 
 class WandbLogger(Logger):
-    """A logger that sends rows and tables of completions to a W&B run, with the update as x axis.
+    """A logger that sends rows, tables of completions and figures to a W&B run, with the update as x axis.
 
     The config of the W&B run contains config.yaml and environment.json. A resumed run continues the same W&B
     run, which has the name of the run folder. A resumed run repeats the rows after its checkpoint; these rows
@@ -28,7 +25,7 @@ class WandbLogger(Logger):
 
     Args:
         config: the config section of the logger.
-        context: the run folder and the counters of the run.
+        context: the run folder, the counters and the figures of the run.
 
     Raises:
         UserError: W&B does not accept the run, for example without an API key.
@@ -42,6 +39,7 @@ class WandbLogger(Logger):
         folder = context.folder
         self.wandb = wandb
         self.state = context.state
+        self.figures = context.figures
         try:
             self.run = wandb.init(
                 project=config.project,
@@ -50,7 +48,7 @@ class WandbLogger(Logger):
                 tags=config.tags,
                 mode=None if config.mode is None else config.mode.value,
                 dir=folder.path,
-                id=run_id(folder),
+                id=run_id(folder, "wandb"),
                 name=folder.path.name,
                 resume="allow",
                 config=described(folder),
@@ -75,27 +73,14 @@ class WandbLogger(Logger):
         self.run.log({**row, "completions": table} if columns else row, step=state.update)
 
     def close(self) -> None:
-        """Finish the W&B run; an interrupted run is shown as failed until it is resumed."""
+        """Finish the W&B run, with the figures of a run that is complete.
+
+        An interrupted run is shown as failed until it is resumed.
+        """
+        if self.state.done and (figures := self.figures()):
+            from PIL import Image  # installed with matplotlib, which draws the figures
+
+            images = {f"report/{name}": Image.open(BytesIO(png)) for name, png in figures.items()}
+            sent = {name: self.wandb.Image(image) for name, image in images.items()}
+            self.run.log(sent, step=self.state.update)
         self.run.finish(exit_code=0 if self.state.done else 1)
-
-
-def run_id(folder: RunFolder) -> str:
-    """Return the id of the W&B run; the first call creates it and stores it in the run folder.
-
-    The name of the folder is not a unique id: a run that `resume=never` starts again has the same name, and a
-    run in another `output_dir` may have the same name. With equal ids, W&B would mix the rows of such runs.
-    """
-    file = folder.path / "wandb" / "run_id"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"[/\\#?%:]", "-", folder.path.name)[:100]  # forbidden characters; at most 128
-        write_atomically(file, f"{name}-{secrets.token_hex(4)}\n")
-    return file.read_text(encoding="utf-8").strip()
-
-
-def described(folder: RunFolder) -> dict[str, Any]:
-    """Return config.yaml and environment.json of the run as one dictionary."""
-    return {
-        **folder.read_config(),
-        "environment": json.loads(folder.environment.read_text(encoding="utf-8")),
-    }

@@ -94,19 +94,28 @@ def adapter_parameters(size: ModelSize, rank: int, targets: list[str] | None) ->
         targets: the adapted linear layers, by the last part of their names; None: all linear layers except
             the head. Layers that neither GPT-NeoX nor Llama has are not counted.
     """
+    shapes = linear_shapes(size)
+    names = shapes if targets is None else {target.rpartition(".")[2] for target in targets}
+    return size.layers * sum(rank * sum(shape) for name, shape in shapes.items() if name in names)
+
+
+def matrix_parameters(size: ModelSize) -> int:
+    """Return the number of parameters of the linear layers between embeddings and head, without biases."""
+    return size.layers * sum(inputs * outputs for inputs, outputs in linear_shapes(size).values())
+
+
+def linear_shapes(size: ModelSize) -> dict[str, tuple[int, int]]:
+    """Return the linear layers of a block, as in Llama or GPT-NeoX: name -> number of inputs and outputs."""
     h, q, kv, inner = size.hidden, size.query_width, size.kv_width, size.intermediate
     if size.gated:
-        shapes = {
+        return {
             "q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h),
             "gate_proj": (h, inner), "up_proj": (h, inner), "down_proj": (inner, h),
         }  # fmt: skip
-    else:
-        shapes = {
-            "query_key_value": (h, q + 2 * kv), "dense": (q, h),
-            "dense_h_to_4h": (h, inner), "dense_4h_to_h": (inner, h),
-        }  # fmt: skip
-    names = shapes if targets is None else {target.rpartition(".")[2] for target in targets}
-    return size.layers * sum(rank * sum(shape) for name, shape in shapes.items() if name in names)
+    return {
+        "query_key_value": (h, q + 2 * kv), "dense": (q, h),
+        "dense_h_to_4h": (h, inner), "dense_4h_to_h": (inner, h),
+    }  # fmt: skip
 
 
 def module_parameters(name: str | None, size: ModelSize, modules: list[str]) -> int:

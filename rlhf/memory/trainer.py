@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rlhf.config.algo import Trains
 from rlhf.config.generator import HFConfig, WorkerConfig
 from rlhf.config.model import Dtype
-from rlhf.memory import activations, communication
+from rlhf.memory import activations, communication, optimizer
 from rlhf.memory.activations import AUTOCAST, BFLOAT16, FLOAT32, Tokens
 from rlhf.memory.tokens import with_gradient
 from rlhf.memory.uses import PROCESS, UNRELEASED, Part, Phase, in_words, parameters
@@ -115,7 +115,8 @@ class Trainer:
                 size = footprint.on_device("weights", model.adapters, self.ranks)
                 yield Part(f"{model.role}: adapters", size, parameters(model.adapters, size))
             if model.trained:
-                size = footprint.on_device("optimizer", model.trainable, self.ranks)
+                state = optimizer.with_state(footprint, self.cfg, model)
+                size = state.on_device("optimizer", model.trainable, self.ranks)
                 yield Part(f"{model.role}: optimizer", size, parameters(model.trainable, size))
 
     def in_ram(self) -> Iterator[Part]:
@@ -188,7 +189,8 @@ class Trainer:
         footprint = cfg.backend.footprint()
         if self.device == "cuda" and "optimizer" not in footprint.offloaded:
             count = sum(model.trainable for model in self.models)
-            size = footprint.step * count / (self.ranks if "optimizer" in footprint.sharded else 1)
+            size = optimizer.temporary(footprint, cfg, self.models)
+            size /= self.ranks if "optimizer" in footprint.sharded else 1
             yield Phase("optimizer step", (*gradients, Part("updates", size, parameters(count, size))))
         reads = [
             Part(

@@ -20,6 +20,7 @@ from rlhf.models.headers import (
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # context length in config.json
 ADAPTER = "adapter_config.json"  # the file that marks a folder of PEFT
+CARD = "README.md"  # the model card
 
 
 def is_local(path: str) -> bool:

@@ -243,7 +243,7 @@ def new_nano(nano: NanoConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXFor
         pad_token_id=tokenizer.pad_token_id,
     )
     without_dropout(config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=nano.attention)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=nano.loaded_attention)
     with torch.no_grad():
         for layer in model.gpt_neox.layers:
             for product in (layer.attention.dense, layer.mlp.dense_4h_to_h):

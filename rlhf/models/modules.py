@@ -9,8 +9,8 @@ together.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from rlhf.core.batch import Outputs
 from rlhf.core.errors import UserError
 from rlhf.models.fetching import first_line
+from rlhf.models.fused_head import fused_logprobs
 from rlhf.models.logprobs import TokenOutputs, token_outputs
 from rlhf.models.lora import without_adapters
 from rlhf.models.shared_prefix import encode
@@ -40,6 +41,7 @@ class LogprobHead(nn.Linear):
     """
 
     float32 = False  # True: logits are computed in float32, also from 16-bit hidden states and weights
+    fused = False  # True: log-probs without extras are computed by `rlhf.models.fused_head`
 
     def forward(  # type: ignore[override]
         self,
@@ -61,6 +63,8 @@ class LogprobHead(nn.Linear):
             outputs in `extras`, float32.
         """
         if targets is not None:
+            if self.fused and not extras and len(targets):
+                return TokenOutputs(fused_logprobs(input, self.weight, self.bias, targets, temperature))
             return token_outputs(
                 input, self.weight, self.bias, targets, temperature, extras=extras, float32=self.float32
             )
@@ -94,20 +98,22 @@ class RolloutModule(nn.Module):
         self.shared_prefix = shared_prefix
         self.always_apart = False  # True: prompts are encoded once even where this does not save time
         self.whole = False  # True: no forward stops early; hooks of ZeRO-3 run at the end of a forward
+        self.blocks: Callable[[], AbstractContextManager[None]] = nullcontext  # context of every forward
 
     def states(self, batch: Rollouts, last: bool) -> Tensor:
         """Return the hidden states [N, K, T, H], or [N, K, T+1, H] with `last`; see `encode`."""
-        return encode(
-            backbone(self.model),
-            batch.prompt_ids,
-            batch.prompt_mask,
-            batch.response_ids,
-            batch.response_mask,
-            self.shared_prefix,
-            last,
-            self.whole,
-            self.always_apart,
-        )
+        with self.blocks():
+            return encode(
+                backbone(self.model),
+                batch.prompt_ids,
+                batch.prompt_mask,
+                batch.response_ids,
+                batch.response_mask,
+                self.shared_prefix,
+                last,
+                self.whole,
+                self.always_apart,
+            )
 
 
 class Policy(RolloutModule):

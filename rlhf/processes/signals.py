@@ -45,6 +45,7 @@ class Interruption:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first signal
         self.deferred = False  # a signal does not raise Interrupted, but sets the flag of `asked`
+        self.requested = False  # the run itself asked to stop
         self.raised = False  # the handler raised an exception, which a library may have replaced by another
         self.callbacks: set[Callable[[], None]] = set()  # called after the first signal; see `call_at_signal`
         self.agree: Callable[[bool], bool] = bool  # returns whether a flag is set on any rank
@@ -68,9 +69,13 @@ class Interruption:
         self.deferred, self.agree = True, agree
         self.check()
 
+    def request(self) -> None:
+        """Ask the run to stop at the end of its update, with a checkpoint, as after a signal."""
+        self.requested = True
+
     def asked(self) -> bool:
-        """Return whether a signal asked any rank to stop; all ranks must call `asked` at the same point."""
-        return self.agree(self.received is not None)
+        """Return whether any rank is to stop; all ranks must call `asked` at the same point."""
+        return self.agree(self.received is not None or self.requested)
 
     def check(self) -> None:
         """Raise Interrupted if a signal was received."""
@@ -187,7 +192,7 @@ def interruptible() -> Iterator[Interruption]:
         try:
             yield active
         finally:
-            active.deferred = False
+            active.deferred = active.requested = False
     else:
         active = Interruption()
         listener = active.install()

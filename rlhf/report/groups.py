@@ -49,7 +49,7 @@ class Group:
 
     @property
     def unfinished(self) -> list[Run]:
-        """The runs that are unfinished or failed."""
+        """The runs that are unfinished, stopped or failed."""
         return [run for run in self.runs if run.status is not Status.finished]
 
     @property

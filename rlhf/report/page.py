@@ -143,7 +143,7 @@ def heading(runs: Sequence[Run]) -> str:
 
 def subtitle(runs: Sequence[Run]) -> str:
     """Return the subtitle of the page: number of runs by status."""
-    statuses = [run.status for run in runs]
+    statuses = [run.outcome for run in runs]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in distinct(statuses))
     return f"{len(runs)} run{'s' * (len(runs) != 1)} ({counts})"
 

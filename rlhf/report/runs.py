@@ -36,6 +36,7 @@ class Status(StrEnum):
     finished = "finished"
     unfinished = "unfinished"  # running, interrupted or killed: the run folder does not show which
     failed = "failed"  # stopped because the loss was not finite
+    stopped = "stopped"  # stopped by a hook, for example a pruned trial of a search
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,12 @@ class Run:
         failed = self.folder / "failed_batch.json"
         if failed.is_file() and read_json(failed)["update"] >= self.state.get("update", 0):
             return Status.failed
-        return Status.unfinished
+        return Status.stopped if "stopped" in self.state else Status.unfinished
+
+    @property
+    def outcome(self) -> str:
+        """The status; of a run that a hook stopped, the reason, such as "pruned"."""
+        return str(self.state["stopped"] if self.status is Status.stopped else self.status)
 
     @property
     def progress(self) -> str:
@@ -87,8 +93,8 @@ class Run:
         if self.status is Status.finished:
             return "finished"
         if not self.rows:
-            return f"{self.status}, no metrics"
-        return f"{self.status}, update {self.update} of {self.num_updates or '?'}"
+            return f"{self.outcome}, no metrics"
+        return f"{self.outcome}, update {self.update} of {self.num_updates or '?'}"
 
     @property
     def lost(self) -> str | None:

@@ -3,7 +3,8 @@
     <output_dir>/<run name>/
         config.yaml  environment.json  metrics.jsonl  completions.jsonl  train.log
         evaluations.jsonl       results of rlhf.evaluate, with completions in evaluations/
-        trainer_state.json      counters; if finished also {"finished": true, "result": {metric: value}}
+        trainer_state.json      counters; if finished also {"finished": true, "result": {metric: value}};
+                                {"stopped": <reason>} if a hook stopped the run
         checkpoint-<update>/    complete only if it contains the file COMPLETE; history/: a copy of all rows
         model/                  the final model, Hugging Face format
         adapter/                the adapter of the final model, PEFT format (with model.lora)

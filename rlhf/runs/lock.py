@@ -24,7 +24,7 @@ WAIT_S = 3.0  # seconds for a process that is just ending
 QUIET_S = 1.0  # seconds without a message
 
 # Files and folders without results; logs are in the list because the error is in the terminal as well.
-LOGS = ("train.log", "generator.log", "annotator.log", "wandb")
+LOGS = ("train.log", "generator.log", "annotator.log", "wandb", "mlflow", "trackio")
 WITHOUT_RESULTS = (LOCK, EVALUATION_LOCK, "config.yaml", "environment.json", *LOGS)
 
 Claim = Callable[[Path], AbstractContextManager[object]]  # locks a folder during a block

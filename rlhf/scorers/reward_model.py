@@ -82,7 +82,7 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
         loaded = load_reward_model(
             path,
             getattr(torch, model.dtype.value),
-            attention=model.attention,
+            attention=model.loaded_attention,
             trust_remote_code=model.trust_remote_code,
             key=key,
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rlhf.config.backend import RANKS_FILE
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest
-from rlhf.models.folders import folder_problem
+from rlhf.models.folders import CARD, folder_problem
 from rlhf.runs.folder import RunFolder, complete_checkpoints
 from rlhf.stages.final_model import adapter_problem, again, model_problem
 
@@ -124,9 +124,9 @@ def named_models(models: Sequence[str]) -> list[Candidate]:
 
 
 def files(model: str) -> str | None:
-    """Return a hash of sizes and times of the files of a model folder; None for a hub name."""
+    """Return a hash of sizes and times of the files of a model, without its card; None for a hub name."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
-    stats = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
+    stats = {path.name: path.stat() for path in folder.iterdir() if path.is_file() and path.name != CARD}
     return digest({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()})

@@ -50,13 +50,16 @@ def print_closing(
 
 def length(state: TrainState, session_s: float, resumed: bool) -> Iterator[str]:
     """Yield the length and the duration of a finished run."""
-    if isinstance(state, SupervisedState):
-        trained = f"{state.examples:,} examples ({state.epoch:.2f} epochs)"
-    else:
-        trained = f"{state.episode:,} episodes"
-    yield f"finished: {state.update:,} updates, {trained}, in {clock(session_s)}"
+    yield f"finished: {trained(state)}, in {clock(session_s)}"
     if resumed:
         yield f"  in this session; the updates of all sessions took {clock(state.wall_s)}"
+
+
+def trained(state: TrainState) -> str:
+    """Return the number of updates, and of episodes or examples, that a run trained on."""
+    if isinstance(state, SupervisedState):
+        return f"{state.update:,} updates, {state.examples:,} examples ({state.epoch:.2f} epochs)"
+    return f"{state.update:,} updates, {state.episode:,} episodes"
 
 
 def changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
@@ -65,8 +68,18 @@ def changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
     if not last:
         yield "  not evaluated (schedule.eval_every=0)"
         return
-    about_pairs = cfg.algo.trains is Trains.reward
-    named = {
+    named = titles(cfg)
+    rows = [(held_out(cfg, recorder), "before", "after")]
+    rows += [(text, value(first, name), value(last, name)) for name, text in named.items() if name in last]
+    for text, before, after in rows:
+        yield f"  {text:{NAME_WIDTH}}{before:{VALUE_WIDTH}}{after}".rstrip()
+    if any(f"{name}_ci95" in last for name in named):
+        yield "  (+/- 95 % interval over these examples)"
+
+
+def titles(cfg: Config) -> dict[str, str]:
+    """Return the names and the titles of the metrics of an evaluation that a run reports at its end."""
+    return {
         "eval/win_rate": f"win rate vs. references ({cfg.gold.name})",
         "eval/gold_score": f"judge ({cfg.gold.name})",
         "eval/score": f"reward ({cfg.scorer.name})",
@@ -75,13 +88,11 @@ def changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
         "eval/loss": "held-out loss",
         "eval/kl": "KL to the reference",
     }
-    examples = f"{recorder.evaluated_on:,} held-out {'pairs' if about_pairs else 'prompts'}"
-    rows = [(examples, "before", "after")]
-    rows += [(text, value(first, name), value(last, name)) for name, text in named.items() if name in last]
-    for text, before, after in rows:
-        yield f"  {text:{NAME_WIDTH}}{before:{VALUE_WIDTH}}{after}".rstrip()
-    if any(f"{name}_ci95" in last for name in named):
-        yield "  (+/- 95 % interval over these examples)"
+
+
+def held_out(cfg: Config, recorder: Recorder) -> str:
+    """Return the number of held-out examples of the last evaluation, as text."""
+    return f"{recorder.evaluated_on:,} held-out {'pairs' if cfg.algo.trains is Trains.reward else 'prompts'}"
 
 
 def value(row: Row, name: str) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import problems, warn, warnings
+from rlhf.checks.hooks import load_hooks
 from rlhf.checks.machine import check_machine
 from rlhf.config.algo import Trains
 from rlhf.config.identity import NOT_IN_NAME
@@ -30,23 +31,26 @@ from rlhf.core.launched import is_first_rank
 from rlhf.runs.folder import complete_checkpoints
 from rlhf.runs.lock import claimed
 from rlhf.runs.resuming import LENGTH, length_key, length_value
+from rlhf.stages.hub import push_run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rlhf.loggers.hooks import Hook
     from rlhf.runs.folder import RunFolder
 
 # Settings that an extension may change besides the length. Files and loggers of the run stay the same.
 CHANGEABLE = tuple(key for key in NOT_IN_NAME if key not in ("hydra", "logger", "resume", "output_dir"))
 
 
-def extend(folder: RunFolder, overrides: Sequence[str]) -> float | None:
+def extend(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook] = ()) -> float | None:
     """Train the run in `folder` until its new length, and return the final value of its objective metric.
 
     Args:
         folder: the run folder.
         overrides: `schedule.total_episodes=<n>` or `schedule.total_epochs=<n>`, and settings of `CHANGEABLE`.
             Without a length, an unfinished run is resumed.
+        hooks: the user's code that the run calls, in addition to the classes that the key `hooks` names.
 
     Raises:
         UserError: an override is not allowed, the new length is too small, there is no valid checkpoint, or
@@ -55,10 +59,10 @@ def extend(folder: RunFolder, overrides: Sequence[str]) -> float | None:
     """
     # The other ranks of a run would find the lock of its first rank.
     with claimed(folder.path) if is_first_rank() else nullcontext():
-        return carry_out(folder, overrides)
+        return carry_out(folder, overrides, hooks)
 
 
-def carry_out(folder: RunFolder, overrides: Sequence[str]) -> float | None:
+def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]) -> float | None:
     """Extend the run in the locked `folder`; see `extend`."""
     before = load_config(folder.config)
     key = length_key(before)
@@ -68,6 +72,8 @@ def carry_out(folder: RunFolder, overrides: Sequence[str]) -> float | None:
     finished = state.get("finished") is True
     if finished and new == old and any(override.startswith(f"{key}=") for override in overrides):
         say(f"finished already: {folder.path} ({key}={new})")
+        if cfg.push_to is not None and is_first_rank():
+            push_run(folder, cfg.push_to)
         return state["result"].get(cfg.metric)
     if new < old or (finished and new == old):
         raise UserError(
@@ -77,6 +83,7 @@ def carry_out(folder: RunFolder, overrides: Sequence[str]) -> float | None:
     if found := problems(cfg):
         raise UserError(*found)
     check_machine(cfg)
+    hooks = [*load_hooks(cfg), *hooks] if is_first_rank() else []
     say_loading()
     last = last_valid(folder)
     if last is None and new > old:
@@ -97,7 +104,7 @@ def carry_out(folder: RunFolder, overrides: Sequence[str]) -> float | None:
         if finished:
             folder.write_state({**state, "finished": False})
         folder.write_config(cfg)
-        return run(cfg, folder, check=False, claim=nullcontext)
+        return run(cfg, folder, check=False, claim=nullcontext, hooks=hooks)
 
 
 @contextmanager

@@ -38,6 +38,8 @@ from rlhf.core.heap import keep_freed
 from rlhf.core.seeding import derive
 from rlhf.core.stages import Stages
 from rlhf.engines.engine import NonFinite
+from rlhf.loggers.hooks import Hooks
+from rlhf.models.folders import CARD
 from rlhf.models.lora import is_adapted
 from rlhf.models.modules import RewardModel
 from rlhf.processes.ranks import Ranks, explain_lost_ranks
@@ -50,15 +52,20 @@ from rlhf.runs.transcript import run_log, setup_logging
 from rlhf.runs.writable import explain_file_errors
 from rlhf.stages.closing import print_closing
 from rlhf.stages.data_report import report_data
+from rlhf.stages.hub import push_run
+from rlhf.stages.model_card import model_card
 from rlhf.stages.prerequisites import complete, names
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
 from rlhf.training.stream import Stream
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from rlhf.config.root import Config
     from rlhf.core.state import TrainState
     from rlhf.engines.engine import Engine
+    from rlhf.loggers.hooks import Hook
     from rlhf.processes.signals import Interruption
     from rlhf.runs.folder import RunFolder
 
@@ -74,8 +81,11 @@ def run(
     *,
     check: bool = True,
     claim: Claim = claimed,
+    hooks: Sequence[Hook] = (),
 ) -> float | None:
     """Carry out the run `cfg` in `folder`, and return the final value of its objective metric.
+
+    If a hook raises `StopRun`, the run is not finished, and the value is that of the last evaluation.
 
     Args:
         cfg: the config of the run.
@@ -83,11 +93,13 @@ def run(
         ranks: the ranks of the run; None: the ranks that the launcher started.
         check: check the config first; False: the caller has checked the config.
         claim: locks the folder on the first rank; `nullcontext`: the caller has locked the folder.
+        hooks: the user's code that the first rank calls during training.
 
     Raises:
         UserError: the config is invalid, a model, a data set or another item that the config names cannot be
             used, or another process runs in the folder. A new folder without results is removed.
-        RunError: the run had to stop, for example because a loss is not finite.
+        RunError: the run had to stop, for example because a loss is not finite; or the upload to
+            `cfg.push_to` failed after the run was finished.
         Interrupted: a signal asked to stop; the same call resumes the run.
     """
     if check and (found := problems(cfg)):
@@ -96,10 +108,16 @@ def run(
         ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
         ranks.from_first(lambda: ends.enter_context(claim(folder.path)))
         with run_log(), explain_file_errors(folder.path), explain_full_disk(folder), explain_lost_ranks():
-            return carry_out(cfg, folder, ranks, interruption)
+            result = carry_out(cfg, folder, ranks, interruption, Hooks(hooks, interruption.request))
+    if cfg.push_to is not None and ranks.first and folder.finished():
+        # after the block, a signal stops an upload at once
+        push_run(folder, cfg.push_to)
+    return result
 
 
-def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interruption) -> float | None:
+def carry_out(
+    cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interruption, hooks: Hooks
+) -> float | None:
     """Carry out the run `cfg` with installed signal handlers; see `run`."""
     quieten(ranks)
     if (finished := ranks.from_first(folder.finished)) is not None:
@@ -108,7 +126,7 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
     last = ranks.from_first(lambda: open_folder(cfg, folder))
     part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
     stages = Stages([*names(cfg), f"{cfg.algo.name} {cfg.task.name}"])
-    cfg = ranks.from_first(lambda: complete(cfg, run, stages=stages))
+    typed, cfg = cfg, ranks.from_first(lambda: complete(cfg, run, stages=stages))
     started = time.monotonic()
     interruption.check()  # a signal may have come while a stage wrote its model
     torch.set_num_threads(threads(cfg)[0] or THREADS)
@@ -138,7 +156,8 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
         if last is not None:
             in_flight = parts.checkpoints.load(last, state, parts.engine, parts.recorder)
             say(f"resumed from update {state.update} of {state.num_updates}: {last}")
-        parts.recorder.open(build_loggers(cfg, folder, state, last) if ranks.first else [], parts.generator)
+        loggers = [*build_loggers(cfg, folder, state, last), hooks] if ranks.first else []
+        parts.recorder.open(loggers, parts.generator)
         ends.callback(parts.recorder.close)
         parts.generator.load(parts.engine.weights(), state.version)
 
@@ -159,15 +178,25 @@ def carry_out(cfg: Config, folder: RunFolder, ranks: Ranks, interruption: Interr
         except Interrupted:
             save_unfinished(parts, stream, state, folder, ranks)
             raise interrupted(interruption, state, cfg, folder) from None
+    failure, stopped = ranks.from_first(lambda: (hooks.failure, hooks.stopped))
+    if failure is not None and not state.done:
+        raise stopped_by_hook(failure, state, folder)
+    if stopped is not None and not state.done:
+        if ranks.first:
+            note_stop(stopped, state, folder)
+        return parts.recorder.evaluated.get(cfg.metric)
     if not state.done:
         raise interrupted(interruption, state, cfg, folder)
     if cfg.algo.trains is Trains.reward:
         centre(cfg, parts.engine, tokenizer)
-    write_model(parts.engine, folder, ranks)
+    card = model_card(cfg, typed, folder.path, len(task), parts.recorder, state) if ranks.first else ""
+    write_model(parts.engine, folder, ranks, card)
     result = parts.recorder.evaluated
     if ranks.first:
         folder.write_state({**state.state_dict(), "finished": True, "result": result})
     print_closing(cfg, folder, parts.recorder, state, time.monotonic() - started, resumed=last is not None)
+    if failure is not None:
+        raise stopped_by_hook(failure, state, folder)
     return result.get(cfg.metric)
 
 
@@ -219,13 +248,19 @@ def centre(cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> N
     config.reward_offset = getattr(config, "reward_offset", 0.0) + offset
 
 
-def write_model(engine: Engine, folder: RunFolder, ranks: Ranks) -> None:
-    """Write the final model, and its adapter if any, each completely or not at all.
+def write_model(engine: Engine, folder: RunFolder, ranks: Ranks, card: str) -> None:
+    """Write the final model with its model card, and its adapter if any, each completely or not at all.
 
     Raises:
         RunError: the disk is full.
     """
-    writers = [(engine.save_model, folder.model)]
+
+    def save_model(scratch: Path) -> None:
+        engine.save_model(scratch)
+        if ranks.first:
+            (scratch / CARD).write_text(card, encoding="utf-8")
+
+    writers: list[tuple[Callable[[Path], None], Path]] = [(save_model, folder.model)]
     if is_adapted(engine.module.model):
         writers.append((engine.save_adapter, folder.adapter))
     for write, final in writers:
@@ -264,6 +299,28 @@ def interrupted(interruption: Interruption, state: TrainState, cfg: Config, fold
     )
     transcript.info(text)
     return Interrupted(text, interruption.received)
+
+
+def stopped_by_hook(failure: str, state: TrainState, folder: RunFolder) -> RunError:
+    """Return the error of a run whose hook raised an exception."""
+    last = folder.last_checkpoint()
+    result = "the run is finished, and its model is complete"
+    if not state.done:
+        result = f"the run stopped after update {state.update} of {state.num_updates}, and " + (
+            f"the same command resumes it from {short_path(last)}" if last else "has no checkpoint"
+        )
+    failed = RunError(f"{failure} (traceback above); {result}")
+    failed.everywhere = True
+    return failed
+
+
+def note_stop(reason: str, state: TrainState, folder: RunFolder) -> None:
+    """Store the reason why a hook stopped the run, until the run is resumed, and print it."""
+    folder.write_state({**state.state_dict(), "finished": False, "stopped": reason})
+    say(
+        f"stopped after update {state.update} of {state.num_updates}: {reason}; checkpoint: "
+        f"{short_path(folder.path / f'checkpoint-{state.update}')}"
+    )
 
 
 def not_finite(error: NonFinite, state: TrainState, folder: RunFolder) -> RunError:

@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.compute as pc
 from datasets import Dataset
 
+CHUNK = 10_000  # rows whose responses are read at a time
 RESPONSES = ("reference_response", "chosen", "rejected")  # columns of stored responses
 
 
@@ -106,13 +107,12 @@ def count(
     lengths = pc.list_value_length(table.column("ids")).to_numpy()
     no_prompt = (lengths == 0) | pc.equal(table.column("text"), "").to_numpy()
     names = [name for name in RESPONSES if name in stored.column_names]
-    texts = stored.select_columns(names).with_format("arrow")[:]
-    empty = [_is_empty(texts.column(name)) for name in names]
+    parts = [_described(part) for part in stored.select_columns(names).with_format("arrow").iter(CHUNK)]
+    *empty, equal = (np.concatenate(masks) for masks in zip(*parts, strict=True))
     has_responses = trains_on_responses or len(names) > 1 or not empty[0].all()
     nowhere = np.zeros(len(examples), dtype=bool)
     no_response = np.logical_or.reduce(empty) if has_responses else nowhere
-    first, *rest = (texts.column(name) for name in names)
-    no_difference = pc.equal(first, rest[0]).to_numpy() if rest else nowhere
+    no_difference = equal if len(names) > 1 else nowhere
     counts = Counts(
         rows=len(examples),
         too_long=Some.where(lengths > limit),
@@ -124,9 +124,11 @@ def count(
     return counts, ~no_prompt & (lengths <= limit)
 
 
-def _is_empty(texts: pyarrow.ChunkedArray) -> np.ndarray:
-    empty: np.ndarray = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0).to_numpy()
-    return empty
+def _described(responses: pyarrow.Table) -> list[np.ndarray]:
+    """Return for each column which texts are empty, and then which of the first and last texts are equal."""
+    columns = responses.columns
+    masks = [pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0) for texts in columns]
+    return [mask.to_numpy() for mask in (*masks, pc.equal(columns[0], columns[-1]))]
 
 
 def all_skipped(counts: Counts, split: str, limit: int) -> str:

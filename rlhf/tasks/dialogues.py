@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf.config.task import ChatConfig, LocalConfig, TaskConfig
+from rlhf.config.task import ChatConfig, LocalConfig, MixtureConfig, TaskConfig
 from rlhf.core.errors import UserError
 from rlhf.tasks.local_files import LocalFiles
 
@@ -14,11 +14,22 @@ def has_dialogues(task: TaskConfig) -> bool | None:
         task: config section of the task.
 
     Returns:
-        None if local data cannot be read.
+        None if local data cannot be read, or the parts of a mixture differ.
     """
     if isinstance(task, LocalConfig) and task.path is not None:
         try:
             return bool(LocalFiles(task).conversational)
         except UserError:
             return None  # the checks of the data report it
+    if isinstance(task, MixtureConfig):
+        known = {has_dialogues(part) for part in task.parts.values()}
+        return None if len(known) > 1 else any(known)
     return isinstance(task, ChatConfig) and task.turn is None
+
+
+def different_forms(dialogues: str, texts: str) -> str:
+    """Return the error message for a part with dialogues and a part with texts."""
+    return (
+        "task.parts must all have dialogues or all have texts (responses end differently), got dialogues in "
+        f"{dialogues} and texts in {texts}; convert one of them, or leave it out"
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
 from datasets import Dataset
 
@@ -84,9 +86,9 @@ class LocalSource:
             )
         rows = self._stored("train", data)
         held_out = held_out_rows(prompts_in(rows), self.config.validation_fraction)
-        if len(held_out) == len(rows):
+        if held_out.all():
             raise UserError(self.files.one_prompt())
-        return rows.select([i for i in range(len(rows)) if (i in held_out) == (split == "validation")])
+        return rows.select(np.flatnonzero(held_out == (split == "validation")))
 
     def _load(self, split: str, data: Data) -> Dataset:
         name = self.files.stored(split)
@@ -101,27 +103,27 @@ class LocalSource:
         return from_rows(converted(rows, convert, KEY))
 
 
-def prompts_in(rows: Dataset) -> list[str]:
-    """Return a text for each row that is equal for equal prompts."""
+def prompts_in(rows: Dataset) -> Iterator[str]:
+    """Yield a text for each row that is equal for equal prompts."""
     column = next(name for name in ("query", "messages", "prompt") if name in rows.column_names)
-    return [value if isinstance(value, str) else json.dumps(value) for value in rows[column]]
+    for batch in rows.select_columns([column]).iter(1000):
+        yield from (value if isinstance(value, str) else json.dumps(value) for value in batch[column])
 
 
-def held_out_rows(prompts: list[str], fraction: float) -> set[int]:
-    """Return the rows of the validation split: about `fraction` of all rows, at least one.
+def held_out_rows(prompts: Iterable[str], fraction: float) -> np.ndarray:
+    """Return a bool mask of the rows of the validation split: about `fraction` of all rows, at least one.
 
     Prompts are ordered by a hash of their text. So the choice does not depend on the order of the rows, and
     new rows move few of the others. Rows with the same prompt stay together. One prompt remains for training,
     if there are two.
+
+    Args:
+        prompts: the prompt of each row.
+        fraction: share of the rows.
     """
-    rows_of: dict[str, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows_of.setdefault(prompt, []).append(row)
-    order = sorted(rows_of, key=lambda prompt: (xxhash.xxh3_64_intdigest(prompt.encode()), prompt))
-    wanted = max(1, round(fraction * len(prompts)))
-    chosen: set[int] = set()
-    for prompt in order[:-1] or order:
-        if len(chosen) >= wanted:
-            break
-        chosen.update(rows_of[prompt])
-    return chosen
+    hashes = np.fromiter((xxhash.xxh3_64_intdigest(prompt.encode()) for prompt in prompts), np.uint64)
+    _, ranks, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+    wanted = max(1, round(fraction * len(hashes)))
+    chosen = int(np.searchsorted(counts.cumsum(), wanted)) + 1  # prompts that have at least `wanted` rows
+    held_out: np.ndarray = ranks < min(chosen, max(1, len(counts) - 1))
+    return held_out

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from rlhf.core.metrics import How, Stat
+from rlhf.tasks.mixture import figures_of_parts
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Batch, Prompts
@@ -47,10 +48,18 @@ class PromptOrder:
         task: the data.
         solved_at: mean score from which on an example is solved; None: no example is left out.
         start: number of the first batch, counted from 0.
+        parts: names of the parts of a mixture, for metrics of each part.
     """
 
-    def __init__(self, task: Examples, solved_at: float | None = None, start: int = 0) -> None:
+    def __init__(
+        self,
+        task: Examples,
+        solved_at: float | None = None,
+        start: int = 0,
+        parts: Sequence[str] = (),
+    ) -> None:
         self.task = task
+        self.parts = parts
         self.solved_at = solved_at
         self.solved: set[int] = set()  # examples as rows of the data set, like `Prompts.index`
         self.seek(start)
@@ -83,13 +92,18 @@ class PromptOrder:
         return self.task.batch(drawn)
 
     def scored(self, batch: Batch) -> Metrics:
-        """Note which examples of a scored batch are solved, and return the share of solved examples."""
+        """Note which examples of a scored batch are solved.
+
+        Returns:
+            The share of solved examples, if `solved_at` is set, and the metrics of each part of a mixture.
+        """
+        figures = figures_of_parts(batch, self.parts)
         if self.solved_at is None:
-            return {}
+            return figures
         solved = batch.scores.mean(1) >= self.solved_at
         self.solved.difference_update(batch.index.tolist())
         self.solved.update(batch.index[solved].tolist())
-        return {SOLVED: Stat(len(self.solved) / len(self.task), 1.0, How.last)}
+        return figures | {SOLVED: Stat(len(self.solved) / len(self.task), 1.0, How.last)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the solved examples, as JSON values."""

@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import datasets
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from rlhf.tasks.reading import Row
 
 CHUNK = 10_000  # rows that are converted to a table at a time
+IN_MEMORY = 50_000_000  # bytes of rows that are stored in memory; more rows are stored in a file
 MESSAGES = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
 
 
@@ -147,21 +150,66 @@ def only_cache() -> Iterator[None]:
 
 
 def from_rows(rows: Iterator[tuple[str, Row]]) -> Dataset:
-    """Return rows as a data set in memory, with the place of each row in the column `place`.
+    """Return rows as a data set, with the place of each row in the column `place`.
+
+    Up to `IN_MEMORY` bytes are stored in memory. More are stored in a temporary file, from which the system
+    reads the rows that are used; so are the rows that `Dataset.map` makes of them.
 
     Args:
         rows: place and content of each row; all rows have the same columns, of texts or lists of messages.
+
+    Raises:
+        UserError: the temporary file cannot be written.
     """
     first = next(rows)
     schema = pyarrow.schema(
         {name: MESSAGES if isinstance(value, list) else pyarrow.string() for name, value in first[1].items()}
         | {"place": pyarrow.string()}
     )
-    rows = chain([first], rows)
-    tables = []
+    made = tables(chain([first], rows), schema)
+    small: list[pyarrow.Table] = []
+    for table in made:
+        small.append(table)
+        if sum(each.nbytes for each in small) > IN_MEMORY:
+            return in_file(chain(small, made), schema)
+    return Dataset(pyarrow.concat_tables(small))
+
+
+def tables(rows: Iterator[tuple[str, Row]], schema: pyarrow.Schema) -> Iterator[pyarrow.Table]:
+    """Yield rows as tables of `CHUNK` rows, with the place of each row in the column `place`."""
     while chunk := [{**row, "place": place} for place, row in islice(rows, CHUNK)]:
-        tables.append(pyarrow.Table.from_pylist(chunk, schema))
-    return Dataset(pyarrow.concat_tables(tables))
+        yield pyarrow.Table.from_pylist(chunk, schema)
+
+
+def in_file(tables: Iterator[pyarrow.Table], schema: pyarrow.Schema) -> Dataset:
+    """Return the rows of `tables` as a data set in a temporary file, which is memory-mapped.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    folder = scratch()
+    file = folder / f"rows-{len(list(folder.iterdir()))}.arrow"
+    try:
+        with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
+            for table in tables:
+                writer.write_table(table)
+    except OSError as error:
+        raise UserError(
+            "TMPDIR must be a folder with room for rows that are not stored in memory "
+            f"({error.strerror or error}), got {gettempdir()}; run: export TMPDIR=<folder on a disk>"
+        ) from error
+    return Dataset.from_file(str(file))
+
+
+def scratch() -> Path:
+    """Return the folder of this process for rows that are too large for memory; removed at its end."""
+    return Path(scratch_folder().name)
+
+
+@cache
+def scratch_folder() -> TemporaryDirectory[str]:
+    """Create the folder of `scratch`."""
+    return TemporaryDirectory(prefix="rlhf-data-")
 
 
 def saved_split(folder: Path, split: str, key: str) -> Dataset:

@@ -22,6 +22,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import vocabulary
 from rlhf.core.seeding import derive
 from rlhf.tasks.counts import Counts, all_skipped, count
+from rlhf.tasks.mixture import check_parts, mixed_order
 from rlhf.tasks.prompt_order import PromptOrder
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Task:
         prompts_per_update: N, prompts of a training batch over all ranks.
         max_prompt_tokens: largest length of a prompt in tokens.
         seed: seed of the run.
+        shares: share of each part of a mixture in the training examples, by its name; None: no mixture.
 
     Raises:
         UserError: the tokenizer has no pad token.
@@ -58,6 +60,7 @@ class Task:
         prompts_per_update: int,
         max_prompt_tokens: int,
         seed: int,
+        shares: dict[str, float] | None = None,
     ) -> None:
         if tokenizer.pad_token_id is None:
             raise UserError(
@@ -70,6 +73,7 @@ class Task:
         self.prompts_per_update = prompts_per_update
         self.max_prompt_tokens = max_prompt_tokens
         self.seed = seed
+        self.shares = shares or {}
         self._examples = lru_cache(maxsize=4)(self._tokenized)
         self._counts: dict[tuple[str, Data], Counts] = {}
 
@@ -96,10 +100,15 @@ class Task:
 
         `solved_at` leaves solved examples out of later epochs; see `PromptOrder`.
         """
-        return PromptOrder(self, solved_at, start)
+        return PromptOrder(self, solved_at, start, list(self.shares))
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the positions of all training examples in the order of an epoch."""
+        """Return the positions of all training examples in the order of an epoch.
+
+        The examples of a mixture are those of `mixed_order`: some are missing, others repeated.
+        """
+        if self.shares:
+            return mixed_order(np.asarray(self._train["part"]), list(self.shares.values()), self.seed, epoch)
         return np.random.default_rng(derive(self.seed, "order of examples", epoch)).permutation(len(self))
 
     def rows(self) -> np.ndarray:
@@ -193,6 +202,8 @@ class Task:
             }
             if dialogues:
                 made["messages"] = columns[column]
+            if "part" in columns:
+                made["part"] = columns["part"]
             if pairs:  # in some published data sets, both responses of a pair repeat the prompt
                 both = zip(texts, chosen, clean(columns["rejected"]), strict=True)
                 made["completions"] = [[a.removeprefix(text), b.removeprefix(text)] for text, a, b in both]
@@ -216,6 +227,8 @@ class Task:
             log.warning("%s", warning)
         if not kept.any():
             raise UserError(all_skipped(counts, split, self.max_prompt_tokens))
+        if split == "train" and self.shares:
+            check_parts(np.asarray(examples["part"])[kept], list(self.shares), self.max_prompt_tokens)
         if counts.too_long.count:
             log.info(
                 "skipped %d of %d prompts of the split %s: longer than task.max_prompt_tokens=%d",
@@ -234,6 +247,7 @@ class Task:
             completions=list(rows["completions"]) if "completions" in rows else None,
             labels=torch.tensor(rows["labels"], dtype=torch.float32) if "labels" in rows else None,
             dialogues=list(rows["messages"]) if "messages" in rows else None,
+            part=torch.tensor(rows["part"], dtype=torch.int64) if "part" in rows else None,
         )
 
 

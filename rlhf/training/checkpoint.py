@@ -132,6 +132,8 @@ class Checkpoints:
             return
         if reason := first(lambda: self.keep_newest(final)):
             recorder.warn(f"{final} is damaged, so older checkpoints are kept: {reason}")
+            return
+        recorder.saved(final, state)
 
     def keep_newest(self, new: Path) -> str | None:
         """Remove all checkpoints except the newest `limit`.

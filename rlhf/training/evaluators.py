@@ -18,6 +18,7 @@ from rlhf.core.state import TrainState
 from rlhf.models.modules import RewardModel
 from rlhf.scorers.scorer import response_texts
 from rlhf.scorers.ties import merge_ties
+from rlhf.tasks.mixture import means_of_parts
 
 if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Rollouts, Sampling
@@ -55,6 +56,7 @@ class PolicyEvaluator:
         sampling: near-greedy sampling, one sample per prompt.
         train_temperature: temperature of the samples for the KL estimate.
         pairs: metrics of the policy on held-out pairs; None: the policy is not trained on stored pairs.
+        parts: names of the parts of a mixture of tasks, for metrics of each part.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class PolicyEvaluator:
         sampling: Sampling,
         train_temperature: float,
         pairs: HeldOutPairs | None = None,
+        parts: tuple[str, ...] = (),
     ) -> None:
         self.prompts = prompts
         self.generator = generator
@@ -79,6 +82,7 @@ class PolicyEvaluator:
         self.train_temperature = train_temperature
         self.has_references = any(prompts.references)  # without references, all are ""
         self.pairs = pairs
+        self.parts = parts
         self.reference_gold: Tensor | None = None
 
     def __call__(self, state: TrainState) -> Evaluation:
@@ -117,6 +121,8 @@ class PolicyEvaluator:
         )
         if self.pairs is not None:
             figures |= self.pairs.measure()
+        if self.prompts.part is not None:
+            figures |= means_of_parts(self.parts, self.prompts.part, values_of(columns, rollouts))
         rows = zip(*columns.values(), strict=True)
         samples = [dict(zip(columns, row, strict=True)) for row in rows]
         return Evaluation(
@@ -161,6 +167,21 @@ class PolicyEvaluator:
         references = self.references()
         logprobs = self.engine.infer(self.engine.policy, references, "logprobs").double().sum()
         return {"eval/loss": -logprobs.item() / int(references.response_mask.sum())}
+
+
+def values_of(columns: dict[str, list[Any]], rollouts: Rollouts) -> dict[str, list[float]]:
+    """Return the values of held-out prompts of which `means_of_parts` computes means.
+
+    Args:
+        columns: the columns of the samples, with the scores that are known.
+        rollouts: one response per prompt.
+    """
+    scores = ("score", "gold_score")
+    found: dict[str, list[float]] = {name: columns[name] for name in scores if name in columns}
+    if (references := columns.get("reference_gold_score")) is not None:
+        gold = columns["gold_score"]
+        found["win_rate"] = [float(a > b) for a, b in zip(gold, references, strict=True)]
+    return found | {"response_tokens": rollouts.response_mask.sum(-1)[:, 0].tolist()}
 
 
 def mean_score(name: str, scores: Tensor) -> Row:

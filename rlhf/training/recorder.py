@@ -106,6 +106,8 @@ class Recorder:
         )
         # Plain floats, because a checkpoint stores floats: sums are then the same with and without a resume.
         self.figures = {name: stat.plain() for name, stat in self.figures.items()}
+        for logger in self.loggers:
+            logger.updated(self.figures, state)
         if state.due(self.log_every, at_end=True):
             row = state.position()
             for name, stat in self.figures.items():
@@ -153,6 +155,11 @@ class Recorder:
         """Write what the loggers need when the run resumes into the folder of a checkpoint."""
         for logger in self.loggers:
             logger.save(checkpoint)
+
+    def saved(self, checkpoint: Path, state: TrainState) -> None:
+        """Report a complete checkpoint to the loggers."""
+        for logger in self.loggers:
+            logger.saved(checkpoint, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unfinished row and the results of the first and last evaluation, for a checkpoint."""

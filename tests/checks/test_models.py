@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf.checks import check
+from rlhf.checks import check, models
 from rlhf.config.compose import compose
+from rlhf.core.machine import Machine
 from tests.model_folders import LLAMA, REWARD, write_model
 
 
@@ -86,3 +87,34 @@ def test_adapters_of_sft_need_a_base_model(tmp_path):
     (problem,) = problems("algo=sft", "model.lora.rank=4")
     assert problem.startswith("model.lora.rank must be 0 for algo=sft without model.base")
     assert problems("algo=sft", "model.lora.rank=4", f"model.base={model(tmp_path / 'base', 512)}") == []
+
+
+def test_flash_attention_needs_a_gpu_16_bits_and_a_package(monkeypatch):
+    chosen = "model.attention=flash_attention_2"
+    (cpu,) = problems(chosen, "model.dtype=bfloat16")
+    assert cpu.startswith("model.attention must be sdpa without a GPU") and "set model.attention=sdpa" in cpu
+    monkeypatch.setattr(models, "this_machine", lambda: Machine(2**35, (2**35,)))
+    (missing,) = problems(chosen, "model.dtype=bfloat16")
+    assert "run: pip install flash-attn" in missing and "set model.attention=auto" in missing
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: name)
+    assert problems(chosen, "model.dtype=bfloat16") == []
+    (low,) = problems(chosen)
+    assert low.startswith("model.attention must be sdpa with model.dtype=float32")
+    assert problems("model.attention=auto") == problems("model.attention=sdpa") == []
+
+
+def test_the_fused_head_needs_a_gpu_liger_and_whole_weights(monkeypatch):
+    (cpu,) = problems("model.fused_head=true")
+    assert cpu.startswith("model.fused_head must be null or false without a GPU")
+    assert problems("model.fused_head=null") == problems("model.fused_head=false") == []
+    monkeypatch.setattr(models, "this_machine", lambda: Machine(2**35, (2**35,)))
+    (missing,) = problems("model.fused_head=true")
+    assert "run: pip install -e '.[liger]', or set model.fused_head=null" in missing
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: name)
+    assert problems("model.fused_head=true") == []
+    for word, reason in (
+        ("model.float32_head=true", "with model.float32_head=true"),
+        ("backend=zero3", "with backend=zero3"),
+    ):
+        found = [text for text in problems("model.fused_head=true", word) if "fused_head" in text]
+        assert len(found) == 1 and reason in found[0]

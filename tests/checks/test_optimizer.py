@@ -1,7 +1,8 @@
-"""Rules about the learning rate that is scaled by the effective sample size."""
+"""Rules about the optimizer, and about the learning rate that is scaled by the effective sample size."""
 
 import pytest
 
+from rlhf.checks import optimizer
 from rlhf.checks.check import problems, warnings
 from rlhf.checks.optimizer import ess_needs_a_sampler
 from rlhf.config.compose import compose
@@ -44,3 +45,36 @@ def test_the_on_policy_size_is_a_fraction(value):
 def test_scaling_is_part_of_the_run_name_only_if_it_is_on():
     assert not {"ess_scaling", "ess_on_policy"} & what_counts(compose([]))["optim"].keys()
     assert run_name(compose(["optim.ess_scaling=sqrt"])) != run_name(compose([]))
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
+@pytest.mark.parametrize("backend", ["zero0", "zero2", "zero3_offload"])
+def test_deepspeed_has_only_adamw_and_the_remedies_are_valid(name, backend):
+    words = [f"optim.optimizer={name}", f"backend={backend}"]
+    (message,) = problems(compose(words))
+    assert message.startswith(f"optim.optimizer must be adamw with backend={backend}")
+    assert f"got {name}" in message
+    for remedy in message.rpartition("set ")[2].split(" or "):
+        assert problems(compose(["optim.optimizer=muon", f"backend={backend}", remedy])) == []
+
+
+def test_a_missing_bitsandbytes_is_reported_before_the_run(monkeypatch):
+    find = optimizer.importlib.util.find_spec
+    monkeypatch.setattr(
+        optimizer.importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name)
+    )
+    (message,) = problems(compose(["optim.optimizer=adamw_8bit"]))
+    assert "needs the package bitsandbytes" in message and "pip install -e '.[bnb]'" in message
+
+
+def test_a_momentum_without_muon_gives_a_warning():
+    words = ["optim.momentum=0.9"]
+    (message,) = (text for text in warnings(compose(words)) if "momentum" in text)
+    assert message == "optim.momentum=0.9 has no effect with optim.optimizer=adamw; set optim.optimizer=muon"
+    assert not any("momentum" in text for text in warnings(compose([*words, "optim.optimizer=muon"])))
+
+
+def test_the_optimizer_is_part_of_the_run_name_only_if_it_is_not_adamw():
+    assert not {"optimizer", "momentum"} & what_counts(compose([]))["optim"].keys()
+    names = {run_name(compose([f"optim.optimizer={name}"])) for name in ("adamw", "muon", "adamw_8bit")}
+    assert len(names) == 3 and run_name(compose([])) in names

@@ -84,7 +84,11 @@ MISTAKES = [
     ("evaluate", "run={run} eval.prompts=1,2", "eval.prompts must be set to one value"),
     ("evaluate", "run={run} +eval.prompts=1", "must be set to one value"),
     ("evaluate", "run={run} generator=vlm", "did you mean generator=vllm?"),
-    ("evaluate", "run={run} generator=dataset", "generator must be one of auto, hf, vllm, vllm_colocated, got 'da"),
+    (
+        "evaluate",
+        "run={run} generator=dataset",
+        "generator must be one of auto, hf, vllm, vllm_colocated, got 'da",
+    ),
     ("evaluate", "run={run} scorer@gold=reward_model", "gold.path must name a reward model"),
     ("evaluate", "run={run} -m", "-m must be a flag of this command"),
     ("evaluate", "run={run}/model", "(no config.yaml in it), got {run}/model; set run={run}"),
@@ -111,7 +115,7 @@ MISTAKES = [
     ("relabel", "output=x task=preferences task.path=no model.policy=a/b", "task.path must be a folder"),
     ("relabel", "output=x scorer@gold=none", "scorer@gold must be a scorer that judges"),
     ("relabel", "output=x push_to=name", "push_to= must be <owner>/<name>"),
-    ("relabel", "output=x push_to=me/it", "push_to= needs a token in the environment variable HF_TOKEN"),
+    ("relabel", "output=x push_to=me/it", "push_to= needs a token that may write to me/it"),
     ("pipeline", "algo=sft", "algo must be one that trains a policy"),
     ("pipeline", "algo.beat=1", "did you mean algo.beta?"),
     ("pipeline", "resume=never", "resume must be auto (the chain resumes interrupted stages), got never"),
@@ -120,7 +124,7 @@ MISTAKES = [
     ("pipeline", 'stages.reward=["optim.lr=-1"]', "in the stage algo=reward that this run needs: optim.lr"),
     ("pipeline", "task=gsm8k model=rho_1b task.path=no", "task.path must be a folder"),
     ("pipeline", "split=train", "split= must be one of validation, test"),
-    ("pipeline", "push_to=me/it", "push_to= needs a token in the environment variable HF_TOKEN"),
+    ("pipeline", "push_to=me/it", "push_to= needs a token that may write to me/it"),
 ]
 
 

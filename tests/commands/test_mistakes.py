@@ -102,7 +102,7 @@ MISTAKES = {  # wrong arguments: texts that the message must contain
     "foo='": ["foo must have a value that Hydra can read"],
     "gold=facts": ["set scorer@gold=facts"],
     "scorer@gold=fact": ["scorer@gold must be one of", "did you mean scorer@gold=facts?"],
-    "logger=[wandb,foo]": ["logger must be one of jsonl, tensorboard, wandb, got 'foo'"],
+    "logger=[wandb,foo]": ["logger must be one of jsonl, mlflow, tensorboard, trackio, wandb, got 'foo'"],
     "logger.wandb.project=x": ["logger.wandb.project needs the logger wandb", "add logger=wandb"],
     "logger=wandb logger.wandb.mode=of": ["must be one of online, offline or null, got 'of'"],
     "tuned=x": ["tuned must be one of", "got 'x'; write ~tuned"],
@@ -180,7 +180,7 @@ def test_help_and_errors_do_not_import_torch_or_other_large_libraries(tmp_path, 
     commands = [
         ["--help"],
         ["--cfg", "job"],
-        ["--cfg", "job", "--resolve", "logger=[wandb,tensorboard]"],
+        ["--cfg", "job", "--resolve", "logger=[wandb,tensorboard,mlflow,trackio]"],
         ["algo.beat=1"],
         ["+algo.beat=1"],
         ["algo.beta=high"],
@@ -204,6 +204,7 @@ for words in json.loads(sys.argv[1]):
     except SystemExit as stop:
         codes.append(stop.code)
 heavy = {"torch", "transformers", "datasets", "vllm", "deepspeed", "wandb", "tensorboard", "requests"}
+heavy |= {"mlflow", "trackio", "matplotlib"}
 heavy &= set(sys.modules)
 print(json.dumps([codes, sorted(heavy)]))
 """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import shutil
+import signal
 
 import pytest
+import yaml
 
 from rlhf.core.errors import RunError, UserError
 from tests.commands.test_jobs import fail, finish, run_folders
@@ -119,34 +121,99 @@ def test_time_limit_not_longer_than_the_signal_delay_is_rejected(command, monkey
     assert "hydra.launcher.timeout_min must be longer than hydra.launcher.signal_delay_s" in answer.err
 
 
-def test_optuna_search_maximises_and_continues_after_a_failed_trial(command, tmp_path):
+SEARCH = ("-m", "hydra/sweeper=search", "hydra.sweeper.n_trials=4", "optim.lr=interval(0.0001,0.01)")
+
+
+def found(folder):
+    return yaml.safe_load((folder / "outputs" / "optimization_results.yaml").read_text())
+
+
+def learned(cfg, folder):
+    """Finish a run whose win rate is its learning rate."""
+    folder.write_state({"finished": True, "result": {"eval/win_rate": cfg.optim.lr}})
+    return cfg.optim.lr
+
+
+def test_a_search_continues_after_a_failed_trial_and_the_same_command_repeats_that_trial(command, tmp_path):
     tried = []
 
     def during(cfg, folder):
         tried.append(cfg.optim.lr)
         if len(tried) == 2:
             raise RunError("it stopped")
-        folder.write_state({"finished": True, "result": {"eval/win_rate": cfg.optim.lr}})
-        return cfg.optim.lr
+        return learned(cfg, folder)
 
-    words = ["-m", "hydra/sweeper=search", "hydra.sweeper.n_trials=4", "optim.lr=interval(0.0001,0.01)"]
-    answer = command(*words, during=during)
-    assert answer.code == 1 and "1 of 4 jobs failed" in answer.err and len(tried) == 4
-    best = (tmp_path / "outputs" / "optimization_results.yaml").read_text()
-    assert str(max(lr for lr in tried if lr != tried[1])) in best
+    answer = command(*SEARCH, "seed=3", during=during)
+    assert answer.code == 1 and "1 of 4 jobs failed" in answer.err and len(set(tried)) == 4
+    best = max(lr for lr in tried if lr != tried[1])
+    assert found(tmp_path) == {"name": "optuna", "best_params": {"optim.lr": best}, "best_value": best}
+    assert f"train with these values: python -m rlhf.train seed=3 optim.lr={best:.6g}" in answer.out
+    assert f"job 1 of 4: optim.lr={tried[0]:.6g}" in answer.out, "labels have the swept values only"
+    table = answer.out.partition("status")[2]
+    assert f"failed    optim.lr={tried[1]:.6g}" in table and "(3 finished, 1 failed)" not in table
 
-    shutil.rmtree(answer.runs[1][1].path, ignore_errors=True)  # an empty folder is removed already
-    again = command(*words, during=during)
-    assert again.out.count("finished already") >= 1, (
-        "with the same seed, the search proposes the same runs until results differ"
-    )
+    again = command(*SEARCH, "seed=3", during=during)
+    assert again.code == 0 and [cfg.optim.lr for cfg, _ in again.runs] == [tried[1]]
+    assert found(tmp_path)["best_value"] == max(tried[:4])
+    done = command(*SEARCH, "seed=3")
+    assert done.code == 0 and not done.runs and ": 4 finished\n" in done.out
+    more = command(*SEARCH, "seed=3", "hydra.sweeper.n_trials=6", "hydra.sweeper.n_jobs=2", during=during)
+    assert len(more.runs) == 2 and "job 6 of 6" in more.out, "n_trials counts the trials of all sessions"
+
+
+def test_a_search_stopped_by_a_signal_continues_with_the_values_of_the_interrupted_trial(command):
+    def during(cfg, folder):
+        if len(interrupted) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        interrupted.append(cfg.optim.lr)
+        return learned(cfg, folder)
+
+    interrupted = []
+    stopped = command(*SEARCH, during=during)
+    assert stopped.code == os.EX_TEMPFAIL and len(stopped.runs) == 3
+    again = command(*SEARCH, during=learned)
+    assert [folder for _, folder in again.runs][0] == stopped.runs[2][1] and len(again.runs) == 2
+
+
+def test_search_lists_all_trials_when_every_trial_fails(command):
+    answer = command(*SEARCH, "hydra.sweeper.n_trials=2", during=fail(RunError("it stopped")))
+    assert answer.code == 1 and len(answer.runs) == 2
+    assert answer.err.partition("error: 2 of 2 jobs failed")[2].count("it stopped") == 2, answer.err
+    few = command(*SEARCH, "hydra.sweeper.max_failure_rate=0.5", during=fail(RunError("it stopped")))
+    assert few.code == 1 and len(few.runs) == 1 and "the search stops: 1 of 1 trials failed" in few.out
 
 
 @pytest.mark.parametrize(
-    ("interval", "code", "text"), [("1e-4,1e-2", 1, "it stopped"), ("-2,-1", 2, "optim.lr must be > 0")]
+    ("words", "text"),
+    [
+        (["optim.lr=interval(-2,-1)"], "optim.lr=-1.5: optim.lr must be > 0"),
+        (["optim.lr=interval(2,1)"], "optim.lr must have valid bounds"),
+        (["optim.lr=1e-4"], "hydra/sweeper=search needs a key with several values"),
+        (["hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials must be >= 1"),
+        (
+            ["hydra.sweeper.direction=maximize", "objective_metric=eval/kl"],
+            "hydra.sweeper.direction must be minimize",
+        ),
+        (["hydra.sweeper.sampler=tpee"], "hydra.sweeper.sampler must be one of tpe, random"),
+    ],
 )
-def test_search_lists_all_trials_when_every_trial_fails(command, interval, code, text):
-    words = ["-m", "hydra/sweeper=search", "hydra.sweeper.n_trials=2", f"optim.lr=interval({interval})"]
-    answer = command(*words, during=fail(RunError("it stopped")))
-    assert answer.code == code and len(answer.runs) == (2 if code == 1 else 0)
-    assert answer.err.partition("error: 2 of 2 jobs failed")[2].count(text) == 2, answer.err
+def test_an_invalid_search_starts_no_run_and_leaves_no_file(command, tmp_path, words, text):
+    answer = command(*SEARCH, *words)
+    assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
+    assert text in answer.err and "Traceback" not in answer.err
+
+
+def test_a_search_without_optuna_names_the_command_that_installs_it(command, monkeypatch, tmp_path):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "optuna" else find_spec(name)
+    )
+    answer = command(*SEARCH)
+    assert answer.code == 2 and "pip install -e '.[optuna]'" in answer.err and not list(tmp_path.iterdir())
+
+
+def test_a_study_of_another_search_is_refused(command):
+    study = ("hydra.sweeper.study_name=mine", "hydra.sweeper.storage=mine.log")
+    assert command(*SEARCH, *study, during=learned).code == 0
+    other = command(*SEARCH, *study, "algo=rloo", during=learned)
+    assert other.code == 2 and not other.runs and "whose runs differ" in other.err

@@ -23,6 +23,7 @@ from rlhf.core.machine import Machine
     ],
 )
 def test_auto_is_the_same_as_the_option_that_it_selects(gpus, ranks, installed, expected, monkeypatch):
+    monkeypatch.delenv(best_generator.OF_JOBS, raising=False)
     monkeypatch.setattr(best_generator, "this_machine", lambda: Machine(2**36, (2**36,) * gpus))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
@@ -33,3 +34,13 @@ def test_auto_is_the_same_as_the_option_that_it_selects(gpus, ranks, installed, 
     chosen, named = (compose([f"generator={name}"]) for name in ("auto", expected))
     assert chosen == named and run_name(chosen) == run_name(named)
     assert (("generator", expected) in describe(chosen)) == expected.startswith("vllm")
+
+
+def test_jobs_of_a_cluster_use_the_generator_that_the_sweep_chose_for_their_nodes(monkeypatch):
+    monkeypatch.setenv(best_generator.OF_JOBS, "")  # monkeypatch restores it
+    monkeypatch.delenv(best_generator.OF_JOBS)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    best_generator.choose_for_jobs(gpus=8, ranks=8)  # on a login node without a GPU
+    assert compose(["generator=auto"]).generator.name == "vllm_colocated"
+    best_generator.choose_for_jobs(gpus=0, ranks=1)  # a job keeps the choice of the sweep
+    assert best_generator.best_generator() == "vllm_colocated"

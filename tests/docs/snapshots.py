@@ -22,7 +22,8 @@ from rlhf.config.root import Config
 
 FOLDER = Path(__file__).parent / "snapshots"
 RECIPES = sorted(options("experiment"))
-SWEEPS = sorted(options("sweep"))
+SEARCHES = {"lr"}  # their values are chosen during the sweep
+SWEEPS = sorted(options("sweep").keys() - SEARCHES)
 
 
 @cache

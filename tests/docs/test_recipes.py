@@ -20,7 +20,7 @@ from rlhf.memory import plan as memory
 from rlhf.memory.uses import CONTEXT, GIB
 from rlhf.stages import relabelling
 from tests.docs import snapshots
-from tests.docs.snapshots import FOLDER, RECIPES, RELABELS, SWEEPS, header, objects, resolved
+from tests.docs.snapshots import FOLDER, RECIPES, RELABELS, SEARCHES, SWEEPS, header, objects, resolved
 
 DOCS = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 
@@ -512,9 +512,20 @@ def test_sweep_option_can_be_combined_with_other_swept_keys_and_any_run(command)
     assert ran == [(epochs, seed, "tldr_mini") for epochs in (1, 2, 3) for seed in (1, 2)]
 
 
+def test_the_search_for_a_learning_rate_stays_in_its_bounds_and_keeps_the_length_of_runs(command):
+    words = header("sweep", "lr")["Command"].partition(" -m rlhf.train ")[2].split()
+    answer = command(*words)
+    assert answer.code == 0, answer.err
+    rates = {cfg.optim.lr for cfg, _ in answer.runs}
+    assert len(rates) == 10 and all(1e-5 <= rate <= 1e-2 for rate in rates)
+    (length,) = {cfg.schedule.total_episodes for cfg, _ in answer.runs}
+    assert length == objects("algo=dpo").schedule.total_episodes
+    assert "python -m rlhf.train algo=dpo optim.lr=" in answer.out, "without sweep=lr"
+
+
 def test_every_sweep_is_a_study_of_the_paper_and_starts_without_m():
     assert sorted(SWEPT) == SWEEPS
-    for name in SWEEPS:
+    for name in (*SWEEPS, *SEARCHES):
         mode = OmegaConf.select(snapshots.compose(f"sweep={name}", with_hydra=True), "hydra.mode")
         assert str(mode).endswith("MULTIRUN"), "a sweep option must start a sweep without -m too"
 

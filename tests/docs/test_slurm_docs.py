@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlhf import train
 from rlhf.config.compose import compose
+from rlhf.config.search import SearchConfig
 from rlhf.launch import sweep
 from rlhf.launch.jobs import completed
 
@@ -40,7 +43,7 @@ def test_a_sweep_of_the_docs_launches(command, monkeypatch, tmp_path, given):
     monkeypatch.setattr(sweep.WatchedLauncher, "run", launch)
     answer = command(*given)
     assert answer.code == 0, answer.err
-    trials = 20 if "hydra/sweeper=search" in given else None
+    trials = 20 if "hydra/sweeper=search" in given else 10 if "sweep=lr" in given else None
     assert len(launched) == (trials or (2 if "algo=ppo" in given else 4))
     for word in given:
         if word.startswith("hydra.launcher."):
@@ -75,6 +78,19 @@ def test_keys_and_defaults_of_the_docs_are_those_of_the_launcher():
     conf = (ROOT / "conf" / "hydra" / "launcher" / "slurm.yaml").read_text()
     for key, value in (("timeout_min", 240), ("signal_delay_s", 300), ("max_num_timeout", 100)):
         assert f"\n{key}: {value} " in conf and re.search(rf"{key}` \| {value} \|", DOCS)
+
+
+def test_keys_and_defaults_of_the_docs_are_those_of_a_search():
+    rows = re.findall(r"^\| `hydra\.sweeper\.(\w+)`(?:, `\.(\w+)`)? \| ([^|]+) \|", DOCS, re.M)
+    told = {}
+    for first, second, defaults in rows:
+        values = [yaml.safe_load(value.strip("` ")) for value in defaults.split(",")]
+        told |= dict(zip(filter(None, (first, second)), values * 2, strict=False))
+    config = yaml.safe_load((ROOT / "conf" / "hydra" / "sweeper" / "search.yaml").read_text())
+    del config["defaults"]
+    made = SearchConfig()
+    assert told == config == {key: getattr(made, key) for key in config}
+    assert config.keys() == {each.name for each in fields(made)} - {"_target_", "params"}
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "local_slurm.sh", "site.example.sh"])

@@ -5,7 +5,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ from rlhf.config.compose import compose
 from rlhf.config.root import Config
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from tests.end_to_end.wheels import build_this_project
+from tests.hub_server import Hub, in_place_of_the_hub
 
 TINY = ["debug=tiny", "task.train_size=128", "task.validation_size=32", "task.test_size=8", "progress=off"]
 VARIES = ("time/", "throughput/", "memory/")
@@ -54,6 +56,13 @@ def made_once(cache_dir) -> Callable[[str, Callable[[Path], object]], Path]:
 
 
 @pytest.fixture(scope="session")
+def wheel(made_once) -> Path:
+    """Return the wheel of this project."""
+    (file,) = made_once("wheel", build_this_project).glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="session")
 def finished(cache_dir, made_once) -> Callable[..., RunFolder]:
     """`finished(*overrides)` returns the folder of a finished tiny run. Tests must not change the folder."""
 
@@ -69,6 +78,13 @@ def finished(cache_dir, made_once) -> Callable[..., RunFolder]:
 def command(cache_dir, tmp_path) -> list[str]:
     """Return the command-line arguments of a tiny run with its output in `tmp_path`."""
     return [*TINY, f"cache_dir={cache_dir}", f"output_dir={tmp_path}"]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Return a server in place of the hub, for the real client of the hub."""
+    with in_place_of_the_hub(monkeypatch) as made:
+        yield made
 
 
 def assert_same_end(a: RunFolder, b: RunFolder) -> None:

@@ -1,5 +1,6 @@
 """Tests of the commands of the benchmark against TRL."""
 
+import argparse
 import json
 import os
 import re
@@ -11,7 +12,8 @@ import pytest
 
 from benchmarks.against_trl import bench
 from benchmarks.against_trl.meter import PHASES
-from benchmarks.against_trl.work import LENGTHS, Case, cases
+from benchmarks.against_trl.reward import rewards, variety
+from benchmarks.against_trl.work import ENVIRONMENTS, LENGTHS, Case, cases
 from tests import needs
 
 pytestmark = pytest.mark.forks
@@ -95,3 +97,42 @@ def test_commands_that_need_a_gpu_fail_without_a_gpu(module):
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert "a GPU that torch can use" in done.stderr and "there is none" in done.stderr
+
+
+def test_asynchronous_grpo_is_skipped_with_the_reason_if_there_are_no_two_gpus(tmp_path, capsys):
+    both = cases(["short-nano"], ["dpo", "async_grpo"], [1])
+    assert bench.runnable(both, tmp_path, argparse.ArgumentParser()) == both[:1]
+    shown = "async_grpo: skipped: asynchronous GRPO needs --gpu and two GPUs"
+    assert shown in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        bench.runnable(both[1:], tmp_path, argparse.ArgumentParser())
+    assert "two GPUs, one of them for vLLM (found 0)" in capsys.readouterr().err
+
+
+def test_asynchronous_grpo_on_two_gpus_needs_an_environment_of_trl(tmp_path, monkeypatch):
+    (case,) = cases(["short-410m"], ["async_grpo"], [8], gpu=True)
+    monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name)
+    assert ".venv-bench-async" in bench.obstacle(case, tmp_path)
+    assert bench.obstacle(case, None) is None, "this project alone needs no TRL"
+    monkeypatch.setattr(bench, "python", lambda *_: Path(sys.executable))
+    assert bench.obstacle(case, tmp_path) is None
+
+
+def test_only_asynchronous_samples_may_be_of_other_prompts():
+    for algo in ("grpo", "async_grpo"):
+        (case,) = cases(["tldr-410m"], [algo], [8], gpu=True)
+        other = {**case.counts(), "prompt_tokens": 1}
+        assert bench.same_work(case, case.counts())
+        assert bench.same_work(case, other) == case.asynchronous == (algo == "async_grpo")
+        assert not bench.same_work(case, {**case.counts(), "response_tokens": 1})
+
+
+def test_both_sides_give_a_response_the_same_reward():
+    assert rewards([[{"role": "assistant", "content": "w3 w4 w3 w3"}]]) == [variety("", "w3 w4 w3 w3", "")]
+    assert variety("", "w3 w4 w3 w3", "") == 0.5
+
+
+def test_each_environment_of_trl_has_a_module():
+    assert set(bench.THEIRS) == {"bench", *ENVIRONMENTS.values()}
+    assert all(Path(bench.__file__).with_name(f"{name}.py").exists() for name in bench.THEIRS.values())

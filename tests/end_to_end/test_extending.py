@@ -11,43 +11,25 @@ from pathlib import Path
 import pytest
 
 from rlhf.core.files import read_lines
+from tests.end_to_end.wheels import build, pip
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"^`([\w./]+)`\n\n```\w+\n(.*?)^```$", DOCS, re.M | re.S))
-COMMANDS = re.findall(r"^    (?:rlhf|python -m rlhf\.\w+) --config-dir my_lab/conf (.*)$", DOCS, re.M)
+COMMANDS = re.findall(r"^    (?:rlhf train|python -m rlhf\.\w+) --config-dir my_lab/conf (.*)$", DOCS, re.M)
 TINY = ["debug=tiny", "task.train_size=64", "task.validation_size=32", "progress=off"]
 
 
-def pip(*words: object) -> None:
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def install(source: Path, site: Path) -> None:
-    """Build a wheel of the project in `source` and install it into `site`, without a network."""
-    wheels = source.parent / f"wheels-{source.name}"
-    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source)
-    pip("install", "--no-deps", "--no-index", "--target", site, "--upgrade", *wheels.glob("*.whl"))
-
-
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory) -> Path:
+def lab(tmp_path_factory, wheel) -> Path:
     """Return a folder outside of the checkout with `site` (rlhf and my_lab installed) and `my_lab/conf`."""
     base = tmp_path_factory.mktemp("lab")
-    source = base / "source"
-    for name in ("rlhf", "conf"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
     for name, text in {**FILES, "my_lab/__init__.py": ""}.items():
         file = base / "my_lab" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    install(source, base / "site")
-    install(base / "my_lab", base / "site")
-    shutil.rmtree(source)
+    mine = build(base / "my_lab", base / "wheels")
+    pip("install", "--no-deps", "--no-index", "--target", base / "site", "--upgrade", wheel, mine)
     shutil.rmtree(base / "my_lab" / "my_lab")
     return base
 
@@ -70,14 +52,14 @@ def test_rlhf_is_imported_from_the_installed_wheel(lab):
 
 
 def test_help_lists_the_options_of_rlhf_and_of_the_other_package(lab):
-    told = call(lab, "site/bin/rlhf", "--config-dir", "my_lab/conf", "--help")
+    told = call(lab, "site/bin/rlhf", "train", "--config-dir", "my_lab/conf", "--help")
     for option in ("dpo", "reinforce_mean", "backwards", "in_place"):
         assert re.search(rf"^      +([a-z_0-9]+ +)*{option}( |$)", told, re.M), option
 
 
 def test_algorithm_task_and_scorer_of_another_package_can_be_trained_and_evaluated(lab):
     words = ["--config-dir", "my_lab/conf", *COMMANDS[0].split(), *TINY]
-    told = call(lab, "site/bin/rlhf", *words)
+    told = call(lab, "site/bin/rlhf", "train", *words)
     assert "reinforce_mean of pythia on backwards" in told
     (folder,) = (lab / "outputs").glob("backwards-pythia-reinforce_mean-hf-lag1-seed1-*")
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
@@ -88,7 +70,7 @@ def test_algorithm_task_and_scorer_of_another_package_can_be_trained_and_evaluat
     rows = read_lines(folder / "evaluations.jsonl")
     assert rows[-1]["model"] == "model" and rows[-1]["settings"]["gold"] == "in_place"
     assert rows[-1]["eval/gold_score"] == last["eval/gold_score"]
-    assert "finished already" in call(lab, "site/bin/rlhf", *words)
+    assert "finished already" in call(lab, "site/bin/rlhf", "train", *words)
 
 
 def test_the_pipeline_runs_the_stages_of_another_package(lab):
@@ -98,7 +80,7 @@ def test_the_pipeline_runs_the_stages_of_another_package(lab):
 
 def test_an_unknown_key_is_reported_with_similar_keys_of_the_other_package(lab):
     words = ["--config-dir", "my_lab/conf", "task=backwards", "task.leters=3"]
-    told = call(lab, "site/bin/rlhf", *words, code=2)
+    told = call(lab, "site/bin/rlhf", "train", *words, code=2)
     assert "task.leters must be a setting of task=backwards" in told and "task.letters?" in told
 
 

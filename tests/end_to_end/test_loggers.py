@@ -13,7 +13,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_lines
-from rlhf.loggers.wandb import run_id
+from rlhf.loggers.dashboards import run_id
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
@@ -88,7 +88,7 @@ def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, monkeypatch):
 
     for session in (first, second):
         (started,) = [record.run for record in session if record.HasField("run")][-1:]
-        assert started.run_id == run_id(folder) and started.display_name == "run"
+        assert started.run_id == run_id(folder, "wandb") and started.display_name == "run"
         settings = {item.key: json.loads(item.value_json) for item in started.config.update}
         assert settings["algo"]["name"] == "dpo" and "packages" in settings["environment"]
         assert "defaults" not in settings
@@ -119,14 +119,25 @@ def test_wandb_gets_the_completions_of_each_evaluation_as_a_table(tiny, tmp_path
         assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == expected
 
 
+def test_wandb_gets_the_figures_of_the_report_when_the_run_ends(tiny, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*OFFLINE, "schedule.eval_every=2"), folder)
+    (session,) = sessions(folder)
+    last = history(session)[-1]
+    assert last["_step"] == 2
+    (path,) = [last[name] for name in last if name.startswith("report/learning_curves") and "path" in name]
+    (file,) = folder.path.glob(f"wandb/offline-run-*/files/{path}")
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_folder_keeps_its_wandb_run_id_and_a_new_folder_of_that_name_gets_another_id(tmp_path):
     folder = RunFolder(tmp_path / "lag0: 50%")
-    mine = run_id(folder)
-    assert run_id(folder) == mine
+    mine = run_id(folder, "wandb")
+    assert run_id(folder, "wandb") == mine
     assert mine.startswith("lag0- 50-") and len(mine) <= 128
     folder.path.rename(tmp_path / "aside")  # as resume=never does
-    assert run_id(folder) != mine
-    assert len(run_id(RunFolder(tmp_path / ("long" * 50)))) <= 128
+    assert run_id(folder, "wandb") != mine
+    assert len(run_id(RunFolder(tmp_path / ("long" * 50)), "wandb")) <= 128
 
 
 def test_a_missing_wandb_key_is_an_error_with_the_remedy(tiny, tmp_path, monkeypatch):

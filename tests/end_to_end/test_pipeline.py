@@ -1,7 +1,6 @@
 """Tests of `python -m rlhf.pipeline`: the chain of stages from the SFT model to the final evaluation."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,9 +16,9 @@ from rlhf.config.identity import run_name
 from rlhf.config.saved import load_config
 from rlhf.core.files import read_lines
 from rlhf.runs.folder import RunFolder
-from rlhf.stages import hub
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import TINY, assert_same_end
+from tests.hub_server import TOKEN
 
 pytestmark = pytest.mark.forks
 
@@ -160,24 +159,10 @@ def test_no_sft_or_reward_stage_if_policy_and_scorer_are_configured(stored, monk
     assert "[1/2] RLHF (dpo)" in said and len(list(tmp_path.glob("tldr-base*"))) == 1
 
 
-def test_final_model_is_pushed_only_with_push_to_and_as_private_repository(stored, monkeypatch, capsys):
-    from huggingface_hub import HfApi
-
-    calls = []
-    monkeypatch.setenv("HF_TOKEN", "of-the-test")
-    monkeypatch.setattr(HfApi, "create_repo", lambda *given, **more: calls.append(more))
-    monkeypatch.setattr(HfApi, "upload_folder", lambda *given, **more: calls.append(more))
+def test_final_model_is_pushed_only_with_push_to_and_as_private_repository(stored, monkeypatch, capsys, hub):
     run_pipeline(monkeypatch, capsys, *stored)
-    assert calls == []
+    assert hub.created == []
     said = run_pipeline(monkeypatch, capsys, *stored, "push_to=me/model")
-    assert calls[0] == {"private": True, "exist_ok": True}
-    assert calls[1]["repo_id"] == "me/model" and calls[1]["folder_path"].endswith("/model")
-    assert "pushed to https://huggingface.co/me/model" in said and "of-the-test" not in said
-
-
-def test_hub_token_is_read_only_from_the_environment(monkeypatch):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    assert os.environ.get(hub.VARIABLE) is None
-    with pytest.raises(ValueError, match="no other place is read"):
-        hub.check("me/model")
-    assert hub.check(None) is None
+    assert hub.created[0]["visibility"] == "private"
+    assert {"README.md", "config.json", "model.safetensors"} <= hub.files["me/model"].keys()
+    assert f"pushed to {hub.url}/me/model" in said.replace("\n", "") and TOKEN not in said

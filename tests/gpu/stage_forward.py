@@ -16,17 +16,19 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from rlhf.config.model import LoRAConfig
+from rlhf.assembly import fused_head
+from rlhf.config.model import Dtype, LoRAConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError
 from rlhf.generators.hf import cuda_graph, sampling
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.transfer.gpu import CHUNK, GpuWeights, fingerprint
+from rlhf.models import flash_attention
 from rlhf.models.lora import adapt
 from rlhf.models.modules import Policy
 from rlhf.models.shared_prefix import checkpoint_blocks
 from tests.gpu.report import Report, Skip, difference, relative
-from tests.gpu.shapes import KINDS, PAD, tiny
+from tests.gpu.shapes import HEADS, KINDS, PAD, large, tiny
 from tests.tiny_models import tiny_rollouts
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool)
@@ -43,6 +45,10 @@ def run(report: Report) -> None:
             check_logprobs(report, kind)
     with report.part("gradient checkpointing"):
         check_checkpointing(report)
+    with report.part("flash attention"):
+        check_flash(report)
+    with report.part("fused head"):
+        check_fused_head(report)
     with report.part("LoRA"):
         check_lora(report)
     for kind in KINDS:
@@ -107,6 +113,40 @@ def check_checkpointing(report: Report) -> None:
         found.append(gradient(policy, batch))
     report.near("log-probs with checkpointing", found[1][0], found[0][0], 1e-6)
     report.at_most("gradient with checkpointing, relative", relative(found[1][1], found[0][1]), 1e-6)
+
+
+def check_flash(report: Report) -> None:
+    """Compare log-probs of flash attention with sdpa in bfloat16, with padding in prompts and responses."""
+    kind = flash_attention.installed(report.device, Dtype.bfloat16)
+    if kind is None:
+        raise Skip("needs a GPU and flash-attn")
+    batch, found = tiny_rollouts().to(report.device), []
+    for shared in (False, True):
+        policy = Policy(tiny("llama", **HEADS).to(report.device), TEMPERATURE, shared_prefix=shared)
+        policy.always_apart = shared
+        for name in ("sdpa", kind):
+            policy.model.set_attn_implementation(name)
+            with torch.autocast(report.device.type, torch.bfloat16):
+                found.append(gradient(policy, batch))
+        (sdpa, slope), (flash, flash_slope) = found[-2:]
+        name = "shared prefix" if shared else "plain"
+        mean = float((sdpa - flash).abs().mean())
+        report.at_most(f"log-probs of {kind} against sdpa, {name}, mean", mean, 0.05)
+        report.at_most(
+            f"gradient of {kind} against sdpa, {name}, relative", relative(flash_slope, slope), 0.1
+        )
+
+
+def check_fused_head(report: Report) -> None:
+    """Compare log-probs and gradients of Liger's head with the tiles, at the shape of the large model."""
+    report.need_gpu()
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise Skip("needs liger-kernel")
+    model = large(report.gpu, report.device, torch.float32)
+    head = Policy(model, TEMPERATURE, shared_prefix=False).model.get_output_embeddings()
+    trial = fused_head.compare(head, 4096, TEMPERATURE, report.device, Dtype.bfloat16)
+    report.equal("fault of the fused head", trial.fault, None)
+    report.figure("fused head", str(trial))
 
 
 def check_lora(report: Report) -> None:

@@ -15,19 +15,22 @@ import torch
 
 from benchmarks.against_trl.roofline import Flops, Rates, measure
 from benchmarks.against_trl.roofline import rows as roofline_rows
+from rlhf.assembly.compilation import compare
 from rlhf.assembly.parts import part
 from rlhf.config.algo import DPOConfig
 from rlhf.config.model import Dtype
 from rlhf.config.schedule import OptimConfig
 from rlhf.config.schema import SCHEMAS
-from rlhf.core.batch import Budget
+from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import Engine
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.transfer.gpu import GpuWeights
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
+from rlhf.models.compilation import CompiledBlocks
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import Ranks
+from tests.gpu.kernel_rates import attentions, copies, heads
 from tests.gpu.report import Report, Skip
 from tests.gpu.samplers import ask, need_vllm, started
 from tests.gpu.shapes import PAD, batch, case_of, large, prompts, shape_of
@@ -58,6 +61,12 @@ def run(report: Report) -> None:
             decode_hf(report, sizes, rows, rates)
     with report.part("training"):
         train(report, sizes, rates)
+    with report.part("kernels of the head"), roomy():
+        heads(report)
+    with report.part("kernels of attention"), roomy():
+        attentions(report)
+    with report.part("16-bit copies of weights"), roomy():
+        copies_of_weights(report, sizes)
     with report.part("transfer of weights"):
         transfer(report)
     with report.part("vllm"):
@@ -152,13 +161,36 @@ def train(report: Report, sizes: Sizes, rates: Rates) -> None:
             given = objective.credit(engine.annotate(given, objective.needs))
             with Flops() as flops:
                 engine.step(given, objective)
-            start = wait(report)
-            for _ in range(3):
-                engine.step(given, objective)
-            rate = 3 * flops.total / (wait(report) - start) / 1e12
             name = f"training, {tokens} tokens per forward"
-            report.figure(name, rate, "TFLOP/s")
-            report.figure(f"{name}, of the matrix rate", 100 * rate / rates.tflop_s, "%")
+            training_figures(report, name, engine, given, objective, flops.total, rates)
+            with report.part(f"{name}, compiled"), roomy():
+                report.need_gpu()  # on a CPU, the compiler takes longer than the rest of the stage
+                one = given.select(torch.arange(len(given) // 2))  # a micro-batch
+                trial = compare(engine, one.to(report.device))
+                report.equal(f"{name}, compiled: fault", trial.fault(engine.dtype), None)
+                report.figure(f"{name}, compiled: differences", trial.difference())
+                report.figure(f"{name}, compiled: compilation", trial.compilation_s, "s")
+                engine.module.blocks = CompiledBlocks(engine.module.model).used
+                engine.step(given, objective)
+                training_figures(report, f"{name}, compiled", engine, given, objective, flops.total, rates)
+
+
+def training_figures(
+    report: Report,
+    name: str,
+    engine: Engine,
+    given: Batch,
+    objective: OnlineDPO,
+    flops: float,
+    rates: Rates,
+) -> None:
+    """Measure three training steps of `flops` operations each, and report their rate."""
+    start = wait(report)
+    for _ in range(3):
+        engine.step(given, objective)
+    rate = 3 * flops / (wait(report) - start) / 1e12
+    report.figure(name, rate, "TFLOP/s")
+    report.figure(f"{name}, of the matrix rate", 100 * rate / rates.tflop_s, "%")
 
 
 def engine_of(report: Report, sequences: int) -> Engine:
@@ -179,6 +211,16 @@ def engine_of(report: Report, sequences: int) -> Engine:
         dtype=Dtype.bfloat16 if report.gpu else Dtype.float32,
     )
     return engine
+
+
+def copies_of_weights(report: Report, sizes: Sizes) -> None:
+    """Measure a step of 8 micro-batches with and without 16-bit copies of weights that they share."""
+    report.need_gpu()  # on a CPU the stage computes in float32
+    objective, sequences = OnlineDPO(DPOConfig()), sizes.forward[0] // sum(sizes.sequence)
+    engine = engine_of(report, sequences)
+    given = batch(4 * sequences, 2, *sizes.sequence, shape_of(report.gpu).vocabulary)
+    given = replace(given, ref_logprobs=given.behaviour_logprobs)
+    copies(report, engine, objective, objective.credit(engine.annotate(given, objective.needs)))
 
 
 def transfer(report: Report) -> None:

@@ -11,6 +11,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from rlhf.launch import hydra_internals
@@ -26,6 +27,27 @@ def test_the_basic_sweeper_of_hydra_is_recognised_by_its_target():
     assert hydra_internals.uses_basic_sweeper(OmegaConf.create({"hydra": {"sweeper": stored}}))
     other = {"hydra": {"sweeper": {"_target_": "a.b.OptunaSweeper"}}}
     assert not hydra_internals.uses_basic_sweeper(OmegaConf.create(other))
+
+
+class Own(Sweeper):
+    def __init__(self, n_trials):
+        self.n_trials = n_trials
+
+    def setup(self, *, hydra_context, task_function, config):
+        self.config = config
+
+    def sweep(self, arguments):
+        return None
+
+
+def test_a_registered_sweeper_is_made_for_its_target():
+    target = "hydra_plugins.tests.Own"
+    hydra_internals.register_sweeper(target, Own)
+    config = OmegaConf.create({"hydra": {"sweeper": {"_target_": target, "n_trials": 3}}})
+    made = Plugins.instance().instantiate_sweeper(
+        hydra_context=SimpleNamespace(), task_function=print, config=config
+    )
+    assert isinstance(made, Own) and made.n_trials == 3 and made.config is config
 
 
 def test_combinations_are_the_cartesian_product_of_the_sweep_values():
@@ -88,3 +110,12 @@ def test_submitit_job_arguments_match_the_call_signature_of_the_launcher():
     assert parameters == ["sweep_overrides", "job_dir_key", "job_num", "job_id", "singleton_state"]
     assert first[:4] == (["seed=1"], "hydra.sweep.dir", 3, "job_id_for_3") and second[2] == 4
     assert first[4].keys() == Singleton.get_state().keys()
+
+
+def test_matching_keys_are_sections_keys_and_the_value_of_a_key():
+    config = OmegaConf.create({"algo": {"beta": 0.1, "label": None}, "area": 2})
+    assert hydra_internals.matching_keys(config, "a") == ["algo.", "area="]
+    assert hydra_internals.matching_keys(config, "algo.") == ["algo.beta=", "algo.label="]
+    assert hydra_internals.matching_keys(config, "algo.beta=") == ["algo.beta=0.1"]
+    assert hydra_internals.matching_keys(config, "algo.label=") == []
+    assert hydra_internals.matching_keys(config, "algo.beta=0.2") == []

@@ -17,3 +17,16 @@ def test_run_folders_of_a_sweep_must_be_below_its_folder(subdir, outside):
     found = list(folders_outside(config))
     assert len(found) == outside
     assert not outside or f"got {subdir}; set hydra.sweep.dir=<folder>" in found[0]
+
+
+def test_a_run_that_cannot_upload_its_model_is_refused_before_its_folder_exists(command, tmp_path):
+    answer = command("push_to=model")
+    assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
+    for text in ("push_to= must be <owner>/<name>", "push_to= needs a token", "got HF_HUB_OFFLINE=1"):
+        assert text in answer.err
+
+
+def test_a_sweep_must_not_upload_the_model_of_each_job(command, tmp_path):
+    answer = command("-m", "seed=1,2", "push_to=me/it")
+    assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
+    assert "push_to must be null in a sweep" in answer.err

@@ -41,6 +41,12 @@ def test_the_table_has_result_status_values_and_folder_of_every_job(tmp_path):
     ]
 
 
+def test_a_run_that_a_hook_stopped_has_the_reason_as_its_status(tmp_path):
+    job = row(1, tmp_path / "a")
+    job.folder.write_state({"finished": False, "stopped": "pruned"})
+    assert next(line for line in lines([job]) if "pruned" in line).split() == ["1", "pruned", "seed=1"]
+
+
 def test_jobs_with_different_metrics_name_the_metric_in_each_row(tmp_path):
     other = row(2, tmp_path / "b")
     other.metric = "eval/accuracy"

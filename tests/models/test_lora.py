@@ -13,7 +13,7 @@ from rlhf.config.model import Dtype, LoRAConfig
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.batch import Budget, Prompts, Sampling
 from rlhf.core.errors import RunError, UserError
-from rlhf.engines.engine import groups
+from rlhf.engines.optimizers import groups
 from rlhf.engines.torch_engine import OPTIMIZER_FILE, TorchEngine
 from rlhf.generators.hf.generator import HFSamplerFactory, respond
 from rlhf.generators.transfer.shared_memory import SharedWeights

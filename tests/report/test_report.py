@@ -14,6 +14,7 @@ from rlhf.report import drawing, figures, summary
 from rlhf.report.__main__ import main
 from rlhf.report.curves import POINTS, curve, figure, seconds
 from rlhf.report.groups import sections
+from rlhf.report.page import subtitle
 from rlhf.report.runs import find_runs
 from rlhf.report.samples import samples
 from rlhf.report.table import for_markdown, results
@@ -175,6 +176,17 @@ def test_a_run_with_a_failed_batch_is_failed_until_it_passes_that_update(tmp_pat
     (folder / "failed_batch.json").write_text('{"update": 2}')
     assert find_runs([str(folder)]).runs[0].progress == "failed, update 2 of 4"
     (folder / "trainer_state.json").write_text('{"num_updates": 4, "update": 3}')
+    assert find_runs([str(folder)]).runs[0].status == "unfinished"
+
+
+def test_a_run_that_a_hook_stopped_has_the_reason_as_its_status_until_it_is_resumed(tmp_path):
+    folder = write_run(tmp_path / "a", updates=2, finished=False)
+    state = folder / "trainer_state.json"
+    state.write_text('{"num_updates": 4, "update": 2, "finished": false, "stopped": "pruned"}')
+    (run,) = find_runs([str(folder)]).runs
+    assert run.status == "stopped" and run.progress == "pruned, update 2 of 4"
+    assert subtitle([run]) == "1 run (1 pruned)"
+    state.write_text('{"num_updates": 4, "update": 3, "finished": false}')
     assert find_runs([str(folder)]).runs[0].status == "unfinished"
 
 

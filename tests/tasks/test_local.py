@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
 
@@ -64,14 +65,18 @@ def test_a_file_is_split_into_training_and_validation_rows(tmp_path):
 
 def test_the_validation_rows_depend_only_on_the_prompts(tmp_path):
     prompts = [row["question"] for row in ROWS]
-    chosen = {prompts[i] for i in held_out_rows(prompts, 0.1)}
+
+    def held_out(prompts, fraction):
+        return set(np.flatnonzero(held_out_rows(prompts, fraction)))
+
+    chosen = {prompts[i] for i in held_out(prompts, 0.1)}
     assert len(chosen) == 10
-    assert {prompts[::-1][i] for i in held_out_rows(prompts[::-1], 0.1)} == chosen
+    assert {prompts[::-1][i] for i in held_out(prompts[::-1], 0.1)} == chosen
     more = [*prompts, *(f"new {i}" for i in range(10))]
-    assert len(chosen & {more[i] for i in held_out_rows(more, 0.1)}) >= 9
-    same = held_out_rows(["a", "b", "a", "b", "a"], 0.5)
+    assert len(chosen & {more[i] for i in held_out(more, 0.1)}) >= 9
+    same = held_out(["a", "b", "a", "b", "a"], 0.5)
     assert same in ({0, 2, 4}, {1, 3}), "rows with the same prompt are not separated"
-    assert len(held_out_rows(["a", "b"], 0.01)) == len(held_out_rows(["a", "b"], 0.99)) == 1
+    assert len(held_out(["a", "b"], 0.01)) == len(held_out(["a", "b"], 0.99)) == 1
     pairs = make(LocalConfig(path=write(tmp_path / "pairs.jsonl", PAIRS)))
     assert pairs.preferences("validation")["prompt"] == pairs.prompts("validation")["query"]
 

@@ -45,7 +45,7 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
     model = context.policy
     factory = HFSamplerFactory(
         config=model.config.to_json_string(use_diff=False),
-        attention=context.model.attention,
+        attention=context.model.loaded_attention,
         remote=model.config.name_or_path if context.model.trust_remote_code else None,
         device=model.device.type,
         dtype=context.model.dtype,

@@ -20,6 +20,7 @@ from rlhf.core.seeding import derive
 from rlhf.generators.hf.cuda_graph import GraphStep, can_record
 from rlhf.generators.hf.decoding import RereadingStep, RoomyLayer, Step, attention, encode, grouped
 from rlhf.models import sharing_rules
+from rlhf.models.flash_attention import with_sdpa
 from rlhf.models.shared_prefix import ALIGNED, additive, plain, positions, takes_any_mask
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,13 +56,14 @@ def without_gradient(sample: F) -> F:
     """Decorate a sampling function to run in inference mode, which makes small operations faster.
 
     Under autocast the function runs with `no_grad` instead. With `no_grad`, autocast caches the 16-bit copies
-    of weights; in inference mode, autocast would copy the weights in every forward pass.
+    of weights; in inference mode, autocast would copy the weights in every forward pass. A model with flash
+    attention samples with sdpa, which several samples in a row and CUDA graphs need.
     """
 
     @wraps(sample)
     def called(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         low = torch.is_autocast_enabled(model.device.type)
-        with torch.no_grad() if low else torch.inference_mode():
+        with torch.no_grad() if low else torch.inference_mode(), with_sdpa(model):
             return sample(model, *args, **kwargs)
 
     return cast(F, called)

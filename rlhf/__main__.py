@@ -1,0 +1,136 @@
+"""Command `rlhf <command> [arguments]`, the same as `python -m rlhf.<command> [arguments]`.
+
+This module imports no Hydra and no torch. A command is imported when it runs.
+
+Exit codes: 2 if the command does not exist, else the exit code of the command.
+"""
+
+from __future__ import annotations
+
+import runpy
+import shlex
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NoReturn
+
+from rlhf import __version__
+from rlhf.core.errors import report
+from rlhf.core.output import prepare_output, print_error
+
+COMMANDS = {  # command, a module of this package -> description
+    "train": "Train a model; with -m a sweep of runs.",
+    "inspect": "Check a run, and print its models, data and tokenized examples.",
+    "plan": "Print the memory that a run needs.",
+    "pipeline": "Train SFT model, reward model and policy, and evaluate the policy.",
+    "evaluate": "Evaluate the checkpoints of a run, and other models.",
+    "extend": "Train a run longer.",
+    "relabel": "Label the preference pairs of a task by a judge.",
+    "report": "Write a page of figures and print a table of run folders.",
+}
+OPTIONS = {
+    "--help": "Print this text; for a command: rlhf <command> --help.",
+    "--version": "Print the version.",
+    "--completion <shell>": "Print the completion script for bash, zsh or fish.",
+}
+HELP = """\
+Train language models from human feedback, synchronously or asynchronously.
+
+Usage: rlhf <command> [arguments]
+
+Commands
+{commands}
+
+Options
+{options}
+
+Examples
+  rlhf train algo=dpo                  a run: CPU, no download
+  rlhf train algo=dpo debug=tiny       two updates of the run, as a test
+  rlhf train --help algo               options and keys of the group algo
+
+rlhf <command> is the same as python -m rlhf.<command>."""
+
+
+def main() -> None:
+    """Run the command line."""
+    prepare_output()
+    first, *others = sys.argv[1:] or ["--help"]
+    if first in COMMANDS:
+        del sys.argv[1]
+        runpy.run_module(f"rlhf.{first}", run_name="__main__", alter_sys=True)
+    elif first in ("--help", "-h"):
+        print(HELP.format(commands=table(COMMANDS, 12), options=table(OPTIONS, 23)))
+    elif first == "--version":
+        print(f"rlhf {__version__}")
+    elif first == "--completion":
+        print(completion_script(others), end="")
+    elif first == "--complete":  # for the scripts of --completion
+        print("".join(f"{each}\n" for each in completions(others)), end="")
+    else:
+        refuse_command(first, others)
+
+
+def table(rows: dict[str, str], width: int) -> str:
+    """Return the lines of a table; its first column has `width` characters."""
+    return "\n".join(f"  {name:{width}}{means}" for name, means in rows.items())
+
+
+def completion_script(arguments: list[str]) -> str:
+    """Return the script for tab completion in a shell.
+
+    Args:
+        arguments: the arguments after `--completion`: the name of the shell.
+
+    Raises:
+        SystemExit: there is no script for the shell.
+    """
+    from rlhf.launch.completion import SCRIPTS
+
+    shell = " ".join(arguments)
+    if shell not in SCRIPTS:
+        refuse(
+            f"--completion must be followed by a shell ({', '.join(SCRIPTS)}), got {shell or 'nothing'}; "
+            "run: rlhf --completion bash"
+        )
+    return SCRIPTS[shell]
+
+
+def completions(words: list[str]) -> list[str]:
+    """Return what can stand in place of the last word of a command line.
+
+    Args:
+        words: the words after `rlhf` up to the cursor. The last word is unfinished, and may be empty.
+    """
+    command, *arguments = words or [""]
+    if not arguments:
+        options = [option.partition(" ")[0] for option in OPTIONS]
+        return [name for name in (*COMMANDS, *options) if name.startswith(command or tuple(COMMANDS))]
+    if command not in COMMANDS or command == "report":  # arguments of the report are files
+        return []
+    from rlhf.launch.completion import candidates
+
+    module = import_module(f"rlhf.{command}")
+    return candidates(arguments, module.COMMAND.own if command != "train" else ())
+
+
+def refuse_command(first: str, others: list[str]) -> NoReturn:
+    """End with exit code 2 because `first` is no command, and suggest a command line that is valid."""
+    close = get_close_matches(first.removeprefix("rlhf."), COMMANDS, n=1)
+    if "=" in first or first.startswith("-"):
+        remedy = f"run: {shlex.join(['rlhf', 'train', first, *others])}"
+    elif close:
+        remedy = f"run: {shlex.join(['rlhf', close[0], *others])}"
+    else:
+        remedy = "see rlhf --help"
+    refuse(f"rlhf must be followed by a command ({', '.join(COMMANDS)}), got {first}; {remedy}")
+
+
+def refuse(problem: str) -> NoReturn:
+    """Print an error, and end with exit code 2."""
+    print_error(report([problem]))
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Check and loading of the hooks of a run. This module imports no torch; the modules of hooks may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from rlhf.checks.rules import training_rule
+from rlhf.config.class_address import class_problem, load_class
+from rlhf.core.errors import UserError
+from rlhf.loggers.hooks import METHODS, Hook
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+
+
+@training_rule
+def hooks_exist(cfg: Config) -> Iterator[str]:
+    """Yield an error for each hook whose class is not found."""
+    for path in cfg.hooks:
+        if problem := class_problem("hooks", path):
+            yield problem
+
+
+def load_hooks(cfg: Config) -> list[Hook]:
+    """Import and build the hooks of a run, in the process of the job.
+
+    Raises:
+        UserError: a class cannot be imported or built, or is not a hook.
+    """
+    hooks: list[Hook] = []
+    found: list[str] = []
+    for path in cfg.hooks:
+        try:
+            hooks.append(build(path))
+        except UserError as error:
+            found += error.problems
+    if found:
+        raise UserError(*found)
+    return hooks
+
+
+def build(path: str) -> Hook:
+    """Return the hook at the address `path`.
+
+    Raises:
+        UserError: the class cannot be imported or built, is not a hook, or has an unknown method `after_...`.
+    """
+    cls = load_class("hooks", path)
+    if not issubclass(cls, Hook):
+        raise UserError(
+            f"hooks must name subclasses of rlhf.Hook (the run calls their methods), got {path!r}; write "
+            f"class {cls.__name__}(rlhf.Hook)"
+        )
+    unknown = sorted(name for name in dir(cls) if name.startswith("after_") and name not in METHODS)
+    if unknown:
+        close = get_close_matches(unknown[0], METHODS, n=1) or sorted(METHODS)
+        raise UserError(
+            f"hooks must have only the methods {', '.join(sorted(METHODS))} that begin with after_ (no other "
+            f"method is called), got {path!r} with {unknown[0]}; rename it {close[0]}"
+        )
+    try:
+        return cls()
+    except Exception as error:  # the user's code may raise any exception
+        raise UserError(
+            f"hooks must name classes that can be built without arguments ({type(error).__name__}: {error}), "
+            f"got {path!r}; correct {cls.__name__}.__init__"
+        ) from error

@@ -1,0 +1,384 @@
+"""Experiments in Python: compose a config, check it, run it, and read its results.
+
+    from rlhf import Experiment
+
+    experiment = Experiment("algo=dpo", "task=tldr_mini", "seed=3")  # overrides of the command line
+    experiment.validate()  # one error with all problems
+    experiment.run()  # starts or resumes the run; returns at once if the run is finished
+    experiment.metrics()  # a pandas.DataFrame
+    experiment.sample(["Summarize: ..."])
+
+The command `python -m rlhf.train` creates objects of this class and calls the same methods. Importing this
+module imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf.checks.check import as_objects, problems, warn, warnings
+from rlhf.checks.hooks import load_hooks
+from rlhf.checks.machine import check_machine
+from rlhf.checks.publishing import check_push
+from rlhf.checks.recipes import recipes_of_other_commands
+from rlhf.checks.rewards import check_rewards
+from rlhf.checks.tracking import check_tracking
+from rlhf.config import catalogue
+from rlhf.config.arguments import readable, repeated
+from rlhf.config.compose import composed
+from rlhf.config.run import Resume
+from rlhf.config.saved import load_config
+from rlhf.core.console import say_loading
+from rlhf.core.errors import UserError
+from rlhf.core.files import read_lines
+from rlhf.core.launched import is_first_rank
+from rlhf.runs.folder import RunFolder
+from rlhf.runs.lock import Claim, claimed
+from rlhf.runs.naming import earlier_name, folder_of
+from rlhf.runs.resuming import prepare, shorter_run
+from rlhf.stages.evaluation_config import changed, check_split, run_folder
+
+if TYPE_CHECKING:
+    import pandas
+
+    from rlhf.config.root import Config
+    from rlhf.loggers.hooks import Hook
+
+# Variables that torch and tokenizers read when they are imported, as in conf/config.yaml.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Experiment:
+    """A run: its config, its folder, and its results.
+
+    Args:
+        overrides: overrides as on the command line, such as "algo=dpo", "optim.lr=1e-5".
+        config_dir: a folder laid out like conf/ with further options, as `--config-dir`.
+        hooks: objects whose methods the run calls, in addition to the classes that the key `hooks` names.
+
+    Attributes:
+        config: the composed config, as an object of section objects.
+        overrides: the overrides.
+
+    Raises:
+        UserError: an override names no key or option, or has a value of the wrong type.
+    """
+
+    config: Config
+    overrides: list[str]
+    hooks: Sequence[Hook]
+
+    def __init__(
+        self, *overrides: str, config_dir: str | Path | None = None, hooks: Sequence[Hook] = ()
+    ) -> None:
+        words = readable(overrides)
+        with catalogue.also(config_dir):
+            self.set_up(as_objects(composed(words), words), words)
+        self.hooks = hooks
+
+    def set_up(self, config: Config, overrides: Sequence[str], folder: RunFolder | None = None) -> None:
+        """Set the attributes; the default of `folder` is the folder of the run in `config.output_dir`."""
+        self.config = config
+        self.overrides = list(overrides)
+        self.hooks = ()
+        self.files = folder or RunFolder(folder_of(config))
+
+    @classmethod
+    def open(cls, folder: str | Path, hooks: Sequence[Hook] = ()) -> Self:
+        """Return the run in an existing run folder.
+
+        Args:
+            folder: the run folder.
+            hooks: objects whose methods the run calls if it is resumed.
+
+        Raises:
+            UserError: the folder is not a run folder, or its config.yaml is damaged.
+        """
+        files = run_folder(str(folder))
+        opened = cls.__new__(cls)
+        opened.set_up(load_config(files.config), [], files)
+        opened.hooks = hooks
+        return opened
+
+    @classmethod
+    def composed(cls, node: DictConfig, overrides: Sequence[str], folder: Path | None = None) -> Self:
+        """Return the run of a config that Hydra composed.
+
+        Args:
+            node: the composed config.
+            overrides: the overrides of the command line.
+            folder: the run folder; None: the folder of the run in `output_dir`.
+
+        Raises:
+            UserError: a key is unknown, is not set, or has a value of the wrong type.
+        """
+        made = cls.__new__(cls)
+        files = None if folder is None else RunFolder(folder)
+        made.set_up(as_objects(node, overrides), overrides, files)
+        return made
+
+    def __repr__(self) -> str:
+        return f"Experiment({str(self.folder)!r}, {self.status})"
+
+    # -- before the run ----------------------------------------------------------------------------
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, which exists once the run has started."""
+        return self.files.path
+
+    @property
+    def yaml(self) -> str:
+        """The resolved config as YAML."""
+        return OmegaConf.to_yaml(OmegaConf.structured(self.config), resolve=True)
+
+    def problems(self) -> list[str]:
+        """Return a message for every problem of the config; no model and no data set is loaded."""
+        return [*recipes_of_other_commands(self.overrides), *problems(self.config)]
+
+    def warnings(self) -> list[str]:
+        """Return a message for each setting that has no effect or is doubtful."""
+        return [*repeated(self.overrides), *warnings(self.config)]
+
+    def validate(self) -> None:
+        """Check the config.
+
+        Raises:
+            UserError: the config is invalid; `problems` of the error has one message for each problem.
+        """
+        if found := self.problems():
+            raise UserError(*found)
+
+    def notes(self) -> list[str]:
+        """Return notes about run folders of earlier versions and of shorter runs with the same settings."""
+        found = (earlier_name(self.folder, self.config), shorter_run(self.files, self.config))
+        return [note for note in found if note is not None]
+
+    # -- the run -----------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, float]:
+        """Check the run, start or resume it, and return the metrics of its last evaluation.
+
+        A finished run returns its metrics at once, unless `resume=never`.
+
+        Raises:
+            UserError: the config is invalid, or an item that the config names cannot be used.
+            RunError: the run had to stop, for example because a loss is not finite.
+            Interrupted: a signal stopped the run; the same call resumes it.
+        """
+        self.validate()
+        warn(self.warnings())
+        if self.prepare() is None:
+            self.execute()
+        else:
+            self.push()
+        return self.result
+
+    def resume(self) -> dict[str, float]:
+        """Resume the run from its last checkpoint; otherwise as `run`.
+
+        Raises:
+            UserError: the run has no complete checkpoint and is not finished.
+        """
+        self.config = replace(self.config, resume=Resume.must)
+        return self.run()
+
+    def extend(self, *overrides: str) -> dict[str, float]:
+        """Train the run longer, in its folder, and return the metrics of its last evaluation.
+
+        Args:
+            overrides: `schedule.total_episodes=<n>` or `schedule.total_epochs=<n>`, and settings that do not
+                change results.
+
+        Raises:
+            UserError: an override is not allowed, or there is no valid checkpoint.
+            RunError, Interrupted: see `run`.
+        """
+        from rlhf.stages.extending import extend
+
+        set_environment()
+        extend(self.files, overrides, self.hooks)
+        self.config = load_config(self.files.config)
+        return self.result
+
+    def prepare(self, wait: bool = False) -> dict[str, Any] | None:
+        """Check the machine and the run folder; with `resume=never`, move an existing run aside.
+
+        Args:
+            wait: wait for another process that runs in the folder.
+
+        Returns:
+            The content of trainer_state.json if the run is finished and does not have to run again.
+
+        Raises:
+            UserError: the machine lacks something, or the folder cannot be used.
+        """
+        if self.config.resume is Resume.never or self.files.finished() is None:
+            check_machine(self.config)
+        return prepare(self.files, self.config, wait=wait)
+
+    def execute(self, claim: Claim = claimed) -> float | None:
+        """Carry out the run after `validate` and `prepare`; return the value of its objective metric.
+
+        Args:
+            claim: locks the run folder on the first rank.
+
+        Raises:
+            UserError, RunError, Interrupted: see `run`.
+        """
+        check_rewards(self.config)
+        check_tracking(self.config)
+        hooks = [*load_hooks(self.config), *self.hooks] if is_first_rank() else []
+        set_environment()
+        say_loading()
+        from rlhf.stages.run import run
+
+        return run(self.config, self.files, check=False, claim=claim, hooks=hooks)
+
+    def push(self) -> None:
+        """Upload the final model of the finished run to `push_to`, if set; files that are there are skipped.
+
+        Raises:
+            UserError: the token is missing, or the model is missing or damaged.
+            RunError: the upload failed.
+        """
+        if self.config.push_to is not None and is_first_rank():
+            from rlhf.stages.hub import push_run
+
+            check_push(self.config.push_to)
+            push_run(self.files, self.config.push_to)
+
+    # -- results -----------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> str:
+        """Whether the run is "finished", "unfinished", or "not started"."""
+        if self.files.finished() is not None:
+            return "finished"
+        return "unfinished" if self.files.config.is_file() else "not started"
+
+    @property
+    def result(self) -> dict[str, float]:
+        """The metrics of the last evaluation of a finished run; empty if the run is not finished."""
+        state = self.files.finished()
+        return {} if state is None else dict(state["result"])
+
+    @property
+    def model(self) -> Path:
+        """The folder of the final model, in Hugging Face format.
+
+        Raises:
+            UserError: the run is not finished, or a file of the model is missing or damaged.
+        """
+        from rlhf.stages.final_model import final_model
+
+        self.check_finished()
+        return final_model(self.files)
+
+    def check_finished(self) -> None:
+        """Raise UserError if the run is not finished."""
+        if self.status != "finished":
+            raise UserError(
+                f"the run must be finished (only then it has a final model), got {self.status} in "
+                f"{self.folder}; call run()"
+            )
+
+    def metrics(self) -> pandas.DataFrame:
+        """Return the metrics of training and evaluations, one row per update, with the update as index."""
+        rows = frame(read_lines(self.files.metrics, ["update"]))
+        if rows.empty:
+            return rows
+        rows["update"] = rows["update"].astype(int)
+        return rows.groupby("update").last()  # the row of an update and that of its evaluation
+
+    def completions(self) -> pandas.DataFrame:
+        """Return the completions of all evaluations, one row per held-out example and evaluation."""
+        return frame(read_lines(self.files.completions, ["update"]))
+
+    def evaluations(self) -> pandas.DataFrame:
+        """Return the rows of evaluations.jsonl, one per evaluated model (see `evaluate`)."""
+        return frame(read_lines(self.files.evaluations, ["model"]))
+
+    def evaluate(
+        self, *overrides: str, models: Sequence[str] = (), split: str = "validation"
+    ) -> pandas.DataFrame:
+        """Evaluate the checkpoints and the final model of the run, as `python -m rlhf.evaluate run=...`.
+
+        Args:
+            overrides: settings that differ from those of the run, such as "eval.prompts=1000".
+            models: further models, folders or hub names.
+            split: the held-out split, "validation" or "test".
+
+        Returns:
+            One row per model.
+
+        Raises:
+            UserError: the run has no model, or an argument is invalid.
+        """
+        from rlhf.stages.evaluation import evaluate
+
+        check_split(split)
+        files = run_folder(str(self.folder))
+        set_environment()
+        return frame(evaluate(changed(files, overrides), files, split, models=models))
+
+    def sample(
+        self,
+        prompts: Sequence[str | Sequence[Mapping[str, str]]],
+        samples: int = 1,
+        temperature: float | None = None,
+        response_length: int | None = None,
+        seed: int = 0,
+    ) -> pandas.DataFrame:
+        """Sample responses of the final model.
+
+        Args:
+            prompts: texts that are continued as they are, or conversations (lists of messages with "role" and
+                "content"), which the chat template of the model formats.
+            samples: responses per prompt.
+            temperature: sampling temperature (0.01: almost greedy); None: `generator.temperature` of the run.
+            response_length: limit in tokens; None: `generator.response_length` of the run.
+            seed: seed of the samples.
+
+        Returns:
+            One row per response: `prompt` (its place in `prompts`), `text`, `response`, and `ended` (whether
+            the response ends with the end token).
+
+        Raises:
+            UserError: the run is not finished, its model is a reward model, or an argument is invalid.
+        """
+        model = self.model
+        set_environment()
+        from rlhf.stages.sampling import sample
+
+        settings = self.config.generator
+        return frame(
+            sample(
+                self.config,
+                model,
+                prompts,
+                samples=samples,
+                temperature=settings.temperature if temperature is None else temperature,
+                response_length=settings.response_length if response_length is None else response_length,
+                seed=seed,
+            )
+        )
+
+
+def frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
+    """Return rows as a pandas.DataFrame."""
+    import pandas
+
+    return pandas.DataFrame(list(rows))
+
+
+def set_environment() -> None:
+    """Set the variables of `ENVIRONMENT` that are not set."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)

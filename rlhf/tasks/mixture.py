@@ -1,0 +1,240 @@
+"""The task `mixture`: several tasks, whose training prompts are drawn in proportion to their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+
+from rlhf.config.schema import PARTS
+from rlhf.core.errors import UserError
+from rlhf.core.metrics import How, Stat, mean
+from rlhf.core.seeding import derive
+from rlhf.tasks.dialogues import different_forms
+
+if TYPE_CHECKING:
+    from rlhf.config.task import MixtureConfig, TaskConfig
+    from rlhf.core.batch import Batch
+    from rlhf.core.metrics import Metrics
+    from rlhf.tasks.source import Source
+
+TEXT = Value("string")
+DIALOGUE = List({"role": TEXT, "content": TEXT})
+
+
+class MixtureSource:
+    """A source of several tasks; the column `part` is the number of the task that a row comes from.
+
+    The rows of the training split are those of the first task, then those of the second task, and so on;
+    `mixed_order` determines the order of training. In other splits, each part has about its share of the
+    first rows, until its rows end.
+
+    Args:
+        config: config section of the task.
+    """
+
+    def __init__(self, config: MixtureConfig) -> None:
+        self.config = config
+        self.sources = {name: source_of(part) for name, part in config.parts.items()}
+
+    @property
+    def conversational(self) -> bool:
+        """Whether the prompts are dialogues.
+
+        Raises:
+            UserError: some parts have dialogues, others texts.
+        """
+        found = {name: source.conversational for name, source in self.sources.items()}
+        if len(set(found.values())) > 1:
+            first = {kind: next(name for name in found if found[name] is kind) for kind in (True, False)}
+            raise UserError(different_forms(first[True], first[False]))
+        return any(found.values())
+
+    def prompts(self, split: str) -> Dataset:
+        """Return the split with the columns `query` or `messages`, `reference_response` and `part`.
+
+        If a part has the column `demonstration`, the result has it; `place` only if all parts have it.
+
+        Raises:
+            UserError: the split of a part cannot be loaded, or some parts have dialogues, others texts.
+        """
+        column = "messages" if self.conversational else "query"
+        parts = []
+        for name, source in self.sources.items():
+            with self.keys_of(name):
+                parts.append(source.prompts(split))
+        columns = [column, "reference_response"]
+        if any("demonstration" in part.column_names for part in parts):
+            columns.append("demonstration")
+            parts = [with_demonstrations(part) for part in parts]
+        return self.joined(parts, split, columns)
+
+    def preferences(self, split: str) -> Dataset:
+        """Return the split with the columns `prompt`, `chosen`, `rejected`, `part`; `place` as in `prompts`.
+
+        Raises:
+            UserError: a part names no pairs, or its pairs cannot be loaded.
+        """
+        parts = []
+        for name, source in self.sources.items():
+            with self.keys_of(name):
+                parts.append(source.preferences(split))
+        forms = {
+            isinstance(part.features["prompt"], Value): name
+            for name, part in zip(self.sources, parts, strict=True)
+        }
+        if len(forms) > 1:
+            raise UserError(different_forms(forms[False], forms[True]))
+        return self.joined(parts, split, ["prompt", "chosen", "rejected"])
+
+    def joined(self, parts: Sequence[Dataset], split: str, columns: list[str]) -> Dataset:
+        """Return the rows of all parts with the columns `columns` and `part`, and `place` if all have it."""
+        if all("place" in rows.column_names for rows in parts):
+            columns = [*columns, "place"]
+        found = []
+        for number, rows in enumerate(parts):
+            rows = rows.select_columns(columns)
+            features = Features(
+                {each: TEXT if is_text(rows, each) else DIALOGUE for each in rows.column_names}
+            )
+            rows = rows if rows.features == features else rows.cast(features)
+            found.append(rows.add_column("part", np.full(len(rows), number)))
+        whole = concatenate_datasets(found)
+        if split == "train":
+            return whole
+        places = interleaved([len(rows) for rows in found], list(self.config.shares.values()))
+        return whole.select(places)
+
+    @contextmanager
+    def keys_of(self, name: str) -> Iterator[None]:
+        """Return a context in which errors name the keys of the part `name` instead of those of `task`."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(*(self.config.own_key(name, text) for text in error.problems)) from error
+
+
+def source_of(section: TaskConfig) -> Source:
+    """Return the source that a section configures."""
+    module, _, name = PARTS[type(section)].partition(":")
+    made: Source = getattr(import_module(module), name)(section)
+    return made
+
+
+def is_text(rows: Dataset, column: str) -> bool:
+    """Return whether a column contains texts, otherwise lists of messages."""
+    return isinstance(rows.features[column], Value)
+
+
+def with_demonstrations(rows: Dataset) -> Dataset:
+    """Return rows with the column `demonstration`, by default the reference responses."""
+    if "demonstration" in rows.column_names:
+        return rows
+    return rows.add_column("demonstration", rows["reference_response"][:])
+
+
+def interleaved(sizes: Sequence[int], shares: Sequence[float]) -> np.ndarray:
+    """Return an order of the rows of consecutive parts; each part has about its share of the first rows.
+
+    Args:
+        sizes: number of rows of each part.
+        shares: share of each part.
+    """
+    each = zip(sizes, shares, strict=True)
+    ranks = np.concatenate([(np.arange(size) + 0.5) / share for size, share in each])
+    return np.argsort(ranks, kind="stable")
+
+
+def mixed_order(parts: np.ndarray, shares: Sequence[float], seed: int, epoch: int) -> np.ndarray:
+    """Return the positions of the training examples that an epoch of a mixture consists of, [n] int64.
+
+    An epoch has as many examples as all parts together, and each part has its share of them. Each part is
+    drawn without repetition until all of its examples were drawn, then again in another order; this order
+    continues in the next epoch.
+
+    Args:
+        parts: the part of each example, [n].
+        shares: share of each part.
+        seed: seed of the run.
+        epoch: number of the epoch, from 0.
+    """
+    counts = counts_of(len(parts), shares)
+    drawn = []
+    for part, count in enumerate(counts):
+        examples = np.flatnonzero(parts == part)
+        first, last = epoch * count, (epoch + 1) * count
+        for turn in range(first // len(examples), -(-last // len(examples))):
+            rng = np.random.default_rng(derive(seed, f"order of part {part}", turn))
+            start = turn * len(examples)
+            order = rng.permutation(examples)
+            drawn.append(order[max(0, first - start) : last - start])
+    rng = np.random.default_rng(derive(seed, "order of a mixture", epoch))
+    return rng.permutation(np.concatenate(drawn))
+
+
+def check_parts(parts: np.ndarray, names: Sequence[str], limit: int) -> None:
+    """Raise UserError if a part of a mixture has no training example.
+
+    Args:
+        parts: the part of each training example.
+        names: names of the parts.
+        limit: largest length of a prompt in tokens.
+    """
+    for number, name in enumerate(names):
+        if not (parts == number).any():
+            raise UserError(
+                f"task.parts.{name} must have training prompts with 1 to {limit} tokens "
+                "(task.max_prompt_tokens), got none; set a larger task.max_prompt_tokens, or other data"
+            )
+
+
+def counts_of(total: int, shares: Sequence[float]) -> list[int]:
+    """Return whole numbers >= 1 with the sum `total` that are in proportion to `shares`, rounded."""
+    counts = np.diff(np.round(np.cumsum([0, *shares]) * total)).astype(np.int64)
+    counts = np.maximum(counts, 1)
+    counts[counts.argmax()] -= counts.sum() - total
+    return [int(count) for count in counts]
+
+
+def figures_of_parts(batch: Batch, names: Sequence[str]) -> Metrics:
+    """Return the metrics of each part of a mixture in a scored batch.
+
+    Args:
+        batch: rollouts with scores. There are no metrics if `batch.part` is None (stored rollouts).
+        names: names of the parts.
+    """
+    figures: Metrics = {}
+    if not names or batch.part is None:
+        return figures
+    for number, name in enumerate(names):
+        own = batch.part == number
+        figures |= {
+            f"part/{name}/prompts": Stat(float(own.sum()), 1.0, How.sum),
+            f"part/{name}/scores": mean(batch.scores[own]),
+            f"part/{name}/response_tokens": mean(batch.response_mask[own].sum(-1)),
+            f"part/{name}/eos_rate": mean(batch.ended[own]),
+        }
+    return figures
+
+
+def means_of_parts(
+    names: Sequence[str], part: Any, values: Mapping[str, Sequence[float]]
+) -> dict[str, float]:
+    """Return the means of the values of held-out prompts for each part, as metrics of an evaluation.
+
+    Args:
+        names: names of the parts.
+        part: the part of each prompt, [N].
+        values: name of a metric -> its value for each prompt.
+    """
+    numbers = np.asarray(part)
+    return {
+        f"eval/part/{name}/{metric}": float(np.mean(np.asarray(each, dtype=np.float64)[numbers == number]))
+        for number, name in enumerate(names)
+        if (numbers == number).any()
+        for metric, each in values.items()
+    }

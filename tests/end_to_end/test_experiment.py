@@ -1,0 +1,172 @@
+"""Tests of the Python API: experiments, hooks and sweeps equal the command line, and the notebook runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlhf.train
+from rlhf import Experiment, Hook, RunError, StopRun, UserError, sweep
+from rlhf.runs.folder import RunFolder
+from tests.docs.notebook import NOTEBOOK, executed
+from tests.end_to_end.conftest import assert_same_end
+
+DOCS = Path(__file__).parents[2] / "docs"
+LONG = ("algo=dpo", "schedule.total_episodes=64", "schedule.save_every=2")
+
+
+class Log(Hook):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    def after_update(self, state, metrics):
+        self.calls.append(("update", state.update, int("objective/kl" in metrics)))
+
+    def after_evaluation(self, state, metrics, completions):
+        self.calls.append(("evaluation", state.update, len(completions)))
+
+    def after_checkpoint(self, state, folder):
+        self.calls.append(("checkpoint", state.update, int((folder / "COMPLETE").is_file())))
+
+
+class Failing(Hook):
+    """Raises an exception at one call."""
+
+    def __init__(self, method: str, update: int) -> None:
+        self.place = method, update
+
+    def __getattribute__(self, name):
+        if name.startswith("after_"):
+            return lambda state, *_: self.fail() if (name, state.update) == self.place else None
+        return super().__getattribute__(name)
+
+    def fail(self) -> None:
+        raise ValueError("not today")
+
+
+def test_all_problems_of_a_config_are_reported_together(tmp_path):
+    bad = Experiment(
+        "algo=dpo", "optim.lr=-1", "algo.beta=-1", "schedule.total_episodes=7", f"output_dir={tmp_path}"
+    )
+    assert len(bad.problems()) == 3 and bad.status == "not started"
+    with pytest.raises(UserError, match=r"(?s)3 problems.*total_episodes.* divisible"):
+        bad.run()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"did you mean optim\.lr\?"):
+        Experiment("algo=dpo", "optim.lrr=1")
+
+
+def test_a_run_in_python_calls_hooks_and_its_results_are_those_of_its_files(
+    command, finished, capsys, monkeypatch
+):
+    log = Log()
+    run = Experiment(*command, *LONG, hooks=[log])
+    result = run.run()
+    assert_same_end(run.files, finished(*LONG))  # hooks change nothing
+    assert [call for call in log.calls if call[0] == "update"] == [("update", n, 1) for n in (1, 2, 3, 4)]
+    assert ("checkpoint", 2, 1) in log.calls and ("evaluation", 0, 16) in log.calls
+    metrics, completions = run.metrics(), run.completions()
+    assert list(metrics.index) == [0, 1, 2, 3, 4] and metrics.loc[4, "eval/kl"] == result["eval/kl"]
+    assert metrics["objective/kl"].notna().sum() == 4
+    assert (completions["update"] == 4).sum() == 16
+    opened = Experiment.open(run.folder)
+    assert opened.result == result == run.run() and opened.status == "finished"
+    assert (opened.model / "model.safetensors").is_file()
+    once, again = (
+        opened.sample(["My uncle", "What"], samples=2, response_length=4, seed=5) for _ in range(2)
+    )
+    assert list(once["prompt"]) == [0, 0, 1, 1] and once.equals(again)
+    assert not once.equals(opened.sample(["My uncle", "What"], samples=2, response_length=4, seed=6))
+    with pytest.raises(UserError, match="no chat template"):
+        opened.sample([[{"role": "user", "content": "What"}]])
+    # the command line finds the run of the API
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["rlhf.train", *command, *LONG])
+    with pytest.raises(SystemExit) as end:
+        rlhf.train.main()
+    assert end.value.code == 0 and f"finished already: {run.folder}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "update", "stopped"),
+    [("after_update", 3, 3), ("after_evaluation", 2, 2), ("after_checkpoint", 2, 3)],
+)
+def test_a_hook_that_raises_is_named_and_the_run_resumes_from_a_checkpoint(
+    method, update, stopped, command, finished
+):
+    words = (*command, *LONG)
+    run = Experiment(*words, hooks=[Failing(method, update)])
+    with pytest.raises(RunError, match=rf"hook Failing\.{method} raised ValueError: not today"):
+        run.run()
+    assert run.files.last_checkpoint() == run.folder / f"checkpoint-{stopped}"
+    assert run.status == "unfinished" and not run.result
+    resumed = Experiment(*words)
+    resumed.resume()
+    assert_same_end(resumed.files, finished(*LONG))
+
+
+def test_a_hook_that_stops_the_run_is_no_failure_and_the_run_resumes(command, finished):
+    class Stopping(Hook):
+        def after_evaluation(self, state, metrics, completions):
+            if state.update == 2:
+                raise StopRun("enough")
+
+    run = Experiment(*command, *LONG, hooks=[Stopping()])
+    assert run.run() == {} and run.status == "unfinished"
+    assert run.files.read_state()["stopped"] == "enough"
+    assert run.files.last_checkpoint() == run.folder / "checkpoint-2"
+    resumed = Experiment(*command, *LONG)
+    resumed.resume()
+    assert_same_end(resumed.files, finished(*LONG))
+    assert "stopped" not in resumed.files.read_state()
+
+
+def test_a_hook_that_raises_at_the_end_leaves_a_finished_run(command):
+    run = Experiment(*command, "algo=dpo", hooks=[Failing("after_evaluation", 2)])
+    with pytest.raises(RunError, match="the run is finished, and its model is complete"):
+        run.run()
+    assert run.status == "finished" and (run.model / "model.safetensors").is_file()
+
+
+def test_the_documented_hook_runs_by_its_address(command, tmp_path, monkeypatch, capsys):
+    text = (DOCS / "python.md").read_text()
+    (code,) = re.findall(r"```python\n# my_hooks.py\n(.*?)```", text, re.S)
+    (tmp_path / "my_hooks.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    Experiment(*command, "algo=dpo", "hooks=[my_hooks.py:Announce]").run()
+    said = capsys.readouterr().out
+    assert "evaluated 16 prompts: win rate" in said and "update 2: KL" in said and "checkpoint: " in said
+
+
+@pytest.mark.process
+def test_a_sweep_returns_its_runs(command, finished, tmp_path):
+    with pytest.raises(UserError, match="optim.lr must be > 0"):
+        sweep(*command, "algo=dpo", "optim.lr=1e-4,-1")
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    runs = sweep(*command, "algo=dpo", "seed=1,2")
+    assert [run.config.seed for run in runs] == [1, 2] and all(run.status == "finished" for run in runs)
+    assert_same_end(runs[0].files, finished("algo=dpo"))
+    with pytest.raises(UserError, match="hydra/sweeper must be basic"):
+        sweep(*command, "hydra/sweeper=search", "seed=1,2")
+
+
+def test_extend_and_evaluate_use_the_run_folder(finished, tmp_path):
+    constant = ("algo=dpo", "schedule.eval_every=1", "schedule.save_every=1", "optim.schedule=constant")
+    run = Experiment.open(shutil.copytree(finished(*constant).path, tmp_path / "run"))
+    run.extend("schedule.total_episodes=48")
+    assert run.config.schedule.total_episodes == 48 and run.metrics().index.max() == 3
+    assert list(run.evaluate("eval.prompts=8")["model"])[-1] == "model"
+    assert len(run.evaluations()) >= 1
+    assert RunFolder(run.folder).finished()
+
+
+@pytest.mark.process
+def test_the_notebook_runs(tmp_path):
+    notebook = executed(NOTEBOOK, tmp_path)
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("eval/win_rate" in str(output.get("data", {}).get("text/plain")) for output in shown)
+    assert all(output.output_type != "error" for output in shown)

@@ -1,0 +1,65 @@
+"""Compiled blocks: the same log-probs and gradients as the usual blocks, and only in their context."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf.models.compilation import CompiledBlocks, NoBlocks
+from rlhf.models.modules import Policy
+from rlhf.models.shared_prefix import checkpoint_blocks
+from tests.tiny_models import tiny_lm, tiny_rollouts
+
+
+def policy_of(checkpointing=False) -> Policy:
+    model = tiny_lm(hidden_size=16, num_hidden_layers=2)
+    if checkpointing:
+        checkpoint_blocks(model)
+    return Policy(model, 0.7, shared_prefix=True)
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def results(policy, batch):
+    """Return the log-probs and the gradient; the backward pass runs outside the context of the blocks."""
+    policy.zero_grad()
+    logprobs = policy(batch).logprobs
+    (torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs) * logprobs).sum().backward()
+    return logprobs.detach(), torch.cat([each.grad.flatten() for each in policy.parameters()])
+
+
+@pytest.mark.process  # the compiler tests the instructions of the processor in a process
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_blocks_give_the_same_log_probs_and_gradients_with_a_shared_prefix(checkpointing):
+    policy, before = policy_of(checkpointing), graphs()
+    for prompts, samples in ((4, 2), (3, 4)):
+        batch = tiny_rollouts(prompts, samples)
+        policy.blocks = nullcontext
+        usual = results(policy, batch)
+        policy.blocks = CompiledBlocks(policy.model).used
+        compiled = results(policy, batch)
+        torch.testing.assert_close(compiled[0], usual[0], rtol=0, atol=1e-5)
+        assert (compiled[1] - usual[1]).norm() < 1e-5 * usual[1].norm()
+    assert graphs() - before <= 2, "one graph for prompts and one for responses, for all blocks and lengths"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_are_as_before_outside_the_context(checkpointing):
+    model = policy_of(checkpointing).model
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    before = [vars(block).get("forward") for block in blocks]
+    with pytest.raises(KeyError), CompiledBlocks(model).used():
+        assert all(vars(block)["forward"] is not old for block, old in zip(blocks, before, strict=True))
+        raise KeyError
+    assert [vars(block).get("forward") for block in blocks] == before
+    assert all(("forward" in vars(block)) == checkpointing for block in blocks)
+
+
+def test_a_model_without_blocks_is_refused():
+    model = tiny_lm(hidden_size=16, num_hidden_layers=2)
+    model.gpt_neox.layers = torch.nn.ModuleList()
+    with pytest.raises(NoBlocks, match="gpt_neox models does not mark blocks"):
+        CompiledBlocks(model)

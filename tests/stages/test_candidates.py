@@ -1,0 +1,13 @@
+"""Tests of the models that `rlhf.evaluate` compares."""
+
+from rlhf.models.folders import CARD
+from rlhf.stages.candidates import files
+
+
+def test_an_edited_model_card_does_not_change_the_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    before = files(str(tmp_path))
+    (tmp_path / CARD).write_text("license: mit")
+    assert files(str(tmp_path)) == before
+    (tmp_path / "config.json").write_text("{ }")
+    assert files(str(tmp_path)) != before

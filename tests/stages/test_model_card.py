@@ -1,0 +1,115 @@
+"""Tests of the parts of a model card: the origin of the model, its license, and names without paths."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.compose import compose
+from rlhf.stages import model_card
+from rlhf.stages.model_card import (
+    UNKNOWN,
+    Origin,
+    algorithm,
+    command,
+    data,
+    origin,
+    public,
+    public_value,
+    table,
+)
+
+
+def card(folder: Path, *lines: str) -> str:
+    """Write a model card with these lines of metadata, and return its folder."""
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("\n".join(["---", *lines, "---", "# Text"]))
+    return str(folder)
+
+
+def test_license_and_base_model_are_those_that_the_card_of_a_local_folder_states(tmp_path):
+    found = origin(card(tmp_path / "base", "license: apache-2.0", "base_model: EleutherAI/pythia-410m"))
+    assert (found.name, found.ancestor, found.license) == ("base", "EleutherAI/pythia-410m", "apache-2.0")
+    found = origin(card(tmp_path / "list", "license: mit", "base_model: [a/b, c/d]"))
+    assert (found.ancestor, found.license) == ("a/b", "mit")
+
+
+def test_a_license_that_the_hub_does_not_list_keeps_its_name_and_a_link_to_the_web(tmp_path):
+    lines = ["license: other", "license_name: own", "license_link: https://example.org/license"]
+    found = origin(card(tmp_path / "a", *lines))
+    assert (found.license_name, found.license_link) == ("own", "https://example.org/license")
+    found = origin(card(tmp_path / "b", *lines[:2], "license_link: LICENSE"))
+    assert (found.license_name, found.license_link) == ("own", None)
+
+
+@pytest.mark.parametrize(
+    "lines", [["license: [a"], ["- a"], ["license: 3"], ["base_model: /home/me/model"], ["base_model: 3"], []]
+)
+def test_without_a_readable_statement_license_and_base_model_are_unknown(tmp_path, lines):
+    found = origin(card(tmp_path / "base", *lines))
+    assert found == Origin(name="base", ancestor=None, license=UNKNOWN)
+    (tmp_path / "base" / "README.md").unlink()
+    assert origin(str(tmp_path / "base")) == found
+
+
+def test_the_card_of_a_hub_model_is_read_from_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_card, "cached_folder", lambda name: {"me/it": tmp_path / "cached"}.get(name))
+    card(tmp_path / "cached", "license: mit", "base_model: other/base")
+    assert (origin("me/it").ancestor, origin("me/it").license) == ("me/it", "mit")
+    assert (origin("me/other").ancestor, origin("me/other").license) == ("me/other", UNKNOWN)
+
+
+def test_texts_of_the_config_lose_paths_and_addresses(tmp_path):
+    (tmp_path / "judge.py").touch()
+    for text, shown in {
+        "/home/me/models/pythia": "pythia",
+        "~/runs/tldr-dpo/model": "tldr-dpo/model",
+        "../runs/x/checkpoint-8/": "x/checkpoint-8",
+        f"{tmp_path}/judge.py:score": "judge.py:score",
+        "http://10.0.0.7:8000/score": "<url>",
+        "EleutherAI/pythia-410m": "EleutherAI/pythia-410m",
+        "facts": "facts",
+        "{role}\n/no path": "{role}\n/no path",
+    }.items():
+        assert public(text) == shown
+    assert public_value(["optim.lr=2e-5", 'model.base="/home/me/it"', "a/b", 0.9]) == [
+        "optim.lr=2e-5",
+        "model.base=it",
+        "a/b",
+        0.9,
+    ]
+
+
+def test_relative_paths_that_exist_lose_their_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    assert public("data/mine") == "mine" and public("data/other") == "data/other"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["task=tldr_mini"], ([], [])),
+        (["task=gsm8k"], ([], ["openai/gsm8k"])),
+        (["task=gsm8k", "task.path=/data/gsm"], (["gsm"], [])),
+        (["task=preferences", "algo=reward", "task.preferences_name=a/b"], ([], ["a/b"])),
+        (["task=tldr", "algo=reward", "task.preferences_path=/data/pairs"], (["pairs"], [])),
+    ],
+)
+def test_the_training_data_have_a_hub_name_or_the_name_of_a_folder(words, found):
+    assert data(compose(words)) == found
+
+
+@pytest.mark.parametrize("algo", ["dpo", "grpo", "ppo", "sft", "reward", "cispo"])
+def test_the_algorithm_is_described_with_its_source(algo):
+    text = algorithm(compose([f"algo={algo}"]))
+    assert "](https://arxiv.org/abs/" in text and "\n" not in text
+
+
+def test_the_command_shows_no_path_of_this_machine():
+    shown = list(command(compose(["task=gsm8k", "task.path=/data/me/gsm", "model.base=/data/me/base"])))
+    assert "task.path=gsm" in shown[0] and "/data" not in shown[0] and shown[1].startswith("Local folders")
+    assert len(list(command(compose(["seed=2"])))) == 1
+
+
+def test_cells_of_a_table_contain_no_signs_of_the_table():
+    assert table([("a", "b"), ("x|y", "1\n2")]) == "| a | b |\n| --- | --- |\n| x\\|y | 1 2 |"
