@@ -81,11 +81,10 @@ def run_job(config: DictConfig) -> float | None:
                 return experiment.execute()
             experiment.validate()  # a job of a sweep may run in another process than the command
             begin_job(job.job.num, overrides)
+            metric = experiment.config.metric
             if (finished := experiment.prepare(wait=world_size() == 1)) is not None:
-                metric = experiment.config.metric
                 announce(experiment.files, finished, metric)
                 return finished["result"].get(metric)
-            metric = experiment.config.metric
             experiment.hooks = search.pruning_hooks(job.sweeper, Path(job.sweep.dir), overrides, metric)
             return experiment.execute(claim=waiting_claim)
     except Interrupted as reason:

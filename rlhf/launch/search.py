@@ -44,6 +44,7 @@ from rlhf.launch.study import (
     open_study,
     pruner,
     resumed,
+    running,
     storage_of,
     study_file,
     tell,
@@ -160,6 +161,7 @@ class PruningHook(Hook):
     """
 
     def __init__(self, study: Study, trial: FrozenTrial, metric: str) -> None:
+        self.study = study
         self.trial = resumed(study, trial)
         self.reported = set(trial.intermediate_values)  # steps, of an earlier session too
         self.metric = metric
@@ -178,7 +180,9 @@ class PruningHook(Hook):
             self.trial.report(value, step)
             self.reported.add(step)
         if not state.done and self.trial.should_prune():
-            self.trial.set_user_attr(PRUNED, state.update)
+            for trial in running(self.study):  # trials with equal values have one run
+                if trial.params == self.trial.params:
+                    resumed(self.study, trial).set_user_attr(PRUNED, state.update)
             say(
                 f"pruned: {self.metric} {figure(value)} at update {state.update} of {state.num_updates}; the "
                 "best value so far is worse than the median of the finished trials at this point"
@@ -200,15 +204,13 @@ def pruning_hooks(
     if not is_search(sweeper) or not is_first_rank():
         return []
     from optuna import load_study, logging
-    from optuna.trial import TrialState
 
     logging.set_verbosity(logging.WARNING)
     settings = settings_of(sweeper)
     name = str(settings.study_name)
     storage = storage_of(settings, study_file(folder, name))
     study = load_study(study_name=name, storage=storage, pruner=pruner(settings))
-    trials = study.get_trials(states=(TrialState.RUNNING,))
-    own = (each for each in trials if set(overrides(each.params)) <= set(task_overrides))
+    own = (each for each in running(study) if set(overrides(each.params)) <= set(task_overrides))
     return [PruningHook(study, trial, metric) for trial in own][:1]
 
 

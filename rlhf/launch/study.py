@@ -155,12 +155,19 @@ def resumed(study: Study, trial: FrozenTrial) -> Trial:
     return Trial(study, trial._trial_id)
 
 
+def running(study: Study) -> list[FrozenTrial]:
+    """Return the trials that are not finished."""
+    from optuna.trial import TrialState
+
+    return study.get_trials(states=(TrialState.RUNNING,))
+
+
 def unfinished(study: Study, space: SearchSpace) -> list[Trial]:
     """Return the interrupted trials of an earlier session, and tell the study which trials are pruned."""
     from optuna.trial import TrialState
 
     interrupted: list[Trial] = []
-    for trial in study.get_trials(states=(TrialState.RUNNING,)):
+    for trial in running(study):
         if trial.params.keys() != space.distributions.keys():  # the command was killed while it asked
             study.tell(trial.number, state=TrialState.FAIL)
         elif PRUNED in trial.user_attrs:

@@ -110,11 +110,11 @@ def report(made: PruningHook, updates: dict[int, float], num_updates: int = 10) 
 
 @pytest.fixture
 def study(tmp_path):
-    """Return a study with two finished trials, whose win rates are 0.5 and 0.7 at updates 5 and 10."""
+    """Return a study of two finished trials: win rates 0.5 and 0.7 at update 5, 0.7 and 0.9 at the end."""
     made = opened(tmp_path)
     for value in (0.5, 0.7):
         trial = ask(made, SETTINGS, SPACE, [])
-        report(hook(tmp_path, trial), {5: value, 10: value})
+        report(hook(tmp_path, trial), {5: value, 10: value + 0.2})
         assert tell(made, trial, completed(value))
     return made
 
@@ -127,8 +127,25 @@ def test_a_trial_worse_than_the_median_is_pruned_and_is_no_failure(study, tmp_pa
     assert study.trials[2].state is TrialState.PRUNED
     trial = ask(study, SETTINGS, SPACE, [])
     with pytest.raises(StopRun):
-        report(hook(tmp_path, trial), {10: 0.59}, num_updates=20)  # half of a longer run
+        report(hook(tmp_path, trial), {10: 0.59}, num_updates=20)
     assert tell(study, trial, completed(0.59)) and study.trials[3].state is TrialState.PRUNED
+
+
+def test_trials_are_compared_at_the_same_part_of_their_updates(study, tmp_path):
+    trial = ask(study, SETTINGS, SPACE, [])
+    report(hook(tmp_path, trial), {10: 0.61}, num_updates=20)  # above 0.6, the median at update 5 of 10
+    assert study.trials[2].intermediate_values == {500: 0.61}
+
+
+def test_trials_with_the_same_values_share_a_run_and_are_pruned_together(study, tmp_path):
+    trial = ask(study, SETTINGS, SPACE, [])
+    twin = ask(study, SETTINGS, SPACE, [trial.params])
+    other = ask(study, SETTINGS, SPACE, [])
+    with pytest.raises(StopRun):
+        report(hook(tmp_path, trial), {5: 0.1})
+    for each in (trial, twin, other):
+        assert tell(study, each, completed(0.1))
+    assert [each.state.name for each in study.trials[2:]] == ["PRUNED", "PRUNED", "COMPLETE"]
 
 
 @pytest.mark.parametrize(
