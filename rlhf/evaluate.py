@@ -21,10 +21,11 @@ from rlhf.core.console import console, say
 from rlhf.core.errors import UserError
 from rlhf.core.files import component
 from rlhf.core.launched import is_first_rank
+from rlhf.experiment import Experiment
 from rlhf.launch.command_line import Command
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import evaluate
-from rlhf.stages.evaluation_config import alone, changed, check_split, run_folder
+from rlhf.stages.evaluation_config import alone, check_split
 from rlhf.stages.evaluation_table import table
 
 COMMAND = Command(
@@ -65,17 +66,17 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     split = own.get("split", "validation")
     check_split(split)
     models = [model for model in own.get("models", "").split(",") if model]
-    of_run = "run" in own or not models
-    if of_run:
-        folder = run_folder(COMMAND.required(own, "run", overrides))
-        cfg = changed(folder, overrides)
+    if "run" in own or not models:
+        experiment = Experiment.open(COMMAND.required(own, "run", overrides))
+        folder = experiment.files
+        rows = experiment.measure(overrides, models, split, own.get("only", "").split(","))
     else:
         if "only" in own:
             raise UserError(f"only= must be used with run= (it names models of a run), got {own['only']}")
         cfg = alone(models, overrides)
         name = component(f"{cfg.task.name}-{digest(cfg)}")
         folder = RunFolder(Path(cfg.output_dir) / "evaluations" / name)
-    rows = evaluate(cfg, folder, split, tuple(own.get("only", "").split(",")), models=models, of_run=of_run)
+        rows = evaluate(cfg, folder, split, models=models, of_run=False)
     if is_first_rank():
         console.print(table(rows, console.width))
         say(f"rows: {folder.evaluations}")

@@ -306,7 +306,7 @@ class Experiment:
         return frame(read_lines(self.files.evaluations, ["model"]))
 
     def evaluate(
-        self, *overrides: str, models: Sequence[str] = (), split: str = "validation"
+        self, *overrides: str, models: Sequence[str] = (), split: str = "validation", only: Sequence[str] = ()
     ) -> pandas.DataFrame:
         """Evaluate the checkpoints and the final model of the run, as `python -m rlhf.evaluate run=...`.
 
@@ -314,6 +314,7 @@ class Experiment:
             overrides: settings that differ from those of the run, such as "eval.prompts=1000".
             models: further models, folders or hub names.
             split: the held-out split, "validation" or "test".
+            only: names of the run's models to evaluate, such as "model"; empty: all.
 
         Returns:
             One row per model.
@@ -321,12 +322,18 @@ class Experiment:
         Raises:
             UserError: the run has no model, or an argument is invalid.
         """
+        return frame(self.measure(overrides, models, split, only))
+
+    def measure(
+        self, overrides: Sequence[str], models: Sequence[str], split: str, only: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Evaluate models, and return their rows; see `evaluate`."""
         from rlhf.stages.evaluation import evaluate
 
         check_split(split)
         files = run_folder(str(self.folder))
         set_environment()
-        return frame(evaluate(changed(files, overrides), files, split, models=models))
+        return evaluate(changed(files, overrides), files, split, tuple(only), models=models)
 
     def sample(
         self,

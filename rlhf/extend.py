@@ -11,9 +11,8 @@ The exit codes are the exit codes of `rlhf.train`.
 
 from __future__ import annotations
 
+from rlhf.experiment import Experiment
 from rlhf.launch.command_line import Command
-from rlhf.stages.evaluation_config import run_folder
-from rlhf.stages.extending import extend
 
 COMMAND = Command(
     name="rlhf.extend",
@@ -44,7 +43,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     Raises:
         UserError: the run does not exist or has no checkpoint, or an override is not allowed.
     """
-    extend(run_folder(COMMAND.required(own, "run", overrides)), overrides)
+    Experiment.open(COMMAND.required(own, "run", overrides)).extend(*overrides)
 
 
 if __name__ == "__main__":
