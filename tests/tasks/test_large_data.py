@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 
+import datasets
 import numpy as np
 import pyarrow
 import pytest
@@ -38,6 +39,7 @@ def task_of(config: LocalConfig, data: Data) -> Task:
 
 @pytest.mark.parametrize("data", [Data.prompts, Data.references, Data.preferences])
 def test_rows_in_a_file_give_the_same_prompts_in_the_same_order(config, data, monkeypatch):
+    datasets.enable_caching()  # `rlhf.inspect` turns it off
     small = task_of(config, data)
     assert not small._train.cache_files
     monkeypatch.setattr(source, "IN_MEMORY", 3000)

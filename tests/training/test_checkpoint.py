@@ -47,6 +47,9 @@ class FakeRecorder:
     def save(self, checkpoint):
         pass
 
+    def saved(self, checkpoint, state):
+        pass
+
     def state_dict(self):
         return {}
 

@@ -165,6 +165,7 @@ def test_a_checkpoint_without_a_buffer_can_be_loaded(tmp_path):
     replay = Replay(3, 1, PAD)
     nothing = SimpleNamespace(
         save=lambda folder: None,
+        saved=lambda folder, state: None,
         load=lambda saved: None,
         state_dict=dict,
         load_state_dict=lambda saved: None,
