@@ -1,6 +1,6 @@
 # Images with the locked packages, for the CPU and for NVIDIA GPUs; docs/installation.md describes their use:
 #
-#   docker build --target cpu --tag rlhf:cpu .
+#   docker build --target cpu --build-arg PIP_ARGS="--extra-index-url <index with CPU wheels>" --tag rlhf:cpu .
 #   docker build --target gpu --tag rlhf:gpu .
 
 # -- wheel: git gives the version of the wheel ------------------------------------------------------
@@ -16,8 +16,8 @@ FROM python:3.11-slim-bookworm AS cpu
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/*
-# More arguments for pip: the default index has torch as a CUDA build only.
-ARG PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# More arguments for pip: an index with CPU wheels of torch, if the default index has torch as a CUDA build only.
+ARG PIP_ARGS=""
 RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 RUN --mount=type=bind,source=requirements/cpu.txt,target=/tmp/cpu.txt \
