@@ -14,7 +14,6 @@ module imports no torch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,15 +22,14 @@ from typing import TYPE_CHECKING, Any, Self
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import as_objects, problems, warn, warnings
-from rlhf.checks.hooks import load_hooks
+from rlhf.checks.job import check_job
 from rlhf.checks.machine import check_machine
 from rlhf.checks.publishing import check_push
 from rlhf.checks.recipes import recipes_of_other_commands
-from rlhf.checks.rewards import check_rewards
-from rlhf.checks.tracking import check_tracking
 from rlhf.config import catalogue
 from rlhf.config.arguments import readable, repeated
 from rlhf.config.compose import composed
+from rlhf.config.cores import set_environment
 from rlhf.config.run import Resume
 from rlhf.config.saved import load_config
 from rlhf.core.console import say_loading
@@ -49,9 +47,6 @@ if TYPE_CHECKING:
 
     from rlhf.config.root import Config
     from rlhf.loggers.hooks import Hook
-
-# Variables that torch and tokenizers read when they are imported, as in conf/config.yaml.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Experiment:
@@ -186,8 +181,12 @@ class Experiment:
         Raises:
             UserError: the run has no complete checkpoint and is not finished.
         """
-        self.config = replace(self.config, resume=Resume.must)
-        return self.run()
+        own = self.config
+        try:
+            self.config = replace(own, resume=Resume.must)
+            return self.run()
+        finally:
+            self.config = own
 
     def extend(self, *overrides: str) -> dict[str, float]:
         """Train the run longer, in its folder, and return the metrics of its last evaluation.
@@ -203,8 +202,8 @@ class Experiment:
         from rlhf.stages.extending import extend
 
         set_environment()
-        extend(self.files, overrides, self.hooks)
-        self.config = load_config(self.files.config)
+        self.config = extend(self.files, overrides, self.hooks)
+        self.push()
         return self.result
 
     def prepare(self, wait: bool = False) -> dict[str, Any] | None:
@@ -232,23 +231,23 @@ class Experiment:
         Raises:
             UserError, RunError, Interrupted: see `run`.
         """
-        check_rewards(self.config)
-        check_tracking(self.config)
-        hooks = [*load_hooks(self.config), *self.hooks] if is_first_rank() else []
+        hooks = [*check_job(self.config), *self.hooks]
         set_environment()
         say_loading()
         from rlhf.stages.run import run
 
-        return run(self.config, self.files, check=False, claim=claim, hooks=hooks)
+        value = run(self.config, self.files, check=False, claim=claim, hooks=hooks)
+        self.push()
+        return value
 
     def push(self) -> None:
-        """Upload the final model of the finished run to `push_to`, if set; files that are there are skipped.
+        """Upload the final model of a finished run to `push_to`, if set; files that are there are skipped.
 
         Raises:
             UserError: the token is missing, or the model is missing or damaged.
             RunError: the upload failed.
         """
-        if self.config.push_to is not None and is_first_rank():
+        if self.config.push_to is not None and is_first_rank() and self.files.finished() is not None:
             from rlhf.stages.hub import push_run
 
             check_push(self.config.push_to)
@@ -383,9 +382,3 @@ def frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     import pandas
 
     return pandas.DataFrame(list(rows))
-
-
-def set_environment() -> None:
-    """Set the variables of `ENVIRONMENT` that are not set."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)

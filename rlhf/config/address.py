@@ -71,12 +71,9 @@ def source_problem(key: str, path: str, file: Path, arguments: tuple[str, ...]) 
     """
     name = path.rpartition(":")[2]
     working_directory_first()
-    try:
-        source = function_source.read(file)
-    except OSError as error:
-        return f"{key} must name a file that can be read ({error.strerror}), got {path!r}; check {file}"
-    except SyntaxError as error:
-        return not_importable(key, path, error, str(file), error.lineno)
+    source = readable_source(key, path, file)
+    if isinstance(source, str):
+        return source
     if found := source.missing_import():
         line, module = found
         return (
@@ -96,6 +93,16 @@ def source_problem(key: str, path: str, file: Path, arguments: tuple[str, ...]) 
     if isinstance(definition, ast.FunctionDef | ast.Lambda):
         return arguments_problem(key, path, function_source.signature(definition.args), arguments)
     return None
+
+
+def readable_source(key: str, path: str, file: Path) -> function_source.Source | str:
+    """Return the source of the address `path` in `file`, or the error message if it cannot be read."""
+    try:
+        return function_source.read(file)
+    except OSError as error:
+        return f"{key} must name a file that can be read ({error.strerror}), got {path!r}; check {file}"
+    except SyntaxError as error:
+        return not_importable(key, path, error, str(file), error.lineno)
 
 
 def annotated_lists(path: str | None) -> bool | None:
@@ -209,14 +216,8 @@ def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[.
         UserError: the module cannot be imported, or has no such function, or the function does not accept the
             arguments.
     """
-    place, _, name = path.rpartition(":")
-    try:
-        module = load_file(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
-    except SyntaxError as error:
-        raise UserError(not_importable(key, path, error, error.filename, error.lineno)) from error
-    except (Exception, SystemExit) as error:  # the user's code may raise any exception
-        where = innermost(error)
-        raise UserError(not_importable(key, path, error, where.filename, where.lineno)) from error
+    name = path.rpartition(":")[2]
+    module = load(key, path)
     function = getattr(module, name, None)
     functions = [each for each, value in vars(module).items() if inspect.isfunction(value) and each != name]
     if function is None:
@@ -293,6 +294,26 @@ def arguments_problem(
 
 
 # -- imports ---------------------------------------------------------------------------------------
+
+
+def load(key: str, path: str) -> ModuleType:
+    """Import and return the module or the file of an address of valid form.
+
+    Args:
+        key: the config key of the address.
+        path: the address.
+
+    Raises:
+        UserError: the module cannot be imported.
+    """
+    place = path.rpartition(":")[0]
+    try:
+        return load_file(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
+    except SyntaxError as error:
+        raise UserError(not_importable(key, path, error, error.filename, error.lineno)) from error
+    except (Exception, SystemExit) as error:  # the user's code may raise any exception
+        where = innermost(error)
+        raise UserError(not_importable(key, path, error, where.filename, where.lineno)) from error
 
 
 def load_module(name: str) -> ModuleType:

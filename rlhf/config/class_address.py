@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from pathlib import Path
 
-from rlhf.config import function_source
-from rlhf.config.address import (
-    FORM,
-    file_of,
-    innermost,
-    load_file,
-    load_module,
-    missing,
-    not_importable,
-    working_directory_first,
-)
+from rlhf.config.address import FORM, file_of, load, missing, readable_source
 from rlhf.core.errors import UserError
 
 
@@ -43,13 +32,9 @@ def class_problem(key: str, path: str) -> str | None:
         )
     if (file := file_of(place)) is None:
         return None
-    working_directory_first()
-    try:
-        source = function_source.read(file)
-    except OSError as error:
-        return f"{key} must name a file that can be read ({error.strerror}), got {path!r}; check {file}"
-    except SyntaxError as error:
-        return not_importable(key, path, error, str(file), error.lineno)
+    source = readable_source(key, path, file)
+    if isinstance(source, str):
+        return source
     return no_class(key, path, source.classes) if source.lacks(name) else None
 
 
@@ -59,14 +44,8 @@ def load_class(key: str, path: str) -> type:
     Raises:
         UserError: the module cannot be imported, or has no such class.
     """
-    place, _, name = path.rpartition(":")
-    try:
-        module = load_file(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
-    except SyntaxError as error:
-        raise UserError(not_importable(key, path, error, error.filename, error.lineno)) from error
-    except (Exception, SystemExit) as error:  # the user's code may raise any exception
-        where = innermost(error)
-        raise UserError(not_importable(key, path, error, where.filename, where.lineno)) from error
+    name = path.rpartition(":")[2]
+    module = load(key, path)
     found = getattr(module, name, None)
     if not isinstance(found, type):
         own = [each for each, value in vars(module).items() if isinstance(value, type)]

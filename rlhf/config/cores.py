@@ -8,6 +8,15 @@ from rlhf.config.generator import WorkerConfig
 from rlhf.config.root import Config
 from rlhf.core.launched import cpu_cores, local_world_size
 
+# Variables that torch and tokenizers read when they are imported, as `hydra.job.env_set` in conf/config.yaml.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def set_environment() -> None:
+    """Set the variables of `ENVIRONMENT` that are not set."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
 
 def threads(cfg: Config) -> tuple[int | None, int | None]:
     """Return the CPU threads of the trainer and of each generator process; None: the default of torch.

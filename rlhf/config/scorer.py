@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from omegaconf import MISSING
@@ -182,9 +183,44 @@ class NoScorerConfig(ScorerConfig):
     name: str = "none"
 
 
+@dataclass(kw_only=True, slots=True)
+class PartsScorerConfig(ScorerConfig):
+    """A scorer that consists of other scorers, its parts."""
+
+    reason: ClassVar[str]  # why each part must judge a text by itself
+
+    # name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of the task
+    parts: dict[str, ScorerConfig] = field(default_factory=dict)
+
+    @property
+    def reads_reward(self) -> bool:
+        """Whether a part needs the model that `model.reward` names."""
+        return any(part.reads_reward for part in self.parts.values())
+
+    @property
+    def asks_service(self) -> bool:
+        """Whether a part waits for the answers of a service."""
+        return any(part.asks_service for part in self.parts.values())
+
+    def source(self, reward: str | None) -> Hashable:
+        """Return an identifier that no other scorer has. The parts have their own identifiers."""
+        return id(self)
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for each part that does not judge a text by itself."""
+        yield from ScorerConfig.problems(self, at)
+        for name, part in self.parts.items():
+            if part.name in ("labels", "none", self.name):
+                key = choice(f"{at}.parts.{name}")
+                yield (
+                    f"{key} must be a scorer that judges a text by itself ({self.reason}), got {part.name}; "
+                    f"set {key}=function"
+                )
+
+
 @option("scorer", "weighted", part="rlhf.scorers.weighted:WeightedScorer")
 @dataclass(kw_only=True, slots=True)
-class WeightedScorerConfig(ScorerConfig):
+class WeightedScorerConfig(PartsScorerConfig):
     """The sum of other scorers, each times its `weight`.
 
     Add a part with `+scorer@scorer.parts.<name>=<option>`, or with a defaults list as in
@@ -192,85 +228,40 @@ class WeightedScorerConfig(ScorerConfig):
     of this section apply to the sum.
     """
 
+    reason: ClassVar[str] = "the score is a sum of such scores"
+
     name: str = "weighted"
-    parts: dict[str, ScorerConfig] = field(default_factory=dict)  # name chosen by the user -> scorer
-
-    @property
-    def reads_reward(self) -> bool:
-        """Whether a part needs the model that `model.reward` names."""
-        return any(part.reads_reward for part in self.parts.values())
-
-    @property
-    def asks_service(self) -> bool:
-        """Whether a part waits for the answers of a service."""
-        return any(part.asks_service for part in self.parts.values())
-
-    def source(self, reward: str | None) -> Hashable:
-        """Return an identifier that no other scorer has. The parts have their own identifiers."""
-        return id(self)
 
     def rounding(self, dtype: Dtype) -> float:
         """Return the weighted sum of the rounding errors of the parts."""
         return sum(abs(part.weight) * part.rounding(dtype) for part in self.parts.values())
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if there are no parts, and for each part that is `labels`, `none` or `weighted`."""
-        yield from ScorerConfig.problems(self, at)
+        """Yield an error if there are no parts, and the errors of `PartsScorerConfig`."""
+        yield from PartsScorerConfig.problems(self, at)
         if not self.parts:
             yield (
                 f"{at}.parts must contain at least one scorer (the score is their weighted sum), "
                 f"got none; set +scorer@{at}.parts.<name>=<scorer>"
             )
-        for name, part in self.parts.items():
-            if part.name in ("labels", "none", "weighted"):
-                key = choice(f"{at}.parts.{name}")
-                yield (
-                    f"{key} must be a scorer that judges a text by itself (the score is a sum of such "
-                    f"scores), got {part.name}; set {key}=function"
-                )
 
 
 @option("scorer", "mixture", part="rlhf.scorers.mixture:MixtureScorer")
 @dataclass(kw_only=True, slots=True)
-class MixtureScorerConfig(ScorerConfig):
+class MixtureScorerConfig(PartsScorerConfig):
     """A scorer for each part of `task=mixture`, under the name of the part.
 
     Add a scorer with `+scorer@scorer.parts.<name>=<option>`. Each score is multiplied by its `weight`.
-    The missing-EOS settings of a part apply to its
-    score, the settings of this section apply to the weighted scores.
+    The missing-EOS settings of a part apply to its score, those of this section to the weighted scores.
     """
 
+    reason: ClassVar[str] = "each part has one"
+
     name: str = "mixture"
-    parts: dict[str, ScorerConfig] = field(default_factory=dict)  # name of a part of the task -> scorer
-
-    @property
-    def reads_reward(self) -> bool:
-        """Whether a part needs the model that `model.reward` names."""
-        return any(part.reads_reward for part in self.parts.values())
-
-    @property
-    def asks_service(self) -> bool:
-        """Whether a part waits for the answers of a service."""
-        return any(part.asks_service for part in self.parts.values())
-
-    def source(self, reward: str | None) -> Hashable:
-        """Return an identifier that no other scorer has. The parts have their own identifiers."""
-        return id(self)
 
     def rounding(self, dtype: Dtype) -> float:
         """Return the largest rounding error of the parts."""
         return max((part.rounding(dtype) for part in self.parts.values()), default=0.0)
-
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for each part that is `labels`, `none` or `mixture`."""
-        yield from ScorerConfig.problems(self, at)
-        for name, part in self.parts.items():
-            if part.name in ("labels", "none", "mixture"):
-                key = choice(f"{at}.parts.{name}")
-                yield (
-                    f"{key} must be a scorer that judges a text by itself (each part has one), got "
-                    f"{part.name}; set {key}=function"
-                )
 
 
 @option("scorer", "function", part="rlhf.scorers.function:FunctionScorer")

@@ -20,6 +20,7 @@ from typing import NoReturn
 from rlhf.checks.secrets import check_arguments
 from rlhf.config import plugins
 from rlhf.config.arguments import flag_problem, readable
+from rlhf.config.cores import set_environment
 from rlhf.core.errors import Interrupted, RunError, UserError, report
 from rlhf.core.launched import is_first_rank, rank
 from rlhf.core.output import prepare_output, print_error
@@ -60,8 +61,7 @@ class Command:
         if "--help" in arguments or "-h" in arguments:
             print(self.help())
             return
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `hydra.job.env_set` in conf/config.yaml
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        set_environment()
         slurm.name_rank()
         with exit_codes():
             plugins.load()

@@ -17,13 +17,13 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from rlhf.checks.check import typed
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.run import Resume
 from rlhf.core import stages
 from rlhf.core.console import console, say
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.output import print_error
+from rlhf.experiment import Experiment
 from rlhf.launch.child_jobs import waiting_for_jobs
 from rlhf.launch.hydra_internals import launchers_wrapped_by, submitit_executor, uses_basic_sweeper
 from rlhf.launch.jobs import Job, completed, distinct_overrides, failed, failure_message, finished_message
@@ -229,7 +229,9 @@ class WatchedLauncher(Launcher):
             with open_dict(config):
                 config.hydra.job.id = config.hydra.job.num = number
             folder = RunFolder(Path(config.hydra.sweep.dir) / config.hydra.sweep.subdir)
-            cfg = typed(config, overrides)
+            experiment = Experiment.composed(config, overrides, folder.path)
+            experiment.validate()
+            cfg = experiment.config
             if cfg.resume is not Resume.never:
                 refuse_another_run(cfg, folder)
         except UserError:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import problems, warn, warnings
-from rlhf.checks.hooks import load_hooks
+from rlhf.checks.job import check_job
 from rlhf.checks.machine import check_machine
 from rlhf.config.algo import Trains
 from rlhf.config.identity import NOT_IN_NAME
@@ -31,7 +31,6 @@ from rlhf.core.launched import is_first_rank
 from rlhf.runs.folder import complete_checkpoints
 from rlhf.runs.lock import claimed
 from rlhf.runs.resuming import LENGTH, length_key, length_value
-from rlhf.stages.hub import push_run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 CHANGEABLE = tuple(key for key in NOT_IN_NAME if key not in ("hydra", "logger", "resume", "output_dir"))
 
 
-def extend(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook] = ()) -> float | None:
-    """Train the run in `folder` until its new length, and return the final value of its objective metric.
+def extend(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook] = ()) -> Config:
+    """Train the run in `folder` until its new length, and return its config with the overrides.
 
     Args:
         folder: the run folder.
@@ -62,7 +61,7 @@ def extend(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook] = 
         return carry_out(folder, overrides, hooks)
 
 
-def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]) -> float | None:
+def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]) -> Config:
     """Extend the run in the locked `folder`; see `extend`."""
     before = load_config(folder.config)
     key = length_key(before)
@@ -72,9 +71,7 @@ def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
     finished = state.get("finished") is True
     if finished and new == old and any(override.startswith(f"{key}=") for override in overrides):
         say(f"finished already: {folder.path} ({key}={new})")
-        if cfg.push_to is not None and is_first_rank():
-            push_run(folder, cfg.push_to)
-        return state["result"].get(cfg.metric)
+        return cfg
     if new < old or (finished and new == old):
         raise UserError(
             f"{key} must be above {old} (the length of the run so far), got "
@@ -83,7 +80,7 @@ def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
     if found := problems(cfg):
         raise UserError(*found)
     check_machine(cfg)
-    hooks = [*load_hooks(cfg), *hooks] if is_first_rank() else []
+    hooks = [*check_job(cfg), *hooks]
     say_loading()
     last = last_valid(folder)
     if last is None and new > old:
@@ -97,14 +94,16 @@ def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
     from rlhf.stages.run import run
 
     if not is_first_rank():
-        return run(cfg, folder, check=False, claim=nullcontext)
+        run(cfg, folder, check=False, claim=nullcontext)
+        return cfg
     for line in description(cfg, folder, state, last, f"{key}={old} -> {new}" if new > old else ""):
         say(line)
     with unchanged_if_refused(folder):
         if finished:
             folder.write_state({**state, "finished": False})
         folder.write_config(cfg)
-        return run(cfg, folder, check=False, claim=nullcontext, hooks=hooks)
+        run(cfg, folder, check=False, claim=nullcontext, hooks=hooks)
+    return cfg
 
 
 @contextmanager

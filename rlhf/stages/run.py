@@ -52,7 +52,6 @@ from rlhf.runs.transcript import run_log, setup_logging
 from rlhf.runs.writable import explain_file_errors
 from rlhf.stages.closing import print_closing
 from rlhf.stages.data_report import report_data
-from rlhf.stages.hub import push_run
 from rlhf.stages.model_card import model_card
 from rlhf.stages.prerequisites import complete, names
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
@@ -98,8 +97,7 @@ def run(
     Raises:
         UserError: the config is invalid, a model, a data set or another item that the config names cannot be
             used, or another process runs in the folder. A new folder without results is removed.
-        RunError: the run had to stop, for example because a loss is not finite; or the upload to
-            `cfg.push_to` failed after the run was finished.
+        RunError: the run had to stop, for example because a loss is not finite.
         Interrupted: a signal asked to stop; the same call resumes the run.
     """
     if check and (found := problems(cfg)):
@@ -108,11 +106,7 @@ def run(
         ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
         ranks.from_first(lambda: ends.enter_context(claim(folder.path)))
         with run_log(), explain_file_errors(folder.path), explain_full_disk(folder), explain_lost_ranks():
-            result = carry_out(cfg, folder, ranks, interruption, Hooks(hooks, interruption.request))
-    if cfg.push_to is not None and ranks.first and folder.finished():
-        # after the block, a signal stops an upload at once
-        push_run(folder, cfg.push_to)
-    return result
+            return carry_out(cfg, folder, ranks, interruption, Hooks(hooks, interruption.request))
 
 
 def carry_out(
