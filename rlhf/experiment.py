@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, Self
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import as_objects, problems, warn, warnings
+from rlhf.checks.composing import composed
 from rlhf.checks.job import check_job
 from rlhf.checks.machine import check_machine
 from rlhf.checks.publishing import check_push
 from rlhf.checks.recipes import recipes_of_other_commands
 from rlhf.config import catalogue
 from rlhf.config.arguments import readable, repeated
-from rlhf.config.compose import composed
 from rlhf.config.cores import set_environment
 from rlhf.config.run import Resume
 from rlhf.config.saved import load_config

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.checks.check import as_objects, problems, warn, warnings
+from rlhf.checks.composing import composed
 from rlhf.checks.machine import downloads
-from rlhf.config.compose import composed
 from rlhf.core.console import console, say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.hub import cached_folder

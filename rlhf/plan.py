@@ -16,8 +16,8 @@ from rich import box
 from rich.table import Table
 
 from rlhf.checks.check import typed
+from rlhf.checks.composing import composed
 from rlhf.checks.machine import check_memory
-from rlhf.config.compose import composed
 from rlhf.core.console import console
 from rlhf.launch.command_line import Command
 from rlhf.memory.advice import unknown_models

@@ -19,12 +19,13 @@ from hydra.core.global_hydra import GlobalHydra
 
 from rlhf.config import catalogue
 from rlhf.config.arguments import readable
+from rlhf.config.best_generator import selecting
 from rlhf.config.compose import initialized
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.core.errors import RunError, UserError
 from rlhf.experiment import Experiment
 from rlhf.launch.hydra_internals import multirun_config, uses_basic_sweeper
-from rlhf.launch.preflight import sweep_jobs
+from rlhf.launch.preflight import generator_of_jobs, sweep_jobs
 
 
 def sweep(*overrides: str, config_dir: str | Path | None = None) -> list[Experiment]:
@@ -74,9 +75,9 @@ def jobs(overrides: Sequence[str]) -> list[Experiment]:
                     f"{config.hydra.sweeper._target_}; run: python -m rlhf.train -m {' '.join(overrides)}"
                 )
             loader = GlobalHydra.instance().config_loader()
-            return [
-                Experiment.composed(loader.load_sweep_config(config, job), job) for job in sweep_jobs(config)
-            ]
+            jobs = sweep_jobs(config)
+            with selecting(generator_of_jobs(config, jobs)):
+                return [Experiment.composed(loader.load_sweep_config(config, job), job) for job in jobs]
     except CONFIG_ERRORS as error:
         if isinstance(error, UserError):
             raise

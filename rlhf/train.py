@@ -21,6 +21,7 @@ import os
 import sys
 import traceback
 from contextlib import nullcontext, suppress
+from itertools import takewhile
 from pathlib import Path
 
 import hydra
@@ -29,7 +30,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import overrides_of, refuse
+from rlhf.checks.composing import generator_of
 from rlhf.config import catalogue, plugins
+from rlhf.config.best_generator import selecting
 from rlhf.config.help import help_text
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.core.errors import Interrupted, RunError, UserError
@@ -127,7 +130,8 @@ def main() -> None:
                 return
             sys.argv[1:] = checked_arguments(sys.argv[1:], flags())
             search.register()
-            with sweep.watching():
+            overrides = list(takewhile(lambda argument: not argument.startswith("-"), sys.argv[1:]))
+            with selecting(generator_of(overrides)), sweep.watching():
                 try:
                     train()
                 except (Interrupted, KeyboardInterrupt):

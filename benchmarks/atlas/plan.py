@@ -11,7 +11,7 @@ from benchmarks.atlas.design import Cell, Design, Run
 from benchmarks.atlas.rates import Rates
 from benchmarks.atlas.record import FAILED, FINISHED, Row
 from rlhf.checks.check import as_objects, problems
-from rlhf.config.compose import composed
+from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
 
 FIGURES = ("lag", "minibatches", "scale")  # parts whose runs are in the figures

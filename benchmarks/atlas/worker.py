@@ -11,7 +11,7 @@ from statistics import mean
 from benchmarks.atlas.design import Design, Run
 from benchmarks.atlas.record import DIVERGED, FAILED, FINISHED, Row, row
 from rlhf.checks.check import typed
-from rlhf.config.compose import composed
+from rlhf.checks.composing import composed
 from rlhf.core.errors import RunError
 from rlhf.core.files import component
 from rlhf.report.runs import Status, read_run

@@ -14,6 +14,7 @@ from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.core.launched import world_size
 from rlhf.core.state import TrainState
 from rlhf.memory import advice
+from rlhf.memory.plan import fills_memory
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -51,8 +52,9 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
     forward = f"{min(cfg.backend.micro_batch, share)}, {forwards} per optimizer step"
     if ranks > 1:
         forward += f" on each of {ranks} ranks"
-    if cfg.backend.tokens is not None:
-        limit = f"{cfg.backend.tokens:,} tokens" if cfg.backend.tokens else "what fits into the memory"
+    filled = fills_memory(cfg)
+    if filled or cfg.backend.tokens is not None:
+        limit = "what fits into the memory" if filled else f"{cfg.backend.tokens:,} tokens"
         forward = f"at most {min(cfg.backend.micro_batch, share)}, and at most {limit}"
     if cfg.epochs is not None and examples is None:
         rows.append(("updates", f"{plain(cfg.epochs)} epochs; the number is known when the data are read"))

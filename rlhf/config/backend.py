@@ -41,8 +41,8 @@ class BackendConfig(Section):
         None,
         least=0,
         means="tokens per forward pass and rank (sequences x padded length), besides micro_batch; "
-        f"{WITHOUT_GRADIENT} times both without gradients; 0: as many as the memory plan allows; null: no "
-        "limit",
+        f"{WITHOUT_GRADIENT} times both without gradients; 0: as many as the memory plan allows; null: 0 on "
+        "GPUs, no limit on CPUs",
         remedy="0",
     )
     device: Device = Device.auto

@@ -1,47 +1,59 @@
-"""The generator that `generator=auto` selects. This module imports no torch."""
+"""The generator that `generator=auto` stands for, which is the default. This module imports no torch.
+
+`candidates` returns the generators that this machine can run, and `rlhf.checks.composing` selects the first
+with which the config is valid. While a config is composed, conf/generator/auto.yaml reads the selected
+generator from an environment variable, so the processes of a sweep read it too.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rlhf.core.launched import local_world_size
 from rlhf.core.machine import this_machine
 
-# The generator of jobs that run on other machines than the sweep that names their run folders.
-OF_JOBS = "RLHF_GENERATOR_OF_JOBS"
+SELECTED = "RLHF_GENERATOR"  # environment variable with the selected generator
+EVERYWHERE = "hf"  # the generator that needs neither a GPU nor another package
 
 
 def best_generator() -> str:
-    """Return the option of the group `generator` that is the fastest on this machine.
-
-    In a job of a sweep, the sweep has chosen: see `choose_for_jobs`.
-    """
-    return os.environ.get(OF_JOBS) or fastest(len(this_machine().gpus), local_world_size())
+    """Return the selected generator; without a selection, the generator that runs everywhere."""
+    return os.environ.get(SELECTED, EVERYWHERE)
 
 
-def fastest(gpus: int, ranks: int) -> str:
-    """Return the fastest generator for a host; vLLM needs a GPU.
+@contextmanager
+def selecting(name: str) -> Iterator[None]:
+    """Let `generator=auto` select the option `name` during the block, in this process and in its children."""
+    before = os.environ.get(SELECTED)
+    os.environ[SELECTED] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SELECTED]
+        else:
+            os.environ[SELECTED] = before
 
-    vLLM uses a GPU of its own if there are more GPUs than ranks on the host, otherwise the trainer's GPU.
+
+def candidates(gpus: int | None = None, ranks: int | None = None) -> tuple[str, ...]:
+    """Return the generators that `generator=auto` may select on a host, the fastest first.
+
+    vLLM needs a GPU: its own if the host has more GPUs than ranks, otherwise that of a single rank. Several
+    ranks would have to share their GPUs with one vLLM process each (`generator.per_rank`).
 
     Args:
-        gpus: GPUs of the host.
-        ranks: ranks on the host.
+        gpus: GPUs of the host; None: GPUs of this machine.
+        ranks: ranks on the host; None: ranks on this machine.
     """
+    if gpus is None:
+        gpus = len(this_machine().gpus)
+    if ranks is None:
+        ranks = local_world_size()
     if not gpus or importlib.util.find_spec("vllm") is None:
-        return "hf"
-    return "vllm" if gpus > ranks else "vllm_colocated"
-
-
-def choose_for_jobs(gpus: int, ranks: int) -> None:
-    """Choose the generator of SLURM jobs, in this process and, by its environment, in the jobs.
-
-    The machine that submits jobs may have no GPU. The name of a run contains its generator, so the sweep and
-    its jobs must choose the same one.
-
-    Args:
-        gpus: GPUs of a node of a job.
-        ranks: tasks of a node of a job.
-    """
-    os.environ.setdefault(OF_JOBS, fastest(gpus, ranks))
+        return (EVERYWHERE,)
+    if gpus > ranks:
+        return "vllm", EVERYWHERE
+    return ("vllm_colocated", EVERYWHERE) if ranks == 1 else (EVERYWHERE,)

@@ -10,9 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config import catalogue, plugins
-from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.root import Config
-from rlhf.core.errors import UserError
 
 
 def compose(overrides: list[str]) -> Config:
@@ -45,15 +43,3 @@ def initialized() -> Iterator[list[str]]:
     own = ",".join(f"file://{folder.resolve()}" for folder in catalogue.conf_dirs()[1:])
     with hydra.initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
         yield [f"hydra.searchpath=[{own}]"] if own else []
-
-
-def composed(overrides: list[str]) -> DictConfig:
-    """Return `compose_node(overrides)`, and explain errors to the user.
-
-    Raises:
-        UserError: an override is invalid.
-    """
-    try:
-        return compose_node(overrides)
-    except CONFIG_ERRORS as error:
-        raise UserError(explain(error, overrides)) from error

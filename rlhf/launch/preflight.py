@@ -6,8 +6,9 @@ rejected run leaves no folder behind. This module imports no torch.
 
 from __future__ import annotations
 
+import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import overrides_of, refuse, warn, warnings
-from rlhf.config.best_generator import choose_for_jobs
+from rlhf.checks.composing import Job, selected
+from rlhf.config.best_generator import SELECTED, candidates
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import is_first_rank
@@ -84,10 +86,6 @@ class Preflight(Callback):
         Raises:
             SystemExit: with code 2 if the config of a job is invalid.
         """
-        launcher = config.hydra.launcher
-        if submits_to_slurm(config):
-            ranks = launcher.tasks_per_node
-            choose_for_jobs(launcher.gpus_per_node or ranks * (launcher.gpus_per_task or 0), ranks)
         problems = list(folders_outside(config))
         doubts: list[str] = []
         try:
@@ -95,6 +93,7 @@ class Preflight(Callback):
             jobs = sweep_jobs(config)
         except UserError as error:
             refuse([*problems, *error.problems])
+        os.environ[SELECTED] = generator_of_jobs(config, jobs)  # for this process and the jobs
         for overrides, distinct in zip(jobs, distinct_overrides(jobs), strict=True):
             label = distinct or "every job"
             try:
@@ -142,6 +141,30 @@ def wrong_direction(config: DictConfig, cfg: Config) -> Iterator[str]:
             f"hydra.sweeper.direction must be minimize for {cfg.metric} (lower values are better), got "
             "maximize; set hydra.sweeper.direction=minimize"
         )
+
+
+def generator_of_jobs(config: DictConfig, jobs: Sequence[list[str]]) -> str:
+    """Return the generator that `generator=auto` selects for all jobs of a sweep.
+
+    All jobs have the same generator, so that they can be compared. For SLURM jobs, the GPUs of their nodes
+    count: the machine that submits them may have no GPU, and the name of a run contains its generator.
+
+    Args:
+        config: the config of the sweep.
+        jobs: overrides of each job.
+    """
+    launcher = config.hydra.launcher
+    of_node: tuple[int, int] | tuple[()] = ()
+    if submits_to_slurm(config):
+        ranks = launcher.tasks_per_node
+        of_node = (launcher.gpus_per_node or ranks * (launcher.gpus_per_task or 0), ranks)
+    loader = GlobalHydra.instance().config_loader()
+
+    def composed() -> Iterator[Job]:
+        for overrides in jobs:
+            yield loader.load_sweep_config(config, overrides), overrides
+
+    return selected(candidates(*of_node), composed)
 
 
 def sweep_jobs(config: DictConfig) -> list[list[str]]:

@@ -66,13 +66,20 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
     return Plan((Use("RAM", machine.ram, kept(parts), tuple(phases)),), {})
 
 
+def fills_memory(cfg: Config, machine: Machine | None = None) -> bool:
+    """Return whether the memory plan limits forward passes: `backend.tokens` is 0, or is null on a GPU."""
+    tokens = cfg.backend.tokens
+    return tokens == 0 or (tokens is None and device(cfg, machine or this_machine()) == "cuda")
+
+
 def with_token_limit(cfg: Config, machine: Machine | None = None) -> Config:
-    """Return `cfg`; `backend.tokens=0` is replaced by the limit that fits into the memory of the machine.
+    """Return `cfg`, with `backend.tokens` set to the limit that fits into the memory if `fills_memory`.
 
     The limit is that of `backend.micro_batch` sequences of the maximum length, halved until the run is
     estimated to need at most `NEARLY` of every device, or until it is that of the samples of one prompt.
     """
-    if cfg.backend.tokens != 0:
+    machine = machine or this_machine()
+    if not fills_memory(cfg, machine):
         return cfg
     group = cfg.algo.samples_per_prompt
     prompts = max(1, cfg.backend.micro_batch // group)

@@ -30,10 +30,10 @@ from rich import box
 from rich.table import Table
 
 from rlhf.checks.check import as_objects, problems, warn, warnings
+from rlhf.checks.composing import composed
 from rlhf.checks.machine import check_memory
 from rlhf.checks.recipes import recipes_of_other_commands
 from rlhf.config.algo import Data, Trains
-from rlhf.config.compose import composed
 from rlhf.config.run import Resume
 from rlhf.core.console import console, say_loading
 from rlhf.core.errors import UserError

@@ -12,9 +12,9 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import as_objects, problems
+from rlhf.checks.composing import composed
 from rlhf.config.algo import Trains
 from rlhf.config.catalogue import options
-from rlhf.config.compose import composed
 from rlhf.config.generator import WorkerConfig
 from rlhf.config.mistakes import CONFIG_ERRORS, explain, one_of
 from rlhf.config.root import Config

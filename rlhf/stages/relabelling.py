@@ -26,8 +26,8 @@ from rich import box
 from rich.table import Table
 
 from rlhf.checks.check import typed, warn, warnings
+from rlhf.checks.composing import composed
 from rlhf.config.algo import Data
-from rlhf.config.compose import composed
 from rlhf.config.identity import what_counts
 from rlhf.config.scorer import RewardModelScorerConfig, choice
 from rlhf.config.task import SPLITS, EmbeddedTaskConfig

@@ -15,7 +15,7 @@ from benchmarks.atlas.plan import FIGURES, Selection
 from benchmarks.atlas.study import Study
 from benchmarks.generated import fill
 from rlhf.checks.check import as_objects, problems
-from rlhf.config.compose import composed
+from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
 from tests.docs.snapshots import objects
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf.launch.preflight import folders_outside
+from rlhf.config import best_generator
+from rlhf.config.compose import initialized
+from rlhf.core.machine import Machine
+from rlhf.launch.hydra_internals import multirun_config
+from rlhf.launch.preflight import folders_outside, generator_of_jobs, sweep_jobs
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,25 @@ def test_a_sweep_must_not_upload_the_model_of_each_job(command, tmp_path):
     answer = command("-m", "seed=1,2", "push_to=me/it")
     assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
     assert "push_to must be null in a sweep" in answer.err
+
+
+SLURM = ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=8"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "expected"),
+    [
+        (1, ["seed=1,2"], "vllm_colocated"),
+        (1, ["schedule.max_lag=0,1"], "hf"),  # with a lag, vllm_colocated is refused
+        (2, ["schedule.max_lag=0,1"], "vllm"),
+        (0, [*SLURM, "hydra.launcher.tasks_per_node=7", "seed=1,2"], "vllm"),  # on a login node
+        (0, [*SLURM, "hydra.launcher.tasks_per_node=8", "seed=1,2"], "hf"),
+        (2, ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=0", "seed=1,2"], "hf"),
+    ],
+)
+def test_auto_selects_one_generator_for_all_jobs_of_a_sweep(gpus, overrides, expected, monkeypatch):
+    monkeypatch.delenv(best_generator.SELECTED, raising=False)
+    monkeypatch.setattr(best_generator, "this_machine", lambda: Machine(2**36, (2**36,) * gpus))
+    with initialized() as search:
+        config = multirun_config([*search, "model=pythia_410m", "task=tldr", *overrides])
+        assert generator_of_jobs(config, sweep_jobs(config)) == expected

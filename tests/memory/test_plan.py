@@ -23,6 +23,7 @@ from rlhf.models import sharing_rules
 from tests.model_folders import write_model
 
 LAPTOP = Machine(ram=16 * GIB)
+BY_SEQUENCES = "backend.tokens=1000000"  # more than any micro-batch has: backend.micro_batch is the limit
 TWO_GPUS = Machine(ram=256 * GIB, gpus=(80 * GIB, 40 * GIB))
 LLAMA_70B = {
     "model_type": "stablelm",  # as llama, but without a check of the names of its tensors
@@ -117,7 +118,9 @@ def test_weights_and_optimizer_of_a_large_model_are_counted(pythia):
 
 def test_fewer_and_shorter_sequences_need_less_memory(pythia):
     def training(*words: str) -> float:
-        return phases(memory.plan(compose([*pythia, *words]), TWO_GPUS).uses[0])["training"].bytes
+        return phases(memory.plan(compose([*pythia, BY_SEQUENCES, *words]), TWO_GPUS).uses[0])[
+            "training"
+        ].bytes
 
     assert training() > training("backend.micro_batch=2")
     assert training("task.max_prompt_tokens=64") < training() < training("generator.response_length=128")
@@ -143,7 +146,7 @@ def test_fewer_and_shorter_sequences_need_less_memory(pythia):
 def test_shorter_prompts_never_need_more_memory_on_a_gpu(pythia):
     def bytes_of(prompt: int, phase: str) -> float:
         words = ["backend.micro_batch=64", f"task.max_prompt_tokens={prompt}", "algo.samples_per_prompt=2"]
-        return phases(memory.plan(compose([*pythia, *words]), TWO_GPUS).uses[0])[phase].bytes
+        return phases(memory.plan(compose([*pythia, BY_SEQUENCES, *words]), TWO_GPUS).uses[0])[phase].bytes
 
     # the length from which 32 prompts are encoded in a separate pass
     edge = int(sharing_rules.prompt_pass_pays_from(2, 2560) / 32)
@@ -206,7 +209,7 @@ def test_vllm_uses_its_configured_share_of_ram_or_of_a_gpu(pythia):
 
 
 def test_colocated_vllm_uses_its_share_of_the_gpu_only_during_sampling(pythia):
-    words = [*pythia, "generator=vllm_colocated"]
+    words = [*pythia, BY_SEQUENCES, "generator=vllm_colocated"]
     vllm, trainer, ram = memory.plan(compose(words), TWO_GPUS).uses
     assert vllm.device == "vLLM's share of GPU 0" and vllm.fits
     assert parts(vllm)["vLLM: working memory"] > 1.5 * GIB
@@ -345,7 +348,9 @@ def test_lora_trains_all_weights_of_the_value_head(pythia):
 
 def test_gradient_checkpointing_needs_less_activation_memory(pythia):
     def training(*words: str) -> float:
-        return phases(memory.plan(compose([*pythia, *words]), TWO_GPUS).uses[0])["training"].bytes
+        return phases(memory.plan(compose([*pythia, BY_SEQUENCES, *words]), TWO_GPUS).uses[0])[
+            "training"
+        ].bytes
 
     gradients = 4 * COUNT_2_8B
     assert training("model.gradient_checkpointing=true") - gradients < 0.5 * (training() - gradients)
@@ -432,6 +437,9 @@ def test_the_automatic_limit_of_tokens_fits_the_machine():
     assert ("sequences per forward", "at most 16384, and at most what fits into the memory") in describe(
         compose(words)
     )
+    on_gpus = memory.with_token_limit(compose(words[:3]), TWO_GPUS).backend.tokens
+    assert on_gpus == memory.with_token_limit(compose(words), TWO_GPUS).backend.tokens, "the default on a GPU"
+    assert memory.with_token_limit(compose(words[:3])).backend.tokens is None, "no limit on the CPU"
     double = replace(cfg, backend=replace(cfg.backend, tokens=2 * cfg.backend.tokens))
     assert memory.plan(double).uses[0].bytes > 0.9 * 16 * GIB, "the next larger limit does not fit"
 

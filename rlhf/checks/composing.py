@@ -1,0 +1,69 @@
+"""Composition of a config with the generator that `generator=auto` selects for it.
+
+The selected generator is the fastest of this machine with which the config is valid. For example,
+`vllm_colocated` allows no lag, and the key `generator.batch_size` belongs to `hf` alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+from omegaconf import DictConfig
+
+from rlhf.checks.check import as_objects, problems
+from rlhf.config.backend import Device
+from rlhf.config.best_generator import SELECTED, best_generator, candidates, selecting
+from rlhf.config.compose import compose_node
+from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.config.root import Config
+from rlhf.core.errors import UserError
+
+Job = tuple[DictConfig, Sequence[str]]  # composed config and overrides of a run
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """Return the config of `python -m rlhf.train <overrides>` as an OmegaConf node (see `compose_node`).
+
+    Raises:
+        UserError: an override is invalid.
+    """
+    with selecting(generator_of(overrides)):
+        try:
+            return compose_node(overrides)
+        except CONFIG_ERRORS as error:
+            raise UserError(explain(error, overrides)) from error
+
+
+def generator_of(overrides: list[str]) -> str:
+    """Return the generator that `generator=auto` selects for a run, or that the sweep of a job selected."""
+    if SELECTED in os.environ:
+        return best_generator()
+    return selected(candidates(), lambda: [(compose_node(overrides), overrides)])
+
+
+def selected(names: Sequence[str], jobs: Callable[[], Iterable[Job]]) -> str:
+    """Return the first of the generators `names` with which all jobs are valid; if there is none, the last.
+
+    Args:
+        names: options of the group `generator`.
+        jobs: a function that composes the runs that must have the same generator.
+    """
+    *others, last = names
+    for name in others:
+        with selecting(name):
+            try:
+                if all(suits(as_objects(node, overrides)) for node, overrides in jobs()):
+                    return name
+            except CONFIG_ERRORS:  # for example a key that this generator does not have
+                continue
+    return last
+
+
+def suits(cfg: Config) -> bool:
+    """Return whether vLLM suits a run: the config is valid, and a model of some size is sampled on a GPU.
+
+    The models of embedded tasks and stand-ins have few parameters; `hf` samples them faster.
+    """
+    tiny = cfg.start is None or cfg.stand_ins
+    return not tiny and cfg.backend.device is not Device.cpu and not problems(cfg)

@@ -1,0 +1,73 @@
+"""`generator=auto`, the default: vLLM where it is installed, a GPU is available and the config is valid."""
+
+import pytest
+
+from rlhf.checks import composing
+from rlhf.checks.check import as_objects
+from rlhf.checks.sizes import describe
+from rlhf.config import best_generator
+from rlhf.config.compose import compose
+from rlhf.config.identity import run_name
+from rlhf.core.errors import UserError
+from rlhf.core.machine import Machine
+
+MODEL = ["model=pythia_410m", "task=tldr"]
+
+
+def on_gpus(count, monkeypatch):
+    """Let this machine have `count` GPUs of 64 GiB."""
+    monkeypatch.delenv(best_generator.SELECTED, raising=False)
+    monkeypatch.setattr(best_generator, "this_machine", lambda: Machine(2**36, (2**36,) * count))
+
+
+def config(overrides):
+    """Return the config of a run."""
+    return as_objects(composing.composed(overrides), overrides)
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, "hf"), (1, "vllm_colocated"), (2, "vllm")])
+def test_the_default_is_the_run_of_the_option_that_it_selects_and_the_summary_shows_it(
+    gpus, expected, monkeypatch
+):
+    on_gpus(gpus, monkeypatch)
+    named = compose([*MODEL, f"generator={expected}"])
+    for overrides in (MODEL, [*MODEL, "generator=auto"]):
+        chosen = config(overrides)
+        assert chosen == named and run_name(chosen) == run_name(named)
+    assert (("generator", expected) in describe(named)) == expected.startswith("vllm")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "expected"),
+    [
+        (1, ["schedule.max_lag=1"], "hf"),  # vLLM on the GPU of the trainer cannot sample ahead
+        (2, ["schedule.max_lag=1"], "vllm"),
+        (1, ["generator.batch_size=64"], "hf"),  # a key of hf
+        (1, ["generator.worker=true"], "hf"),
+        (1, ["generator.memory=0.3"], "vllm_colocated"),  # a key of vLLM
+        (1, ["eval.temperature=0.001"], "hf"),  # vLLM would raise it
+        (1, ["experiment=tldr_410m_ppo"], "hf"),  # sets generator.batch_size
+        (1, ["backend.device=cpu"], "hf"),
+        (1, ["generator=hf"], "hf"),
+        (2, ["algo=sft"], "dataset"),
+        (1, ["debug=tiny"], "hf"),  # tiny stand-ins
+    ],
+)
+def test_auto_selects_a_generator_with_which_the_config_is_valid(gpus, overrides, expected, monkeypatch):
+    on_gpus(gpus, monkeypatch)
+    assert config([*MODEL, *overrides]).generator.name == expected
+
+
+def test_auto_selects_hf_for_the_small_models_of_embedded_tasks(monkeypatch):
+    on_gpus(2, monkeypatch)
+    assert config([]).generator.name == "hf"
+
+
+def test_an_invalid_config_is_explained_as_without_a_gpu(monkeypatch):
+    errors = []
+    for gpus in (0, 2):
+        on_gpus(gpus, monkeypatch)
+        with pytest.raises(UserError) as caught:
+            config(["generator.bach_size=64"])
+        errors.append(caught.value.problems)
+    assert errors[0] == errors[1] and "generator.batch_size" in errors[0][0]
