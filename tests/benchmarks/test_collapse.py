@@ -88,7 +88,7 @@ def test_the_selected_limit_separates_collapsed_and_stable_runs():
     assert found.early == 5 and not any(found.alarms)
 
 
-def write_run(folder, name, kl, values, finished=True):
+def write_run(folder, name, kl, values, finished=True, num_updates=None):
     """Write a run folder whose evaluations have the given win rates, one every 5 updates."""
     path = folder / name
     path.mkdir(parents=True)
@@ -99,7 +99,7 @@ def write_run(folder, name, kl, values, finished=True):
     rows += [{"update": int(at), "eval/win_rate": value} for at, value in evaluations(*values)]
     rows.sort(key=lambda row: row["update"])
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    state = {"finished": finished, "update": updates, "num_updates": updates}
+    state = {"finished": finished, "update": updates, "num_updates": num_updates or updates}
     (path / "environment.json").write_text("{}")
     (path / "trainer_state.json").write_text(json.dumps(state))
     return path
@@ -113,7 +113,8 @@ def test_run_folders_become_cases(tmp_path):
     write_run(tmp_path, "stays", 0.001, STAYS)
     write_run(tmp_path, "running", 0.05, FALLS, finished=False)
     write_run(tmp_path, "short", 0.05, FALLS[:3])
-    diverged = write_run(tmp_path, "diverged", 0.05, STAYS[:2], finished=False)
+    write_run(tmp_path, "brief", 0.05, FALLS, num_updates=EARLY)
+    diverged = write_run(tmp_path, "diverged", 0.05, STAYS[:2], finished=False, num_updates=25)
     (diverged / "failed_batch.json").write_text('{"update": 6}')
     found = {each.name: each for each in collapse.cases_of([str(tmp_path)])}
     assert {name: each.collapse for name, each in found.items()} == {
@@ -132,7 +133,13 @@ def test_the_page_gets_the_figures_of_the_half_that_did_not_select(tmp_path, mon
     page = tmp_path / "collapse.md"
     page.write_text(f"# Title\n\n{collapse.MARKS[0]}\nold\n{collapse.MARKS[1]}\n\nEnd.\n")
     monkeypatch.setattr(collapse, "DOCUMENT", page)
+    monkeypatch.setattr(collapse, "RUNS", tmp_path / "collapse_runs.npz")
     collapse.main([str(tmp_path / "runs")])
+    before = page.read_text()
+    page.write_text(f"{collapse.MARKS[0]}\n{collapse.MARKS[1]}\n")
+    collapse.main([])
+    assert page.read_text() in before, "the file of the runs is sufficient to make the page again"
+    page.write_text(before)
     lines = page.read_text().splitlines()
     chosen, tested = (
         next(x for x in lines if x.startswith(f"| selected limits | {half}")) for half in HALVES
@@ -151,6 +158,20 @@ HALVES = ("selection", "test")
 def test_runs_without_a_collapse_are_refused():
     with pytest.raises(UserError, match="each half of the runs must contain collapsed and stable runs"):
         collapse.written([case(f"run{n}", 0.0) for n in range(4)])
+
+
+def test_the_file_of_the_runs_keeps_the_metrics_of_the_rule(tmp_path):
+    cases = [case("a", 0.02, 30.0), case("b", 0.001)]
+    cases[1].rows[3]["mismatch/ess"] = 0.5
+    collapse.write(tmp_path / "runs.npz", cases)
+    found = sorted(collapse.read(tmp_path / "runs.npz"), key=lambda case: case.name)
+    for one, other in zip(cases, found, strict=True):
+        assert (one.name, one.kind, one.collapse) == (other.name, other.kind, other.collapse)
+        assert [row.keys() for row in one.rows] == [row.keys() for row in other.rows]
+        for row, read in zip(one.rows, other.rows, strict=True):
+            assert read == pytest.approx(row, rel=1e-3)
+    with pytest.raises(UserError, match="must exist"):
+        collapse.read(tmp_path / "none.npz")
 
 
 def test_the_page_of_the_project_has_the_marks():
