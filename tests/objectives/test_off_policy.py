@@ -142,21 +142,29 @@ def test_the_value_model_of_ppo_learns_from_rejected_responses():
 
 
 @pytest.mark.parametrize(
-    "over, by, kept",
+    "over, by, limit, kept",
     [
-        (Reject.token, Divergence.k1, [True, False, True]),
-        (Reject.token, Divergence.k2, [True, False, True]),
-        (Reject.mean, Divergence.k1, [True, True, True]),  # geometric mean 2^(1/3) is below 1.5
-        (Reject.sum, Divergence.k1, [False, False, False]),  # the product is 2
-        (Reject.max, Divergence.k1, [False, False, False]),
-        (Reject.mean, Divergence.k3, [False, False, False]),  # (2 - 1 - log 2) / 3 is above 0.1
+        (Reject.token, Divergence.k1, 0.1, [True, False, True]),
+        (Reject.token, Divergence.k2, 0.1, [True, False, True]),
+        (Reject.token, Divergence.k2, 0.25, [True, True, True]),  # (log 2)^2 / 2 is 0.24
+        (Reject.mean, Divergence.k1, 0.1, [True, True, True]),  # geometric mean 2^(1/3) is below 1.5
+        (Reject.sum, Divergence.k1, 0.1, [False, False, False]),  # the product is 2
+        (Reject.max, Divergence.k1, 0.1, [False, False, False]),
+        (Reject.mean, Divergence.k3, 0.1, [False, False, False]),  # (2 - 1 - log 2) / 3 is above 0.1
     ],
 )
-def test_bounds_are_bounds_of_the_ratio_or_of_the_divergence(over, by, kept):
+def test_bounds_are_bounds_of_the_ratio_or_of_the_divergence(over, by, limit, kept):
     lag = torch.tensor([[[0.0, math.log(2), 0.0]]])
     mask = torch.ones(1, 1, 3, dtype=torch.bool)
-    config = CorrectionConfig(reject=over, reject_by=by, reject_low=0.7, reject_high=1.5, reject_limit=0.1)
+    config = CorrectionConfig(reject=over, reject_by=by, reject_low=0.7, reject_high=1.5, reject_limit=limit)
     assert accepted(lag, mask, config)[0, 0].tolist() == kept
+
+
+def test_the_mean_of_the_squares_that_m2_keeps_is_below_the_limit_not_equal_to_it():
+    lag, mask = torch.tensor([[[0.0, 1.0]]]), torch.ones(1, 1, 2, dtype=torch.bool)
+    for limit, kept in ((0.5, [True, False]), (0.51, [True, True])):
+        config = CorrectionConfig(reject=Reject.m2, reject_limit=limit)
+        assert accepted(lag, mask, config)[0, 0].tolist() == kept
 
 
 def test_the_largest_squares_are_left_out_until_the_mean_is_small_enough():
@@ -200,6 +208,42 @@ def test_the_log_linear_anchor_follows_the_lag_of_each_token():
     )
 
 
+def test_the_log_linear_anchor_follows_the_lag_of_a_batch_without_versions_of_tokens():
+    objective = objective_of("dapo", anchor=Anchor.loglinear, clip_high=10.0, clip_low=1.0)
+    batch = objective.credit(batch_of([[1.0, 0.0]], version=1, trainer_version=3))
+    policy = batch.behaviour_logprobs + math.log(8)
+    ratios = objective.loss(lambda _: Outputs(logprobs=policy), batch)[1]["policy/ratio"]
+    assert ratios.value() == pytest.approx(2.0, rel=1e-5), "exp((logp - behaviour) / 3)"
+
+
+def test_kl_cov_adds_the_coefficient_times_the_log_ratio_of_the_selected_tokens():
+    losses = {}
+    for coef in (1.0, 3.0):
+        covariance = CovarianceConfig(kind=Covariance.kl, share=0.5, coef=coef)
+        objective = objective_of("dapo", kl_coef=0.0, covariance=covariance)
+        batch, policy = stale_batch(objective)
+        losses[coef] = step(objective, batch, policy)[0]
+    selected = batch.per_token["limited"]
+    added = 2.0 * (policy - batch.old_logprobs).abs()[selected].sum() / batch.response_mask.sum()
+    assert selected.sum() == batch.response_mask.sum() // 2
+    assert losses[3.0] - losses[1.0] == pytest.approx(added.item(), rel=1e-4)
+
+
+def test_clip_cov_selects_only_tokens_whose_covariance_is_within_the_bounds():
+    def selected(low, high):
+        covariance = CovarianceConfig(kind=Covariance.clip, share=1.0, low=low, high=high)
+        batch, _ = stale_batch(objective_of("dapo", kl_coef=0.0, covariance=covariance))
+        mask, old = batch.response_mask, batch.old_logprobs
+        (advantages, logprobs) = (x - x[mask].mean() for x in (batch.advantages, old))
+        return batch.per_token["limited"], mask & (advantages * logprobs > low) & (
+            advantages * logprobs < high
+        )
+
+    for low, high in ((-0.05, 0.05), (0.0, 9.0), (-9.0, 0.0)):
+        found, expected = selected(low, high)
+        assert torch.equal(found, expected) and 0 < expected.sum() < 10
+
+
 def test_the_sequence_mask_drops_bad_responses_that_became_unlikely():
     objective = objective_of("dapo", off_policy_mask=0.1)
     batch = objective.credit(batch_of([[1.0, 0.0], [0.0, 1.0]]))
@@ -208,6 +252,8 @@ def test_the_sequence_mask_drops_bad_responses_that_became_unlikely():
     _, gradient, figures = step(objective, batch, policy)
     assert [row.any().item() for row in gradient.flatten(0, 1)] == [True, False, True, True]
     assert figures["policy/off_policy_masked"] == pytest.approx(0.25)
+    policy[0] += 0.16  # the mean of the log-ratios of a response is now 0.04, the sum 0.12
+    assert step(objective, batch, policy)[2]["policy/off_policy_masked"] == 0.0
 
 
 def test_the_entropy_bonus_is_subtracted_from_the_loss():
