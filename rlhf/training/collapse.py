@@ -14,7 +14,7 @@ rise (Gao et al., arXiv 2210.10760). The rule observes these signals of each tra
 which is far behind the trained policy if the lag is large.
 
 `kl`, `entropy` and `ess` are averaged over the last updates with exponential weights, starting from their
-first values. The first value beyond its limit gives the warning. `benchmarks/collapse.py` selects the limits
+first values. The first value beyond its limit gives the warning. `benchmarks/collapse` selects the limits
 on one half of many runs and measures the rule on the other half (docs/results/collapse.md).
 """
 
