@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from omegaconf import DictConfig
 
 from rlhf.checks.check import as_objects, problems
+from rlhf.checks.machine import expandable_segments
 from rlhf.config.backend import Device
 from rlhf.config.best_generator import SELECTED, best_generator, candidates, selecting
 from rlhf.config.compose import compose_node
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.root import Config
 from rlhf.core.errors import UserError
+from rlhf.core.machine import this_machine
+from rlhf.memory import advice
 
 Job = tuple[DictConfig, Sequence[str]]  # composed config and overrides of a run
 
@@ -61,9 +64,12 @@ def selected(names: Sequence[str], jobs: Callable[[], Iterable[Job]]) -> str:
 
 
 def suits(cfg: Config) -> bool:
-    """Return whether vLLM suits a run: the config is valid, and a model of some size is sampled on a GPU.
+    """Return whether vLLM suits a run: a valid config, and a model of some size on a GPU with enough memory.
 
-    The models of embedded tasks and stand-ins have few parameters; `hf` samples them faster.
+    The models of embedded tasks and stand-ins have few parameters; `hf` samples them faster. On a machine
+    without GPUs, which submits jobs to others, the memory is not checked.
     """
     tiny = cfg.start is None or cfg.stand_ins
-    return not tiny and cfg.backend.device is not Device.cpu and not problems(cfg)
+    if tiny or cfg.backend.device is Device.cpu or problems(cfg):
+        return False
+    return not this_machine().gpus or not [*expandable_segments(cfg), *advice.problems(cfg)]

@@ -56,6 +56,7 @@ from rlhf.processes.interfaces import loopback
 
 if TYPE_CHECKING:
     from rlhf.config.backend import ZeroConfig
+    from rlhf.config.schedule import OptimConfig
     from rlhf.core.batch import Batch
     from rlhf.processes.ranks import Ranks
 
@@ -102,14 +103,7 @@ class DeepSpeedEngine(Engine):
             zero = DeepSpeedZeroConfig(**native["zero_optimization"])
             send_rounded(self.module, torch.bfloat16, zero.param_persistence_threshold)
         parts = groups(self.module, self.optim.lr, self.value_lr)
-        optimizer: torch.optim.Optimizer
-        if self.offload:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            optimizer = DeepSpeedCPUAdam(parts, **adam(self.optim), adamw_mode=True)
-        else:
-            fused = self.ranks.device.type == "cuda"
-            optimizer = torch.optim.AdamW(parts, fused=fused, **adam(self.optim))
+        optimizer = adamw(parts, self.optim, self.ranks.device, self.offload)
         self.deep, self.optimizer, *_ = deepspeed(self.ranks).initialize(
             model=self.module, optimizer=optimizer, config=native
         )
@@ -231,6 +225,24 @@ def hollow(model: PreTrainedModel) -> PreTrainedModel:
     if isinstance(head, LogprobHead):
         made.set_output_embeddings(LogprobHead.of(made.get_output_embeddings(), head.float32))
     return made
+
+
+def adamw(
+    parts: list[dict[str, Any]], optim: OptimConfig, device: torch.device, offload: bool
+) -> torch.optim.Optimizer:
+    """Return AdamW for groups of parameters: of DeepSpeed on the CPU, or of torch; fused on a GPU.
+
+    Args:
+        parts: the groups, with the factors of their learning rates.
+        optim: settings of the optimizer.
+        device: the device of the parameters.
+        offload: whether the state and the step of the optimizer are on the CPU.
+    """
+    if offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(parts, **adam(optim), adamw_mode=True)
+    return torch.optim.AdamW(parts, fused=device.type == "cuda", **adam(optim))
 
 
 def settle(module: nn.Module, native: dict[str, Any], ranks: Ranks) -> None:

@@ -21,6 +21,8 @@ def choose_interfaces(cuda: bool) -> None:
     If all ranks are on this host, gloo uses the loopback interface. Otherwise the interface is that of the
     route to MASTER_ADDR. On the host of MASTER_ADDR the interface is the one that has this address.
 
+    NCCL reads a name as a prefix (eth1 also selects eth10), so its variable begins with `=`: this name only.
+
     Args:
         cuda: whether the ranks also communicate by NCCL.
 
@@ -33,7 +35,8 @@ def choose_interfaces(cuda: bool) -> None:
     variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if cuda else ("GLOO_SOCKET_IFNAME",)
     if unset := [variable for variable in variables if not os.environ.get(variable)]:
         interface = interface_to(os.environ.get("MASTER_ADDR", ""), unset)
-        os.environ.update(dict.fromkeys(unset, interface))
+        for variable in unset:
+            os.environ[variable] = f"={interface}" if variable.startswith("NCCL") else interface
 
 
 def interface_to(host: str, variables: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.checks import composing
+from rlhf.checks import composing, machine
 from rlhf.checks.check import as_objects
 from rlhf.checks.sizes import describe
 from rlhf.config import best_generator
@@ -10,14 +10,18 @@ from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.core.errors import UserError
 from rlhf.core.machine import Machine
+from rlhf.memory import loaded_models, plan
+from rlhf.memory.model_size import config_size
+from tests.memory.test_plan import PYTHIA_2_8B
 
 MODEL = ["model=pythia_410m", "task=tldr"]
 
 
-def on_gpus(count, monkeypatch):
-    """Let this machine have `count` GPUs of 64 GiB."""
+def on_gpus(count, monkeypatch, memory=2**36):
+    """Let this machine have `count` GPUs with `memory` bytes."""
     monkeypatch.delenv(best_generator.SELECTED, raising=False)
-    monkeypatch.setattr(best_generator, "this_machine", lambda: Machine(2**36, (2**36,) * count))
+    for module in (best_generator, composing, machine, plan):
+        monkeypatch.setattr(module, "this_machine", lambda: Machine(2**38, (memory,) * count))
 
 
 def config(overrides):
@@ -56,6 +60,22 @@ def test_the_default_is_the_run_of_the_option_that_it_selects_and_the_summary_sh
 def test_auto_selects_a_generator_with_which_the_config_is_valid(gpus, overrides, expected, monkeypatch):
     on_gpus(gpus, monkeypatch)
     assert config([*MODEL, *overrides]).generator.name == expected
+
+
+def test_auto_selects_hf_if_vllm_does_not_fit_on_the_gpu_of_the_trainer(monkeypatch):
+    monkeypatch.setattr(loaded_models, "named_size", lambda name: config_size(PYTHIA_2_8B))
+    chosen = []
+    for memory in (80, 141):
+        on_gpus(1, monkeypatch, memory * 2**30)
+        chosen.append(config([*MODEL, "model.dtype=bfloat16"]).generator.name)
+    assert chosen == ["hf", "vllm_colocated"]
+
+
+def test_auto_selects_hf_if_the_memory_of_torch_cannot_be_sent_to_vllm(monkeypatch):
+    on_gpus(1, monkeypatch)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert config(MODEL).generator.name == "hf"
+    assert config([*MODEL, "generator.transfer=shared_memory"]).generator.name == "vllm_colocated"
 
 
 def test_auto_selects_hf_for_the_small_models_of_embedded_tasks(monkeypatch):

@@ -87,6 +87,12 @@ def test_native_deepspeed_settings_are_merged_into_the_generated_settings():
     assert plain["torch_autocast"]["enabled"] is False
 
 
+@pytest.mark.parametrize(("stage", "overlaps"), [(0, False), (1, True), (2, True), (3, True)])
+def test_ranks_reduce_gradients_during_the_backward_pass_from_stage_1_on(stage, overlaps):
+    made = compose([f"backend=zero{stage}"]).backend.settings(Dtype.bfloat16)
+    assert made["zero_optimization"]["overlap_comm"] is overlaps
+
+
 def test_native_deepspeed_setting_needs_a_plus_on_the_command_line(command):
     answer = command("backend=zero2", "+backend.deepspeed.wall_clock_breakdown=true")
     (run,) = answer.runs

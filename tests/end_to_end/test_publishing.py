@@ -73,9 +73,13 @@ def test_no_card_contains_a_path_of_this_machine(tiny, tmp_path, finished):
     assert "was not evaluated" in card.text and card.data.eval_results is None
 
 
-def test_a_finished_run_is_uploaded_as_a_private_repository_with_a_valid_card(tiny, tmp_path, hub, capsys):
-    folder = RunFolder(tmp_path / "run")
-    run(tiny("algo=rloo", "scorer=facts", "push_to=me/it"), folder)
+def test_a_finished_run_is_uploaded_as_a_private_repository_with_a_valid_card(
+    tmp_path, hub, monkeypatch, capsys, command
+):
+    monkeypatch.chdir(tmp_path)
+    experiment = Experiment(*command, "algo=rloo", "scorer=facts", "push_to=me/it")
+    experiment.run()
+    folder = experiment.files
     (created,) = hub.created
     assert (created["organization"], created["name"], created["visibility"]) == ("me", "it", "private")
     assert hub.files["me/it"] == {path.name: path.read_bytes() for path in folder.model.iterdir()}

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.engines.deepspeed_engine import hollow, write_errors_last
+from rlhf.config.schedule import OptimConfig
+from rlhf.engines.deepspeed_engine import adamw, hollow, write_errors_last
 from rlhf.engines.resharding import begin_state
 from rlhf.models.modules import Policy
 from tests.tiny_models import tiny_lm
@@ -41,6 +42,12 @@ def test_the_fused_adamw_finds_the_step_count_of_a_divided_checkpoint_on_its_dev
     adamw = SimpleNamespace(defaults={"fused": fused}, state=defaultdict(dict))
     begin_state(SimpleNamespace(optimizer=adamw, fp32_partitioned_groups_flat=[flat]), 3, torch.tensor(4.0))
     assert adamw.state[flat]["step"].device.type == device
+
+
+@pytest.mark.parametrize(("device", "fused"), [("cuda", True), ("cpu", False)])
+def test_adamw_is_fused_on_a_gpu(device, fused):
+    parts = [{"params": [torch.nn.Parameter(torch.zeros(2))], "scale": 1.0}]
+    assert adamw(parts, OptimConfig(lr=1e-4), torch.device(device), offload=False).defaults["fused"] is fused
 
 
 @pytest.mark.parametrize("float32_head", [False, True])

@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from dataclasses import replace
@@ -118,6 +119,23 @@ def test_a_buffer_is_not_reused_before_its_tensor_is_written(shared, monkeypatch
     monkeypatch.setattr(shared_memory, "write_at", slow)
     weights = {str(i): torch.full((100,), float(i)) for i in range(5)}
     equal(taken(shared.write(weights.items(), 1)), weights)
+
+
+def test_weights_on_a_gpu_are_rounded_there_and_written_and_hashed_by_another_thread(monkeypatch):
+    shared, threads, copied = SharedWeights(torch.bfloat16), [], []
+    write, copy = shared_memory.write_with_checksum, shared.staging.copy
+
+    def recorded(*args):
+        threads.append(threading.current_thread())
+        return write(*args)
+
+    monkeypatch.setattr(shared_memory, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(shared_memory, "write_with_checksum", recorded)
+    monkeypatch.setattr(shared.staging, "copy", lambda tensor: copied.append(tensor.dtype) or copy(tensor))
+    shared.write([("w", torch.ones(3))], 1)
+    assert copied == [torch.bfloat16], "half the bytes are copied from the GPU"
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+    shared.close()
 
 
 def test_floating_point_tensors_are_rounded_to_the_dtype_of_the_sampler():
