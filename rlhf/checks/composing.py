@@ -1,7 +1,8 @@
 """Composition of a config with the generator that `generator=auto` selects for it.
 
-The selected generator is the fastest of this machine with which the config is valid. For example,
-`vllm_colocated` allows no lag, and the key `generator.batch_size` belongs to `hf` alone.
+The selected generator is the first of `vllm`, `vllm_colocated` and `hf` that this machine can run and with
+which the config is valid. For example, `vllm_colocated` allows no lag, and the key `generator.batch_size`
+belongs to `hf` alone.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def selected(names: Sequence[str], jobs: Callable[[], Iterable[Job]]) -> str:
 def suits(cfg: Config) -> bool:
     """Return whether vLLM suits a run: a valid config, and a model of some size on a GPU with enough memory.
 
-    The models of embedded tasks and stand-ins have few parameters; `hf` samples them faster. On a machine
-    without GPUs, which submits jobs to others, the memory is not checked.
+    The models of embedded tasks and stand-ins have few parameters; on a CPU, `hf` samples the embedded
+    model faster. On a machine without GPUs, which submits jobs to others, the memory is not checked.
     """
     tiny = cfg.start is None or cfg.stand_ins
     if tiny or cfg.backend.device is Device.cpu or problems(cfg):

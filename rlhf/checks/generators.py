@@ -148,7 +148,7 @@ def vllm(cfg: Config) -> Iterator[str]:
 
 @rule
 def colocated(cfg: Config) -> Iterator[str]:
-    """Yield an error if vLLM on the trainer's GPU has a lag, or has several ranks without `per_rank`."""
+    """Yield an error if vLLM on the trainer's GPU has a lag, or if several ranks would share its GPUs."""
     generator = cfg.generator
     if not isinstance(generator, VLLMColocatedConfig):
         return
@@ -161,6 +161,13 @@ def colocated(cfg: Config) -> Iterator[str]:
         yield (
             "generator.per_rank must be true with generator=vllm_colocated and several ranks (each rank "
             "shares its GPU with a generator), got false; set generator.per_rank=true"
+        )
+    many = generator.tensor_parallel_size
+    if local_world_size() > 1 and many > 1 and cfg.backend.device is not Device.cpu:
+        yield (
+            "generator.tensor_parallel_size must be 1 with generator=vllm_colocated and several ranks on one "
+            "host (vLLM would use the GPU of another rank, whose trainer does not free its memory), got "
+            f"{many}; set generator.tensor_parallel_size=1"
         )
 
 

@@ -39,7 +39,7 @@ def selecting(name: str) -> Iterator[None]:
 
 
 def candidates(gpus: int | None = None, ranks: int | None = None) -> tuple[str, ...]:
-    """Return the generators that `generator=auto` may select on a host, the fastest first.
+    """Return the generators that `generator=auto` may select on a host, in order of preference.
 
     vLLM needs a GPU: its own if the host has more GPUs than ranks, otherwise that of a single rank. Several
     ranks would have to share their GPUs with one vLLM process each (`generator.per_rank`).

@@ -166,4 +166,5 @@ def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iter
         ram.append(times(shared_weights(cfg, trainer), many))
     if annotates(cfg, trainer.ranks, on_gpu=True):
         ram.append(times(Part("annotator's process", PROCESS, "Python, torch, libraries"), many))
-    yield Use("RAM", machine.ram, kept(ram), (Phase("loading", (times(trainer.loading(), local),)),))
+    loads = 1 if trainer.only_first_loads else local  # hosts without rank 0 then load no models
+    yield Use("RAM", machine.ram, kept(ram), (Phase("loading", (times(trainer.loading(), loads),)),))

@@ -11,6 +11,7 @@ from rlhf.config.generator import HFConfig, WorkerConfig
 from rlhf.config.model import Dtype
 from rlhf.memory import activations, communication, optimizer
 from rlhf.memory.activations import AUTOCAST, BFLOAT16, FLOAT32, Tokens
+from rlhf.memory.model_size import matrix_parameters
 from rlhf.memory.tokens import with_gradient
 from rlhf.memory.uses import PROCESS, UNRELEASED, Part, Phase, in_words, parameters
 from rlhf.models import sharing_rules
@@ -70,6 +71,14 @@ class Trainer:
     def gathers(self) -> bool:
         """Whether weights are sharded or offloaded, so that all ranks run every forward pass together."""
         return self.cfg.backend.footprint().gathered
+
+    @property
+    def only_first_loads(self) -> bool:
+        """Whether only rank 0 of the run loads models, and the other ranks get placeholders.
+
+        The rule is that of `rlhf.assembly.models.loaded`.
+        """
+        return self.gathers and self.ranks > 1 and not self.cfg.model.trust_remote_code
 
     def prompt_apart(self, prompts: int, samples: int) -> bool:
         """Return whether prompts of the maximum length are encoded in a separate pass."""
@@ -132,7 +141,7 @@ class Trainer:
             yield Part(f"{model.role}: offloaded", size, parameters(count, size))
 
     def loading(self) -> Part:
-        """Return the part of all models in RAM during loading, before the models are moved to the GPU."""
+        """Return the part of all models in the RAM of a rank that loads them, before they are on the GPU."""
         each = (count * stored.weights for count, stored in map(self.weights, self.models))
         return Part("models", sum(each), "before they are moved to the GPU")
 
@@ -212,10 +221,13 @@ class Trainer:
             for requested in (self.tokens(model.batch_size, samples), self.tokens(model.batch_size, 1))
         ]
         yield Phase("log-probs and scores", (max(reads, key=lambda part: part.bytes),))
+        copy = tuple(self.whole_copy())
         if cfg.algo.trains is not Trains.reward and not isinstance(cfg.generator, WorkerConfig):
-            yield Phase("sampling", (self.sampling(cfg.eval.batch_size, self.precision(True)),))
+            yield Phase("sampling", (*copy, self.sampling(cfg.eval.batch_size, self.precision(True))))
         elif isinstance(cfg.generator, HFConfig) and not cfg.has_worker:
-            yield Phase("sampling", (self.sampling(cfg.generator.batch_size, self.precision(True)),))
+            yield Phase("sampling", (*copy, self.sampling(cfg.generator.batch_size, self.precision(True))))
+        elif isinstance(cfg.generator, HFConfig) and copy:  # `rlhf.assembly.agreement.samples_with_cache`
+            yield Phase("comparison of sampling", copy)
 
     def unreleased(self) -> Iterator[Part]:
         """Yield the memory, besides the permanent parts, that the trainer keeps while vLLM uses its GPU.
@@ -228,6 +240,21 @@ class Trainer:
         largest = max(self.phases(), key=lambda phase: phase.bytes)
         made_of = f"{UNRELEASED:.0%} of the memory of {largest.name}"
         yield Part("trainer: unreleased", UNRELEASED * largest.bytes, made_of, estimated=True)
+
+    def whole_copy(self) -> Iterator[Part]:
+        """Yield the whole copy of the policy from which a rank samples, if the weights are divided.
+
+        `DeepSpeedEngine.whole` builds the copy on each rank, without adapters. Its weights are float32. With
+        bfloat16, the weights of linear layers are bfloat16, except for a head that is tied or in float32.
+        """
+        if not self.gathers:
+            return
+        count, model = self.policy.parameters, self.cfg.model
+        size = 4 * count
+        if model.dtype is Dtype.bfloat16:
+            head = 0 if model.float32_head else self.policy.head
+            size -= 2 * (matrix_parameters(self.policy) + head)
+        yield Part("policy: whole copy", size, parameters(count, size))
 
     def sampling(self, batch_size: int, precision: Precision) -> Part:
         """Return the memory of decoding without the weights: the larger value of rollouts and evaluation.

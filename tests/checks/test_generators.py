@@ -81,3 +81,19 @@ def test_ranks_with_a_generator_each_do_not_share_named_gpus(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     (problem,) = [text for text in check.problems(compose(words)) if text.startswith(named)]
     assert problem.endswith("got [2]; set generator.devices=null")
+
+
+def test_vllm_does_not_share_the_gpu_of_another_rank(monkeypatch):
+    words = ["generator=vllm_colocated", "generator.per_rank=true", "generator.tensor_parallel_size=2"]
+    named = "generator.tensor_parallel_size must be 1"
+
+    def refusals(*more: str) -> list[str]:
+        return [text for text in check.problems(compose([*words, *more])) if text.startswith(named)]
+
+    assert refusals() == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (problem,) = refusals()
+    assert problem.endswith("got 2; set generator.tensor_parallel_size=1")
+    assert refusals("generator.tensor_parallel_size=1") == refusals("backend.device=cpu") == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two hosts: the second GPU of a host has no rank
+    assert refusals() == []

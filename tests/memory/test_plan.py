@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,11 +17,16 @@ from rlhf.config.backend import TorchConfig
 from rlhf.config.compose import compose
 from rlhf.config.footprint import Footprint, zero
 from rlhf.core.machine import Machine
+from rlhf.engines.deepspeed_engine import DeepSpeedEngine, hollow
 from rlhf.memory import advice, loaded_models
 from rlhf.memory import plan as memory
 from rlhf.memory.uses import CONTEXT, GIB, PROCESS, Part, Phase, Use
 from rlhf.models import sharing_rules
+from rlhf.models.lora import whole_weights
+from rlhf.models.modules import Policy
+from rlhf.processes.ranks import ALONE
 from tests.model_folders import write_model
+from tests.tiny_models import tiny_lm
 
 LAPTOP = Machine(ram=16 * GIB)
 BY_SEQUENCES = "backend.tokens=1000000"  # more than any micro-batch has: backend.micro_batch is the limit
@@ -366,6 +372,75 @@ def test_zero3_also_partitions_frozen_models(monkeypatch, pythia):
     assert parts(offloaded[1])["reference: offloaded"] == 2 * (2 * COUNT_2_8B / 2), (
         "2 ranks run on this machine"
     )
+
+
+def copies(cfg, machine: Machine) -> dict[str, list[float]]:
+    """Return the bytes of the whole copies of the policy in the plan, by the phase that needs them."""
+    found: dict[str, list[float]] = {}
+    for use in memory.plan(cfg, machine).uses:
+        for phase in use.phases:
+            sizes = [part.bytes for part in phase.parts if part.name == "policy: whole copy"]
+            if sizes:
+                found.setdefault(phase.name, []).extend(sizes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "phase"),
+    [
+        ("backend=zero3", "sampling"),
+        ("backend=zero3_offload", "sampling"),
+        ("backend=zero3 algo=sft model.base={policy}", "sampling"),  # evaluations sample
+        ("backend=zero3 schedule.max_lag=1", "comparison of sampling"),
+        ("backend=zero3 generator=vllm", None),
+        ("backend=zero3 generator=vllm_colocated generator.per_rank=true", None),
+        ("backend=zero3 algo=reward", None),
+        ("backend=zero2", None),
+        ("backend=torch", None),
+    ],
+)
+def test_each_rank_samples_from_a_whole_copy_of_the_policy_with_zero_3(monkeypatch, pythia, words, phase):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    policy = pythia[0].partition("=")[2]
+    cfg = compose([*pythia, "model.dtype=float32", *words.format(policy=policy).split()])
+    whole = 4 * COUNT_2_8B
+    assert copies(cfg, TWO_GPUS) == ({phase: [whole]} if phase else {}), "one copy on each GPU"
+    assert copies(cfg, LAPTOP) == ({phase: [2 * whole]} if phase else {}), "2 ranks share the RAM"
+
+
+@pytest.mark.parametrize("settings", [{"kind": "gpt_neox"}, {"kind": "llama", "tie_word_embeddings": True}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head", ["model.float32_head=false", "model.float32_head=true"])
+def test_the_whole_copy_of_zero_3_is_as_large_as_that_of_the_engine(tmp_path, settings, dtype, head):
+    tiny_lm(**settings).save_pretrained(tmp_path)
+    cfg = compose([f"model.policy={tmp_path}", "scorer=facts", "backend=zero3", f"model.dtype={dtype}", head])
+    model = Policy(tiny_lm(**settings), 0.7, True, float32_head=cfg.model.float32_head).model
+    engine = SimpleNamespace(dtype=cfg.model.dtype, ranks=ALONE, weights=lambda: whole_weights(model))
+    copy = DeepSpeedEngine.whole(engine, hollow(model))
+    assert copies(cfg, LAPTOP) == {"sampling": [sum(each.nbytes for each in copy.parameters())]}
+
+
+@pytest.mark.parametrize(
+    ("words", "loads"),
+    [
+        (["backend=zero3"], 1),
+        (["backend=zero3_offload"], 1),
+        (["backend=zero3", "model.trust_remote_code=true"], 2),
+        (["backend=zero2"], 2),
+        (["backend=torch"], 2),
+    ],
+)
+def test_ranks_that_get_placeholders_load_no_models(monkeypatch, pythia, words, loads):
+    def loading() -> float:
+        return phases(memory.plan(compose([*pythia, "scorer=facts", *words]), TWO_GPUS).uses[-1])[
+            "loading"
+        ].bytes
+
+    alone = loading()
+    assert alone == (4 + 2) * COUNT_2_8B, "the policy in float32 and the reference in bfloat16"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert loading() == loads * alone
 
 
 def test_the_plan_is_unknown_if_models_are_not_downloaded(monkeypatch):
