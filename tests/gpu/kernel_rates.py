@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear_cross_entropy
 
 from rlhf.config.model import Dtype
 from rlhf.core.batch import Rollouts
@@ -46,6 +45,8 @@ def milliseconds(report: Report, step: Callable[[], object]) -> float:
 
 def by_torch(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temperature: float) -> Tensor:
     """Return log-probs by the chunks of torch, in the dtype of the products."""
+    from torch.nn.functional import linear_cross_entropy  # not in torch 2.11
+
     options = torch.nn.LinearCrossEntropyOptions()
     dtype = product_dtype(hidden.device, hidden.dtype)
     given: Any = (hidden / temperature).to(dtype), weight.to(dtype), targets

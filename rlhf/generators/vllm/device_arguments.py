@@ -14,6 +14,9 @@ from rlhf.generators.vllm.gpu_share import GIB, forward_tokens, working_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+# `gpu_memory_utilization` on a shared GPU: besides `kv_cache_memory_bytes`, vLLM uses it only to refuse to
+# start if less memory is free, and the trainer loads its models onto the same GPU at this time.
+LEAST_SHARE = 0.01
 TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward pass
 
 
@@ -86,7 +89,11 @@ def on_shared_gpu(
             f"got {memory:g}; set "
             + (f"generator.memory={needed:g}" if needed < 1 else "model.policy to a smaller model")
         )
-    return {"kv_cache_memory_bytes": room, "max_num_batched_tokens": forward_tokens(max_num_seqs)}
+    return {
+        "kv_cache_memory_bytes": room,
+        "gpu_memory_utilization": LEAST_SHARE,
+        "max_num_batched_tokens": forward_tokens(max_num_seqs),
+    }
 
 
 def head_size(config: PreTrainedConfig) -> int:

@@ -94,14 +94,14 @@ class VLLMSampler:
 
         from rlhf.generators.vllm.worker_extension import NAME
 
-        special: dict[str, Any] = {}
+        special: dict[str, Any] = {"gpu_memory_utilization": settings.memory}
         if not settings.gpu:
             check_head_size(config)
-            special = on_cpu(settings.memory, settings.max_model_len, settings.max_num_seqs)
+            special |= on_cpu(settings.memory, settings.max_model_len, settings.max_num_seqs)
         elif settings.sleeps:
             shapes, required = self.tensors
             dtype = getattr(torch, settings.dtype)
-            special = on_shared_gpu(
+            special |= on_shared_gpu(
                 config,
                 weights=dtype.itemsize * sum(math.prod(shapes[name]) for name in required),
                 dtype=dtype,
@@ -119,7 +119,6 @@ class VLLMSampler:
             hf_overrides={"head_dtype": "float32"} if settings.float32_head else {},
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
-            gpu_memory_utilization=settings.memory,
             enforce_eager=settings.enforce_eager,
             tensor_parallel_size=settings.tensor_parallel_size,
             distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
@@ -219,20 +218,19 @@ class VLLMSampler:
             ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         ]
         before, engine, outputs = self.version, self.llm.llm_engine, []
+        most_tokens: float = math.inf
         parameters = [self.parameters(sampling, example) for example in prompts.index.tolist()]
         waiting = deque(zip(unpadded, parameters, strict=True))
         room = len(waiting)
         if update is not None:
             waiting = deque((ids, one) for ids, each in waiting for one in single_samples(each))
             room = self.settings.max_num_seqs
+            most_tokens = engine.vllm_config.scheduler_config.max_num_batched_tokens
         while waiting or engine.has_unfinished_requests():
             if update is not None:
                 update()
-            started = [
-                waiting.popleft()
-                for _ in range(min(len(waiting), room - engine.get_num_unfinished_requests()))
-            ]
-            if started:
+            running = engine.get_num_unfinished_requests()
+            if started := next_sequences(waiting, room - running, most_tokens - running):
                 salt = str(self.version)
                 self.llm.enqueue(
                     [TokensPrompt(prompt_token_ids=ids, cache_salt=salt) for ids, _ in started],
@@ -315,6 +313,25 @@ class VLLMSampler:
     def close(self) -> None:
         """Stop vLLM; its memory is freed when the process ends."""
         del self.llm
+
+
+def next_sequences(
+    waiting: deque[tuple[list[int], Any]], count: int, tokens: float
+) -> list[tuple[list[int], Any]]:
+    """Remove from `waiting` the sequences that vLLM starts in its next step, and return them.
+
+    A prompt that alone has more tokens than a step is started in chunks.
+
+    Args:
+        waiting: prompt tokens and sampling parameters of each sequence.
+        count: the largest number of sequences.
+        tokens: the largest number of prompt tokens of all sequences together.
+    """
+    found: list[tuple[list[int], Any]] = []
+    while waiting and len(found) < count and tokens > 0 and (not found or len(waiting[0][0]) <= tokens):
+        found.append(waiting.popleft())
+        tokens -= len(found[-1][0])
+    return found
 
 
 def single_samples(parameters: Any) -> Iterator[Any]:
