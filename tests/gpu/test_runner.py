@@ -139,6 +139,15 @@ def test_the_miniature_form_of_the_first_stage_passes(tmp_path, capsys):
     assert "| 0. machine and rates |" in capsys.readouterr().out
 
 
+def test_the_miniature_form_of_the_stages_with_vllm_passes(tmp_path):
+    file = tmp_path / "gpu.json"
+    assert main(["--device", "cpu", "--stages", "3", "4", "5", "--out", str(file)]) == 0
+    entries = json.loads(file.read_text())["stages"]
+    assert [entry["status"] for entry in entries] == ["ok"] * 3
+    skipped = [fact for entry in entries for fact in entry["facts"] if fact["status"] == "skipped"]
+    assert all(fact["reason"].startswith(("needs a GPU", "needs vLLM")) for fact in skipped)
+
+
 @pytest.mark.parametrize("number", [1, 7])
 def test_the_miniature_form_of_a_stage_passes_and_names_what_it_cannot_test(tmp_path, number):
     facts = {}
