@@ -34,7 +34,7 @@ STAGES = tuple(
             ("colocated", "colocated vLLM", 240),
             ("nccl", "weights by NCCL", 120),
             ("runs", "complete runs", 300),
-            ("rates", "performance figures", 300),
+            ("rates", "performance figures", 400),
         )
     )
 )

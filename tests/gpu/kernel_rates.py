@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +20,7 @@ from rlhf.models.fused_head import fused_logprobs
 from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import Policy
 from rlhf.models.precision import autocast, product_dtype
-from tests.gpu.report import Report, Skip
+from tests.gpu.report import NO_GPU, Report, Skip
 from tests.gpu.shapes import batch, large, shape_of
 
 REPEATS = 3
@@ -43,23 +43,43 @@ def milliseconds(report: Report, step: Callable[[], object]) -> float:
     return 1e3 * min(found[1:])
 
 
+@contextmanager
+def roomy() -> Iterator[None]:
+    """Skip the rest of the part if the memory of the GPU is too small for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise Skip(f"too little memory: {error}"[:100]) from error
+
+
+def by_tiles(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temperature: float) -> Tensor:
+    """Return log-probs by the tiles of `rlhf.models.logprobs`."""
+    return token_outputs(hidden, weight, bias, targets, temperature).logprobs
+
+
 def by_torch(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temperature: float) -> Tensor:
     """Return log-probs by the chunks of torch, in the dtype of the products."""
-    from torch.nn.functional import linear_cross_entropy  # not in torch 2.11
-
-    options = torch.nn.LinearCrossEntropyOptions()
+    try:
+        from torch.nn import LinearCrossEntropyOptions
+        from torch.nn.functional import linear_cross_entropy
+    except ImportError as missing:  # torch 2.11
+        raise Skip(f"needs a newer torch with linear_cross_entropy, got {torch.__version__}") from missing
     dtype = product_dtype(hidden.device, hidden.dtype)
     given: Any = (hidden / temperature).to(dtype), weight.to(dtype), targets
-    return -linear_cross_entropy(*given, reduction="none", options=options).float()
+    return -linear_cross_entropy(*given, reduction="none", options=LinearCrossEntropyOptions()).float()
+
+
+def by_liger(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temperature: float) -> Tensor:
+    """Return log-probs by Liger's head."""
+    if hidden.device.type != "cuda":
+        raise Skip(NO_GPU)
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise Skip("needs liger-kernel")
+    return fused_logprobs(hidden, weight, bias, targets, temperature)
 
 
 def heads(report: Report) -> None:
     """Measure log-probs and gradients of one micro-batch with tiles, with torch's chunks and with Liger."""
-    kernels = {"tiles": lambda *given: token_outputs(*given).logprobs}
-    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        kernels["torch"] = by_torch
-    if report.gpu and importlib.util.find_spec("liger_kernel") is not None:
-        kernels["Liger"] = fused_logprobs
     shape, rows = shape_of(report.gpu), 8192 if report.gpu else 64
     hidden = torch.randn(rows, shape.hidden_size, device=report.device, requires_grad=True)
     weight = (
@@ -67,7 +87,7 @@ def heads(report: Report) -> None:
     )
     targets = torch.randint(0, shape.vocabulary, (rows,), device=report.device)
     slopes = torch.randn(rows, device=report.device)
-    for name, logprobs in kernels.items():
+    for kernel, logprobs in {"tiles": by_tiles, "torch": by_torch, "Liger": by_liger}.items():
 
         def step(logprobs: Callable[..., Tensor] = logprobs) -> None:
             hidden.grad = weight.grad = None
@@ -75,7 +95,9 @@ def heads(report: Report) -> None:
                 output = logprobs(hidden, weight, None, targets, 0.7)
             output.backward(slopes)
 
-        report.figure(f"head, {rows} rows, {name}", milliseconds(report, step), "ms")
+        name = f"head, {rows} rows, {kernel}"
+        with report.part(name), roomy():
+            report.figure(name, milliseconds(report, step), "ms")
 
 
 def attentions(report: Report) -> None:

@@ -252,11 +252,13 @@ def runs(process: psutil.Process) -> bool:
 
 
 def environment(device: str) -> dict[str, str]:
-    """Return the environment of a stage: offline, and without GPUs if the device is the CPU."""
+    """Return the environment of a stage: offline; if the device is the CPU, one thread and no GPUs."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {**os.environ, **OFFLINE, "PYTHONPATH": os.pathsep.join(paths)}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         own.pop(name, None)
     if device == "cpu":
         own["CUDA_VISIBLE_DEVICES"] = ""
+        # Threads of such small tensors mostly wait for one another, which is slow if other programs run.
+        own.setdefault("OMP_NUM_THREADS", "1")
     return own

@@ -35,21 +35,27 @@ def need_vllm() -> None:
 
 @contextmanager
 def started(
-    report: Report, model: PreTrainedModel, *overrides: str, prompt: int = PROMPT, length: int = LENGTH
+    report: Report,
+    model: PreTrainedModel,
+    *overrides: str,
+    name: str = "vllm_colocated",
+    prompt: int = PROMPT,
+    length: int = LENGTH,
 ) -> Iterator[WorkerGenerator]:
-    """Start colocated vLLM for a model on the device of the stage, and close it at the end.
+    """Start vLLM for a model on the device of the stage, and close it at the end.
 
     Args:
         report: the report of the stage.
         model: the model that is trained; vLLM starts with random weights.
         overrides: command-line arguments of the run, besides the generator.
+        name: the generator; "vllm" uses the second GPU.
         prompt: largest number of tokens of a prompt.
         length: largest number of tokens of a response.
     """
     need_vllm()
     folder = Path(write_folder(model, report.folder / f"model-{id(model)}"))
     memory = 0.25 if report.gpu else 0.02
-    words = ["generator=vllm_colocated", f"model.policy={folder}", f"generator.memory={memory}"]
+    words = [f"generator={name}", f"model.policy={folder}", f"generator.memory={memory}"]
     words += [f"generator.response_length={length}", "generator.annotate=false"]
     words += ["generator.start_limit_s=200", "generator.request_limit_s=100", *overrides]
     cfg = compose(words)

@@ -7,11 +7,11 @@ and of the copy bandwidth that are measured at the start of the stage.
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.against_trl.roofline import Flops, Rates, measure
 from benchmarks.against_trl.roofline import rows as roofline_rows
@@ -21,17 +21,18 @@ from rlhf.config.algo import DPOConfig
 from rlhf.config.model import Dtype
 from rlhf.config.schedule import OptimConfig
 from rlhf.config.schema import SCHEMAS
-from rlhf.core.batch import Batch, Budget
+from rlhf.core.batch import Batch, Budget, Prompts
 from rlhf.engines.engine import Engine
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.transfer.gpu import GpuWeights
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
+from rlhf.generators.worker import WorkerGenerator
 from rlhf.models.compilation import CompiledBlocks
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import Ranks
-from tests.gpu.kernel_rates import attentions, copies, heads
-from tests.gpu.report import Report, Skip
+from tests.gpu.kernel_rates import attentions, copies, heads, roomy
+from tests.gpu.report import NO_GPU, Report, Skip
 from tests.gpu.samplers import ask, need_vllm, started
 from tests.gpu.shapes import PAD, batch, case_of, large, prompts, shape_of
 from tests.tiny_models import tiny_tokenizer
@@ -48,6 +49,7 @@ class Sizes:
         self.forward = (4096, 16384, 32768) if gpu else (256, 512)  # tokens of a training forward
         self.sequence = (384, 128) if gpu else (24, 8)  # tokens of prompt and response, of training
         self.bytes = 2 if gpu else 4  # of a weight in a forward
+        self.dtype = "bfloat16" if gpu else "float32"  # of vLLM
 
 
 def run(report: Report) -> None:
@@ -61,7 +63,7 @@ def run(report: Report) -> None:
             decode_hf(report, sizes, rows, rates)
     with report.part("training"):
         train(report, sizes, rates)
-    with report.part("kernels of the head"), roomy():
+    with report.part("kernels of the head"):
         heads(report)
     with report.part("kernels of attention"), roomy():
         attentions(report)
@@ -73,15 +75,9 @@ def run(report: Report) -> None:
         decode_vllm(report, sizes, rates)
     with report.part("an update of online DPO"):
         busy(report, rates)
-
-
-@contextmanager
-def roomy():
-    """Skip the rest of the part if the memory of the GPU is too small for it."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise Skip(f"too little memory: {error}"[:100]) from error
+    for way in ("shared_memory", "nccl"):
+        with report.part(f"vllm, weights by {way}"):
+            load_vllm(report, sizes, way)
 
 
 def wait(report: Report) -> float:
@@ -129,11 +125,11 @@ def decode_hf(report: Report, sizes: Sizes, rows: int, rates: Rates) -> None:
 
 
 def decode_vllm(report: Report, sizes: Sizes, rates: Rates) -> None:
-    """Measure decoding with vLLM, and the load of its weights."""
+    """Measure decoding with vLLM, and a load: by CUDA IPC on a GPU, by shared memory on a CPU."""
     need_vllm()
-    report.need_gpu()
     model = large(report.gpu, report.device, torch.float32)
-    words = ["generator.dtype=bfloat16", f"generator.max_num_seqs={max(sizes.rows)}", "generator.memory=0.4"]
+    words = [f"generator.dtype={sizes.dtype}", f"generator.max_num_seqs={max(sizes.rows)}"]
+    words += ["generator.memory=0.4"] if report.gpu else []
     with started(report, model, *words, prompt=sizes.prompt, length=sizes.response) as generator:
         generator.load(model.state_dict().items(), 0)
         for rows in sizes.rows:
@@ -141,12 +137,35 @@ def decode_vllm(report: Report, sizes: Sizes, rates: Rates) -> None:
             settings = {"samples": 1, "temperature": 1.0, "response_length": sizes.response}
             found = [ask(generator, given, request=request, **settings) for request in range(2)][-1]
             decoding_figures(report, "decoding, vllm", sizes, rows, found.generate_s, rates)
-        generator.figures()
-        generator.load(model.state_dict().items(), 1)
-        ask(generator, given, **settings)
-        seconds = generator.figures()["time/load_s"].value()
-        moved = 2 * sum(tensor.numel() for tensor in model.state_dict().values()) / 1e9
-        report.figure(f"load by {type(generator.store).__name__}, vLLM", moved / seconds, "GB/s")
+        load_figure(report, generator, model, given)
+
+
+def load_vllm(report: Report, sizes: Sizes, way: str) -> None:
+    """Measure a load into vLLM: by shared memory on the trainer's GPU, by NCCL on the second GPU."""
+    need_vllm()
+    if way == "nccl" and not (report.gpu and torch.cuda.device_count() > 1):
+        raise Skip("needs two GPUs")
+    if not report.gpu:
+        raise Skip(f"{NO_GPU}: on a CPU, the part vllm loads by shared memory")
+    model = large(report.gpu, report.device, torch.float32)
+    words = [f"generator.dtype={sizes.dtype}", "generator.enforce_eager=true", f"generator.transfer={way}"]
+    name = "vllm" if way == "nccl" else "vllm_colocated"
+    with started(report, model, *words, name=name, prompt=sizes.prompt) as generator:
+        given = prompts(1, sizes.prompt, shape_of(report.gpu).vocabulary)
+        generator.load(model.state_dict().items(), 0)
+        ask(generator, given)
+        load_figure(report, generator, model, given)
+
+
+def load_figure(report: Report, generator: WorkerGenerator, model: PreTrainedModel, given: Prompts) -> None:
+    """Measure a load into a vLLM that has loaded weights before, from the offer to the confirmation."""
+    generator.figures()  # forget the loads before
+    generator.load(model.state_dict().items(), 1)
+    ask(generator, given, samples=1, response_length=1)
+    seconds = generator.figures()["time/load_s"].value()
+    assert generator.confirmed is not None
+    moved = sum(entry.bytes for entry in generator.confirmed.entries) / 1e9
+    report.figure(f"load by {type(generator.store).__name__}, vLLM", moved / seconds, "GB/s")
 
 
 def train(report: Report, sizes: Sizes, rates: Rates) -> None:

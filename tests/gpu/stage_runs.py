@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,9 @@ VARIES = (
     "generator/",
 )  # families of metrics that differ between equal runs
 EPISODES = 8 * 2  # of an update
-RUNS = (  # algorithm, generator, backend; with vLLM, two of the four combinations, because it starts slowly
-    ("dpo", "hf", "torch"),
-    ("ppo", "hf", "torch"),
-    ("dpo", "hf", "zero2"),
-    ("ppo", "hf", "zero2"),
-    ("dpo", "vllm_colocated", "torch"),
-    ("ppo", "vllm_colocated", "zero2"),
-)
+ALGOS, GENERATORS, BACKENDS = ("dpo", "ppo"), ("hf", "vllm_colocated"), ("torch", "zero2")
+# Runs that are not resumed, because vLLM starts slowly.
+UNRESUMED = {("dpo", "vllm_colocated", "zero2"), ("ppo", "vllm_colocated", "torch")}
 # Largest relative differences of the metrics of a resumed run. A GPU may add numbers in another order.
 EXACT, ON_GPU = 0.0, 0.05
 
@@ -43,23 +39,24 @@ EXACT, ON_GPU = 0.0, 0.05
 def run(report: Report) -> None:
     """Run the stage."""
     cache = report.folder / "cache"
-    for algo, generator, backend in RUNS:
+    for generator, backend, algo in product(GENERATORS, BACKENDS, ALGOS):
         name = f"{algo}, {generator}, {backend}"
         with report.part(name):
             if generator.startswith("vllm"):
                 need_vllm()
             if backend.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
                 raise Skip("needs DeepSpeed")
-            check_run(report, name, algo, [f"generator={generator}", f"backend={backend}"], cache)
+            resumed = (algo, generator, backend) not in UNRESUMED
+            check_run(report, name, algo, [f"generator={generator}", f"backend={backend}"], cache, resumed)
 
 
-def check_run(report: Report, name: str, algo: str, words: list[str], cache: Path) -> None:
-    """Execute a run, and resume a copy of its folder from its checkpoint."""
+def check_run(report: Report, name: str, algo: str, words: list[str], cache: Path, resumed: bool) -> None:
+    """Execute a run; if `resumed`, resume a copy of its folder from its checkpoint."""
     words = [*TINY, f"algo={algo}", *words, f"backend.device={report.device.type}", f"cache_dir={cache}"]
     words += [f"schedule.total_episodes={EPISODES * UPDATES}", "generator.annotate=false"]
     words += ["scorer.missing_eos_score=null"] if algo == "dpo" else []  # otherwise most pairs are ties
-    if report.gpu and "generator=vllm_colocated" in words:  # a compiled vLLM starts slowly
-        words += ["generator.memory=0.2", "generator.enforce_eager=true"]
+    if "generator=vllm_colocated" in words:  # a compiled vLLM starts slowly
+        words += [f"generator.memory={0.2 if report.gpu else 0.02}", "generator.enforce_eager=true"]
     cfg = compose(words)
     whole, again = report.folder / f"{name}-whole", report.folder / f"{name}-resumed"
     run_training(cfg, RunFolder(whole))
@@ -71,6 +68,8 @@ def check_run(report: Report, name: str, algo: str, words: list[str], cache: Pat
     else:
         mismatch = max(row["mismatch/kl"] for row in found if "mismatch/kl" in row)
         report.at_most(f"KL of sampler and trainer: {name}", mismatch, 1e-2 if report.gpu else 1e-6)
+    if not resumed:
+        return
     shutil.copytree(whole, again)
     (again / "trainer_state.json").unlink()
     shutil.rmtree(again / "model")

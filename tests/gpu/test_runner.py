@@ -10,6 +10,7 @@ from importlib import import_module
 import psutil
 import pytest
 
+from tests import needs
 from tests.gpu import runner
 from tests.gpu.__main__ import STAGES, carry_out, main
 from tests.gpu.report import NO_GPU, Report
@@ -139,15 +140,19 @@ def test_the_miniature_form_of_the_first_stage_passes(tmp_path, capsys):
     assert "| 0. machine and rates |" in capsys.readouterr().out
 
 
-def test_the_miniature_form_of_the_stages_with_vllm_passes(tmp_path):
+@pytest.mark.forks
+@pytest.mark.parametrize("numbers", [("2", "6"), ("3", "4", "5")])
+def test_the_miniature_form_of_stages_passes_and_skips_only_parts_that_need_gpus(tmp_path, numbers):
+    pytest.importorskip("vllm", reason=needs.VLLM)
     file = tmp_path / "gpu.json"
-    assert main(["--device", "cpu", "--stages", "3", "4", "5", "--out", str(file)]) == 0
+    assert main(["--device", "cpu", "--stages", *numbers, "--out", str(file)]) == 0
     entries = json.loads(file.read_text())["stages"]
-    assert [entry["status"] for entry in entries] == ["ok"] * 3
-    skipped = [fact for entry in entries for fact in entry["facts"] if fact["status"] == "skipped"]
-    assert all(fact["reason"].startswith(("needs a GPU", "needs vLLM")) for fact in skipped)
+    assert [entry["status"] for entry in entries] == ["ok"] * len(numbers)
+    reasons = {fact["reason"] for entry in entries for fact in entry["facts"] if fact["status"] == "skipped"}
+    assert all(reason.startswith(("needs a GPU", "needs two GPUs")) for reason in reasons)
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("number", [1, 7])
 def test_the_miniature_form_of_a_stage_passes_and_names_what_it_cannot_test(tmp_path, number):
     facts = {}
