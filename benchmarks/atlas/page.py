@@ -47,6 +47,8 @@ def about(study: Study) -> str:
         f"{len(rows)} of {wanted} runs of the figures and {len(tuned)} of {tuning} runs for learning rates; "
         f"{hours:.1f} CPU-hours; {'; '.join(sorted({row.versions for row in rows if row.versions})) or '-'}."
     ]
+    if len(rows) < wanted:
+        lines.append("**The study is not complete**: findings, verdicts and intervals may still change.")
     for status in (DIVERGED, FAILED):
         found = [row for row in [*rows, *tuned] if row.status == status]
         if found:

@@ -3,6 +3,7 @@
     python -m tests.gpu                        all stages
     python -m tests.gpu --stages 0 3 5         some stages
     python -m tests.gpu --device cpu           miniature form, which tests the stages themselves
+    python -m tests.gpu --limit-s 1800         all stages on a slow machine: each has its own time limit
     python -m tests.gpu --show                 print the table of the last results, and run nothing
 
 Each stage is a process with its own time limit. Every result is written to build/gpu.json at once. Stages

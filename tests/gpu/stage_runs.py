@@ -1,7 +1,8 @@
 """Stage 6: complete runs of three updates on the embedded task.
 
-Shows that DPO and PPO run to their end with every generator and backend, that sampler and trainer agree on
-the log-probs, and that a run resumed from a checkpoint gives the metrics of the uninterrupted run.
+Shows that DPO and PPO run to their end on plain torch and ZeRO-2, sampled by the Hugging Face model and by
+vLLM, that sampler and trainer agree on the log-probs, and that a run resumed from a checkpoint gives the
+metrics of the uninterrupted run.
 """
 
 from __future__ import annotations

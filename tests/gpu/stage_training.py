@@ -42,7 +42,8 @@ def run(report: Report) -> None:
             compare(report, f"{algo} against the CPU", plain[algo], expected)
             check_resumed(report, algo, plain[algo])
     with report.part("bfloat16"):
-        with patch.object(backend_steps, "counted_gathers", lambda: nullcontext({})):  # the count needs DeepSpeed
+        uncounted = patch.object(backend_steps, "counted_gathers", lambda: nullcontext({}))
+        with uncounted:  # counting needs DeepSpeed
             found = Steps("torch", ranks, report.folder).bfloat16()
         check_bfloat16(report, found, plain["dpo"])
     with report.part("peak memory"):  # before DeepSpeed starts NCCL, which needs memory too

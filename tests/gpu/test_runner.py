@@ -2,13 +2,18 @@
 
 import json
 import os
+import re
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests import needs
 from tests.gpu import runner
@@ -19,6 +24,7 @@ from tests.gpu.runner import Stage, run_stages
 
 pytestmark = pytest.mark.process
 
+GPUS = (NO_GPU, "needs two GPUs")  # beginnings of reasons
 LIMITS = {"hangs": 4.0}  # seconds
 
 
@@ -31,6 +37,23 @@ def stages(*names: str) -> list[Stage]:
 
 def by_name(entry: dict) -> dict[str, dict]:
     return {fact["name"]: fact for fact in entry["facts"]}
+
+
+def function_of(stage: Stage) -> Callable[[Report], None]:
+    name, _, function = stage.address.partition(":")
+    return getattr(import_module(name), function)
+
+
+def facts_of(function: Callable[[Report], None], folder: Path) -> dict[str, dict]:
+    """Return the facts that a function of a stage reports on the CPU in this process, by name."""
+    facts = {}
+
+    def send(message: dict) -> None:
+        if "fact" in message:
+            facts[message["fact"]["name"]] = message["fact"]
+
+    function(Report("cpu", folder, folder / "materials", send))
+    return facts
 
 
 def alive(fact: dict) -> bool:
@@ -149,36 +172,62 @@ def test_the_miniature_form_of_stages_passes_and_skips_only_parts_that_need_gpus
     entries = json.loads(file.read_text())["stages"]
     assert [entry["status"] for entry in entries] == ["ok"] * len(numbers)
     reasons = {fact["reason"] for entry in entries for fact in entry["facts"] if fact["status"] == "skipped"}
-    assert all(reason.startswith(("needs a GPU", "needs two GPUs")) for reason in reasons)
+    assert all(reason.startswith(GPUS) for reason in reasons)
 
 
 @pytest.mark.forks
 @pytest.mark.parametrize("number", [1, 7])
 def test_the_miniature_form_of_a_stage_passes_and_names_what_it_cannot_test(tmp_path, number):
-    facts = {}
-
-    def send(message: dict) -> None:
-        if "fact" in message:
-            facts[message["fact"]["name"]] = message["fact"]
-
-    name, _, function = STAGES[number].address.partition(":")
-    getattr(import_module(name), function)(Report("cpu", tmp_path, tmp_path / "materials", send))
+    if number == 7:
+        pytest.importorskip("vllm", reason=needs.VLLM)
+    facts = facts_of(function_of(STAGES[number]), tmp_path)
     assert not [fact for fact in facts.values() if fact["status"] == "failed"]
-    skipped = {name for name, fact in facts.items() if fact.get("reason") in (NO_GPU, "needs vLLM")}
+    skipped = {name for name, fact in facts.items() if fact["status"] == "skipped"}
+    assert all(facts[name]["reason"].startswith(GPUS) for name in skipped)
     if number == 1:
         assert facts["log-probs of qwen3, shared prefix"]["limit"] == "<= 0.0001"
-        assert skipped == {"too little memory for the weights in transfer", "fused head"}
+        assert skipped == {"too little memory for the weights in transfer", "flash attention", "fused head"}
     else:
         assert facts["training, 512 tokens per forward"]["unit"] == "TFLOP/s"
-        compiled = {f"training, {tokens} tokens per forward, compiled" for tokens in (256, 512)}
-        assert skipped == {"vllm", "an update of online DPO", "16-bit copies of weights", *compiled}
+        assert facts["load by SharedWeights, vLLM"]["value"] > 0
+        assert skipped == {
+            *(f"training, {tokens} tokens per forward, compiled" for tokens in (256, 512)),
+            *("head, 64 rows, Liger", "kernels of attention", "16-bit copies of weights"),
+            *("an update of online DPO", "vllm, weights by shared_memory", "vllm, weights by nccl"),
+        }
+
+
+def test_with_a_torch_that_lacks_its_chunked_head_only_the_figure_of_the_head_is_skipped(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
+    monkeypatch.delitem(sys.modules, "tests.gpu.kernel_rates", raising=False)
+    facts = facts_of(import_module("tests.gpu.kernel_rates").heads, tmp_path)
+    assert facts["head, 64 rows, tiles"]["status"] == "figure"
+    assert facts["head, 64 rows, torch"]["status"] == "skipped"
+    assert facts["head, 64 rows, torch"]["reason"].startswith("needs a newer torch with linear_cross_entropy")
+
+
+def test_parts_that_need_packages_which_are_not_installed_are_skipped(tmp_path, monkeypatch):
+    for name in ("vllm", "deepspeed", "bitsandbytes", "liger_kernel"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for number, reason in ((2, "needs DeepSpeed"), (3, "needs vLLM"), (4, "needs vLLM"), (5, "needs vLLM")):
+        facts = facts_of(function_of(STAGES[number]), tmp_path).values()
+        assert not [fact for fact in facts if fact["status"] == "failed"]
+        assert {fact["reason"] for fact in facts if fact["status"] == "skipped"} == {reason}
 
 
 def test_every_stage_has_a_function():
     for stage in STAGES:
-        module, _, function = stage.address.partition(":")
-        assert callable(getattr(import_module(module), function))
-        assert import_module(module).__doc__.startswith(f"Stage {stage.number}: ")
+        assert sys.modules[function_of(stage).__module__].__doc__.startswith(f"Stage {stage.number}: ")
+
+
+def test_the_commands_of_the_documentation_leave_each_stage_its_whole_limit():
+    text = (runner.ROOT / "docs" / "gpu_tests.md").read_text()
+    commands = [found.split() for found in re.findall(r"python3 -m tests\.gpu --stages ([\d ]+)", text)]
+    assert sorted(int(number) for command in commands for number in command) == list(range(len(STAGES)))
+    assert max(sum(STAGES[int(number)].limit_s for number in command) for command in commands) <= 8 * 60
+    assert f"limits of the stages add up to {sum(stage.limit_s for stage in STAGES)} s" in text
 
 
 @pytest.mark.parametrize(
