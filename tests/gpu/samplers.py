@@ -18,7 +18,7 @@ from rlhf.generators.vllm.generator import build
 from rlhf.generators.worker import WorkerGenerator
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import Ranks
-from tests.gpu.report import Report, Skip
+from tests.gpu.report import NO_GPU, Report, Skip
 from tests.gpu.shapes import write_folder
 from tests.tiny_models import sequences, tiny_tokenizer
 
@@ -27,10 +27,12 @@ LENGTH, PROMPT = 12, 100
 LIMITS = {("cpu", "float32"): 5e-4, ("cuda", "float32"): 2e-2, ("cuda", "bfloat16"): 0.5}
 
 
-def need_vllm() -> None:
-    """Skip the rest of the part if vLLM is not installed."""
+def need_vllm(report: Report) -> None:
+    """Skip the rest of the part if vLLM is not installed, or is not built for the device of the stage."""
     if importlib.util.find_spec("vllm") is None:
         raise Skip("needs vLLM")
+    if not report.gpu and torch.version.cuda is not None:  # a vLLM for CPUs requires a torch for CPUs
+        raise Skip(f"{NO_GPU}: torch and vLLM are built for CUDA")
 
 
 @contextmanager
@@ -52,7 +54,7 @@ def started(
         prompt: largest number of tokens of a prompt.
         length: largest number of tokens of a response.
     """
-    need_vllm()
+    need_vllm(report)
     folder = Path(write_folder(model, report.folder / f"model-{id(model)}"))
     memory = 0.25 if report.gpu else 0.02
     words = [f"generator={name}", f"model.policy={folder}", f"generator.memory={memory}"]

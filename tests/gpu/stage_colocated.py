@@ -25,7 +25,7 @@ LEAK = 64 << 20  # bytes by which the memory of the GPU may differ between round
 def run(report: Report) -> None:
     """Run the stage."""
     with report.part("colocated vLLM"):
-        need_vllm()
+        need_vllm(report)
         model = rounded(tiny("llama", **HEADS).to(report.device))
         before = used(report)
         with started(report, model, "generator.dtype=float32", "generator.enforce_eager=true") as generator:

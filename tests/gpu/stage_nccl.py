@@ -32,7 +32,7 @@ LIMIT_S = 60.0  # for the answer of the other process
 def run(report: Report) -> None:
     """Run the stage."""
     with report.part("NCCL between two GPUs"):
-        need_vllm()
+        need_vllm(report)
         report.need_gpu()
         if torch.cuda.device_count() < 2:
             raise Skip("needs two GPUs")
@@ -42,7 +42,7 @@ def run(report: Report) -> None:
         done = subprocess.run(command, stderr=subprocess.STDOUT)
         report.equal("vLLM loads three versions by NCCL, exit code of pytest", done.returncode, 0)
     with report.part("packing between two processes"):
-        need_vllm()
+        need_vllm(report)
         check_packing(report)
 
 

@@ -126,7 +126,7 @@ def decode_hf(report: Report, sizes: Sizes, rows: int, rates: Rates) -> None:
 
 def decode_vllm(report: Report, sizes: Sizes, rates: Rates) -> None:
     """Measure decoding with vLLM, and a load: by CUDA IPC on a GPU, by shared memory on a CPU."""
-    need_vllm()
+    need_vllm(report)
     model = large(report.gpu, report.device, torch.float32)
     words = [f"generator.dtype={sizes.dtype}", f"generator.max_num_seqs={max(sizes.rows)}"]
     words += ["generator.memory=0.4"] if report.gpu else []
@@ -142,7 +142,7 @@ def decode_vllm(report: Report, sizes: Sizes, rates: Rates) -> None:
 
 def load_vllm(report: Report, sizes: Sizes, way: str) -> None:
     """Measure a load into vLLM: by shared memory on the trainer's GPU, by NCCL on the second GPU."""
-    need_vllm()
+    need_vllm(report)
     if way == "nccl" and not (report.gpu and torch.cuda.device_count() > 1):
         raise Skip("needs two GPUs")
     if not report.gpu:

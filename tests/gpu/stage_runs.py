@@ -44,7 +44,7 @@ def run(report: Report) -> None:
         name = f"{algo}, {generator}, {backend}"
         with report.part(name):
             if generator.startswith("vllm"):
-                need_vllm()
+                need_vllm(report)
             if backend.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
                 raise Skip("needs DeepSpeed")
             resumed = (algo, generator, backend) not in UNRESUMED

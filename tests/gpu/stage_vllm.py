@@ -25,7 +25,7 @@ def run(report: Report) -> None:
     """Run the stage."""
     for kind, dtype, compiled in CASES:
         with report.part(f"{kind} in {dtype}" + (", compiled" if compiled else "")):
-            need_vllm()
+            need_vllm(report)
             if (kind, dtype, compiled) != CASES[0]:
                 report.need_gpu()
             check_model(report, kind, dtype, compiled)

