@@ -33,7 +33,9 @@ from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.generators.hf.sampling import sample
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
 from rlhf.generators.transfer.weights import Manifest, TransferError
+from rlhf.generators.vllm.device_arguments import LEAST_SHARE
 from rlhf.generators.vllm.generator import build_store, visible
+from rlhf.generators.vllm.gpu_share import GIB
 from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
 from rlhf.generators.worker import WorkerGenerator
 from rlhf.models.lora import adapt, whole_weights
@@ -267,6 +269,47 @@ def test_a_load_restores_all_tensors_of_the_model_except_keys_and_values(process
     caches = {text for text in found if text.count(",") == 3}
     # vLLM stores caches outside the discarded weights, and each load creates the scalars of attention layers.
     assert len(caches) == 1 and found - caches == {"[]"}
+
+
+def sample_after_start(manifest: Manifest, given: Prompts, sampling: Sampling) -> tuple[list[Any], Rollouts]:
+    """Load and sample like a sampler that has just started on a shared GPU, on the CPU.
+
+    Returns:
+        The parts of the memory that vLLM discards or allocates, in order, and the rollouts.
+    """
+    parts: list[Any] = []
+    worker = "vllm.v1.worker.cpu_worker.CPUWorker"
+    with (
+        patch(f"{worker}.discard", lambda self, tags: parts.append(("discard", *tags))),
+        patch(f"{worker}.wake_up", lambda self, tags: parts.append(("allocate", *tags))),
+    ):
+        SAMPLER[0].llm.llm_engine.step()  # vLLM forgets the requests of other tests
+        SAMPLER[0].release_cache()
+        SAMPLER[0].load(manifest)
+        parts.append("loaded")
+        return parts, SAMPLER[0].sample(given, sampling)
+
+
+def test_after_a_start_on_a_shared_gpu_the_first_request_allocates_keys_and_values(process):
+    given, manifest = prompts(), process.write(3)
+    sampling = Sampling(samples=1, temperature=0.0, response_length=LENGTH, purpose="eval")
+    parts, likely = process.pool.submit(sample_after_start, manifest, given, sampling).result()
+    process.shared.release(manifest)
+    assert parts == [("discard", "kv_cache"), "loaded", ("allocate", "kv_cache")]
+    assert torch.equal(likely.response_ids, greedy(process.model, given))
+
+
+def needed_to_start(total: int, share: float) -> int:
+    """Return the bytes that must be free so that vLLM starts with `gpu_memory_utilization` = `share`."""
+    from vllm.config import CacheConfig
+    from vllm.v1.worker.utils import request_memory
+
+    config = CacheConfig(gpu_memory_utilization=share)
+    return request_memory(SimpleNamespace(total_memory=total, free_memory=total), config)
+
+
+def test_vllm_accepts_the_share_with_which_it_starts_on_a_shared_gpu(process):
+    assert process.pool.submit(needed_to_start, 100 * GIB, LEAST_SHARE).result() < 1000
 
 
 def test_merged_adapters_give_the_logprobs_of_the_trainer(process):

@@ -4,10 +4,8 @@ A sampler with one weight replaces vLLM, and recorded calls replace the memory a
 """
 
 import gc
-import math
 import sys
-from collections import deque
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +14,9 @@ import torch
 from rlhf.core.errors import UserError
 from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.generators.vllm.colocated import ColocatedGenerator, free_unused_memory
-from rlhf.generators.vllm.device_arguments import on_shared_gpu
+from rlhf.generators.vllm.device_arguments import LEAST_SHARE, on_shared_gpu
 from rlhf.generators.vllm.gpu_share import GIB, working_memory
 from rlhf.generators.vllm.model_tensors import unregistered
-from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler, next_sequences
 from rlhf.processes.service import Channel
 from tests.end_to_end.conftest import wait_for
 from tests.processes import test_worker
@@ -150,62 +147,12 @@ def test_the_cache_of_keys_and_values_has_the_share_without_weights_and_working_
     found = shared_gpu(monkeypatch, 16 * GIB)
     assert found == {
         "kv_cache_memory_bytes": 6 * GIB - working,
-        "gpu_memory_utilization": 0.01,
+        "gpu_memory_utilization": LEAST_SHARE,
         "max_num_batched_tokens": 8192,
     }
     two = shared_gpu(monkeypatch, 16 * GIB, tensor_parallel_size=2)
     assert two["kv_cache_memory_bytes"] == 7 * GIB - working
     assert shared_gpu(monkeypatch, 16 * GIB, max_num_seqs=9000)["max_num_batched_tokens"] == 9000
-
-
-@pytest.mark.parametrize(("sleeps", "share"), [(True, 0.01), (False, 0.5)])
-def test_vllm_gets_the_size_of_its_cache_if_it_shares_the_gpu_of_the_trainer(
-    sleeps, share, monkeypatch, tmp_path
-):
-    class Started(Exception):
-        pass
-
-    def start(**arguments):
-        raise Started(arguments)
-
-    platform = SimpleNamespace(get_device_total_memory=lambda _: 16 * GIB)
-    for name, contents in {
-        "vllm": {"LLM": start},
-        "vllm.config": {"WeightTransferConfig": SimpleNamespace},
-        "vllm.platforms": {"current_platform": platform},
-        "rlhf.generators.vllm.worker_extension": {"NAME": "{}"},
-    }.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**contents))
-    tiny_config("llama").save_pretrained(tmp_path)
-    settings = {each.name: None for each in fields(VLLMFactory)} | {
-        "model": str(tmp_path),
-        "trust_remote_code": False,
-        "dtype": "bfloat16",
-        "max_model_len": 64,
-        "max_num_seqs": 4,
-        "memory": 0.5,
-        "tensor_parallel_size": 1,
-        "gpu": True,
-        "sleeps": sleeps,
-        "transfer": "ipc",
-    }
-    with pytest.raises(Started) as caught:
-        VLLMSampler(VLLMFactory(**settings))
-    (arguments,) = caught.value.args
-    assert arguments["gpu_memory_utilization"] == share
-    assert 0 < arguments.get("kv_cache_memory_bytes", 0) < 8 * GIB if sleeps else True
-    assert ("kv_cache_memory_bytes" in arguments) == sleeps == arguments["enable_sleep_mode"]
-
-
-def test_with_in_flight_updates_only_the_prompts_of_the_next_step_are_started():
-    waiting = deque(([0] * length, number) for number, length in enumerate((3, 4, 9, 2, 2)))
-    assert [number for _, number in next_sequences(waiting, 4, 8)] == [0, 1], "7 of 8 tokens"
-    assert next_sequences(waiting, 0, 8) == next_sequences(waiting, 4, 0) == []
-    assert [number for _, number in next_sequences(waiting, 4, 8)] == [2], (
-        "a long prompt starts alone, in chunks"
-    )
-    assert [number for _, number in next_sequences(waiting, 1, math.inf)] == [3]
-    assert [number for _, number in next_sequences(waiting, 4, math.inf)] == [4]
 
 
 def test_a_share_without_room_for_one_sequence_is_rejected_with_a_share_that_suffices(monkeypatch):

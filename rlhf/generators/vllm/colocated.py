@@ -1,6 +1,7 @@
 """A generator process on the trainer's GPU: trainer and vLLM use the memory of the GPU in turn.
 
     trainer                                    vLLM
+    free unused memory, start vLLM       ──▶   allocate all, free keys and values
     free unused memory, queue the load   ──▶   allocate the weights, load them
     free unused memory, queue a request  ──▶   allocate keys and values, sample, free weights, keys and values
     queue another request                ──▶   load the same version again, sample, free

@@ -14,9 +14,10 @@ from rlhf.generators.vllm.gpu_share import GIB, forward_tokens, working_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# `gpu_memory_utilization` on a shared GPU: besides `kv_cache_memory_bytes`, vLLM uses it only to refuse to
-# start if less memory is free, and the trainer loads its models onto the same GPU at this time.
-LEAST_SHARE = 0.01
+# `gpu_memory_utilization` on a shared GPU. With `kv_cache_memory_bytes`, vLLM uses this share only to refuse
+# its start if a smaller share of the GPU is free, but the trainer loads its models onto the same GPU at this
+# time. vLLM accepts every share above 0; this share is less than 1 kB.
+LEAST_SHARE = 1e-9
 TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward pass
 
 
@@ -24,9 +25,10 @@ def on_cpu(memory: float, max_model_len: int, max_num_seqs: int) -> dict[str, An
     """Return additional arguments of vLLM on a CPU.
 
     Prompts are never encoded in chunks: between chunks vLLM resets the request's random generator, which is
-    not possible on a CPU. Blocks of the prefix cache have 32 tokens, because with vLLM's default of 128
-    tokens the keys and values of a shorter prompt would not be shared. The cache of keys and values has a
-    fixed size, which does not depend on the weights.
+    not possible on a CPU. So a prompt and one token of each other sequence must fit into a forward pass.
+    Blocks of the prefix cache have 32 tokens, because with vLLM's default of 128 tokens the keys and values
+    of a shorter prompt would not be shared. The cache of keys and values has a fixed size, which does not
+    depend on the weights.
 
     Args:
         memory: share of RAM for keys and values.
@@ -37,7 +39,7 @@ def on_cpu(memory: float, max_model_len: int, max_num_seqs: int) -> dict[str, An
         "kv_cache_memory_bytes": int(memory * psutil.virtual_memory().total),
         "block_size": 32,
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(TOKENS_ON_CPU, max_model_len, max_num_seqs),
+        "max_num_batched_tokens": max(TOKENS_ON_CPU, max_model_len + max_num_seqs),
     }
 
 

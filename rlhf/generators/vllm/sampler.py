@@ -136,6 +136,8 @@ class VLLMSampler:
         if settings.transfer != "nccl":  # for nccl, the first manifest contains the group to join
             self.llm.init_weight_transfer_engine({"init_info": {}})
         self.level: int | None = None  # level of vLLM's sleep mode, known after the first load
+        if settings.sleeps:
+            self.release_cache()
 
     @property
     def version(self) -> int | None:
@@ -195,9 +197,10 @@ class VLLMSampler:
         Temperature 0 requires K = 1 and gives the most likely tokens, with log-probs at temperature 1. vLLM
         raises other temperatures below 0.01 to 0.01.
 
-        With in-flight updates, a sequence is sent to vLLM only when it can start at once, so that it never
-        reads prompt keys that older weights computed: the version is part of the keys of the prefix cache
-        (`cache_salt`).
+        With in-flight updates, a sequence is sent to vLLM only when its prompt fits into the next step, so
+        that it never reads prompt keys that older weights computed: the version is part of the keys of the
+        prefix cache (`cache_salt`). Prompts that do not fit into a step beside `max_num_seqs` sequences are
+        encoded in several steps, between which the weights may change.
 
         Args:
             prompts: the prompts.
@@ -218,7 +221,8 @@ class VLLMSampler:
             ids[mask].tolist() for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
         ]
         before, engine, outputs = self.version, self.llm.llm_engine, []
-        most_tokens: float = math.inf
+        most_tokens: float = math.inf  # of a step of vLLM
+        pending: float = 0  # prompt tokens of started sequences that the next step does not encode
         parameters = [self.parameters(sampling, example) for example in prompts.index.tolist()]
         waiting = deque(zip(unpadded, parameters, strict=True))
         room = len(waiting)
@@ -230,7 +234,10 @@ class VLLMSampler:
             if update is not None:
                 update()
             running = engine.get_num_unfinished_requests()
-            if started := next_sequences(waiting, room - running, most_tokens - running):
+            tokens = most_tokens - running - pending
+            started = next_sequences(waiting, room - running, tokens, most_tokens - room)
+            pending = max(0, sum(len(ids) for ids, _ in started) - tokens)
+            if started:
                 salt = str(self.version)
                 self.llm.enqueue(
                     [TokensPrompt(prompt_token_ids=ids, cache_salt=salt) for ids, _ in started],
@@ -298,6 +305,18 @@ class VLLMSampler:
             )
         return 1 if others else 2
 
+    def release_cache(self) -> None:
+        """Free the GPU memory of keys and values until the next request; the weights stay allocated.
+
+        This method is called at the end of the start, when the trainer may still load its models; vLLM
+        refuses it after the first request. `sleep` is not used at the start: it fails if the trainer
+        allocates more memory than vLLM frees meanwhile, and only a load shows which level restores the
+        complete model (`sleep_level`).
+        """
+        self.llm.sleep(level=0)  # stops scheduling and frees nothing; required by the next line
+        self.llm.release_kv_cache_memory()
+        self.asleep = {"kv_cache"}
+
     def sleep(self) -> None:
         """Free the GPU memory until `wake`. With level 2, weights must be loaded before the next request."""
         if self.settings.sleeps:
@@ -316,21 +335,24 @@ class VLLMSampler:
 
 
 def next_sequences(
-    waiting: deque[tuple[list[int], Any]], count: int, tokens: float
+    waiting: deque[tuple[list[int], Any]], count: int, tokens: float, longest: float
 ) -> list[tuple[list[int], Any]]:
     """Remove from `waiting` the sequences that vLLM starts in its next step, and return them.
-
-    A prompt that alone has more tokens than a step is started in chunks.
 
     Args:
         waiting: prompt tokens and sampling parameters of each sequence.
         count: the largest number of sequences.
         tokens: the largest number of prompt tokens of all sequences together.
+        longest: the largest number of tokens of a prompt that is encoded in one step. A longer prompt does
+            not wait until all its tokens fit into the step.
     """
     found: list[tuple[list[int], Any]] = []
-    while waiting and len(found) < count and tokens > 0 and (not found or len(waiting[0][0]) <= tokens):
+    while waiting and len(found) < count and tokens > 0:
+        length = len(waiting[0][0])
+        if tokens < length <= longest:
+            break
         found.append(waiting.popleft())
-        tokens -= len(found[-1][0])
+        tokens -= length
     return found
 
 
