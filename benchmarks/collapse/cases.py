@@ -20,9 +20,9 @@ RIGHT_OR_WRONG = ("arithmetic", "gsm8k")  # tasks whose gold score is the accura
 FALL = 0.1
 EARLY = 10  # updates between warning and collapse
 EVALUATIONS = 4
-METRICS = (
-    *("objective/kl", "mismatch/kl", "objective/entropy", "mismatch/ess"),
-    *("objective/response_tokens", "policy/grad_norm"),
+METRICS = (  # that the rule reads
+    *("objective/kl", "objective/entropy", "objective/response_tokens"),
+    *("mismatch/kl", "mismatch/ess"),
 )
 
 
@@ -52,8 +52,8 @@ def cases_of(folders: Sequence[str]) -> list[Case]:
 
 def case_of(run: Run) -> Case | None:
     """Return a run as a case; None if the run does not count."""
-    read = [row for row in run.trained if "objective/kl" in row]
-    rows = [{name: row[name] for name in ("update", *METRICS) if name in row} for row in read]
+    sampled = [row for row in run.trained if "objective/kl" in row]
+    rows = [{name: row[name] for name in ("update", *METRICS) if name in row} for row in sampled]
     metric = ACCURACY if run.config["task.name"] in RIGHT_OR_WRONG else WIN_RATE
     if not rows or run.last(metric) is None or run.status is Status.unfinished:
         return None

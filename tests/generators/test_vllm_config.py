@@ -20,7 +20,8 @@ from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.generators.transfer.weights import TransferError
 from rlhf.generators.vllm.colocated import ColocatedGenerator
 from rlhf.generators.vllm.generator import build, build_store, factory, place, route, visible
-from rlhf.generators.vllm.sampler import VLLMSampler, compare, pad, tensors
+from rlhf.generators.vllm.sampler import VLLMSampler, compare, tensors
+from rlhf.generators.vllm.sequences import pad
 from rlhf.processes.ranks import ALONE
 from rlhf.runs.folder import RunFolder
 from tests.tiny_models import tiny_config, tiny_lm, tiny_tokenizer

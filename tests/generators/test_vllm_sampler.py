@@ -11,7 +11,8 @@ import torch
 
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.generators.vllm.gpu_share import GIB
-from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler, next_sequences
+from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
+from rlhf.generators.vllm.sequences import next_sequences
 from tests.tiny_models import tiny_config
 
 # -- start -----------------------------------------------------------------------------------------
