@@ -1,8 +1,8 @@
 """Stage 4: vLLM on the trainer's GPU.
 
-Shows that weights arrive by CUDA IPC after each of five sleeps, that vLLM frees its memory while it sleeps
-and loses none from load to load, that it wakes up although the trainer has filled the GPU with cached blocks,
-and that a killed process is replaced by a process with the same weights.
+Shows that weights arrive by CUDA IPC after each of five sleeps, that vLLM frees its memory after its start
+and during its sleep and loses none from load to load, that it wakes up although the trainer has filled the
+GPU with cached blocks, and that a killed process is replaced by a process with the same weights.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf.generators.worker import WorkerGenerator
+from rlhf.processes.worker import Job
 from tests.gpu.report import NO_GPU, Report
 from tests.gpu.samplers import LIMITS, ask, change, greedy_gap, need_vllm, rounded, started
 from tests.gpu.shapes import HEADS, prompts, tiny
 
 ROUNDS = 5
+ASLEEP = 0.1  # largest share of the GPU without keys and values; `samplers.started` allows 0.25 with them
 LEAK = 64 << 20  # bytes by which the memory of the GPU may differ between rounds
 
 
@@ -30,6 +32,7 @@ def run(report: Report) -> None:
         before = used(report)
         with started(report, model, "generator.dtype=float32", "generator.enforce_eager=true") as generator:
             report.figure("transfer of weights", type(generator.store).__name__)
+            check_started(report, generator, before)
             check_rounds(report, generator, model, before)
             with report.part("kill -9 of vLLM"):
                 check_killed(report, generator, model)
@@ -45,6 +48,14 @@ def used(report: Report) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(report.device)
     return total - free
+
+
+def check_started(report: Report, generator: WorkerGenerator, before: int) -> None:
+    """Wait until vLLM has started; on a GPU, measure the memory that it keeps before the first load."""
+    generator.put(Job()).result()
+    if report.gpu:
+        share = (used(report) - before) / torch.cuda.get_device_properties(report.device).total_memory
+        report.at_most("memory of vLLM before the first load", share, ASLEEP, "of the GPU")
 
 
 def check_round(report: Report, generator: WorkerGenerator, model: PreTrainedModel, version: int) -> None:
@@ -68,7 +79,7 @@ def check_rounds(report: Report, generator: WorkerGenerator, model: PreTrainedMo
         report.fact("memory after sleep", "skipped", reason=f"{NO_GPU}: on a CPU vLLM cannot sleep")
         return
     total = torch.cuda.get_device_properties(report.device).total_memory
-    report.at_most("memory of vLLM asleep", asleep[-1] / total, 0.1, "of the GPU")
+    report.at_most("memory of vLLM asleep", asleep[-1] / total, ASLEEP, "of the GPU")
     report.figure("memory of vLLM asleep, in GiB", asleep[-1] / 2**30, "GiB")
     report.at_most("growth from round 2 to the last", (asleep[-1] - asleep[1]) / 2**20, LEAK / 2**20, "MiB")
 
