@@ -110,6 +110,9 @@ class Batch(Rollouts):
     # [N, K, T], of the policy just before this update. None: with one optimizer step per batch, the training
     # forward pass (or an on-policy sampler) gives the same values.
     old_logprobs: Tensor | None = None
+    # The weights just before this update have sampled, and log-probs of sampler and trainer differ only by
+    # rounding: corrections use those of the trainer for both (`rlhf.objectives.objective.sampler_logprobs`).
+    on_policy: bool = False
     values: Tensor | None = None  # [N, K, T+1], position t: value of the state after t response tokens
     value_mask: Tensor | None = None  # [N, K, T+1] bool: the value of the state is trained
     advantages: Tensor | None = None  # [N, K, T]

@@ -180,7 +180,7 @@ class Engine(ABC):
         return infer(module, rollouts, field, self.inference, self.ranks, self.dtype)
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """Return the batch with the tensors that the objective needs and the batch lacks.
+        """Return the batch with the tensors that the objective needs and the batch lacks, and `on_policy`.
 
         Args:
             batch: a rollout batch with scores.
@@ -195,7 +195,8 @@ class Engine(ABC):
         if "values" in needs:
             assert isinstance(self.module, ActorCritic), "the objective needs a value model"
             filled["values"] = self.infer(self.module.critic, batch, "values")
-        return replace(batch, **filled)
+        known = self.steps_per_batch == 1 or "old_logprobs" in filled
+        return replace(batch, on_policy=known and self.exact_sampler and not self.stale, **filled)
 
     def needs_of_old(self) -> set[str]:
         """Return the needs for which `annotate` computes `old_logprobs` (see `NEEDS`)."""

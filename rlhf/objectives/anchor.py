@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf.config.correction import Anchor
+from rlhf.objectives.objective import sampler_logprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +35,7 @@ def anchor_logprobs(logprobs: Tensor, batch: Batch, anchor: Anchor) -> Tensor:
     current = logprobs.detach()
     if anchor is Anchor.old:
         return current if batch.old_logprobs is None else batch.old_logprobs
-    behaviour = batch.behaviour_logprobs
-    assert behaviour is not None
+    behaviour = sampler_logprobs(logprobs, batch)
     if anchor is Anchor.behaviour:
         return behaviour
     made = batch.trainer_version + 1

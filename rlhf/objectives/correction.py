@@ -43,7 +43,7 @@ from torch import Tensor
 
 from rlhf.config.correction import CorrectionKind, Divergence, Level, Reject
 from rlhf.core.metrics import mean
-from rlhf.objectives.objective import MAX_LOG_WEIGHT, old_or_behaviour
+from rlhf.objectives.objective import MAX_LOG_WEIGHT, old_or_behaviour, sampler_logprobs
 
 if TYPE_CHECKING:
     from rlhf.config.correction import CorrectionConfig
@@ -93,10 +93,10 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Batch:
         batch: a rollout batch with advantages; without `old_logprobs`, sampler and trainer are the same.
         config: the correction, with `config.coupled`.
     """
-    assert batch.behaviour_logprobs is not None
     mask, old = batch.response_mask, old_or_behaviour(batch)
-    weights = importance_weights(old, batch.behaviour_logprobs, mask, config)[0].expand(mask.shape)
-    kept = mask & accepted((old - batch.behaviour_logprobs) * mask, mask, config)
+    behaviour = sampler_logprobs(old, batch)
+    weights = importance_weights(old, behaviour, mask, config)[0].expand(mask.shape)
+    kept = mask & accepted((old - behaviour) * mask, mask, config)
     if config.normalise and config.kind is not CorrectionKind.none:
         weights = weights / mean_weight(weights, kept, config.level)
     trained = mask if config.reject_counted else kept

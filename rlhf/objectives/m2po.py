@@ -28,7 +28,7 @@ from torch import Tensor
 from rlhf.config.off_policy import M2POForm
 from rlhf.objectives.correction import largest_kept
 from rlhf.objectives.dapo import DAPO
-from rlhf.objectives.objective import old_or_behaviour
+from rlhf.objectives.objective import old_or_behaviour, sampler_logprobs
 
 if TYPE_CHECKING:
     from rlhf.config.off_policy import M2POConfig
@@ -47,8 +47,9 @@ class M2PO(DAPO):
     def coupled(self, batch: Batch) -> Batch:
         """Return the batch with `per_token["reach"]` [N, K, T]: the largest |log rho| that is not limited."""
         batch = super().coupled(batch)
-        assert batch.advantages is not None and batch.behaviour_logprobs is not None
-        lag = (old_or_behaviour(batch) - batch.behaviour_logprobs) * batch.response_mask
+        assert batch.advantages is not None
+        old = old_or_behaviour(batch)
+        lag = (old - sampler_logprobs(old, batch)) * batch.response_mask
         region = (batch.advantages * lag > 0) & batch.response_mask
         squares = lag.square()
         if self.config.form is M2POForm.clip:

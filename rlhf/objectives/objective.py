@@ -163,6 +163,23 @@ def old_or_behaviour(batch: Batch) -> Tensor:
     return logprobs
 
 
+def sampler_logprobs(logprobs: Tensor, batch: Batch) -> Tensor:
+    """Return the log-probs [N, K, T] of the policy that sampled, without gradient.
+
+    For a batch with `on_policy`, the result is computed from the trainer just before the update. Otherwise
+    the rounding of the sampler would change weights and masks, and an on-policy run with a correction would
+    differ from the run without it.
+
+    Args:
+        logprobs: log-probs [N, K, T] of the policy being trained.
+        batch: the micro-batch; without `old_logprobs`, the policy has not changed since the update began.
+    """
+    if batch.on_policy:
+        return logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    assert batch.behaviour_logprobs is not None
+    return batch.behaviour_logprobs
+
+
 def mismatch(logprobs: Tensor, batch: Batch) -> Metrics:
     """Return `policy/approxkl` and the `mismatch/` metrics between trainer and sampler.
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config.algo import PairWeighting
 from rlhf.core.metrics import mean, sample_size
-from rlhf.objectives.objective import MAX_LOG_WEIGHT
+from rlhf.objectives.objective import MAX_LOG_WEIGHT, sampler_logprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,8 +52,7 @@ def pair_weights(outputs: Outputs, batch: Batch, config: DPOConfig) -> tuple[Ten
         log_weights = (((logprobs - outputs.log_sum_squares) * mask).sum(-1) / tokens).sum(-1)
         bound = math.inf if config.weighting_clamp is None else math.log(config.weighting_clamp)
     else:
-        assert batch.behaviour_logprobs is not None
-        log_weights = ((logprobs - batch.behaviour_logprobs) * mask).sum((1, 2))
+        log_weights = ((logprobs - sampler_logprobs(logprobs, batch)) * mask).sum((1, 2))
         bound = 2 * config.weighting_eps
     bound = min(bound, MAX_LOG_WEIGHT)
     weights = log_weights.clamp(max=bound).exp()

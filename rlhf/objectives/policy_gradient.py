@@ -40,7 +40,7 @@ from rlhf.objectives.advantages import kl_estimate
 from rlhf.objectives.anchor import anchor_logprobs
 from rlhf.objectives.correction import corrected, importance_weights, over_tokens
 from rlhf.objectives.covariance import limited, with_limited
-from rlhf.objectives.objective import Objective, mismatch, old_or_behaviour
+from rlhf.objectives.objective import Objective, mismatch, old_or_behaviour, sampler_logprobs
 
 if TYPE_CHECKING:
     from rlhf.config.algo import PolicyGradientConfig
@@ -62,9 +62,9 @@ class PolicyGradient(Objective):
         self.needs = frozenset({"ref_logprobs"})
         if config.anchor is Anchor.old:
             self.needs |= {"ratio"}
-        if self.kl_in_reward:
+        if self.kl_in_reward and config.anchor is Anchor.old:
             self.needs |= {"old_logprobs"}
-        if config.correction.coupled:
+        if config.correction.coupled or config.covariance.kind is not Covariance.none:
             self.needs |= {"correction"}
         if config.entropy_coef:
             self.needs |= {"entropy"}
@@ -120,7 +120,11 @@ class PolicyGradient(Objective):
         return scores
 
     def kl(self, batch: Batch) -> Tensor:
-        """Return the KL estimates [N, K, T] of the policy before this update; 0 at padding."""
+        """Return the KL estimates [N, K, T]; 0 at padding.
+
+        They are those of the policy before this update if `old_logprobs` exist, else of the policy that
+        sampled.
+        """
         assert batch.ref_logprobs is not None
         kl = kl_estimate(old_or_behaviour(batch), batch.ref_logprobs, self.config.kl_estimator)
         return kl * batch.response_mask
@@ -177,11 +181,11 @@ class PolicyGradient(Objective):
     def policy_loss(self, out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the sum of the policy loss, given the outputs of the policy's forward pass, and metrics."""
         mask, config, logprobs = trained(batch), self.config, out.logprobs
-        assert batch.behaviour_logprobs is not None and logprobs is not None
+        assert logprobs is not None
         anchor = anchor_logprobs(logprobs, batch, config.anchor)
         log_ratio = self.log_ratio(logprobs - anchor, batch.response_mask)
         losses, clipped = self.surrogate(log_ratio, logprobs, batch)
-        weights, metrics = self.weights(anchor, batch)
+        weights, metrics = self.weights(anchor, sampler_logprobs(logprobs, batch), batch)
         losses = losses * weights
         if config.off_policy_mask is not None:
             away = off_policy(logprobs, batch, config.off_policy_mask)
@@ -206,17 +210,17 @@ class PolicyGradient(Objective):
             "policy/clipfrac": mean_of(clipped.float(), mask),
         }
 
-    def weights(self, anchor: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
+    def weights(self, anchor: Tensor, behaviour: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return importance weights, [N, K, T] or [N, K, 1], and `correction/` metrics.
 
         Args:
             anchor: log-probs [N, K, T] of the policy in the denominator of the ratio.
+            behaviour: log-probs [N, K, T] of the sampler.
             batch: the micro-batch.
         """
         mask = batch.response_mask
         if batch.per_token is None or "weights" not in batch.per_token:
-            assert batch.behaviour_logprobs is not None
-            return importance_weights(anchor, batch.behaviour_logprobs, mask, self.config.correction)
+            return importance_weights(anchor, behaviour, mask, self.config.correction)
         weights = batch.per_token["weights"]
         return weights, {
             "correction/weight": mean(weights, trained(batch)),
@@ -241,8 +245,8 @@ def off_policy(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:
         batch: the micro-batch with advantages.
         limit: bound on the mean of sampler - policy log-probs of a response.
     """
-    assert batch.advantages is not None and batch.behaviour_logprobs is not None
-    gap = (batch.behaviour_logprobs - logprobs.detach()) * batch.response_mask
+    assert batch.advantages is not None
+    gap = (sampler_logprobs(logprobs, batch) - logprobs.detach()) * batch.response_mask
     return (batch.advantages < 0) & (over_tokens(gap, batch.response_mask, averaged=True) > limit)
 
 

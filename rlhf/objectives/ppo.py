@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rlhf.config.correction import Anchor
 from rlhf.core.metrics import Stat, mean
 from rlhf.objectives.advantages import gae, whiten
 from rlhf.objectives.policy_gradient import PolicyGradient
@@ -47,7 +48,7 @@ class PPO(PolicyGradient):
         super().__init__(config)
         self.needs |= {"values"}
         self.loss_weights = {"value": config.vf_coef}
-        if config.kl_target is not None:
+        if config.kl_target is not None and config.anchor is Anchor.old:
             self.needs |= {"old_logprobs"}
 
     def describe(self, batch: Batch) -> Metrics:

@@ -317,3 +317,10 @@ def test_needs_follow_from_anchor_and_correction():
     assert "correction" not in objective_of("grpo", correction=CorrectionConfig(kind=TRUNCATE)).needs
     assert "correction" in objective_of("grpo", **rejecting(Reject.mean)).needs
     assert "correction" in objective_of("m2po").needs
+    for kind in (Covariance.kl, Covariance.clip):
+        covariance = CovarianceConfig(kind=kind)
+        assert "correction" in objective_of("grpo", covariance=covariance).needs, "the selection reads `old`"
+    for name in ("ppo", "rloo"):
+        assert "old_logprobs" in objective_of(name).needs, "the KL term of the reward"
+        saved = objective_of(name, anchor=Anchor.loglinear).needs & {"ratio", "old_logprobs", "correction"}
+        assert not saved, "the log-linear anchor saves the forward pass"

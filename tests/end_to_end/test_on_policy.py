@@ -1,0 +1,37 @@
+"""Tests that corrections for stale samples change nothing in on-policy runs, not even by rounding."""
+
+import pytest
+
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.run import run
+from tests.end_to_end.test_algorithms import SCORED
+
+BANDS = ("algo.correction.reject_low=0.9", "algo.correction.reject_high=1.1")
+MINIBATCHES = "schedule.minibatches=2"
+
+
+@pytest.mark.parametrize(
+    "plain, corrected",
+    [
+        (["algo=grpo"], ["algo=grpo", "correction=truncate"]),
+        (["algo=grpo"], ["algo=grpo", "correction=icepop", "algo.correction.normalise=true"]),
+        (["algo=grpo"], ["algo=grpo", "correction=seq_mask_tis", *BANDS]),
+        (["algo=grpo"], ["algo=grpo", "algo.correction.kind=decoupled", "algo.correction.level=sequence"]),
+        (["algo=grpo"], ["algo=grpo", "algo.anchor=behaviour"]),
+        (["algo=grpo"], ["algo=grpo", "algo.anchor=loglinear", "algo.correction.kind=decoupled"]),
+        (["algo=grpo"], ["algo=grpo", "algo.off_policy_mask=1e-9"]),
+        (["algo=dapo"], ["algo=m2po", "algo.limit=1e-12"]),
+        (["algo=dapo"], ["algo=m2po", "algo.form=clip", "algo.limit=1e-12"]),
+        (["algo=dapo"], ["algo=dppo", "algo.limit_high=1e-9", "algo.limit_low=1e-9"]),
+        (["algo=dapo", "algo.scale=none"], ["algo=topr", "algo.level=token"]),
+        (["algo=dpo"], ["algo=dpo", "algo.weighting=is"]),
+        (["algo=grpo", MINIBATCHES], ["algo=grpo", MINIBATCHES, "correction=truncate"]),
+        (["algo=grpo", MINIBATCHES], ["algo=grpo", MINIBATCHES, "correction=seq_mask_tis", *BANDS]),
+    ],
+)
+def test_an_on_policy_run_is_the_uncorrected_run(finished, tiny, tmp_path, plain, corrected):
+    expected = finished(*plain, *SCORED)
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(*corrected, *SCORED), folder)
+    trained, uncorrected = ((each.model / "model.safetensors").read_bytes() for each in (folder, expected))
+    assert trained == uncorrected
