@@ -15,8 +15,8 @@ Weights (`algo.correction.kind`) multiply the loss of a token; they carry no gra
 
 w is computed per token, or for a response from the sum (`sequence`) or the mean (`geometric`) of its log w
 (`algo.correction.level`). With `algo.correction.normalise`, the weights of a rollout batch are divided by
-their mean. The clipped ratio of the loss is relative to `old`, so `decoupled` with token weights is decoupled
-PPO. With another `algo.anchor` than `old`, the anchor takes the place of `old` in w.
+their mean, before rejection. The clipped ratio of the loss is relative to `old`, so `decoupled` with token
+weights is decoupled PPO. With another `algo.anchor` than `old`, the anchor takes the place of `old` in w.
 
 Rejection (`algo.correction.reject`) leaves tokens out of the sum and of the count of the loss. The value of a
 token is k1 = -log w, k2 = (log w)^2 / 2 or k3 = w - 1 - log w (Schulman 2020). A token or a response is kept
@@ -98,7 +98,7 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Batch:
     weights = importance_weights(old, behaviour, mask, config)[0].expand(mask.shape)
     kept = mask & accepted((old - behaviour) * mask, mask, config)
     if config.normalise and config.kind is not CorrectionKind.none:
-        weights = weights / mean_weight(weights, kept, config.level)
+        weights = weights / mean_weight(weights, mask, config.level)
     trained = mask if config.reject_counted else kept
     some = trained.flatten(1).any(1)
     return replace(
@@ -108,11 +108,11 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Batch:
     )
 
 
-def mean_weight(weights: Tensor, kept: Tensor, level: Level) -> Tensor:
-    """Return the mean of the weights [N, K, T]: over the kept tokens, or over responses with kept tokens."""
+def mean_weight(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Return the mean of the weights [N, K, T]: over the tokens of `mask`, or over responses with tokens."""
     if level is Level.token:
-        return (weights * kept).sum() / kept.sum().clamp(min=1)
-    responses = kept.any(-1)
+        return (weights * mask).sum() / mask.sum().clamp(min=1)
+    responses = mask.any(-1)
     return (weights[..., 0] * responses).sum() / responses.sum().clamp(min=1)
 
 
@@ -172,3 +172,18 @@ def largest_kept(squares: Tensor, region: Tensor, limit: float, strictly: bool =
     fits = means < limit if strictly else means <= limit
     count = max(1, int(fits.sum()))  # the means of sorted numbers never fall
     return ordered[count].to(squares.dtype) if count < len(ordered) else squares.new_tensor(torch.inf)
+
+
+def clip_bound(squares: Tensor, limit: float) -> Tensor:
+    """Return the largest element c of `squares` [R] for which the mean of min(square, c) is at most `limit`.
+
+    The result is a scalar; it is infinite if the mean of all squares is at most the limit, and 0 if no
+    element is small enough.
+    """
+    ordered = squares.double().sort().values
+    if not len(ordered) or ordered.mean() <= limit:
+        return squares.new_tensor(torch.inf)
+    above = torch.arange(len(ordered) - 1, -1, -1, device=ordered.device)
+    means = (ordered.cumsum(0) + above * ordered) / len(ordered)  # of min(square, c), for each element c
+    fits = int((means <= limit).sum())
+    return ordered[fits - 1].to(squares.dtype) if fits else squares.new_tensor(0.0)

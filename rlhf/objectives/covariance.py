@@ -9,8 +9,8 @@ Cui et al., arXiv 2505.22617.
 - `algo.covariance.kind=clip`: a random `share` of all tokens, with cov between `low` and `high`, has no loss;
   the others have PPO's clipped loss. Of the selected tokens, those that PPO clips keep their loss.
 
-logp is the log-prob before the update, so that the selection is the same for all micro-batches and ranks. At
-least one token is selected.
+logp is the log-prob of the trainer before the update, so that the selection is the same for all micro-batches
+and ranks. At least one token is selected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def with_limited(batch: Batch, config: CovarianceConfig) -> Batch:
     else:
         band = mask & (covariance > config.low) & (covariance < config.high)
         places = band.flatten().nonzero()[:, 0]
-        rng = torch.Generator().manual_seed(derive(batch.trainer_version, "clip_cov"))
+        # The rows of the data set depend on the run's seed, and so does the draw.
+        seed = derive(int(batch.index.sum()), "clip_cov", batch.trainer_version)
+        rng = torch.Generator().manual_seed(seed)
         order = places[torch.randperm(len(places), generator=rng).to(places.device)]
     selected = torch.zeros_like(mask).flatten()
     selected[order[:count]] = True

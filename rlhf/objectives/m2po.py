@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.off_policy import M2POForm
-from rlhf.objectives.correction import largest_kept
+from rlhf.objectives.correction import clip_bound, largest_kept
 from rlhf.objectives.dapo import DAPO
 from rlhf.objectives.objective import old_or_behaviour, sampler_logprobs
 
@@ -68,18 +68,3 @@ class M2PO(DAPO):
             return free.masked_fill(reach == 0, 0.0), reach == 0
         bound = -batch.advantages * log_ratio.clamp(-reach, reach).exp()
         return torch.maximum(free, bound), bound > free
-
-
-def clip_bound(squares: Tensor, limit: float) -> Tensor:
-    """Return the largest element c of `squares` [R] for which the mean of min(square, c) is at most `limit`.
-
-    The result is a scalar; it is infinite if the mean of all squares is at most the limit, and 0 if no
-    element is small enough.
-    """
-    ordered = squares.double().sort().values
-    if not len(ordered) or ordered.mean() <= limit:
-        return squares.new_tensor(torch.inf)
-    above = torch.arange(len(ordered) - 1, -1, -1, device=ordered.device)
-    means = (ordered.cumsum(0) + above * ordered) / len(ordered)  # of min(square, c), for each element c
-    fits = int((means <= limit).sum())
-    return ordered[fits - 1].to(squares.dtype) if fits else squares.new_tensor(0.0)

@@ -11,6 +11,12 @@ from tests.end_to_end.conftest import rows
 
 ONLINE = ("dpo", "bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 STALE = ("m2po", "topr", "dppo", "scalerl", "oapl")  # for samples of an older policy
+OPTIONS = (  # of objectives, which the first update must not notice either
+    *("dpo algo.weighting=wpo", "oapl algo.anchor=reference", "topr algo.level=token", "m2po algo.form=clip"),
+    *("dppo algo.divergence=kl", "grpo correction=m2po", "grpo algo.advantage=opo algo.scale=none"),
+    *("ppo algo.covariance.kind=kl", "dapo algo.covariance.kind=clip algo.covariance.low=0"),
+    "rloo algo.anchor=loglinear algo.off_policy_mask=0.1 algo.dual_clip=3",
+)
 SMOKE = pytest.mark.smoke
 # The scores of this scorer differ more than those of an untrained reward model.
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
@@ -21,11 +27,15 @@ def updates(folder: RunFolder) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "algo", [pytest.param(algo, marks=SMOKE if algo in ("ppo", "grpo") else ()) for algo in (*ONLINE, *STALE)]
+    "algo",
+    [
+        pytest.param(algo, marks=SMOKE if algo in ("ppo", "grpo") else ())
+        for algo in (*ONLINE, *STALE, *OPTIONS)
+    ],
 )
 def test_policy_reference_and_sampler_agree_in_the_first_update(tiny, tmp_path, algo):
     folder = RunFolder(tmp_path / "run")
-    run(tiny(f"algo={algo}", "algo.samples_per_prompt=4", *SCORED), folder)
+    run(tiny(*f"algo={algo}".split(), "algo.samples_per_prompt=4", *SCORED), folder)
     first, second = updates(folder)
     assert [first["lag"], second["lag"]] == [0, 0] and [first["episode"], second["episode"]] == [32, 64]
     assert "annotator/restarts" not in first

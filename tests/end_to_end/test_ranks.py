@@ -34,8 +34,11 @@ RUNS = {
     "ppo": ["algo=ppo", "schedule.minibatches=2", "schedule.epochs=2", "save_generations=true"],
     "grpo, a generator for both": ["algo=grpo", *ALIKE, "generator.per_rank=false"],
     "rloo, a generator each": ["algo=rloo", *ALIKE, "generator.per_rank=true"],
-    "rloo with replay": [
-        *("algo=rloo", "schedule.replay=2", "schedule.minibatches=2", "schedule.total_episodes=96"),
+    "replay, and corrections that couple the tokens of a batch": [
+        *("algo=dapo", "schedule.replay=2", "schedule.minibatches=2", "schedule.total_episodes=96"),
+        *("correction=truncate", "algo.correction.normalise=true", "algo.correction.reject=token"),
+        *("algo.correction.reject_low=0.9", "algo.covariance.kind=clip", "algo.covariance.share=0.1"),
+        *("algo.covariance.low=-9", "algo.covariance.high=9"),
     ],
     "offline dpo": ["algo=dpo", "generator=dataset"],
     "reward": ["algo=reward"],

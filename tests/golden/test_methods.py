@@ -3,6 +3,7 @@
 The golden values are functions of fixed log-probs, so no model is needed (see the README of the folder).
 """
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.algo import Advantage, KLIn, Scale
+from rlhf.config.algo import Advantage, KLIn, RLOOLoss, Scale
 from rlhf.config.correction import (
     Anchor,
     CorrectionConfig,
@@ -142,6 +143,9 @@ CASES = {
     "m2po_mask_0.04": settings("m2po"),
     "topr_sequence_scores": settings("topr", advantage=Advantage.none),
     "trinity_topr_token_advantages": settings("topr", level=Level.token),
+    "verl_bypass_reinforce_sequence_2.0": settings(
+        "rloo", loss_type=RLOOLoss.reinforce, correction=correction(TRUNCATE, level=Level.sequence)
+    ),
     "verl_cispo_1.0_4.0_token-mean": settings("cispo", **SAMPLER),
     "scalerl_4.0": settings("scalerl", cap=4.0),
     "verl_dppo_tv_0.15_0.15_10000": settings("dppo", cap=1e4),
@@ -170,7 +174,15 @@ def prepared(name, objective, arrays) -> tuple[Batch, torch.Tensor]:
     if name.startswith(SELECTED_NOW):
         credited = objective.coupled(replace(batch, old_logprobs=policy.detach()))
         return replace(credited, old_logprobs=batch.old_logprobs), policy
+    if "bypass" in name:  # the weights come from the policy itself
+        batch = replace(batch, old_logprobs=None)
     return objective.coupled(batch), policy
+
+
+def mean_loss(objective, batch: Batch, policy: torch.Tensor) -> torch.Tensor:
+    """Return the loss of log-probs, divided by its count."""
+    sums, _ = objective.loss(lambda _: Outputs(logprobs=policy), batch)
+    return sums["policy"] / objective.count(batch)["policy"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -178,12 +190,43 @@ def test_loss_and_gradient_equal_those_of_the_other_implementation(name, arrays,
     objective, case = CASES[name], cases[name]
     batch, policy = prepared(name, objective, arrays)
 
-    sums, _ = objective.loss(lambda _: Outputs(logprobs=policy), batch)
-    loss = sums["policy"] / objective.count(batch)["policy"]
+    loss = mean_loss(objective, batch, policy)
     (gradient,) = torch.autograd.grad(loss, policy)
 
     assert loss.item() == pytest.approx(case["loss"], rel=1e-5, abs=1e-7)
     torch.testing.assert_close(gradient, grouped(gradients[name]).to(gradient), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_equals_finite_differences_of_the_loss(name, arrays, monkeypatch):
+    """Values that the formula takes without gradient stay those of the undisturbed policy."""
+    objective = CASES[name]
+    batch, policy = prepared(name, objective, arrays)
+    detach, fixed = torch.Tensor.detach, []
+
+    def loss_of(logprobs):
+        places = itertools.count()
+
+        def replay(tensor):
+            if (place := next(places)) == len(fixed):
+                fixed.append(detach(tensor))
+            return fixed[place]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "detach", replay)
+            return mean_loss(objective, batch, logprobs)
+
+    (gradient,) = torch.autograd.grad(loss_of(policy), policy)
+    policy, step = policy.detach(), 1e-6
+    smooth = torch.ones_like(batch.response_mask)
+    if name.startswith("m2po_authors"):  # the bound is the log-ratio of a token, where the loss has a kink
+        smooth = (policy - batch.behaviour_logprobs).abs() != batch.per_token["reach"]
+    for seed in range(3):
+        rng = torch.Generator().manual_seed(seed)
+        direction = torch.randn(policy.shape, generator=rng, dtype=policy.dtype) * smooth
+        rise = loss_of(policy + step * direction) - loss_of(policy - step * direction)
+        expected = (gradient * direction).sum().item()
+        assert rise.item() / (2 * step) == pytest.approx(expected, rel=1e-6, abs=1e-8)
 
 
 def test_length_weighted_advantages_equal_those_of_the_other_implementation(arrays, cases):
