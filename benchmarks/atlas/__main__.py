@@ -6,6 +6,8 @@
     make atlas ARGS=--smoke                    a tiny study in outputs/atlas_smoke, in a few minutes
     make atlas ARGS="--part tuning"            only the runs that choose the learning rates
     make atlas ARGS="--cell ppo:tldr_mini:64:3"  repeat a run and compare its values with the file of results
+    make atlas ARGS="--cell dpo:tldr_mini:64:3:K=4"            the same for a run with another K
+    make atlas ARGS="--cell ppo:arithmetic:16:101:rate=3e-05"  the same for a run that chooses learning rates
 
 The command can be stopped with Ctrl-C or SIGTERM at any time; the same command continues.
 """
@@ -36,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--plan", action="store_true", help="print the runs and their expected CPU time")
     parser.add_argument("--draw", action="store_true", help="start no run, use the runs that exist")
     parser.add_argument("--smoke", action="store_true", help="a tiny study in outputs/atlas_smoke")
-    parser.add_argument("--cell", metavar="M:T:LAG:SEED", help=f"repeat one run: {rerun.FORM}")
+    parser.add_argument("--cell", metavar="RUN", help=f"repeat one run: {rerun.FORM}")
     parser.add_argument("--workers", type=int, choices=(1, 2), default=1, help="processes (default 1)")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="parts of the study")
     parser.add_argument("--task", nargs="+", help="tasks of the study")
@@ -136,8 +138,7 @@ def described(design: Design, selection: Selection) -> str:
 
 def repeat(design: Design, cell: str) -> None:
     """Repeat a run and print whether its values are those of the file of results; else exit with code 1."""
-    rows = record.read(design.results)
-    differences = rerun.repeat(design, rows, Study(design, rows, rates.read(design)), cell)
+    differences = rerun.repeat(design, record.read(design.results), rates.read(design), cell)
     for line in differences:
         print(line)
     if differences:

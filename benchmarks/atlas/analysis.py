@@ -16,6 +16,7 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 RESAMPLES = 9999
+ROUNDING = 1e-5  # more than the rounding of a difference of values in the file of results
 
 
 class Estimate(NamedTuple):
@@ -52,6 +53,26 @@ def estimate(values: Sequence[float]) -> Estimate | None:
         rng=np.random.default_rng(0),
     ).confidence_interval
     return Estimate(centre, float(interval.low), float(interval.high), len(found))
+
+
+def side(found: Estimate | None, limit: float, resolution: float, seeds: int) -> int | None:
+    """Return the side of a limit on which an interval is: 1 above, -1 below, 0 if neither is certain.
+
+    The interval counts as reaching at least `resolution` to both sides of the centre: equal values of a few
+    seeds have an interval of width 0, but a single prompt would change each value.
+
+    Args:
+        found: the statistic with its interval.
+        limit: the limit.
+        resolution: the smallest difference that one evaluation can show.
+        seeds: number of seeds of the study; an estimate from fewer seeds has no side (None).
+    """
+    if found is None or found.count < seeds:
+        return None
+    reach = resolution + ROUNDING
+    if min(found.low, found.centre - reach) > limit:
+        return 1
+    return -1 if max(found.high, found.centre + reach) < limit else 0
 
 
 def differences(first: Mapping[int, float], second: Mapping[int, float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from benchmarks.atlas.study import Study
 
 PAPER = ("dpo", "ppo", "rloo", "bok")  # the methods of the paper
 WITHIN, LOSES = 0.02, 0.1  # goals: largest loss of the best method, smallest loss of uncorrected PPO
-HOLDS, NOT, UNDECIDED, MISSING = "holds", "does not hold", "undecided", "undecided: not run"
+HOLDS, NOT, UNDECIDED, MISSING = "holds", "does not hold", "undecided", "undecided: runs missing"
 
 
 class Claim(NamedTuple):
@@ -23,18 +24,17 @@ class Claim(NamedTuple):
     numbers: str
 
 
-def verdict(positive: Sequence[Estimate | None], margin: float = 0.0) -> str:
-    """Return whether all estimates are above `margin`.
+def verdict(sides: Sequence[int | None]) -> str:
+    """Return the verdict of a claim, given the side of each interval (see `analysis.side`).
 
-    The claim holds if all intervals are above, does not hold if one interval is below, and is undecided
-    otherwise.
+    The claim holds if all intervals are above the limit, does not hold if one interval is below, and is
+    undecided otherwise.
     """
-    found = [each for each in positive if each is not None]
-    if len(found) < len(positive) or not found:
-        return MISSING
-    if all(each.low > margin for each in found):
+    if sides and all(side == 1 for side in sides):
         return HOLDS
-    return NOT if any(each.high < margin for each in found) else UNDECIDED
+    if -1 in sides:
+        return NOT
+    return UNDECIDED if sides and None not in sides else MISSING
 
 
 def claims(study: Study) -> Iterator[Claim]:
@@ -67,7 +67,8 @@ def most_robust(study: Study, task: str, name: str, cell: Cell) -> Claim:
     }
     numbers = [f"{method} {text(each)}" for method, each in others.items()]
     said = f"Online DPO loses least of the paper's methods ({task}, {name})"
-    return Claim(said, verdict(list(others.values())), "loss minus that of dpo: " + ", ".join(numbers))
+    sides = [study.side(each) for each in others.values()]
+    return Claim(said, verdict(sides), "loss minus that of dpo: " + ", ".join(numbers))
 
 
 def log_n(study: Study, task: str) -> Claim:
@@ -81,7 +82,9 @@ def log_n(study: Study, task: str) -> Claim:
             found[method] = analysis.estimate([-fall for fall in falls])
     numbers = [f"{method} {text(each, 4)}" for method, each in found.items()]
     said = f"The {design.tasks[task].label} falls with log N ({task})"
-    return Claim(said, verdict(list(found.values())), "fall per doubling of N: " + ", ".join(numbers))
+    doublings = max(1.0, math.log2(max(design.minibatches) / min(design.minibatches)))
+    sides = [study.side(each, scale=1 / doublings) for each in found.values()]
+    return Claim(said, verdict(sides), "fall per doubling of N: " + ", ".join(numbers))
 
 
 def larger_k(study: Study) -> Claim:
@@ -94,7 +97,8 @@ def larger_k(study: Study) -> Claim:
                 gains = analysis.differences(study.values(base._replace(samples=k)), study.values(base))
                 found[f"{method} lag {lag} K {k}"] = analysis.estimate(gains)
     numbers = ", ".join(f"{name} {text(each)}" for name, each in found.items())
-    return Claim("A larger K gives a higher win rate", verdict(list(found.values())), f"gain: {numbers}")
+    sides = [study.side(each) for each in found.values()]
+    return Claim("A larger K gives a higher win rate", verdict(sides), f"gain: {numbers}")
 
 
 def larger_model(study: Study) -> Claim:
@@ -110,7 +114,8 @@ def larger_model(study: Study) -> Claim:
             )
     numbers = ", ".join(f"{name} {text(each)}" for name, each in found.items())
     said = f"A larger model loses less at lag {lag}"
-    return Claim(said, verdict(list(found.values())), f"loss of the smaller minus the larger: {numbers}")
+    sides = [study.side(each) for each in found.values()]
+    return Claim(said, verdict(sides), f"loss of the smaller minus the larger: {numbers}")
 
 
 def goals(study: Study, task: str) -> Iterator[Claim]:
@@ -120,14 +125,11 @@ def goals(study: Study, task: str) -> Iterator[Claim]:
     ranking = study.ranking(task, lag)
     best = min(ranking, key=lambda method: ranking[method]) if ranking else None
     loss = study.loss(design.cell(task, best, lag)) if best else None
-    if loss is None:
-        yield Claim(said, MISSING, "-")
-    else:
-        reached = HOLDS if loss.high <= WITHIN else NOT if loss.low > WITHIN else UNDECIDED
-        yield Claim(said, reached, f"{best} {text(loss)}")
+    side = study.side(loss, WITHIN)
+    yield Claim(said, verdict([None if side is None else -side]), f"{best} {text(loss)}" if best else "-")
     said = f"Goal: uncorrected PPO loses at least {LOSES} at lag {lag} ({task})"
     ppo = study.loss(design.cell(task, "ppo", lag)) if "ppo" in design.methods else None
-    yield Claim(said, verdict([ppo], LOSES), f"ppo {text(ppo)}")
+    yield Claim(said, verdict([study.side(ppo, LOSES)]), f"ppo {text(ppo)}")
 
 
 def text(each: Estimate | None, decimals: int = 3) -> str:

@@ -147,6 +147,12 @@ class Design:
     figure: Path
     outputs: Path
 
+    @property
+    def resolution(self) -> float:
+        """The smallest difference of two win rates or accuracies: one prompt of an evaluation."""
+        settings = dict(each.split("=", 1) for each in self.overrides)
+        return 1 / int(settings["eval.prompts"])
+
     def cell(self, task: str, method: str, lag: int = 0, minibatches: int = 1) -> Cell:
         """Return a cell with the K of its task."""
         return Cell(task, method, lag, minibatches, self.tasks[task].samples)

@@ -1,4 +1,4 @@
-"""Findings in words, only where an interval supports them."""
+"""Findings in words, only where an interval over all seeds supports them (see `analysis.side`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def findings(study: Study) -> list[str]:
     for task in design.tasks:
         for at in ({"lag": max(design.lags)}, {"minibatches": max(design.minibatches)}):
             found += list(of_column(study, task, at))
-    return found or ["No difference is supported by its interval."]
+    return found or ["No difference is supported by an interval over all seeds."]
 
 
 def of_column(study: Study, task: str, at: dict[str, int]) -> Iterator[str]:
@@ -34,10 +34,10 @@ def of_column(study: Study, task: str, at: dict[str, int]) -> Iterator[str]:
     where = f"`{task}`, " + (f"lag {at['lag']}" if "lag" in at else f"N = {at['minibatches']}")
     cells = {method: design.cell(task, method, **at) for method in design.methods}
     losses = known({method: study.loss(cell) for method, cell in cells.items()})
-    losing = {method: each for method, each in losses.items() if each.low > 0}
-    little = {method: each for method, each in losses.items() if each.high <= WITHIN}
+    losing = {method: each for method, each in losses.items() if study.side(each) == 1}
+    little = {method: each for method, each in losses.items() if study.side(each, WITHIN) == -1}
     gains = known({method: gain(study, cells, method) for method in BASES if method in cells})
-    differing = {method: each for method, each in gains.items() if each.low > 0 or each.high < 0}
+    differing = {method: each for method, each in gains.items() if study.side(each)}
     ends = known(
         {method: analysis.estimate(list(study.values(cell).values())) for method, cell in cells.items()}
     )
@@ -46,7 +46,7 @@ def of_column(study: Study, task: str, at: dict[str, int]) -> Iterator[str]:
     if little:
         yield f"{where}: these methods lose at most {WITHIN} of {label}: {named(little, ends)}."
     for method, each in differing.items():
-        better = "higher" if each.low > 0 else "lower"
+        better = "higher" if study.side(each) == 1 else "lower"
         yield f"{where}: `{method}` ends {better} than `{BASES[method]}`, by {text(each)} of {label}."
 
 
@@ -59,8 +59,8 @@ def gain(study: Study, cells: dict[str, Cell], method: str) -> Estimate | None:
 
 
 def known(found: dict[str, Estimate | None]) -> dict[str, Estimate]:
-    """Return the estimates that have an interval."""
-    return {method: each for method, each in found.items() if each is not None and each.count > 1}
+    """Return the estimates that exist."""
+    return {method: each for method, each in found.items() if each is not None}
 
 
 def named(losses: dict[str, Estimate], ends: dict[str, Estimate]) -> str:

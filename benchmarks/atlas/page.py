@@ -23,7 +23,8 @@ def written(study: Study, figure: str) -> str:
         study: the study.
         figure: path of the figure, relative to the page.
     """
-    parts = [about(study), f"![Final value against lag and against N, for each method and task]({figure})"]
+    shown = "Final value, and gold score at a KL, against lag and against N, for each method and task"
+    parts = [about(study), f"![{shown}]({figure})"]
     parts += ["### Findings", bullets(findings(study)), "### Claims of the paper, and goals", verdicts(study)]
     for task in study.design.tasks:
         parts += [f"### Tables: `{task}`", *of_task(study, task)]

@@ -32,7 +32,7 @@ class Row:
         collapsed: whether the run diverged or failed, or ended at least `FALL` below its best value.
         ess: effective sample size of responses as a fraction, mean over the last quarter of the updates.
         cpu_s: CPU seconds of the run, without the models that all runs share.
-        versions: commit of the code, and version of torch.
+        versions: commit of the code (see `worker.commit`), and version of torch.
     """
 
     run: str

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from benchmarks.atlas import analysis, plan
-from benchmarks.atlas import rates as learning_rates
 from benchmarks.atlas.analysis import Estimate
-from benchmarks.atlas.design import Cell, Design, Run
+from benchmarks.atlas.design import Cell, Design
 from benchmarks.atlas.rates import Rates
 from benchmarks.atlas.record import Row
 
@@ -42,15 +41,6 @@ class Study:
         """All rows of the figures."""
         return [row for found in self.cells.values() for row in found.values()]
 
-    def rate(self, cell: Cell) -> float | None:
-        """Return the learning rate of a cell; None if it is not chosen."""
-        return learning_rates.rate(self.design, self.rates, cell)
-
-    def key(self, cell: Cell, seed: int) -> str | None:
-        """Return the key of a run of a cell; None if the learning rate is not chosen."""
-        rate = self.rate(cell)
-        return None if rate is None else self.design.key(Run(cell, seed, rate))
-
     def of(self, cell: Cell) -> dict[int, Row]:
         """Return the rows of a cell by seed."""
         return self.cells.get(cell, {})
@@ -77,6 +67,16 @@ class Study:
     def loss(self, cell: Cell) -> Estimate | None:
         """Return the estimate of `losses`."""
         return analysis.estimate(list(self.losses(cell).values()))
+
+    def side(self, found: Estimate | None, limit: float = 0.0, scale: float = 1.0) -> int | None:
+        """Return the side of a limit on which an interval is (see `analysis.side`).
+
+        Args:
+            found: an estimate from one value per seed.
+            limit: the limit.
+            scale: factor from a difference of win rates or accuracies to a difference of these values.
+        """
+        return analysis.side(found, limit, scale * self.design.resolution, len(self.design.seeds))
 
     def ranking(self, task: str, lag: int) -> dict[str, float]:
         """Return the rank of each method with runs of a task and lag, by interquartile means."""

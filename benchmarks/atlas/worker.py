@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import resource
 import shutil
+import subprocess
 import traceback
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.atlas.design import Design, Run
+from benchmarks.atlas.design import ROOT, Design, Run
 from benchmarks.atlas.record import DIVERGED, FAILED, FINISHED, Row, row
 from rlhf.checks.check import typed
 from rlhf.checks.composing import composed
 from rlhf.core.errors import RunError
 from rlhf.core.files import component
 from rlhf.report.runs import Status, read_run
+from rlhf.runs.environment import git_commit
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run as train
+
+RESULTS = ("docs/results", "docs/figures", "outputs")  # folders of results, which studies change
 
 
 def folder_of(design: Design, run: Run) -> Path:
@@ -39,6 +44,7 @@ def carry_out(design: Design, run: Run, folder: Path | None = None) -> Row:
         Interrupted, KeyboardInterrupt: a signal asked to stop; the same call resumes the run.
     """
     folder = folder or folder_of(design, run)
+    commit()  # the code that this process has imported may change during the run
     try:
         overrides = design.overrides_of(run)
         cfg = complete(typed(composed(overrides), overrides), train)
@@ -79,8 +85,24 @@ def read_row(design: Design, run: Run, folder: Path, status: str, error: str | N
         updates=int(found.update) * run.cell.minibatches,
         ess=mean(ess[-max(1, len(ess) // 4) :]) if ess else None,
         cpu_s=seconds,
-        versions=f"{found.commit}, torch {found.environment.get('packages', {}).get('torch', '?')}",
+        versions=f"{commit()}, torch {found.environment.get('packages', {}).get('torch', '?')}",
     )
+
+
+@cache
+def commit() -> str:
+    """Return the commit of the code at the first call, marked if the code has changes; see `changed`."""
+    found = git_commit()
+    if found is None:
+        return "unknown"
+    return found["commit"][:10] + (" + changes" if changed(ROOT) else "")
+
+
+def changed(repository: Path) -> bool:
+    """Return whether tracked files of a repository, other than those in `RESULTS`, differ from its commit."""
+    paths = [".", *(f":(exclude){path}" for path in RESULTS)]
+    command = ["git", "status", "--porcelain", "--untracked-files=no", "--", *paths]
+    return bool(subprocess.run(command, cwd=repository, capture_output=True, check=True).stdout)
 
 
 def first_line(error: Exception) -> str:

@@ -2,13 +2,27 @@
 
 import json
 import math
+import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
 
 from benchmarks import off_policy
 from benchmarks.atlas import __main__ as atlas
-from benchmarks.atlas import analysis, claims, executor, findings, page, plan, rates, record, rerun
+from benchmarks.atlas import (
+    analysis,
+    claims,
+    executor,
+    figure,
+    findings,
+    page,
+    plan,
+    rates,
+    record,
+    rerun,
+    worker,
+)
 from benchmarks.atlas.design import METHODS, SMOKE, STUDY, Cell, Run
 from benchmarks.atlas.findings import BASES
 from benchmarks.atlas.plan import FIGURES, Selection
@@ -53,6 +67,7 @@ def design(tmp_path):
         lags=(0, 4, 16),
         minibatches=(1, 4, 16),
         seeds=(1, 2, 3, 4, 5),
+        overrides=("eval.prompts=256",),
         outputs=tmp_path / "outputs",
         results=tmp_path / "results/runs.jsonl",
         chosen=tmp_path / "results/rates.json",
@@ -341,7 +356,7 @@ def test_losses_and_claims_come_from_the_values_of_equal_seeds(design):
     assert verdicts["The accuracy falls with log N (arithmetic)"] == "undecided", "dpo does not fall"
     assert verdicts["Goal: the best method at lag 16 loses at most 0.02 (tldr_mini)"] == "holds"
     assert verdicts["Goal: uncorrected PPO loses at least 0.1 at lag 16 (tldr_mini)"] == "holds"
-    assert verdicts["A larger K gives a higher win rate"] == "undecided: not run"
+    assert verdicts["A larger K gives a higher win rate"] == "undecided: runs missing"
     (first, second) = findings.of_column(found, "tldr_mini", {"lag": 16})
     assert first.startswith(
         "`tldr_mini`, lag 16: these methods lose win rate: `ppo` 0.160 (0.160, 0.160) to 0.747"
@@ -351,12 +366,37 @@ def test_losses_and_claims_come_from_the_values_of_equal_seeds(design):
 
 def test_a_claim_is_decided_only_by_intervals_on_one_side():
     above, below = analysis.Estimate(0.1, 0.05, 0.2, 5), analysis.Estimate(-0.1, -0.2, -0.05, 5)
-    both, single = analysis.Estimate(0.1, -0.1, 0.2, 5), analysis.Estimate(0.1, math.nan, math.nan, 1)
-    assert claims.verdict([above, above]) == "holds"
-    assert claims.verdict([above, below]) == "does not hold"
-    assert claims.verdict([above, both]) == claims.verdict([single]) == "undecided"
-    assert claims.verdict([above, None]) == claims.verdict([]) == "undecided: not run"
-    assert claims.verdict([above], 0.05) == "undecided" and claims.verdict([above], 0.04) == "holds"
+    both = analysis.Estimate(0.1, -0.1, 0.2, 5)
+    sides = [analysis.side(each, 0.0, 0.01, seeds=5) for each in (above, below, both)]
+    assert sides == [1, -1, 0]
+    assert [analysis.side(above, limit, 0.01, seeds=5) for limit in (0.05, 0.04, 0.3)] == [0, 1, -1]
+    assert claims.verdict([1, 1]) == "holds" and claims.verdict([1, 0]) == "undecided"
+    assert claims.verdict([1, -1]) == claims.verdict([None, -1]) == "does not hold"
+    assert claims.verdict([1, None]) == claims.verdict([]) == "undecided: runs missing"
+
+
+def test_an_interval_over_fewer_seeds_than_the_study_has_decides_nothing():
+    for found in (analysis.Estimate(0.1, 0.05, 0.2, 4), analysis.Estimate(0.1, math.nan, math.nan, 1), None):
+        assert analysis.side(found, 0.0, 0.01, seeds=5) is None
+
+
+def test_a_difference_of_one_prompt_decides_nothing_even_if_all_seeds_have_it(design):
+    prompt = design.resolution
+    assert prompt == STUDY.resolution == 1 / 256 and SMOKE.resolution == 1 / 16
+    for lost, side in ((1, 0), (-1, 0), (2, 1), (-2, -1)):
+
+        def value(cell, seed, lost=lost):
+            return (200 + seed - lost * (cell.lag == 16)) / 256  # rows have six decimals
+
+        found = study(design, value)
+        loss = found.loss(design.cell("tldr_mini", "ppo", 16))
+        assert loss.low == pytest.approx(lost * prompt, abs=2e-6) and found.side(loss) == side
+        verdicts = {claim.text: claim.verdict for claim in claims.claims(found)}
+        assert verdicts["Goal: the best method at lag 16 loses at most 0.02 (tldr_mini)"] == "holds"
+        stated = any("these methods lose win rate" in line for line in findings.findings(found))
+        assert stated == (side == 1)
+        # a fall of a quarter of a prompt per doubling is one prompt over the four doublings up to N = 16
+        assert found.side(loss, scale=0.25) == (1 if lost > 0 else -1)
 
 
 def test_a_finding_needs_an_interval_that_excludes_0(design):
@@ -364,14 +404,14 @@ def test_a_finding_needs_an_interval_that_excludes_0(design):
     found = study(design, lambda cell, seed: 0.6 + noise[seed] * (cell.lag > 0) * (seed - 3))
     assert found.loss(design.cell("tldr_mini", "ppo", 16)) is not None
     mixed = study(design, lambda cell, seed: 0.6 + noise[seed] * (cell.lag > 0 or cell.minibatches > 1))
-    assert findings.findings(mixed) == ["No difference is supported by its interval."]
+    assert findings.findings(mixed) == ["No difference is supported by an interval over all seeds."]
 
 
 def test_a_partial_study_states_how_many_runs_exist(design):
     text = page.written(study(design, lambda cell, seed: 0.5, seeds=(1,)), "figure.png")
     assert "50 of 250 runs of the figures and 0 of 40 runs for learning rates" in text
     assert "| `ppo` | 0.500 | 0.500 | 0.500 |" in text
-    assert "No difference is supported by its interval." in text
+    assert "No difference is supported by an interval over all seeds." in text
     empty = page.written(Study(design, {}, {}), "figure.png")
     assert "0 of 250 runs" in empty and "| `ppo` |" in empty
 
@@ -410,21 +450,138 @@ def test_the_plan_lists_runs_that_are_done_and_missing(design, started):
     assert lines[4].startswith("| lag | tldr_mini | 75 | 0 | 75 |")
 
 
+# -- the figure ------------------------------------------------------------------------------------------
+
+
+def test_the_figure_draws_the_gold_score_of_cells_where_most_runs_reach_the_kl(design):
+    rows = rows_of(design, lambda cell, seed: 0.5)
+    cells = [design.cell("tldr_mini", "ppo", lag) for lag in design.lags]
+    for cell, missed in zip(cells, (0, 2, 3), strict=True):
+        for seed in design.seeds[:missed]:
+            run = Run(cell, seed, design.rates[0])
+            rows[design.key(run)] = record.row(design, run, record.FINISHED, [(0, 0.0, 0.2, 1.0)])
+    found = Study(design, rows, chosen_rates(design, design.rates[0]))
+    (final, _), (title, gold) = figure.measured(found, "tldr_mini")
+    assert (final, title) == ("win rate", "gold score at KL 0.01")
+    assert [list(found.at_kl(cell).values()) for cell in cells[:2]] == [gold(cell) for cell in cells[:2]]
+    assert len(gold(cells[1])) == 3 and len(found.at_kl(cells[2])) == 2 and gold(cells[2]) == []
+    assert math.isnan(figure.point_of([], 2).y), "the line has a gap"
+
+
 # -- one run ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "text",
-    ["ppo:tldr_mini:64", "new:tldr_mini:4:1", "ppo:tldr_mini:5:1", "ppo:tldr_mini:N8:1", "ppo:tldr_mini:4:9"],
+    [
+        *("ppo:tldr_mini:64", "new:tldr_mini:4:1", "ppo:new:4:1", "ppo:tldr_mini:4:9", "ppo:tldr_mini:4:1:K"),
+        *("ppo:tldr_mini:5:1", "ppo:tldr_mini:N8:1", "ppo:tldr_mini:4:1:K=two", "ppo:tldr_mini:4:1:beta=1"),
+    ],
 )
 def test_an_unknown_cell_is_refused(design, text):
     with pytest.raises(UserError, match="set --cell dpo:tldr_mini:16:1"):
-        rerun.parse(design, text)
+        rerun.parse(design, {}, text)
 
 
 def test_a_cell_names_a_lag_or_n(design):
-    assert rerun.parse(design, "ppo:tldr_mini:4:3") == (Cell("tldr_mini", "ppo", lag=4), 3)
-    assert rerun.parse(design, "dpo+is:tldr_mini:N16:1") == (Cell("tldr_mini", "dpo+is", minibatches=16), 1)
+    table = chosen_rates(design, 3e-4)
+    for text, cell in (
+        ("ppo:tldr_mini:4:3", Cell("tldr_mini", "ppo", lag=4)),
+        ("ppo:tldr_mini:4:3:rate=3e-4", Cell("tldr_mini", "ppo", lag=4)),
+        ("dpo+is:tldr_mini:N16:3", Cell("tldr_mini", "dpo+is", minibatches=16)),
+    ):
+        assert rerun.parse(design, table, text) == Run(cell, 3, 3e-4)
+    assert rerun.parse(design, {}, "ppo:tldr_mini:4:3").rate is None
+    with pytest.raises(UserError, match="must name a run with a row in .*; run: make atlas"):
+        rerun.repeat(design, {}, {}, "ppo:tldr_mini:4:3")
+
+
+def test_every_run_of_the_study_has_its_own_cell_argument():
+    table = chosen_rates(STUDY, 1e-4)
+    runs = plan.runs(STUDY, Selection(), table)
+    assert len({rerun.name_of(STUDY, run) for run in runs}) == len(runs)
+    for run in runs[::5]:
+        assert rerun.parse(STUDY, table, rerun.name_of(STUDY, run)) == run
+
+
+def test_a_cell_names_other_k_and_width_and_the_runs_with_other_rates():
+    table = chosen_rates(STUDY, 1e-4)
+    for text, fields, rate in (
+        ("ppo:tldr_mini:64:3:K=4", {"samples": 4}, 1e-4),
+        ("ppo:tldr_mini:64:3:width=64", {"width": 64}, 1e-4),
+        ("ppo:tldr_mini:16:101:rate=0.00003", {}, 3e-5),
+        ("ppo:tldr_mini:16:201", {}, 1e-3),
+        ("ppo:tldr_mini:16:201:rate=0.001", {}, 1e-3),
+    ):
+        run = rerun.parse(STUDY, table, text)
+        assert (run.cell._replace(lag=0), run.rate) == (
+            STUDY.cell("tldr_mini", "ppo")._replace(**fields),
+            rate,
+        )
+
+
+@pytest.mark.parametrize(
+    "text, rule, remedy",
+    [
+        ("ppo:tldr_mini:16:101", "have one learning rate", "ppo:tldr_mini:16:101:rate=3e-05"),
+        ("ppo:tldr_mini:64:3:rate=0.001", "have one learning rate", "ppo:tldr_mini:64:3:rate="),
+        ("ppo:tldr_mini:4:101:rate=3e-5", "name a run of the study", "ppo:tldr_mini:16:101:rate=3e-05"),
+        ("ppo:tldr_mini:16:3:K=4", "name a run of the study", "ppo:tldr_mini:64:3:K=4:rate="),
+        ("ppo:tldr_mini:64:3:K=4:width=64", "name a run of the study", "ppo:tldr_mini:64:3:width=64"),
+        ("grpo:tldr_mini:64:3:K=4", "name a run of the study", "grpo:tldr_mini:64:3:rate="),
+        ("ppo:arithmetic:N16:201", "name a run of the study", "ppo:arithmetic:16:201:rate=0.001"),
+    ],
+)
+def test_a_cell_that_is_not_part_of_the_study_ends_the_command_with_exit_code_2(text, rule, remedy, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        atlas.main(["--cell", text])
+    message = capsys.readouterr().err.replace("\n", " ")
+    assert stopped.value.code == 2 and f"--cell must {rule}" in message
+    offered = message.partition("set --cell to one of: ")[2].split()
+    assert any(each.startswith(remedy) for each in offered)
+    for each in offered:
+        assert rerun.name_of(STUDY, rerun.parse(STUDY, rates.read(STUDY), each)) == each
+
+
+# -- the version of a row --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_results_and_figures_are_no_changes_of_the_code(tmp_path):
+    def git(*arguments):
+        identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    results = [tmp_path / name / "file" for name in ("docs/results", "docs/figures", "outputs")]
+    code = [tmp_path / name / "file" for name in ("rlhf", "docs")]
+    for file in [*results, *code]:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("before")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message=first")
+    for file in results:
+        file.write_text("after")
+    (tmp_path / "rlhf/new").write_text("not tracked")
+    assert not worker.changed(tmp_path)
+    for file in code:
+        file.write_text("after")
+        assert worker.changed(tmp_path)
+        git("checkout", "--", str(file))
+
+
+def test_the_version_of_a_row_is_the_commit_with_a_mark_for_changes(monkeypatch):
+    for found, differs, expected in (
+        ({"commit": "0123456789abcdef", "changed": True}, False, "0123456789"),
+        ({"commit": "0123456789abcdef", "changed": True}, True, "0123456789 + changes"),
+        (None, False, "unknown"),
+    ):
+        monkeypatch.setattr(worker, "git_commit", lambda found=found: found)
+        monkeypatch.setattr(worker, "changed", lambda _, differs=differs: differs)
+        assert worker.commit.__wrapped__() == expected
+
+
+# -- rows ------------------------------------------------------------------------------------------------
 
 
 def test_the_results_file_has_one_json_object_per_run(design):

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.atlas import executor, rates, record, rerun, worker
 from benchmarks.atlas.design import SMOKE, Run
-from benchmarks.atlas.study import Study
 from rlhf.runs.folder import RunFolder
 from tests.end_to_end.conftest import TINY, rows
 
@@ -46,10 +45,9 @@ def test_a_row_has_the_values_of_the_run_and_a_repetition_gives_the_same_values(
     entry = {"chosen": RATE, "values": {}}
     table = {"tldr_mini": {"ppo": {str(lag): entry for lag in design.tuning_lags}}}
     monkeypatch.setattr(rates, "rate", lambda *_: RATE)
-    study = Study(design, {row.run: row}, table)
-    assert rerun.repeat(design, {row.run: row}, study, "ppo:tldr_mini:4:1") == []
+    assert rerun.repeat(design, {row.run: row}, table, "ppo:tldr_mini:4:1") == []
     changed = {row.run: replace(row, result=row.result + 0.5)}
-    (difference,) = rerun.repeat(design, changed, study, "ppo:tldr_mini:4:1")
+    (difference,) = rerun.repeat(design, changed, table, "ppo:tldr_mini:4:1")
     assert difference.startswith("result: ")
 
 
