@@ -22,7 +22,7 @@ EARLY = 10  # updates between warning and collapse
 EVALUATIONS = 4
 METRICS = (  # that the rule reads
     *("objective/kl", "objective/entropy", "objective/response_tokens"),
-    *("mismatch/kl", "mismatch/ess"),
+    *("mismatch/kl", "mismatch/ess", "policy/grad_norm"),
 )
 
 

@@ -3,17 +3,18 @@
 A run collapses if the win rate of the policy falls and does not recover, while the training reward may still
 rise (Gao et al., arXiv 2210.10760). The rule observes these signals of each training row:
 
-| signal    | value                                                                | unit           | warns |
-|-----------|----------------------------------------------------------------------|----------------|-------|
-| `kl`      | `objective/kl` per response token + `mismatch/kl`, minus its first   | nats per token | above |
-| `rise`    | increase of the average of `kl` per update                           | nats per token | above |
-| `entropy` | `objective/entropy` per response token, divided by its first         | share          | below |
-| `ess`     | `mismatch/ess`                                                       | share          | below |
+| signal     | value                                                               | unit           | warns |
+|------------|---------------------------------------------------------------------|----------------|-------|
+| `kl`       | `objective/kl` per response token + `mismatch/kl`, minus its first  | nats per token | above |
+| `rise`     | increase of the average of `kl` per update                          | nats per token | above |
+| `entropy`  | `objective/entropy` per response token, divided by its first        | share          | below |
+| `ess`      | `mismatch/ess`                                                      | share          | below |
+| `gradient` | `policy/grad_norm`, divided by its first                            | factor         | above |
 
 `kl` estimates the KL of the trained policy to the reference. `objective/kl` alone is that of the sampler,
 which is far behind the trained policy if the lag is large.
 
-`kl`, `entropy` and `ess` are averaged over the last updates with exponential weights, starting from their
+All signals but `rise` are averaged over the last updates with exponential weights, starting from their
 first values. The first value beyond its limit gives the warning. `benchmarks/collapse` selects the limits
 on one half of many runs and measures the rule on the other half (docs/results/collapse.md).
 """
@@ -37,6 +38,7 @@ class Limits:
         rise: largest increase of that average per update.
         entropy: smallest average entropy per token, as a share of its first value.
         ess: smallest average effective sample size, as a share of the responses.
+        gradient: largest average gradient norm, as a multiple of its first value.
         memory: time constant of the averages, in updates.
     """
 
@@ -44,6 +46,7 @@ class Limits:
     rise: float | None = None
     entropy: float | None = None
     ess: float | None = None
+    gradient: float | None = None
     memory: float = 1.0
 
 
@@ -54,9 +57,11 @@ MEANING = {
     "rise": "KL to the reference rises by {value:.2g} nats per token and update, limit {limit:.2g}",
     "entropy": "entropy per token at {value:.2g} of its first value, limit {limit:.2g}",
     "ess": "effective sample size of {value:.2g} of the responses, limit {limit:.2g}",
+    "gradient": "gradient norm at {value:.2g} times its first value, limit {limit:.2g}",
 }
 
-RISING = ("kl", "rise")  # signals that warn above their limit; the others warn below
+RISING = ("kl", "rise", "gradient")  # signals that warn above their limit; the others warn below
+RELATIVE = frozenset({"entropy", "gradient"})  # signals that are divided by their first value
 
 
 def signals(row: Mapping[str, float]) -> dict[str, float]:
@@ -68,6 +73,8 @@ def signals(row: Mapping[str, float]) -> dict[str, float]:
         found["entropy"] = row["objective/entropy"] / tokens
     if "mismatch/ess" in row:
         found["ess"] = row["mismatch/ess"]
+    if "policy/grad_norm" in row:
+        found["gradient"] = row["policy/grad_norm"]
     return found
 
 
@@ -91,7 +98,7 @@ class CollapseRule:
     def __init__(self, remedy: str = "set a lower optim.lr", limits: Limits = LIMITS) -> None:
         self.remedy = remedy
         self.limits = limits
-        self.first: dict[str, float] = {}  # KL and entropy of the first row, in nats per token
+        self.first: dict[str, float] = {}  # value of each signal in the first row that has it
         self.averages: dict[str, float] = {}  # of the signals, with `rise`
         self.update = 0.0  # update of the last row
         self.warned = False
@@ -103,11 +110,11 @@ class CollapseRule:
             row: metrics of the updates since the previous row, with the column `update`.
         """
         found = signals(row)
-        self.first = self.first or dict(found)
+        self.first = {**found, **self.first}
         if "kl" in found:
-            found["kl"] -= self.first.get("kl", 0.0)
-        if "entropy" in found:
-            found["entropy"] /= max(self.first.get("entropy", 1.0), 1e-6)
+            found["kl"] -= self.first["kl"]
+        for name in RELATIVE & found.keys():
+            found[name] /= max(self.first[name], 1e-6)
         updates = row["update"] - self.update
         share = 1 - math.exp(-updates / self.limits.memory)
         for name, value in found.items():

@@ -15,7 +15,7 @@ from rlhf.training.recorder import Recorder
 from tests.tiny_models import tiny_rollouts
 
 
-def row(update=1, kl=0.0, entropy=4.0, tokens=10.0, ess=1.0):
+def row(update=1, kl=0.0, entropy=4.0, tokens=10.0, ess=1.0, gradient=2.0):
     """Return a training row; KL and entropy in nats per response."""
     return {
         "update": update,
@@ -23,6 +23,7 @@ def row(update=1, kl=0.0, entropy=4.0, tokens=10.0, ess=1.0):
         "objective/entropy": entropy,
         "objective/response_tokens": tokens,
         "mismatch/ess": ess,
+        "policy/grad_norm": gradient,
     }
 
 
@@ -32,7 +33,12 @@ def warned_at(rule, rows):
 
 
 def test_kl_and_entropy_are_per_token():
-    assert signals(row(kl=3.0, entropy=5.0, tokens=10.0, ess=0.5)) == {"kl": 0.3, "entropy": 0.5, "ess": 0.5}
+    assert signals(row(kl=3.0, entropy=5.0, tokens=10.0, ess=0.5, gradient=7.0)) == {
+        "kl": 0.3,
+        "entropy": 0.5,
+        "ess": 0.5,
+        "gradient": 7.0,
+    }
 
 
 def test_the_kl_of_a_stale_sampler_and_of_the_trainer_to_the_sampler_add_up():
@@ -51,6 +57,7 @@ def test_a_row_without_samples_of_the_policy_has_no_signals():
         (Limits(kl=0.2, memory=1e-9), {"kl": 3.0}, "KL to the reference of 0.3 nats per token, limit 0.2"),
         (Limits(entropy=0.5, memory=1e-9), {"entropy": 1.0}, "entropy per token at 0.25 of its first value"),
         (Limits(ess=0.1, memory=1e-9), {"ess": 0.05}, "effective sample size of 0.05 of the responses"),
+        (Limits(gradient=3.0, memory=1e-9), {"gradient": 8.0}, "gradient norm at 4 times its first value"),
     ],
 )
 def test_each_limit_gives_one_warning_with_value_limit_and_remedy(limits, bad, said):
