@@ -27,6 +27,7 @@ from rlhf.config.correction import (
 from rlhf.config.off_policy import DPPODivergence, M2POForm, OAPLAnchor
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Outputs
+from rlhf.objectives.objective import mismatch
 from tests import needs
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
@@ -234,3 +235,9 @@ def test_length_weighted_advantages_equal_those_of_the_other_implementation(arra
     batch = objective.credit(batch_of(arrays))
     expected = grouped(np.array(cases["verl_opo"]["figures"]["advantages"]))
     torch.testing.assert_close(batch.advantages[..., 0], expected)
+
+
+def test_the_kl_between_sampler_and_trainer_equals_that_of_the_other_implementation(arrays, cases):
+    batch = batch_of(arrays)
+    found = mismatch(batch.old_logprobs, batch)["mismatch/kl"].value()
+    assert found == pytest.approx(cases["verl_offpolicy_metrics"]["figures"]["k3_kl"], rel=1e-6)
