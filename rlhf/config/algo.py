@@ -14,6 +14,7 @@ from rlhf.config.correction import (
     Anchor,
     CorrectionConfig,
     CorrectionKind,
+    Covariance,
     CovarianceConfig,
     Level,
     Reject,
@@ -232,7 +233,7 @@ class PolicyGradientConfig(AlgoConfig):
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if `anchor` excludes the correction, or if the loss ignores a key that is set."""
+        """Yield an error if two settings contradict each other, or if the loss ignores a key that is set."""
         yield from AlgoConfig.problems(self, at)
         correction, anchor = self.correction, self.anchor
         if anchor is Anchor.behaviour and correction.kind is not CorrectionKind.none:
@@ -244,6 +245,12 @@ class PolicyGradientConfig(AlgoConfig):
             yield (
                 "algo.correction.reject and algo.correction.normalise must not be set with "
                 "algo.anchor=loglinear (they need the log-probs that this anchor saves); set algo.anchor=old"
+            )
+        limits = self.covariance.kind
+        if self.sequence_ratio and limits is not Covariance.none and "covariance.kind" not in self.unused():
+            yield (
+                f"algo.covariance.kind must be none for algo={self.name} (it limits single tokens, but the "
+                f"ratio is that of a whole response), got {limits.value}; set algo.covariance.kind=none"
             )
         default = type(self)()
         for key in self.unused():
@@ -339,6 +346,22 @@ class RLOOConfig(PolicyGradientConfig):
     kl_in: KLIn = KLIn.reward
     kl_estimator: KLEstimator = KLEstimator.k1
 
+    @property
+    def reads_anchor(self) -> bool:
+        """Whether the policy term, the importance weights or the KL term of the loss read the anchor."""
+        weighted = self.correction.kind is not CorrectionKind.none
+        ratio_of_kl = self.kl_coef > 0 and self.kl_in is KLIn.loss and self.kl_unbiased
+        return self.loss_type is RLOOLoss.clip or weighted or ratio_of_kl
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if `anchor` is set and the loss has no ratio."""
+        yield from PolicyGradientConfig.problems(self, at)
+        if self.anchor is not Anchor.old and not self.reads_anchor:
+            yield (
+                "algo.anchor must be old with algo.loss_type=reinforce (this loss has no ratio; "
+                f"algo.correction corrects for older samples), got {self.anchor.value}; set algo.anchor=old"
+            )
+
     def unused(self) -> tuple[str, ...]:
         """Return the keys of the clipped loss for `loss_type=reinforce`, which has no ratio."""
         reinforce = self.loss_type is RLOOLoss.reinforce
@@ -358,6 +381,15 @@ class GRPOConfig(PolicyGradientConfig):
     advantage: Advantage = Advantage.mean
     scale: Scale = Scale.group
     ties: Ties = Ties.keep
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning if the advantages of OPO are divided by a standard deviation."""
+        yield from PolicyGradientConfig.warnings(self, at)
+        if self.advantage is Advantage.opo and self.scale is not Scale.none:
+            yield (
+                f"algo.advantage=opo with algo.scale={self.scale.value} is not OPO (OPO does not divide "
+                "advantages by a standard deviation); set algo.scale=none"
+            )
 
 
 @option("algo", "dr_grpo", part="rlhf.objectives.dr_grpo:DrGRPO")

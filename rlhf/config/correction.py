@@ -153,3 +153,29 @@ class CovarianceConfig(Section):
     low: float = number(1.0, means="kind=clip: the smallest covariance of a limited token")
     high: float = number(5.0, means="kind=clip: the largest covariance of a limited token")
     coef: float = number(1.0, least=0, means="kind=kl: weight of the penalty |logp - old|")
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if no covariance is between the bounds."""
+        yield from Section.problems(self, at)
+        if self.kind is Covariance.clip and self.low >= self.high:
+            yield (
+                "algo.covariance.low must be < algo.covariance.high (the covariance of a limited token is "
+                f"between the two), got {self.low:g} and {self.high:g}; set algo.covariance.low=1 "
+                "algo.covariance.high=5"
+            )
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each key that is set and has no effect."""
+        default = CovarianceConfig()
+        users = {
+            "share": (Covariance.kl, Covariance.clip),
+            "low": (Covariance.clip,),
+            "high": (Covariance.clip,),
+            "coef": (Covariance.kl,),
+        }
+        for name, kinds in users.items():
+            if self.kind not in kinds and getattr(self, name) != getattr(default, name):
+                yield (
+                    f"algo.covariance.{name} has no effect with algo.covariance.kind={self.kind.value} (it "
+                    f"belongs to {' and '.join(kind.value for kind in kinds)})"
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -23,6 +24,9 @@ class DPPODivergence(Enum):
 
     tv = "tv"  # |p - q|
     kl = "kl"  # KL(q || p) of the two outcomes
+
+
+DEFAULT_LIMITS = {DPPODivergence.tv: 0.15, DPPODivergence.kl: 0.05}  # values of the authors, arXiv 2602.04879
 
 
 class OAPLAnchor(Enum):
@@ -55,6 +59,15 @@ class M2POConfig(UnclippedConfig):
         0.04, above=0, means="bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A"
     )
 
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the ratio of the loss is not the ratio that is limited."""
+        yield from UnclippedConfig.problems(self, at)
+        if self.anchor is not Anchor.behaviour:
+            yield (
+                "algo.anchor must be behaviour for algo=m2po (it limits ratios to the sampler), got "
+                f"{self.anchor.value}; set algo.anchor=behaviour"
+            )
+
 
 @option("algo", "topr", part="rlhf.objectives.topr:TOPR")
 @dataclass(kw_only=True, slots=True)
@@ -73,13 +86,26 @@ class DPPOConfig(UnclippedConfig):
 
     name: str = "dppo"
     divergence: DPPODivergence = DPPODivergence.tv
-    limit_low: float = number(
-        0.15, above=0, means="largest divergence of a token with A < 0 whose probability fell; 0.05 for kl"
+    limit_low: float | None = number(
+        None,
+        above=0,
+        means="largest divergence of a token with A < 0 whose probability fell; null: tv 0.15, kl 0.05",
+        remedy="null",
     )
-    limit_high: float = number(
-        0.15, above=0, means="largest divergence of a token with A > 0 whose probability rose; 0.05 for kl"
+    limit_high: float | None = number(
+        None,
+        above=0,
+        means="largest divergence of a token with A > 0 whose probability rose; null: tv 0.15, kl 0.05",
+        remedy="null",
     )
     cap: float = number(3.0, above=0, means="the largest ratio that weighs a token")
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The limits `limit_low` and `limit_high`; where they are null, the default of the divergence."""
+        default = DEFAULT_LIMITS[self.divergence]
+        low, high = (default if limit is None else limit for limit in (self.limit_low, self.limit_high))
+        return low, high
 
 
 @option("algo", "scalerl", part="rlhf.objectives.scalerl:ScaleRL")

@@ -38,13 +38,14 @@ class DPPO(DAPO):
         """Return the loss of each token [N, K, T], and which tokens are masked (bool)."""
         assert batch.advantages is not None
         now, advantages, moved = logprobs.detach(), batch.advantages, log_ratio.detach()
+        low, high = self.config.limits
         p, q = now.exp(), (now - moved).exp()
         if self.config.divergence is DPPODivergence.tv:
             divergence = (p - q).abs()
         else:
             divergence = -q * moved + (1 - q) * ((1 - q + EPS) / (1 - p + EPS)).log()
-        risen = (advantages > 0) & (p > q) & (divergence > self.config.limit_high)
-        fallen = (advantages < 0) & (p < q) & (divergence > self.config.limit_low)
+        risen = (advantages > 0) & (p > q) & (divergence > high)
+        fallen = (advantages < 0) & (p < q) & (divergence > low)
         masked = risen | fallen
         weight = moved.exp().clamp(max=self.config.cap).masked_fill(masked, 0.0)
         return -weight * advantages * logprobs, masked

@@ -113,6 +113,11 @@ PROBLEMS = {  # overrides: text that one of the problems must contain
     "algo=ppo algo.value_from=reward scorer=facts": "model.reward must name a reward model",
     "algo=ppo algo.correction.cap=0": "algo.correction.cap must be > 0",
     "algo=ppo algo.correction.low=1.5": "algo.correction.low and algo.correction.high must have 1 between",
+    "algo=rloo algo.loss_type=reinforce algo.anchor=behaviour": "algo.anchor must be old with algo.loss_type",
+    "algo=m2po algo.anchor=old": "algo.anchor must be behaviour for algo=m2po",
+    "algo=dppo algo.limit_low=0": "algo.limit_low must be > 0",
+    "algo=gspo algo.covariance.kind=kl": "algo.covariance.kind must be none for algo=gspo",
+    "algo=grpo algo.covariance.kind=clip algo.covariance.low=5": "algo.covariance.low must be < algo.cov",
     "objective_metric=eval/kl schedule.eval_every=0": "schedule.eval_every must be > 0 with objective_metric",
 }
 
@@ -136,6 +141,8 @@ WARNINGS = {  # overrides: text that one of the warnings must contain
     "algo=grpo algo.kl_estimator=k1 algo.kl_unbiased=false": "has a gradient of 0 on average",
     "algo=gspo algo.correction.kind=mask": "set algo.correction.level=sequence",
     "algo=grpo algo.correction.cap=3": "algo.correction.cap has no effect with algo.correction.kind=none",
+    "algo=grpo algo.covariance.share=0.1": "algo.covariance.share has no effect with algo.covariance.kind",
+    "algo=grpo algo.advantage=opo": "algo.advantage=opo with algo.scale=group is not OPO",
     "schedule.max_lag=1 schedule.update=in_flight": "two runs with the same config will differ",
     "schedule.total_episodes=256 optim.warmup=2": "lasts the whole run of 2 optimizer steps",
 }

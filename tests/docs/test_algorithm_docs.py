@@ -10,6 +10,7 @@ import pytest
 from rlhf.checks.check import problems
 from rlhf.config.catalogue import options
 from rlhf.config.compose import compose
+from rlhf.config.correction import Covariance, CovarianceConfig
 from rlhf.config.schema import SCHEMAS
 
 DOCS = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
@@ -57,4 +58,15 @@ def test_keys_and_defaults_are_those_of_the_section(algo):
 def test_every_key_of_an_algorithm_is_described():
     keys = {f.name for algo in ALGORITHMS for f in fields(SCHEMAS[f"schema/algo/{algo}"])}
     named = set(re.findall(r"`(?:algo\.)?([a-z_]+)(?:=[\w.]+)?`", DOCS))
-    assert keys - named == {"name", "covariance"}, "the docs name the keys of covariance"
+    assert keys - named == {"name"}
+
+
+def test_keys_and_defaults_of_covariance_are_those_of_the_section():
+    text = DOCS.partition("### KL-Cov and Clip-Cov\n")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.e-]+) \|", text, re.M)
+    section = CovarianceConfig()
+    assert {key: float(default) for key, default in rows} == {
+        field.name: getattr(section, field.name) for field in fields(section) if field.name != "kind"
+    }
+    kinds = re.findall(r"^\| `(\w+)` \((?:default|KL-Cov|Clip-Cov)\) \|", text, re.M)
+    assert kinds == [kind.value for kind in Covariance]
