@@ -18,8 +18,7 @@ from rlhf.config.correction import (
 )
 from rlhf.config.off_policy import M2POForm
 from rlhf.core.batch import Outputs
-from rlhf.objectives.correction import accepted, largest_kept
-from rlhf.objectives.m2po import clip_bound
+from rlhf.objectives.correction import accepted, clip_bound, largest_kept
 from tests.objectives.test_policy_gradient import LENGTHS, SCORES, batch_of, draw, objective_of, step
 
 TRUNCATE, DECOUPLED = CorrectionKind.truncate, CorrectionKind.decoupled
@@ -97,6 +96,19 @@ def test_a_loss_does_not_depend_on_the_size_of_micro_batches(name, option):
     rows = [torch.tensor([0]), torch.tensor([1])]
     parts = sum(total(batch.select(row), policy[row]) for row in rows)
     torch.testing.assert_close(parts, total(batch, policy))
+
+
+def test_normalised_weights_are_divided_by_their_mean_before_rejection():
+    settings = {"kind": DECOUPLED, "normalise": True, "reject_low": 0.5, "reject_high": None}
+    for level, mean in ((Level.token, (4 + 1 / 4 + 4 * 1) / 6), (Level.sequence, (1 + 1) / 2)):
+        correction = CorrectionConfig(reject=Reject.token, level=level, **settings)
+        batch = batch_of([[1.0, 0.0]], [[3, 3]])
+        batch.old_logprobs = batch.behaviour_logprobs.clone()
+        batch.old_logprobs[0, 0] += torch.tensor([math.log(4), -math.log(4), 0.0])
+        batch = objective_of("dapo", correction=correction).credit(batch)
+        raw = torch.tensor([[4.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
+        expected = raw if level is Level.token else (raw > 0).float()
+        torch.testing.assert_close(batch.per_token["weights"][0], expected / mean)
 
 
 def test_a_rejected_response_leaves_the_sum_and_the_count():
