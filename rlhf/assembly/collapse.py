@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf.config.algo import DPOConfig, PairWeighting, PolicyGradientConfig
+from rlhf.config.algo import DPOConfig, PairWeighting
 from rlhf.config.correction import Anchor, CorrectionKind
+from rlhf.config.policy_gradient import PolicyGradientConfig
 from rlhf.training.collapse import LIMITS, CollapseRule, Limits
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from rlhf.assembly.agreement import compared
 from rlhf.assembly.budgets import inference_budget, training_budget
 from rlhf.assembly.models import build_model, build_module, build_reference, load_model, loaded, trained_parts
 from rlhf.assembly.parts import part
-from rlhf.config.algo import PPOConfig, Trains
+from rlhf.config.algo import Trains
 from rlhf.config.model import Dtype
+from rlhf.config.policy_gradient import PPOConfig
 from rlhf.core.console import say
 from rlhf.engines.engine import Engine
 from rlhf.engines.frozen_engine import FrozenEngine

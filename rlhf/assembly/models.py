@@ -10,8 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.assembly.agreement import compared
 from rlhf.assembly.parts import part
-from rlhf.config.algo import PPOConfig, Trains, ValueFrom
+from rlhf.config.algo import Trains
 from rlhf.config.model import NanoConfig
+from rlhf.config.policy_gradient import PPOConfig, ValueFrom
 from rlhf.core.errors import UserError
 from rlhf.core.seeding import derive
 from rlhf.engines.optimizers import trained

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf.checks.rules import doubt, rule, training_rule
-from rlhf.config.algo import DPOConfig, PairWeighting, PolicyGradientConfig, Trains
+from rlhf.config.algo import DPOConfig, PairWeighting, Trains
 from rlhf.config.off_policy import OAPLAnchor, OAPLConfig
+from rlhf.config.policy_gradient import PolicyGradientConfig
 from rlhf.config.root import Config
 from rlhf.config.schema import plain
 

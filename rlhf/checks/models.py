@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf.checks.rules import rule
-from rlhf.config.algo import PPOConfig, Trains, ValueFrom
+from rlhf.config.algo import Trains
 from rlhf.config.backend import Device
 from rlhf.config.model import Dtype, NanoConfig, float16_needs_gpu
+from rlhf.config.policy_gradient import PPOConfig, ValueFrom
 from rlhf.config.root import Config
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
 from rlhf.core.machine import this_machine

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from rlhf.config.algo import CLIP_RANGE, CLIPPED_LOSS, AlgoConfig, GRPOConfig, Scale, Ties
+from rlhf.config.algo import AlgoConfig, Ties
 from rlhf.config.correction import Anchor, Level
+from rlhf.config.policy_gradient import CLIP_RANGE, CLIPPED_LOSS, GRPOConfig, Scale
 from rlhf.config.schema import number, option
 
 

@@ -13,12 +13,13 @@ from omegaconf import MISSING, OmegaConf
 
 from rlhf.config import off_policy as off_policy  # registers its options
 from rlhf.config import search as search  # registers its settings
-from rlhf.config.algo import AlgoConfig, Data, PPOConfig, Trains, ValueFrom
+from rlhf.config.algo import AlgoConfig, Data, Trains
 from rlhf.config.backend import BackendConfig
 from rlhf.config.best_generator import best_generator
 from rlhf.config.generator import GeneratorConfig
 from rlhf.config.logger import LoggersConfig
 from rlhf.config.model import ModelConfig
+from rlhf.config.policy_gradient import PPOConfig, ValueFrom
 from rlhf.config.run import Progress, Resume, StagesConfig
 from rlhf.config.schedule import DEFAULT_EPOCHS, EvalConfig, OptimConfig, ScheduleConfig
 from rlhf.config.schema import Section, number

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rlhf.config.algo import PPOConfig, Trains, ValueFrom
+from rlhf.config.algo import Trains
 from rlhf.config.model import NanoConfig
+from rlhf.config.policy_gradient import PPOConfig, ValueFrom
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
 from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.memory.model_size import adapter_parameters, module_parameters, named_size, nano_size

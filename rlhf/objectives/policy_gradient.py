@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf.config.algo import KLIn
 from rlhf.config.correction import Anchor, Covariance
+from rlhf.config.policy_gradient import KLIn
 from rlhf.core.metrics import mean
 from rlhf.objectives.advantages import kl_estimate
 from rlhf.objectives.anchor import anchor_logprobs
@@ -43,7 +43,7 @@ from rlhf.objectives.covariance import limited, with_limited
 from rlhf.objectives.objective import Objective, mismatch, old_or_behaviour, sampler_logprobs
 
 if TYPE_CHECKING:
-    from rlhf.config.algo import PolicyGradientConfig
+    from rlhf.config.policy_gradient import PolicyGradientConfig
     from rlhf.core.batch import Batch, Outputs
     from rlhf.core.metrics import Metrics, Stat
     from rlhf.objectives.objective import Counts, Forward, Losses

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlhf.config.algo import Scale
+from rlhf.config.policy_gradient import Scale
 from rlhf.objectives.advantages import centred
 from rlhf.objectives.grpo import GRPO
 

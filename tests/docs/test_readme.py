@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import plan
-from rlhf.config import algo
+from rlhf.config import policy_gradient
 from rlhf.config.algo import AlgoConfig
 from rlhf.config.schema import PARTS, SCHEMAS
 from rlhf.core.machine import Machine
@@ -34,8 +34,8 @@ def reinforce(tmp_path, monkeypatch) -> Iterator[type[AlgoConfig]]:
     spec = spec_from_file_location(name, file)
     monkeypatch.setitem(sys.modules, name, module_from_spec(spec))
     spec.loader.exec_module(sys.modules[name])
-    names = dict(vars(algo))
-    exec(section, names)  # the README appends this code to rlhf/config/algo.py
+    names = dict(vars(policy_gradient))
+    exec(section, names)  # the README appends this code to rlhf/config/policy_gradient.py
     yield names["ReinforceConfig"]
     del PARTS[SCHEMAS.pop("schema/algo/reinforce")]
 

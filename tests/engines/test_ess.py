@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.config.algo import DPOConfig, GRPOConfig
+from rlhf.config.algo import DPOConfig
 from rlhf.config.model import Dtype
+from rlhf.config.policy_gradient import GRPOConfig
 from rlhf.config.schedule import ESSScaling, LRSchedule, OptimConfig
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.torch_engine import TorchEngine

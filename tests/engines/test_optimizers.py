@@ -6,8 +6,9 @@ from copy import deepcopy
 import pytest
 import torch
 
-from rlhf.config.algo import PPOConfig, SFTConfig
+from rlhf.config.algo import SFTConfig
 from rlhf.config.model import LoRAConfig
+from rlhf.config.policy_gradient import PPOConfig
 from rlhf.config.schedule import OptimConfig, Optimizer
 from rlhf.core.batch import Budget
 from rlhf.engines.optimizers import hidden_matrices

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.algo import Advantage, KLIn, RLOOLoss, Scale
 from rlhf.config.correction import (
     Anchor,
     CorrectionConfig,
@@ -25,6 +24,7 @@ from rlhf.config.correction import (
     Reject,
 )
 from rlhf.config.off_policy import DPPODivergence, M2POForm, OAPLAnchor
+from rlhf.config.policy_gradient import Advantage, KLIn, RLOOLoss, Scale
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Outputs
 from rlhf.objectives.objective import mismatch

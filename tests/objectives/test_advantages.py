@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhf.config.algo import KLEstimator, Scale
+from rlhf.config.policy_gradient import KLEstimator, Scale
 from rlhf.objectives.advantages import gae, group_centred, kl_estimate, leave_one_out, whiten
 
 

@@ -7,15 +7,9 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.algo import (
-    KLEstimator,
-    KLIn,
-    PolicyGradientConfig,
-    RLOOLoss,
-    Scale,
-    Ties,
-)
+from rlhf.config.algo import Ties
 from rlhf.config.correction import CorrectionConfig, CorrectionKind, Level
+from rlhf.config.policy_gradient import KLEstimator, KLIn, PolicyGradientConfig, RLOOLoss, Scale
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Outputs
 from rlhf.objectives.objective import Objective

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from rlhf.assembly.parts import make
-from rlhf.config.algo import BestOfKConfig, DPOConfig, RLOOConfig
+from rlhf.config.algo import BestOfKConfig, DPOConfig
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.config.model import Dtype
+from rlhf.config.policy_gradient import RLOOConfig
 from rlhf.config.scorer import FunctionScorerConfig, LabelsScorerConfig, ScorerConfig
 from rlhf.core.batch import Batch, Rollouts
 from rlhf.core.encoding import encode_completions, encode_prompts
