@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import resource
 import shutil
-import subprocess
 import traceback
 from functools import cache
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.atlas.design import ROOT, Design, Run
+from benchmarks.atlas.design import Design, Run
 from benchmarks.atlas.record import DIVERGED, FAILED, FINISHED, Row, row
 from rlhf.checks.check import typed
 from rlhf.checks.composing import composed
@@ -91,18 +90,11 @@ def read_row(design: Design, run: Run, folder: Path, status: str, error: str | N
 
 @cache
 def commit() -> str:
-    """Return the commit of the code at the first call, marked if the code has changes; see `changed`."""
-    found = git_commit()
+    """Return the commit of the code at the first call, marked if the code has changes."""
+    found = git_commit(excluding=RESULTS)
     if found is None:
         return "unknown"
-    return found["commit"][:10] + (" + changes" if changed(ROOT) else "")
-
-
-def changed(repository: Path) -> bool:
-    """Return whether tracked files of a repository, other than those in `RESULTS`, differ from its commit."""
-    paths = [".", *(f":(exclude){path}" for path in RESULTS)]
-    command = ["git", "status", "--porcelain", "--untracked-files=no", "--", *paths]
-    return bool(subprocess.run(command, cwd=repository, capture_output=True, check=True).stdout)
+    return found["commit"][:10] + (" + changes" if found["changed"] else "")
 
 
 def first_line(error: Exception) -> str:

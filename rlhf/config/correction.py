@@ -7,7 +7,7 @@ A bound on w is stated as a bound of w itself, never of its logarithm or its inv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -114,11 +114,7 @@ class CorrectionConfig(Section):
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each key that is set and has no effect."""
-        default = CorrectionConfig()
-        kind, by = (
-            f"algo.correction.kind={self.kind.value}",
-            f"algo.correction.reject_by={self.reject_by.value}",
-        )
+        kind, by = f"{at}.kind={self.kind.value}", f"{at}.reject_by={self.reject_by.value}"
         uses = {
             "cap": (self.kind is CorrectionKind.truncate, kind, "truncate"),
             "floor": (self.kind is CorrectionKind.truncate, kind, "truncate"),
@@ -127,19 +123,17 @@ class CorrectionConfig(Section):
             "normalise": (self.kind is not CorrectionKind.none, kind, "truncate, mask and decoupled"),
         }
         if self.reject is None:
-            nothing = "algo.correction.reject=null"
+            nothing = f"{at}.reject=null"
             names = ("reject_by", "reject_low", "reject_high", "reject_limit", "reject_counted")
             uses |= {name: (False, nothing, "a rejection") for name in names}
         elif self.reject is Reject.m2:
             bounds = ("reject_by", "reject_low", "reject_high")
-            uses |= {name: (False, "algo.correction.reject=m2", "other rejections") for name in bounds}
+            uses |= {name: (False, f"{at}.reject=m2", "other rejections") for name in bounds}
         else:
             bands = self.reject_by is Divergence.k1
             uses |= {name: (bands, by, "k1") for name in ("reject_low", "reject_high")}
             uses["reject_limit"] = (not bands, by, "k2 and k3")
-        for name, (used, setting, owner) in uses.items():
-            if not used and getattr(self, name) != getattr(default, name):
-                yield f"algo.correction.{name} has no effect with {setting} (it belongs to {owner})"
+        yield from without_effect(self, at, uses)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -166,16 +160,25 @@ class CovarianceConfig(Section):
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each key that is set and has no effect."""
-        default = CovarianceConfig()
-        users = {
-            "share": (Covariance.kl, Covariance.clip),
-            "low": (Covariance.clip,),
-            "high": (Covariance.clip,),
-            "coef": (Covariance.kl,),
+        kind = f"{at}.kind={self.kind.value}"
+        uses = {
+            "share": (self.kind is not Covariance.none, kind, "kl and clip"),
+            "low": (self.kind is Covariance.clip, kind, "clip"),
+            "high": (self.kind is Covariance.clip, kind, "clip"),
+            "coef": (self.kind is Covariance.kl, kind, "kl"),
         }
-        for name, kinds in users.items():
-            if self.kind not in kinds and getattr(self, name) != getattr(default, name):
-                yield (
-                    f"algo.covariance.{name} has no effect with algo.covariance.kind={self.kind.value} (it "
-                    f"belongs to {' and '.join(kind.value for kind in kinds)})"
-                )
+        yield from without_effect(self, at, uses)
+
+
+def without_effect(section: Section, at: str, uses: Mapping[str, tuple[bool, str, str]]) -> Iterator[str]:
+    """Yield a warning for each key of a section that is not used, but differs from its default.
+
+    Args:
+        section: the section.
+        at: key of the section.
+        uses: for each key, whether it is used, the setting that decides this, and what uses the key.
+    """
+    default = type(section)()
+    for name, (used, setting, owner) in uses.items():
+        if not used and getattr(section, name) != getattr(default, name):
+            yield f"{at}.{name} has no effect with {setting} (it belongs to {owner})"

@@ -138,6 +138,11 @@ class PolicyGradientConfig(AlgoConfig):
                     f"{value.value if isinstance(value, Enum) else plain(value)}; set algo.{key}={unset}"
                 )
 
+    @property
+    def reads_anchor(self) -> bool:
+        """Whether the loss reads the log-probs of `anchor`."""
+        return True
+
     def unused(self) -> tuple[str, ...]:
         """Return the keys of the clipped loss that the loss of this algorithm does not use."""
         return ()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf.config.correction import Anchor
-from rlhf.objectives.objective import sampler_logprobs
+from rlhf.objectives.objective import before_update, sampler_logprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +32,9 @@ def anchor_logprobs(logprobs: Tensor, batch: Batch, anchor: Anchor) -> Tensor:
         batch: the micro-batch; without `old_logprobs`, the policy has not changed since the update began.
         anchor: the policy in the denominator of the ratio.
     """
-    current = logprobs.detach()
     if anchor is Anchor.old:
-        return current if batch.old_logprobs is None else batch.old_logprobs
+        return before_update(logprobs, batch)
+    current = logprobs.detach()
     behaviour = sampler_logprobs(logprobs, batch)
     if anchor is Anchor.behaviour:
         return behaviour

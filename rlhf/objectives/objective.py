@@ -38,8 +38,8 @@ NEEDS = {
     "one optimizer step, where behaviour_logprobs are the same",
     "ratio": "old_logprobs for ratios in the loss; not computed for a batch with one optimizer step, whose "
     "forward gives them",
-    "correction": "old_logprobs for importance weights in `credit`; not computed for an on-policy batch with "
-    "one optimizer step whose sampler computes the same log-probs as the trainer",
+    "correction": "old_logprobs for weights and limits that `credit` computes; not computed for an "
+    "on-policy batch with one optimizer step whose sampler computes the same log-probs as the trainer",
     "values": "values of a value model",
     "entropy": "entropy of the next-token distribution, in the outputs of the training forward",
     "log_sum_squares": "log of the sum of the squared next-token probabilities, in the outputs of the "
@@ -163,19 +163,29 @@ def old_or_behaviour(batch: Batch) -> Tensor:
     return logprobs
 
 
-def sampler_logprobs(logprobs: Tensor, batch: Batch) -> Tensor:
-    """Return the log-probs [N, K, T] of the policy that sampled, without gradient.
-
-    For a batch with `on_policy`, the result is computed from the trainer just before the update. Otherwise
-    the rounding of the sampler would change weights and masks, and an on-policy run with a correction would
-    differ from the run without it.
+def before_update(logprobs: Tensor, batch: Batch) -> Tensor:
+    """Return the log-probs [N, K, T] of the trainer just before the update, without gradient.
 
     Args:
         logprobs: log-probs [N, K, T] of the policy being trained.
         batch: the micro-batch; without `old_logprobs`, the policy has not changed since the update began.
     """
+    return logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+
+
+def sampler_logprobs(logprobs: Tensor, batch: Batch) -> Tensor:
+    """Return the log-probs [N, K, T] of the policy that sampled, without gradient.
+
+    For a batch with `on_policy`, these are those of `before_update`. Otherwise the rounding of the sampler
+    would change weights and masks, and an on-policy run with a correction would differ from the run without
+    it.
+
+    Args:
+        logprobs: log-probs [N, K, T] of the policy being trained.
+        batch: the micro-batch.
+    """
     if batch.on_policy:
-        return logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        return before_update(logprobs, batch)
     assert batch.behaviour_logprobs is not None
     return batch.behaviour_logprobs
 
@@ -194,7 +204,7 @@ def mismatch(logprobs: Tensor, batch: Batch) -> Metrics:
     """
     assert batch.behaviour_logprobs is not None
     mask, now, sampler = batch.response_mask, logprobs.detach(), batch.behaviour_logprobs
-    lag = (now if batch.old_logprobs is None else batch.old_logprobs) - sampler
+    lag = before_update(now, batch) - sampler
     return {
         "policy/approxkl": mean(0.5 * (now - old_or_behaviour(batch)).square(), mask),
         "mismatch/kl": mean(torch.expm1(lag) - lag, mask),

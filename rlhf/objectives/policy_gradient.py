@@ -60,9 +60,9 @@ class PolicyGradient(Objective):
         self.config = config
         self.kl_coef = config.kl_coef
         self.needs = frozenset({"ref_logprobs"})
-        if config.anchor is Anchor.old:
+        if config.anchor is Anchor.old and config.reads_anchor:
             self.needs |= {"ratio"}
-        if self.kl_in_reward and config.anchor is Anchor.old:
+        if config.anchor is Anchor.old and self.credits_kl:
             self.needs |= {"old_logprobs"}
         if config.correction.coupled or config.covariance.kind is not Covariance.none:
             self.needs |= {"correction"}
@@ -73,6 +73,11 @@ class PolicyGradient(Objective):
     def kl_in_reward(self) -> bool:
         """Return True if the KL penalty is subtracted from the rewards."""
         return self.config.kl_in is KLIn.reward and self.config.kl_coef > 0
+
+    @property
+    def credits_kl(self) -> bool:
+        """Return True if `credit` estimates the KL."""
+        return self.kl_in_reward
 
     @property
     def kl_in_loss(self) -> bool:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhf.config.correction import Anchor
 from rlhf.core.metrics import Stat, mean
 from rlhf.objectives.advantages import gae, whiten
 from rlhf.objectives.policy_gradient import PolicyGradient
@@ -48,8 +47,11 @@ class PPO(PolicyGradient):
         super().__init__(config)
         self.needs |= {"values"}
         self.loss_weights = {"value": config.vf_coef}
-        if config.kl_target is not None and config.anchor is Anchor.old:
-            self.needs |= {"old_logprobs"}
+
+    @property
+    def credits_kl(self) -> bool:
+        """Return True if the rewards contain the KL, or the KL coefficient adapts to it."""
+        return self.kl_in_reward or self.config.kl_target is not None
 
     def describe(self, batch: Batch) -> Metrics:
         """Return the `objective/` metrics of an annotated batch and the current KL coefficient."""

@@ -37,11 +37,6 @@ class RLOO(PolicyGradient):
 
     config: RLOOConfig
 
-    def __init__(self, config: RLOOConfig) -> None:
-        super().__init__(config)
-        if not config.reads_anchor:
-            self.needs -= {"ratio"}
-
     def advantages(self, rewards: Tensor) -> Tensor:
         """Return each reward [N, K] minus the mean of the other rewards of its prompt."""
         return leave_one_out(rewards)

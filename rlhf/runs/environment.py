@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,12 @@ def requirements() -> list[str]:
         return []
 
 
-def git_commit() -> dict[str, Any] | None:
-    """Return the git commit of the code and whether tracked files have changes; None without a repository."""
+def git_commit(excluding: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Return the git commit of the code and whether tracked files have changes; None without a repository.
+
+    Args:
+        excluding: folders of the repository whose changes do not count.
+    """
     file = Path(__file__)
 
     def git(*arguments: str) -> str:
@@ -86,7 +91,9 @@ def git_commit() -> dict[str, Any] | None:
     try:
         if git("ls-files", file.name) != file.name:  # installed inside a repository of another project
             return None
-        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+        paths = [":/", *(f":(top,exclude){folder}" for folder in excluding)]
+        changes = git("status", "--porcelain", "-uno", "--", *paths)
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(changes)}
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -31,6 +31,7 @@ from benchmarks.generated import fill
 from rlhf.checks.check import as_objects, problems
 from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
+from rlhf.runs import environment
 from tests.docs.snapshots import objects
 
 
@@ -547,7 +548,7 @@ def test_a_cell_that_is_not_part_of_the_study_ends_the_command_with_exit_code_2(
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_results_and_figures_are_no_changes_of_the_code(tmp_path):
+def test_results_and_figures_are_no_changes_of_the_code(tmp_path, monkeypatch):
     def git(*arguments):
         identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
         subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
@@ -563,21 +564,21 @@ def test_results_and_figures_are_no_changes_of_the_code(tmp_path):
     for file in results:
         file.write_text("after")
     (tmp_path / "rlhf/new").write_text("not tracked")
-    assert not worker.changed(tmp_path)
+    monkeypatch.setattr(environment, "__file__", str(code[0]))
+    assert not worker.commit.__wrapped__().endswith(" + changes")
     for file in code:
         file.write_text("after")
-        assert worker.changed(tmp_path)
+        assert worker.commit.__wrapped__().endswith(" + changes")
         git("checkout", "--", str(file))
 
 
 def test_the_version_of_a_row_is_the_commit_with_a_mark_for_changes(monkeypatch):
-    for found, differs, expected in (
-        ({"commit": "0123456789abcdef", "changed": True}, False, "0123456789"),
-        ({"commit": "0123456789abcdef", "changed": True}, True, "0123456789 + changes"),
-        (None, False, "unknown"),
+    for found, expected in (
+        ({"commit": "0123456789abcdef", "changed": False}, "0123456789"),
+        ({"commit": "0123456789abcdef", "changed": True}, "0123456789 + changes"),
+        (None, "unknown"),
     ):
-        monkeypatch.setattr(worker, "git_commit", lambda found=found: found)
-        monkeypatch.setattr(worker, "changed", lambda _, differs=differs: differs)
+        monkeypatch.setattr(worker, "git_commit", lambda excluding, found=found: found)
         assert worker.commit.__wrapped__() == expected
 
 
