@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -60,14 +59,9 @@ class M2POConfig(UnclippedConfig):
         0.04, above=0, means="bound of the mean of (log ratio)^2 over the tokens whose ratio rises with A"
     )
 
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the ratio of the loss is not the ratio that is limited."""
-        yield from UnclippedConfig.problems(self, at)
-        if self.anchor is not Anchor.behaviour:
-            yield (
-                "algo.anchor must be behaviour for algo=m2po (it limits ratios to the sampler), got "
-                f"{self.anchor.value}; set algo.anchor=behaviour"
-            )
+    def unused(self) -> tuple[str, ...]:
+        """Return the keys of PPO's clipped loss, and `anchor`: the limited ratio is that to the sampler."""
+        return (*UnclippedConfig.unused(self), "anchor")
 
 
 @option("algo", "topr", part="rlhf.objectives.topr:TOPR")
@@ -88,16 +82,10 @@ class DPPOConfig(UnclippedConfig):
     name: str = "dppo"
     divergence: DPPODivergence = DPPODivergence.tv
     limit_low: float | None = number(
-        None,
-        above=0,
-        means="largest divergence of a token with A < 0 whose probability fell; null: tv 0.15, kl 0.05",
-        remedy="null",
+        None, above=0, means="A < 0: largest fall in probability; null: tv 0.15, kl 0.05", remedy="null"
     )
     limit_high: float | None = number(
-        None,
-        above=0,
-        means="largest divergence of a token with A > 0 whose probability rose; null: tv 0.15, kl 0.05",
-        remedy="null",
+        None, above=0, means="A > 0: largest rise in probability; null: tv 0.15, kl 0.05", remedy="null"
     )
     cap: float = number(3.0, above=0, means="the largest ratio that weighs a token")
 

@@ -114,7 +114,7 @@ PROBLEMS = {  # overrides: text that one of the problems must contain
     "algo=ppo algo.correction.cap=0": "algo.correction.cap must be > 0",
     "algo=ppo algo.correction.low=1.5": "algo.correction.low and algo.correction.high must have 1 between",
     "algo=rloo algo.loss_type=reinforce algo.anchor=behaviour": "algo.anchor must be old with algo.loss_type",
-    "algo=m2po algo.anchor=old": "algo.anchor must be behaviour for algo=m2po",
+    "algo=m2po algo.anchor=old": "algo.anchor must not be set for algo=m2po",
     "algo=dppo algo.limit_low=0": "algo.limit_low must be > 0",
     "algo=gspo algo.covariance.kind=kl": "algo.covariance.kind must be none for algo=gspo",
     "algo=grpo algo.covariance.kind=clip algo.covariance.low=5": "algo.covariance.low must be < algo.cov",
