@@ -65,14 +65,19 @@ class Prompts:
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor):
-                moved[f.name] = value.to(device)
+                moved[f.name] = moved_to(device, value)
             elif isinstance(value, dict):
-                moved[f.name] = {name: part.to(device) for name, part in value.items()}
+                moved[f.name] = {name: moved_to(device, part) for name, part in value.items()}
         return replace(self, **moved)
 
     def extend(self, kind: type[B], **added: Any) -> B:
         """Return an instance of the subclass `kind` with the fields of `self` and the fields `added`."""
         return kind(**{f.name: getattr(self, f.name) for f in fields(self)}, **added)
+
+
+def moved_to(device: torch.device, x: Tensor) -> Tensor:
+    """Return `x` on `device`. A copy to a GPU does not wait until the GPU has finished its earlier work."""
+    return x.to(device, non_blocking=device.type != "cpu")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -47,16 +47,6 @@ class Stat:
             self.total + later.total, self.count + later.count, self.how, self.squares + later.squares
         )
 
-    def plain(self) -> Stat:
-        """Return this metric with Python floats instead of tensors."""
-        return Stat(float(self.total), float(self.count), self.how, float(self.squares))
-
-    def numbers(self) -> Tensor:
-        """Return total, count and squares as a float64 tensor [3], on the device of the metric."""
-        parts = (self.total, self.count, self.squares)
-        device = next((part.device for part in parts if isinstance(part, Tensor)), None)
-        return torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts])
-
     def with_numbers(self, total: float, count: float, squares: float) -> Stat:
         """Return a metric with the same `how` and with the given numbers (see `numbers`)."""
         return Stat(total, count, self.how, squares)
@@ -108,6 +98,30 @@ def merge(into: Metrics, added: Metrics) -> None:
     """Merge the metrics `added` into `into`, in place."""
     for name, stat in added.items():
         into[name] = into[name].merge(stat) if name in into else stat
+
+
+def numbers(metrics: Metrics) -> list[list[float]]:
+    """Return total, count and squares of each metric, in the order of `metrics`.
+
+    All numbers of a device are read at once, so that a GPU is waited for once.
+    """
+    table = [[stat.total, stat.count, stat.squares] for stat in metrics.values()]
+    places: dict[torch.device, list[tuple[int, int]]] = {}
+    for row, parts in enumerate(table):
+        for column, part in enumerate(parts):
+            if isinstance(part, Tensor):
+                places.setdefault(part.device, []).append((row, column))
+    for found in places.values():
+        read = torch.stack([torch.as_tensor(table[i][j]).double() for i, j in found]).tolist()
+        for (row, column), value in zip(found, read, strict=True):
+            table[row][column] = value
+    return [[float(part) for part in parts] for parts in table]
+
+
+def plain(metrics: Metrics) -> Metrics:
+    """Return metrics with Python floats instead of tensors."""
+    rows = zip(metrics.items(), numbers(metrics), strict=True)
+    return {name: stat.with_numbers(*row) for (name, stat), row in rows}
 
 
 class Timer:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rlhf.core.batch import microbatches
+from rlhf.core.batch import microbatches, moved_to
 from rlhf.models.precision import autocast
 
 if TYPE_CHECKING:
@@ -40,15 +40,16 @@ def infer(
     # Not inference_mode: weights that ZeRO-3 gathers in inference mode cannot be trained later.
     with torch.no_grad(), autocast(ranks.device, dtype):
         for rows, micro, counts in microbatches(rollouts, budget, ranks.rank, ranks.size):
-            out = getattr(module(micro.to(ranks.device)), field).float().to(home)
+            out = getattr(module(micro.to(ranks.device)), field).float()
             if whole is None:
                 shape = list(rollouts.response_ids.shape[: out.dim()])
                 if out.dim() == 3:  # T log-probs, or T+1 values
                     shape[2] += out.shape[2] - micro.response_ids.shape[2]
-                whole = torch.zeros(shape, dtype=torch.float32, device=home)
+                whole = torch.zeros(shape, dtype=torch.float32, device=ranks.device)
+            rows = moved_to(ranks.device, rows)
             if counts and out.dim() == 3:
                 whole[rows, :, : out.shape[2]] = out
             elif counts:
                 whole[rows] = out
     assert whole is not None, "infer needs at least one prompt"
-    return ranks.sum(whole)
+    return ranks.sum(whole).to(home)  # the only wait for the GPU

@@ -169,19 +169,21 @@ class Policy(RolloutModule):
                 log-probs.
         """
         mask = batch.response_mask
+        # An index by a mask would wait for the GPU after the model ran, and again in the backward pass.
+        real = mask.flatten().nonzero()[:, 0]
         with nullcontext() if self.adapters else without_adapters(self.model):
             hidden = self.states(batch, last=False)
             head = self.model.get_output_embeddings()
             found: TokenOutputs = head(
-                hidden[mask],
-                targets=batch.response_ids[mask],
+                hidden.flatten(0, 2).index_select(0, real),
+                targets=batch.response_ids.flatten()[real],
                 temperature=self.temperature / self.logit_scale,
                 extras=extras,
             )
-        zeros = torch.zeros(mask.shape, dtype=found.logprobs.dtype, device=mask.device)
+        zeros = torch.zeros(mask.numel(), dtype=found.logprobs.dtype, device=mask.device)
         return Outputs(
             **{
-                name: None if x is None else zeros.masked_scatter(mask, x)
+                name: None if x is None else zeros.index_copy(0, real, x).view(mask.shape)
                 for name, x in found._asdict().items()
             }
         )

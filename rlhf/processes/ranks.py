@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlhf.core import launched
 from rlhf.core.errors import Interrupted, RunError, UserError
-from rlhf.core.metrics import merge
+from rlhf.core.metrics import merge, numbers
 from rlhf.processes.interfaces import choose_interfaces
 
 if TYPE_CHECKING:
@@ -163,14 +163,14 @@ class Ranks:
         """Return the merged metrics of all ranks; every rank must have the same names of metrics."""
         if self.size == 1 or not figures:
             return figures
-        own = torch.stack([stat.numbers() for stat in figures.values()]).cpu()
+        own = torch.tensor(numbers(figures), dtype=torch.float64)
         tables = [torch.empty_like(own) for _ in range(self.size)]
         with together():
             dist.all_gather(tables, own)
         merged: Metrics = {}
         for table in tables:
             parts = zip(figures.items(), table.tolist(), strict=True)
-            merge(merged, {name: stat.with_numbers(*numbers) for (name, stat), numbers in parts})
+            merge(merged, {name: stat.with_numbers(*row) for (name, stat), row in parts})
         return merged
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.batch import Batch
-from rlhf.core.metrics import How, Stat, Timer, mean, merge
+from rlhf.core.metrics import How, Stat, Timer, mean, merge, plain
 from rlhf.training.collapse import METRIC, CollapseRule
 from rlhf.training.comparison import against_initial
 from rlhf.training.invariants import EXPECTED, broken_invariants
@@ -105,7 +105,7 @@ class Recorder:
             }
         )
         # Plain floats, because a checkpoint stores floats: sums are then the same with and without a resume.
-        self.figures = {name: stat.plain() for name, stat in self.figures.items()}
+        self.figures = plain(self.figures)
         for logger in self.loggers:
             logger.updated(self.figures, state)
         if state.due(self.log_every, at_end=True):

@@ -1,6 +1,6 @@
 """Program of one rank in test_backends.py: executes training steps of backends on tiny models.
 
-    python -m tests.end_to_end.backend_steps <backends, comma-separated> <folder> [<other folder>]
+    python -m tests.end_to_end.backend_steps <device> <backends, comma-separated> <folder> [<other folder>]
 
 The first rank writes the results of each backend to <folder>/<backend>.pt. The other folder has checkpoints
 of a different number of ranks, from which every backend also resumes. Three ranks do nothing else.
@@ -218,13 +218,14 @@ class Steps:
         with counted_gathers() as gathered:
             rows = [figures(engine, batch, objective) for _ in range(2)]
         kept = weights(engine)
+        ids = torch.arange(2, 9, device=self.ranks.device)[None]
         with engine.borrow_policy() as model, torch.no_grad():
-            logits = model(torch.arange(2, 9, device=self.ranks.device)[None]).logits.cpu()
+            logits = model(ids).logits
             whole = {str(parameter.dtype) for parameter in model.parameters()}
-        model = tiny_lm()
+        model = tiny_lm().to(self.ranks.device)
         model.load_state_dict(kept)
-        with autocast(torch.device("cpu"), Dtype.bfloat16), torch.no_grad():
-            expected = model(torch.arange(2, 9)[None]).logits
+        with autocast(self.ranks.device, Dtype.bfloat16), torch.no_grad():
+            expected = model(ids).logits
         return {
             "rows": rows,
             "weights": kept,
@@ -258,7 +259,7 @@ class Steps:
             folder = self.folder / kind
             with engine.borrow_policy() as model, torch.no_grad():
                 for _ in range(1 + self.ranks.rank):  # decoding must not wait for other ranks
-                    logits = model(torch.arange(2, 9)[None]).logits
+                    logits = model(torch.arange(2, 9, device=self.ranks.device)[None]).logits
             time.sleep(0.3 * self.ranks.rank)
             engine.save_model(folder)
             found[kind] = {
@@ -383,8 +384,8 @@ def trainable(module: torch.nn.Module) -> int:
     return sum(parameter.requires_grad for parameter in module.parameters())
 
 
-def main(backends: str, folder: Path, other: Path | None) -> None:
-    ranks = Ranks.join(torch.device("cpu"), 120.0)
+def main(device: str, backends: str, folder: Path, other: Path | None) -> None:
+    ranks = Ranks.join(torch.device(device), 120.0)
     torch.set_num_threads(1)
     for name in backends.split(","):
         steps = Steps(name, ranks, folder)
@@ -398,4 +399,4 @@ def main(backends: str, folder: Path, other: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None)
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]) if len(sys.argv) > 4 else None)

@@ -1,4 +1,7 @@
-"""Tests that every backend on one and two ranks (gloo, CPU) gives the results of plain torch on one rank."""
+"""Tests that every backend gives the results of plain torch on one rank of the CPU.
+
+The backends run on one and two ranks (gloo, CPU), and on two ranks with a pretended GPU each.
+"""
 
 import json
 import os
@@ -15,7 +18,7 @@ from safetensors.torch import load_file
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.runs.folder import RunFolder
-from tests import needs
+from tests import needs, pretended_gpu
 from tests.end_to_end.conftest import TINY, assert_same_end, rows
 
 pytestmark = pytest.mark.forks
@@ -23,6 +26,7 @@ pytestmark = pytest.mark.forks
 BACKENDS = ("torch", "zero0", "zero1", "zero2", "zero3")
 OFFLOADS = ("zero2_offload", "zero3_offload")
 SIZES = (1, 2)
+GPUS = "2 GPUs"  # two ranks with a pretended GPU each, see tests/pretended_gpu
 LIMIT_S = 500
 
 # DeepSpeed needs minutes to compile its CPU optimizer, so its tests run only if it is already compiled.
@@ -30,7 +34,13 @@ EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" 
 BUILT = any(EXTENSIONS.glob("**/cpu_adam/cpu_adam.so"))
 needs_cpu_adam = pytest.mark.skipif(not BUILT, reason=needs.CPU_ADAM)
 
-PLAIN = [pytest.param(size, name, id=f"{name} on {size}") for size in SIZES for name in BACKENDS]
+pretended = pytest.mark.skipif(bool(NO_GPUS := pretended_gpu.unavailable()), reason=str(NO_GPUS))
+
+PLAIN = [
+    pytest.param(size, name, id=f"{name} on {size}", marks=pretended if size == GPUS else ())
+    for size in (*SIZES, GPUS)
+    for name in BACKENDS
+]
 OFFLOAD = [
     pytest.param(size, name, id=f"{name} on {size}", marks=needs_cpu_adam)
     for size in SIZES
@@ -44,12 +54,18 @@ RESHARDED = [  # resumed from a checkpoint of two ranks
 EVERY = [*PLAIN[1:], *OFFLOAD]  # all except plain torch on one rank, which the others are compared with
 
 
-def ranks(size: int, *words: object) -> None:
-    """Run a module of the tests in `size` processes with the environment variables of torchrun."""
+def ranks(size: int, *words: object, gpus: bool = False) -> None:
+    """Run a module of the tests in `size` processes with the environment variables of torchrun.
+
+    With `gpus`, each process has a pretended GPU. With -s it is not forked (tests/forks.py), because the
+    library of the device must be loaded before torch.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    if gpus:
+        environment |= {**pretended_gpu.environment(), "LOCAL_WORLD_SIZE": str(size)}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     processes = []
@@ -57,7 +73,7 @@ def ranks(size: int, *words: object) -> None:
         if size > 1:
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, "-m", *map(str, words)]
+        command = [sys.executable, *(["-s"] if gpus else []), "-m", *map(str, words)]
         processes.append(
             subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -77,9 +93,15 @@ def steps(tmp_path_factory):
         folder.mkdir()
         other = [] if size == 2 else [base / "2"]
         names = BACKENDS + OFFLOADS if BUILT else BACKENDS
-        ranks(size, "tests.end_to_end.backend_steps", ",".join(names), folder, *other)
+        ranks(size, "tests.end_to_end.backend_steps", "cpu", ",".join(names), folder, *other)
         for name in names:
             found[size, name] = torch.load(folder / f"{name}.pt", weights_only=True)
+    if not NO_GPUS:
+        folder = base / GPUS
+        folder.mkdir()
+        ranks(2, "tests.end_to_end.backend_steps", "cuda", ",".join(BACKENDS), folder, gpus=True)
+        for name in BACKENDS:
+            found[GPUS, name] = torch.load(folder / f"{name}.pt", weights_only=True, map_location="cpu")
     return found
 
 

@@ -80,7 +80,7 @@ def by_liger(hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, temper
 
 def heads(report: Report) -> None:
     """Measure log-probs and gradients of one micro-batch with tiles, with torch's chunks and with Liger."""
-    shape, rows = shape_of(report.gpu), 8192 if report.gpu else 64
+    shape, rows = shape_of(report.full), 8192 if report.full else 64
     hidden = torch.randn(rows, shape.hidden_size, device=report.device, requires_grad=True)
     weight = (
         torch.randn(shape.vocabulary, shape.hidden_size, device=report.device).mul_(0.02).requires_grad_()
@@ -103,13 +103,13 @@ def heads(report: Report) -> None:
 def attentions(report: Report) -> None:
     """Measure forward and backward behind encoded prompts, with sdpa and with flash attention."""
     kinds = ["sdpa", flash_attention.installed(report.device, dtype_of(report))]
-    count, prompt, response = (32, 384, 128) if report.gpu else (4, 24, 8)
-    rollouts: Rollouts = batch(count, 2, prompt, response, shape_of(report.gpu).vocabulary)
+    count, prompt, response = (32, 384, 128) if report.full else (4, 24, 8)
+    rollouts: Rollouts = batch(count, 2, prompt, response, shape_of(report.full).vocabulary)
     for row in range(count):  # different lengths, so that masks have padding
         rollouts.prompt_mask[row, : row * prompt // (2 * count)] = False
     rollouts = rollouts.to(report.device)
     for kind in filter(None, kinds):
-        policy = Policy(large(report.gpu, report.device, torch.float32), 1.0, shared_prefix=True)
+        policy = Policy(large(report.full, report.device, torch.float32), 1.0, shared_prefix=True)
         policy.always_apart = True
         policy.model.set_attn_implementation(kind)
 

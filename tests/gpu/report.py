@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests import pretended_gpu
 from tests.gpu.results import FAILED, FIGURE, OK, SKIPPED
 
 if TYPE_CHECKING:
@@ -48,6 +49,13 @@ class Report:
     def gpu(self) -> bool:
         """Whether the stage tests a GPU."""
         return self.name == "cuda"
+
+    @property
+    def full(self) -> bool:
+        """Whether the stage measures a GPU, with models and batches of full size."""
+        import torch
+
+        return self.gpu and torch.cuda.get_device_name() != pretended_gpu.NAME
 
     @property
     def device(self) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ def need_vllm(report: Report) -> None:
         raise Skip("needs vLLM")
     if not report.gpu and torch.version.cuda is not None:  # a vLLM for CPUs requires a torch for CPUs
         raise Skip(f"{NO_GPU}: torch and vLLM are built for CUDA")
+    if report.gpu and not report.full:
+        raise Skip(f"{NO_GPU}: vLLM has no kernels for a pretended GPU")
 
 
 @contextmanager
@@ -80,7 +82,8 @@ def started(
     try:
         yield generator
     except BaseException:
-        print((folder / "generator.log").read_text(errors="replace")[-8000:])  # into the log of the stage
+        with suppress(FileNotFoundError):  # the error came before the process
+            print((folder / "generator.log").read_text(errors="replace")[-8000:])  # into the log of the stage
         raise
     finally:
         generator.close()

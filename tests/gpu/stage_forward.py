@@ -142,7 +142,7 @@ def check_fused_head(report: Report) -> None:
     report.need_gpu()
     if importlib.util.find_spec("liger_kernel") is None:
         raise Skip("needs liger-kernel")
-    model = large(report.gpu, report.device, torch.float32)
+    model = large(report.full, report.device, torch.float32)
     head = Policy(model, TEMPERATURE, shared_prefix=False).model.get_output_embeddings()
     trial = fused_head.compare(head, 4096, TEMPERATURE, report.device, Dtype.bfloat16)
     report.equal("fault of the fused head", trial.fault, None)

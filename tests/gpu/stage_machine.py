@@ -37,11 +37,11 @@ def run(report: Report) -> None:
     with report.part("matrix products"):
         check_products(report)
     with report.part("copies"):
-        numbers = torch.randn(2**22 if report.gpu else 2**16)
+        numbers = torch.randn(2**22 if report.full else 2**16)
         there = numbers.to(report.device)
         report.equal("copy to the device and back", torch.equal(there.clone().cpu(), numbers), True)
     with report.part("rates"):
-        small = {} if report.gpu else {"size": 256, "numbers": 2**18}  # a CPU needs milliseconds
+        small = {} if report.full else {"size": 256, "numbers": 2**18}  # a CPU needs milliseconds
         rates = Rates.measure(report.device, **small)
         report.figure("matrix rate, bfloat16", rates.tflop_s, "TFLOP/s")
         report.figure("copy bandwidth", rates.gb_s, "GB/s")

@@ -54,9 +54,9 @@ class Sizes:
 
 def run(report: Report) -> None:
     """Run the stage."""
-    sizes = Sizes(report.gpu)
+    sizes = Sizes(report.full)
     with report.part("rates"):
-        small = {} if report.gpu else {"size": 256, "numbers": 2**18}
+        small = {} if report.full else {"size": 256, "numbers": 2**18}
         rates = Rates.measure(report.device, **small)
     for rows in sizes.rows:
         with report.part(f"hf, {rows} rows"), roomy():
@@ -111,8 +111,8 @@ def decoding_figures(
 
 def decode_hf(report: Report, sizes: Sizes, rows: int, rates: Rates) -> None:
     """Measure decoding with the Hugging Face model, with autocast as in a run."""
-    model = large(report.gpu, report.device, torch.float32)
-    given = prompts(rows, sizes.prompt, shape_of(report.gpu).vocabulary, full=True)
+    model = large(report.full, report.device, torch.float32)
+    given = prompts(rows, sizes.prompt, shape_of(report.full).vocabulary, full=True)
     numbers = uniforms(1, 0, given.index, 1, sizes.response)
     ids, mask = given.prompt_ids.to(report.device), given.prompt_mask.to(report.device)
     for _ in range(2):  # the first time, kernels are loaded
@@ -127,13 +127,13 @@ def decode_hf(report: Report, sizes: Sizes, rows: int, rates: Rates) -> None:
 def decode_vllm(report: Report, sizes: Sizes, rates: Rates) -> None:
     """Measure decoding with vLLM, and a load: by CUDA IPC on a GPU, by shared memory on a CPU."""
     need_vllm(report)
-    model = large(report.gpu, report.device, torch.float32)
+    model = large(report.full, report.device, torch.float32)
     words = [f"generator.dtype={sizes.dtype}", f"generator.max_num_seqs={max(sizes.rows)}"]
     words += ["generator.memory=0.4"] if report.gpu else []
     with started(report, model, *words, prompt=sizes.prompt, length=sizes.response) as generator:
         generator.load(model.state_dict().items(), 0)
         for rows in sizes.rows:
-            given = prompts(rows, sizes.prompt, shape_of(report.gpu).vocabulary, full=True)
+            given = prompts(rows, sizes.prompt, shape_of(report.full).vocabulary, full=True)
             settings = {"samples": 1, "temperature": 1.0, "response_length": sizes.response}
             found = [ask(generator, given, request=request, **settings) for request in range(2)][-1]
             decoding_figures(report, "decoding, vllm", sizes, rows, found.generate_s, rates)
@@ -147,11 +147,11 @@ def load_vllm(report: Report, sizes: Sizes, way: str) -> None:
         raise Skip("needs two GPUs")
     if not report.gpu:
         raise Skip(f"{NO_GPU}: on a CPU, the part vllm loads by shared memory")
-    model = large(report.gpu, report.device, torch.float32)
+    model = large(report.full, report.device, torch.float32)
     words = [f"generator.dtype={sizes.dtype}", "generator.enforce_eager=true", f"generator.transfer={way}"]
     name = "vllm" if way == "nccl" else "vllm_colocated"
     with started(report, model, *words, name=name, prompt=sizes.prompt) as generator:
-        given = prompts(1, sizes.prompt, shape_of(report.gpu).vocabulary)
+        given = prompts(1, sizes.prompt, shape_of(report.full).vocabulary)
         generator.load(model.state_dict().items(), 0)
         ask(generator, given)
         load_figure(report, generator, model, given)
@@ -174,7 +174,7 @@ def train(report: Report, sizes: Sizes, rates: Rates) -> None:
     for tokens in sizes.forward:
         with report.part(f"training, {tokens} tokens per forward"), roomy():
             engine = engine_of(report, tokens // length)
-            count, vocabulary = 2 * tokens // length, shape_of(report.gpu).vocabulary  # two micro-batches
+            count, vocabulary = 2 * tokens // length, shape_of(report.full).vocabulary  # two micro-batches
             given = batch(count // 2, 2, *sizes.sequence, vocabulary)
             given = replace(given, ref_logprobs=given.behaviour_logprobs)
             given = objective.credit(engine.annotate(given, objective.needs))
@@ -215,7 +215,7 @@ def training_figures(
 def engine_of(report: Report, sequences: int) -> Engine:
     """Return an engine that trains the measured model with plain torch, `sequences` per forward."""
     config: Any = SCHEMAS["schema/backend/torch"]()
-    model = large(report.gpu, report.device, torch.float32)
+    model = large(report.full, report.device, torch.float32)
     engine: Engine = part(config).build(
         config,
         module=Policy(model, 1.0, shared_prefix=False),
@@ -237,14 +237,14 @@ def copies_of_weights(report: Report, sizes: Sizes) -> None:
     report.need_gpu()  # on a CPU the stage computes in float32
     objective, sequences = OnlineDPO(DPOConfig()), sizes.forward[0] // sum(sizes.sequence)
     engine = engine_of(report, sequences)
-    given = batch(4 * sequences, 2, *sizes.sequence, shape_of(report.gpu).vocabulary)
+    given = batch(4 * sequences, 2, *sizes.sequence, shape_of(report.full).vocabulary)
     given = replace(given, ref_logprobs=given.behaviour_logprobs)
     copies(report, engine, objective, objective.credit(engine.annotate(given, objective.needs)))
 
 
 def transfer(report: Report) -> None:
     """Measure the copies of all weights to shared memory, back, and to a snapshot on the device."""
-    model = large(report.gpu, report.device, torch.float32)
+    model = large(report.full, report.device, torch.float32)
     size = sum(tensor.nbytes for tensor in model.state_dict().values()) / 1e9
     shared, snapshots = SharedWeights(), GpuWeights(report.device, torch.bfloat16)
     for _ in range(2):  # the second time, the memory exists
@@ -268,7 +268,7 @@ def transfer(report: Report) -> None:
 def busy(report: Report, rates: Rates) -> None:
     """Measure the phases of an update of online DPO, as benchmarks.against_trl.roofline does."""
     report.need_gpu()
-    case = case_of(report.gpu, report.materials)
+    case = case_of(report.full, report.materials)
     meter = measure(case, "ours", report.materials)
     for phase, ms, share, _, rate, of_peak, *_ in roofline_rows(case, meter, rates):
         report.figure(f"{phase}: time", float(ms), "ms")

@@ -97,7 +97,7 @@ def check_bfloat16(report: Report, found: dict[str, Any], exact: dict[str, Any])
 
 def check_memory(report: Report) -> None:
     """Train two updates of online DPO, on a GPU with 410M parameters, and compare the peak with the plan."""
-    case = replace(case_of(report.gpu, report.materials), warmup=0, measured=2)
+    case = replace(case_of(report.full, report.materials), warmup=0, measured=2)
     cfg = compose(overrides(case, report.materials))
     planned = plan(cfg).uses[0]
     folder = RunFolder(report.folder / "run")
@@ -108,7 +108,7 @@ def check_memory(report: Report) -> None:
     lines = (folder.path / "metrics.jsonl").read_text().splitlines()
     peaks = [row["memory/peak_gib"] for row in map(json.loads, lines) if "memory/peak_gib" in row]
     report.figure("planned memory", planned.bytes / 2**30, "GiB")
-    if not report.gpu:  # this process has also run the steps above
+    if not report.full:  # RAM of this process, which has also run the steps above
         report.figure("peak memory of the process", peaks[-1], "GiB")
         return
     free, total = torch.cuda.mem_get_info(report.device)

@@ -9,7 +9,7 @@ import torch
 
 from rlhf.config.compose import compose
 from rlhf.core.confidence import rate_half_width
-from rlhf.core.metrics import Evaluation, How, Metrics, Stat, largest, mean, merge, sample_size
+from rlhf.core.metrics import Evaluation, How, Metrics, Stat, largest, mean, merge, plain, sample_size
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Logger
 from rlhf.training.comparison import against_initial
@@ -87,7 +87,7 @@ def test_the_effective_sample_size_merges_over_micro_batches():
     merge(figures, {"ess": sample_size(weights[2:], ones)})
     exact = weights.sum().square() / (4 * weights.square().sum())
     assert figures["ess"].value() == pytest.approx(exact.item())
-    assert figures["ess"].plain().value() == figures["ess"].value()
+    assert plain(figures)["ess"].value() == figures["ess"].value()
     masked = sample_size(weights, torch.tensor([True, False, False, False]))
     assert masked.value() == 1, "with one sample, the effective fraction is 1"
 
