@@ -38,6 +38,7 @@ from rlhf.runs.transcript import setup_logging
 from rlhf.stages.candidates import Candidate, candidates, named_models
 from rlhf.stages.evaluation_config import measuring
 from rlhf.stages.evaluation_table import show
+from rlhf.stages.shortage import explain_full_gpu
 from rlhf.training.comparison import against_initial
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def evaluate(
             say(f"evaluated already with these settings: {name}")
     if due:
         claim = claimed(folder.path, name=EVALUATION_LOCK) if is_first_rank() else nullcontext()
-        with interruptible(), claim, explain_full_disk(folder):
+        with interruptible(), claim, explain_full_disk(folder), explain_full_gpu(cfg):
             rows = known(cfg, folder, split)  # another process may have ended since
             due = not_evaluated(wanted, rows)
             for row in measure(due, cfg, folder, split, ranks) if due else ():

@@ -54,6 +54,7 @@ from rlhf.stages.closing import print_closing
 from rlhf.stages.data_report import report_data
 from rlhf.stages.model_card import model_card
 from rlhf.stages.prerequisites import complete, names
+from rlhf.stages.shortage import explain_full_gpu
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
 from rlhf.training.stream import Stream
@@ -105,7 +106,13 @@ def run(
     with interruptible() as interruption, ExitStack() as ends:
         ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
         ranks.from_first(lambda: ends.enter_context(claim(folder.path)))
-        with run_log(), explain_file_errors(folder.path), explain_full_disk(folder), explain_lost_ranks():
+        with (
+            run_log(),
+            explain_file_errors(folder.path),
+            explain_full_disk(folder),
+            explain_full_gpu(cfg, folder),
+            explain_lost_ranks(),
+        ):
             return carry_out(cfg, folder, ranks, interruption, Hooks(hooks, interruption.request))
 
 

@@ -60,14 +60,14 @@ def install(library: str | Path) -> None:
     torch.cuda.set_per_process_memory_fraction = lambda share, *args: device.set_memory_limit(
         int(share * MEMORY)
     )
-    torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph = Stream, Event, graphs.Graph  # type: ignore[misc]
+    torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph = Stream, Event, graphs.Graph
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, gives(None))
-    torch.backends.cuda.is_built = gives(True)  # type: ignore[assignment]
-    torch._C._cuda_getCurrentRawStream = gives(0)  # type: ignore[attr-defined]
-    torch.Tensor.record_stream = gives(None)  # type: ignore[assignment, method-assign]
-    torch.Tensor.pin_memory = lambda self, *args: self.clone()  # type: ignore[method-assign]
-    torch.Tensor.is_pinned = lambda self, *args: not self.is_cuda  # type: ignore[method-assign]
+    torch.backends.cuda.is_built = gives(True)
+    torch._C._cuda_getCurrentRawStream = gives(0)
+    torch.Tensor.record_stream = gives(None)
+    torch.Tensor.pin_memory = lambda self, *args: self.clone()
+    torch.Tensor.is_pinned = lambda self, *args: not self.is_cuda
     replace_storages(torch)
     replace_nccl(torch)
     replace_machine(count)

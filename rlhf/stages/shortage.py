@@ -1,0 +1,83 @@
+"""The error of a run whose GPU has too little memory: for what, and which settings need less."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlhf.assembly.budgets import training_budget
+from rlhf.core.errors import RunError
+from rlhf.memory.advice import smaller_settings
+from rlhf.models.fetching import first_line
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rlhf.config.root import Config
+    from rlhf.runs.folder import RunFolder
+
+PHASES = {  # beginning of the name of a module -> what the module does
+    "rlhf.engines": "training",
+    "rlhf.models.inference": "computing log-probs or scores",
+    "rlhf.generators": "sampling",
+}
+UNNAMED = "model.gradient_checkpointing=true"  # not part of the name of a run, so the run resumes with it
+
+
+@contextmanager
+def explain_full_gpu(cfg: Config, folder: RunFolder | None = None) -> Iterator[None]:
+    """Raise RunError instead of torch.OutOfMemoryError, with settings that need less memory.
+
+    Args:
+        cfg: the config of the run.
+        folder: the folder of the run; None: nothing is trained, so there is no checkpoint to resume from.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise shortage(cfg, folder, error) from error
+
+
+def shortage(cfg: Config, folder: RunFolder | None, error: torch.OutOfMemoryError) -> RunError:
+    """Return the error of a run; see `explain_full_gpu`."""
+    phase = phase_of(error.__traceback__)
+    settings = [
+        *smaller_forward(cfg, phase),
+        *(each for each in smaller_settings(cfg) if each != "generator.annotate=false"),
+    ]
+    text = f"a GPU has too little memory for {phase} ({first_line(error)}); set {', or '.join(settings)}"
+    if folder is None:
+        return RunError(text)
+    last = folder.last_checkpoint()
+    if last is None:
+        return RunError(f"{text}; no checkpoint was written yet")
+    resumes = f"; with {UNNAMED} it resumes from {last}" if UNNAMED in settings else ""
+    return RunError(f"{text}; the last checkpoint is {last}{resumes}")
+
+
+def phase_of(frames: TracebackType | None) -> str:
+    """Return what a run did when an error was raised, from the modules of the traceback."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(frames)]
+    found = [what for name in modules for start, what in PHASES.items() if name.startswith(start)]
+    return found[-1] if found else "the models"
+
+
+def smaller_forward(cfg: Config, phase: str) -> list[str]:
+    """Return the setting that halves the forward passes of a phase; nothing if they cannot be smaller."""
+    group = cfg.algo.samples_per_prompt
+    if phase == PHASES["rlhf.generators"]:
+        section, key, size = "generator", "batch_size", getattr(cfg.generator, "batch_size", 1)
+        if not cfg.generator.samples:
+            section, size = "eval", cfg.eval.batch_size
+        group = 1
+    else:
+        limits = training_budget(cfg)
+        section, key, size = "backend", "micro_batch", limits.sequences
+        if limits.tokens is not None:
+            key, size, group = "tokens", limits.tokens, 1
+    half = size // 2 // group * group
+    return [f"{section}.{key}={half}"] if half else []

@@ -1,0 +1,88 @@
+"""Tests of the error of a run whose GPU has too little memory."""
+
+import shutil
+
+import pytest
+import torch
+
+from rlhf.config.compose import compose
+from rlhf.core.errors import RunError
+from rlhf.engines.torch_engine import TorchEngine
+from rlhf.generators.hf import generator as hf
+from rlhf.models import inference
+from rlhf.runs.folder import RunFolder
+from rlhf.stages.evaluation import evaluate
+from rlhf.stages.evaluation_config import changed
+from rlhf.stages.run import run
+
+SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
+SAID = "CUDA out of memory. Tried to allocate 20.00 MiB.\nSee the documentation"
+
+
+@pytest.fixture(autouse=True)
+def artefacts(finished):
+    """Make the models from which the runs start, so that only the runs themselves lack memory."""
+    finished("algo=dpo", *SCORED)
+
+
+def raises(after: int, function):
+    """Return `function`, which raises an error of too little memory after some calls."""
+    calls = iter(range(after))
+
+    def call(*args, **kwargs):
+        if next(calls, None) is None:
+            raise torch.OutOfMemoryError(SAID)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "calls", "phase", "setting"),
+    [
+        (TorchEngine, "backward", 3, "training", "backend.micro_batch=4"),
+        (hf, "sample", 1, "sampling", "generator.batch_size=128"),
+        (inference, "autocast", 1, "computing log-probs or scores", "backend.micro_batch=4"),
+    ],
+)
+def test_the_error_names_the_phase_the_settings_that_need_less_and_the_last_checkpoint(
+    tiny, tmp_path, monkeypatch, place, name, calls, phase, setting
+):
+    cfg = tiny("algo=dpo", *SCORED)
+    monkeypatch.setattr(place, name, raises(calls, getattr(place, name)))
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(RunError) as error:
+        run(cfg, folder)
+    said = str(error.value)
+    assert said.startswith(f"a GPU has too little memory for {phase} (CUDA out of memory. Tried to allocate")
+    assert "See the documentation" not in said
+    assert f"; set {setting}, or model.dtype=bfloat16, or model.gradient_checkpointing=true" in said
+    last = folder.last_checkpoint()
+    assert (last is not None) == (phase == "training")
+    assert said.endswith(
+        f"the last checkpoint is {last}; with model.gradient_checkpointing=true it resumes from {last}"
+        if last
+        else "no checkpoint was written yet"
+    )
+
+
+def test_the_settings_of_the_error_compose_and_the_run_resumes_with_gradient_checkpointing(
+    tiny, tmp_path, monkeypatch
+):
+    folder = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(TorchEngine, "backward", raises(3, TorchEngine.backward))
+        with pytest.raises(RunError) as error:
+            run(tiny("algo=dpo", *SCORED), folder)
+    settings = str(error.value).partition("; set ")[2].partition("; the last")[0].split(", or ")
+    assert all(compose([setting]) for setting in settings) and len(settings) > 3
+    run(tiny("algo=dpo", *SCORED, "model.gradient_checkpointing=true"), folder)
+    assert folder.finished() and "resumed from update 1" in folder.log.read_text()
+
+
+def test_an_evaluation_names_settings_and_no_checkpoint(finished, tmp_path, monkeypatch):
+    folder = RunFolder(shutil.copytree(finished("algo=sft").path, tmp_path / "run"))
+    monkeypatch.setattr(hf, "sample", raises(0, hf.sample))
+    with pytest.raises(RunError, match="too little memory for sampling .*; set eval.batch_size=128") as error:
+        evaluate(changed(folder, []), folder)
+    assert "checkpoint was" not in str(error.value) and "last checkpoint" not in str(error.value)
