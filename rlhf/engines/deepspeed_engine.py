@@ -352,15 +352,23 @@ def deepspeed(ranks: Ranks) -> ModuleType:
     """Import and initialise DeepSpeed for these ranks, and return the package.
 
     DeepSpeed requires a process group even for one rank; the group of one rank uses no network.
+
+    Raises:
+        UserError: this process has used DeepSpeed on another device.
     """
     os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
     os.environ.setdefault("LOCAL_RANK", "0")
+    import deepspeed as package
+
+    if (first := package.accelerator.get_accelerator().device_name()) != ranks.device.type:
+        raise UserError(
+            f"backend.device must be {first} for a backend of DeepSpeed in this process (DeepSpeed keeps the "
+            f"device of the first run), got {ranks.device.type}; start a new process, or set backend=torch"
+        )
     if not dist.is_initialized():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
         backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    import deepspeed as package
-
     package.logger.setLevel("ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # All-reduce through shared memory would need a compiler, which may be missing.

@@ -1,5 +1,6 @@
 """The engine of DeepSpeed: errors of writes do not keep a rank from taking part in later collectives, the
-state of the optimizer is on the device that the optimizer needs, and copies that sample keep their head.
+state of the optimizer is on the device that the optimizer needs, copies that sample keep their head, and a
+process has one device.
 """
 
 import errno
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from rlhf.config.schedule import OptimConfig
-from rlhf.engines.deepspeed_engine import adamw, hollow, write_errors_last
+from rlhf.core.errors import UserError
+from rlhf.engines.deepspeed_engine import adamw, deepspeed, hollow, write_errors_last
 from rlhf.engines.resharding import begin_state
 from rlhf.models.modules import Policy
+from rlhf.processes.ranks import Ranks
 from tests.tiny_models import tiny_lm
 
 
@@ -54,3 +57,10 @@ def test_adamw_is_fused_on_a_gpu(device, fused):
 def test_the_copy_that_samples_at_stage_3_has_the_head_of_the_trained_model(float32_head):
     model = Policy(tiny_lm(), 0.7, shared_prefix=True, float32_head=float32_head).model
     assert hollow(model).get_output_embeddings().float32 == float32_head
+
+
+def test_a_second_device_in_one_process_is_refused(monkeypatch):
+    accelerator = pytest.importorskip("deepspeed").accelerator.get_accelerator()
+    monkeypatch.setattr(type(accelerator), "device_name", lambda self, index=None: "cpu")
+    with pytest.raises(UserError, match=r"backend\.device must be cpu .* got cuda; start a new process"):
+        deepspeed(Ranks(torch.device("cuda")))
