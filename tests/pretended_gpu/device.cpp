@@ -11,8 +11,10 @@
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <torch/library.h>
 
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <set>
@@ -257,9 +259,36 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
   return fresh(renamed(tensor.storage(), GPU), tensor, c10::DispatchKey::CUDA);
 }
 
-int64_t plain_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+// -- attention that does not keep the probabilities, as on a GPU -------------------------------------
+
+int64_t efficient_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
     const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
-  return 0;  // the implementation by matrix products; there are no fused kernels of this device
+  return static_cast<int64_t>(sdp::SDPBackend::efficient_attention);
+}
+
+std::optional<at::Tensor> twin(Twins& twins, const std::optional<at::Tensor>& tensor) {
+  return tensor && tensor->defined() ? std::optional<at::Tensor>(twins.of(*tensor)) : std::nullopt;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention(const at::Tensor& query,
+    const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& bias, bool,
+    double dropout, bool causal, std::optional<double> scale) {
+  Twins twins;
+  auto [output, sums] = at::_scaled_dot_product_flash_attention_for_cpu(twins.of(query), twins.of(key),
+      twins.of(value), dropout, causal, twin(twins, bias), scale);
+  const auto seed = at::empty({}, query.options().dtype(at::kLong));
+  return {twins.back(output), twins.back(sums), seed, seed};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tensor& gradient,
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& bias,
+    const at::Tensor& output, const at::Tensor& sums, const at::Tensor&, const at::Tensor&, double dropout,
+    std::array<bool, 4>, bool causal, std::optional<double> scale) {
+  Twins twins;
+  auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      twins.of(gradient), twins.of(query), twins.of(key), twins.of(value), twins.of(output), twins.of(sums),
+      dropout, causal, twin(twins, bias), scale);
+  return {twins.back(of_query), twins.back(of_key), twins.back(of_value), at::Tensor()};
 }
 
 }  // namespace
@@ -267,7 +296,7 @@ int64_t plain_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
 namespace at {
 REGISTER_CUDA_HOOKS(CUDAHooks);
 namespace native {
-REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &plain_attention)
+REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &efficient_attention)
 }  // namespace native
 }  // namespace at
 
@@ -278,6 +307,8 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(Boxed::makeFromBoxedFunction<&comput
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("_scaled_dot_product_efficient_attention", &attention);
+  m.impl("_scaled_dot_product_efficient_attention_backward", &attention_backward);
   m.impl("copy_", Boxed::makeFromBoxedFunction<&compute>());  // for torch, a copy of two native devices
 }
 

@@ -2,21 +2,26 @@
 
 python -m tests.pretended_gpu.inside <folder of artefacts> <folder> <JSON list of lists of overrides>
 
-Prints a line of JSON per list of overrides: the rows of metrics.jsonl of both runs, the log of the run on the
-device, and for each of its optimizer steps the number of micro-batches and the waits.
+Prints a line of JSON per list of overrides: the rows of metrics.jsonl of both runs, and of the run on the
+device the log, the planned bytes, and for each optimizer step the number of micro-batches, the waits, and the
+bytes at most during the step and after it.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from rlhf.config.compose import compose
 from rlhf.core.batch import microbatches
 from rlhf.engines.engine import Engine
+from rlhf.memory.plan import plan
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import TINY, rows
@@ -35,6 +40,10 @@ def main(cache: str, folder: str, overrides: str) -> None:
                 run(cfg, where)
             found[device] = rows(where)
             found["log"] = where.log.read_text()
+        use = next(use for use in plan(cfg).uses if use.device.startswith("GPU"))
+        kept = sum(part.bytes for part in use.parts if part.name != "CUDA")
+        (training,) = (phase.bytes for phase in use.phases if phase.name == "training")
+        found |= {"kept": kept, "training": kept + training}
         print(json.dumps(found), flush=True)
 
 
@@ -42,11 +51,14 @@ def noted(step: Any, steps: list[dict[str, Any]]) -> Any:
     """Return `Engine.step` that notes its waits in `steps`."""
 
     def call(self: Engine, batch: Any, objective: Any) -> Any:
+        gc.collect()  # what earlier runs of this process have left
+        torch.cuda.reset_peak_memory_stats()
         with Waits() as waits:
             metrics = step(self, batch, objective)
         if self.ranks.device.type == "cuda":
             parts = sum(1 for _ in microbatches(batch, self.budget))
-            steps.append({"micro-batches": parts, "waits": waits.counts})
+            memory = {"peak": torch.cuda.max_memory_allocated(), "kept": torch.cuda.memory_allocated()}
+            steps.append({"micro-batches": parts, "waits": waits.counts, **memory})
         return metrics
 
     return call
