@@ -69,7 +69,7 @@ def test_a_training_step_waits_for_the_gpu_only_where_a_micro_batch_begins(runs,
 def test_training_needs_the_memory_of_the_plan(runs, words):
     planned, last = runs[words], runs[words]["steps"][-1]  # the first step creates the optimizer's state
     assert last["kept"] == pytest.approx(planned["kept"], rel=1e-3)
-    assert planned["kept"] + 0.3 * planned["training"] < last["peak"] < planned["training"]
+    assert 0.5 * planned["training"] < last["peak"] < planned["training"]
 
 
 def test_the_stages_of_the_gpu_tests_pass(tmp_path, monkeypatch):
