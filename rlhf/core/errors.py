@@ -31,6 +31,12 @@ class RunError(RuntimeError):
     everywhere = False  # True: all ranks raise this error, so only the first rank prints it
 
 
+class OutOfMemory(RunError):
+    """A GPU has too little memory for another process of the run, such as "generator"."""
+
+    process = ""  # name of the process
+
+
 class Interrupted(BaseException):
     """A signal stopped the run (`rlhf.processes.signals`), and the run can be resumed.
 

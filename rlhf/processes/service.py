@@ -25,7 +25,7 @@ import traceback
 from contextlib import suppress
 from typing import Any, Protocol
 
-from rlhf.core.errors import RunError, UserError
+from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.processes.groups import kill_group
 from rlhf.processes.signals import SIGNALS
 
@@ -193,10 +193,14 @@ class Server:
             return error
         except Exception as error:
             traceback.print_exc()
-            return RunError(
+            full = type(error).__name__ == "OutOfMemoryError"  # of torch, which this module does not import
+            failure = (OutOfMemory if full else RunError)(
                 f"the {self.name} failed to {method}: {type(error).__name__}: {error}; the traceback is in "
                 f"{self.name}.log"
             )
+            if isinstance(failure, OutOfMemory):
+                failure.process = self.name
+            return failure
 
     def build(self, factory: ServiceFactory) -> None:
         """Create the service with `factory`."""

@@ -1,5 +1,7 @@
-"""Tests of the error of a run whose GPU has too little memory."""
+"""Tests of the error of a run whose GPU has too little memory, in the trainer or in another process."""
 
+import os
+import pickle
 import shutil
 
 import pytest
@@ -10,10 +12,12 @@ from rlhf.core.errors import RunError
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.hf import generator as hf
 from rlhf.models import inference
+from rlhf.processes.service import Server
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import evaluate
 from rlhf.stages.evaluation_config import changed
 from rlhf.stages.run import run
+from rlhf.stages.shortage import explain_full_gpu
 
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
 SAID = "CUDA out of memory. Tried to allocate 20.00 MiB.\nSee the documentation"
@@ -56,9 +60,9 @@ def test_the_error_names_the_phase_the_settings_that_need_less_and_the_last_chec
     said = str(error.value)
     assert said.startswith(f"a GPU has too little memory for {phase} (CUDA out of memory. Tried to allocate")
     assert "See the documentation" not in said
-    assert f"; set {setting}, or model.dtype=bfloat16, or model.gradient_checkpointing=true" in said
+    assert f"; set {setting}, or model.dtype=bfloat16, or model." in said
     last = folder.last_checkpoint()
-    assert (last is not None) == (phase == "training")
+    assert (last is not None) == (phase == "training") == ("model.gradient_checkpointing=true" in said)
     assert said.endswith(
         f"the last checkpoint is {last}; with model.gradient_checkpointing=true it resumes from {last}"
         if last
@@ -85,4 +89,28 @@ def test_an_evaluation_names_settings_and_no_checkpoint(finished, tmp_path, monk
     monkeypatch.setattr(hf, "sample", raises(0, hf.sample))
     with pytest.raises(RunError, match="too little memory for sampling .*; set eval.batch_size=128") as error:
         evaluate(changed(folder, []), folder)
-    assert "checkpoint was" not in str(error.value) and "last checkpoint" not in str(error.value)
+    assert "checkpoint" not in str(error.value)
+
+
+class FullService:
+    """A service of the generator's process whose GPU is full."""
+
+    def build(self, channel):
+        return self
+
+    def sample(self):
+        raise torch.OutOfMemoryError(SAID)
+
+
+def test_the_error_of_another_process_gets_settings_too(tiny, tmp_path):
+    process = Server("generator", os.getpid(), channel=None, scratch=str(tmp_path))
+    process.answer("build", (FullService(),))
+    failure = pickle.loads(pickle.dumps(process.answer("sample", ())))  # as it is sent to the trainer
+    with pytest.raises(RunError) as error, explain_full_gpu(tiny("algo=dpo", *SCORED)):
+        raise failure
+    said = str(error.value)
+    assert said.startswith("the generator failed to sample: OutOfMemoryError: CUDA out of memory.")
+    assert (
+        "; the traceback is in generator.log; set generator.batch_size=128, or generator.annotate=false"
+        in said
+    )
