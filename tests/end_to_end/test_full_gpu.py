@@ -106,7 +106,10 @@ def test_the_error_of_another_process_gets_settings_too(tiny, tmp_path):
     process = Server("generator", os.getpid(), channel=None, scratch=str(tmp_path))
     process.answer("build", (FullService(),))
     failure = pickle.loads(pickle.dumps(process.answer("sample", ())))  # as it is sent to the trainer
-    with pytest.raises(RunError) as error, explain_full_gpu(tiny("algo=dpo", *SCORED)):
+    with (
+        pytest.raises(RunError) as error,
+        explain_full_gpu(tiny("algo=dpo", "generator=hf", "generator.annotate=true")),
+    ):
         raise failure
     said = str(error.value)
     assert said.startswith("the generator failed to sample: OutOfMemoryError: CUDA out of memory.")
