@@ -64,7 +64,7 @@ def remedies(cfg: Config, folder: RunFolder | None, phase: str, annotator: bool 
         *smaller_forward(cfg, phase),
         *(each for each in smaller_settings(cfg) if each not in useless),
     ]
-    text = f"set {', or '.join(settings)}"
+    text = f"set {', or '.join(settings)}" if settings else "choose a smaller model"
     if folder is None:
         return text
     last = folder.last_checkpoint()
