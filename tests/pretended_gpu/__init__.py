@@ -41,6 +41,7 @@ def environment() -> dict[str, str]:
         LIBRARY: str(library()),
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cuda",  # a run on the CPU in this process has set the device of DeepSpeed
     }
 
 
