@@ -38,7 +38,6 @@ from rlhf.runs.transcript import setup_logging
 from rlhf.stages.candidates import Candidate, candidates, named_models
 from rlhf.stages.evaluation_config import measuring
 from rlhf.stages.evaluation_table import show
-from rlhf.stages.shortage import explain_full_gpu
 from rlhf.training.comparison import against_initial
 
 if TYPE_CHECKING:
@@ -117,6 +116,8 @@ def evaluate(
             name = candidate.name if candidate.named else folder.path / candidate.name
             say(f"evaluated already with these settings: {name}")
     if due:
+        from rlhf.stages.shortage import explain_full_gpu  # imports torch
+
         claim = claimed(folder.path, name=EVALUATION_LOCK) if is_first_rank() else nullcontext()
         with interruptible(), claim, explain_full_disk(folder), explain_full_gpu(cfg):
             rows = known(cfg, folder, split)  # another process may have ended since
