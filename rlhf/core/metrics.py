@@ -105,17 +105,13 @@ def numbers(metrics: Metrics) -> list[list[float]]:
 
     All numbers of a device are read at once, so that a GPU is waited for once.
     """
-    table = [[stat.total, stat.count, stat.squares] for stat in metrics.values()]
-    places: dict[torch.device, list[tuple[int, int]]] = {}
-    for row, parts in enumerate(table):
-        for column, part in enumerate(parts):
-            if isinstance(part, Tensor):
-                places.setdefault(part.device, []).append((row, column))
-    for found in places.values():
-        read = torch.stack([torch.as_tensor(table[i][j]).double() for i, j in found]).tolist()
-        for (row, column), value in zip(found, read, strict=True):
-            table[row][column] = value
-    return [[float(part) for part in parts] for parts in table]
+    parts = [part for stat in metrics.values() for part in (stat.total, stat.count, stat.squares)]
+    tensors = {i: part.double() for i, part in enumerate(parts) if isinstance(part, Tensor)}
+    for device in {x.device for x in tensors.values()}:
+        places = [i for i, x in tensors.items() if x.device == device]
+        for i, value in zip(places, torch.stack([tensors[i] for i in places]).tolist(), strict=True):
+            parts[i] = value
+    return [[float(part) for part in parts[i : i + 3]] for i in range(0, len(parts), 3)]
 
 
 def plain(metrics: Metrics) -> Metrics:

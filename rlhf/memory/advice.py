@@ -82,9 +82,7 @@ ADJUSTABLE = {  # phase -> section and name of the key that makes the phase smal
 def too_little(cfg: Config, use: Use) -> str:
     """Return the error message for a device with too little memory: key, rule, reason, value, remedy."""
     assert use.total is not None
-    section, name = ADJUSTABLE.get(use.largest.name, ("", ""))
-    if section == "generator" and not cfg.generator.samples:
-        section = "eval"
+    section, name = adjustable(cfg, use.largest.name) or ("", "")
     fitting = smaller(cfg, use.device, section, name) if section else None
     first = next(models(cfg))
     if fitting is not None:
@@ -104,6 +102,14 @@ def too_little(cfg: Config, use: Use) -> str:
         f"{key} must be small enough for the {gib(use.total)} of {use.device} (the run is estimated to need "
         f"{gib(use.bytes)}: {in_short(use)}), got {got}; {remedy}"
     )
+
+
+def adjustable(cfg: Config, phase: str) -> tuple[str, str] | None:
+    """Return section and name of the key that makes a phase of the plan smaller, or None."""
+    section, name = ADJUSTABLE.get(phase, ("", ""))
+    if section == "generator" and not cfg.generator.samples:
+        section = "eval"
+    return (section, name) if section else None
 
 
 def smaller(cfg: Config, device: str, section: str, name: str) -> int | None:

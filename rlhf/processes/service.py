@@ -193,14 +193,13 @@ class Server:
             return error
         except Exception as error:
             traceback.print_exc()
-            full = type(error).__name__ == "OutOfMemoryError"  # of torch, which this module does not import
-            failure = (OutOfMemory if full else RunError)(
-                f"the {self.name} failed to {method}: {type(error).__name__}: {error}; the traceback is in "
-                f"{self.name}.log"
-            )
-            if isinstance(failure, OutOfMemory):
-                failure.process = self.name
-            return failure
+            kind = type(error).__name__
+            text = f"the {self.name} failed to {method}: {kind}: {error}; the traceback is in {self.name}.log"
+            if kind != "OutOfMemoryError":  # of torch, which this module does not import
+                return RunError(text)
+            full = OutOfMemory(text)
+            full.process = self.name
+            return full
 
     def build(self, factory: ServiceFactory) -> None:
         """Create the service with `factory`."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf.assembly.budgets import training_budget
+from rlhf.config.identity import NOT_IN_NAME
 from rlhf.core.errors import OutOfMemory, RunError
-from rlhf.memory.advice import smaller_settings
+from rlhf.memory.advice import adjustable, smaller_settings
 from rlhf.models.fetching import first_line
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.runs.folder import RunFolder
 
-TRAINING, SCORING, SAMPLING = "training", "computing log-probs or scores", "sampling"
-PHASES = {  # beginning of the name of a module -> what the module does
-    "rlhf.engines": TRAINING,
-    "rlhf.models.inference": SCORING,
-    "rlhf.generators": SAMPLING,
+SCORES = "scores"  # of scorers that are models; the other phases are those of the memory plan
+PHASES = {  # beginning of the name of a module -> phase; the first that is in a traceback counts
+    "rlhf.scorers": SCORES,
+    "rlhf.models.inference": "log-probs and scores",
+    "rlhf.generators": "sampling",
+    "rlhf.engines": "training",
 }
-UNNAMED = "model.gradient_checkpointing=true"  # not part of the name of a run, so the run resumes with it
 
 
 @contextmanager
@@ -44,24 +45,24 @@ def explain_full_gpu(cfg: Config, folder: RunFolder | None = None) -> Iterator[N
         said = f"a GPU has too little memory for {phase} ({first_line(error)})"
         raise RunError(f"{said}; {remedies(cfg, folder, phase)}") from error
     except OutOfMemory as error:
-        phase = SAMPLING if error.process == "generator" else SCORING
-        raise RunError(f"{error}; {remedies(cfg, folder, phase, annotator=True)}") from error
+        phase = "sampling" if error.process == "generator" else "log-probs and scores"
+        raise RunError(f"{error}; {remedies(cfg, folder, phase)}") from error
 
 
-def remedies(cfg: Config, folder: RunFolder | None, phase: str, annotator: bool = False) -> str:
-    """Return settings that need less memory and the last checkpoint, as the end of an error message.
+def phase_of(frames: TracebackType | None) -> str:
+    """Return what a run did when an error was raised, from the modules of the traceback."""
+    modules = tuple(frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(frames))
+    found = (phase for start, phase in PHASES.items() if any(name.startswith(start) for name in modules))
+    return next(found, "the models")
 
-    Args:
-        cfg: the config of the run.
-        folder: the folder of the run, or None, as in `explain_full_gpu`.
-        phase: what needs too much memory, a value of `PHASES`.
-        annotator: whether the run may have an annotator, which also needs memory.
-    """
-    useless = set() if annotator else {"generator.annotate=false"}
-    if phase != TRAINING:
-        useless.add(UNNAMED)
+
+def remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:
+    """Return settings that need less memory and the last checkpoint, as the end of an error message."""
+    useless = set() if phase == "training" else {"model.gradient_checkpointing=true"}
+    if folder is None:
+        useless.add("model.lora.rank=16")
     settings = [
-        *smaller_forward(cfg, phase),
+        *smaller_forwards(cfg, phase),
         *(each for each in smaller_settings(cfg) if each not in useless),
     ]
     text = f"set {', or '.join(settings)}" if settings else "choose a smaller model"
@@ -70,29 +71,21 @@ def remedies(cfg: Config, folder: RunFolder | None, phase: str, annotator: bool 
     last = folder.last_checkpoint()
     if last is None:
         return f"{text}; no checkpoint was written yet"
-    resumes = f"; with {UNNAMED} it resumes from {last}" if UNNAMED in settings else ""
+    same = [each for each in settings if each.partition("=")[0] in NOT_IN_NAME]  # the run has the same folder
+    resumes = f", from which the same command resumes with {' or '.join(same)}" if same else ""
     return f"{text}; the last checkpoint is {last}{resumes}"
 
 
-def phase_of(frames: TracebackType | None) -> str:
-    """Return what a run did when an error was raised, from the modules of the traceback."""
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(frames)]
-    found = [what for name in modules for start, what in PHASES.items() if name.startswith(start)]
-    return found[-1] if found else "the models"
-
-
-def smaller_forward(cfg: Config, phase: str) -> list[str]:
-    """Return the setting that halves the forward passes of a phase; nothing if they cannot be smaller."""
+def smaller_forwards(cfg: Config, phase: str) -> list[str]:
+    """Return settings that halve the forward passes of a phase, without those that cannot be smaller."""
+    keys = [("scorer", "batch_size"), ("gold", "batch_size")] if phase == SCORES else [adjustable(cfg, phase)]
+    tokens = training_budget(cfg).tokens
+    if keys == [("backend", "micro_batch")] and tokens is not None:
+        return [f"backend.tokens={tokens // 2}"]
     group = cfg.algo.samples_per_prompt
-    if phase == SAMPLING:
-        section, key, size = "generator", "batch_size", getattr(cfg.generator, "batch_size", 1)
-        if not cfg.generator.samples:
-            section, size = "eval", cfg.eval.batch_size
-        group = 1
-    else:
-        limits = training_budget(cfg)
-        section, key, size = "backend", "micro_batch", limits.sequences
-        if limits.tokens is not None:
-            key, size, group = "tokens", limits.tokens, 1
-    half = size // 2 // group * group
-    return [f"{section}.{key}={half}"] if half else []
+    halves = {
+        f"{key[0]}.{key[1]}": getattr(getattr(cfg, key[0]), key[1], 0) // 2 // group * group
+        for key in keys
+        if key is not None
+    }
+    return [f"{key}={half}" for key, half in halves.items() if half]

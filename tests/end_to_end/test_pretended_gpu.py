@@ -12,7 +12,7 @@ from tests.gpu.__main__ import main
 pytestmark = pytest.mark.skipif(bool(pretended_gpu.unavailable()), reason=str(pretended_gpu.unavailable()))
 
 OFF_POLICY = ("schedule.minibatches=2", "schedule.epochs=2", "algo.samples_per_prompt=4")
-RUNS = (  # together every kind of objective, anchor, correction and optional output
+RUNS = (  # of different objectives, anchors, corrections and optional outputs
     ("algo=dpo", "algo.weighting=wpo", "backend.micro_batch=4"),
     ("algo=ppo", "algo.entropy_coef=0.01", "model.lora.rank=4", "backend.tokens=96"),
     ("algo=grpo", "correction=seq_mask_tis", *OFF_POLICY),
@@ -52,7 +52,7 @@ def test_a_run_on_a_gpu_has_the_metrics_of_the_run_on_the_cpu(runs, words):
 
 
 @pytest.mark.parametrize("words", RUNS, ids=" ".join)
-def test_a_training_step_waits_for_the_gpu_only_where_a_micro_batch_begins(runs, words):
+def test_a_training_step_waits_for_the_gpu_only_where_a_forward_begins(runs, words):
     steps = runs[words]["steps"]
     assert max(step["micro-batches"] for step in steps) > 1
     forwards = 2 if "algo=ppo" in words else 1  # of the policy, and of the value model

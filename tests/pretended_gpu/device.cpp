@@ -119,8 +119,21 @@ bool same(const c10::Storage& a, const c10::Storage& b) {
   return a.unsafeGetStorageImpl() == b.unsafeGetStorageImpl();
 }
 
-bool nested(const c10::IValue& value) {
-  return value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList();
+// The value with every tensor in it replaced by `change(tensor)`.
+template <typename Change>
+c10::IValue mapped(const c10::IValue& value, const Change& change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& each : value.toOptionalTensorList())
+      list.push_back(each ? std::optional<at::Tensor>(change(*each)) : std::nullopt);
+    return list;
+  }
+  const bool nested = value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList();
+  if (!value.isTensorList() && !nested) return value;
+  c10::impl::GenericList list(value.toList().elementType());
+  for (const c10::IValue& each : value.toListRef()) list.push_back(mapped(each, change));
+  return list;
 }
 
 // The twins of the arguments of one operation.
@@ -149,26 +162,9 @@ struct Twins {
   }
 
   c10::IValue of(const c10::IValue& value) {
-    if (value.isTensor()) return of(value.toTensor());
-    if (nested(value)) {
-      c10::impl::GenericList list(value.toList().elementType());
-      for (const c10::IValue& each : value.toListRef()) list.push_back(of(each));
-      return list;
-    }
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& each : value.toTensorList()) list.push_back(of(each));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& each : value.toOptionalTensorList())
-        list.push_back(each ? std::optional<at::Tensor>(of(*each)) : std::nullopt);
-      return list;
-    }
     if (value.isStorage() && value.toStorage().device().is_cuda()) return of(value.toStorage());
     if (value.isDevice() && value.toDevice().is_cuda()) return c10::Device(c10::kCPU);
-    return value;
+    return mapped(value, [this](const at::Tensor& tensor) { return of(tensor); });
   }
 
   c10::Storage back(const c10::Storage& storage) const {
@@ -187,18 +183,7 @@ struct Twins {
   }
 
   c10::IValue back(const c10::IValue& value) const {
-    if (value.isTensor()) return back(value.toTensor());
-    if (nested(value)) {
-      c10::impl::GenericList list(value.toList().elementType());
-      for (const c10::IValue& each : value.toListRef()) list.push_back(back(each));
-      return list;
-    }
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& each : value.toTensorList()) list.push_back(back(each));
-      return list;
-    }
-    return value;
+    return mapped(value, [this](const at::Tensor& tensor) { return back(tensor); });
   }
 
   // Give the arguments the sizes, the memory and the storages that the operation gave to their twins.

@@ -56,7 +56,3 @@ class Graph:
             for old, new in zip(tree_leaves(output), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
-
-    def reset(self) -> None:
-        """Forget the operations."""
-        self.recorder = Recorder()

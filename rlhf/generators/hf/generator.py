@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.core.batch import Rollouts
+from rlhf.core.batch import Rollouts, moved_to
 from rlhf.core.launched import local_rank
 from rlhf.core.seeding import derive
 from rlhf.generators.generator import Generator, GeneratorContext, finished
@@ -237,8 +237,8 @@ def respond(
         held: list[int] = []  # the version of the weights for each response token
         part = sample(
             model,
-            prompts.prompt_ids[rows].to(model.device),
-            prompts.prompt_mask[rows].to(model.device),
+            moved_to(model.device, prompts.prompt_ids[rows]),
+            moved_to(model.device, prompts.prompt_mask[rows]),
             samples_per_prompt=sampling.samples,
             response_length=length,
             temperature=sampling.temperature,
