@@ -7,6 +7,7 @@ started new operations, the GPU has nothing to do.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from traceback import extract_stack
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import rlhf
+
+PACKAGE = Path(rlhf.__file__).parent
 # Operations whose result, or the size of whose result, the CPU reads.
 READ = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal")
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
@@ -56,6 +60,7 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if reason := reason_to_wait(func, args, kwargs or {}, output):
-            files = [f.filename.rpartition("/rlhf/")[2] for f in extract_stack() if "/rlhf/" in f.filename]
-            self.counts[f"{reason} in {files[-1] if files else 'a backward pass'}"] += 1
+            files = [Path(frame.filename) for frame in extract_stack()]
+            mine = [file.relative_to(PACKAGE) for file in files if file.is_relative_to(PACKAGE)]
+            self.counts[f"{reason} in {mine[-1] if mine else 'a backward pass'}"] += 1
         return output
