@@ -53,7 +53,7 @@ train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
 test: check  ## lint, types, import contracts, fast tests and short runs: about 9 minutes on two cores
 	$(PYTEST) -m "smoke or not (run or process or system or gpu)" $(ARGS)
 
-test-all: check  ## lint, types, import contracts and all tests: about 32 minutes on two cores
+test-all: check  ## lint, types, import contracts and all tests: about 35 minutes on two cores
 	$(PYTEST) $(ARGS)
 
 system:  ## install SLURM and a browser for the tests, by apt as root; no other target calls it
