@@ -1,0 +1,1 @@
+"""Studies: many runs that differ in a method, a setting and a seed, and what their values support."""

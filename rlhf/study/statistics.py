@@ -1,0 +1,322 @@
+"""Statistics of a study with few seeds: intervals, tests, verdicts, noise ceilings, numbers of seeds.
+
+A sample has one value per seed. Seeds are few, so intervals and tests are those of Student's t: with five
+seeds, 95 % bootstrap intervals contain the true mean in about 84 % of studies, t intervals in 94 %.
+Differences are taken within seeds (paired), and many comparisons are corrected by Holm. The exact sign-flip
+test confirms a t test where there are enough seeds. A table of values is [methods, seeds].
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Literal, NamedTuple
+
+import numpy as np
+from scipy import optimize, stats
+
+LEVEL, POWER = 0.05, 0.8  # probability of a false statement; of finding a difference that exists
+HOLDS, NOT, UNDECIDED = "holds", "does not hold", "undecided"
+FEWEST = 3  # seeds without which nothing is stated
+
+Sample = Sequence[float] | np.ndarray  # one value per seed
+Side = Literal["two-sided", "less", "greater"]
+
+
+class Estimate(NamedTuple):
+    """A statistic of a sample with its interval (nan for one value), and the number of seeds."""
+
+    centre: float
+    low: float
+    high: float
+    seeds: int
+
+
+# -- intervals -------------------------------------------------------------------------------------------
+
+
+def mean_interval(values: Sample) -> Estimate:
+    """Return the mean with its t interval; the interval of equal values has width 0."""
+    x = np.asarray(values, float)
+    centre, n = float(x.mean()), len(x)
+    if n < 2:
+        return Estimate(centre, math.nan, math.nan, n)
+    half = float(stats.t.ppf(1 - LEVEL / 2, n - 1) * stats.sem(x))
+    return Estimate(centre, centre - half, centre + half, n)
+
+
+def welch(first: Sample, second: Sample) -> tuple[Estimate, float]:
+    """Return the difference of the means of samples without common seeds, and its p-value."""
+    found = stats.ttest_ind(first, second, equal_var=False)
+    interval = found.confidence_interval(1 - LEVEL)
+    centre, count = float(np.mean(first) - np.mean(second)), min(len(first), len(second))
+    return Estimate(centre, float(interval.low), float(interval.high), count), float(found.pvalue)
+
+
+def wilson(count: int, total: int) -> tuple[float, float]:
+    """Return the bounds of the Wilson interval of a share."""
+    found = stats.binomtest(count, total).proportion_ci(1 - LEVEL, method="wilson")
+    return float(found.low), float(found.high)
+
+
+def iqm(values: np.ndarray | Sequence, axis: int | None = None) -> np.ndarray:
+    """Return the interquartile mean: the mean without the lowest and the highest quarter (rounded down).
+
+    It is for values of several tasks and seeds together. Of five seeds, it would drop the one that collapsed.
+    """
+    return stats.trim_mean(values, 0.25, axis=axis)
+
+
+def bootstrap_interval(
+    values: Sample,
+    statistic: Callable[..., np.ndarray] = iqm,
+    method: Literal["percentile", "BCa"] = "percentile",
+    resamples: int = 9999,
+) -> Estimate:
+    """Return a statistic with its bootstrap interval, for at least 20 values; too narrow for a few seeds."""
+    x = np.asarray(values, float)
+    centre = float(statistic(x, axis=0))
+    if np.ptp(x) == 0:  # scipy returns nan
+        return Estimate(centre, centre, centre, len(x))
+    found = stats.bootstrap(
+        (x,), statistic, n_resamples=resamples, method=method, vectorized=True, rng=np.random.default_rng(0)
+    ).confidence_interval
+    return Estimate(centre, float(found.low), float(found.high), len(x))
+
+
+# -- tests -----------------------------------------------------------------------------------------------
+
+
+def p_t(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
+    """Return the p-value of the t test of a mean against a limit; paired, if the values are differences.
+
+    Equal values have no spread that a t test could use; their p-value is that of the sign-flip test.
+    """
+    x = np.asarray(values, float)
+    if len(x) < 2:
+        return math.nan
+    if np.ptp(x) < 1e-12:
+        return p_sign_flip(x, limit, side)
+    return float(stats.ttest_1samp(x, limit, alternative=side).pvalue)
+
+
+def p_sign_flip(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
+    """Return the p-value of the sign-flip test, which is exact for every symmetric distribution."""
+    x = np.asarray(values, float) - limit
+    found = stats.permutation_test(
+        (x,), np.mean, permutation_type="samples", alternative=side, n_resamples=2**16, vectorized=True,
+        rng=np.random.default_rng(0),
+    )  # fmt: skip
+    return float(found.pvalue)
+
+
+def smallest_p(seeds: int) -> float:
+    """Return the smallest two-sided p-value of the sign-flip test."""
+    return 2.0 / 2**seeds
+
+
+def p_value(values: Sample, limit: float = 0.0, side: Side = "two-sided", family: int = 1) -> float:
+    """Return the p-value of the t test, or of the sign-flip test if that is larger and could reach `LEVEL`.
+
+    Args:
+        values: one value, or difference, per seed.
+        limit: the mean that the values are tested against.
+        side: the alternative.
+        family: number of comparisons that are corrected together.
+    """
+    p = p_t(values, limit, side)
+    if smallest_p(len(values)) * family > LEVEL:
+        return p
+    return max(p, p_sign_flip(values, limit, side))
+
+
+def p_within(values: Sample, margin: float) -> float:
+    """Return the p-value of an equivalence test: the mean is within `margin` of 0 if the value is small."""
+    return max(p_t(values, -margin, "greater"), p_t(values, margin, "less"))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Return p-values that are corrected for the number of comparisons (Holm 1979)."""
+    order = np.argsort(p)
+    found = np.empty(len(p))
+    found[order] = np.maximum.accumulate(np.minimum(1.0, np.asarray(p)[order] * np.arange(len(p), 0, -1)))
+    return found.tolist()
+
+
+def distinct(samples: Mapping[str, Sample]) -> dict[str, list[str]]:
+    """Return the names of samples by the first name with the same values: equal methods count as one."""
+    found: dict[str, list[str]] = {}
+    for name, values in samples.items():
+        same = (other for other in found if np.array_equal(samples[other], values))
+        found.setdefault(next(same, name), []).append(name)
+    return found
+
+
+class Verdict(NamedTuple):
+    """The verdict on a claim, with the p-values that decided it."""
+
+    word: str
+    p_holds: float
+    p_fails: float
+
+
+def verdict(differences: Mapping[str, Sample], limit: float = 0.0, level: float = LEVEL) -> Verdict:
+    """Return the verdict on the claim that the mean of every sample is above a limit.
+
+    The claim holds if every one-sided p-value is below `level` / 2; all have to be small, so this needs no
+    correction. It does not hold if the smallest Holm p-value of the other side is below `level` / 2.
+    Otherwise, or with fewer than `FEWEST` seeds, it is undecided.
+    """
+    if not differences or min(map(len, differences.values())) < FEWEST:
+        return Verdict(UNDECIDED, math.nan, math.nan)
+    samples, family = differences.values(), len(differences)
+    holds = max(p_value(x, limit, "greater") for x in samples)
+    fails = min(holm([p_value(x, limit, "less", family) for x in samples]))
+    word = HOLDS if holds < level / 2 else NOT if fails < level / 2 else UNDECIDED
+    return Verdict(word, holds, fails)
+
+
+# -- numbers of seeds ------------------------------------------------------------------------------------
+
+
+def power(difference: float, sd: float, seeds: int, level: float = LEVEL) -> float:
+    """Return the probability that a two-sided paired t test finds a difference.
+
+    Args:
+        difference: the true mean of the differences.
+        sd: their standard deviation between seeds.
+        seeds: number of seeds, at least 2.
+        level: probability of a false finding.
+    """
+    if sd == 0:
+        return float(difference != 0)
+    limit, shift = stats.t.ppf(1 - level / 2, seeds - 1), abs(difference) / sd * math.sqrt(seeds)
+    found = stats.nct.sf(limit, seeds - 1, shift) + stats.nct.cdf(-limit, seeds - 1, shift)
+    return float(found) if math.isfinite(found) else 1.0  # nan: the effect is too large for scipy
+
+
+def seeds_needed(difference: float, sd: float, level: float = LEVEL) -> int:
+    """Return the smallest number of seeds with which a difference is found with probability `POWER`."""
+    numbers = range(2, 1_000_000)
+    return numbers[bisect_left(numbers, True, key=lambda n: power(difference, sd, n, level) >= POWER)]
+
+
+def detectable(sd: float, seeds: int, level: float = LEVEL) -> float:
+    """Return the smallest difference that is found with probability `POWER`."""
+    if sd == 0:
+        return 0.0
+    return float(optimize.brentq(lambda ratio: power(ratio, 1, seeds, level) - POWER, 1e-3, 100) * sd)
+
+
+# -- rankings and noise ----------------------------------------------------------------------------------
+
+
+class SplitHalf(NamedTuple):
+    """Kendall's tau between the rankings of two halves of the seeds, over all splits."""
+
+    mean: float
+    least: float
+    most: float
+    splits: int
+
+
+def split_half(table: np.ndarray) -> SplitHalf:
+    """Return the agreement of the rankings by two halves of the seeds.
+
+    Args:
+        table: values [methods, seeds]; all methods are split at the same seeds.
+    """
+    seeds = range(table.shape[1])
+    few = len(seeds) // 2
+    # with an even number each split comes twice: those with the first seed are enough
+    halves = [half for half in combinations(seeds, few) if 2 * few < len(seeds) or half[0] == 0]
+    taus = [
+        stats.kendalltau(table[:, half].mean(1), np.delete(table, half, axis=1).mean(1)).statistic
+        for half in map(list, halves)
+    ]
+    return SplitHalf(float(np.mean(taus)), float(min(taus)), float(max(taus)), len(taus))
+
+
+def signal(table: np.ndarray) -> float:
+    """Return the variance of the methods over the variance of one seed, on the scale of ranks.
+
+    The mean tau of split halves becomes a correlation of ranks, r = sin(pi tau / 2). The signal s solves
+    sqrt(s / (s + 1/h) s / (s + 1/k)) = r for halves of h and k seeds (Spearman-Brown).
+
+    Args:
+        table: values [methods, seeds].
+    """
+    few = table.shape[1] // 2
+    many = table.shape[1] - few
+    r = math.sin(math.pi * split_half(table).mean / 2)
+    if not 0 < r < 1:
+        return math.inf if r >= 1 else 0.0
+
+    def excess(s: float) -> float:
+        return s / math.sqrt((s + 1 / few) * (s + 1 / many)) - r
+
+    return float(optimize.brentq(excess, 1e-12, 1e12))
+
+
+def ceiling(signals: Sequence[float], seeds: int) -> float:
+    """Return the tau that two rankings have if only noise separates them.
+
+    Args:
+        signals: the signal of one table, for two rankings of its methods by other seeds; or the signals of
+            two tables, whose rankings are compared.
+        seeds: number of seeds of each ranking.
+    """
+    reliable = [1.0 if math.isinf(s) else s / (s + 1 / seeds) for s in signals]
+    return 2 / math.pi * math.asin(math.prod(reliable) ** (1 / len(reliable)))
+
+
+def seeds_for_ceiling(signal: float, tau: float = 0.8) -> int | None:
+    """Return the number of seeds with which the ceiling of one table is `tau`; None without a signal."""
+    if signal == 0:
+        return None
+    reliable = math.sin(math.pi * tau / 2)
+    return max(1, math.ceil(reliable / (1 - reliable) / signal))
+
+
+def saturation(table: np.ndarray) -> float:
+    """Return the share of methods that have exactly the most common value of their seed.
+
+    Above about 0.3 the task does not separate the methods, whatever the number of seeds.
+
+    Args:
+        table: values [methods, seeds].
+    """
+    return float(np.mean([np.unique(column, return_counts=True)[1].max() for column in table.T])) / len(table)
+
+
+class Components(NamedTuple):
+    """Variance components of a table without repetitions; an estimate may be negative."""
+
+    rows: float
+    columns: float
+    residual: float
+
+
+def components(table: np.ndarray) -> Components:
+    """Return the variance of rows, of columns, and the residual variance (two-way analysis of variance)."""
+    n, m = table.shape
+    rows, columns = table.mean(1), table.mean(0)
+    rest = table - rows[:, None] - columns[None, :] + table.mean()
+    residual = float((rest**2).sum() / ((n - 1) * (m - 1)))
+    return Components(
+        float(rows.var(ddof=1)) - residual / m, float(columns.var(ddof=1)) - residual / n, residual
+    )
+
+
+def evaluation_share(outcomes: np.ndarray, prompts: int) -> float:
+    """Return the share of the variance between seeds that is noise of evaluations with so many prompts.
+
+    Args:
+        outcomes: results [seeds, prompts] of single held-out prompts, all seeds with the same prompts.
+        prompts: number of prompts of the evaluation that is judged.
+    """
+    found = components(outcomes)
+    noise = found.residual / prompts
+    return noise / (max(0.0, found.rows) + noise)
