@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 
-def build_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
+def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrainedTokenizerFast:
     """Return the policy's tokenizer; for a model with random weights, the tokenizer of the embedded task.
 
     If the task has dialogues, the end token is the token that ends a turn in the chat template.
+
+    Args:
+        cfg: the config of the run.
+        notes: gets the row "pad token" if the model has no pad token, so that one was chosen.
 
     Raises:
         UserError: the tokenizer cannot be used, or has no chat template for the dialogues of the task.
@@ -33,5 +37,8 @@ def build_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
     key = "model.tokenizer" if cfg.model.tokenizer else start
     tokenizer = read_tokenizer(name, cfg.model.trust_remote_code, key)
     set_format(tokenizer, cfg.model.chat_template, make(cfg.task).conversational)
-    set_pad_token(tokenizer, cfg.model.pad_token)
+    models = (name,) if cfg.start in (None, name) else (name, cfg.start)
+    note = set_pad_token(tokenizer, cfg.model.pad_token, models=models)
+    if note is not None and notes is not None:
+        notes["pad token"] = note
     return tokenizer

@@ -29,7 +29,14 @@ from rlhf.models.headers import (
     tokenizer_header,
     weight_headers,
 )
-from rlhf.models.special_tokens import LOOKS_SPECIAL, pad_problem, pad_remedy
+from rlhf.models.special_tokens import (
+    ENDS,
+    LOOKS_SPECIAL,
+    choose_pad_token,
+    end_ids,
+    pad_problem,
+    pad_remedy,
+)
 from rlhf.tasks.dialogues import has_dialogues
 
 CAUSAL = ("model.base", "model.policy", "model.reference")  # keys of causal language models
@@ -141,20 +148,31 @@ def special_tokens(cfg: Config) -> Iterator[str]:
     if path is None or tokenizer is None:
         return
     special, wanted = tokenizer.special, cfg.model.pad_token
-    end, pad = special.get("eos_token"), wanted or special.get("pad_token")
+    end, pad = special.get("eos_token"), special.get("pad_token")
     if "eos_token" in special and end is None:
         yield (
             f"{key} must have a tokenizer with an end token (the model ends a response with it), got "
             f"{path!r} without one; set eos_token in its tokenizer_config.json"
         )
         return
-    has_template = tokenizer.has_chat_template or cfg.model.chat_template is not None
-    if pad is not None and has_template and may_have_dialogues(cfg):
-        end = None  # the chat template determines the end token
+    # With dialogues, the chat template determines the end token.
+    known = None if dialogues_may_end_otherwise(cfg, tokenizer) else end
+    if wanted is None and "pad_token" in special and pad in (None, known):
+        models = (folder_of_tokenizer(each) for each in (path, cfg.start) if each is not None)
+        files = (folder / name for folder in models if folder is not None for name in ENDS)
+        template = tokenizer.template if cfg.model.chat_template is None else None
+        used = {known, *end_ids(*files)}
+        pad = choose_pad_token(tokenizer.ids, used, special.get("bos_token"), template or "") or pad
     if wanted is not None or "pad_token" in special:
-        problem = pad_problem("model.pad_token", wanted, path, tokenizer.ids, special.get("pad_token"), end)
+        end = known if wanted or pad else end
+        problem = pad_problem("model.pad_token", wanted, path, tokenizer.ids, pad, end)
         if problem is not None:
             yield problem
+
+
+def dialogues_may_end_otherwise(cfg: Config, tokenizer: TokenizerHeader) -> bool:
+    """Return True if the run may have dialogues, and a chat template may end a turn with another token."""
+    return (tokenizer.has_chat_template or cfg.model.chat_template is not None) and may_have_dialogues(cfg)
 
 
 @doubt

@@ -72,7 +72,7 @@ class ModelConfig(Section):
     reference: str | None = None  # frozen reference of the KL penalty and metrics; null: the initial policy
     reward: str | None = None  # the model of scorer=reward_model; null: made by algo=reward (embedded tasks)
     tokenizer: str | None = None  # null: the tokenizer of the policy (of the base model, for sft)
-    pad_token: str | None = None  # pad token for a tokenizer that has none
+    pad_token: str | None = None  # null: the tokenizer's own pad token, or a token that no text contains
     chat_template: str | None = None  # file with a Jinja template, or plain; null: of the tokenizer
     dtype: Dtype = Dtype.float32  # dtype of forward passes; trained weights are always float32
     float32_head: bool = False  # logits in float32 with a 16-bit dtype, in the trainer and in its generators

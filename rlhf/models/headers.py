@@ -58,7 +58,12 @@ class TokenizerHeader:
 
     ids: dict[str, int]  # token -> id
     special: dict[str, str | None]  # key of `SPECIAL` -> token; a key is missing if no file determines it
-    has_chat_template: bool
+    template: str | None  # the chat template; several templates as one text
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return self.template is not None
 
     @property
     def largest_id(self) -> int:
@@ -238,8 +243,10 @@ def _tokenizer_header(folder: Path, version: tuple[tuple[int, int], ...]) -> Tok
         named = settings
     defaults = {} if _has_defaults(folder, settings) else dict.fromkeys(SPECIAL)
     special = {key: _content(named[key]) for key in SPECIAL if key in named}
-    template = bool(settings.get("chat_template")) or (folder / "chat_template.jinja").is_file()
-    return TokenizerHeader(ids=ids, special={**defaults, **special}, has_chat_template=template)
+    template = json.dumps(stated, ensure_ascii=False) if (stated := settings.get("chat_template")) else None
+    if (file := folder / "chat_template.jinja").is_file():
+        template = file.read_text(encoding="utf-8", errors="replace")
+    return TokenizerHeader(ids=ids, special={**defaults, **special}, template=template)
 
 
 def _optional(file: Path) -> dict[str, Any]:

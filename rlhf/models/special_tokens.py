@@ -1,11 +1,13 @@
-"""Rules for the pad token of a tokenizer, and proposals of a pad token. This module imports no torch."""
+"""The rule that chooses a pad token, and error messages about pad tokens. This module imports no torch."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
-# Tokens that models reserve for padding or never produce, best first.
+# Tokens that models reserve for padding, best first.
 PAD_TOKENS = (
     "<|padding|>",
     "<|finetune_right_pad_id|>",
@@ -17,42 +19,91 @@ PAD_TOKENS = (
     "<|dummy_0|>",
 )
 LOOKS_SPECIAL = re.compile(r"<(?!0x)[^<>\s]+>|\[[A-Z]+\]")
-RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>|<\|reserved_\d+\|>|<unused\d+>|<\|extra_\d+\|>")
+# Kinds of tokens that no ordinary text contains, best first: padding of a part of the input, such as
+# <|fim_pad|>; numbered tokens that stand for nothing, such as <|reserved_special_token_7|>, [control_8] and
+# <unused9>; and marks of files of source code.
+UNUSED = (
+    re.compile(r"(?i)[<\[]\W*(\w+_)?pad(ding)?(_\w+)?\W*[>\]]"),
+    re.compile(
+        r"(?i)[<\[>]\W*\w*(reserved|unused|not_used|extra|dummy|place\W?holder|control|special)"
+        r"[^<>\[\]\d]*\d+\W*[<>\]]"
+    ),
+    re.compile(r"<(empty_output|gh_stars|repo_?name|file_?sep|filename|(jupyter|issue|commit)_\w+)>"),
+)
+ENDS = ("generation_config.json", "config.json")  # files of a model that declare its end tokens
+UNKNOWN = "<unk>"
+END_OF_TEXT = (
+    "<|endoftext|>"  # ends a document in pre-training; chat models often end a turn with another token
+)
+BYTES = {f"<0x{byte:02X}>" for byte in range(256)}  # the tokens of single bytes in SentencePiece
+BYTE_LEVEL = {
+    chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))
+}  # in byte-level BPE
+
+
+def choose_pad_token(
+    ids: Mapping[str, int], used: Collection[int | str | None], bos: str | None = None, template: str = ""
+) -> str | None:
+    """Return the pad token of a tokenizer that has none of its own: a token that stands for nothing.
+
+    The choice depends on the arguments only, so a resumed run makes the same choice. No order of `ids` and
+    `used` has an influence.
+
+    Args:
+        ids: tokens of the vocabulary and their ids.
+        used: tokens and token ids that end a response of the model.
+        bos: token at the beginning of texts; only `<|endoftext|>` is chosen nevertheless, as the last choice.
+        template: the chat template.
+
+    Returns:
+        The token. None: the vocabulary has no token that is certainly unused.
+    """
+    numbered = sorted(ids, key=lambda token: ids[token], reverse=True)
+    candidates = [*PAD_TOKENS]
+    for kind in UNUSED:
+        candidates += filter(kind.fullmatch, numbered)
+    if ids.keys() >= BYTES or ids.keys() >= BYTE_LEVEL:  # otherwise <unk> stands for unknown signs of texts
+        candidates.append(UNKNOWN)
+    candidates = [token for token in candidates if token != bos] + [END_OF_TEXT]
+    return next(
+        (t for t in candidates if t in ids and t not in used and ids[t] not in used and t not in template),
+        None,
+    )
 
 
 def pad_problem(
-    key: str, wanted: str | None, path: str, vocabulary: Collection[str], pad: str | None, end: str | None
+    key: str, wanted: str | None, path: str, ids: Mapping[str, int], pad: str | None, end: str | None
 ) -> str | None:
     """Return the error message for the pad token of a tokenizer, or None.
 
     Args:
         key: config key of the pad token.
-        wanted: value of `key`; None: the tokenizer's own pad token is used.
+        wanted: value of `key`; None: the tokenizer's own or the chosen pad token is used.
         path: hub name or folder of the tokenizer, for the message.
-        vocabulary: tokens of the tokenizer.
-        pad: pad token of the tokenizer itself.
+        ids: tokens of the vocabulary and their ids.
+        pad: pad token of the tokenizer itself, or the chosen pad token.
         end: end token of the tokenizer.
     """
-    if wanted is not None and wanted not in vocabulary:
+    if wanted is not None and wanted not in ids:
         return (
             f"{key} must be in the vocabulary of the tokenizer of {path!r} (a new token would have no "
-            f"embedding), got {wanted!r}; {pad_remedy(key, vocabulary, end)}"
+            f"embedding), got {wanted!r}; {pad_remedy(key, ids, end)}"
         )
     used = pad if wanted is None else wanted
     if used is None or used == end:
         return (
             f"{key} must be set for the tokenizer of {path!r} (the pad token must differ from the end token, "
             f"which is trained on), got pad token {used!r} and end token {end!r}; "
-            f"{pad_remedy(key, vocabulary, end)}"
+            f"{pad_remedy(key, ids, end)}"
         )
     return None
 
 
-def pad_remedy(key: str, vocabulary: Collection[str], end: str | None) -> str:
-    """Return the remedy for a missing pad token: an assignment to paste, if a token is obviously unused."""
-    token = unused_token(vocabulary, end)
+def pad_remedy(key: str, ids: Mapping[str, int], end: str | None) -> str:
+    """Return the remedy for a wrong pad token: an assignment to paste, if a token is certainly unused."""
+    token = choose_pad_token(ids, [end])
     if token is None:
-        special = sorted(each for each in filter(LOOKS_SPECIAL.fullmatch, vocabulary) if each != end)
+        special = sorted(each for each in filter(LOOKS_SPECIAL.fullmatch, ids) if each != end)
         unused = f"set {key} to a token of the vocabulary that your data do not contain"
         example = f", for example '{key}={special[0]}'" if special else ""
         others = f" (or {', '.join(special[1:4])})" if special[1:] else ""
@@ -60,11 +111,14 @@ def pad_remedy(key: str, vocabulary: Collection[str], end: str | None) -> str:
     return f"set '{key}=\"{token}\"'"
 
 
-def unused_token(vocabulary: Collection[str], end: str | None) -> str | None:
-    """Return a token of the vocabulary that is reserved for padding or for nothing, or None.
+def end_ids(*files: Path | str | None) -> Iterator[int]:
+    """Yield the ids of the end tokens that files of a model declare (generation_config.json, config.json).
 
-    `<unk>` is the last choice: a tokenizer that has all bytes in its vocabulary never produces it.
+    Files that are missing or damaged are skipped.
     """
-    reserved = sorted(filter(RESERVED.fullmatch, vocabulary))
-    candidates = (*PAD_TOKENS, *reserved[-1:], "<unk>")
-    return next((token for token in candidates if token in vocabulary and token != end), None)
+    for file in files:
+        try:
+            stated = json.loads(Path(file or "").read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        yield from stated if isinstance(stated, list) else [] if stated is None else [stated]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from rlhf.core.errors import UserError
 from rlhf.models.fetching import fetch, first_line
 from rlhf.models.folders import is_local
 from rlhf.models.headers import TOKENIZER_FILES
-from rlhf.models.special_tokens import pad_problem
+from rlhf.models.special_tokens import ENDS, choose_pad_token, end_ids, pad_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,24 +66,55 @@ def without_tokenizer(key: str, path: str) -> str:
 
 
 def set_pad_token(
-    tokenizer: PreTrainedTokenizerFast, chosen: str | None, key: str = "model.pad_token"
-) -> None:
+    tokenizer: PreTrainedTokenizerFast,
+    chosen: str | None,
+    key: str = "model.pad_token",
+    models: Collection[str] = (),
+) -> str | None:
     """Set the pad token of the tokenizer of a model that is trained.
 
     Args:
         tokenizer: the tokenizer, which is changed.
-        chosen: the pad token; None keeps the pad token of the tokenizer. A value is required if the tokenizer
-            has no pad token, or uses its end token as pad token.
+        chosen: the pad token. None: the pad token of the tokenizer; if it has none, or uses its end token as
+            pad token, a token that stands for nothing (`choose_pad_token`).
         key: config key of `chosen`, for error messages.
+        models: hub names or folders of models, whose end tokens are not used as pad token.
+
+    Returns:
+        A note about the pad token that was found for a tokenizer without one; None: it needed none.
 
     Raises:
         UserError: the pad token is missing, not in the vocabulary, or equal to the end token.
     """
-    tokens, path = tokenizer.get_vocab(), tokenizer.name_or_path
-    if problem := pad_problem(key, chosen, path, tokens, tokenizer.pad_token, tokenizer.eos_token):
+    ids, path, pad, end = (
+        tokenizer.get_vocab(),
+        tokenizer.name_or_path,
+        tokenizer.pad_token,
+        tokenizer.eos_token,
+    )
+    found = None
+    if chosen is None and pad in (None, end):
+        template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
+        found = choose_pad_token(ids, {end, *declared_ends(models)}, tokenizer.bos_token, template)
+    if problem := pad_problem(key, chosen, path, ids, found or pad, end):
         raise UserError(problem)
     if chosen is not None:
         tokenizer.pad_token = chosen
+    if found is not None:
+        tokenizer.add_special_tokens({"pad_token": found})  # decoding then skips the token
+        return f"{found} (chosen: the model has no pad token of its own; another one: {key}=<token>)"
+    return None
+
+
+def declared_ends(models: Collection[str]) -> set[int]:
+    """Return the ids of the end tokens that the files of models declare."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    files = []
+    for model, name in product(models, ENDS):
+        path = str(Path(model).expanduser()) if is_local(model) else model
+        file = cached_file(path, name, local_files_only=True, **quiet)
+        files.append(file if file or is_local(model) else cached_file(path, name, **quiet))
+    return set(end_ids(*files))
 
 
 def fill_pad_token(tokenizer: PreTrainedTokenizerFast, chosen: str | None, key: str) -> None:

@@ -134,7 +134,8 @@ def carry_out(
     keep_freed()
     torch.manual_seed(derive(cfg.seed, "torch"))
 
-    tokenizer = build_tokenizer(cfg)
+    notes: dict[str, str] = {}
+    tokenizer = build_tokenizer(cfg, notes)
     task = build_task(cfg, tokenizer, cfg.data, cfg.schedule.prompts_per_update)
     data = task.fingerprint()
     if last is not None:
@@ -144,7 +145,7 @@ def carry_out(
     say(f"{number}{cfg.algo.name} of {model_label(cfg)} on {cfg.task.name}", style="bold")
     if stages.outermost:
         say_row("run folder", short_path(folder.path))
-    for name, value in describe(cfg, len(task)):
+    for name, value in [*describe(cfg, len(task)), *notes.items()]:
         say_row(name, value)
     for doubt in doubts(cfg, len(task)):
         log.warning(doubt)

@@ -193,12 +193,8 @@ def test_a_tokenizer_without_end_token_is_refused(policy):
 @pytest.mark.parametrize(
     ("special", "setting", "message"),
     [
-        (
-            {"pad_token": None},
-            None,
-            "got pad token None and end token '<eos>'; set 'model.pad_token=\"<pad>\"'",
-        ),
-        ({"pad_token": "<eos>"}, None, "got pad token '<eos>' and end token '<eos>'"),
+        ({"pad_token": None}, None, None),
+        ({"pad_token": "<eos>"}, None, None),
         ({}, "<eos>", "got pad token '<eos>' and end token '<eos>'"),
         ({}, "<nowhere>", "must be in the vocabulary of the tokenizer"),
         ({"pad_token": None}, "c", None),
@@ -211,8 +207,19 @@ def test_the_pad_token_must_be_another_token_than_the_end_token(policy, special,
     assert (found == []) if message is None else (len(found) == 1 and message in found[0])
 
 
+@pytest.mark.parametrize("pad", [None, "<eos>"])
+def test_a_tokenizer_without_an_unused_token_needs_a_pad_token(policy, pad):
+    write_tokenizer(policy, ("<sep>", *TOKENS[1:]), pad_token=pad)
+    found = one(f"model.policy={policy}")
+    assert f"got pad token {pad!r} and end token '<eos>'; set model.pad_token to a token" in found
+    write_tokenizer(policy, ("<|padding|>", *TOKENS[1:]), pad_token=pad)
+    assert problems(f"model.policy={policy}") == []
+    (policy / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
+    assert "model.pad_token must be set" in one(f"model.policy={policy}")
+
+
 def test_the_end_token_of_dialogues_is_known_only_to_the_chat_template(policy):
-    write_tokenizer(policy, pad_token="<eos>", chat_template="{{ messages }}")
+    write_tokenizer(policy, ("<sep>", *TOKENS[1:]), pad_token="<eos>", chat_template="{{ messages }}")
     assert "end token '<eos>'" in one(f"model.policy={policy}"), "prompts of texts need no template"
     assert problems(f"model.policy={policy}", "generator=dataset") == [], "pairs may be dialogues"
 

@@ -16,7 +16,6 @@ from rlhf.models.headers import (
     tokenizer_header,
     weight_headers,
 )
-from rlhf.models.special_tokens import pad_problem, unused_token
 from tests.model_folders import (
     HEAD,
     LLAMA,
@@ -252,28 +251,3 @@ def test_a_missing_tokenizer_is_reported(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(DamagedFile, match="no tokenizer.json"):
         tokenizer_header(folder)
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "token"),
-    [
-        (["a", "<unk>", "<pad>", "<|padding|>"], "<|padding|>"),
-        (["a", "<unk>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"],
-         "<|reserved_special_token_1|>"),
-        (["a", "<unk>"], "<unk>"),
-        (["a", "<pad>"], None),
-    ],
-)  # fmt: skip
-def test_an_unused_token_is_proposed_as_pad_token(vocabulary, token):
-    assert unused_token(vocabulary, end="<pad>" if token is None else "a") == token
-
-
-def test_special_tokens_are_listed_if_none_is_obviously_unused():
-    found = pad_problem("model.pad_token", None, "m", ["a", "<end>", "<|im_start|>", "<0x0A>"], None, "<end>")
-    assert found is not None and found.endswith("contain, for example 'model.pad_token=<|im_start|>'")
-
-
-def test_the_remedy_for_a_missing_pad_token_can_be_pasted_in_a_shell():
-    found = pad_problem("model.pad_token", None, "m", ["a", "<|padding|>"], None, "a")
-    assert found is not None and found.endswith("set 'model.pad_token=\"<|padding|>\"'")
-    assert pad_problem("model.pad_token", "<|padding|>", "m", ["a", "<|padding|>"], None, "a") is None
