@@ -6,8 +6,9 @@
     record.py     the file of results, with one row per run
     worker.py     carries out runs, one after the other, in one process
     executor.py   one or two worker processes, progress, resuming
-    analysis.py   interquartile means, bootstrap intervals, ranks: functions of numbers
+    analysis.py   differences within seeds, values at a KL, slopes: functions of numbers
     study.py      the rows of a design, as values per method, lag and seed
+    findings.py   which differences are supported, only suggested, or undecided
     claims.py     the claims of the paper and the goals, each with a verdict
     page.py       tables and findings in Markdown
     figure.py     the figure

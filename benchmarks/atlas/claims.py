@@ -1,19 +1,19 @@
-"""Claims of the paper (arXiv 2410.18252) and goals of the study, each with a verdict from intervals."""
+"""Claims of the paper (arXiv 2410.18252) and goals of the study, each with a verdict."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.atlas import analysis
-from benchmarks.atlas.analysis import Estimate
 from benchmarks.atlas.design import Cell
 from benchmarks.atlas.study import Study
+from rlhf.study import statistics
+from rlhf.study.statistics import HOLDS, LEVEL, NOT, UNDECIDED
 
 PAPER = ("dpo", "ppo", "rloo", "bok")  # the methods of the paper
 WITHIN, LOSES = 0.02, 0.1  # goals: largest loss of the best method, smallest loss of uncorrected PPO
-HOLDS, NOT, UNDECIDED, MISSING = "holds", "does not hold", "undecided", "undecided: runs missing"
+MISSING = f"{UNDECIDED}: runs missing"
 
 
 class Claim(NamedTuple):
@@ -24,17 +24,34 @@ class Claim(NamedTuple):
     numbers: str
 
 
-def verdict(sides: Sequence[int | None]) -> str:
-    """Return the verdict of a claim, given the side of each interval (see `analysis.side`).
+def judged(
+    study: Study,
+    said: str,
+    what: str,
+    samples: Mapping[str, Sequence[float]],
+    limit: float = 0.0,
+    decimals: int = 3,
+    cells: Iterable[Cell] = (),
+) -> Claim:
+    """Return the claim that the mean of every sample is above a limit.
 
-    The claim holds if all intervals are above the limit, does not hold if one interval is below, and is
-    undecided otherwise.
+    Args:
+        study: the study.
+        said: the claim in words.
+        what: what a value of the samples is.
+        samples: one value per seed, by name.
+        limit: the limit.
+        decimals: decimals of the printed values.
+        cells: cells whose collapsed runs are named beside the values.
     """
-    if sides and all(side == 1 for side in sides):
-        return HOLDS
-    if -1 in sides:
-        return NOT
-    return UNDECIDED if sides and None not in sides else MISSING
+    numbers = ", ".join(f"{name} {text(each, decimals)}" for name, each in samples.items())
+    fallen = {cell.method: count for cell in cells if (count := study.collapsed(cell))}
+    if fallen:
+        numbers += f"; collapsed runs: {', '.join(f'{name} {count}' for name, count in fallen.items())}"
+    word = MISSING
+    if samples and all(len(each) == len(study.design.seeds) for each in samples.values()):
+        word = statistics.verdict(samples, limit).word
+    return Claim(said, word, f"{what}: {numbers}")
 
 
 def claims(study: Study) -> Iterator[Claim]:
@@ -59,32 +76,28 @@ def extremes(study: Study, task: str) -> Iterator[tuple[str, Cell]]:
 
 def most_robust(study: Study, task: str, name: str, cell: Cell) -> Claim:
     """Return the claim that online DPO loses less than the other methods of the paper."""
+    cells = {method: cell._replace(method=method) for method in PAPER if method in study.design.methods}
     own = study.losses(cell)
     others = {
-        method: analysis.estimate(analysis.differences(study.losses(cell._replace(method=method)), own))
-        for method in PAPER
-        if method != "dpo" and method in study.design.methods
+        method: analysis.differences(study.losses(each), own)
+        for method, each in cells.items()
+        if method != "dpo"
     }
-    numbers = [f"{method} {text(each)}" for method, each in others.items()]
     said = f"Online DPO loses least of the paper's methods ({task}, {name})"
-    sides = [study.side(each) for each in others.values()]
-    return Claim(said, verdict(sides), "loss minus that of dpo: " + ", ".join(numbers))
+    return judged(study, said, "loss minus that of dpo", others, cells=cells.values())
 
 
 def log_n(study: Study, task: str) -> Claim:
     """Return the claim that the methods of the paper get worse with log N."""
     design = study.design
-    found = {}
+    falls = {}
     for method in PAPER:
         if method in design.methods:
             cells = {n: design.cell(task, method, minibatches=n) for n in design.minibatches}
-            falls = analysis.slopes({n: study.values(cell) for n, cell in cells.items()})
-            found[method] = analysis.estimate([-fall for fall in falls])
-    numbers = [f"{method} {text(each, 4)}" for method, each in found.items()]
+            slopes = analysis.slopes({n: study.values(cell) for n, cell in cells.items()})
+            falls[method] = [-slope for slope in slopes]
     said = f"The {design.tasks[task].label} falls with log N ({task})"
-    doublings = max(1.0, math.log2(max(design.minibatches) / min(design.minibatches)))
-    sides = [study.side(each, scale=1 / doublings) for each in found.values()]
-    return Claim(said, verdict(sides), "fall per doubling of N: " + ", ".join(numbers))
+    return judged(study, said, "fall per doubling of N", falls, decimals=4)
 
 
 def larger_k(study: Study) -> Claim:
@@ -95,10 +108,8 @@ def larger_k(study: Study) -> Claim:
             base = design.cell(design.scale_task, method, lag)
             for k in design.scale_samples:
                 gains = analysis.differences(study.values(base._replace(samples=k)), study.values(base))
-                found[f"{method} lag {lag} K {k}"] = analysis.estimate(gains)
-    numbers = ", ".join(f"{name} {text(each)}" for name, each in found.items())
-    sides = [study.side(each) for each in found.values()]
-    return Claim("A larger K gives a higher win rate", verdict(sides), f"gain: {numbers}")
+                found[f"{method} lag {lag} K {k}"] = gains
+    return judged(study, "A larger K gives a higher win rate", "gain", found)
 
 
 def larger_model(study: Study) -> Claim:
@@ -107,34 +118,51 @@ def larger_model(study: Study) -> Claim:
     lag = max(design.scale_lags, default=0)
     for method in design.scale_methods:
         base = design.cell(design.scale_task, method, lag)
+        own = study.losses(base)
         for width in design.scale_widths:
             smaller = study.losses(base._replace(width=width))
-            found[f"{method} width {width} vs. {base.width}"] = analysis.estimate(
-                analysis.differences(smaller, study.losses(base))
-            )
-    numbers = ", ".join(f"{name} {text(each)}" for name, each in found.items())
+            found[f"{method} width {width} vs. {base.width}"] = analysis.differences(smaller, own)
     said = f"A larger model loses less at lag {lag}"
-    sides = [study.side(each) for each in found.values()]
-    return Claim(said, verdict(sides), f"loss of the smaller minus the larger: {numbers}")
+    return judged(study, said, "loss of the smaller minus the larger", found)
 
 
 def goals(study: Study, task: str) -> Iterator[Claim]:
     """Yield the goals: the method with the highest value loses at most `WITHIN`, and PPO at least `LOSES`."""
     design, lag = study.design, max(study.design.lags)
-    said = f"Goal: the best method at lag {lag} loses at most {WITHIN} ({task})"
-    ranking = study.ranking(task, lag)
-    best = min(ranking, key=lambda method: ranking[method]) if ranking else None
-    loss = study.loss(design.cell(task, best, lag)) if best else None
-    side = study.side(loss, WITHIN)
-    yield Claim(said, verdict([None if side is None else -side]), f"{best} {text(loss)}" if best else "-")
+    cells = {method: design.cell(task, method, lag) for method in design.methods}
+    yield best_loses_little(
+        study, f"Goal: the best method at lag {lag} loses at most {WITHIN} ({task})", cells
+    )
     said = f"Goal: uncorrected PPO loses at least {LOSES} at lag {lag} ({task})"
-    ppo = study.loss(design.cell(task, "ppo", lag)) if "ppo" in design.methods else None
-    yield Claim(said, verdict([study.side(ppo, LOSES)]), f"ppo {text(ppo)}")
+    ppo = cells.get("ppo")
+    losses = {"ppo": list(study.losses(ppo).values())} if ppo else {}
+    yield judged(study, said, "loss", losses, LOSES, cells=[ppo] if ppo else [])
 
 
-def text(each: Estimate | None, decimals: int = 3) -> str:
-    """Return an estimate with its interval; "-" without values."""
-    if each is None:
+def best_loses_little(study: Study, said: str, cells: Mapping[str, Cell]) -> Claim:
+    """Return the claim that the method with the highest mean loses at most `WITHIN`.
+
+    The method is chosen by the same seeds, so its p-value is corrected for the number of distinct methods.
+    """
+    table = study.table(list(cells.values()))
+    if table is None:
+        return Claim(said, MISSING, "-")
+    best = list(cells)[int(table.mean(1).argmax())]
+    losses = {method: list(study.losses(cell).values()) for method, cell in cells.items()}
+    names = statistics.distinct(losses)
+    corrected = statistics.holm(
+        [statistics.p_value(losses[name], WITHIN, "less", len(names)) for name in names]
+    )
+    own = next(i for i, same in enumerate(names.values()) if best in same)
+    p = statistics.p_value(losses[best], WITHIN, "greater")
+    word = HOLDS if corrected[own] < LEVEL / 2 else NOT if p < LEVEL / 2 else UNDECIDED
+    return Claim(said, word, f"loss: {best} {text(losses[best])}, chosen afterwards among {len(names)}")
+
+
+def text(values: Sequence[float], decimals: int = 3) -> str:
+    """Return the mean of values with its t interval; "-" without values."""
+    if not values:
         return "-"
-    centre = f"{each.centre:.{decimals}f}"
-    return centre if each.count < 2 else f"{centre} ({each.low:.{decimals}f}, {each.high:.{decimals}f})"
+    each = statistics.mean_interval(values)
+    centre, low, high = (f"{round(value, decimals) + 0.0:.{decimals}f}" for value in each[:3])  # no "-0.000"
+    return centre if each.seeds < 2 else f"{centre} ({low}, {high})"

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from benchmarks.atlas import analysis
 from benchmarks.atlas.design import Cell
 from benchmarks.atlas.study import Study
 from rlhf.report.curves import Point
 from rlhf.report.groups import Group
+from rlhf.study.statistics import mean_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +85,9 @@ def drawer(
 
 
 def point_of(values: Sequence[float], x: float) -> Point:
-    """Return the interquartile mean of the values with its interval; nan without values."""
-    found = analysis.estimate(values) or analysis.Estimate(math.nan, math.nan, math.nan, 0)
+    """Return the mean of the values with its t interval; nan without values."""
+    if not values:
+        return Point(x, math.nan, math.nan, math.nan, x, x)
+    found = mean_interval(values)
     low, high = (found.centre if math.isnan(bound) else bound for bound in (found.low, found.high))
     return Point(x, found.centre, low, high, x, x)

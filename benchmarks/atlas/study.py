@@ -1,11 +1,12 @@
-"""The runs of a design as values per cell and seed, and the estimates that tables and claims are made of."""
+"""The runs of a design as values per cell and seed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from benchmarks.atlas import analysis, plan
-from benchmarks.atlas.analysis import Estimate
 from benchmarks.atlas.design import Cell, Design
 from benchmarks.atlas.rates import Rates
 from benchmarks.atlas.record import Row
@@ -46,13 +47,24 @@ class Study:
         return self.cells.get(cell, {})
 
     def values(self, cell: Cell) -> dict[int, float]:
-        """Return the final win rate or accuracy of each seed; 0 for runs that diverged or failed."""
-        return {seed: row.result for seed, row in self.of(cell).items()}
+        """Return the final win rate or accuracy of each seed; 0 for runs that diverged or failed.
+
+        The file has six decimals; their rounding would be a spread of equal differences.
+        """
+        step = self.design.resolution / 2  # a tie of the win rate is half a prompt
+        return {seed: round(row.result / step) * step for seed, row in self.of(cell).items()}
 
     def losses(self, cell: Cell) -> dict[int, float]:
         """Return what each seed loses: its value with lag 0 and N 1, minus its value in the cell."""
         own, base = self.values(cell), self.values(cell._replace(**ON_POLICY))
         return {seed: base[seed] - own[seed] for seed in sorted(own.keys() & base.keys())}
+
+    def table(self, cells: Sequence[Cell]) -> np.ndarray | None:
+        """Return the values [cells, seeds]; None if a run is missing."""
+        found = [self.values(cell) for cell in cells]
+        if any(len(values) < len(self.design.seeds) for values in found):
+            return None
+        return np.array([[values[seed] for seed in self.design.seeds] for values in found])
 
     def at_kl(self, cell: Cell) -> dict[int, float]:
         """Return the gold score of each seed at the KL of the task, for the seeds that reach it."""
@@ -64,30 +76,6 @@ class Study:
                 found[seed] = value
         return found
 
-    def loss(self, cell: Cell) -> Estimate | None:
-        """Return the estimate of `losses`."""
-        return analysis.estimate(list(self.losses(cell).values()))
-
-    def side(self, found: Estimate | None, limit: float = 0.0, scale: float = 1.0) -> int | None:
-        """Return the side of a limit on which an interval is (see `analysis.side`).
-
-        Args:
-            found: an estimate from one value per seed.
-            limit: the limit.
-            scale: factor from a difference of win rates or accuracies to a difference of these values.
-        """
-        return analysis.side(found, limit, scale * self.design.resolution, len(self.design.seeds))
-
-    def ranking(self, task: str, lag: int) -> dict[str, float]:
-        """Return the rank of each method with runs of a task and lag, by interquartile means."""
-        found = {}
-        for method in self.design.methods:
-            each = analysis.estimate(list(self.values(self.design.cell(task, method, lag)).values()))
-            if each is not None:
-                found[method] = each.centre
-        return analysis.ranks(found) if found else {}
-
-    def collapsed(self, cells: Iterable[Cell]) -> tuple[int, int]:
-        """Return the number of collapsed runs and of all runs of cells."""
-        rows = [row for cell in cells for row in self.of(cell).values()]
-        return sum(row.collapsed for row in rows), len(rows)
+    def collapsed(self, cell: Cell) -> int:
+        """Return the number of collapsed runs of a cell."""
+        return sum(row.collapsed for row in self.of(cell).values())
