@@ -32,7 +32,7 @@ def written(study: Study, figure: str) -> str:
     shown = "Final value, and gold score at a KL, against lag and against N, for each method and task"
     parts = [about(study), f"![{shown}]({figure})"]
     parts += ["### Findings", bullets(findings.findings(study))]
-    parts += ["### Claims of the paper, and goals", verdicts(study), "### What five seeds can show"]
+    parts += ["### Claims of the paper, and goals", verdicts(study), "### What the seeds can show"]
     parts += [resolution(study), "### Tests", *tests(study)]
     for task in study.design.tasks:
         parts += [f"### Tables: `{task}`", *of_task(study, task)]
@@ -56,7 +56,7 @@ def about(study: Study) -> str:
         f"{len(rows)} of {wanted} runs of the figures and {len(tuned)} of {tuning} runs for learning rates; "
         f"{hours:.1f} CPU-hours; {'; '.join(sorted({row.versions for row in rows if row.versions})) or '-'}. "
         f"{sum('+ changes' in row.versions for row in rows)} of the runs of the figures come from code with "
-        "changes that were not committed."
+        "changes that were not committed. The rows do not name their processor."
     ]
     if len(rows) < wanted:
         lines.append("**The study is not complete**: findings, verdicts and intervals may still change.")
