@@ -7,15 +7,28 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import make
+from rlhf.config.address import load_function, signature_of
+from rlhf.config.algo import Trains
+from rlhf.config.parameters import parameters_of
+from rlhf.config.scorer import FunctionScorerConfig, MixtureScorerConfig, scorers
 from rlhf.core.state import SupervisedState, TrainState
+from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.task import Task
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rlhf.config.algo import Data
     from rlhf.config.root import Config
 
 
-def build_task(cfg: Config, tokenizer: PreTrainedTokenizerFast, data: Data, prompts_per_update: int) -> Task:
+def build_task(
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerFast,
+    data: Data,
+    prompts_per_update: int,
+    judge: bool = False,
+) -> Task:
     """Return the tokenized data of the run.
 
     Args:
@@ -23,6 +36,10 @@ def build_task(cfg: Config, tokenizer: PreTrainedTokenizerFast, data: Data, prom
         tokenizer: the policy's tokenizer.
         data: the content of a training example.
         prompts_per_update: prompts of one batch over all ranks.
+        judge: whether the judge scores the examples, although the config trains a reward model.
+
+    Raises:
+        UserError: a reward function cannot be imported.
     """
     return Task(
         make(cfg.task),
@@ -32,6 +49,7 @@ def build_task(cfg: Config, tokenizer: PreTrainedTokenizerFast, data: Data, prom
         max_prompt_tokens=cfg.task.max_prompt_tokens,
         seed=cfg.seed,
         shares=cfg.task.shares,
+        wanted=wanted_columns(cfg, judge),
     )
 
 
@@ -41,3 +59,46 @@ def build_state(cfg: Config, task: Task) -> TrainState:
     if cfg.algo.supervised:
         return SupervisedState(num_updates=num_updates, data_size=len(task))
     return TrainState(num_updates=num_updates)
+
+
+def reward_functions(cfg: Config, judge: bool = False) -> Iterator[tuple[str, FunctionScorerConfig]]:
+    """Yield the key and the section of each reward function that the run calls, of lists one by one.
+
+    Args:
+        cfg: the config of the run.
+        judge: whether the judge scores, although the config trains a reward model.
+    """
+    judge = judge or cfg.algo.trains is not Trains.reward
+    for at, section in scorers(cfg):
+        used = judge if at.startswith("gold") else cfg.scores_completions
+        if used and isinstance(section, FunctionScorerConfig):
+            for each in section.functions().values():
+                yield at, each
+
+
+def part_of(cfg: Config, at: str) -> str | None:
+    """Return the part of a mixture of tasks whose responses the scorer at the key `at` scores; None: all."""
+    whole, _, name = at.partition(".parts.")
+    return name.partition(".")[0] if isinstance(getattr(cfg, whole), MixtureScorerConfig) else None
+
+
+def wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
+    """Return the columns of the data that the reward functions of a run ask for; see `reward_functions`.
+
+    Raises:
+        UserError: a function cannot be imported.
+    """
+    parts = list(cfg.task.shares)
+    found = {part: NOTHING for part in parts or [None]}
+    for at, section in reward_functions(cfg, judge):
+        key, path = f"{at}.path", section.path
+        asked = parameters_of(signature_of(load_function(key, path, section.arguments)))
+        scored = part_of(cfg, at)
+        for part in found if scored is None else [scored]:
+            before = found[part]
+            found[part] = Wanted(
+                columns={**dict.fromkeys(asked.columns, (key, path)), **before.columns},
+                optional=before.optional | set(asked.optional),
+                rest=before.rest or asked.rest,
+            )
+    return Wanted(parts=found) if parts else found[None]

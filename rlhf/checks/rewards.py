@@ -23,11 +23,12 @@ def check_rewards(cfg: Config) -> None:
     """
     found: list[str] = []
     for at, scorer in scorers(cfg):
-        if isinstance(scorer, FunctionScorerConfig) and scorer.path is not None:
-            try:
-                load_function(f"{at}.path", scorer.path, scorer.arguments)
-            except UserError as error:
-                found += error.problems
+        if isinstance(scorer, FunctionScorerConfig):
+            for path in scorer.paths:
+                try:
+                    load_function(f"{at}.path", path, scorer.arguments)
+                except UserError as error:
+                    found += error.problems
         if isinstance(scorer, HttpScorerConfig) and (reason := refusal(scorer.url or "")):
             found.append(
                 f"{at}.url must be the address of a service that accepts connections ({reason}), got "

@@ -20,7 +20,9 @@ from types import ModuleType
 from typing import Any
 
 from rlhf.config import function_source
+from rlhf.config.parameters import parameters_of
 from rlhf.core.errors import UserError
+from rlhf.core.protection import protected
 
 NAME = r"[^\W\d]\w*"
 FORM = re.compile(rf"(?P<place>.+\.py|{NAME}(\.{NAME})*):(?P<function>{NAME})")
@@ -31,7 +33,7 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 LAST_NAME = re.compile(rf"(?P<place>.+?)(?:::|[:./#\\])(?P<function>{NAME})")  # after the last separator
 
 
-def function_problem(key: str, path: str | None, arguments: tuple[str, ...]) -> str | None:
+def function_problem(key: str, path: object, arguments: tuple[str, ...]) -> str | None:
     """Return the error message for the address of a function; None if nothing is wrong with it.
 
     The file of the function is read, not executed. Problems that only its execution shows are found by
@@ -40,11 +42,11 @@ def function_problem(key: str, path: str | None, arguments: tuple[str, ...]) -> 
     Args:
         key: the config key of the address.
         path: the address; None if the key is not set.
-        arguments: names of the positional arguments that the function must accept.
+        arguments: names of the arguments that the function may receive by position.
     """
-    match = FORM.fullmatch(path or "")
-    if path is None or match is None:
-        got, remedy = "null" if path is None else repr(path), suggestion(path or "")
+    match = FORM.fullmatch(path) if isinstance(path, str) else None
+    if not isinstance(path, str) or match is None:
+        got, remedy = "null" if path is None else repr(path), suggestion(str(path or ""))
         remedy = f"did you mean {key}={remedy}?" if remedy else f"set {key}=my_module:my_function"
         return f"{key} {RULE}, got {got}; {remedy}"
     place, name = match["place"], match["function"]
@@ -67,13 +69,15 @@ def source_problem(key: str, path: str, file: Path, arguments: tuple[str, ...]) 
         key: the config key of the address.
         path: the address, of valid form.
         file: the file of the module.
-        arguments: names of the positional arguments that the function must accept.
+        arguments: names of the arguments that the function may receive by position.
     """
     name = path.rpartition(":")[2]
     working_directory_first()
     source = readable_source(key, path, file)
     if isinstance(source, str):
         return source
+    if path.rpartition(":")[0].endswith(".py") and (line := source.relative_import()):
+        return relative(key, path, file, line)
     if found := source.missing_import():
         line, module = found
         return (
@@ -105,12 +109,12 @@ def readable_source(key: str, path: str, file: Path) -> function_source.Source |
         return not_importable(key, path, error, str(file), error.lineno)
 
 
-def annotated_lists(path: str | None) -> bool | None:
-    """Return whether the function at `path` is annotated to take lists (True) or text (False); else None.
+def takes_lists(path: str) -> bool | None:
+    """Return whether the parameters of the function at `path` show that it takes lists, or text (False).
 
-    The result is None, too, if there is no such annotation or no such function.
+    The result is None if neither a name nor an annotation shows it, or if there is no such function.
     """
-    match = FORM.fullmatch(path or "")
+    match = FORM.fullmatch(path)
     if match is None or missing(match["place"]) or (file := file_of(match["place"])) is None:
         return None
     try:
@@ -204,13 +208,21 @@ def innermost(error: BaseException) -> traceback.FrameSummary:
     return ([frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames)[-1]
 
 
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of a function; None for some built-in functions."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        return None
+
+
 def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
     """Import and return the function at an address.
 
     Args:
         key: the config key of the address.
         path: the address.
-        arguments: names of the positional arguments that the function must accept.
+        arguments: names of the arguments that the function may receive by position.
 
     Raises:
         UserError: the module cannot be imported, or has no such function, or the function does not accept the
@@ -231,11 +243,7 @@ def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[.
     )
     if kind in (CLASS, ASYNC) or not callable(function):
         raise UserError(not_a_function(key, path, f"{name} is {kind}", functions))
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-in functions have no signature
-        return function
-    if problem := arguments_problem(key, path, signature, arguments):
+    if problem := arguments_problem(key, path, signature_of(function), arguments):
         raise UserError(problem)
     return function
 
@@ -274,20 +282,43 @@ def other_function(key: str, path: str, functions: list[str]) -> str:
     return f"set {key}={place}:{functions[0]}" if functions else f"write the function in {place}"
 
 
+def relative(key: str, path: str, file: Path, line: int | None) -> str:
+    """Return the message for a file with a relative import, which only a module of a package can have."""
+    name, parts = path.rpartition(":")[2], file.resolve().with_suffix("").parts
+    here = Path.cwd().parts
+    inside = parts[: len(here)] == here and len(parts) > len(here) + 1
+    module = ".".join(parts[len(here) :] if inside else parts[-2:])
+    where = "" if inside else f" in {Path(*parts[:-2])}, and run the command there"
+    at = f"line {line} of {file}" if line else str(file)
+    return (
+        f"{key} must be <package>.<module>:<function> for a file with relative imports ({at} has one), got "
+        f"{path!r}; set {key}={module}:{name}{where}"
+    )
+
+
 def arguments_problem(
-    key: str, path: str, signature: inspect.Signature, arguments: tuple[str, ...]
+    key: str, path: str, signature: inspect.Signature | None, arguments: tuple[str, ...]
 ) -> str | None:
-    """Return the message for a function that does not accept `arguments` by position; or None."""
+    """Return the message for a function that accepts its arguments neither by name nor by position; or None.
+
+    Args:
+        key: the config key of the address.
+        path: the address.
+        signature: the signature of the function; None: unknown.
+        arguments: names of the arguments that the function may receive by position.
+    """
     try:
-        signature.bind(*arguments)
+        parameters_of(signature)
     except TypeError as error:
+        assert signature is not None
         name, wanted = path.rpartition(":")[2], ", ".join(arguments)
         plain = signature.replace(
             parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
             return_annotation=signature.empty,
         )
         return (
-            f"{key} must name a function of ({wanted}), which are passed by position ({name} takes {plain}: "
+            f"{key} must name a function with a parameter {arguments[1]}, and others with the names "
+            f"{arguments[0]}, {arguments[2]}, messages or of columns of the data ({name} takes {plain}: "
             f"{error}), got {path!r}; write def {name}({wanted})"
         )
     return None
@@ -308,11 +339,14 @@ def load(key: str, path: str) -> ModuleType:
     """
     place = path.rpartition(":")[0]
     try:
-        return load_file(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
+        with protected():
+            return load_file(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
     except SyntaxError as error:
         raise UserError(not_importable(key, path, error, error.filename, error.lineno)) from error
     except (Exception, SystemExit) as error:  # the user's code may raise any exception
         where = innermost(error)
+        if "attempted relative import" in str(error) and place.endswith(".py"):
+            raise UserError(relative(key, path, Path(place).expanduser(), where.lineno)) from error
         raise UserError(not_importable(key, path, error, where.filename, where.lineno)) from error
 
 
@@ -323,12 +357,19 @@ def load_module(name: str) -> ModuleType:
 
 
 def load_file(file: Path) -> ModuleType:
-    """Import a Python file as a module with a unique name.
+    """Import a Python file as a module that has the name of the file, or a unique name if that is taken.
 
-    Imports in the file search the working directory first.
+    The folder of the file becomes the last of the import path, so that processes that the functions start
+    find the module by its name. Imports in the file search the working directory first.
     """
     working_directory_first()
-    name = f"rlhf_scorer:{file.resolve()}"
+    folder, name = str(file.resolve().parent), file.stem
+    if folder not in sys.path:
+        sys.path.append(folder)
+        importlib.invalidate_caches()
+    found = function_source.top_level_module(name) if name.isidentifier() else None
+    if found is None or found.origin is None or Path(found.origin).resolve() != file.resolve():
+        name = f"rlhf_scorer:{file.resolve()}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlhf.config.parameters import PLURAL, VALUES
+
 LISTS = ("list", "List", "Sequence", "Iterable", "Collection", "tuple", "Tuple")
 
 # Words of files whose imports, or whose names, are known only after the file has run.
@@ -66,6 +68,11 @@ class Source:
             if isinstance(node, ast.Assign) and [ast.unparse(each) for each in node.targets] == [name]:
                 return node.value
         return None
+
+    def relative_import(self) -> int | None:
+        """Return the line of the first relative import that runs with the file, or None."""
+        found = (node for node in self.tree.body if isinstance(node, ast.ImportFrom) and node.level)
+        return next((node.lineno for node in found), None)
 
     def missing_import(self) -> tuple[int, str] | None:
         """Return line and name of the first module that the file imports and that is not installed."""
@@ -176,10 +183,19 @@ def parameter(argument: ast.arg, kind: Any, default: ast.expr | None = None) -> 
 
 
 def takes_lists(arguments: ast.arguments) -> bool | None:
-    """Return whether the annotation of the second argument is a list (True) or text (False); else None."""
+    """Return whether the response of a reward function is a list (True) or text (False); None: unknown.
+
+    Its annotation counts, otherwise its name (`responses` or `completions`). Without a parameter of such a
+    name, the response is the second argument.
+    """
     by_position = [*arguments.posonlyargs, *arguments.args]
-    if len(by_position) < 2 or (annotation := by_position[1].annotation) is None:
+    named = [each for each in (*by_position, *arguments.kwonlyargs) if VALUES.get(each.arg) == "response"]
+    response = next(iter(named or by_position[1:2]), None)
+    if response is None:
         return None
-    written = annotation.value if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
-    name = str(written).partition("[")[0].rpartition(".")[2].strip()
-    return True if name in LISTS else False if name == "str" else None
+    if (annotation := response.annotation) is not None:
+        written = annotation.value if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
+        name = str(written).partition("[")[0].rpartition(".")[2].strip()
+        if name in LISTS or name == "str":
+            return name in LISTS
+    return True if response.arg in PLURAL else None

@@ -85,7 +85,7 @@ NEW_IN_NAME: dict[str, object] = {
     "backend.tokens": None,
     "backend.compile": None,
     "algo.tie_tolerance": None,
-    **{f"{scorer}.pad_token": None for scorer in SCORERS},
+    **{f"{scorer}.{key}": None for scorer in SCORERS for key in ("pad_token", "weights")},
     "schedule.replay": 1,
     "schedule.solved_at": None,
     "optim.optimizer": "adamw",

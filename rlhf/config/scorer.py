@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
-from rlhf.config.address import annotated_lists, function_problem
+from rlhf.config.address import function_problem, takes_lists
 from rlhf.config.model import Dtype
 from rlhf.config.schema import Section, number, option, sections
 from rlhf.core.secrets import secret_in
@@ -76,7 +78,8 @@ class ScorerConfig(Section):
     @property
     def described(self) -> str:
         """The name of the scorer in messages: its model, function or address, otherwise its option."""
-        return str(getattr(self, "path", None) or getattr(self, "url", None) or self.name)
+        found = getattr(self, "path", None) or getattr(self, "url", None) or self.name
+        return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if both missing-EOS keys are set, or if a scorer that is no part has a weight."""
@@ -264,14 +267,22 @@ class MixtureScorerConfig(PartsScorerConfig):
         return max((part.rounding(dtype) for part in self.parts.values()), default=0.0)
 
 
-@option("scorer", "function", part="rlhf.scorers.function:FunctionScorer")
+@option("scorer", "function", part="rlhf.scorers.function:build")
 @dataclass(kw_only=True, slots=True)
 class FunctionScorerConfig(ScorerConfig):
-    """A Python function of the user that takes (prompt, response, reference) and returns a number."""
+    """A Python function of the user, or several, which take a response and return a number."""
 
     name: str = "function"
-    path: str | None = None  # <module>:<function> or <file>.py:<function>; the working directory is searched
-    batched: bool = False  # the function takes three lists (of the rollout batch) and returns a list
+    # <file>.py:<function> or <module>:<function>, or a list of these; the working directory is searched
+    path: Any = None
+    # factor of the score of each function in a list; null: 1
+    weights: list[float] | None = None
+    batched: bool = False  # the functions take lists (of the rollout batch) and return a list
+
+    @property
+    def paths(self) -> list[Any]:
+        """The addresses of the functions; [None] if none is set."""
+        return self.path if isinstance(self.path, list) else [self.path]
 
     @property
     def arguments(self) -> tuple[str, str, str]:
@@ -280,21 +291,75 @@ class FunctionScorerConfig(ScorerConfig):
             return "prompts", "responses", "references"
         return "prompt", "response", "reference"
 
+    def functions(self) -> dict[str, FunctionScorerConfig]:
+        """Return a section for each function of a list, by the name of its scores in metrics."""
+        names = [path.rpartition(":")[2] for path in self.paths]
+        places = [Path(path.rpartition(":")[0]).stem.rpartition(".")[2] for path in self.paths]
+        counts = Counter(names)
+        names = [
+            name if counts[name] == 1 else f"{place}_{name}"
+            for name, place in zip(names, places, strict=True)
+        ]
+        weights = self.weights or [1.0] * len(names)
+        return {
+            name: FunctionScorerConfig(path=path, batched=self.batched, weight=weight)
+            for name, path, weight in zip(names, self.paths, weights, strict=True)
+        }
+
+    def as_sum(self) -> WeightedScorerConfig:
+        """Return the section of the weighted sum of the functions of a list."""
+        kept = {key: getattr(self, key) for key in ("missing_eos_score", "missing_eos_penalty", "weight")}
+        return WeightedScorerConfig(parts=dict(self.functions()), **kept)
+
+    def rounding(self, dtype: Dtype) -> float:
+        """Return 0 for one function; for a list, the value of the weighted sum."""
+        return self.as_sum().rounding(dtype) if isinstance(self.path, list) else 0.0
+
     def source(self, reward: str | None) -> Hashable:
-        """Return an identifier of the scorer: its function."""
-        return self.name, self.path
+        """Return an identifier of the scorer: its functions."""
+        return self.name, tuple(self.paths)
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the source of the function shows that calls must fail; nothing is executed."""
+        """Yield an error if the source of a function shows that calls must fail; nothing is executed."""
         yield from ScorerConfig.problems(self, at)
-        if problem := function_problem(f"{at}.path", self.path, self.arguments):
-            yield problem
-        elif (lists := annotated_lists(self.path)) is not None and lists != self.batched:
-            takes = "lists" if lists else "the text of one response"
-            right, wrong = ("true", "false") if lists else ("false", "true")
+        for path in self.paths:
+            if problem := function_problem(f"{at}.path", path, self.arguments):
+                yield problem
+            elif (lists := takes_lists(path)) is not None and lists != self.batched:
+                takes = "lists" if lists else "the text of one response"
+                right, wrong = ("true", "false") if lists else ("false", "true")
+                yield (
+                    f"{at}.batched must be {right} for a function that takes {takes} (see the parameters of "
+                    f"{path}), got {wrong}; set {at}.batched={right}"
+                )
+        yield from self.problems_of_list(at)
+
+    def problems_of_list(self, at: str) -> Iterator[str]:
+        """Yield an error if the list of functions is empty or repeats one, or has other weights."""
+        paths, weights = self.paths, self.weights
+        if not paths:
             yield (
-                f"{at}.batched must be {right} for a function that takes {takes} (see the annotations of "
-                f"{self.path}), got {wrong}; set {at}.batched={right}"
+                f"{at}.path must name a function (it returns the score), got []; set "
+                f"{at}.path=my_module:my_function"
+            )
+        if repeated := [path for path, count in Counter(map(str, paths)).items() if count > 1]:
+            yield (
+                f"{at}.path must name each function once (its scores have one name in metrics.jsonl), got "
+                f"{repeated[0]} twice; leave one out, or set its weight in {at}.weights"
+            )
+        if weights is None:
+            return
+        ones = ",".join(["1"] * max(1, len(paths)))
+        if not isinstance(self.path, list) or len(weights) != len(paths):
+            got = f"{len(weights)} for {len(paths)}"
+            yield (
+                f"{at}.weights must have a number for each function of a list in {at}.path (they are factors "
+                f"of its scores), got {got}; set '{at}.weights=[{ones}]', and a list in {at}.path"
+            )
+        if not all(map(math.isfinite, weights)):
+            yield (
+                f"{at}.weights must be finite (scores are multiplied by them), got {weights}; set "
+                f"'{at}.weights=[{ones}]'"
             )
 
 

@@ -1,28 +1,43 @@
-"""A scorer that calls a Python function of the user."""
+"""A scorer that calls a Python function of the user, or the weighted sum of several functions."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Set, Sized
+from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import xxhash
 from torch import Tensor
 
-from rlhf.config.address import load_function
+from rlhf.config.address import load_function, signature_of
+from rlhf.config.parameters import GIVEN, parameters_of
 from rlhf.core.errors import RunError
 from rlhf.core.formatting import shortened
+from rlhf.core.protection import protected
 from rlhf.scorers.scorer import Scorer, as_score, distinct_texts, not_a_score
+from rlhf.scorers.weighted import WeightedScorer
 
 if TYPE_CHECKING:
     from rlhf.config.scorer import FunctionScorerConfig
     from rlhf.core.batch import Rollouts
-    from rlhf.scorers.scorer import ScorerContext
+    from rlhf.scorers.scorer import DistinctTexts, ScorerContext
+
+
+def build(config: FunctionScorerConfig, context: ScorerContext) -> Scorer:
+    """Return the scorer of a function; of a list of functions, the weighted sum of their scores."""
+    if not isinstance(config.path, list):
+        return FunctionScorer(config, context)
+    build_one = lambda section, _: FunctionScorer(section, context)  # noqa: E731
+    return WeightedScorer(config.as_sum(), replace(context, build=build_one))
 
 
 class FunctionScorer(Scorer):
-    """A scorer that calls a function of (prompt, response, reference); of three lists if `config.batched`.
+    """A scorer that calls a function for each distinct response; once with lists if `config.batched`.
 
-    Rank 0 calls the function for all ranks.
+    `rlhf.config.parameters` describes what the function receives. Rank 0 calls the function for all ranks. A
+    function may draw random numbers and change global settings: both have no effect outside of the call.
 
     Args:
         config: config section of the scorer.
@@ -38,6 +53,7 @@ class FunctionScorer(Scorer):
         super().__init__(config, context)
         assert config.path is not None, "validated: a function is named"
         self.function = load_function(f"{self.at}.path", config.path, config.arguments)
+        self.parameters = parameters_of(signature_of(self.function))
         self.name = f"{self.at}.path={config.path}"
 
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -55,19 +71,19 @@ class FunctionScorer(Scorer):
             RunError: the function raised an exception, or returned something that is not a score.
         """
         texts = distinct_texts(rollouts, self.tokenizer)
-        lists = texts.prompts, texts.responses, texts.references
+        received = self.received(rollouts, texts)
         count = len(texts.responses)
         examples = [
             f"row {row} of the data set, response {shortened(repr(response), 200)}"
             for row, response in zip(texts.rows, texts.responses, strict=True)
         ]
-        if self.config.batched:
-            given = self.call(*lists, example=f"{count} responses, the first of {examples[0]}")
-            given = self.listed(given, count, examples[0])
-        else:
-            given = [
-                self.call(*three, example=example) for *three, example in zip(*lists, examples, strict=True)
-            ]
+        with protected(xxhash.xxh3_64_intdigest(rollouts.response_ids.cpu().numpy().tobytes())):
+            if self.config.batched:
+                lists = {name: [each.get(name) for each in received] for name in names_of(received)}
+                given = self.call(lists, f"{count} responses, the first of {examples[0]}")
+                given = self.listed(given, count, examples[0])
+            else:
+                given = [self.call(*each) for each in zip(received, examples, strict=True)]
         scores = []
         for value, example in zip(given, examples, strict=True):
             if (score := as_score(value)) is None:
@@ -78,15 +94,57 @@ class FunctionScorer(Scorer):
             scores.append(score)
         return texts.spread(scores)
 
-    def call(self, *arguments: Any, example: str) -> Any:
-        """Return the result of the function for `arguments`; of a batched function, its items as a list.
+    def received(self, rollouts: Rollouts, texts: DistinctTexts) -> list[dict[str, Any]]:
+        """Return what the function receives for each text, by the name of its parameter.
+
+        The values that it receives by position have the keys `prompt`, `response` and `reference`, and come
+        first. The function may change messages and columns: they are copies.
+
+        Raises:
+            RunError: the function asks for messages or columns, and saved rollouts have none.
+        """
+        wants = self.parameters
+        for name, asked, there in (
+            ("messages", wants.asks_messages, rollouts.dialogues),
+            ("columns of the data", wants.asks_columns, rollouts.records),
+        ):
+            if asked and there is None:
+                raise RunError(
+                    f"{self.name} must not have parameters for {name} (these prompts have none); leave them "
+                    "out"
+                )
+        as_messages = "completions" in wants.values and rollouts.dialogues is not None  # as TRL calls it
+        found = []
+        for i, prompt, response, reference in zip(
+            texts.examples, texts.prompts, texts.responses, texts.references, strict=True
+        ):
+            values: dict[str, Any] = {"prompt": prompt, "response": response, "reference": reference}
+            if rollouts.dialogues is not None and (wants.asks_messages or as_messages):
+                values["messages"] = deepcopy(rollouts.dialogues[i])
+            if as_messages:
+                values["prompt"] = values["messages"]
+                values["response"] = [{"role": "assistant", "content": response}]
+            each = {name: values[name] for name in wants.position}
+            each |= {name: values[value] for name, value in wants.values.items()}
+            if rollouts.records is not None and wants.asks_columns:
+                record = deepcopy(rollouts.records[i])
+                each |= {name: record.get(name) for name in wants.columns}
+                further = record.keys() - GIVEN if wants.rest else wants.optional
+                each |= {name: record[name] for name in record if name in further and name not in each}
+            found.append(each)
+        return found
+
+    def call(self, received: dict[str, Any], example: str) -> Any:
+        """Return the result of the function for what it receives; of a batched function, a list of items.
 
         Raises:
             RunError: the function raised an exception, whose traceback is that of `__cause__`, or called
                 `sys.exit`; `example` describes the responses in the message.
         """
         try:
-            given = self.function(*arguments)
+            by_position = [received[name] for name in self.parameters.position]
+            by_name = {name: received[name] for name in received if name not in self.parameters.position}
+            given = self.function(*by_position, **by_name)
             return items(given) if self.config.batched else given
         except (Exception, SystemExit) as error:
             did = (
@@ -118,9 +176,14 @@ class FunctionScorer(Scorer):
 
     def hint(self, value: object) -> str:
         """Return an addition to the remedy if `value`, returned for one response, has several items."""
-        if self.config.batched or isinstance(value, str | bytes) or not isinstance(value, Sized):
+        if self.config.batched or isinstance(value, str | bytes | Mapping) or not isinstance(value, Sized):
             return ""
         return f", or set {self.at}.batched=true if it takes and returns lists"
+
+
+def names_of(received: list[dict[str, Any]]) -> list[str]:
+    """Return the names of all values that a function receives; columns may be missing in some rows."""
+    return list(dict.fromkeys(name for each in received for name in each))
 
 
 def items(given: Any) -> Any:

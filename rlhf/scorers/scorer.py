@@ -176,6 +176,7 @@ class DistinctTexts:
     responses: list[str]  # M responses
     references: list[str]  # M reference responses
     rows: list[int]  # M rows of the task's data set
+    examples: list[int]  # M numbers of prompts, from 0 to N - 1
     places: Tensor  # [N, K] int64, place of each response in these lists
 
     def spread(self, scores: Sequence[float]) -> Tensor:
@@ -193,9 +194,14 @@ def distinct_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> Di
         [text for text, keep in zip(texts, kept.tolist(), strict=True) if keep]
         for texts in flat_texts(rollouts, tokenizer)
     )
-    rows = rollouts.index.cpu().repeat_interleave(K)[kept].tolist()
+    examples = torch.arange(len(rollouts)).repeat_interleave(K)[kept]
     return DistinctTexts(
-        prompts=prompts, responses=responses, references=references, rows=rows, places=places
+        prompts=prompts,
+        responses=responses,
+        references=references,
+        rows=rollouts.index.cpu()[examples].tolist(),
+        examples=examples.tolist(),
+        places=places,
     )
 
 

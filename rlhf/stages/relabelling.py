@@ -292,7 +292,7 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     tokenizer = tokenizer_of(cfg)
     gold = build_scorer(cfg, "gold", tokenizer, ranks)
     assert gold is not None, "validated: the judge scores texts"
-    task = build_task(cfg, tokenizer, Data.preferences, 1)
+    task = build_task(cfg, tokenizer, Data.preferences, 1, judge=True)
     splits, agreements = {}, {}
     for split in SPLITS:
         stored = task.source.preferences(split)

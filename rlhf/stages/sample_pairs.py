@@ -38,7 +38,7 @@ def sample_pairs(cfg: Config) -> DatasetDict:
     generator = build_sampler(cfg, tokenizer, device, seed=cfg.stages.seed)
     gold = build_scorer(cfg, "gold", tokenizer, Ranks(device))
     assert gold is not None, "an embedded task has a judge"
-    task = build_task(cfg, tokenizer, data=Data.prompts, prompts_per_update=min(CHUNK, cfg.stages.pairs))
+    task = build_task(cfg, tokenizer, Data.prompts, min(CHUNK, cfg.stages.pairs), judge=True)
 
     def requests() -> Iterator[tuple[str, Prompts]]:
         batches = task.prompts()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 
 from rlhf.core.errors import UserError
+from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.source import load_pairs, pairs_of, prompts_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class ChatSource:
         """Whether the prompts are lists of messages: `task.turn` does not format the messages as text."""
         return self.config.turn is None
 
-    def prompts(self, split: str) -> Dataset:
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `messages` or `query`, and `reference_response`, the last turn.
 
         The messages are all turns except the last. If `task.turn` is set, the prompts are texts instead: each
@@ -40,16 +41,16 @@ class ChatSource:
             UserError: a dialogue has only one turn, or does not end with a turn of the assistant.
         """
         stored = self.config.validation_split if split == "validation" else split
-        rows = self.dialogues.load(stored, ["messages"], texts=False)
+        rows = self.dialogues.load(stored, ["messages"], texts=False, wanted=wanted)
         return rows.map(self._example, with_indices=True, remove_columns=["messages"])
 
-    def preferences(self, split: str) -> Dataset:
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split of the pairs: `prompt` (text or messages), `chosen` and `rejected` (texts).
 
         Raises:
             UserError: the config names no pairs, or the pairs cannot be loaded.
         """
-        return load_pairs(self.pairs, split, "chat", "No Robots has none")
+        return load_pairs(self.pairs, split, "chat", "No Robots has none", wanted)
 
     def _example(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from datasets import Dataset
 
 from rlhf.core.errors import UserError
+from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.source import load_pairs, pairs_of, prompts_of
 
 if TYPE_CHECKING:
@@ -32,35 +33,35 @@ class GSM8KSource:
         self.config = config
         self.problems = prompts_of(config, config.prompts_name, subset="main")
 
-    def prompts(self, split: str) -> Dataset:
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the text columns `query` and `reference_response`, the worked answer.
 
         Raises:
             UserError: the split cannot be loaded, or `task.validation_size` leaves no training rows.
         """
-        rows = self._rows(split)
+        rows = self._rows(split, wanted)
         return rows.map(
             lambda columns: {
                 "query": [self.config.template.replace("{question}", text) for text in columns["question"]],
                 "reference_response": columns["answer"],
             },
             batched=True,
-            remove_columns=rows.column_names,
+            remove_columns=list(COLUMNS),
         )
 
-    def preferences(self, split: str) -> Dataset:
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return a split of `task.preferences_path` with the text columns `prompt`, `chosen` and `rejected`.
 
         Raises:
             UserError: the config names no pairs, or the pairs cannot be loaded.
         """
-        return load_pairs(pairs_of(self.config), split, "gsm8k", "the data set has none")
+        return load_pairs(pairs_of(self.config), split, "gsm8k", "the data set has none", wanted)
 
-    def _rows(self, split: str) -> Dataset:
+    def _rows(self, split: str, wanted: Wanted) -> Dataset:
         whole = split == "test" or (self.problems.local and "validation" in self.problems.splits())
         if whole:
-            return self.problems.load(split, COLUMNS)
-        rows = self.problems.load("train", COLUMNS)
+            return self.problems.load(split, COLUMNS, wanted=wanted)
+        rows = self.problems.load("train", COLUMNS, wanted=wanted)
         if self.config.validation_size >= len(rows):
             raise UserError(
                 f"task.validation_size must leave some of the {len(rows)} training rows (the last rows are "

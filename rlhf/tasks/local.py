@@ -17,10 +17,12 @@ from rlhf.core.errors import UserError
 from rlhf.tasks.columns import converted
 from rlhf.tasks.folders import read
 from rlhf.tasks.local_files import KEY, LocalFiles
-from rlhf.tasks.source import from_rows, load_pairs, numbered, pairs_of, saved_split
+from rlhf.tasks.records import NOTHING, Wanted
+from rlhf.tasks.source import from_rows, load_pairs, numbered, pairs_of, saved_split, selected
 
 if TYPE_CHECKING:
     from rlhf.config.task import LocalConfig
+    from rlhf.tasks.reading import Row
 
 
 class LocalSource:
@@ -41,29 +43,29 @@ class LocalSource:
         self.files = LocalFiles(config)
         self._stored = lru_cache(maxsize=4)(self._load)  # splits share a file
 
-    def prompts(self, split: str) -> Dataset:
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `query` or `messages`, `reference_response` and `place`.
 
         Raises:
             UserError: the data have no such split or no prompts, or a row has another content.
         """
-        return self._split(split, Data.prompts)
+        return self._split(split, Data.prompts, wanted)
 
-    def preferences(self, split: str) -> Dataset:
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `prompt` (text or messages), `chosen` and `rejected`.
 
         Raises:
             UserError: the data have no such split or no pairs, or a row has another content.
         """
         if self.config.preferences_path is not None:
-            return load_pairs(pairs_of(self.config), split, "local", "it names none")
-        return self._split(split, Data.preferences)
+            return load_pairs(pairs_of(self.config), split, "local", "it names none", wanted)
+        return self._split(split, Data.preferences, wanted)
 
     @property
     def conversational(self) -> bool:
         """Whether the prompts of the training rows are dialogues. Of files, only the first row is read."""
         known = self.files.conversational
-        return "messages" in self._stored("train", Data.prompts).column_names if known is None else known
+        return "messages" in next(self._rows("train", Data.prompts, NOTHING))[1] if known is None else known
 
     @property
     def splits_off_validation(self) -> bool:
@@ -76,31 +78,36 @@ class LocalSource:
             return ", ".join(PREFERENCE_COLUMNS)
         return self.files.layout("train", data).described()
 
-    def _split(self, split: str, data: Data) -> Dataset:
+    def _split(self, split: str, data: Data, wanted: Wanted) -> Dataset:
         if self.files.stored(split) is not None and not (split == "train" and self.splits_off_validation):
-            return self._stored(split, data)
+            return self._stored(split, data, wanted)
         if split == "test":
             raise UserError(
                 f"{KEY} must contain the split test, got {self.files.path} without it; add test.jsonl beside "
                 "train.jsonl, or set split=validation"
             )
-        rows = self._stored("train", data)
+        rows = self._stored("train", data, wanted)
         held_out = held_out_rows(prompts_in(rows), self.config.validation_fraction)
         if held_out.all():
             raise UserError(self.files.one_prompt())
         return rows.select(np.flatnonzero(held_out == (split == "validation")))
 
-    def _load(self, split: str, data: Data) -> Dataset:
+    def _load(self, split: str, data: Data, wanted: Wanted) -> Dataset:
+        return from_rows(self._rows(split, data, wanted))
+
+    def _rows(self, split: str, data: Data, wanted: Wanted) -> Iterator[tuple[str, Row]]:
+        """Yield the converted rows of a stored split, each with its place."""
         name = self.files.stored(split)
         assert name is not None
         layout = self.files.layout(split, data)
-        convert = layout.pair if data is Data.preferences else layout.example
+        columns = wanted.read(layout.names, self.files.names(name), str(self.files.path))
+        convert = wanted.recording(layout.pair if data is Data.preferences else layout.example)
         if self.files.saved:
-            dataset = saved_split(self.files.path, name, KEY).select_columns(layout.names)
-            rows = numbered(dataset, f"the split {name} of {self.files.path}")
+            dataset = saved_split(self.files.path, name, KEY)
+            rows = numbered(selected(dataset, columns), f"the split {name} of {self.files.path}")
         else:
-            rows = read(self.files.files[name], KEY, layout.names)
-        return from_rows(converted(rows, convert, KEY))
+            rows = read(self.files.files[name], KEY, columns)
+        return converted(rows, convert, KEY)
 
 
 def prompts_in(rows: Dataset) -> Iterator[str]:

@@ -81,9 +81,12 @@ class LocalFiles:
         """
         name = self.stored(split)
         assert name is not None
-        names = self.columns[name] if self.saved else file_columns(self.files[name], KEY)
         place = f"{self.path} (split {name})" if self.saved else str(self.files[name][0])
-        return recognise(names, self.config.columns, data, KEY, place)
+        return recognise(self.names(name), self.config.columns, data, KEY, place)
+
+    def names(self, name: str) -> list[str]:
+        """Return the columns of the split that is stored as `name`; of files, those of the first row."""
+        return self.columns[name] if self.saved else file_columns(self.files[name], KEY)
 
     @property
     def conversational(self) -> bool | None:

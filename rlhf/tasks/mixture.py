@@ -15,6 +15,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.metrics import How, Stat, mean
 from rlhf.core.seeding import derive
 from rlhf.tasks.dialogues import different_forms
+from rlhf.tasks.records import NOTHING, RECORD, Wanted
 
 if TYPE_CHECKING:
     from rlhf.config.task import MixtureConfig, TaskConfig
@@ -54,7 +55,7 @@ class MixtureSource:
             raise UserError(different_forms(first[True], first[False]))
         return any(found.values())
 
-    def prompts(self, split: str) -> Dataset:
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `query` or `messages`, `reference_response` and `part`.
 
         If a part has the column `demonstration`, the result has it; `place` only if all parts have it.
@@ -66,14 +67,14 @@ class MixtureSource:
         parts = []
         for name, source in self.sources.items():
             with self.keys_of(name):
-                parts.append(source.prompts(split))
+                parts.append(source.prompts(split, wanted.parts.get(name, NOTHING)))
         columns = [column, "reference_response"]
         if any("demonstration" in part.column_names for part in parts):
             columns.append("demonstration")
-            parts = [with_demonstrations(part) for part in parts]
+            parts = [with_column(part, "demonstration", part["reference_response"][:]) for part in parts]
         return self.joined(parts, split, columns)
 
-    def preferences(self, split: str) -> Dataset:
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `prompt`, `chosen`, `rejected`, `part`; `place` as in `prompts`.
 
         Raises:
@@ -82,7 +83,7 @@ class MixtureSource:
         parts = []
         for name, source in self.sources.items():
             with self.keys_of(name):
-                parts.append(source.preferences(split))
+                parts.append(source.preferences(split, wanted.parts.get(name, NOTHING)))
         forms = {
             isinstance(part.features["prompt"], Value): name
             for name, part in zip(self.sources, parts, strict=True)
@@ -95,6 +96,9 @@ class MixtureSource:
         """Return the rows of all parts with the columns `columns` and `part`, and `place` if all have it."""
         if all("place" in rows.column_names for rows in parts):
             columns = [*columns, "place"]
+        if any(RECORD in rows.column_names for rows in parts):
+            columns = [*columns, RECORD]
+            parts = [with_column(rows, RECORD, ["{}"] * len(rows)) for rows in parts]
         found = []
         for number, rows in enumerate(parts):
             rows = rows.select_columns(columns)
@@ -130,11 +134,9 @@ def is_text(rows: Dataset, column: str) -> bool:
     return isinstance(rows.features[column], Value)
 
 
-def with_demonstrations(rows: Dataset) -> Dataset:
-    """Return rows with the column `demonstration`, by default the reference responses."""
-    if "demonstration" in rows.column_names:
-        return rows
-    return rows.add_column("demonstration", rows["reference_response"][:])
+def with_column(rows: Dataset, column: str, default: list[str]) -> Dataset:
+    """Return rows with a column of texts; `default` are its texts if the rows lack it."""
+    return rows if column in rows.column_names else rows.add_column(column, default)
 
 
 def interleaved(sizes: Sequence[int], shares: Sequence[float]) -> np.ndarray:

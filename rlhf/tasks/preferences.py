@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
+from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.source import load_pairs, pairs_of, prompts_of_pairs
 
 if TYPE_CHECKING:
@@ -30,15 +31,15 @@ class PreferencesSource:
         """Whether the prompts of the pairs are lists of messages."""
         return self.pairs is not None and self.pairs.pairs_are_dialogues("train")
 
-    def prompts(self, split: str) -> Dataset:
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `query` or `messages`, and `reference_response` (chosen)."""
-        return prompts_of_pairs(self.preferences(split))
+        return prompts_of_pairs(self.preferences(split, wanted))
 
-    def preferences(self, split: str) -> Dataset:
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `prompt` (text or messages), `chosen` and `rejected`.
 
         Raises:
             UserError: the config names no pairs, or the pairs cannot be loaded.
         """
         stored = self.config.validation_split if split == "validation" else split
-        return load_pairs(self.pairs, stored, "preferences", "it has no data set of its own")
+        return load_pairs(self.pairs, stored, "preferences", "it has no data set of its own", wanted)

@@ -22,7 +22,16 @@ from rlhf.config.task import PREFERENCE_COLUMNS, PROMPT_COLUMNS
 from rlhf.core import hub
 from rlhf.core.errors import UserError
 from rlhf.tasks.columns import conversation, converted, pair, text
-from rlhf.tasks.folders import find_split, folder_problems, is_saved, read, split_columns, split_files
+from rlhf.tasks.folders import (
+    file_columns,
+    find_split,
+    folder_problems,
+    is_saved,
+    read,
+    split_columns,
+    split_files,
+)
+from rlhf.tasks.records import NOTHING, RECORD, Wanted
 from rlhf.tasks.word_tokenizer import word_tokenizer
 
 if TYPE_CHECKING:
@@ -43,18 +52,22 @@ class Source(Protocol):
 
     conversational: bool
 
-    def prompts(self, split: str) -> Dataset:
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the text columns `query` and `reference_response`.
 
         Dialogues have a column `messages` instead of `query`: a list of {role, content}, without the
         response. Data without references have an empty `reference_response`. An optional column
         `demonstration` contains the text that SFT imitates instead of the reference, an optional column
         `place` the place of the row for messages, such as "line 3 of data/train.jsonl". Prompts of pairs have
-        the column `rejected`, too.
+        the column `rejected`, too. If reward functions ask for columns (`wanted`), the column `record`
+        contains them.
         """
 
-    def preferences(self, split: str) -> Dataset:
-        """Return the columns `prompt` (text or messages), `chosen` and `rejected` (texts) of the split."""
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
+        """Return the columns `prompt` (text or messages), `chosen` and `rejected` (texts) of the split.
+
+        There is a column `record` as in `prompts`.
+        """
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,27 +87,31 @@ class Stored:
         """Return the splits of a local folder."""
         return list(split_columns(Path(self.place).expanduser(), self.key))
 
-    def load(self, split: str, columns: Sequence[str], texts: bool = True) -> Dataset:
+    def load(
+        self, split: str, columns: Sequence[str], texts: bool = True, wanted: Wanted = NOTHING
+    ) -> Dataset:
         """Return one split with the columns `columns`; from files also with the column `place`.
 
         Args:
             split: the split to load.
             columns: the names of the columns.
             texts: whether every column must contain texts, otherwise lists of messages.
+            wanted: further columns, which become the column `record`.
 
         Raises:
             UserError: the data, the split or a column is missing, or a row has another content.
         """
         value = text if texts else conversation
-        return self._converted(split, columns, lambda row: {column: value(row, column) for column in columns})
+        convert = wanted.recording(lambda row: {column: value(row, column) for column in columns})
+        return self._converted(split, columns, convert, wanted=wanted)
 
-    def load_pairs(self, split: str) -> Dataset:
+    def load_pairs(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return one split with the columns `prompt` (text or messages), `chosen` and `rejected` (texts).
 
         Raises:
             UserError: the data, the split or a column is missing, or a row has another content.
         """
-        return self._converted(split, PREFERENCE_COLUMNS, pair)
+        return self._converted(split, PREFERENCE_COLUMNS, wanted.recording(pair), wanted=wanted)
 
     def pairs_are_dialogues(self, split: str) -> bool:
         """Return whether the prompts of the pairs are lists of messages. Of files, only one row is read."""
@@ -102,7 +119,12 @@ class Stored:
         return not isinstance(first.features["prompt"], Value)
 
     def _converted(
-        self, split: str, columns: Sequence[str], convert: Callable[[Row], Row], limit: int | None = None
+        self,
+        split: str,
+        columns: Sequence[str],
+        convert: Callable[[Row], Row],
+        limit: int | None = None,
+        wanted: Wanted = NOTHING,
     ) -> Dataset:
         """Return the rows of a split after `convert`, which does not change texts; `limit`: fewer rows."""
         folder = Path(self.place).expanduser()
@@ -111,14 +133,17 @@ class Stored:
             for problem in folder_problems(self.key, self.place, columns, [split], reason, whole=False):
                 raise UserError(problem)
         if self.local and not is_saved(folder):
-            files = split_files(folder, self.key)
-            rows = read(files[find_split(files, split, self.key) or split], self.key, columns)
+            splits = split_files(folder, self.key)
+            files = splits[find_split(splits, split, self.key) or split]
+            kept = wanted.read(columns, file_columns(files, self.key), self.place)
+            rows = read(files, self.key, kept)
         else:
             dataset = saved_split(folder, split, self.key) if self.local else self._from_hub(split)
             check_columns(dataset, columns, self.key, f"{self.place} in its split {split}")
-            if all(is_text(dataset, column) for column in columns):
+            kept = wanted.read(columns, dataset.column_names, self.place)
+            if not wanted and all(is_text(dataset, column) for column in columns):
                 return dataset.select_columns(list(columns))  # a large data set is not copied into memory
-            rows = numbered(dataset, f"the split {split} of {self.place}")
+            rows = numbered(selected(dataset, kept), f"the split {split} of {self.place}")
         return from_rows(islice(converted(rows, convert, self.key), limit))
 
     def _from_hub(self, split: str) -> Dataset:
@@ -246,6 +271,13 @@ def is_text(dataset: Dataset, column: str) -> bool:
     return kind in ("string", "large_string") and not dataset.data.column(column).null_count
 
 
+def selected(dataset: Dataset, columns: Sequence[str] | None) -> Dataset:
+    """Return the columns of a data set that it has among `columns`; None: all columns."""
+    if columns is None:
+        return dataset
+    return dataset.select_columns([name for name in dataset.column_names if name in columns])
+
+
 def numbered(dataset: Dataset, name: str) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a data set, each with its place, such as "row 3 of the split train of a/b"."""
     return ((f"row {number} of {name}", row) for number, row in enumerate(dataset, 1))
@@ -279,7 +311,7 @@ def pairs_of(config: TaskConfig, hub_name: str | None = None, beside_prompts: bo
     return None if hub_name is None else Stored(key="task.preferences_name", place=hub_name)
 
 
-def load_pairs(pairs: Stored | None, split: str, task: str, reason: str) -> Dataset:
+def load_pairs(pairs: Stored | None, split: str, task: str, reason: str, wanted: Wanted = NOTHING) -> Dataset:
     """Return a split of `pairs` with the columns `prompt` (text or messages), and `chosen` and `rejected`.
 
     Args:
@@ -287,6 +319,7 @@ def load_pairs(pairs: Stored | None, split: str, task: str, reason: str) -> Data
         split: the split to load.
         task: the name of the task, for error messages.
         reason: why the task has no pairs of its own, for error messages.
+        wanted: further columns, which become the column `record`.
 
     Raises:
         UserError: the config names no pairs, or the pairs cannot be loaded.
@@ -296,7 +329,7 @@ def load_pairs(pairs: Stored | None, split: str, task: str, reason: str) -> Data
             f"task.preferences_path must name a folder of preference pairs for task={task} ({reason}), got "
             "null; set task.preferences_path=<folder>"
         )
-    return pairs.load_pairs(split)
+    return pairs.load_pairs(split, wanted)
 
 
 def prompts_of_pairs(pairs: Dataset) -> Dataset:
@@ -322,13 +355,13 @@ class StoredSource:
         self.stored_prompts = prompts_of(config, config.prompts_name)
         self.pairs = pairs_of(config, config.preferences_name, beside_prompts=True)
 
-    def prompts(self, split: str) -> Dataset:
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the text columns `query` and `reference_response`."""
-        return self.stored_prompts.load(split, PROMPT_COLUMNS)
+        return self.stored_prompts.load(split, PROMPT_COLUMNS, wanted=wanted)
 
-    def preferences(self, split: str) -> Dataset:
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `prompt`, `chosen` and `rejected`."""
-        return load_pairs(self.pairs, split, "tldr", "it names none")
+        return load_pairs(self.pairs, split, "tldr", "it names none", wanted)
 
 
 class EmbeddedSource(ABC):
@@ -360,13 +393,17 @@ class EmbeddedSource(ABC):
         """Return a tokenizer with this vocabulary; decoding an encoded text returns exactly the text."""
         return word_tokenizer(self.vocabulary(), self.pattern)
 
-    def prompts(self, split: str) -> Dataset:
+    def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the columns `query` and `reference_response` of a split, generated or from `task.path`."""
         if self.config.path is not None:
-            return Stored(key="task.path", place=self.config.path).load(split, PROMPT_COLUMNS)
-        return Dataset.from_dict(self.generate(split, getattr(self.config, f"{split}_size")))
+            return Stored(key="task.path", place=self.config.path).load(split, PROMPT_COLUMNS, wanted=wanted)
+        rows = Dataset.from_dict(self.generate(split, getattr(self.config, f"{split}_size")))
+        if not wanted:
+            return rows
+        wanted.read(rows.column_names, rows.column_names, f"task={self.config.name}")
+        return rows.add_column(RECORD, [wanted.record(row) for row in rows])
 
-    def preferences(self, split: str) -> Dataset:
+    def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the columns `prompt`, `chosen` and `rejected` of a split of `task.preferences_path`."""
         reason = "pairs are sampled from its SFT model and labelled by gold"
-        return load_pairs(pairs_of(self.config), split, self.config.name, reason)
+        return load_pairs(pairs_of(self.config), split, self.config.name, reason, wanted)

@@ -24,6 +24,7 @@ from rlhf.core.seeding import derive
 from rlhf.tasks.counts import Counts, all_skipped, count
 from rlhf.tasks.mixture import check_parts, mixed_order
 from rlhf.tasks.prompt_order import PromptOrder
+from rlhf.tasks.records import NOTHING, RECORD, Wanted, parsed
 
 if TYPE_CHECKING:
     from rlhf.tasks.source import Source
@@ -46,6 +47,7 @@ class Task:
         max_prompt_tokens: largest length of a prompt in tokens.
         seed: seed of the run.
         shares: share of each part of a mixture in the training examples, by its name; None: no mixture.
+        wanted: the columns of the data that reward functions ask for.
 
     Raises:
         UserError: the tokenizer has no pad token.
@@ -61,6 +63,7 @@ class Task:
         max_prompt_tokens: int,
         seed: int,
         shares: dict[str, float] | None = None,
+        wanted: Wanted = NOTHING,
     ) -> None:
         if tokenizer.pad_token_id is None:
             raise UserError(
@@ -74,6 +77,7 @@ class Task:
         self.max_prompt_tokens = max_prompt_tokens
         self.seed = seed
         self.shares = shares or {}
+        self.wanted = wanted
         self._examples = lru_cache(maxsize=4)(self._tokenized)
         self._counts: dict[tuple[str, Data], Counts] = {}
 
@@ -173,7 +177,8 @@ class Task:
         If `data` has stored completions, there is a column `completions`; for pairs, also a column `labels`.
         """
         pairs = data is Data.preferences
-        stored = self.source.preferences(split) if pairs else self.source.prompts(split)
+        load = self.source.preferences if pairs else self.source.prompts
+        stored = load(split, self.wanted) if self.wanted else load(split)
         ends = (self.tokenizer.eos_token, *END_TEXTS)
 
         tokenizer = self.tokenizer  # not `self`, which `map` would hash
@@ -204,6 +209,8 @@ class Task:
                 made["messages"] = columns[column]
             if "part" in columns:
                 made["part"] = columns["part"]
+            if RECORD in columns:
+                made[RECORD] = columns[RECORD]
             if pairs:  # in some published data sets, both responses of a pair repeat the prompt
                 both = zip(texts, chosen, clean(columns["rejected"]), strict=True)
                 made["completions"] = [[a.removeprefix(text), b.removeprefix(text)] for text, a, b in both]
@@ -248,6 +255,7 @@ class Task:
             labels=torch.tensor(rows["labels"], dtype=torch.float32) if "labels" in rows else None,
             dialogues=list(rows["messages"]) if "messages" in rows else None,
             part=torch.tensor(rows["part"], dtype=torch.int64) if "part" in rows else None,
+            records=parsed(rows[RECORD]) if RECORD in rows else None,
         )
 
 

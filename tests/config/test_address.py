@@ -24,7 +24,11 @@ def brief(prompt: str, response: str, reference: str) -> float:
     return 0.0
 
 
-def two(prompt, response):
+def two(prompt, text):
+    return 0.0
+
+
+def other(prompt, answer, messages):
     return 0.0
 
 
@@ -69,7 +73,8 @@ else:
 
 instance = Cls()
 partial = functools.partial(four, answer="")
-short = lambda prompt, response: 0.0
+short = lambda p, r: 0.0
+brief_and_right = lambda response, answer: 0.0
 """
 
 
@@ -89,6 +94,7 @@ def here(tmp_path, monkeypatch) -> Path:
     [
         *[f"own_rewards:{name}" for name in ("brief", "default", "anything", "decorated")],
         *[f"own_rewards:{name}" for name in ("instance", "partial", "redefined", "one_of_two")],
+        *[f"own_rewards:{name}" for name in ("four", "keyword_only", "brief_and_right")],
         "own_rewards.py:brief",
         "below/own_rewards.py:brief",
         "math:fsum",  # not a Python file
@@ -102,11 +108,11 @@ PROBLEMS = {  # address: rule, reason and remedy
     "own_rewards:breif": "must name a function of own_rewards (there is no breif in it, only brief, two, "
     "| did you mean scorer.path=own_rewards:brief?",
     "own_rewards:zzz": "there is no zzz in it | set scorer.path=own_rewards:brief",
-    "own_rewards:two": "a function of (prompt, response, reference), | (two takes (prompt, response): too"
-    " many positional arguments) | write def two(prompt, response, reference)",
-    "own_rewards:four": "(four takes (prompt, response, reference, answer): missing a required",
-    "own_rewards:keyword_only": "by position (keyword_only takes (prompt, response, *, reference): too",
-    "own_rewards:short": "(short takes (prompt, response): too many",
+    "own_rewards:two": "a function with a parameter response, and others with the names prompt, reference, "
+    "messages or of columns of the data (two takes (prompt, text): too many positional arguments) | write "
+    "def two(prompt, response, reference)",
+    "own_rewards:other": "(other takes (prompt, answer, messages): without a parameter response, messages ",
+    "own_rewards:short": "(short takes (p, r): too many",
     "own_rewards:Cls": "must name a function (Cls is a class) | set scorer.path=own_rewards:brief",
     "own_rewards:NUMBER": "must name a function (NUMBER is of type int)",
     "own_rewards:waits": "(waits is an async function",

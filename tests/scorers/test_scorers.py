@@ -234,14 +234,14 @@ def test_a_batched_function_must_not_return_a_set_a_dict_or_text(tmp_path, resul
         (
             "def score(prompt): ...",
             "score",
-            "a function of (prompt, response, reference), which are passed by position (score takes (prompt)",
+            "messages or of columns of the data (score takes (prompt): too many positional arguments)",
         ),
-        ("def score(a, b, c, d): ...", "score", "takes (a, b, c, d): missing a required argument: 'd')"),
         (
-            "def score(a, b, c, *, d): ...",
+            "def score(prompt, messages, x): ...",
             "score",
-            "takes (a, b, c, *, d): missing a required argument: 'd')",
+            "without a parameter response, messages would be the response",
         ),
+        ("def score(tests, /, response): ...", "score", "arguments before / have no names"),
         ("1 / 0", "score", "(importing it raised ZeroDivisionError: division by zero, in {file}, line 1)"),
         ("def (", "score", "(importing it raised SyntaxError"),
     ],

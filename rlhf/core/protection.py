@@ -1,0 +1,122 @@
+"""Protection of this process from code of the user that changes global settings or random states.
+
+Of torch and numpy, only what is imported already is protected. This module imports neither of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+
+class Setting(NamedTuple):
+    """A global setting: how it is read and written, and its value after the import of its library."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    initial: Any = None
+
+
+@contextmanager
+def protected(seed: int | None = None) -> Iterator[None]:
+    """Restore global settings and random states of Python, numpy and torch after the block.
+
+    The working directory, signal handlers, the default dtype and device, threads, gradient and deterministic
+    mode are restored, for example.
+
+    Args:
+        seed: seed of all global random states during the block; None: they are not changed before it.
+    """
+    loaded = "torch" in sys.modules
+    before = [(each, each.read()) for each in (*of_process(), *of_numpy(), *of_torch(), *random_states())]
+    if seed is not None:
+        seed_all(seed)
+    try:
+        yield
+    finally:
+        if not loaded:
+            before += [(each, each.initial) for each in of_torch() if each.initial is not None]
+        for setting, value in before:
+            restore(setting, value)
+
+
+def restore(setting: Setting, value: Any) -> None:
+    """Set a global setting to `value`, if it has another value."""
+    same = False
+    # OSError: the working directory was deleted; otherwise, the comparison of arrays gives no bool
+    with suppress(OSError, ValueError, RuntimeError):
+        same = bool(setting.read() == value)
+    if not same:
+        setting.write(value)
+
+
+def of_process() -> Iterator[Setting]:
+    """Yield the working directory, and in the main thread the handlers of the signals that stop a run."""
+    with suppress(FileNotFoundError):  # the working directory was deleted
+        os.getcwd()
+        yield Setting(os.getcwd, os.chdir)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) is not None:
+                yield Setting(partial(signal.getsignal, number), partial(signal.signal, number))
+
+
+def of_numpy() -> Iterator[Setting]:
+    """Yield the settings of numpy."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield Setting(numpy.geterr, lambda value: numpy.seterr(**value))
+
+
+def of_torch() -> Iterator[Setting]:
+    """Yield the settings of torch."""
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    cpu = torch.device("cpu")
+
+    def set_deterministic(value: tuple[bool, bool]) -> None:
+        torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+    def deterministic() -> tuple[bool, bool]:
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.are_deterministic_algorithms_enabled(), warn_only
+
+    def set_device(value: Any) -> None:
+        torch.set_default_device(None if value == cpu else value)
+
+    yield Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32)
+    yield Setting(torch.get_default_device, set_device, cpu)
+    yield Setting(torch.get_num_threads, torch.set_num_threads)
+    yield Setting(torch.is_grad_enabled, torch.set_grad_enabled, True)
+    yield Setting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False)
+    yield Setting(deterministic, set_deterministic, (False, False))
+    yield Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
+    for name in ("benchmark", "deterministic", "enabled"):
+        cudnn = torch.backends.cudnn
+        yield Setting(partial(getattr, cudnn, name), partial(setattr, cudnn, name), name == "enabled")
+
+
+def random_states() -> Iterator[Setting]:
+    """Yield the states of the global random generators."""
+    yield Setting(random.getstate, random.setstate)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield Setting(numpy.random.get_state, numpy.random.set_state)
+    if (torch := sys.modules.get("torch")) is not None:
+        yield Setting(torch.default_generator.get_state, torch.default_generator.set_state)
+        if torch.cuda.is_initialized():
+            yield Setting(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global random generators of Python, numpy and torch (on the CPU)."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(seed)
