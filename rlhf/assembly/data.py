@@ -89,7 +89,7 @@ def wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
         UserError: a function cannot be imported.
     """
     parts = list(cfg.task.shares)
-    found = {part: NOTHING for part in parts or [None]}
+    found = {part: NOTHING for part in parts or [""]}
     for at, section in reward_functions(cfg, judge):
         key, path = f"{at}.path", section.path
         asked = parameters_of(signature_of(load_function(key, path, section.arguments)))
@@ -101,4 +101,4 @@ def wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
                 optional=before.optional | set(asked.optional),
                 rest=before.rest or asked.rest,
             )
-    return Wanted(parts=found) if parts else found[None]
+    return Wanted(parts=found) if parts else found[""]

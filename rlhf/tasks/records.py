@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.parameters import GIVEN
-from rlhf.config.suggestions import closest
 from rlhf.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class Wanted:
         """
         for name, (key, path) in self.columns.items():
             if name not in available:
-                near = closest(name, available)
-                remedy = f"did you mean {near}?" if near else "rename the parameter, or give it a default"
+                near = get_close_matches(name, available, n=1)
+                remedy = f"did you mean {near[0]}?" if near else "rename the parameter, or give it a default"
                 raise UserError(
                     f"{key} must name a function whose parameters are prompt, response, reference, messages "
                     f"or columns of the data ({', '.join(available)}), got {path} with the parameter {name}, "
