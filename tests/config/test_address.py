@@ -85,6 +85,7 @@ def here(tmp_path, monkeypatch) -> Path:
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "own_rewards.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_rewards", raising=False)  # of another test
     monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])  # as in a console script
     return tmp_path
 
