@@ -149,7 +149,6 @@ class Evaluation:
     figures: Row
     samples: list[dict[str, Any]] = field(default_factory=list)  # one row per completion
     examples: int = 0  # number of examples over which each metric is computed
-    pairs: int = 0  # number of held-out pairs, over which `eval/accuracy` is computed
     scores: list[float] | None = None  # score of each completion; None: no scorer can score completions
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.run import Progress
+from rlhf.core import confidence
 from rlhf.core.console import WIDTH_OF_LINES, console, say, say_items, transcript
 from rlhf.core.formatting import GAP, figure, fitting, shortened
 from rlhf.core.progress import ProgressDisplay, left
@@ -91,13 +92,12 @@ class Display(Logger):
 
 
 def metric_texts(figures: Mapping[str, Any]) -> list[str]:
-    """Return the metrics of an evaluation as texts, with half the width of the 95 % interval if known."""
-    texts = []
-    for name, short in EVALUATION_METRICS.items():
-        if name in figures:
-            half = f" +/- {figure(figures[f'{name}_ci95'])}" if f"{name}_ci95" in figures else ""
-            texts.append(f"{short} {figure(figures[name])}{half}")
-    return texts
+    """Return the metrics of an evaluation as texts, with their 95 % intervals if known."""
+    return [
+        f"{short} {confidence.text(figures, name)}"
+        for name, short in EVALUATION_METRICS.items()
+        if name in figures
+    ]
 
 
 def print_samples(samples: list[dict[str, Any]]) -> None:

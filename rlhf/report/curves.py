@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     # A function that returns a value of a row, or None if the row has no such value.
     Read = Callable[[Run, Row], float | None]
+    Bounds = Callable[[Row], tuple[float, float] | None]  # reads the bounds of a confidence interval
 
 POINTS = 250  # largest number of points of a curve; longer curves are averaged over blocks of updates
 
@@ -50,7 +51,7 @@ def seconds(run: Run, row: Row) -> float | None:
     return run.seconds_at(row["update"])
 
 
-def curve(runs: Sequence[Run], x: Read, y: Read, half: Read | None = None) -> list[Point]:
+def curve(runs: Sequence[Run], x: Read, y: Read, interval: Bounds | None = None) -> list[Point]:
     """Return the curve of y over x, with at most `POINTS` points in the order of updates.
 
     Rows of different runs are matched by their `update`. Updates at which a run has no x or no y are skipped.
@@ -59,10 +60,10 @@ def curve(runs: Sequence[Run], x: Read, y: Read, half: Read | None = None) -> li
         runs: the runs of a group.
         x: returns the x value of a row.
         y: returns the y value of a row.
-        half: returns half the width of the confidence interval of y; used if there is a single run.
+        interval: returns the bounds of the confidence interval of y; used if there is a single run.
     """
-    if half is not None and len(runs) == 1:
-        return thin(with_interval(runs[0], x, y, half))
+    if interval is not None and len(runs) == 1:
+        return thin(with_interval(runs[0], x, y, interval))
     values_by_run: list[dict[float, tuple[float, float]]] = []
     for run in runs:
         values: dict[float, tuple[float, float]] = {}
@@ -79,15 +80,15 @@ def curve(runs: Sequence[Run], x: Read, y: Read, half: Read | None = None) -> li
     return thin(points)
 
 
-def with_interval(run: Run, x: Read, y: Read, half: Read) -> list[Point]:
+def with_interval(run: Run, x: Read, y: Read, interval: Bounds) -> list[Point]:
     """Return the points of one run, whose range is the confidence interval; see `curve`."""
     points = []
     for row in run.rows:
         y_value = y(run, row)
         x_value = None if y_value is None else x(run, row)
         if x_value is not None and y_value is not None:
-            width = half(run, row) or 0.0
-            points.append(Point(x_value, y_value, y_value - width, y_value + width, x_value, x_value))
+            low, high = interval(row) or (y_value, y_value)
+            points.append(Point(x_value, y_value, low, high, x_value, x_value))
     return points
 
 

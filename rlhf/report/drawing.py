@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from rlhf.report.curves import Point, Read
+    from rlhf.report.curves import Bounds, Point, Read
     from rlhf.report.groups import Group
 
 # The colour-blind-safe palette of Okabe and Ito, with a grey and a wine red instead of black and yellow.
@@ -215,22 +215,24 @@ def as_element(drawing: Figure) -> str:
     return text
 
 
-def lines(group: Group, x: Read, y: Read, half: Read | None = None) -> Iterator[tuple[list[Point], bool]]:
+def lines(
+    group: Group, x: Read, y: Read, interval: Bounds | None = None
+) -> Iterator[tuple[list[Point], bool]]:
     """Yield the curves of a group and whether the curve is finished.
 
     The first curve is that of the finished runs (True). The second curve is that of the unfinished run with
     the most updates (False).
     """
-    if points := curve(group.finished, x, y, half):
+    if points := curve(group.finished, x, y, interval):
         yield points, True
-    if group.furthest is not None and (points := curve([group.furthest], x, y, half)):
+    if group.furthest is not None and (points := curve([group.furthest], x, y, interval)):
         yield points, False
 
 
-def draw_all(axes: Axes, groups: Sequence[Group], x: Read, y: Read, half: Read | None = None) -> None:
+def draw_all(axes: Axes, groups: Sequence[Group], x: Read, y: Read, interval: Bounds | None = None) -> None:
     """Draw the curves of groups, with the range over seeds or the confidence interval as a band."""
     for group in groups:
-        for points, finished in lines(group, x, y, half):
+        for points, finished in lines(group, x, y, interval):
             trace(axes, group, points, finished, band=True)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rlhf.core.confidence import bounds
 from rlhf.report.curves import POINTS, figure, seconds
 from rlhf.report.drawing import (
     INK,
@@ -335,15 +336,15 @@ def draw_metric(
     def y(run: Any, row: Any) -> float | None:
         return row.get(metric.name) if metric.evaluated or "lr" in row else None
 
-    half = figure(metric.interval)
+    interval = partial(bounds, name=metric.name)
     if points:
         for group in groups:
-            for curve, finished in lines(group, x, y, half):
+            for curve, finished in lines(group, x, y, interval):
                 trace(axes, group, curve, finished, band=False)
                 if finished:
                     crosshair(axes, group, curve[-1])
     else:
-        draw_all(axes, groups, x, y, half)
+        draw_all(axes, groups, x, y, interval)
     axes.set(xlabel=unit, title=title)
     low, high = axes.dataLim.intervaly
     if metric.logarithmic and low > 0 and high > WIDE * low:

@@ -75,11 +75,6 @@ class Metric:
     logarithmic: bool = False
     rate: bool = False
 
-    @property
-    def interval(self) -> str:
-        """The name of the metric that is half the width of the 95 % confidence interval."""
-        return f"{self.name}_ci95"
-
     def text(self, value: float) -> str:
         """Return a value of the metric as text."""
         return number(value, self.decimals)

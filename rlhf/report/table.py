@@ -12,6 +12,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from rlhf.core.confidence import bounds
 from rlhf.report.labels import column, differing, headings, joined, pair
 from rlhf.report.metrics import METRICS, Kind, Metric, duration, number
 
@@ -72,14 +73,14 @@ class Cell:
         before: mean before training; None if the value was not measured before training.
         after: mean over the runs, at the last evaluation.
         limits: smallest and largest value of a run.
-        half: half the width of the 95 % confidence interval; None if not measured, or with several runs.
+        interval: 95 % confidence interval; None if not measured, or with several runs.
         show: returns a value as text.
     """
 
     before: float | None
     after: float
     limits: tuple[float, float]
-    half: float | None
+    interval: tuple[float, float] | None
     show: Callable[[float], str]
 
     def __str__(self) -> str:
@@ -102,7 +103,7 @@ class Cell:
         low, high = map(self.show, self.limits)
         if low != high:
             return f"{low} to {high}"
-        return "" if self.half is None else f"± {self.show(self.half)}"
+        return "" if self.interval is None else "95 %: {} to {}".format(*map(self.show, self.interval))
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,9 @@ def metric_cell(runs: Sequence[Run], metric: Metric) -> Cell | None:
     if not known:
         return None
     start = [value for run in runs if (value := run.first(metric.name)) is not None]
-    half = runs[0].last(metric.interval) if len(runs) == 1 else None
-    return Cell(mean(start) if start else None, mean(known), (min(known), max(known)), half, metric.text)
+    alone = len(runs) == 1 and runs[0].evaluations
+    interval = bounds(alone[-1], metric.name) if alone else None
+    return Cell(mean(start) if start else None, mean(known), (min(known), max(known)), interval, metric.text)
 
 
 def cost_cell(runs: Sequence[Run], cost: Cost) -> Cell | None:

@@ -35,6 +35,7 @@ from rlhf.checks.machine import check_memory
 from rlhf.checks.recipes import recipes_of_other_commands
 from rlhf.config.algo import Data, Trains
 from rlhf.config.run import Resume
+from rlhf.core import confidence
 from rlhf.core.console import console, say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.files import component
@@ -49,7 +50,7 @@ from rlhf.stages import evaluation as evaluating
 from rlhf.stages import relabelling
 from rlhf.stages.candidates import candidates
 from rlhf.stages.evaluation_config import changed
-from rlhf.stages.evaluation_table import figure, table
+from rlhf.stages.evaluation_table import table
 from rlhf.stages.final_model import final_model
 from rlhf.stages.stage_config import checked, model_folder, pairs_folder, stage
 
@@ -339,4 +340,4 @@ def summary(times: list[tuple[Link, str]]) -> Table:
 def result_text(figures: dict[str, Any]) -> str:
     """Return the main metrics of an evaluation as text."""
     present = [name for name in FIGURES if name in figures]
-    return ", ".join(f"{EVALUATION_METRICS[name]} {figure(figures, name)}" for name in present)
+    return ", ".join(f"{EVALUATION_METRICS[name]} {confidence.text(figures, name)}" for name in present)

@@ -8,21 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.config.algo import Trains
-from rlhf.core import stages
+from rlhf.core import confidence, stages
 from rlhf.core.console import console, transcript
-from rlhf.core.formatting import clock, figure, short_path
+from rlhf.core.formatting import clock, short_path
 from rlhf.core.state import SupervisedState
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
-    from rlhf.core.metrics import Row
     from rlhf.core.state import TrainState
     from rlhf.runs.folder import RunFolder
     from rlhf.training.recorder import Recorder
 
 WIDTH = 80  # a longer command is divided into lines
-NAME_WIDTH = 34  # columns of the names of metrics
-VALUE_WIDTH = 18  # columns of a value with its interval
+VALUE_WIDTH = 21  # columns of a value with its interval
 
 
 def print_closing(
@@ -70,11 +68,16 @@ def changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
         return
     named = titles(cfg)
     rows = [(held_out(cfg, recorder), "before", "after")]
-    rows += [(text, value(first, name), value(last, name)) for name, text in named.items() if name in last]
+    rows += [
+        (text, confidence.text(first, name), confidence.text(last, name))
+        for name, text in named.items()
+        if name in last
+    ]
+    wide = max(len(text) for text, _, _ in rows)
     for text, before, after in rows:
-        yield f"  {text:{NAME_WIDTH}}{before:{VALUE_WIDTH}}{after}".rstrip()
-    if any(f"{name}_ci95" in last for name in named):
-        yield "  (+/- 95 % interval over these examples)"
+        yield f"  {text:{wide}}  {before:{VALUE_WIDTH}} {after}".rstrip()
+    if any(name in last and confidence.bounds(last, name) for name in named):
+        yield "  ([low, high]: 95 % interval over these examples)"
 
 
 def titles(cfg: Config) -> dict[str, str]:
@@ -93,14 +96,6 @@ def titles(cfg: Config) -> dict[str, str]:
 def held_out(cfg: Config, recorder: Recorder) -> str:
     """Return the number of held-out examples of the last evaluation, as text."""
     return f"{recorder.evaluated_on:,} held-out {'pairs' if cfg.algo.trains is Trains.reward else 'prompts'}"
-
-
-def value(row: Row, name: str) -> str:
-    """Return the metric `name` of a row with half the width of its interval, as text; empty if absent."""
-    if name not in row:
-        return ""
-    half = row.get(f"{name}_ci95")
-    return figure(row[name]) + ("" if half is None else f" +/- {figure(half)}")
 
 
 def files(folder: RunFolder) -> Iterator[str]:

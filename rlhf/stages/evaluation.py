@@ -23,7 +23,6 @@ from rlhf.config.identity import digest
 from rlhf.config.model import LoRAConfig
 from rlhf.config.run import Progress
 from rlhf.config.saved import load_config
-from rlhf.core.confidence import wilson
 from rlhf.core.console import say, say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.files import append, as_line, component, read_lines, write_atomically
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     from rlhf.engines.engine import Engine
     from rlhf.processes.ranks import Ranks
 
-# Fractions of the examples, with the bounds of a confidence interval.
-RATES = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/accuracy")
 CHUNK = 256  # prompts between two steps of the progress bar
 
 
@@ -176,7 +173,7 @@ def measure(
                     "model": candidate.name,
                     **candidate.counters(),
                     **evaluation.figures,
-                    **intervals(evaluation),
+                    "examples": evaluation.examples,
                     "settings": shown_settings,
                 }
                 if candidate.named:
@@ -238,8 +235,7 @@ def comparison(
     """
     if scores is None or initial is None or len(scores) != len(initial) or row.get("initial"):
         return {}
-    figures = against_initial(scores, initial, tie_tolerance)
-    return figures | bounds("eval/win_rate_vs_initial", figures["eval/win_rate_vs_initial"], len(scores))
+    return against_initial(scores, initial, tie_tolerance)
 
 
 def refuse_other_tokenizers(due: list[Candidate], cfg: Config) -> None:
@@ -365,22 +361,6 @@ def offset(folder: Path) -> float:
     """Return the offset that centres the scores of a reward model; a checkpoint has no offset: 0."""
     file = folder / "config.json"
     return json.loads(file.read_text()).get("reward_offset", 0.0) if file.exists() else 0.0
-
-
-def intervals(evaluation: Evaluation) -> dict[str, float]:
-    """Return the bounds of the 95 % Wilson intervals of the `RATES`, and the number of examples."""
-    found: dict[str, float] = {}
-    for name in RATES:
-        if name in evaluation.figures:
-            count = evaluation.pairs if name == "eval/accuracy" else evaluation.examples
-            found |= bounds(name, evaluation.figures[name], count)
-    return {**found, "examples": evaluation.examples}
-
-
-def bounds(name: str, rate: float, count: int) -> dict[str, float]:
-    """Return the bounds of the 95 % Wilson interval of the metric `name`, a rate over `count` examples."""
-    low, high = wilson(rate, count)
-    return {f"{name}_low": low, f"{name}_high": high}
 
 
 def write(folder: RunFolder, row: dict[str, Any], evaluation: Evaluation) -> None:

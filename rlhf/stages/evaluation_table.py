@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from rlhf.config.run import Progress
-from rlhf.core import formatting
+from rlhf.core import confidence
 from rlhf.core.console import say_items
 from rlhf.loggers.display import EVALUATION_METRICS, metric_texts, print_samples
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 COUNTS = ("update", "episode", "examples")
 SIDE_BY_SIDE = 3  # largest number of models in columns beside each other; more models are rows
 FIRST_WIDTH = 24  # largest width of the first column
-CELL_WIDTH = 20  # largest width of another column, which is the width of a metric with its interval
+CELL_WIDTH = 21  # largest width of another column, which is the width of a metric with its interval
 PADDING = 2  # blanks beside a cell, and beside a table
 
 
@@ -49,7 +49,8 @@ def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
     names = {name: short for name, short in EVALUATION_METRICS.items() if any(name in row for row in rows)}
     models = [row["model"] for row in rows]
     by_model = [
-        [*(count(row, name) for name in counts), *(figure(row, name) for name in names)] for row in rows
+        [*(count(row, name) for name in counts), *(confidence.text(row, name) for name in names)]
+        for row in rows
     ]
     headings = [*counts.values(), *names.values()]
     if len(rows) <= SIDE_BY_SIDE:
@@ -98,13 +99,3 @@ def part(first: Column, others: list[Column]) -> Table:
 def count(row: dict[str, Any], name: str) -> str:
     """Return the counter `name` of a row as text; empty if the model is not from a run."""
     return f"{row[name]:,}" if name in row else ""
-
-
-def figure(row: dict[str, Any], name: str) -> str:
-    """Return the metric `name` of a row as text, with its interval if any; empty if it is not in the row."""
-    if name not in row:
-        return ""
-    if f"{name}_low" in row:
-        return f"{row[name]:.3f} [{row[name + '_low']:.3f}, {row[name + '_high']:.3f}]"
-    half = row.get(f"{name}_ci95")
-    return formatting.figure(row[name]) + ("" if half is None else f" +/- {formatting.figure(half)}")

@@ -26,10 +26,11 @@ from rlhf.config.backend import ZeroConfig
 from rlhf.config.generator import VLLMConfig
 from rlhf.config.identity import MODEL_FOLDERS
 from rlhf.config.reproduction import override, settings
+from rlhf.core import confidence
 from rlhf.core.hub import cached_folder
 from rlhf.models.folders import CARD, HUB_NAME, is_local
 from rlhf.runs.environment import DISTRIBUTION, git_commit, versions
-from rlhf.stages.closing import held_out, titles, trained, value
+from rlhf.stages.closing import held_out, titles, trained
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -163,7 +164,7 @@ def evaluation(cfg: Config, recorder: Recorder) -> Iterator[str]:
     if not last:
         yield "The model was not evaluated."
         return
-    text = f"On {held_out(cfg, recorder)}, with 95 % intervals (+/-) over these examples."
+    text = f"On {held_out(cfg, recorder)}, with 95 % intervals over these examples."
     if cfg.algo.trains is not Trains.reward and cfg.gold.name != "none":
         text += f" The judge is {public(cfg.gold.described)}."
     if "eval/kl" in last:
@@ -171,7 +172,9 @@ def evaluation(cfg: Config, recorder: Recorder) -> Iterator[str]:
     yield text
     rows = [("metric", "before training", "after training")]
     rows += [
-        (title, value(first, name), value(last, name)) for name, title in titles(cfg).items() if name in last
+        (title, confidence.text(first, name), confidence.text(last, name))
+        for name, title in titles(cfg).items()
+        if name in last
     ]
     yield table(rows)
 

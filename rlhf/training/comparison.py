@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.core.confidence import rate_half_width
+from rlhf.core.confidence import rate
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Row
 
 
 def against_initial(scores: Sequence[float], initial: Sequence[float], tie_tolerance: float = 0.0) -> Row:
-    """Return `eval/win_rate_vs_initial` and half the width of its 95 % interval.
+    """Return `eval/win_rate_vs_initial` with the bounds of its 95 % interval.
 
     The rate is the fraction of prompts whose completion scores strictly higher than the completion of the
     initial policy, plus half the fraction of ties. So an unchanged policy has a rate of 0.5. The Wilson
@@ -27,11 +27,7 @@ def against_initial(scores: Sequence[float], initial: Sequence[float], tie_toler
         0.5 if tied(now, before, tie_tolerance) else float(now > before)
         for now, before in zip(scores, initial, strict=True)
     )
-    rate = points / len(scores)
-    return {
-        "eval/win_rate_vs_initial": rate,
-        "eval/win_rate_vs_initial_ci95": rate_half_width(rate, len(scores)),
-    }
+    return rate("eval/win_rate_vs_initial", points / len(scores), len(scores))
 
 
 def tied(a: float, b: float, tolerance: float) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.core.confidence import mean_half_width, rate_half_width
+from rlhf.core.confidence import mean_bounds, rate, with_bounds
 from rlhf.core.encoding import encode_completions
 from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState
@@ -44,7 +44,7 @@ class PolicyEvaluator:
     `eval/ppl` is the perplexity of the near-greedy completions under the reference model, at temperature 1.
     Without a reference model, the evaluator reports `eval/loss` instead of these two metrics.
 
-    A metric `<name>_ci95` is half the width of the 95 % interval of `<name>` over the prompts (or pairs).
+    `<name>_low` and `<name>_high` are the bounds of the 95 % interval of a metric over prompts (or pairs).
 
     Args:
         prompts: held-out examples.
@@ -97,11 +97,11 @@ class PolicyEvaluator:
         if self.scorer is not None:
             scores = self.scorer(rollouts).scores[:, 0].double()
             columns["score"] = scores.tolist()
-            figures |= mean_score("eval/score", scores)
+            figures |= average("eval/score", scores)
         if self.gold is not None:
             gold = self.gold.score_once(rollouts)[:, 0]
             columns["gold_score"] = gold.tolist()
-            figures |= mean_score("eval/gold_score", gold.double())
+            figures |= average("eval/gold_score", gold.double())
             if self.has_references:
                 reference = self.score_references(self.gold)
                 difference = (gold - reference).double().mean().item()
@@ -109,8 +109,7 @@ class PolicyEvaluator:
                 columns |= {"gold_score": gold.tolist(), "reference_gold_score": reference.tolist()}
                 wins = (gold > reference).double().mean().item()
                 figures |= {
-                    "eval/win_rate": wins,
-                    "eval/win_rate_ci95": rate_half_width(wins, len(rollouts)),
+                    **rate("eval/win_rate", wins, len(rollouts)),
                     "eval/tie_rate": (gold == reference).double().mean().item(),
                     "eval/norm_reward": difference,
                 }
@@ -129,7 +128,6 @@ class PolicyEvaluator:
             figures,
             samples,
             examples=len(samples),
-            pairs=0 if self.pairs is None else len(self.pairs.pairs),
             scores=columns.get("score"),
         )
 
@@ -158,7 +156,7 @@ class PolicyEvaluator:
         reference = engine.infer(engine.reference, samples, "logprobs")
         nll = -engine.infer(engine.reference.at(temperature=1.0), rollouts, "logprobs").double().sum()
         return {
-            "eval/kl": (policy - reference).double().sum(-1).mean().item(),
+            **average("eval/kl", (policy - reference).double().sum(-1)[:, 0]),
             "eval/ppl": math.exp(nll.item() / int(rollouts.response_mask.sum())),
         }
 
@@ -184,10 +182,9 @@ def values_of(columns: dict[str, list[Any]], rollouts: Rollouts) -> dict[str, li
     return found | {"response_tokens": rollouts.response_mask.sum(-1)[:, 0].tolist()}
 
 
-def mean_score(name: str, scores: Tensor) -> Row:
-    """Return the mean of scores [N], and half the width of its 95 % interval if N > 1."""
-    half = mean_half_width(scores.tolist())
-    return {name: scores.mean().item()} | ({} if half is None else {f"{name}_ci95": half})
+def average(name: str, values: Tensor) -> Row:
+    """Return the mean of values [N] as metric `name`, with the bounds of its 95 % interval if N > 1."""
+    return with_bounds(name, values.mean().item(), mean_bounds(values.tolist()))
 
 
 class HeldOutPairs:
@@ -213,12 +210,7 @@ class HeldOutPairs:
             self.ref_logprobs = engine.infer(engine.reference, self.pairs, "logprobs")
         logprobs = engine.infer(engine.policy, self.pairs, "logprobs")
         figures = self.objective.held_out(logprobs, self.ref_logprobs, self.pairs.response_mask)
-        return figures | accuracy_interval(figures, len(self.pairs))
-
-
-def accuracy_interval(figures: Row, pairs: int) -> Row:
-    """Return half the width of the 95 % interval of `eval/accuracy` over a number of pairs."""
-    return {"eval/accuracy_ci95": rate_half_width(figures["eval/accuracy"], pairs)}
+        return figures | rate("eval/accuracy", figures["eval/accuracy"], len(self.pairs))
 
 
 class RewardEvaluator:
@@ -238,11 +230,11 @@ class RewardEvaluator:
         assert isinstance(self.engine.module, RewardModel)
         rewards = self.engine.infer(self.engine.module, self.pairs, "rewards").double()
         margins = rewards[:, 0] - rewards[:, 1]
+        count = len(self.pairs)
         figures = {
-            "eval/accuracy": (margins > 0).double().mean().item(),
+            **rate("eval/accuracy", (margins > 0).double().mean().item(), count),
             "eval/loss": -torch.nn.functional.logsigmoid(margins).mean().item(),
             "eval/margin": margins.mean().item(),
             "eval/reward": rewards.mean().item(),
         }
-        count = len(self.pairs)
-        return Evaluation(figures | accuracy_interval(figures, count), examples=count, pairs=count)
+        return Evaluation(figures, examples=count)

@@ -18,7 +18,6 @@ FAMILIES = (
 NAME = re.compile(rf"(?:{'|'.join(FAMILIES)})/[a-z0-9_]+")
 COMPOSED = {  # metric names that `in_code` does not find: built from parts, or without a family
     *("loss/policy", "loss/value", "objective/scores/<part>", "generator/restarts", "annotator/restarts"),
-    *(f"eval/{name}_ci95" for name in ("accuracy", "win_rate", "win_rate_vs_initial", "score", "gold_score")),
     *(f"part/<name>/{name}" for name in ("prompts", "scores", "response_tokens", "eos_rate")),
     *(f"eval/part/<name>/{name}" for name in ("score", "gold_score", "win_rate", "response_tokens")),
     *(f"time/{phase}_s" for phase in ("wait", "score", "annotate", "train", "sync")),

@@ -62,9 +62,13 @@ def test_figures_of_an_update_come_first_then_the_last_evaluation_and_the_counte
 def test_an_evaluation_is_a_line_with_intervals_and_one_completion(lines):
     state = TrainState(num_updates=40, update=16)
     display_of(state).evaluation(
-        {}, evaluation(win_rate=0.82, win_rate_ci95=0.047, gold_score=5.0, eos_rate=1), state
+        {},
+        evaluation(win_rate=0.82, win_rate_low=0.768, win_rate_high=0.862, gold_score=5.0, eos_rate=1),
+        state,
     )
-    assert lines[0] == "[2/2] dpo tldr_mini  evaluated at update 16:  win rate 0.820 +/- 0.047  judge 5.000"
+    assert (
+        lines[0] == "[2/2] dpo tldr_mini  evaluated at update 16:  win rate 0.820 [0.768, 0.862]  judge 5.000"
+    )
     assert len(lines) == 5 and sum(line.startswith("  prompt ") for line in lines) == 1
 
 

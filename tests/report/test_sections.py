@@ -2,10 +2,12 @@
 
 import warnings
 from datetime import datetime
+from functools import partial
 
 import pytest
 from rich.console import Console
 
+from rlhf.core.confidence import bounds
 from rlhf.report import figures
 from rlhf.report.__main__ import main
 from rlhf.report.drawing import HEIGHT, SERIES, STYLE, WIDTH, Chart, Key, Panel, axes_at
@@ -207,16 +209,17 @@ def test_curves_of_optimization_are_drawn(tmp_path):
         assert f">{title}" in text
 
 
-def test_the_confidence_interval_of_a_single_seed_is_a_band_and_several_seeds_show_their_range(tmp_path):
+@pytest.mark.parametrize("ends", [{"_low": 0.375, "_high": 0.75}, {"_ci95": 0.125}], ids=["now", "earlier"])
+def test_the_interval_of_a_single_seed_is_a_band_and_several_seeds_show_their_range(tmp_path, ends):
     for seed in (1, 2):
-        evaluation = {"eval/score": 0.5 * seed, "eval/score_ci95": 0.125}
+        evaluation = {"eval/score": 0.5 * seed, **{f"eval/score{end}": value for end, value in ends.items()}}
         write_run(tmp_path / f"a{seed}", seed=seed, evaluation=evaluation)
     (alone,) = read(tmp_path / "a1")
-    assert str(results(alone).rows[0][1][0]) == "0.50 → 0.50 (± 0.12)"
-    points, _ = next(
-        figures.lines(alone.groups[0], *map(figures.figure, ("update", "eval/score", "eval/score_ci95")))
-    )
-    assert (points[0].low, points[0].high) == (0.375, 0.625)
+    high = ends.get("_high", 0.625)
+    assert str(results(alone).rows[0][1][0]) == f"0.50 → 0.50 (95 %: 0.38 to {high:.2f})"
+    read_x, read_y = map(figures.figure, ("update", "eval/score"))
+    points, _ = next(figures.lines(alone.groups[0], read_x, read_y, partial(bounds, name="eval/score")))
+    assert (points[0].low, points[0].high) == (0.375, high)
     (both,) = read(tmp_path)
     assert str(results(both).rows[0][1][0]) == "0.75 → 0.75 (0.50 to 1.00)"
 

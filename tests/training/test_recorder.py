@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf.config.compose import compose
-from rlhf.core.confidence import rate_half_width
+from rlhf.core.confidence import wilson
 from rlhf.core.metrics import Evaluation, How, Metrics, Stat, largest, mean, merge, plain, sample_size
 from rlhf.core.state import TrainState
 from rlhf.loggers.logger import Logger
@@ -155,7 +155,8 @@ def test_the_lowest_value_of_a_minimised_metric_is_the_best():
 def test_the_win_rate_against_the_initial_policy_counts_a_tie_as_half_a_win():
     figures = against_initial([2.0, 1.0, 1.0, 0.0], [1.0, 1.0, 2.0, 1.0])
     assert figures["eval/win_rate_vs_initial"] == (1 + 0.5) / 4
-    assert figures["eval/win_rate_vs_initial_ci95"] == rate_half_width(0.375, 4)
+    bounds = tuple(figures[f"eval/win_rate_vs_initial_{end}"] for end in ("low", "high"))
+    assert bounds == wilson(0.375, 4)
     assert against_initial([3.0], [3.0])["eval/win_rate_vs_initial"] == 0.5
 
 
