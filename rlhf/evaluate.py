@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf.config.arguments import texts
 from rlhf.config.identity import digest
 from rlhf.core.console import console, say
 from rlhf.core.errors import UserError
@@ -39,9 +40,10 @@ COMMAND = Command(
         "scorer@gold=reward_model gold.path=<model>.\n"
         "Without run=, the overrides are the settings: models=<a>,<b> task=... scorer=..."
     ),
+    lists=("models", "only"),
     own={
         "run": "run folder",
-        "models": "further models, folders or hub names, such as the model before training",
+        "models": "further models, folders or hub names; quotes around a name with a comma",
         "split": "held-out split: validation (default) or test",
         "only": "models of the run to evaluate, such as model or checkpoint-10,model (default: all)",
     },
@@ -65,11 +67,11 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     """
     split = own.get("split", "validation")
     check_split(split)
-    models = [model for model in own.get("models", "").split(",") if model]
+    models = texts(own.get("models", ""))
     if "run" in own or not models:
         experiment = Experiment.open(COMMAND.required(own, "run", overrides))
         folder = experiment.files
-        rows = experiment.measure(overrides, models, split, own.get("only", "").split(","))
+        rows = experiment.measure(overrides, models, split, texts(own.get("only", "")))
     else:
         if "only" in own:
             raise UserError(f"only= must be used with run= (it names models of a run), got {own['only']}")

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 from rlhf.checks.check import as_objects, problems, warn, warnings
 from rlhf.checks.composing import composed
 from rlhf.checks.machine import downloads
+from rlhf.config.catalogue import config_dir_words
 from rlhf.core.console import console, say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.hub import cached_folder
+from rlhf.core.pasting import lines
 from rlhf.launch.command_line import Command
 from rlhf.memory.loaded_models import models
 from rlhf.models.folders import context_of, is_local, read_config
@@ -67,25 +69,13 @@ def show(overrides: list[str]) -> None:
         line(each.text, each.style)
     line("")
     line("no problem found; to start the run:", "bold")
-    for text in pasteable(["python -m rlhf.train", *map(shlex.quote, overrides)]):
+    for text in lines("python -m rlhf.train", *map(shlex.quote, [*config_dir_words(), *overrides])):
         line(text)
 
 
 def line(text: str, style: str | None = None) -> None:
     """Print a line without markup; a line that is too long is wrapped by the terminal, not divided."""
     console.print(text, style=style, markup=False, soft_wrap=True)
-
-
-def pasteable(words: list[str]) -> Iterator[str]:
-    """Yield a command in lines of at most `WIDTH` columns, each but the last with a backslash at its end."""
-    text = f"  {words[0]}"
-    for word in words[1:]:
-        if len(text) + len(word) + len("  \\") > WIDTH:
-            yield f"{text} \\"
-            text = f"   {'':3}{word}"
-        else:
-            text += f" {word}"
-    yield text
 
 
 def described(model: Model) -> Iterator[str]:

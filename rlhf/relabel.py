@@ -16,6 +16,7 @@ from pathlib import Path
 from rlhf.checks.publishing import check_push
 from rlhf.core.console import console, say
 from rlhf.core.launched import is_first_rank
+from rlhf.core.pasting import setting
 from rlhf.launch.command_line import Command
 from rlhf.stages import hub
 from rlhf.stages.relabelling import pairs_of, relabel, table
@@ -53,7 +54,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     relabel(cfg, output)
     if is_first_rank():
         console.print(table(output))
-        say(f"pairs: {output} (use with task.preferences_path={output})")
+        say(f"pairs: {output} (use with {setting('task.preferences_path', output)})")
         if repository := own.get("push_to"):
             from datasets import load_from_disk
 

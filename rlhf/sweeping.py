@@ -8,6 +8,7 @@ runs = sweep("algo=dpo,ppo", "seed=1,2,3", "hydra/launcher=joblib")
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def jobs(overrides: Sequence[str]) -> list[Experiment]:
             if not uses_basic_sweeper(config):
                 raise UserError(
                     "hydra/sweeper must be basic in Python (a search chooses its runs while it goes on), got "
-                    f"{config.hydra.sweeper._target_}; run: python -m rlhf.train -m {' '.join(overrides)}"
+                    f"{config.hydra.sweeper._target_}; run: python -m rlhf.train -m {shlex.join(overrides)}"
                 )
             loader = GlobalHydra.instance().config_loader()
             jobs = sweep_jobs(config)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhf.checks.rules import doubt, training_rule
 from rlhf.config.root import Config
+from rlhf.core.pasting import setting
 from rlhf.memory.loaded_models import models
 from rlhf.runs.disk import mib
 from rlhf.runs.writable import cannot_write, nearest, unwritable
@@ -30,7 +31,7 @@ def folders_can_be_written(cfg: Config) -> Iterator[str]:
         elif folder.startswith("~/"):
             yield (
                 f"{key} must be a path without ~ (only a shell replaces it), got {folder}; "
-                f"set {key}=$HOME{folder[1:]}"
+                f"set {setting(key, Path(folder).expanduser())}"
             )
         elif reason := unwritable(Path(folder)):
             yield cannot_write(key, Path(folder), reason)

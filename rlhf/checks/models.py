@@ -14,6 +14,7 @@ from rlhf.config.policy_gradient import PPOConfig, ValueFrom
 from rlhf.config.root import Config
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
 from rlhf.core.machine import this_machine
+from rlhf.core.pasting import setting
 from rlhf.models.folders import (
     context_length,
     context_problem,
@@ -102,7 +103,8 @@ def models_are_named(cfg: Config) -> Iterator[str]:
             other = {"base": model.policy, "policy": model.base}.get(key)  # probably meant for this algorithm
             yield (
                 f"model.{key} must name a model for task={cfg.task.name} (only embedded tasks make their "
-                f"own), got null; set model.{key}={other or '<hub name or folder>'}"
+                f"own), got null; set "
+                + (setting(f"model.{key}", other) if other else f"model.{key}=<hub name or folder>")
             )
 
 

@@ -11,6 +11,7 @@ from rlhf.config.algo import Data, Trains
 from rlhf.config.root import Config
 from rlhf.config.task import PREFERENCE_COLUMNS, ChatConfig, LocalConfig, MixtureConfig, PreferencesConfig
 from rlhf.core.errors import UserError
+from rlhf.core.pasting import setting
 from rlhf.tasks.dialogues import different_forms, has_dialogues
 from rlhf.tasks.folders import folder_problems
 from rlhf.tasks.local_files import HUB_NAME, LocalFiles
@@ -25,7 +26,8 @@ def data_folders(cfg: Config) -> Iterator[str]:
         if is_hub_name(path) and hub_key in {each.name for each in fields(cfg.task)}:
             yield (
                 f"{key} must name a local folder ({reason}), got {path} (no such folder, but the form of a "
-                f"name on the hub); for a data set of the hub set task.{hub_key}={path} instead of {key}"
+                f"name on the hub); for a data set of the hub set {setting(f'task.{hub_key}', path)} "
+                f"instead of {key}"
             )
         else:
             yield from folder_problems(key, path, columns, splits, reason)

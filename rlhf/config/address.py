@@ -22,6 +22,7 @@ from typing import Any
 from rlhf.config import function_source
 from rlhf.config.parameters import parameters_of
 from rlhf.core.errors import UserError
+from rlhf.core.pasting import setting
 from rlhf.core.protection import protected
 
 NAME = r"[^\W\d]\w*"
@@ -47,13 +48,13 @@ def function_problem(key: str, path: object, arguments: tuple[str, ...]) -> str 
     match = FORM.fullmatch(path) if isinstance(path, str) else None
     if not isinstance(path, str) or match is None:
         got, remedy = "null" if path is None else repr(path), suggestion(str(path or ""))
-        remedy = f"did you mean {key}={remedy}?" if remedy else f"set {key}=my_module:my_function"
+        remedy = f"did you mean {setting(key, remedy)}?" if remedy else f"set {key}=my_module:my_function"
         return f"{key} {RULE}, got {got}; {remedy}"
     place, name = match["place"], match["function"]
     if reason := missing(place):
         close = similar(place)
         remedy = (
-            f"did you mean {key}={close}:{name}?"
+            f"did you mean {setting(key, f'{close}:{name}')}?"
             if close
             else f"run the command in the folder that contains it, or set {key}=<path of the file>.py:{name}"
         )
@@ -278,8 +279,8 @@ def other_function(key: str, path: str, functions: list[str]) -> str:
     """Return the remedy for an address that must name another function of the module, if it has any."""
     place, _, name = path.rpartition(":")
     if close := get_close_matches(name, functions, n=1):
-        return f"did you mean {key}={place}:{close[0]}?"
-    return f"set {key}={place}:{functions[0]}" if functions else f"write the function in {place}"
+        return f"did you mean {setting(key, f'{place}:{close[0]}')}?"
+    return f"set {setting(key, f'{place}:{functions[0]}')}" if functions else f"write the function in {place}"
 
 
 def relative(key: str, path: str, file: Path, line: int | None) -> str:
@@ -292,7 +293,7 @@ def relative(key: str, path: str, file: Path, line: int | None) -> str:
     at = f"line {line} of {file}" if line else str(file)
     return (
         f"{key} must be <package>.<module>:<function> for a file with relative imports ({at} has one), got "
-        f"{path!r}; set {key}={module}:{name}{where}"
+        f"{path!r}; set {setting(key, f'{module}:{name}')}{where}"
     )
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rlhf.config.catalogue import all_keys, groups, options, takes_list
 from rlhf.config.suggestions import closest, key_or_group, one_of, suggestion
+from rlhf.core.pasting import override, setting
 
 PRINTED = ("job", "hydra", "all")  # values of --cfg
 OWN_CONFIGS = "--config-dir <folder> adds options of your own"
-STRANGE = re.compile(r"[^\w.+\-/:=,\s]|[^\x00-\x7f]")  # signs that Hydra may not read without quotes
+STRANGE = re.compile(r"[^\w.+\-/:=\s]|[^\x00-\x7f]")  # signs that Hydra may not read without quotes
 # Signs that word processors and web pages use in place of an ASCII sign
 ASCII = {
     "\u2212": "-",
@@ -38,8 +40,9 @@ def in_ascii(text: str) -> str:
 def readable(arguments: Sequence[str]) -> list[str]:
     """Return the arguments, with quotes around each value that Hydra reads only in quotes.
 
-    Examples are `model.pad_token=<|pad|>` and a path with an umlaut. A value with signs that have a meaning
-    for Hydra (quotes, brackets, commas, backslashes, interpolations) stays as it is.
+    Examples are `model.pad_token=<|pad|>`, a path with an umlaut, and the path of an existing file whose name
+    contains commas. Another value with signs that have a meaning for Hydra (quotes, brackets, commas,
+    backslashes, interpolations) stays as it is.
     """
     return [quoted(argument) if STRANGE.search(argument) else argument for argument in arguments]
 
@@ -47,7 +50,11 @@ def readable(arguments: Sequence[str]) -> list[str]:
 def quoted(argument: str) -> str:
     """Return the override with quotes around its value, if Hydra reads the override only with quotes."""
     key, equals, value = argument.partition("=")
-    if not equals or argument.startswith("-") or re.search(r"[\"'\\,\[\]{}()$]", value):
+    if not equals or argument.startswith("-"):
+        return argument
+    if names_file(value):
+        return override(key, value)
+    if re.search(r"[\"'\\,\[\]{}()$]", value):
         return argument
     try:
         OverridesParser.create().parse_override(argument)
@@ -56,11 +63,38 @@ def quoted(argument: str) -> str:
     return argument
 
 
+def names_file(value: str) -> bool:
+    """Return whether a value is the path of an existing file or folder, or of a function in a file."""
+    place = value.rpartition(":")[0] if ".py:" in value else value
+    try:
+        return "/" in place and Path(place).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long, a null byte, or a user that does not exist
+        return False
+
+
+def texts(value: str) -> list[str]:
+    """Return the texts in the value of a command's own argument, such as `models=`.
+
+    Several texts have commas between them, with or without brackets around all. A text in quotes, and the
+    path of an existing file, may contain commas.
+    """
+    if names_file(value):
+        return [value]
+    inner = value[1:-1] if re.fullmatch(r"\[.*\]", value, re.S) else value
+    try:
+        found = OverridesParser.create().parse_override(f"x=[{inner}]").value()
+    except HydraException:
+        found = None
+    if isinstance(found, list) and all(isinstance(each, str) for each in found):
+        return [text for each in found if (text := str(each))]
+    return [each for each in inner.split(",") if each]
+
+
 def repeated(overrides: Sequence[str]) -> list[str]:
     """Return a warning for each key that several overrides set to different values."""
     values: dict[str, list[str]] = {}
-    for override in overrides:
-        key, _, value = override.partition("=")
+    for argument in overrides:
+        key, _, value = argument.partition("=")
         values.setdefault(key.lstrip("+"), []).append(value)
     times = {2: "twice"}
     return [
@@ -140,9 +174,7 @@ def unreadable(override: str, arguments: Sequence[str] = ()) -> str:
         return f"{key} must have no comma at its ends, got {value}; write {key}={value.strip(',')}"
     if re.fullmatch(r"\(.*\)", value):
         return f"{key} must be a list in square brackets, got {value}; write '{key}=[{value[1:-1]}]'"
-    remedy = f"""'{key}="<value>"'"""
-    if not re.search(r"[\"'\\]", value):
-        remedy = f"""'{key}="{value}"'"""
+    remedy = setting(key, "<value>" if re.search(r"^[\"']|[\"'\\]$", value) else value)
     return (
         f"{key} must have a value that Hydra can read (brackets, quotes and some signs are syntax), got "
         f"{value!r}; quote the value for Hydra, and the whole argument for the shell: {remedy}"
@@ -196,5 +228,6 @@ def several_values(key: str, value: str) -> str:
     if re.fullmatch(r"[+-]?\d+,\d+(e[+-]?\d+)?", value):
         return f"{rule}; set {key}={value.replace(',', '.')}, or add -m to run each"
     if key == "logger" or (takes_list(key) and key not in groups()):
-        return f"{rule}; write '{key}=[{value}]' for a list, or add -m to run each"
-    return f"{rule}; add -m to run each"
+        return f"{rule}; write {setting(key, value.split(','))} for a list, or add -m to run each"
+    text = "" if key.partition("@")[0] in groups() else f", or write {setting(key, value)} for one text"
+    return f"{rule}; add -m to run each{text}"

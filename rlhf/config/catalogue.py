@@ -58,6 +58,11 @@ def conf_dirs() -> list[Path]:
     return found
 
 
+def config_dir_words() -> list[str]:
+    """Return `--config-dir <folder>` for each further folder of `conf_dirs`, as words of a command."""
+    return [word for folder in conf_dirs()[1:] for word in ("--config-dir", str(folder))]
+
+
 def groups() -> list[str]:
     """Return the config groups that `--help` lists."""
     found = {

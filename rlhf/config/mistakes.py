@@ -29,6 +29,7 @@ from rlhf.config.arguments import in_ascii, several_values, unreadable
 from rlhf.config.catalogue import all_keys, declarations, groups, options
 from rlhf.config.schema import SCHEMAS, bound_of, schema_of
 from rlhf.config.suggestions import closest, one_of, suggestion
+from rlhf.core.pasting import setting
 
 # Exceptions of an invalid config. For some uses of null, Hydra and OmegaConf raise the last two types.
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, AssertionError, ValueError)
@@ -261,7 +262,7 @@ def value_remedy(section: type, leaf: str, key: str, hint: Any, value: str) -> s
             if guess := suggestion(value, names, "did you mean {}={}?", key):
                 return guess
     if list[str] in alternatives and re.fullmatch(r"[^\[\]{}]+", value):
-        return f"set '{key}=[{value}]'"
+        return f"set {setting(key, [part.strip() for part in value.split(',')])}"
     number = as_number(value)
     if number is not None and float in alternatives:
         return f"set {key}={in_ascii(value)}"

@@ -6,9 +6,7 @@ a pipeline, or a longer run of `rlhf.extend`. This module imports no torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,14 +15,13 @@ from rlhf.config.compose import compose_node
 from rlhf.config.identity import NOT_IN_NAME, flat, leave_out
 from rlhf.config.mistakes import CONFIG_ERRORS, chosen_by, option_name
 from rlhf.config.schema import sections
+from rlhf.core.pasting import override
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 GROUPS = ("algo", "task", "model", "generator", "backend", "scorer", "gold")
 ROUNDS = 3  # a setting may follow another one (`${...}`), so that it differs only after the other is set
-PLAIN = re.compile(r"[A-Za-z_./][\w./@:+-]*")  # texts that Hydra reads without quotes
-NOT_TEXT = re.compile(r"null|true|false|nan|inf", re.I)  # texts that Hydra reads as other values
 
 
 def settings(cfg: Config) -> dict[str, Any] | None:
@@ -71,31 +68,3 @@ def values(cfg: Config | DictConfig) -> dict[str, Any]:
     for dotted in NOT_IN_NAME:
         leave_out(tree, dotted)
     return {key: value for key, value in flat(tree) if not key.endswith(".name")}
-
-
-def override(key: str, value: Any) -> str:
-    """Return an override as Hydra reads it, without quotes for the shell."""
-    return f"{key}={as_text(value)}"
-
-
-def as_text(value: Any) -> str:
-    """Return a value in Hydra's grammar of overrides."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case Enum():
-            return value.name
-        case int() | float():
-            return str(value)
-        case list() | tuple():
-            return f"[{','.join(map(as_text, value))}]"
-        case dict():
-            return f"{{{','.join(f'{key}:{as_text(each)}' for key, each in value.items())}}}"
-    text = str(value)
-    if PLAIN.fullmatch(text) and not NOT_TEXT.fullmatch(text):
-        return text
-    # Hydra keeps a backslash in quotes, unless it is in front of the quote.
-    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ("\\" if found[2] else "") + found[2], text)
-    return f'"{escaped}"'

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from rlhf.config.catalogue import all_keys, groups
+from rlhf.core.pasting import setting
 
 MANY = 20  # with more options, a message refers to --help instead of listing them
 
@@ -68,15 +69,15 @@ def own_value(key: str, value: str) -> str | None:
     group, _, section = key.partition("@")
     at = section or group
     if group == "model" and value and not value.isdigit():
-        return f"for a folder or a name of the hub set model.policy={value} (for SFT model.base={value})"
+        return f"for a folder or a name of the hub set {setting('model.policy', value)} (for SFT model.base)"
     if group == "task" and re.search(r"[/.]", value) and not value.endswith((".yaml", ".yml")):
-        return f"for your own data set task=local task.path={value}"
+        return f"for your own data set task=local {setting('task.path', value)}"
     if group == "scorer" and re.match("https?://", value):
-        return f"for a service set {key}=http {at}.url={value}"
+        return f"for a service set {key}=http {setting(f'{at}.url', value)}"
     if group == "scorer" and re.search(r":|\.py$", value):
-        return f"for a Python function set {key}=function {at}.path={value}"
+        return f"for a Python function set {key}=function {setting(f'{at}.path', value)}"
     if group == "scorer" and "/" in value:
-        return f"for a reward model set {key}=reward_model {at}.path={value}"
+        return f"for a reward model set {key}=reward_model {setting(f'{at}.path', value)}"
     return None
 
 

@@ -19,11 +19,12 @@ from typing import NoReturn
 
 from rlhf.checks.secrets import check_arguments
 from rlhf.config import plugins
-from rlhf.config.arguments import flag_problem, readable
+from rlhf.config.arguments import flag_problem, readable, texts
 from rlhf.config.cores import set_environment
 from rlhf.core.errors import Interrupted, RunError, UserError, report
 from rlhf.core.launched import is_first_rank, rank
 from rlhf.core.output import prepare_output, print_error
+from rlhf.core.pasting import setting
 from rlhf.launch import slurm
 from rlhf.processes.signals import Interruption, interruptible
 
@@ -43,12 +44,14 @@ class Command:
         usage: arguments after the name, for `--help`.
         does: description for `--help`.
         own: the command's own arguments: name -> meaning.
+        lists: names of own arguments that are lists of texts; `rlhf.config.arguments.texts` reads them.
     """
 
     name: str
     usage: str
     does: str
     own: dict[str, str] = field(default_factory=dict)
+    lists: tuple[str, ...] = ()
 
     def run(self, carry_out: Callable[[dict[str, str], list[str]], None]) -> None:
         """Parse the command line, and call `carry_out` with the command's own arguments and the overrides.
@@ -97,15 +100,16 @@ class Command:
         check_arguments(arguments)
         own: dict[str, str] = {}
         overrides: list[str] = []
-        for argument in readable(without_config_dir(arguments, self.own)):
+        for argument in without_config_dir(arguments, self.own):
             name, _, value = argument.partition("=")
             if name not in self.own:
-                overrides.append(argument)
+                overrides += readable([argument])
                 continue
             if not value or name in own:
                 wrong = "given once" if name in own else "followed by a value"
                 raise UserError(f"{name}= must be {wrong} ({self.own[name]}), got {argument}; see --help")
-            own[name] = value
+            quoted = value[0] == value[-1] == '"' and name not in self.lists
+            own[name] = texts(value)[0] if quoted else value
         return own, overrides
 
     def required(self, own: dict[str, str], name: str, overrides: list[str]) -> str:
@@ -118,7 +122,9 @@ class Command:
             return own[name]
         for word in overrides:
             if "=" not in word and Path(word).is_dir():
-                raise UserError(f"{name}= is required ({self.own[name]}), got {word}; set {name}={word}")
+                raise UserError(
+                    f"{name}= is required ({self.own[name]}), got {word}; set {setting(name, word)}"
+                )
         close = get_close_matches(name, [override.partition("=")[0] for override in overrides], n=1)
         guess = f"did you mean {name}= instead of {close[0]}=?" if close else f"add {name}=<...>"
         raise UserError(f"{name}= is required ({self.own[name]}), got no {name}=; {guess}")

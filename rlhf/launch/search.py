@@ -27,6 +27,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
 from rlhf.checks.check import as_objects
+from rlhf.config.catalogue import config_dir_words
 from rlhf.config.search import SEARCH_SWEEPER, SearchConfig
 from rlhf.core.console import say
 from rlhf.core.files import write_atomically
@@ -249,7 +250,8 @@ def conclusion(study: Study, metric: str, space: SearchSpace) -> Iterator[str]:
     values = overrides(best.params)
     yield f"best: {metric} {figure(best.value or 0.0)} with {' '.join(values)}"
     fixed = [word for word in space.fixed if not word.startswith("sweep=")]
-    yield f"train with these values: {shlex.join(['python', '-m', 'rlhf.train', *fixed, *values])}"
+    command = shlex.join(["python", "-m", "rlhf.train", *config_dir_words(), *fixed, *values])
+    yield f"train with these values: {command}"
 
 
 def write_results(study: Study, folder: Path) -> None:

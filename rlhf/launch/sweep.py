@@ -8,6 +8,7 @@ module imports no torch.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,8 @@ class Sweep:
             console.print()
             for line in lines(self.rows):
                 console.print(line, markup=False, soft_wrap=True)
-            console.print(f"compare: python -m rlhf.report {self.folder}", markup=False, soft_wrap=True)
+            command = f"python -m rlhf.report {shlex.quote(str(self.folder))}"
+            console.print(f"compare: {command}", markup=False, soft_wrap=True)
         for line in self.conclusion:
             console.print(line, markup=False, soft_wrap=True)
         if not self.failures:

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from rlhf.core.pasting import literal, python_command, setting
 from rlhf.models.headers import (
     DamagedFile,
     contradiction,
@@ -58,7 +59,7 @@ def offline_problem(key: str, name: str, reason: str) -> str:
         reason: why the hub cannot be used, from `rlhf.core.hub.unreachable`.
     """
     close = similar_folder(name)
-    remedy = f"did you mean {key}={close}?" if close else f"set {key}=<folder>"
+    remedy = f"did you mean {setting(key, close)}?" if close else f"set {key}=<folder>"
     return (
         f"{key} must name a local folder or a downloaded model if the hub cannot be used ({reason}), got "
         f"{name!r}, which is neither; {remedy}, or download the model where there is a network (hf download "
@@ -83,11 +84,14 @@ def folder_problem(key: str, path: str) -> str | None:
         inside = folder.is_file() and (folder.parent / "config.json").is_file()
         hub_name = path.removeprefix("https://huggingface.co/")
         if hub_name != path:
-            remedy = f"did you mean {key}={hub_name}?"
+            remedy = f"did you mean {setting(key, hub_name)}?"
         elif close := str(Path(path).parent) if inside else similar_folder(path):
-            remedy = f"did you mean {key}={close}?"
+            remedy = f"did you mean {setting(key, close)}?"
     elif (folder / "model" / "config.json").is_file() and not (folder / "config.json").is_file():
-        missing, remedy = f"no config.json in {path!r}, a run folder", f"set {key}={Path(path) / 'model'}"
+        missing, remedy = (
+            f"no config.json in {path!r}, a run folder",
+            f"set {setting(key, Path(path) / 'model')}",
+        )
     elif (folder / ADAPTER).is_file():
         return adapter_problem(key, path)
     elif defect := damage(folder):
@@ -123,7 +127,7 @@ def repair(key: str, path: str) -> str:
     if not (folder / "config.json").is_file():
         models = sorted(Path(path) / each.parent.name for each in folder.glob("*/config.json"))
         if len(models) == 1:
-            return f"did you mean {key}={models[0]}?"
+            return f"did you mean {setting(key, models[0])}?"
         examples = f", for example {models[0]} or {models[1]}" if models else ""
         return f"set {key}=<hub name or folder>{examples}"
     if list(folder.glob("*.bin")) and not list(folder.glob("*.safetensors")):
@@ -132,10 +136,10 @@ def repair(key: str, path: str) -> str:
         written = Path(path).with_name(f"{folder.name}-safetensors")
         code = (
             f"from transformers import {auto} as M, AutoTokenizer as T; "
-            f"M.from_pretrained('{path}').save_pretrained('{written}'); "
-            f"T.from_pretrained('{path}').save_pretrained('{written}')"
+            f"M.from_pretrained({literal(path)}).save_pretrained({literal(written)}); "
+            f"T.from_pretrained({literal(path)}).save_pretrained({literal(written)})"
         )
-        return f'if you trust the files, run: python -c "{code}", then set {key}={written}'
+        return f"if you trust the files, run: {python_command(code)}, then set {setting(key, written)}"
     return f"copy or download the model again, or set {key}=<hub name or another folder>"
 
 
@@ -149,17 +153,18 @@ def adapter_problem(key: str, path: str) -> str:
     base = settings.get("base_model_name_or_path") or "<base model>"
     merged = Path(path).parent / "model"
     if (folder.parent / "model" / "config.json").is_file():
-        remedy = f"set {key}={merged}, the merged model of the same run"
+        remedy = f"set {setting(key, merged)}, the merged model of the same run"
     else:
         merged = Path(path).with_name(f"{folder.name}-merged")
         classifies = settings.get("task_type") == "SEQ_CLS"
         auto, labels = ("SequenceClassification", ", num_labels=1") if classifies else ("CausalLM", "")
         code = (
             f"from peft import AutoPeftModelFor{auto} as M; from transformers import AutoTokenizer as T; "
-            f"M.from_pretrained('{path}'{labels}).merge_and_unload().save_pretrained('{merged}'); "
-            f"T.from_pretrained('{base}').save_pretrained('{merged}')"
+            f"M.from_pretrained({literal(path)}{labels}).merge_and_unload()"
+            f".save_pretrained({literal(merged)}); "
+            f"T.from_pretrained({literal(base)}).save_pretrained({literal(merged)})"
         )
-        remedy = f'run: python -c "{code}", then set {key}={merged}'
+        remedy = f"run: {python_command(code)}, then set {setting(key, merged)}"
     return (
         f"{key} must name a whole model (an adapter is only the change of a model), got {path!r}, a PEFT "
         f"adapter of {base}; {remedy}"

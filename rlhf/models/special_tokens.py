@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from rlhf.core.pasting import setting
+
 # Tokens that models reserve for padding, best first.
 PAD_TOKENS = (
     "<|padding|>",
@@ -105,10 +107,10 @@ def pad_remedy(key: str, ids: Mapping[str, int], end: str | None) -> str:
     if token is None:
         special = sorted(each for each in filter(LOOKS_SPECIAL.fullmatch, ids) if each != end)
         unused = f"set {key} to a token of the vocabulary that your data do not contain"
-        example = f", for example '{key}={special[0]}'" if special else ""
+        example = f", for example {setting(key, special[0])}" if special else ""
         others = f" (or {', '.join(special[1:4])})" if special[1:] else ""
         return f"{unused}{example}{others}"
-    return f"set '{key}=\"{token}\"'"
+    return f"set {setting(key, token)}"
 
 
 def end_ids(*files: Path | str | None) -> Iterator[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from rlhf.config.saved import load_config
 from rlhf.config.schedule import DEFAULT_EPOCHS
 from rlhf.core.errors import UserError
 from rlhf.core.launched import is_first_rank
+from rlhf.core.pasting import setting
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import EVALUATION_LOCK, check_unlocked
 from rlhf.runs.writable import cannot_write, unwritable
@@ -180,7 +180,7 @@ def saved_length(folder: RunFolder) -> list[str] | None:
 
 def extend_command(folder: RunFolder, *lengths: str) -> str:
     """Return the command that trains a run until the length `lengths`, or resumes its extension."""
-    return " ".join(["python -m rlhf.extend", f"run={shlex.quote(str(folder.path))}", *lengths])
+    return " ".join(["python -m rlhf.extend", setting("run", folder.path), *lengths])
 
 
 def twice_as_long(folder: RunFolder) -> str | None:

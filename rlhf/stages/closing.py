@@ -11,6 +11,7 @@ from rlhf.config.algo import Trains
 from rlhf.core import confidence, stages
 from rlhf.core.console import console, transcript
 from rlhf.core.formatting import clock, short_path
+from rlhf.core.pasting import lines, literal, python_command, setting
 from rlhf.core.state import SupervisedState
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
     from rlhf.training.recorder import Recorder
 
-WIDTH = 80  # a longer command is divided into lines
 VALUE_WIDTH = 21  # columns of a value with its interval
 
 
@@ -110,26 +110,14 @@ def next_steps(cfg: Config, folder: RunFolder) -> Iterator[str]:
     """Yield commands for a finished run, which can be pasted into a shell."""
     rewards = cfg.algo.trains is Trains.reward
     auto = "AutoModelForSequenceClassification" if rewards else "AutoModelForCausalLM"
-    run = shlex.quote(short_path(folder.path))
-    evaluate = ["python -m rlhf.evaluate", f"run={run}"]
+    run = short_path(folder.path)
+    evaluate = ["python -m rlhf.evaluate", setting("run", run)]
     if cfg.start is not None and not rewards:
-        evaluate += ["only=model", f"models={shlex.quote(short_path(Path(cfg.start)))}"]
+        evaluate += ["only=model", setting("models", short_path(Path(cfg.start)))]
     yield "next:"
-    yield from command("python -m rlhf.report", run)
-    yield from command(*evaluate)
+    yield from lines("python -m rlhf.report", shlex.quote(run))
+    yield from lines(*evaluate)
     # A line of Python can end within parentheses, whatever the indentation of the next line.
-    yield '  python -c "import transformers as t; print('
-    yield f"    t.{auto}.from_pretrained("
-    yield f'    {short_path(folder.model)!r}))"'
-
-
-def command(*parts: str) -> Iterator[str]:
-    """Yield a command as indented lines of at most `WIDTH` columns; a longer part gets a line of its own."""
-    line = f"  {parts[0]}"
-    for part in parts[1:]:
-        if len(f"{line} {part} \\") > WIDTH:
-            yield f"{line} \\"
-            line = f"    {part}"
-        else:
-            line += f" {part}"
-    yield line
+    load = ["import transformers as t; print(", f"    t.{auto}.from_pretrained("]
+    code = "\n".join([*load, f"    {literal(short_path(folder.model))}))"])
+    yield from f"  {python_command(code)}".split("\n")

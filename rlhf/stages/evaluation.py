@@ -27,6 +27,7 @@ from rlhf.core.console import say, say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.files import append, as_line, component, read_lines, write_atomically
 from rlhf.core.launched import is_first_rank
+from rlhf.core.pasting import setting
 from rlhf.core.progress import progress
 from rlhf.core.state import TrainState
 from rlhf.processes.signals import interruptible
@@ -254,7 +255,7 @@ def refuse_other_tokenizers(due: list[Candidate], cfg: Config) -> None:
             raise UserError(
                 f"models= must name models with the tokenizer of {cfg.start} (KL and perplexity compare the "
                 f"models token by token), got {candidate.name}; evaluate it alone: python -m rlhf.evaluate "
-                f"models={candidate.name} <settings>"
+                f"{setting('models', candidate.name)} <settings>"
             )
 
 

@@ -5,6 +5,7 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from rlhf.config.saved import load_node
 from rlhf.config.schedule import Update
 from rlhf.config.scorer import NoScorerConfig
 from rlhf.core.errors import UserError
+from rlhf.core.pasting import setting
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.candidates import named_models
 
@@ -50,9 +52,9 @@ def run_folder(path: str) -> RunFolder:
         state = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
         remedy = "run=<output_dir>/<run name>"
         if (folder.path.parent / "config.yaml").is_file():
-            remedy = f"run={folder.path.parent}"
+            remedy = setting("run", folder.path.parent)
         elif (folder.path / "config.json").is_file():
-            remedy = f"models={path}"
+            remedy = setting("models", path)
         raise UserError(
             f"run= must be the folder of a run, with its config.yaml ({state}), got {path}; set {remedy}"
         )
@@ -105,7 +107,7 @@ def change(node: DictConfig, overrides: Sequence[str], select_options: bool) -> 
             )
         first = key.partition(".")[0]
         if key not in CHOICES and (first not in (*SECTIONS, *KEYS) or key in SECTIONS):
-            remedy = f"set scorer@{text}" if key == "gold" else "leave it out"
+            remedy = f"set {shlex.quote(f'scorer@{text}')}" if key == "gold" else "leave it out"
             raise UserError(
                 f"{key} must be something that an evaluation reads ({', '.join((*SECTIONS, *KEYS))}; the run "
                 f"is already trained), got {text}; {remedy}"

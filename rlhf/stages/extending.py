@@ -28,6 +28,7 @@ from rlhf.core.console import say, say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
 from rlhf.core.launched import is_first_rank
+from rlhf.core.pasting import setting
 from rlhf.runs.folder import complete_checkpoints
 from rlhf.runs.lock import claimed
 from rlhf.runs.resuming import LENGTH, length_key, length_value
@@ -84,11 +85,11 @@ def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
     say_loading()
     last = last_valid(folder)
     if last is None and new > old:
+        start = f"model.{'base' if cfg.algo.trains is Trains.base else 'policy'}"
         raise UserError(
             f"run= must have a valid checkpoint to continue from (a final model has no optimizer state), got "
             f"{folder.path} with none; start a new run from its model: python -m rlhf.train "
-            f"model.{'base' if cfg.algo.trains is Trains.base else 'policy'}={folder.model} <settings of the "
-            "run>"
+            f"{setting(start, folder.model)} <settings of the run>"
         )
     warn(warnings(cfg))
     from rlhf.stages.run import run

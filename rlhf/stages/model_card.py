@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import re
-import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,9 +24,10 @@ from rlhf.config.algo import Trains
 from rlhf.config.backend import ZeroConfig
 from rlhf.config.generator import VLLMConfig
 from rlhf.config.identity import MODEL_FOLDERS
-from rlhf.config.reproduction import override, settings
+from rlhf.config.reproduction import settings
 from rlhf.core import confidence
 from rlhf.core.hub import cached_folder
+from rlhf.core.pasting import setting
 from rlhf.models.folders import CARD, HUB_NAME, is_local
 from rlhf.runs.environment import DISTRIBUTION, git_commit, versions
 from rlhf.stages.closing import held_out, titles, trained
@@ -186,7 +186,7 @@ def command(cfg: Config) -> Iterator[str]:
         yield "The config of the run was made in Python; config.yaml in the run folder contains all settings."
         return
     shown = {key: public_value(value) for key, value in found.items()}
-    words = [shlex.quote(override(key, value)) for key, value in shown.items()]
+    words = [setting(key, value) for key, value in shown.items()]
     yield "```bash\n" + " \\\n    ".join(["python -m rlhf.train", *words]) + "\n```"
     if shown != found:
         yield "Local folders and files appear by name only."

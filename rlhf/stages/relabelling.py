@@ -31,6 +31,7 @@ from rlhf.config.algo import Data
 from rlhf.config.identity import what_counts
 from rlhf.config.scorer import RewardModelScorerConfig, choice
 from rlhf.config.task import SPLITS, EmbeddedTaskConfig
+from rlhf.core import pasting
 from rlhf.core.confidence import wilson
 from rlhf.core.console import say, say_loading, say_row
 from rlhf.core.errors import UserError
@@ -80,7 +81,7 @@ def pairs_of(overrides: list[str]) -> Config:
     overrides = ["algo=reward", *overrides]
     node = composed(overrides)
     if node.model.policy is None and node.gold.get("path") is not None and node.gold.name == "reward_model":
-        overrides.append(f"model.policy={json.dumps(node.gold.path)}")  # for the judge's tokenizer
+        overrides.append(pasting.override("model.policy", node.gold.path))  # for the judge's tokenizer
     cfg = typed(composed(overrides), overrides)
     refuse_no_judge(cfg)
     if cfg.task.embedded and cfg.task.preferences_path is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rlhf.config.algo import Data
 from rlhf.config.task import PREFERENCE_COLUMNS, ColumnsConfig
 from rlhf.core.errors import UserError
+from rlhf.core.pasting import setting
 from rlhf.tasks.reading import described
 
 if TYPE_CHECKING:
@@ -318,8 +319,9 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
             return Layout(messages=found["messages"])
         raise UserError(
             f"{key} must have dialogues or prompts with responses (both can be read), got {place} with "
-            f"{found['messages']}, {found['prompt']} and {found['response']}; set task.columns.messages="
-            f"{found['messages']} or task.columns.prompt={found['prompt']}"
+            f"{found['messages']}, {found['prompt']} and {found['response']}; set "
+            f"{setting('task.columns.messages', found['messages'])} or "
+            f"{setting('task.columns.prompt', found['prompt'])}"
         )
     if found["prompt"] is None and None in (found["chosen"], found["rejected"]):
         raise _lacks(names, data, key, place)
@@ -340,7 +342,11 @@ def _column(role: str, names: Sequence[str], config: ColumnsConfig, key: str, pl
     if named is not None:
         if named not in names:
             close = get_close_matches(str(named), names, n=1)
-            remedy = f"did you mean task.columns.{role}={close[0]}?" if close else "name one of these columns"
+            remedy = (
+                f"did you mean {setting(f'task.columns.{role}', close[0])}?"
+                if close
+                else "name one of these columns"
+            )
             raise UserError(
                 f"task.columns.{role} must name a column of the data ({', '.join(names)}), got {named} with "
                 f"{key}={place}; {remedy}"
@@ -351,7 +357,7 @@ def _column(role: str, names: Sequence[str], config: ColumnsConfig, key: str, pl
     if len(found) > 1:
         raise UserError(
             f"{key} must have one column of {role}s (the choice is not clear), got {place} with "
-            f"{' and '.join(found)}; set task.columns.{role}={found[0]}"
+            f"{' and '.join(found)}; set {setting(f'task.columns.{role}', found[0])}"
         )
     return found[0] if found else None
 
@@ -374,7 +380,7 @@ def _lacks(names: Sequence[str], data: Data, key: str, place: str) -> UserError:
     free = [name for name in names if not any(name.lower() in each for each in NAMES.values())]
     remedy = f"add {' and '.join(missing)}"
     if len(free) >= len(missing):
-        settings = (f"task.columns.{role}={name}" for role, name in zip(missing, free, strict=False))
+        settings = (setting(f"task.columns.{role}", name) for role, name in zip(missing, free, strict=False))
         remedy = f"rename the columns or set, for example, {' '.join(settings)}"
     return UserError(
         f"{key} must have {NEEDS[data]}, got {place} with {', '.join(names) or 'none'}; {remedy}"

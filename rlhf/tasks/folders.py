@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlhf.config.task import PREFERENCE_COLUMNS
 from rlhf.core.errors import UserError
+from rlhf.core.pasting import setting
 from rlhf.tasks.columns import conversion, converted
 from rlhf.tasks.reading import FORMATS, SHARD, Row, rows, stem, suffix_of
 
@@ -153,9 +154,9 @@ def place_problem(key: str, path: str, reason: str) -> str | None:
     if folder.exists():
         state = "a file"
         if key == "task.path":
-            remedy = f"set task=local task.path={path}, or {key}=<folder>"
+            remedy = f"set task=local {setting('task.path', path)}, or {key}=<folder>"
     elif near := similar(folder):
-        remedy = f"did you mean {key}={near}?"
+        remedy = f"did you mean {setting(key, near)}?"
     return (
         f"{key} must be a folder with one .jsonl, .json, .parquet or .csv file per split, or a folder "
         f"written by datasets.save_to_disk ({reason}), got {path} ({state}); {remedy}"

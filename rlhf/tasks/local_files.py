@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config.algo import Data
 from rlhf.core.errors import UserError
+from rlhf.core.pasting import literal, python_command, setting
 from rlhf.tasks.columns import Layout, converted, recognise
 from rlhf.tasks.folders import (
     file_columns,
@@ -141,13 +142,12 @@ class LocalFiles:
     def _missing(self) -> str:
         path = self.config.path
         if near := similar(self.path):
-            remedy = f"did you mean {KEY}={near}?"
+            remedy = f"did you mean {setting(KEY, near)}?"
         elif HUB_NAME.fullmatch(str(path)) and not self.path.parent.is_dir():
-            remedy = (
-                'a data set of the hub must be saved first: python -c "from datasets import load_dataset; '
-                f"load_dataset('{path}').save_to_disk('data/{self.path.name}')\", then set "
-                f"{KEY}=data/{self.path.name}"
-            )
+            saved = f"data/{self.path.name}"
+            code = f"load_dataset({literal(path)}).save_to_disk({literal(saved)})"
+            command = python_command(f"from datasets import load_dataset; {code}")
+            remedy = f"a data set of the hub must be saved first: {command}, then set {setting(KEY, saved)}"
         else:
             remedy = f"set {KEY}=<file or folder>"
         return f"{KEY} must name a file or folder of data, got {path} (no such file or folder); {remedy}"
@@ -156,5 +156,5 @@ class LocalFiles:
         names = [file.name for files in self.files.values() for file in files]
         present = ", ".join(names or self.columns) or "no data file"
         present += "" if self.saved else ignored(self.path)
-        remedy = f"set {KEY}={self.path / names[0]}" if len(names) == 1 else "add a file train.jsonl"
+        remedy = f"set {setting(KEY, self.path / names[0])}" if len(names) == 1 else "add a file train.jsonl"
         return f"{KEY} must contain the split train, got {self.path} with {present}; {remedy}"

@@ -9,6 +9,7 @@ import csv
 import gzip
 import json
 import re
+import shlex
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -90,7 +91,8 @@ def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
         likely = "utf-16" if number == 1 and error.object[:2] in UTF_16_MARKS else "latin1"
         raise UserError(
             f"{key} must contain text in UTF-8, got line {number} of {file} with the byte 0x{byte:02x}; save "
-            f"the file as UTF-8 (it is probably {likely}: iconv -f {likely} -t utf-8 '{file}' > <new file>)"
+            f"the file as UTF-8 (it is probably {likely}: iconv -f {likely} -t utf-8 "
+            f"{shlex.quote(str(file))} > <new file>)"
         ) from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         if number == 0 and "Not a gzipped file" in str(error):

@@ -5,7 +5,8 @@ import pytest
 from rlhf.config.algo import DPOConfig
 from rlhf.config.compose import compose
 from rlhf.config.identity import digest
-from rlhf.config.reproduction import as_text, override, settings
+from rlhf.config.reproduction import settings
+from rlhf.core.pasting import as_text, override
 
 STRANGE = 'a\\ \\"b\\" {x}, [y]: $z\''
 
