@@ -1,11 +1,11 @@
-"""Generate the reference pages of the docs: docs/reference/commands.md and docs/reference/config.md.
+"""Generate pages of the docs: reference/commands.md, reference/config.md, the table of coming_from.md.
 
     python docs/generate.py            write the pages
     python docs/generate.py --check    write nothing; exit with 1 if a page is out of date
 
 commands.md is the --help of every command. config.md has one row per config key. The meaning of a key is its
 `means=` (see `number` in rlhf/config/schema.py), else the comment behind its field, else the comment above
-the field. The range is the bound of the field.
+the field. The range is the bound of the field. The table of coming_from.md is `rlhf.config.foreign.TABLE`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rlhf.config import catalogue, meanings  # noqa: E402
+from rlhf.config.foreign import PROJECTS, TABLE, WITHOUT  # noqa: E402
 from rlhf.config.meanings import summary  # noqa: E402
 from rlhf.config.root import Config  # noqa: E402
 from rlhf.config.schema import SCHEMAS, Section, bound_of, plain  # noqa: E402
@@ -56,8 +57,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is old")
     check = parser.parse_args().check
     old = []
-    for name, text in (("commands.md", commands()), ("config.md", config())):
-        page = REFERENCE / name
+    pages = {"reference/commands.md": commands(), "reference/config.md": config()}
+    for name, text in {**pages, "coming_from.md": coming_from()}.items():
+        page = ROOT / "docs" / name
         if page.exists() and page.read_text(encoding="utf-8") == text:
             continue
         old.append(page.relative_to(ROOT))
@@ -69,6 +71,21 @@ def main() -> None:
     if unexplained := re.findall(r"^\| `([^`]+)` \|.*\|  \|$", config(), re.M):
         print(f"warning: no meaning: {', '.join(unexplained)}", file=sys.stderr)
     sys.exit(1 if check and old else 0)
+
+
+# -- coming_from.md --------------------------------------------------------------------------------
+
+
+def coming_from() -> str:
+    """Return the page coming_from.md with its table of keys."""
+    page = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    head, mark, tail = page.partition("rlhf/config/foreign.py -->\n")
+    lines = [f"| here | {' | '.join(PROJECTS)} | remark |", "|---|---|---|---|---|"]
+    for row in TABLE:
+        key = row.key if row.value in (None, "<value>") else f"{row.key}={row.value}"
+        names = (", ".join(f"`{name}`" for name in each.split()) for each in row.names)
+        lines.append(" | ".join(["| " + ("" if key == WITHOUT else f"`{key}`"), *names, f"{row.note} |"]))
+    return head + mark + "\n" + "\n".join(lines) + "\n\n" + tail[tail.index("<!-- end -->") :]
 
 
 # -- commands.md -----------------------------------------------------------------------------------

@@ -6,17 +6,24 @@ Each message contains the argument as typed, the rule, and a remedy. This module
 from __future__ import annotations
 
 import re
+import shlex
 import unicodedata
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rlhf.config.catalogue import all_keys, groups, options, takes_list
-from rlhf.config.suggestions import closest, key_or_group, one_of, suggestion
-from rlhf.core.pasting import override, setting
+from rlhf.config.algo import AlgoConfig
+from rlhf.config.catalogue import all_keys, declarations, groups, options, takes_list
+from rlhf.config.foreign import WITHOUT, meaning
+from rlhf.config.schema import SCHEMAS
+from rlhf.config.suggestions import closest, key_or_group, one_of, simple_key, suggestion
+from rlhf.core.pasting import as_typed, override, setting, without_escapes
 
+SAMPLES = "algo.samples_per_prompt"
 PRINTED = ("job", "hydra", "all")  # values of --cfg
 OWN_CONFIGS = "--config-dir <folder> adds options of your own"
 STRANGE = re.compile(r"[^\w.+\-/:=\s]|[^\x00-\x7f]")  # signs that Hydra may not read without quotes
@@ -86,7 +93,7 @@ def texts(value: str) -> list[str]:
     except HydraException:
         found = None
     if isinstance(found, list) and all(isinstance(each, str) for each in found):
-        return [text for each in found if (text := str(each))]
+        return [text for each in found if (text := without_escapes(each))]
     return [each for each in inner.split(",") if each]
 
 
@@ -128,21 +135,68 @@ def flag_problem(arguments: Sequence[str], flags: Collection[str], own: Collecti
             continue
         if any(known == flag or (flag.startswith("--") and known.startswith(flag)) for known in flags):
             continue
-        following = arguments[place + 1 : place + 2]
-        if not equals and following and "=" not in following[0] and not following[0].startswith("--"):
-            value = following[0]
-        name = flag.lstrip("-")
-        meant = name if name in own else key_or_group(name) if len(name) > 1 else None
+        value = value_of(arguments, place)
         got = f"{flag} {value}" if value and not equals else argument
-        if meant is not None:
+        if remedy := as_settings(arguments, place, own):
             rule = (
                 f"{flag} must be written without dashes, as key=value or group=option (there is no such flag)"
             )
-            return f"{rule}, got {got}; write {meant}={value or '<value>'}"
+            return f"{rule}, got {got}; {remedy}"
         similar = closest(flag, flags)
         guess = f"did you mean {similar}?" if similar else "leave it out, or see --help"
         return f"{flag} must be a flag of this command ({', '.join(sorted(flags))}), got {got}; {guess}"
     return None
+
+
+def value_of(arguments: Sequence[str], place: int) -> str:
+    """Return the value of the flag at `place`: behind its `=`, or the next argument; empty: it has none."""
+    _, equals, value = arguments[place].partition("=")
+    following = arguments[place + 1 : place + 2]
+    if not equals and following and "=" not in following[0] and not following[0].startswith("--"):
+        return following[0]
+    return value
+
+
+def as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> str | None:
+    """Return the remedy for flags that are settings; None: the first of them is no setting.
+
+    Names of TRL, OpenRLHF and verl are translated, and all flags of a command of such a project are written
+    together. `beta` is the KL coefficient, except for algorithms that have a key `algo.beta`.
+
+    Args:
+        arguments: the command line.
+        place: place of the first flag.
+        own: names of the command's own arguments.
+    """
+    flags = []  # name and value of each flag
+    for number, argument in enumerate(arguments):
+        name = argument.partition("=")[0].lstrip("-")
+        if number >= place and re.match(r"--?[A-Za-z]", argument) and len(name) > 1:
+            flags.append((name, value_of(arguments, number)))
+    if not flags:
+        return None
+    algo = next((each[5:] for each in arguments if each.startswith("algo=")), None)
+    online = any((row := meaning(name)) and row[0].key == SAMPLES for name, _ in flags)
+    section = SCHEMAS.get(f"schema/algo/{algo or ('grpo' if online else 'dpo')}", AlgoConfig)
+    known = [f"algo.{each.name}" for each in fields(section)]
+    words: list[str] = []
+    notes: list[str] = []
+    for name, value in flags:
+        exact = name if name in own else simple_key(name)
+        if exact is not None and exact.startswith("algo.") and exact not in known:
+            exact = None
+        if exact is None and (found := meaning(name, known)):
+            row = found[0]
+            words += [row.setting(value)] if row.key != WITHOUT else []
+            note = f"{name}: {row.note}" if row.key != WITHOUT else f"leave {name} out ({row.note})"
+            notes += [note] if row.note else []
+        elif meant := exact or key_or_group(name):
+            words.append(as_typed(meant, value or "<value>"))
+        elif (name, value) == flags[0]:
+            return None
+    if algo is None and any(word.startswith("algo.kl_coef=") for word in words):
+        words.insert(0, "algo=grpo")
+    return "; ".join([*([f"write {' '.join(words)}"] if words else []), *dict.fromkeys(notes)])
 
 
 def unreadable(override: str, arguments: Sequence[str] = ()) -> str:
@@ -228,6 +282,6 @@ def several_values(key: str, value: str) -> str:
     if re.fullmatch(r"[+-]?\d+,\d+(e[+-]?\d+)?", value):
         return f"{rule}; set {key}={value.replace(',', '.')}, or add -m to run each"
     if key == "logger" or (takes_list(key) and key not in groups()):
-        return f"{rule}; write {setting(key, value.split(','))} for a list, or add -m to run each"
-    text = "" if key.partition("@")[0] in groups() else f", or write {setting(key, value)} for one text"
-    return f"{rule}; add -m to run each{text}"
+        return f"{rule}; write {shlex.quote(f'{key}=[{value}]')} for a list, or add -m to run each"
+    text = any(str in (hint, *get_args(hint)) for _, hint in declarations(key)) and key not in groups()
+    return f"{rule}; add -m to run each" + (f", or write {setting(key, value)} for one text" if text else "")

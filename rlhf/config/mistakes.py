@@ -27,8 +27,9 @@ from omegaconf.errors import (
 
 from rlhf.config.arguments import in_ascii, several_values, unreadable
 from rlhf.config.catalogue import all_keys, declarations, groups, options
+from rlhf.config.foreign import meaning
 from rlhf.config.schema import SCHEMAS, bound_of, schema_of
-from rlhf.config.suggestions import closest, one_of, suggestion
+from rlhf.config.suggestions import closest, one_of, simple, suggestion, translated
 from rlhf.core.pasting import setting
 
 # Exceptions of an invalid config. For some uses of null, Hydra and OmegaConf raise the last two types.
@@ -155,6 +156,7 @@ def unknown_key(
     parent, _, leaf = full_key.rpartition(".")
     known = [f.name for f in fields(section) if f.name != "name"]
     got = next((override for override in overrides if split(override)[0].lstrip("+~") == typed), typed)
+    value = got.partition("=")[2]
     place = f" in {where}.yaml" if where else ""
     if not parent:
         known = sorted({*known, *groups()})
@@ -162,6 +164,7 @@ def unknown_key(
             filter(
                 None,
                 (
+                    None if same_leaf(typed) else translated(typed, value, all_keys()),
                     suggestion(typed, all_keys() if "." in typed else known, "did you mean {}?"),
                     suggestion(leaf, known, "did you mean {}?"),
                     suggestion(typed.rpartition(".")[2], all_keys(), "did you mean {}?"),
@@ -175,8 +178,12 @@ def unknown_key(
     if option not in options(group_of(parent)):
         option = None  # a schema that several options share
     owner = f"{chosen_by(parent)}={option}" if option else parent
+    own = [f"{parent}.{key}" for key in known]
     elsewhere = [other for other in owners(parent, leaf) if other != option]
-    if elsewhere:
+    found = meaning(full_key, own)
+    if found and (found[0].key in own or value in options(found[0].key) or not same_leaf(leaf)):
+        guess = translated(full_key, value, own)
+    elif elsewhere:
         belongs = ", ".join(f"{chosen_by(parent)}={other}" for other in elsewhere)
         guess = f"it belongs to {belongs}: choose that option, or leave it out"
     else:
@@ -185,6 +192,12 @@ def unknown_key(
         f"{typed} must be a setting of {owner}{place} ({', '.join(known) or 'it has none'}), got {got}; "
         f"{guess or 'leave it out'}"
     )
+
+
+def same_leaf(word: str) -> str | None:
+    """Return the key of this project whose last part is the last part of `word`; None: there is none."""
+    leaf = simple(word.rpartition(".")[2])
+    return next((key for key in all_keys() if simple(key.rpartition(".")[2]) == leaf), None)
 
 
 def similar_key(parent: str, words: Iterable[str], known: Sequence[str]) -> str | None:
@@ -198,7 +211,7 @@ def similar_key(parent: str, words: Iterable[str], known: Sequence[str]) -> str 
     for word in words:
         if guess := suggestion(word, known, f"did you mean {parent}.{{}}?"):
             return guess
-        if same := next((key for key in all_keys() if key.rpartition(".")[2] == word), None):
+        if same := same_leaf(word):
             return f"did you mean {same}?"
         leaves = [key.rpartition(".")[2] for key in all_keys() if key.rpartition(".")[0] == group_of(parent)]
         if near := closest(word, leaves):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-from rlhf.config.catalogue import all_keys, groups
-from rlhf.core.pasting import setting
+from rlhf.config.catalogue import all_keys, groups, options
+from rlhf.config.foreign import WITHOUT, meaning
+from rlhf.core.pasting import as_typed, setting
 
 MANY = 20  # with more options, a message refers to --help instead of listing them
 
@@ -83,8 +84,32 @@ def own_value(key: str, value: str) -> str | None:
 
 def key_or_group(word: str) -> str | None:
     """Return the group or the dotted key that `word` most probably means; None: nothing is similar."""
-    exact = [name for name in (*groups(), *all_keys()) if simple(name) == simple(word)]
-    return exact[0] if exact else closest(word, groups()) or closest(word, all_keys())
+    return simple_key(word) or closest(word, groups()) or closest(word, all_keys())
+
+
+def simple_key(word: str) -> str | None:
+    """Return the group or the key with the name `word`, or with this last part; None: there is none."""
+    names = [*groups(), *all_keys()]
+    same = [name for name in names if simple(name) == simple(word)]
+    same += [name for name in names if simple(name.rpartition(".")[2]) == simple(word)]
+    return same[0] if same else None
+
+
+def translated(word: str, value: str = "", known: Collection[str] = ()) -> str | None:
+    """Return the remedy for a name of TRL, OpenRLHF or verl; None: no such project has the name.
+
+    Args:
+        word: the key as typed.
+        value: the value as typed.
+        known: the keys that the config has, for a name with several meanings; empty: any.
+    """
+    if (found := meaning(word, known)) is None:
+        return None
+    row, name, project = found
+    if row.key == WITHOUT:
+        return f"{name} of {project} has no key here: {row.note}"
+    assigned = as_typed(row.key, value) if value and value in options(row.key) else row.setting(value)
+    return f"set {assigned} ({name} in {project}{row.note and '; ' + row.note})"
 
 
 def simple(word: str) -> str:

@@ -23,6 +23,11 @@ def setting(key: str, value: Any) -> str:
     return shlex.quote(override(key, value))
 
 
+def as_typed(key: str, value: str) -> str:
+    """Return `key=value` for a value that a user typed: a number stays a number, unlike in `setting`."""
+    return f"{key}={value}" if re.fullmatch(r"[\w.+-]+|<value>", value, re.ASCII) else setting(key, value)
+
+
 def override(key: str, value: Any) -> str:
     """Return an override as Hydra reads it, without quotes for the shell."""
     return f"{key}={as_text(value)}"
@@ -50,6 +55,11 @@ def as_text(value: Any) -> str:
     # Hydra keeps a backslash in quotes, unless it is in front of the quote.
     escaped = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + ("\\" if found[2] else "") + found[2], text)
     return f'"{escaped}"'
+
+
+def without_escapes(text: str) -> str:
+    """Return a text that `as_text` wrote and Hydra read, as OmegaConf reads it: without escapes of `${`."""
+    return re.sub(r"((?:\\\\)*)\\\$\{", lambda found: found[1][: len(found[1]) // 2] + "${", text)
 
 
 def python_command(code: str) -> str:
