@@ -176,7 +176,7 @@ def as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> s
     if not flags:
         return None
     algo = next((each[5:] for each in arguments if each.startswith("algo=")), None)
-    online = any((row := meaning(name)) and row[0].key == SAMPLES for name, _ in flags)
+    online = any((found := meaning(name)) and found[0].key == SAMPLES for name, _ in flags)
     section = SCHEMAS.get(f"schema/algo/{algo or ('grpo' if online else 'dpo')}", AlgoConfig)
     known = [f"algo.{each.name}" for each in fields(section)]
     words: list[str] = []

@@ -7,7 +7,7 @@ OpenRLHF 0.11 and verl 0.9, and names of earlier versions. This module imports n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from rlhf.core.pasting import as_typed
@@ -66,7 +66,8 @@ model.lora.modules_to_save | lora_modules_to_save
 - | lora_dropout | ds.lora.dropout lora_dropout |  |  | adapters have no dropout
 model.gradient_checkpointing | gradient_checkpointing | actor.gradient_checkpointing_enable |
     model.enable_gradient_checkpointing
-model.attention | attn_implementation | ds.attn_implementation flash_attn | model.override_config.attn_implementation
+model.attention | attn_implementation | ds.attn_implementation flash_attn |
+    model.override_config.attn_implementation
 model.fused_head | use_liger_kernel use_liger_loss | ds.use_liger_kernel | model.use_liger
 task.path | dataset_name dataset | data.prompt_dataset data.dataset prompt_data | data.train_files
     train_files |  | a file or folder, with task=local
@@ -193,7 +194,7 @@ def parsed(text: str) -> Iterator[Foreign]:
 TABLE = tuple(parsed(TEXT))
 
 
-def meaning(word: str, known: Sequence[str] = ()) -> tuple[Foreign, str, str] | None:
+def meaning(word: str, known: Collection[str] = ()) -> tuple[Foreign, str, str] | None:
     """Return the row, the name and the project of a setting of another project; None: no project has it.
 
     Args:
