@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config import catalogue, plugins
 from rlhf.config.root import Config
+from rlhf.core.pasting import override
 
 
 def compose(overrides: list[str]) -> Config:
@@ -40,6 +41,6 @@ def initialized() -> Iterator[list[str]]:
         Overrides that add the folders of `catalogue.conf_dirs` to the search path.
     """
     plugins.load()
-    own = ",".join(f"file://{folder.resolve()}" for folder in catalogue.conf_dirs()[1:])
+    own = [f"file://{folder.resolve()}" for folder in catalogue.conf_dirs()[1:]]
     with hydra.initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
-        yield [f"hydra.searchpath=[{own}]"] if own else []
+        yield [override("hydra.searchpath", own)] if own else []

@@ -21,12 +21,15 @@ from rlhf.checks.secrets import check_arguments
 from rlhf.config import plugins
 from rlhf.config.arguments import flag_problem, readable, texts
 from rlhf.config.cores import set_environment
+from rlhf.config.reproduction import settings
+from rlhf.config.saved import load_config
 from rlhf.core.errors import Interrupted, RunError, UserError, report
 from rlhf.core.launched import is_first_rank, rank
 from rlhf.core.output import prepare_output, print_error
 from rlhf.core.pasting import setting
 from rlhf.launch import slurm
 from rlhf.processes.signals import Interruption, interruptible
+from rlhf.runs.folder import RunFolder
 
 CTRL_C = 128 + signal.SIGINT  # exit code after Ctrl-C
 
@@ -158,6 +161,8 @@ def checked_arguments(arguments: Sequence[str], flags: Mapping[str, bool]) -> li
     before = ""
     for argument in arguments:
         is_value = flags.get(before, False) and not argument.startswith("-")
+        if (is_value and before in ("--config-dir", "-cd")) or argument.startswith("--config-dir="):
+            check_config_dir(argument if is_value else argument.partition("=")[2])
         (others if is_value or argument.startswith("-") else overrides).append(argument)
         before = argument
     return [*readable(overrides), *others]
@@ -191,6 +196,14 @@ def check_config_dir(folder: str) -> None:
     """Raise UserError if the folder of `--config-dir` does not exist."""
     if not Path(folder).is_dir():
         raise UserError(f"--config-dir must name a folder laid out like conf/, got {folder}; fix the path")
+    files = RunFolder(Path(folder))
+    if files.config.is_file() and files.environment.is_file():
+        found = settings(load_config(files.config))
+        words = [] if found is None else [setting(key, value) for key, value in found.items()]
+        raise UserError(
+            f"--config-dir must name a folder laid out like conf/, got {folder}, a run folder (its "
+            f"settings would not be used); to run its config: {' '.join(['python -m rlhf.train', *words])}"
+        )
 
 
 @contextmanager

@@ -79,6 +79,8 @@ def folder_problem(key: str, path: str) -> str | None:
     remedy = f"set {key}=<hub name or folder>"
     if folder.is_symlink() and not folder.exists():
         missing = f"{path!r} is a link to {folder.readlink()}, which does not exist"
+    elif folder.is_file() and folder.suffix == ".gguf":
+        missing, remedy = f"{path!r} is a GGUF file", from_gguf(key, Path(path))
     elif not folder.is_dir():
         missing = f"{path!r} is a file" if folder.exists() else f"no folder {path!r}"
         inside = folder.is_file() and (folder.parent / "config.json").is_file()
@@ -107,7 +109,7 @@ def folder_problem(key: str, path: str) -> str | None:
 def damage(folder: Path) -> str | None:
     """Return what is missing or damaged in the files of the model in `folder`, or None."""
     if not (folder / "config.json").is_file() and (gguf := next(folder.glob("*.gguf"), None)):
-        return f"no config.json, only {gguf.name}; GGUF cannot be trained"
+        return f"no config.json, only {gguf.name}"
     try:
         config, tensors = read_object(folder / "config.json"), weight_headers(folder)
     except DamagedFile as error:
@@ -124,6 +126,10 @@ def damage(folder: Path) -> str | None:
 def repair(key: str, path: str) -> str:
     """Return the remedy for a folder without a complete model."""
     folder = Path(path).expanduser()
+    rewards = key.endswith(("reward", "path"))
+    auto = "AutoModelForSequenceClassification" if rewards else "AutoModelForCausalLM"
+    if not (folder / "config.json").is_file() and (gguf := next(folder.glob("*.gguf"), None)):
+        return from_gguf(key, Path(path) / gguf.name)
     if not (folder / "config.json").is_file():
         models = sorted(Path(path) / each.parent.name for each in folder.glob("*/config.json"))
         if len(models) == 1:
@@ -131,8 +137,6 @@ def repair(key: str, path: str) -> str:
         examples = f", for example {models[0]} or {models[1]}" if models else ""
         return f"set {key}=<hub name or folder>{examples}"
     if list(folder.glob("*.bin")) and not list(folder.glob("*.safetensors")):
-        rewards = key.endswith(("reward", "path"))
-        auto = "AutoModelForSequenceClassification" if rewards else "AutoModelForCausalLM"
         written = Path(path).with_name(f"{folder.name}-safetensors")
         code = (
             f"from transformers import {auto} as M, AutoTokenizer as T; "
@@ -141,6 +145,21 @@ def repair(key: str, path: str) -> str:
         )
         return f"if you trust the files, run: {python_command(code)}, then set {setting(key, written)}"
     return f"copy or download the model again, or set {key}=<hub name or another folder>"
+
+
+def from_gguf(key: str, file: Path) -> str:
+    """Return the remedy for a GGUF file: the command that writes its weights as float32."""
+    written = file.parent.with_name(f"{file.stem}-safetensors")
+    where = f"{literal(file.parent)}, gguf_file={literal(file.name)}"
+    code = (
+        f"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        f"M.from_pretrained({where}).save_pretrained({literal(written)}); "
+        f"T.from_pretrained({where}).save_pretrained({literal(written)})"
+    )
+    return (
+        f"to convert the weights (dequantized, with pip install gguf), run: {python_command(code)}, then set "
+        f"{setting(key, written)}"
+    )
 
 
 def adapter_problem(key: str, path: str) -> str:

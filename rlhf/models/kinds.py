@@ -49,11 +49,18 @@ def not_causal(config: dict[str, Any]) -> str | None:
     """Return why a model is no causal language model, or None."""
     if is_classifier(config):
         return f"a sequence classifier ({named(config)}), as reward models are"
-    if config.get("is_encoder_decoder"):
+    if config.get("is_encoder_decoder") or "decoder_start_token_id" in config:
         return f"an encoder-decoder ({named(config)})"
     encodes = config.get("model_type") in ENCODERS and not config.get("is_decoder")
     if encodes or any(name.endswith(NO_CAUSAL_HEAD) for name in architectures(config)):
         return f"an encoder ({named(config)})"
+    kind, known = str(config.get("model_type")), causal_types()
+    if kind in known_types() and known and kind not in known and "auto_map" not in config:
+        media = [part.removesuffix("_config") for part in ("vision_config", "audio_config") if part in config]
+        what = f"a model of {' and '.join([*media, 'language'])}" if media else "a model of another kind"
+        if not media and any(name.endswith("ForConditionalGeneration") for name in architectures(config)):
+            what = "an encoder-decoder"
+        return f"{what} ({named(config)})"
     return None
 
 
@@ -87,4 +94,15 @@ def known_types() -> frozenset[str]:
     files = (folder / name for name in ("auto_mappings.py", "configuration_auto.py"))
     texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
     types = frozenset(re.findall(r'"([\w.-]+)"', "\n".join(texts)))
+    return types if "llama" in types else frozenset()
+
+
+@cache
+def causal_types() -> frozenset[str]:
+    """Return the model types with a causal language model in the installed transformers; empty if unknown."""
+    found = find_spec("transformers")
+    file = Path(found.origin).parent / "models/auto/modeling_auto.py" if found and found.origin else Path()
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    table = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")[2].partition("MAPPING_NAMES")[0]
+    types = frozenset(re.findall(r'\(\s*"([\w.-]+)"', table))
     return types if "llama" in types else frozenset()

@@ -58,6 +58,7 @@ class Recorder:
         self.collapse = collapse or CollapseRule()
         self.timer = Timer()
         self.unchecked = set(expected)  # names of metrics in EXPECTED that are still to check
+        self.tokens = 1.0  # mean number of tokens of a response of the first update
         self.figures: Metrics = {}  # the unfinished row
         self.first: Row = {}  # metrics of the evaluation before training
         self.initial_scores: list[float] | None = None  # scores of the completions before training
@@ -71,13 +72,15 @@ class Recorder:
 
     def add(self, figures: Metrics) -> None:
         """Add metrics to the unfinished row, and compare first values with `EXPECTED`."""
+        if self.unchecked and (length := figures.get("objective/response_tokens")) is not None:
+            self.tokens = length.value() or 1.0
         seen = {
             name: value
             for name in self.unchecked & figures.keys()
             if (value := figures[name].value()) is not None
         }
         self.unchecked -= seen.keys()
-        for text in broken_invariants(seen, self.tolerance):
+        for text in broken_invariants(seen, self.tolerance, self.tokens):
             self.warn(text)
         merge(self.figures, figures)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from rlhf.checks import check, machine
 from rlhf.config.compose import compose
 from rlhf.core import hub
+from rlhf.models.folders import folder_problem
+from rlhf.models.kinds import not_causal
 from tests.model_folders import (
     HEAD,
     LLAMA,
@@ -277,3 +281,32 @@ def test_models_that_cannot_be_downloaded_are_reported_before_the_run(policy, mo
     monkeypatch.setattr(hub, "unreachable", lambda: pytest.fail("no model is absent"))
     monkeypatch.setattr(hub, "cached_folder", lambda name: policy)
     assert list(machine.downloads(cfg)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "an encoder-decoder (T5For"),
+        ({"model_type": "llava", "vision_config": {}}, "a model of vision and language (llava)"),
+        ({"model_type": "clip"}, "a model of another kind (clip)"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, None),
+        ({"model_type": "gemma3", "vision_config": {}}, None),
+        ({"model_type": "of_my_own", "auto_map": {}}, None),
+    ],
+)
+def test_models_without_a_causal_language_model_are_named_in_words(config, words):
+    found = not_causal(config)
+    assert found is None if words is None else found is not None and found.startswith(words)
+
+
+def test_a_gguf_file_or_folder_gets_the_command_that_converts_it(tmp_path):
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    (folder / "q8.gguf").touch()
+    for path in (folder, folder / "q8.gguf"):
+        found = folder_problem("model.policy", str(path))
+        assert found is not None
+        code = re.search(r"run: (python -c .*), then set (\S.*)$", found)
+        assert code is not None
+        assert f'M.from_pretrained("{folder}", gguf_file="q8.gguf")' in shlex.split(code[1])[2]
+        assert shlex.split(code[2]) == [f"model.policy={tmp_path}/q8-safetensors"]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from rlhf.config.compose import compose
+from rlhf.config.identity import digest
+from rlhf.config.saved import load_config
+from rlhf.core.pasting import override
+from rlhf.runs.folder import RunFolder
 
 DPO_KEYS = (
     "samples_per_prompt, tie_tolerance, loss_type, beta, label_smoothing, length_normalised, ties, "
@@ -173,6 +180,19 @@ def test_error_in_an_experiment_file_names_the_file(command, own_conf, name):
 def test_valid_experiment_file_of_the_user_runs(command, own_conf):
     answer = command("--config-dir", str(own_conf), "experiment=fine")
     assert answer.code == 0 and answer.runs[0][0].algo.beta == 0.3
+
+
+def test_a_run_folder_in_place_of_a_config_folder_is_refused_with_the_command_of_its_config(
+    command, tmp_path
+):
+    folder = RunFolder(tmp_path / "run, it's")
+    folder.path.mkdir()
+    folder.write_config(compose(["algo=rloo", override("task.path", "a, b"), "seed=7"]))
+    folder.environment.write_text("{}")
+    answer = command("--config-dir", str(folder.path), "--config-name", "config")
+    assert answer.code == 2 and not answer.runs
+    words = shlex.split(answer.err.partition("to run its config: ")[2])
+    assert digest(compose(words[3:])) == digest(load_config(folder.config))
 
 
 def test_all_problems_are_reported_together(command):

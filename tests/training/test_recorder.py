@@ -233,6 +233,16 @@ def test_invariants_are_checked_with_the_given_tolerance():
     assert broken_invariants(row, 5e-2) == []
 
 
+def test_bounds_of_sums_over_tokens_grow_with_the_number_of_tokens():
+    row = {"objective/kl": -3e-4, "policy/ratio": 1.0003, "mismatch/kl": 3e-4}
+    assert len(broken_invariants(row, 1e-4, tokens=10)) == 3
+    assert [text.partition(" ")[0] for text in broken_invariants(row, 1e-4, tokens=300)] == ["mismatch/kl"]
+    recorder, kept = recorder_of()
+    recorder.unchecked, recorder.tolerance = {"objective/kl"}, 1e-4
+    recorder.add({"objective/kl": Stat(-3e-4), "objective/response_tokens": Stat(300.0)})
+    assert kept.warnings == []
+
+
 def test_a_metric_that_is_not_finite_is_omitted_from_the_row_with_a_warning():
     recorder, kept = recorder_of()
     recorder.add({"mismatch/max_ratio": Stat(float("inf"), 1.0, How.max), "x": Stat(1.0)})
