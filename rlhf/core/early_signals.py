@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 from rlhf.core.launched import is_first_rank
 
@@ -19,15 +20,21 @@ EXIT_CODES = {
     signal.SIGUSR2: os.EX_TEMPFAIL,
 }
 DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+STARTED_BY_PYTHON = "multiprocessing"  # in the command line of a process that multiprocessing starts
 COMMANDS = ("-m", "rlhf")  # `sys.argv[0]` while `python -m rlhf.<command>` or `rlhf` imports this package
 
 
 def handle() -> None:
     """Let signals end this process with the exit code of an interrupted command, if it is a command."""
-    if os.path.basename(sys.argv[0]) in COMMANDS:
+    if os.path.basename(sys.argv[0]) in COMMANDS and STARTED_BY_PYTHON not in " ".join(sys.orig_argv[:3]):
         for number in EXIT_CODES:
             if signal.getsignal(number) in DEFAULTS:
                 signal.signal(number, end)
+
+
+def default(number: int) -> Any:
+    """Return the handler of a signal in a process that Python starts."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
 
 
 def end(number: int, frame: FrameType | None) -> None:

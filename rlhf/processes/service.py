@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from rlhf.core.errors import OutOfMemory, RunError, UserError
 from rlhf.processes.groups import kill_group
-from rlhf.processes.signals import SIGNALS
+from rlhf.processes.signals import SIGNALS, ignore
 
 LENGTH = struct.Struct("<Q")  # header of a message: its number of bytes
 PIECE = 1 << 20  # maximum number of bytes read at once
@@ -225,10 +225,11 @@ def main() -> None:
     The process ignores the signals that stop a run. A launcher may send them to every process of a run, but
     the trainer decides when the worker process ends.
     """
-    for ignored in SIGNALS:
-        signal.signal(ignored, signal.SIG_IGN)
-    name, number, trainer, scratch = sys.argv[1:]
-    sock = socket.socket(fileno=int(number))
+    for number in SIGNALS:
+        signal.signal(number, ignore)
+        signal.siginterrupt(number, False)  # system calls continue
+    name, descriptor, trainer, scratch = sys.argv[1:]
+    sock = socket.socket(fileno=int(descriptor))
     sock.set_inheritable(False)
     channel = Channel(sock)
     server = Server(name, int(trainer), channel, scratch)

@@ -157,16 +157,13 @@ class Interruption:
         # SIGINT stays ignored where it is ignored: in a background job of a shell, and in a job of a sweep.
         ctrl_c = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, early_signals.end)
         for number in (*SIGNALS, *([signal.SIGINT] if ctrl_c else [])):
-            before = signal.signal(number, self.handle)
-            if before is early_signals.end:  # a command: after the block, only the exit of Python remains
-                before = signal.SIG_IGN
-            self.previous[number] = before
+            self.previous[number] = signal.signal(number, self.handle)
         return listener
 
-    def restore(self) -> None:
-        """Restore the previous signal handlers."""
+    def restore(self, ended: Any = signal.SIG_IGN) -> None:
+        """Restore the previous signal handlers; `ended` is that of a command, which only has to exit."""
         for number, handler in self.previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, ended if handler is early_signals.end else handler)
         signal.set_wakeup_fd(self.previous_wakeup)
 
 
@@ -250,14 +247,24 @@ def release() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
+def ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing. Unlike with SIG_IGN, the processes that this process starts do not ignore the signal."""
+
+
 def leave_alone() -> None:
-    """Restore the previous signal handlers after a fork, in the child process."""
+    """Restore the previous signal handlers after a fork, in the child process; the defaults in place of ours.
+
+    Otherwise a process that the user's code forks and terminates, such as a pool of processes, would not end.
+    """
     global active
     if active is not None:
-        active.restore()
+        active.restore(ended=ignore)
         active.theirs.close()
         release()
         active = None
+    for number in (*SIGNALS, signal.SIGINT):
+        if signal.getsignal(number) in (ignore, early_signals.end):  # SIG_IGN comes from outside: keep it
+            signal.signal(number, early_signals.default(number))
 
 
 os.register_at_fork(before=hold, after_in_parent=release, after_in_child=leave_alone)
