@@ -25,6 +25,7 @@ from rlhf.assembly.tokenizer import build_tokenizer
 from rlhf.config.algo import Data, Trains
 from rlhf.core.encoding import encode_completions
 from rlhf.stages import tiny_stand_ins
+from rlhf.stages.reward_trial import tried
 from rlhf.tasks.summary import summarize
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def tokenized(cfg: Config, width: int) -> Iterator[Line]:
         data = Data.prompts
     task = build_task(cfg, tokenizer, data, cfg.schedule.prompts_per_update)
     yield from data_lines(cfg, task, width)
+    yield from reward_lines(cfg, task, tokenizer, width)
     yield from examples(cfg, task, tokenizer, width)
 
 
@@ -104,6 +106,20 @@ def data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
     for warning in [*logged, *summary.warnings()]:
         for text in textwrap.wrap(f"  warning: {warning}", width, subsequent_indent=" " * 4):
             yield Line(text, "yellow")
+
+
+def reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:
+    """Yield the scores of reward functions for some stored responses, and warnings."""
+    for number, each in enumerate(tried(cfg, task, tokenizer)):
+        if number == 0:
+            yield Line("")
+            yield Line("Rewards", "bold")
+        yield Line(f"  {each.path}")
+        for text in each.lines():
+            yield Line(f"    {text}")
+        if each.warning is not None:
+            for text in textwrap.wrap(f"  warning: {each.warning}", width, subsequent_indent=" " * 4):
+                yield Line(text, "yellow")
 
 
 @contextmanager

@@ -54,6 +54,7 @@ from rlhf.stages.closing import print_closing
 from rlhf.stages.data_report import report_data
 from rlhf.stages.model_card import model_card
 from rlhf.stages.prerequisites import complete, names
+from rlhf.stages.reward_trial import report_rewards
 from rlhf.stages.shortage import explain_full_gpu
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
@@ -127,6 +128,8 @@ def carry_out(
     last = ranks.from_first(lambda: open_folder(cfg, folder))
     part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
     stages = Stages([*names(cfg), f"{cfg.algo.name} {cfg.task.name}"])
+    if cfg.task.embedded:  # before the stages that make its models
+        ranks.from_first(lambda: warn_of(report_rewards(cfg)))
     typed, cfg = cfg, ranks.from_first(lambda: complete(cfg, run, stages=stages))
     started = time.monotonic()
     interruption.check()  # a signal may have come while a stage wrote its model
@@ -151,6 +154,7 @@ def carry_out(
         log.warning(doubt)
     if not cfg.task.embedded:
         report_data(cfg, task)
+        ranks.from_first(lambda: warn_of(report_rewards(cfg, task)))
     with ExitStack() as ends:
         ends.enter_context(stages.enter(len(stages.names)))
         parts = assemble(cfg, task, tokenizer, data, state, folder, ranks, ends)
@@ -200,6 +204,12 @@ def carry_out(
     if failure is not None:
         raise stopped_by_hook(failure, state, folder)
     return result.get(cfg.metric)
+
+
+def warn_of(found: Sequence[str]) -> None:
+    """Log warnings."""
+    for warning in found:
+        log.warning("%s", warning)
 
 
 def open_folder(cfg: Config, folder: RunFolder) -> Path | None:

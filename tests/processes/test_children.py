@@ -1,4 +1,4 @@
-"""Processes that code of the user starts end when they are asked to, in the trainer and in worker processes."""
+"""Processes that the user starts end when they are asked to, in the trainer and in a worker process."""
 
 import multiprocessing
 import os

@@ -1,0 +1,175 @@
+"""Trial of the reward functions of a run: each scores a few examples of the data before a model is loaded.
+
+The response of an example is its stored reference response, or else a short text. An empty response is tried,
+too, because a policy may sample it. Services and reward models are not called.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Timer
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rlhf.assembly.data import build_task, part_of, reward_functions
+from rlhf.assembly.tokenizer import build_tokenizer
+from rlhf.config.algo import Data
+from rlhf.core.console import say, say_row
+from rlhf.core.encoding import encode_completions
+from rlhf.core.errors import RunError, UserError
+from rlhf.core.formatting import shortened
+from rlhf.processes.ranks import ALONE
+from rlhf.scorers.function import FunctionScorer
+from rlhf.scorers.scorer import ScorerContext
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from rlhf.config.root import Config
+    from rlhf.config.scorer import FunctionScorerConfig
+    from rlhf.core.batch import Prompts
+    from rlhf.tasks.task import Task
+
+EXAMPLES = 3
+TEXT = "This is an example of a response."  # for data without reference responses
+BUDGET_S = 10.0  # no further example is tried after this time; the first one has no limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What a reward function returned for some examples.
+
+    Attributes:
+        path: address of the function.
+        responses: the responses that it scored.
+        scores: their scores.
+        seconds: duration of all calls.
+        warning: why the function fails for an empty response; None: it does not fail, or was not tried.
+    """
+
+    path: str
+    responses: list[str]
+    scores: list[float]
+    seconds: float
+    warning: str | None
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each response, and one if the calls took so long that examples were left out."""
+        for response, score in zip(self.responses, self.scores, strict=True):
+            yield f"{score:8.4g} for {shortened(repr(response), 48)}"
+        if len(self.scores) < EXAMPLES and self.seconds > BUDGET_S:
+            yield f"{len(self.scores)} tried, because this took {self.seconds:.1f} s"
+
+
+def report_rewards(cfg: Config, task: Task | None = None) -> list[str]:
+    """Try the reward functions of a run, print their scores, and return warnings.
+
+    Args:
+        cfg: the config of the run.
+        task: the data of the run; None: they are built.
+
+    Raises:
+        UserError: a function fails, or returns something that is not a score.
+    """
+    if not any(reward_functions(cfg)):
+        return []
+    tokenizer = build_tokenizer(cfg)
+    task = task or build_task(cfg, tokenizer, Data.prompts, cfg.schedule.prompts_per_update)
+    trials = tried(cfg, task, tokenizer)
+    for each in trials:
+        scores = ", ".join(f"{score:.4g}" for score in each.scores)
+        slow = f" ({each.seconds:.1f} s)" if each.seconds > 1 else ""
+        say_row(
+            "reward tried", f"{each.path.rpartition(':')[2]}: {scores} for {len(each.scores)} examples{slow}"
+        )
+    return [each.warning for each in trials if each.warning is not None]
+
+
+def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[Trial]:
+    """Return the trials of all reward functions of a run.
+
+    Args:
+        cfg: the config of the run.
+        task: the data of the run.
+        tokenizer: the policy's tokenizer.
+
+    Raises:
+        UserError: a function fails, or returns something that is not a score.
+    """
+    found, problems = [], []
+    for at, section in reward_functions(cfg):
+        context = ScorerContext(
+            at=at,
+            tokenizer=tokenizer,
+            ranks=ALONE,
+            model=cfg.model,
+            place=lambda make: make(),
+            build=lambda section, key: None,
+        )
+        try:
+            found.append(trial(section, context, examples(cfg, task, at)))
+        except RunError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def examples(cfg: Config, task: Task, at: str) -> Prompts:
+    """Return the first training examples whose responses the scorer at the key `at` scores."""
+    rows, part = task.examples("train"), part_of(cfg, at)
+    places = range(len(rows))
+    if part is not None:
+        places = np.flatnonzero(np.asarray(rows["part"]) == list(cfg.task.shares).index(part)).tolist()
+    return task.batch(list(places[:EXAMPLES]))
+
+
+def trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Prompts) -> Trial:
+    """Return the trial of one function on the examples `prompts`.
+
+    Raises:
+        RunError: the function fails, or returns something that is not a score.
+    """
+    scorer = FunctionScorer(section, context)
+    texts = [text or TEXT for text in prompts.references]
+    rollouts = encode_completions(prompts, [[text] for text in texts], scorer.tokenizer, None)
+    size = len(prompts) if section.batched else 1
+    scores: list[float] = []
+    warning = None
+    started = time.monotonic()
+    with patience(scorer.name):
+        for rows in torch.arange(len(prompts)).split(size):
+            scores += scorer.given(rollouts.select(rows))[:, 0].tolist()
+            if (seconds := time.monotonic() - started) > BUDGET_S:
+                break
+        else:
+            first = prompts.select(torch.tensor([0]))
+            try:
+                scorer.given(encode_completions(first, [[""]], scorer.tokenizer, None))
+            except RunError as error:
+                warning = f"a policy may sample an empty response: {error}"
+    return Trial(
+        path=str(section.path),
+        responses=texts[: len(scores)],
+        scores=scores,
+        seconds=seconds,
+        warning=warning,
+    )
+
+
+@contextmanager
+def patience(name: str) -> Iterator[None]:
+    """Return a context that prints a line if it takes longer than `BUDGET_S`."""
+    text = f"{name} has been scoring {EXAMPLES} examples for {BUDGET_S:g} s; Ctrl-C ends the run"
+    timer = Timer(BUDGET_S, say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
