@@ -370,18 +370,21 @@ def load_file(file: Path) -> ModuleType:
         importlib.invalidate_caches()
     found = function_source.top_level_module(name) if name.isidentifier() else None
     if found is None or found.origin is None or Path(found.origin).resolve() != file.resolve():
-        name = f"rlhf_scorer:{file.resolve()}"
+        name = f"rlhf_scorer:{file.resolve()}".replace(".", "_")  # a name without a package
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "a file that ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # a dataclass defined in the file looks up its module here
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # no __pycache__ beside the file
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        sys.dont_write_bytecode = writes
     return module
 
 

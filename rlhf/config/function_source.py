@@ -71,8 +71,10 @@ class Source:
 
     def relative_import(self) -> int | None:
         """Return the line of the first relative import that runs with the file, or None."""
-        found = (node for node in self.tree.body if isinstance(node, ast.ImportFrom) and node.level)
-        return next((node.lineno for node in found), None)
+        functions = (node for node in self.tree.body if isinstance(node, ast.FunctionDef))
+        nodes = (*self.tree.body, *(inner for function in functions for inner in ast.walk(function)))
+        found = (node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.level)
+        return next(found, None)
 
     def missing_import(self) -> tuple[int, str] | None:
         """Return line and name of the first module that the file imports and that is not installed."""

@@ -85,6 +85,28 @@ def test_the_responses_of_reinforcement_learning_are_sampled(inspect):
     assert "LlamaForSequenceClassification" in out
 
 
+def reward(folder, body: str) -> list[str]:
+    (folder / "own.py").write_text(f"def score(response, tests):\n    {body}\n")
+    rows = [{"prompt": "a b", "response": "c", "tests": [i]} for i in range(16)]
+    for split in ("train", "validation"):
+        (folder / "rows" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [*LOCAL, "algo=rloo", "task.path=rows", "model.policy=policy", "scorer=function",
+            "scorer.path=own.py:score"]  # fmt: skip
+
+
+def test_reward_functions_score_stored_responses(inspect, folder):
+    body = "return tests[0] + 1 / len(response)"
+    code, out, _ = inspect(*reward(folder, body))
+    assert code == 0 and "\nRewards\n  own.py:score\n           1 for 'c'\n           2 for 'c'\n" in out
+    assert "warning: a policy may sample an empty response: scorer.path=own.py:score" in out
+
+
+def test_a_reward_function_that_returns_none_ends_with_exit_code_2(inspect, folder):
+    code, out, err = inspect(*reward(folder, "print('scored')"))
+    assert code == 2 and "no problem found" not in out
+    assert "error: scorer.path=own.py:score returned None for row 0 of the data set, response 'c'; a" in err
+
+
 def test_a_begin_token_and_unknown_words_are_marked(inspect, folder):
     write_tokenizer(folder / "policy", bos_token="<unk>")
     tokenizer = json.loads((folder / "policy" / "tokenizer.json").read_text())

@@ -62,7 +62,7 @@ def test_an_error_in_a_scorer_function_stops_the_run_and_names_the_log(tiny, tmp
     file.write_text(
         "def score(prompt, response, reference):\n"
         "    print('scoring', len(response))\n"
-        "    raise ValueError('no idea')\n"
+        "    if response not in (reference, ''): raise ValueError('no idea')\n    return 1.0\n"
     )
     words = ["scorer=function", f"scorer.path={file}:score"]
     folder, before = RunFolder(tmp_path / "run"), workers(os.getpid())

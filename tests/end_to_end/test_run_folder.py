@@ -172,7 +172,8 @@ def test_a_refused_run_leaves_no_folder(tiny, tmp_path):
 
 def test_the_traceback_of_a_reward_function_is_in_train_log(tiny, tmp_path):
     file = tmp_path / "own.py"
-    file.write_text("def score(prompt, response, reference):\n    return {}[response]\n")
+    source = "def score(response, reference):\n    return {reference: 1.0, '': 0.0}[response]\n"
+    file.write_text(source)  # fails for sampled responses only
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(RunError, match=f"raised KeyError.*{file}, line 2.*row "):
         run(tiny("scorer=function", f"scorer.path={file}:score"), folder)

@@ -1,0 +1,97 @@
+"""The trial of reward functions on examples of the data, before a model is loaded."""
+
+import random
+import re
+
+import numpy
+import pytest
+import torch
+
+from rlhf.assembly.data import build_task
+from rlhf.config.compose import compose
+from rlhf.core.errors import UserError
+from rlhf.stages import reward_trial
+from rlhf.stages.reward_trial import TEXT, tried
+from tests.tiny_models import tiny_tokenizer
+
+
+def trials(tmp_path, body, *words, arguments="prompt, response, reference", reference="w2"):
+    file = tmp_path / "own.py"
+    file.write_text(f"import math, random, time\nimport numpy, torch\ndef score({arguments}):\n    {body}\n")
+    (tmp_path / "data.jsonl").write_text(
+        "".join(f'{{"prompt": "w{i}", "response": "{reference}", "tests": [{i}]}}\n' for i in range(9))
+    )
+    words = (f"scorer.path={file}:score", *words)
+    cfg = compose(["task=local", f"task.path={tmp_path}/data.jsonl", "algo=rloo", "scorer=function", *words])
+    tokenizer = tiny_tokenizer()
+    return tried(cfg, build_task(cfg, tokenizer, cfg.data, 2), tokenizer)
+
+
+LISTS = {"arguments": "prompts, responses, references"}
+WRONG = {
+    "return None": "returned None for row 0 .*must be a finite number",
+    "return float('nan')": "returned nan for row 0",
+    "return math.inf": "returned inf for row 0",
+    "return 'good'": "returned 'good' for row 0",
+    "return {'score': 1.0}": r"returned \{'score': 1.0\} for row 0 .*: correct the function$",
+    "return [1.0, 2.0]": r"returned \[1.0, 2.0\] for .*or set scorer.batched=true",
+    "return prompt[99]": r"raised IndexError: string index out of range \(.*own.py, line 4\) for row 0",
+    "import sys; sys.exit('no')": r"called sys.exit\('no'\) \(.*own.py, line 4\)",
+    "from .helpers import f": r"raised ImportError: attempted relative import.*own.py, line 4",
+}
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_a_function_that_fails_or_returns_no_score_is_a_mistake_of_the_user(tmp_path, body):
+    with pytest.raises(UserError, match=WRONG[body]):
+        trials(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [("return [1.0]", "1 scores for 3 responses"), ("return 1.0", "float 1.0"), ("1 / 0", "ZeroDivision")],
+)
+def test_a_batched_function_must_return_a_score_for_each_example(tmp_path, body, said):
+    with pytest.raises(UserError, match=said):
+        trials(tmp_path, body, "scorer.batched=true", **LISTS)
+
+
+def test_the_examples_have_reference_responses_or_else_a_short_text(tmp_path):
+    (found,) = trials(tmp_path, "return tests[0] + 0.5", arguments="response, tests")
+    assert found.responses == ["w2"] * 3 and len(set(found.scores)) == 3 and found.warning is None
+    (found,) = trials(tmp_path, "return len(response)", reference="")
+    assert found.responses == [TEXT] * 3
+
+
+def test_every_function_of_a_list_and_the_judge_are_tried_and_all_problems_are_reported(tmp_path):
+    (tmp_path / "two.py").write_text(
+        "def a(p, r, ref): return 1\ndef b(p, r, ref): ...\ndef c(p, r, ref): 1/0\n"
+    )
+    words = [f"scorer.path=[{tmp_path}/two.py:a,{tmp_path}/two.py:b]", "scorer@gold=function"]
+    with pytest.raises(UserError) as refused:
+        trials(tmp_path, "", *words, f"gold.path={tmp_path}/two.py:c")
+    first, second = refused.value.problems
+    assert re.match("scorer.path=.*two.py:b returned None", first)
+    assert re.match("gold.path=.*two.py:c raised ZeroDivisionError", second)
+
+
+def test_a_function_that_fails_for_an_empty_response_is_a_warning(tmp_path):
+    (found,) = trials(tmp_path, "return 1 / len(response)")
+    assert re.match("a policy may sample an empty response: scorer.path=.*ZeroDivisionError", found.warning)
+
+
+def test_a_slow_function_is_tried_on_one_example_and_the_report_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_trial, "BUDGET_S", 0.05)
+    (found,) = trials(tmp_path, "time.sleep(0.1); return 1.0")
+    assert found.scores == [1.0] and re.match(r"1 tried, because this took 0.\d s", list(found.lines())[-1])
+
+
+def test_the_trial_changes_no_random_state_and_no_setting(tmp_path):
+    body = (
+        "random.seed(1), numpy.random.seed(1), torch.manual_seed(1), torch.set_default_dtype(torch.float64)"
+        ", torch.set_grad_enabled(False); return random.random() + numpy.random.rand() + torch.rand(1)"
+    )
+    before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    trials(tmp_path, body)
+    after = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert before == after and torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled()
