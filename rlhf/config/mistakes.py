@@ -29,7 +29,7 @@ from rlhf.config.arguments import in_ascii, several_values, unreadable
 from rlhf.config.catalogue import all_keys, declarations, groups, options
 from rlhf.config.foreign import meaning
 from rlhf.config.schema import SCHEMAS, bound_of, schema_of
-from rlhf.config.suggestions import closest, one_of, simple, suggestion, translated
+from rlhf.config.suggestions import closest, one_of, own_value, simple, suggestion, translated
 from rlhf.core.pasting import setting
 
 # Exceptions of an invalid config. For some uses of null, Hydra and OmegaConf raise the last two types.
@@ -268,6 +268,9 @@ def value_remedy(section: type, leaf: str, key: str, hint: Any, value: str) -> s
         hint: type of the field.
         value: the value as typed.
     """
+    at = key.rpartition(".")[0]
+    if leaf == "path" and group_of(at) == "scorer" and (own := own_value(chosen_by(at), value)):
+        return own
     alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for choices in alternatives:
         if isinstance(choices, type) and issubclass(choices, Enum):

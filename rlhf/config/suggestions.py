@@ -76,7 +76,8 @@ def own_value(key: str, value: str) -> str | None:
     if group == "scorer" and re.match("https?://", value):
         return f"for a service set {key}=http {setting(f'{at}.url', value)}"
     if group == "scorer" and re.search(r":|\.py$", value):
-        return f"for a Python function set {key}=function {setting(f'{at}.path', value)}"
+        functions = value[1:-1].split(",") if value.startswith("[") else value
+        return f"for a Python function set {key}=function {setting(f'{at}.path', functions)}"
     if group == "scorer" and "/" in value:
         return f"for a reward model set {key}=reward_model {setting(f'{at}.path', value)}"
     return None

@@ -1,0 +1,246 @@
+"""Reward functions: parameters by name, lists of functions, the signature of TRL, processes of their own."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+from rlhf.checks.check import as_objects, problems
+from rlhf.checks.composing import composed
+from rlhf.config.address import load_function
+from rlhf.config.algo import DPOConfig
+from rlhf.config.compose import compose
+from rlhf.config.identity import digest
+from rlhf.config.parameters import parameters_of
+from rlhf.config.scorer import FunctionScorerConfig
+from rlhf.core.errors import UserError
+from rlhf.objectives.dpo import OnlineDPO
+from rlhf.scorers.function import build
+from tests.scorers.test_scorers import TOKENIZER, rollouts
+from tests.tiny_models import scorer_context
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Return the working directory, with one.py, two.py and the package pkg."""
+    (tmp_path / "one.py").write_text(
+        "def words(prompt, response, reference): return len(response.split())\n"
+        "def same(response, reference): return float(response == reference)\n"
+    )
+    (tmp_path / "two.py").write_text("def words(response): return -1\n")
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "help.py").write_text("def f(text): return 1.0\n")
+    (tmp_path / "pkg" / "top.py").write_text("from .help import f\ndef score(response): return f(response)\n")
+    (tmp_path / "pkg" / "late.py").write_text(
+        "def score(response):\n    from .help import f\n    return f('')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two", "pkg", "pkg.top", "pkg.help", "pkg.late"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
+    return tmp_path
+
+
+def batch_of(config: FunctionScorerConfig, batch=None):
+    scorer = build(config, scorer_context(TOKENIZER))
+    return scorer(rollouts() if batch is None else batch)
+
+
+# -- several functions -----------------------------------------------------------------------------
+
+
+def test_several_functions_give_their_weighted_sum_and_a_metric_each(here):
+    words = ["scorer.path=[one.py:words,one.py:same]", "scorer.weights=[2,-1]"]
+    cfg = compose(["scorer=function", "scorer.missing_eos_score=null", *words])
+    assert not [text for text in problems(cfg) if text.startswith("scorer")]
+    batch = batch_of(cfg.scorer)
+    assert batch.scores.tolist() == [[1, 4], [6, 2], [4, 2]]
+    assert batch.parts["same"].tolist() == [[1, 0], [0, 0], [0, 0]]
+    figures = OnlineDPO(DPOConfig()).describe(batch)
+    assert figures["objective/scores/words"].value() == pytest.approx(10 / 6)
+    assert figures["objective/scores"].value() == pytest.approx(19 / 6)
+
+
+def test_missing_eos_settings_of_a_list_apply_to_the_sum(here):
+    config = FunctionScorerConfig(path=["one.py:words", "one.py:same"], missing_eos_score=-9)
+    assert batch_of(config).scores.tolist() == [[2, -9], [-9, 1], [2, 1]]
+
+
+def test_functions_of_the_same_name_are_told_apart_by_their_files(here):
+    assert list(FunctionScorerConfig(path=["one.py:words", "two:words"]).functions()) == [
+        "one_words",
+        "two_words",
+    ]
+
+
+WRONG = {
+    "scorer.path=[]": "scorer.path must name a function .*set scorer.path=my_module:my_function",
+    "scorer.path=[one.py:nope]": "there is no nope in it.* set scorer.path=one.py:words",
+    "scorer.path=[one.py:words,3]": "scorer.path must be <module>:<function> .*, got 3; ",
+    "scorer.path=3": "scorer.path must be <module>:<function> .*, got 3; ",
+    "scorer.path=[one.py:words,one.py:words]": "name each function once .*got one.py:words twice",
+    "scorer.path=[one.py:words] scorer.weights=[1,2]": r"got 2 for 1; set 'scorer.weights=\[1\]'",
+    "scorer.path=one.py:words scorer.weights=[1]": "must have a number for each function of a list",
+    "scorer.path=[one.py:words] scorer.weights=[nan]": "scorer.weights must be finite",
+    "scorer.path=pkg/top.py:score": r"\(line 1 of pkg/top.py has one\).* set scorer.path=pkg.top:score$",
+    "scorer.path=pkg/late.py:score": r"\(line 2 of pkg/late.py has one\).* set scorer.path=pkg.late:score$",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_list_or_address_is_reported_with_a_remedy(here, words):
+    cfg = compose(["scorer=function", *words.split()])
+    (found,) = cfg.scorer.problems("scorer")
+    assert re.search(WRONG[words], found), found
+
+
+@pytest.mark.parametrize("name", ["top", "late"])
+def test_the_remedy_for_relative_imports_works(here, name):
+    assert not list(FunctionScorerConfig(path=f"pkg.{name}:score").problems("scorer"))
+    assert batch_of(FunctionScorerConfig(path=f"pkg.{name}:score")).scores.tolist() == [[1, 1]] * 3
+    with pytest.raises(UserError, match=f"set scorer.path=pkg.{name}:score"):
+        batch_of(FunctionScorerConfig(path=f"pkg/{name}.py:score")) if name == "top" else load_lazily()
+
+
+def load_lazily():
+    (text,) = FunctionScorerConfig(path="pkg/late.py:score").problems("scorer")
+    raise UserError(text)
+
+
+def test_a_list_without_scorer_function_is_reported_with_the_choice_of_the_scorer(here):
+    words = ["task=tldr", "scorer.path=[one.py:words,two.py:words]"]
+    with pytest.raises(UserError, match="set scorer=function 'scorer.path=.one.py"):
+        as_objects(composed(words), words)
+
+
+def test_a_config_with_one_function_keeps_its_digest():
+    words = ["scorer=function", "scorer.path=one.py:words"]
+    assert digest(compose([*words])) == digest(compose([*words, "scorer.weights=null"]))
+    assert digest(compose([*words])) != digest(compose(["scorer=function", "scorer.path=[one.py:words]"]))
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def received(source: str) -> tuple:
+    names = {}
+    exec(source, names)
+    found = parameters_of(__import__("inspect").signature(names["f"]))
+    return found.position, found.values, found.columns, found.optional, found.rest
+
+
+THREE = ("prompt", "response", "reference")
+
+
+@pytest.mark.parametrize(
+    ("source", "position", "values", "columns", "optional", "rest"),
+    [
+        ("def f(p, r, a): ...", THREE, {}, (), (), False),
+        ("def f(p, r, a, tests): ...", THREE, {}, ("tests",), (), False),
+        ("def f(*texts): ...", THREE, {}, (), (), False),
+        ("def f(*args, **kwargs): ...", THREE, {}, (), (), False),
+        ("def f(p, r, /, a='', *, scale=2): ...", THREE, {}, (), ("scale",), False),
+        ("def f(response): ...", (), {"response": "response"}, (), (), False),
+        ("def f(*, response, tests): ...", (), {"response": "response"}, ("tests",), (), False),
+        ("def f(answer, completion): ...", (), {"completion": "response"}, ("answer",), (), False),
+        (
+            "def f(prompts, completions, **kwargs): ...",
+            (),
+            {"prompts": "prompt", "completions": "response"},
+            (),
+            (),
+            True,
+        ),
+        (
+            "def f(messages, response, k=1): ...",
+            (),
+            {"messages": "messages", "response": "response"},
+            (),
+            ("k",),
+            False,
+        ),
+    ],
+)
+def test_a_parameter_response_means_that_all_parameters_are_names(
+    source, position, values, columns, optional, rest
+):
+    assert received(source) == (position, values, columns, optional, rest)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(messages, answer, x): ...",
+        "def f(prompt, reference, x): ...",
+        "def f(x, y): ...",
+        "def f(x, /, response): ...",
+    ],
+)
+def test_parameters_that_cannot_be_meant_are_refused(source):
+    with pytest.raises(TypeError):
+        received(source)
+
+
+def test_a_function_that_takes_lists_must_be_batched(here):
+    (here / "lists.py").write_text(
+        "def f(prompts, completions, **kwargs): return [1.0 for _ in completions]\n"
+    )
+    (found,) = FunctionScorerConfig(path="lists.py:f").problems("scorer")
+    assert found.endswith("got false; set scorer.batched=true")
+    config = FunctionScorerConfig(path="lists.py:f", batched=True)
+    assert not list(config.problems("scorer"))
+
+
+DIALOGUE = [{"role": "user", "content": "Hi", "name": "Ann"}]
+
+
+def test_the_signature_of_trl_receives_lists_columns_and_messages(here):
+    (here / "lists.py").write_text(
+        "def texts(prompts, completions, answer, **kwargs):\n"
+        "    assert prompts[0] == 'w8' and completions[0] == 'w1' and list(kwargs) == ['level'], kwargs\n"
+        "    return [a + l for a, l in zip(answer, kwargs['level'])]\n"
+        "def turns(prompts, completions, **kwargs):\n"
+        "    assert prompts[0] == [{'role': 'user', 'content': 'Hi', 'name': 'Ann'}]\n"
+        "    return [len(c[0]['content']) + (c[0]['role'] == 'assistant') for c in completions]\n"
+        "def both(messages, response):\n"
+        "    return len(messages[0]['name'] + response)\n"
+    )
+    batch = rollouts()
+    batch.records = [{"answer": i, "level": 10} for i in range(3)]
+    config = FunctionScorerConfig(path="lists.py:texts", batched=True)
+    assert batch_of(config, batch).scores.tolist() == [[10, 10], [11, 11], [12, 12]]
+    batch.dialogues = [DIALOGUE] * 3
+    config = FunctionScorerConfig(path="lists.py:turns", batched=True)
+    assert batch_of(config, batch).scores.tolist() == [[3, 6], [9, 3], [6, 3]]
+    assert batch_of(FunctionScorerConfig(path="lists.py:both"), batch).scores[0].tolist() == [5, 8]
+
+
+# -- what functions do -----------------------------------------------------------------------------
+
+
+def test_a_random_reward_repeats_for_the_same_responses_and_differs_between_them(here):
+    (here / "noise.py").write_text("import random\ndef f(response): return random.random()\n")
+    first, again = (batch_of(FunctionScorerConfig(path="noise.py:f")).scores for _ in range(2))
+    assert torch.equal(first, again) and len(set(first.flatten().tolist())) == 6
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_function_may_use_a_pool_of_processes_that_call_functions_of_its_file(here, method):
+    (here / "pool.py").write_text(
+        "import multiprocessing\n"
+        "def count(text): return len(text.split())\n"
+        "def f(responses):\n"
+        f"    with multiprocessing.get_context('{method}').Pool(2) as pool:\n"
+        "        return pool.map(count, responses)\n"
+    )
+    (here / "folder").mkdir()
+    (here / "pool.py").rename(here / "folder" / f"pool_{method}.py")
+    config = FunctionScorerConfig(path=f"folder/pool_{method}.py:f", batched=True)
+    assert batch_of(config).scores.tolist() == [[1, 2], [3, 1], [2, 1]]
+
+
+def test_no_file_is_written_beside_a_reward_file(here):
+    load_function("scorer.path", "two.py:words", ())
+    assert not (here / "__pycache__").exists()
