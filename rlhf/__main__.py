@@ -25,6 +25,7 @@ COMMANDS = {  # command, a module of this package -> description
     "pipeline": "Train SFT model, reward model and policy, and evaluate the policy.",
     "evaluate": "Evaluate the checkpoints of a run, and other models.",
     "extend": "Train a run longer.",
+    "sample": "Talk to a model, or sample responses to the lines of a file.",
     "relabel": "Label the preference pairs of a task by a judge.",
     "report": "Write a page of figures and print a table of run folders.",
 }

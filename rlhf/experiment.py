@@ -40,7 +40,7 @@ from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import Claim, claimed
 from rlhf.runs.naming import earlier_name, folder_of
 from rlhf.runs.resuming import prepare, shorter_run
-from rlhf.stages.evaluation_config import changed, check_split, run_folder
+from rlhf.stages.evaluation_config import changed, check_sampling, check_split, run_folder
 
 if TYPE_CHECKING:
     import pandas
@@ -359,22 +359,17 @@ class Experiment:
         Raises:
             UserError: the run is not finished, its model is a reward model, or an argument is invalid.
         """
-        model = self.model
+        model, settings = self.model, self.config.generator
+        temperature = settings.temperature if temperature is None else temperature
+        length = settings.response_length if response_length is None else response_length
+        check_sampling(samples, temperature, length)
+        if not prompts or isinstance(prompts, str):
+            raise UserError(f"prompts must be a list of at least one prompt, got {prompts!r}; write [prompt]")
         set_environment()
-        from rlhf.stages.sampling import sample
+        from rlhf.stages.sampling import Sampler
 
-        settings = self.config.generator
-        return frame(
-            sample(
-                self.config,
-                model,
-                prompts,
-                samples=samples,
-                temperature=settings.temperature if temperature is None else temperature,
-                response_length=settings.response_length if response_length is None else response_length,
-                seed=seed,
-            )
-        )
+        sampler = Sampler(self.config, str(model), seed)
+        return frame(sampler(prompts, samples=samples, temperature=temperature, response_length=length))
 
 
 def frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:

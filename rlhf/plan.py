@@ -1,7 +1,7 @@
 """Command `python -m rlhf.plan [group=option ...] [key=value ...]`: print the memory plan of a run.
 
 The arguments are the arguments of `rlhf.train`. The command composes and checks the config and prints the
-memory that each device needs, part by part. The command starts no run.
+memory that each device needs, part by part, and settings that need less. The command starts no run.
 
 Exit codes:
     0: the memory suffices, or the memory that the run needs is unknown.
@@ -20,7 +20,7 @@ from rlhf.checks.composing import composed
 from rlhf.checks.machine import check_memory
 from rlhf.core.console import console
 from rlhf.launch.command_line import Command
-from rlhf.memory.advice import unknown_models
+from rlhf.memory.advice import savings, unknown_models
 from rlhf.memory.plan import plan
 from rlhf.memory.uses import gib
 
@@ -51,6 +51,14 @@ def show(overrides: list[str]) -> None:
         console.print(f"memory: {unknown_models(needed.unknown)}")
     for use in needed.uses:
         console.print(table(use))
+    if needed.uses:
+        device, smaller = savings(cfg)
+        less = Table(title=f"{device} with one of these settings:", title_justify="left", box=box.SIMPLE)
+        less.add_column("setting", no_wrap=True)
+        less.add_column("size", justify="right", no_wrap=True)
+        for override, size in smaller.items():
+            less.add_row(override, gib(size))
+        console.print(less)
     check_memory(cfg)
 
 

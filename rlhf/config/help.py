@@ -68,7 +68,7 @@ Examples
 
 Other commands: {commands}
 The same command resumes a run. --config-dir <folder> adds your own options."""
-COMMANDS = ("inspect", "plan", "pipeline", "evaluate", "extend", "relabel", "report")
+COMMANDS = ("inspect", "plan", "pipeline", "evaluate", "extend", "relabel", "sample", "report")
 
 
 def help_text(topics: Sequence[str]) -> str:

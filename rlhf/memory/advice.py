@@ -72,6 +72,7 @@ def nearly_full(made: Plan) -> Iterator[str]:
             )
 
 
+WORTH = 0.95  # settings that need more than this fraction of the memory are not named
 ADJUSTABLE = {  # phase -> section and name of the key that makes the phase smaller
     "training": ("backend", "micro_batch"),
     "log-probs and scores": ("backend", "micro_batch"),
@@ -85,6 +86,7 @@ def too_little(cfg: Config, use: Use) -> str:
     section, name = adjustable(cfg, use.largest.name) or ("", "")
     fitting = smaller(cfg, use.device, section, name) if section else None
     first = next(models(cfg))
+    together = together_fitting(cfg, use.device)
     if fitting is not None:
         key, got = f"{section}.{name}", getattr(getattr(cfg, section), name)
         remedy = f"set {key}={fitting}"
@@ -94,6 +96,8 @@ def too_little(cfg: Config, use: Use) -> str:
     elif first.name is None and isinstance(cfg.model, NanoConfig):
         key, got = "model.hidden_size", cfg.model.hidden_size
         remedy = "set model.hidden_size=128"
+    elif together:
+        key, got, remedy = first.key, first.name, f"set {' '.join(together)}"
     else:
         key, got = first.key, first.name
         alternatives = [f"set {override}" for override in smaller_settings(cfg)]
@@ -153,20 +157,60 @@ def fitting_share(cfg: Config) -> tuple[float, float] | None:
     return None
 
 
+def together_fitting(cfg: Config, device: str) -> list[str]:
+    """Return the first settings of `smaller_configs` that together fit the device; empty if all do not."""
+    used = []
+    while found := smaller_configs(cfg):
+        override, cfg = next(iter(found.items()))
+        used.append(override)
+        if all(use.fits for use in plan(cfg).uses if use.device == device):
+            return used
+    return []
+
+
 def smaller_settings(cfg: Config) -> list[str]:
     """Return overrides that reduce the memory of the run, without overrides that the run already has."""
-    overrides = []
-    if isinstance(cfg.generator, WorkerConfig) and cfg.generator.annotate:
-        overrides.append("generator.annotate=false")
-    if cfg.model.dtype is Dtype.float32:
-        overrides.append("model.dtype=bfloat16")
-    if not cfg.model.gradient_checkpointing:
-        overrides.append("model.gradient_checkpointing=true")
-    if not cfg.model.lora.rank:
-        overrides.append("model.lora.rank=16")
-    overrides += [
-        f"backend={name}"
-        for name in ("zero3", "zero3_offload")
-        if name in options("backend") and name != cfg.backend.name
-    ]
-    return overrides
+    backends = (name for name in ("zero3", "zero3_offload") if name in options("backend"))
+    return [*smaller_configs(cfg), *(f"backend={name}" for name in backends if name != cfg.backend.name)]
+
+
+def smaller_configs(cfg: Config) -> dict[str, Config]:
+    """Return overrides of single keys that reduce the memory of the run -> the config with the override."""
+    model, generator = cfg.model, cfg.generator
+    found = {}
+    if isinstance(generator, WorkerConfig) and generator.annotate:
+        found["generator.annotate=false"] = replace(cfg, generator=replace(generator, annotate=False))
+    if model.dtype is Dtype.float32:
+        found["model.dtype=bfloat16"] = replace(cfg, model=replace(model, dtype=Dtype.bfloat16))
+    if not model.gradient_checkpointing:
+        changed = replace(model, gradient_checkpointing=True)
+        found["model.gradient_checkpointing=true"] = replace(cfg, model=changed)
+    if not model.lora.rank:
+        changed = replace(model, lora=replace(model.lora, rank=16))
+        found["model.lora.rank=16"] = replace(cfg, model=changed)
+    return found
+
+
+def savings(cfg: Config) -> tuple[str, dict[str, float]]:
+    """Return the fullest device of the memory plan, and settings with which it needs less: override -> bytes.
+
+    Each setting is estimated alone. The settings are `smaller_configs`, half of the sequences of a forward
+    pass and of sampling, and half of the response length. The setting that needs the least memory is first.
+    """
+    now = fullest(plan(cfg))
+    options, group = smaller_configs(cfg), cfg.algo.samples_per_prompt
+    keys = [each for phase in ADJUSTABLE if (each := adjustable(cfg, phase)) is not None]
+    for section, name in dict.fromkeys([*keys, ("generator", "response_length")]):
+        part = getattr(cfg, section)
+        step = 1 if name == "response_length" else group
+        if half := getattr(part, name, 0) // 2 // step * step:
+            options[f"{section}.{name}={half}"] = replace(cfg, **{section: replace(part, **{name: half})})
+    sizes = {override: fullest(plan(changed), now.device).bytes for override, changed in options.items()}
+    least = {override: size for override, size in sizes.items() if size < WORTH * now.bytes}
+    return now.device, dict(sorted(least.items(), key=lambda item: item[1]))
+
+
+def fullest(made: Plan, device: str | None = None) -> Use:
+    """Return the use of a device, by default of the device whose memory is used most."""
+    uses = [use for use in made.uses if device in (None, use.device)]
+    return max(uses, key=lambda use: use.bytes / (use.total or 1))

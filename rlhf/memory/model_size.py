@@ -1,8 +1,9 @@
 """The size of a model, from its config.json, the headers of its safetensors files, or its config section.
 
 If the weights are on this machine, parameters are counted exactly: the header of a safetensors file lists the
-shapes of its tensors. Otherwise a formula computes the number of parameters from config.json. The formula is
-exact for GPT-NeoX (Pythia), Llama, Mistral and Qwen2. This module imports no torch.
+shapes of its tensors. Otherwise a formula computes the number of parameters from config.json, or from the
+table of published models if config.json is not on this machine either. The formula is exact for GPT-NeoX
+(Pythia), Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.hub import cached_folder
+from rlhf.memory.published import published_config
 from rlhf.models.folders import is_local, read_config
 from rlhf.models.headers import DamagedFile, weight_headers
 
@@ -74,10 +76,14 @@ def named_size(name: str) -> ModelSize | None:
     """Return the size of the model `name`, a folder or a hub name.
 
     Returns:
-        The size; None if the model is not on this machine, or its config.json lacks a size.
+        The size; None if config.json lacks a size, or if the model is neither on this machine nor in the
+        table of published models.
     """
     folder = named_folder(name)
-    return None if folder is None else folder_size(folder)
+    if folder is not None:
+        return folder_size(folder)
+    published = published_config(name)
+    return None if published is None else config_size(published)
 
 
 def named_folder(name: str) -> Path | None:
@@ -214,7 +220,8 @@ def llama_parameters(size: ModelSize, config: dict[str, Any]) -> int:
     if kind in ("qwen3", "gemma3_text"):
         attention += 2 * size.head_size  # norms of queries and keys
     mlp = 3 * h * size.intermediate + (2 * size.intermediate + h if config.get("mlp_bias") else 0)
-    return size.vocabulary * h + size.layers * (attention + mlp + 2 * h) + h
+    norms = 4 if kind in ("gemma2", "gemma3_text") else 2
+    return size.vocabulary * h + size.layers * (attention + mlp + norms * h) + h
 
 
 def neox_parameters(size: ModelSize, config: dict[str, Any]) -> int:

@@ -45,10 +45,14 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
     The plan is empty for tiny stand-ins. If the size of a model is unknown, the plan lists only unknown
     models.
     """
+    machine = machine or this_machine()
+    return planned(with_token_limit(cfg, machine), machine)
+
+
+def planned(cfg: Config, machine: Machine) -> Plan:
+    """Return the memory plan of a run whose `backend.tokens` is the limit of its forward passes."""
     if cfg.stand_ins:  # tiny models, which fit everywhere
         return Plan((), {})
-    machine = machine or this_machine()
-    cfg = with_token_limit(cfg, machine)
     loaded = tuple(models(cfg))
     if names := unknown(loaded):
         return Plan((), names)
@@ -67,16 +71,28 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
 
 
 def fills_memory(cfg: Config, machine: Machine | None = None) -> bool:
-    """Return whether the memory plan limits forward passes: `backend.tokens` is 0, or is null on a GPU."""
-    tokens = cfg.backend.tokens
-    return tokens == 0 or (tokens is None and device(cfg, machine or this_machine()) == "cuda")
+    """Return whether the memory plan limits forward passes.
+
+    This is the case if `backend.tokens` is 0, or if it is null on a GPU, or on a CPU with too little memory
+    for passes without a limit.
+    """
+    machine, tokens = machine or this_machine(), cfg.backend.tokens
+    if tokens is None and device(cfg, machine) == "cpu":
+        return not passes_fit(cfg, machine)
+    return not tokens
+
+
+def passes_fit(cfg: Config, machine: Machine) -> bool:
+    """Return whether all phases except sampling need at most `NEARLY` of every device."""
+    uses = planned(cfg, machine).uses
+    return all(use.total is None or use.without("sampling").bytes <= NEARLY * use.total for use in uses)
 
 
 def with_token_limit(cfg: Config, machine: Machine | None = None) -> Config:
     """Return `cfg`, with `backend.tokens` set to the limit that fits into the memory if `fills_memory`.
 
-    The limit is that of `backend.micro_batch` sequences of the maximum length, halved until the run is
-    estimated to need at most `NEARLY` of every device, or until it is that of the samples of one prompt.
+    The limit is that of `backend.micro_batch` sequences of the maximum length, halved until forward passes
+    are estimated to need at most `NEARLY` of every device, or until it is that of the samples of one prompt.
     """
     machine = machine or this_machine()
     if not fills_memory(cfg, machine):
@@ -85,8 +101,7 @@ def with_token_limit(cfg: Config, machine: Machine | None = None) -> Config:
     prompts = max(1, cfg.backend.micro_batch // group)
     while True:
         found = replace(cfg, backend=replace(cfg.backend, tokens=prompts * group * longest(cfg)))
-        uses = plan(found, machine).uses
-        if prompts == 1 or all(use.total is None or use.bytes <= NEARLY * use.total for use in uses):
+        if prompts == 1 or passes_fit(found, machine):
             return found
         prompts //= 2
 

@@ -66,6 +66,10 @@ class Use:
         peaks = [self.parts + phase.parts for phase in self.phases or (self.largest,)]
         return max(sum(part.bytes / (MARGIN if part.estimated else 1) for part in parts) for parts in peaks)
 
+    def without(self, name: str) -> Use:
+        """Return the use without the phase `name`."""
+        return replace(self, phases=tuple(phase for phase in self.phases if phase.name != name))
+
     @property
     def fits(self) -> bool:
         """Whether the device has at least `least` bytes of memory; True if its memory is unknown."""

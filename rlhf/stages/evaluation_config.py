@@ -41,6 +41,15 @@ def check_split(split: str) -> None:
         raise UserError(f"split= must be one of {', '.join(SPLITS)}, got {split}; set split=test")
 
 
+def check_sampling(samples: int, temperature: float, response_length: int) -> None:
+    """Raise UserError if a setting of a request for samples is out of range."""
+    for name, value in (("samples", samples), ("response_length", response_length)):
+        if value < 1:
+            raise UserError(f"{name} must be >= 1, got {value}; set {name}=1")
+    if not temperature > 0:
+        raise UserError(f"temperature must be > 0, got {temperature:g}; set temperature=0.01 (almost greedy)")
+
+
 def run_folder(path: str) -> RunFolder:
     """Return the run folder at `path`.
 

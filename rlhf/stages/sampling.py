@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from rlhf.assembly.tokenizer import build_tokenizer
 from rlhf.config.algo import Trains
 from rlhf.config.model import LoRAConfig
 from rlhf.core.batch import Sampling
+from rlhf.core.chat_format import set_format
 from rlhf.core.encoding import encode_prompts
 from rlhf.core.errors import UserError
 from rlhf.scorers.scorer import response_texts
@@ -27,58 +27,70 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[Mapping[str, str]]
 
 
-def sample(
-    cfg: Config,
-    model: Path,
-    prompts: Sequence[Prompt],
-    *,
-    samples: int,
-    temperature: float,
-    response_length: int,
-    seed: int,
-) -> Iterator[dict[str, Any]]:
-    """Return one row per response; see `rlhf.experiment.Experiment.sample`.
+class Sampler:
+    """A model that answers prompts; its weights are loaded once.
+
+    Args:
+        cfg: the config of the run that trained the model.
+        model: folder or hub name of the model.
+        seed: seed of the samples.
+        chat: whether prompts are conversations although the task of `cfg` has texts: a response then ends as
+            a turn of the chat template ends. None: they are if the tokenizer has a chat template.
+
+    Attributes:
+        tokenizer: tokenizer of the model.
+        chat: whether prompts are conversations.
 
     Raises:
-        UserError: the model is a reward model, or an argument is invalid.
+        UserError: the model is a reward model, or its tokenizer cannot be used.
     """
-    if cfg.algo.trains is Trains.reward:
-        raise UserError(f"the run must train a language model (a reward model writes no text), got {model}")
-    for name, value, least in (("samples", samples, 1), ("response_length", response_length, 1)):
-        if value < least:
-            raise UserError(f"{name} must be >= {least}, got {value}; set {name}={least}")
-    if not temperature > 0:
-        raise UserError(f"temperature must be > 0, got {temperature}; set temperature=0.01 (almost greedy)")
-    if not prompts or isinstance(prompts, str):
-        raise UserError(f"prompts must be a list of at least one prompt, got {prompts!r}; write [prompt]")
-    cfg = replace(
-        cfg, model=replace(cfg.model, base=str(model), policy=str(model), tokenizer=None, lora=LoRAConfig())
-    )
-    tokenizer = build_tokenizer(cfg)
-    generator = build_sampler(cfg, tokenizer, build_device(cfg), seed)
-    rows: list[dict[str, Any]] = []
-    for formatted in (False, True):
-        places = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) is not formatted]
-        if not places:
-            continue
-        texts = [text_of(prompts[i], tokenizer) for i in places]
-        batch = encode_prompts(torch.tensor(places), texts, [""] * len(texts), tokenizer, formatted)
-        asked = Sampling(
-            samples=samples,
-            temperature=temperature,
-            response_length=response_length,
-            purpose="sample",
-            request=0,
-        )
-        rollouts = generator.submit(batch, asked).result()
-        for place, text, responses, ended in zip(
-            places, texts, response_texts(rollouts, tokenizer), rollouts.ended.tolist(), strict=True
-        ):
-            rows += [
-                {"prompt": place, "text": text, "response": response, "ended": end}
-                for response, end in zip(responses, ended, strict=True)
-            ]
-    yield from sorted(rows, key=lambda row: row["prompt"])
+
+    def __init__(self, cfg: Config, model: str, seed: int, chat: bool | None = False) -> None:
+        if cfg.algo.trains is Trains.reward:
+            raise UserError(
+                f"the run must train a language model (a reward model writes no text), got {model}"
+            )
+        named = replace(cfg.model, base=model, policy=model, tokenizer=None, lora=LoRAConfig())
+        cfg = replace(cfg, model=named)
+        self.tokenizer = build_tokenizer(cfg)
+        self.chat = self.tokenizer.chat_template is not None if chat is None else chat
+        if self.chat:
+            set_format(self.tokenizer, cfg.model.chat_template, True)
+        self.generator = build_sampler(cfg, self.tokenizer, build_device(cfg), seed)
+        self.requests = 0
+
+    def __call__(
+        self, prompts: Sequence[Prompt], *, samples: int, temperature: float, response_length: int
+    ) -> list[dict[str, Any]]:
+        """Return one row per response; see `rlhf.experiment.Experiment.sample`.
+
+        Raises:
+            UserError: a prompt is a conversation, and the tokenizer has no chat template.
+        """
+        rows: list[dict[str, Any]] = []
+        for formatted in (False, True):
+            places = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) is not formatted]
+            if not places:
+                continue
+            texts = [text_of(prompts[i], self.tokenizer) for i in places]
+            batch = encode_prompts(torch.tensor(places), texts, [""] * len(texts), self.tokenizer, formatted)
+            asked = Sampling(
+                samples=samples,
+                temperature=temperature,
+                response_length=response_length,
+                purpose="sample",
+                request=self.requests,
+            )
+            rollouts = self.generator.submit(batch, asked).result()
+            for place, text, responses, ended in zip(
+                places, texts, response_texts(rollouts, self.tokenizer), rollouts.ended.tolist(), strict=True
+            ):
+                rows += [
+                    {"prompt": place, "text": text, "response": response, "ended": end}
+                    for response, end in zip(responses, ended, strict=True)
+                ]
+        self.requests += 1
+        return sorted(rows, key=lambda row: row["prompt"])
 
 
 def text_of(prompt: Prompt, tokenizer: PreTrainedTokenizerFast) -> str:

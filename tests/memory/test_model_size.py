@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rlhf.assembly.parts import make
 from rlhf.config.compose import compose
 from rlhf.config.model import LoRAConfig
+from rlhf.memory import published
 from rlhf.memory.loaded_models import models
 from rlhf.memory.model_size import (
     ModelSize,
@@ -61,6 +62,67 @@ def counted(config: dict, auto=AutoModelForCausalLM) -> int:
     with torch.device("meta"):
         model = auto.from_config(AutoConfig.for_model(config["model_type"], **settings))
     return sum(p.numel() for p in model.parameters())
+
+
+PARAMETERS = {  # as published, or counted in the published weights
+    "meta-llama/Meta-Llama-3-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "unsloth/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "google/gemma-2-2b-it": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b": 27_227_128_320,
+    "google/gemma-3-270m": 268_098_176,
+    "google/gemma-3-1b-it": 999_885_952,
+    "mistralai/Mistral-7B-Instruct-v0.2": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mistral-Nemo-Instruct-2407": 12_247_782_400,
+    "mistralai/Mistral-Small-24B-Instruct-2501": 23_572_403_200,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+    "microsoft/rho-math-1b-v0.1": 1_100_048_384,
+    "EleutherAI/pythia-70m": 70_426_624,
+    "EleutherAI/pythia-160m": 162_322_944,
+    "EleutherAI/pythia-410m-deduped": 405_334_016,
+    "EleutherAI/pythia-1b": 1_011_781_632,
+    "EleutherAI/pythia-1.4b": 1_414_647_808,
+    "EleutherAI/pythia-2.8b": 2_775_208_960,
+    "EleutherAI/pythia-6.9b": 6_857_302_016,
+    "EleutherAI/pythia-12b": 11_846_072_320,
+}
+
+
+def test_a_published_model_that_is_not_on_this_machine_has_its_published_number_of_parameters():
+    found = {name: size.parameters for name in PARAMETERS if (size := named_size(name)) is not None}
+    assert found == PARAMETERS
+    assert named_size("someone/another-model") is None and named_size("models/Qwen3-8B-AWQ") is None
+
+
+def test_every_published_shape_is_compared_with_a_published_number_of_parameters():
+    shapes = {name for shapes in published.SHAPES.values() for name in shapes}
+    known = {published.VARIANT.sub("", name.partition("/")[2].lower()) for name in PARAMETERS}
+    twins = {"meta-llama-3-70b": "llama-3.3-70b", "llama-3.1-70b": "llama-3.3-70b"}
+    assert {twins.get(name, name) for name in shapes} - known <= {"mistral-7b-v0.1"}
+
+
+@pytest.mark.parametrize("name", ["google/gemma-2-2b", "google/gemma-3-270m", "Qwen/Qwen3-0.6B"])
+def test_a_published_shape_has_the_parameters_that_transformers_makes(name):
+    assert named_size(name).parameters == counted(published.published_config(name))
 
 
 @pytest.mark.parametrize("name", SHAPES)

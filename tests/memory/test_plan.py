@@ -468,7 +468,7 @@ def test_a_run_is_rejected_only_if_half_of_the_estimated_memory_does_not_fit():
 
 
 def test_a_run_that_may_not_fit_gives_a_warning(monkeypatch):
-    cfg = compose([])
+    cfg = compose(["backend.tokens=1000000"])
     needed = memory.plan(cfg).uses[0].bytes
     assert advice.warnings(cfg) == []
     monkeypatch.setattr(memory, "this_machine", lambda: Machine(ram=int(needed * 1.05)))
@@ -479,7 +479,7 @@ def test_a_run_that_may_not_fit_gives_a_warning(monkeypatch):
 
 def test_the_error_for_a_too_large_micro_batch_suggests_a_size_that_fits():
     cfg = compose(["backend.micro_batch=16384", "schedule.prompts_per_update=8192",
-                   "schedule.total_episodes=163840"])  # fmt: skip
+                   "schedule.total_episodes=163840", "backend.tokens=100000000"])  # fmt: skip
     (problem,) = advice.problems(cfg)
     assert problem.startswith("backend.micro_batch must be small enough for the 16.0 GiB of RAM")
     fitting = int(problem.rpartition("set backend.micro_batch=")[2])
@@ -514,9 +514,39 @@ def test_the_automatic_limit_of_tokens_fits_the_machine():
     )
     on_gpus = memory.with_token_limit(compose(words[:3]), TWO_GPUS).backend.tokens
     assert on_gpus == memory.with_token_limit(compose(words), TWO_GPUS).backend.tokens, "the default on a GPU"
-    assert memory.with_token_limit(compose(words[:3])).backend.tokens is None, "no limit on the CPU"
+    assert memory.with_token_limit(compose(words[:3])) == cfg, "the default on a CPU with too little memory"
+    assert memory.with_token_limit(compose([])).backend.tokens is None, "no limit if the memory suffices"
     double = replace(cfg, backend=replace(cfg.backend, tokens=2 * cfg.backend.tokens))
     assert memory.plan(double).uses[0].bytes > 0.9 * 16 * GIB, "the next larger limit does not fit"
+
+
+def test_a_small_model_and_your_own_data_fit_a_laptop_with_the_defaults(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "question {i}"}}\n' for i in range(9)))
+    for model, forward in (("HuggingFaceTB/SmolLM2-135M-Instruct", 8), ("Qwen/Qwen2.5-0.5B-Instruct", 2)):
+        cfg = compose(["task=local", f"task.path={prompts}", "algo=rloo", f"model.policy={model}",
+                       "scorer=facts", "generator=hf"])  # fmt: skip
+        assert advice.problems(cfg) == []
+        assert memory.with_token_limit(cfg).backend.tokens == forward * (512 + 256)
+
+
+def test_settings_that_need_less_memory_are_named_with_the_memory_that_they_need():
+    words = ["model.hidden_size=512", "model.layers=8", "backend.tokens=1000000"]
+    cfg = compose(words)
+    device, sizes = advice.savings(cfg)
+    assert device == "RAM" and list(sizes) == sorted(sizes, key=sizes.get)
+    assert {"model.gradient_checkpointing", "backend.micro_batch"} <= {each.split("=")[0] for each in sizes}
+    for override, size in sizes.items():
+        (use,) = memory.plan(compose([*words, override])).uses
+        assert use.bytes == size < memory.plan(cfg).uses[0].bytes
+
+
+def test_the_error_for_a_too_large_model_names_settings_that_fit_together():
+    words = ["model=pythia_1b", "model.policy=EleutherAI/pythia-1b", "scorer=facts", "generator=hf"]
+    (problem,) = advice.problems(compose(words))
+    remedy = problem.rpartition("; set ")[2].split()
+    assert "model.lora.rank=16" in remedy
+    assert advice.problems(compose([*words, *remedy])) == []
 
 
 def test_the_error_for_a_too_large_generator_batch_suggests_another_size():
