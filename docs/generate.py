@@ -39,7 +39,7 @@ from rlhf.config.schema import SCHEMAS, Section, bound_of, plain  # noqa: E402
 REFERENCE = ROOT / "docs" / "reference"
 COMMANDS = (
     *("rlhf", "rlhf.train", "rlhf.extend", "rlhf.inspect", "rlhf.evaluate", "rlhf.relabel", "rlhf.pipeline"),
-    *("rlhf.plan", "rlhf.report"),
+    *("rlhf.plan", "rlhf.sample", "rlhf.report"),
 )
 COLUMNS = "110"  # width of the help texts
 REQUIRED = "required"

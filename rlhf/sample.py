@@ -34,7 +34,7 @@ COMMAND = Command(
         "Ctrl-D ends the command."
     ),
     own={
-        "run": "run folder",
+        "run": "run folder; its final model is used",
         "model": "in place of run=: model folder, such as <run>/checkpoint-10/model, or hub name",
         "temperature": "sampling temperature; 0.01 is almost greedy (default: that of the run)",
         "response_length": "limit in tokens (default: that of the run; without run= 256)",
@@ -62,6 +62,10 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     """
     if "model" in own:
         name = own["model"]
+        if "run" in own:
+            raise UserError(
+                f"model= must not be set with run= (each names a model), got {name}; leave one out"
+            )
         if problem := folder_problem("model", name):
             raise UserError(problem)
         cfg, length = alone([name], ["task=tldr_mini", *overrides]), 256

@@ -11,7 +11,7 @@ A row whose result differs from the expectation is marked in the table.
 
 Commands are forked from a process that has imported the libraries; add 5 to 9 s of CPU time for rows that
 load a model. --fresh, and rows about the environment, start Python anew. With all rows selected, the table is
-written to docs/results/bad_inputs.md.
+written to benchmarks/bad_inputs/results.md.
 
 Exit code: 0 if all results are as expected, 1 if a result differs, 2 for wrong arguments.
 """
@@ -39,7 +39,7 @@ from benchmarks.bad_inputs.service import Service
 from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "results" / "bad_inputs.md"
+PAGE = Path(__file__).with_name("results.md")
 PARTS = {
     "a": ("Keys and values on the command line", keys.ROWS),
     "b": ("Data files", data.ROWS),

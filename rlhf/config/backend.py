@@ -42,7 +42,7 @@ class BackendConfig(Section):
         least=0,
         means="tokens per forward pass and rank (sequences x padded length), besides micro_batch; "
         f"{WITHOUT_GRADIENT} times both without gradients; 0: as many as the memory plan allows; null: 0 on "
-        "GPUs, no limit on CPUs",
+        "GPUs, and on CPUs with too little memory for passes without a limit",
         remedy="0",
     )
     device: Device = Device.auto

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 from rlhf import plan
 from rlhf.config import policy_gradient
 from rlhf.config.algo import AlgoConfig
+from rlhf.config.compose import compose
 from rlhf.config.schema import PARTS, SCHEMAS
 from rlhf.core.machine import Machine
 from rlhf.memory import plan as memory
-from rlhf.memory.uses import GIB
+from rlhf.memory.uses import GIB, gib
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -66,6 +68,28 @@ def test_the_plan_of_the_docs_is_what_the_command_prints(monkeypatch, capsys):
     plan.main()
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert [line for line in printed if line] == table.splitlines() != []
+
+
+def test_the_memory_table_of_the_docs_is_what_the_plan_estimates():
+    page = (ROOT / "docs" / "memory.md").read_text()
+    command = re.search(r"    python -m rlhf.plan (task=gsm8k (?:.|\n)*?)\n\n", page)[1].replace("\\\n", " ")
+    cfg, machine = compose(command.split()), Machine(ram=2**40)
+    names = {"Llama 3.2 1B": "meta-llama/Llama-3.2-1B", "Qwen 2.5 7B": "Qwen/Qwen2.5-7B",
+             "Llama 3.1 8B": cfg.model.policy}  # fmt: skip
+    rows = re.findall(r"^\| (\w+ \S+ \dB) \| (all weights|LoRA) \| (.*) \|$", page, re.M)
+    assert len(rows) == 6
+    for model, trained, cells in rows:
+        lora = replace(cfg.model.lora, rank=16 if trained == "LoRA" else 0)
+        for cell, prompt, response in zip(
+            cells.split(" | "), (512, 1024, 1024), (512, 3072, 7168), strict=True
+        ):
+            changed = replace(
+                cfg,
+                model=replace(cfg.model, policy=names[model], lora=lora),
+                task=replace(cfg.task, max_prompt_tokens=prompt),
+                generator=replace(cfg.generator, response_length=response),
+            )
+            assert gib(memory.plan(changed, machine).uses[0].bytes) == cell, (model, trained, response)
 
 
 def test_the_readme_names_only_options_that_exist():
