@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config.algo import Data
 from rlhf.config.task import PREFERENCE_COLUMNS, ColumnsConfig
 from rlhf.core.errors import UserError
 from rlhf.core.pasting import setting
+from rlhf.tasks.formats import number_as_text, parsed, without_prompt
 from rlhf.tasks.reading import described
 
 if TYPE_CHECKING:
@@ -46,16 +47,18 @@ class BadRow(Exception):
     Args:
         rule: what the data must have, after "<key> must".
         got: what the row has, after the place of the row.
+        remedy: what to do about such a row.
     """
 
-    def __init__(self, rule: str, got: str) -> None:
+    def __init__(self, rule: str, got: str, remedy: str = "correct or remove that row") -> None:
         super().__init__(rule, got)
         self.rule = rule
         self.got = got
+        self.remedy = remedy
 
     def problem(self, key: str, place: str) -> str:
         """Return the error message for the row at `place` of the data that `key` names."""
-        return f"{key} must {self.rule}, got {place} {self.got}; correct or remove that row"
+        return f"{key} must {self.rule}, got {place} {self.got}; {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +144,14 @@ class Layout:
         assert self.chosen is not None and self.rejected is not None
         if not isinstance(row.get(self.chosen), list):
             if self.prompt is None:
-                raise BadRow("have a column of prompts beside texts in chosen and rejected", "without it")
+                if found := without_prompt(text(row, self.chosen), text(row, self.rejected)):
+                    return found
+                raise BadRow(
+                    "have a column of prompts beside texts in chosen and rejected, or whole dialogues with "
+                    "'\\n\\nAssistant:' before each answer",
+                    "without them",
+                    "add the column prompt",
+                )
             prompt, rejected = self._prompt(row), text(row, self.rejected)
             return prompt, text(row, self.chosen), rejected
         before = self._prompt(row) if self.prompt is not None else []
@@ -165,6 +175,15 @@ class Layout:
         return f"{prompt}\n\n{text(row, str(self.context))}" if context else prompt
 
 
+def not_text(value: Any) -> str:
+    """Return the remedy for a value in place of a text."""
+    if value is None or value != value:
+        return "remove the rows without this value"
+    if isinstance(value, dict):
+        return "write the field that is meant as a column of its own"
+    return "write the value as text, in quotes"
+
+
 def text(row: Row, column: str) -> str:
     """Return the text in a column of a row.
 
@@ -175,7 +194,11 @@ def text(row: Row, column: str) -> str:
         raise BadRow(f"have the column {column} in every row", f"with the columns {', '.join(row) or 'none'}")
     value = row[column]
     if not isinstance(value, str):
-        raise BadRow(f"have a text in its column {column} in every row", f"with {described(value)}")
+        if (number := number_as_text(value, column)) is not None:
+            return number
+        raise BadRow(
+            f"have a text in its column {column} in every row", f"with {described(value)}", not_text(value)
+        )
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -196,7 +219,8 @@ def conversation(row: Row, column: str) -> list[Message]:
     rule = f"have dialogues (lists of messages with role and content, both texts) in its column {column}"
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else described(value)
-        raise BadRow(rule, f"with {found}" if column in row else "without that column")
+        remedy = 'write [{"role": "user", "content": "..."}, ...], as a list or as its JSON text'
+        raise BadRow(rule, f"with {found}" if column in row else "without that column", remedy)
     messages = []
     for message in value:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
@@ -253,9 +277,15 @@ def converted(
     first: tuple[str, Row] | None = None
     for place, row in rows:
         try:
-            made = convert(row)
+            made = convert(parsed(row))
         except BadRow as error:
             raise UserError(error.problem(key, place)) from None
+        prompt = made.get("messages") or made.get("prompt")
+        if isinstance(prompt, list) and all(message["role"] == "system" for message in prompt):
+            raise UserError(
+                f"{key} must have a message of the user in each dialogue, got {place} with a system message "
+                "only; add the message to answer"
+            )
         first = first or (place, made)
         if form(made) != form(first[1]):
             raise UserError(
@@ -327,6 +357,11 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
         raise _lacks(names, data, key, place)
     if data is Data.references and found["response"] is None and found["chosen"] is None:
         raise _lacks(names, data, key, place)
+    if data is Data.references and set(names) == {"prompt", "completion", "label"}:  # as in KTO
+        raise UserError(
+            f"{key} must have only good responses (SFT imitates all of them), got {place} with a label for "
+            "each completion; keep the rows whose label is true, without the column label"
+        )
     return Layout(
         prompt=found["prompt"],
         context=context,
@@ -376,6 +411,12 @@ def _lacks(names: Sequence[str], data: Data, key: str, place: str) -> UserError:
         Data.references: ("prompt", "response"),
         Data.preferences: ("prompt", "chosen", "rejected"),
     }[data]
+    if data is Data.preferences and {"completion", "label"} <= set(names):  # as in KTO
+        return UserError(
+            f"{key} must have {NEEDS[data]}, got {place} with {', '.join(names)} (single responses with a "
+            "label); write a row with prompt, chosen and rejected for each prompt with a good and a bad "
+            "completion, or train on the good ones alone with algo=sft"
+        )
     missing = [role for role in wanted if not any(name.lower() in NAMES[role] for name in names)]
     free = [name for name in names if not any(name.lower() in each for each in NAMES.values())]
     remedy = f"add {' and '.join(missing)}"

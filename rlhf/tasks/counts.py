@@ -131,6 +131,14 @@ def _described(responses: pyarrow.Table) -> list[np.ndarray]:
     return [mask.to_numpy() for mask in (*masks, pc.equal(columns[0], columns[-1]))]
 
 
+def no_differences(counts: Counts, split: str) -> str:
+    """Return the error message for pairs that all have equal responses."""
+    return (
+        f"task.path must contain pairs with different responses (equal ones teach nothing), got "
+        f"{counts.rows:,} pairs of the split {split}, all with chosen equal to rejected; correct the columns"
+    )
+
+
 def all_skipped(counts: Counts, split: str, limit: int) -> str:
     """Return the error message for a split of which no prompt is used."""
     if counts.no_prompt.count == counts.rows:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.core.errors import UserError
+from rlhf.tasks.formats import Row, Written, rows_of_table
 
-Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FORMATS = ".jsonl, .json, .csv (also with .gz) or .parquet"  # for messages
 WRAPPERS = ("data", "rows", "examples", "items", "train")  # usual names of an array of rows in an object
@@ -117,9 +117,12 @@ def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
             return
         place = f"line {number} of {file}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_float=Written)
         except (ValueError, RecursionError) as error:
             reason, remedy = _reason(error), "correct or remove the line"
+            if first and line.strip() == "{" and (table := _table(line + "".join(text for _, text in lines))):
+                yield from _numbered(table, file, key)
+                return
             if first and line.strip() == "{":
                 reason, remedy = "an object over several lines", "write the rows as an array: [{...}, {...}]"
             elif first and line.lstrip()[0] != "{":
@@ -128,6 +131,9 @@ def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
             raise UserError(
                 f"{key} must contain one JSON object per line, got {place} ({reason}); {remedy}"
             ) from error
+        if first and (table := rows_of_table(row)):
+            yield from _numbered(table, file, key)
+            return
         if first and (name := _wrapper(row)):
             raise UserError(
                 f"{key} must contain an array of rows, got {place} with an object whose {name} is an array; "
@@ -147,16 +153,28 @@ def _wrapper(row: Any) -> str | None:
 
 def _array(text: str, file: Path, key: str) -> Iterator[tuple[str, Row]]:
     try:
-        objects = json.loads(text)
+        objects = json.loads(text, parse_float=Written)
     except (ValueError, RecursionError) as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
         raise UserError(
             f"{key} must contain an array of JSON objects, got line {line} of {file} ({_reason(error)}); "
             "correct the file"
         ) from error
+    yield from _numbered(objects, file, key)
+
+
+def _numbered(objects: Sequence[Any], file: Path, key: str) -> Iterator[tuple[str, Row]]:
     for number, row in enumerate(objects, 1):
         place = f"row {number} of {file}"
         yield place, _object(row, place, key)
+
+
+def _table(text: str) -> list[Row] | None:
+    """Return the rows of a JSON text that is a table of pandas, see `rows_of_table`; None: it is not."""
+    try:
+        return rows_of_table(json.loads(text, parse_float=Written))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _reason(error: Exception) -> str:

@@ -21,7 +21,7 @@ from rlhf.core.encoding import pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import vocabulary
 from rlhf.core.seeding import derive
-from rlhf.tasks.counts import Counts, all_skipped, count
+from rlhf.tasks.counts import Counts, all_skipped, count, no_differences
 from rlhf.tasks.mixture import check_parts, mixed_order
 from rlhf.tasks.prompt_order import PromptOrder
 from rlhf.tasks.records import NOTHING, RECORD, Wanted, parsed
@@ -232,6 +232,8 @@ class Task:
         places = stored["place"] if "place" in stored.column_names else None
         for warning in counts.warnings(split, lambda i: places[i] if places else f"row {i + 1}"):
             log.warning("%s", warning)
+        if pairs and split == "train" and counts.no_difference.count == counts.rows:
+            raise UserError(no_differences(counts, split))
         if not kept.any():
             raise UserError(all_skipped(counts, split, self.max_prompt_tokens))
         if split == "train" and self.shares:

@@ -278,6 +278,8 @@ def test_empty_responses_are_counted_wherever_there_should_be_responses(tmp_path
     same = [{**pair, "rejected": pair["chosen"]} for pair in PAIRS[:5]]
     (equal,) = messages(same, PreferencesConfig, Data.prompts)
     assert equal.startswith("5 of 5 rows of the split train have equal chosen and rejected responses")
+    with pytest.raises(UserError, match="5 pairs of the split train, all with chosen equal to rejected"):
+        messages(same, PreferencesConfig, Data.preferences)
 
 
 def test_prompts_that_are_all_too_long_are_an_error_with_their_lengths(tmp_path):

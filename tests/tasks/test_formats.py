@@ -1,0 +1,119 @@
+"""Tests of the forms of data: messages as JSON text, numbers, tables of pandas, hh-rlhf, KTO."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from rlhf.config.algo import Data
+from rlhf.config.task import ColumnsConfig, LocalConfig
+from rlhf.core.errors import UserError
+from rlhf.tasks.columns import recognise
+from rlhf.tasks.formats import Written, messages_of, rows_of_table, without_prompt
+from rlhf.tasks.local import LocalSource
+
+DIALOGUE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It's \u00fc"}]
+OTHER = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me"}]
+TABLE = {"prompt": {"0": "a", "1": "b"}, "response": {"0": "x", "1": "y"}}
+
+
+def source(file, text):
+    file.write_text(text)
+    return LocalSource(LocalConfig(path=str(file)))
+
+
+def prompts(data):
+    """Return prompt and reference of all rows, sorted by the prompt."""
+    rows = [row for split in ("train", "validation") for row in data.prompts(split)]
+    return sorted((str(row.get("query") or row.get("messages")), row["reference_response"]) for row in rows)
+
+
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize("write", [json.dumps, str], ids=["JSON", "Python"])
+def test_messages_as_text_are_read_as_messages(tmp_path, write):
+    plain = source(tmp_path / "a.jsonl", lines({"messages": DIALOGUE}, {"messages": OTHER}))
+    texts = source(tmp_path / "b.jsonl", lines({"messages": write(DIALOGUE)}, {"messages": write(OTHER)}))
+    assert prompts(texts) == prompts(plain)
+    with (tmp_path / "c.csv").open("w") as file:
+        csv.writer(file).writerows([["messages"], [write(DIALOGUE)], [write(OTHER)]])
+    assert prompts(LocalSource(LocalConfig(path=str(tmp_path / "c.csv")))) == prompts(plain)
+
+
+def test_other_texts_with_brackets_stay_texts():
+    for text in ("[1, 2]", "[{]", '[{"a": 1}]', "[x] {y}", "[]", "plain"):
+        assert messages_of(text) == text
+
+
+def test_numbers_are_read_as_they_are_written(tmp_path, caplog):
+    rows = '{"prompt": "1/8 =", "answer": 0.1250}\n{"prompt": "10^3 =", "answer": 1e3}\n'
+    rows += '{"prompt": "2+2 =", "answer": 4}\n'
+    read = prompts(source(tmp_path / "a.jsonl", rows))
+    assert [reference for _, reference in read] == ["0.1250", "1e3", "4"]
+
+
+def test_other_values_in_place_of_a_text_get_a_remedy_of_their_kind(tmp_path):
+    remedies = {
+        "null": "remove the rows",
+        "true": "as text, in quotes",
+        "{}": "field",
+    }
+    for number, (value, remedy) in enumerate(remedies.items()):
+        with pytest.raises(UserError, match=remedy):
+            prompts(source(tmp_path / f"{number}.jsonl", f'{{"prompt": "a", "answer": {value}}}\n' * 2))
+
+
+def test_numbers_of_json_compute_and_print_as_written():
+    number = Written("1.50")
+    assert (str(number), number + 1, json.dumps(number)) == ("1.50", 2.5, "1.5")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(TABLE),
+        json.dumps(TABLE, indent=2),
+        json.dumps({"columns": ["prompt", "response"], "index": [0, 1], "data": [["a", "x"], ["b", "y"]]}),
+    ],
+    ids=["columns", "indented", "split"],
+)
+def test_tables_of_pandas_are_read_by_rows(tmp_path, text):
+    assert prompts(source(tmp_path / "a.json", text)) == [("a", "x"), ("b", "y")]
+
+
+def test_a_row_is_no_table():
+    for row in ({"prompt": "a"}, {"a": {"b": 1}}, {"messages": [1]}, {}, {"data": []}, [1]):
+        assert rows_of_table(row) is None
+
+
+def test_pairs_of_whole_dialogues_are_divided_before_the_last_common_answer():
+    start = "\n\nHuman: A\n\nAssistant: b\n\nHuman: C\n\nAssistant:"
+    assert without_prompt(f"{start} yes", f"{start} yes, but") == (start, " yes", " yes, but")
+    assert without_prompt("one text", "one other text") is None
+
+
+def test_pairs_without_prompts_and_labels_of_kto_get_a_remedy():
+    with pytest.raises(UserError, match="chosen and rejected for each prompt"):
+        recognise(["prompt", "completion", "label"], ColumnsConfig(), Data.preferences, "task.path", "x")
+    with pytest.raises(UserError, match="keep the rows whose label is true"):
+        recognise(["prompt", "completion", "label"], ColumnsConfig(), Data.references, "task.path", "x")
+    assert recognise(["prompt", "completion", "label"], ColumnsConfig(), Data.prompts, "task.path", "x")
+
+
+def test_a_dialogue_with_a_system_message_only_is_refused(tmp_path):
+    rows = [{"messages": [{"role": "system", "content": "Be kind."}]}] * 2
+    with pytest.raises(UserError, match="line 1 of .* with a system message only"):
+        prompts(source(tmp_path / "a.jsonl", lines(*rows)))
+
+
+def test_pairs_of_hh_rlhf_are_read(tmp_path):
+    start = "\n\nHuman: {}\n\nAssistant:"
+    rows = [{"chosen": start.format(n) + " yes", "rejected": start.format(n) + " no"} for n in "ab"]
+    data = source(tmp_path / "a.jsonl", lines(*rows))
+    read = [row for split in ("train", "validation") for row in data.preferences(split)]
+    assert sorted(row["prompt"] for row in read) == [start.format(n) for n in "ab"]
+    assert {(row["chosen"], row["rejected"]) for row in read} == {(" yes", " no")}
