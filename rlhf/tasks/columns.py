@@ -178,7 +178,7 @@ class Layout:
 def not_text(value: Any) -> str:
     """Return the remedy for a value in place of a text."""
     if value is None or value != value:
-        return "remove the rows without this value"
+        return "correct or remove the rows without a value"
     if isinstance(value, dict):
         return "write the field that is meant as a column of its own"
     return "write the value as text, in quotes"

@@ -125,7 +125,7 @@ def test_validation_uses_the_configured_split_of_the_dialogues(tmp_path):
 )
 def test_an_invalid_dialogue_is_refused_with_its_row_number(tmp_path, messages):
     path = write(tmp_path, messages)
-    with pytest.raises(ValueError, match=r"task\.path must have dialogues .* line 1 of .*; correct"):
+    with pytest.raises(ValueError, match=r"task\.path must have dialogues .* line 1 of .*; (correct|write)"):
         make(ChatConfig(path=path)).prompts("train")
 
 

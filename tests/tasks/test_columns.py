@@ -120,7 +120,7 @@ def test_pairs_of_texts_and_of_messages_become_a_prompt_and_two_texts(row, promp
 @pytest.mark.parametrize(
     ("row", "rule", "got"),
     [
-        ({"chosen": "a", "rejected": "b"}, "have a column of prompts", "without it"),
+        ({"chosen": "a", "rejected": "b"}, "have a column of prompts", "without them"),
         ({"prompt": "a", "chosen": None, "rejected": "b"}, "have a text in its column chosen", "with null"),
         ({"prompt": 3.5, "chosen": "a", "rejected": "b"}, "in its column prompt", "with a number (3.5)"),
         ({"prompt": "a", "chosen": "a"}, "have the column rejected", "with the columns prompt, chosen"),

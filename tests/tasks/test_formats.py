@@ -58,7 +58,7 @@ def test_numbers_are_read_as_they_are_written(tmp_path, caplog):
 
 def test_other_values_in_place_of_a_text_get_a_remedy_of_their_kind(tmp_path):
     remedies = {
-        "null": "remove the rows",
+        "null": "correct or remove the rows",
         "true": "as text, in quotes",
         "{}": "field",
     }

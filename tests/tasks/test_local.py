@@ -161,9 +161,9 @@ def test_unusable_rows_are_a_problem_before_the_run(tmp_path, rows, data, says):
 
 def test_rows_of_large_files_are_checked_when_they_are_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf.tasks.folders.SCANNED_BYTES", 1000)
-    file = write(tmp_path / "rows.jsonl", [*ROWS, {"question": 3}])
+    file = write(tmp_path / "rows.jsonl", [*ROWS, {"question": None}])
     assert found(file) == []
-    with pytest.raises(UserError, match=r"line 101 of .* with a number \(3\)"):
+    with pytest.raises(UserError, match=r"line 101 of .* with null"):
         make(LocalConfig(path=file)).prompts("train")
 
 
@@ -180,7 +180,7 @@ def test_a_path_without_data_is_a_problem_with_a_remedy(tmp_path):
         (problem,) = found(str(tmp_path / name))
         assert text in problem
     (problem,) = found("nobody/data")
-    assert "load_dataset('nobody/data').save_to_disk('data/data')" in problem
+    assert 'load_dataset("nobody/data").save_to_disk("data/data")' in problem
     (problem,) = found(None)
     assert "set task.path=<file or folder>" in problem
 

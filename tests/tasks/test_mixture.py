@@ -135,7 +135,7 @@ def test_pairs_are_mixed_too(tmp_path):
 
 
 def test_errors_of_a_part_name_its_keys(tmp_path):
-    config = MixtureConfig(parts={"x": write(tmp_path / "x.jsonl", [{"prompt": "a"}, {"prompt": 3}])})
+    config = MixtureConfig(parts={"x": write(tmp_path / "x.jsonl", [{"prompt": "a"}, {"prompt": None}])})
     with pytest.raises(UserError, match=r"task\.parts\.x\.path must have a text in its column prompt"):
         MixtureSource(config).prompts("train")
 

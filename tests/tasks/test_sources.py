@@ -122,7 +122,9 @@ def test_a_column_without_text_is_refused(tmp_path: Path):
 def test_a_missing_text_in_a_saved_data_set_is_refused_with_its_row(tmp_path: Path):
     columns = {"query": ["a", None], "reference_response": ["c", "d"]}
     write(tmp_path, "saved", columns)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got row 2 of the split train of .* with null; correct or remove"):
+    with pytest.raises(
+        ValueError, match="got row 2 of the split train of .* with null; correct or remove the rows"
+    ):
         make(TLDRConfig(path=str(tmp_path))).prompts("train")
 
 
