@@ -79,6 +79,7 @@ COVARIANCE = {"kind": "none", "share": 2e-3, "low": 1.0, "high": 5.0, "coef": 1.
 # keys keep their names.
 NEW_IN_NAME: dict[str, object] = {
     "stages.stand_ins": False,
+    "task.chat": False,
     "model.chat_template": None,
     "model.float32_head": False,
     "model.fused_head": None,

@@ -33,6 +33,8 @@ VISIBLE = re.compile(r"[!-~]+")  # ASCII characters without spaces and line brea
 class ScorerConfig(Section):
     """The keys that every scorer has."""
 
+    verifies: ClassVar[bool] = False  # the score is 1 for a correct response, else 0; its mean is an accuracy
+
     name: str = MISSING
     missing_eos_score: float | None = number(
         None, means="score of a response without EOS, in place of its own; null: its own score", remedy="-1"
@@ -165,6 +167,8 @@ class FactsScorerConfig(ScorerConfig):
 @dataclass(kw_only=True, slots=True)
 class AnswerScorerConfig(ScorerConfig):
     """A score of 1 if the answer in the response equals the answer in the reference, else 0."""
+
+    verifies: ClassVar[bool] = True
 
     name: str = "answer"
     pattern: str = r"#### (\-?[0-9\.\,]+)"  # regular expression whose group matches the answer

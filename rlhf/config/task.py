@@ -109,6 +109,10 @@ class TLDRConfig(TaskConfig):
     preferences_name: str = "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b"
 
 
+QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, as in the paper
+CHAT_QUESTION = "{question}\n\nSolve this step by step. End with a line that has only #### and the number."
+
+
 @option("task", "gsm8k", part="rlhf.tasks.gsm8k:GSM8KSource")
 @dataclass(kw_only=True, slots=True)
 class GSM8KConfig(TaskConfig):
@@ -120,15 +124,21 @@ class GSM8KConfig(TaskConfig):
     name: str = "gsm8k"
     # hub name of the prompts and references
     prompts_name: str = "openai/gsm8k"
-    template: str = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # format of a prompt; contains {question}
+    chat: bool = False  # the prompt is a message of the user, in the format of the model's chat template
+    template: str = QUESTION  # format of a prompt with {question}; the default with chat is an instruction
     validation_size: int = number(
         473, least=1, means="last rows of train for evaluation, unless there is a validation split"
     )
 
+    @property
+    def question_format(self) -> str:
+        """The format of a prompt, which contains `{question}`."""
+        return CHAT_QUESTION if self.chat and self.template == QUESTION else self.template
+
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the template does not contain `{question}`."""
         yield from TaskConfig.problems(self, at)
-        if "{question}" not in self.template:
+        if "{question}" not in self.question_format:
             yield (
                 f"{at}.template must contain {{question}} (it is replaced by the problem), "
                 f"got {self.template!r}; set {at}.template='Problem: {{question}} Solution:'"

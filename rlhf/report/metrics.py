@@ -102,7 +102,7 @@ METRICS = {
         ),
         Metric("eval/gold_score", "judge score", "judge score", 2, 1, "gold"),
         Metric("eval/score", "reward on held-out prompts", "reward", 2, 1, "scorer"),
-        Metric("eval/accuracy", "accuracy on held-out pairs", "accuracy", 3, 1, rate=True),
+        Metric("eval/accuracy", "accuracy on held-out data", "accuracy", 3, 1, rate=True),
         Metric("eval/loss", "held-out loss (nats)", "held-out loss", 3, -1, "algo"),
         Metric("eval/margin", "reward margin on held-out pairs", "margin", 3, 0, "algo", noise=NOISE),
         Metric("eval/kl", "KL to the reference (nats per response)", "KL", 2, noise=NOISE),

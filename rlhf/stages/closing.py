@@ -87,7 +87,7 @@ def titles(cfg: Config) -> dict[str, str]:
         "eval/gold_score": f"judge ({cfg.gold.name})",
         "eval/score": f"reward ({cfg.scorer.name})",
         "eval/win_rate_vs_initial": "win rate vs. initial policy",
-        "eval/accuracy": "accuracy on held-out pairs",
+        "eval/accuracy": "accuracy of answers" if cfg.gold.verifies else "accuracy on held-out pairs",
         "eval/loss": "held-out loss",
         "eval/kl": "KL to the reference",
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf.config.task import ChatConfig, LocalConfig, MixtureConfig, TaskConfig
+from rlhf.config.task import ChatConfig, GSM8KConfig, LocalConfig, MixtureConfig, TaskConfig
 from rlhf.core.errors import UserError
 from rlhf.tasks.local_files import LocalFiles
 
@@ -24,6 +24,8 @@ def has_dialogues(task: TaskConfig) -> bool | None:
     if isinstance(task, MixtureConfig):
         known = {has_dialogues(part) for part in task.parts.values()}
         return None if len(known) > 1 else any(known)
+    if isinstance(task, GSM8KConfig):
+        return task.chat
     return isinstance(task, ChatConfig) and task.turn is None
 
 

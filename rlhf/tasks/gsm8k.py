@@ -17,7 +17,7 @@ COLUMNS = ("question", "answer")
 
 
 class GSM8KSource:
-    """A source of GSM8K questions in a prompt template.
+    """A source of GSM8K questions in a prompt template; with `task.chat`, as messages of the user.
 
     The published data set has the splits `train` and `test`. The last `task.validation_size` rows of `train`
     are the validation split, and the training split ends before these rows. A local folder with a split
@@ -27,27 +27,30 @@ class GSM8KSource:
         config: config section of the task.
     """
 
-    conversational = False
-
     def __init__(self, config: GSM8KConfig) -> None:
         self.config = config
+        self.conversational = config.chat
         self.problems = prompts_of(config, config.prompts_name, subset="main")
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return the split with the text columns `query` and `reference_response`, the worked answer.
+        """Return the split with `query` (or `messages`) and `reference_response`, the worked answer.
 
         Raises:
             UserError: the split cannot be loaded, or `task.validation_size` leaves no training rows.
         """
         rows = self._rows(split, wanted)
         return rows.map(
-            lambda columns: {
-                "query": [self.config.template.replace("{question}", text) for text in columns["question"]],
-                "reference_response": columns["answer"],
-            },
+            self._converted,
             batched=True,
             remove_columns=list(COLUMNS),
         )
+
+    def _converted(self, columns: dict[str, list[str]]) -> dict[str, list]:
+        prompts = [self.config.question_format.replace("{question}", text) for text in columns["question"]]
+        if not self.config.chat:
+            return {"query": prompts, "reference_response": columns["answer"]}
+        messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        return {"messages": messages, "reference_response": columns["answer"]}
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return a split of `task.preferences_path` with the text columns `prompt`, `chosen` and `rejected`.

@@ -102,6 +102,8 @@ class PolicyEvaluator:
             gold = self.gold.score_once(rollouts)[:, 0]
             columns["gold_score"] = gold.tolist()
             figures |= average("eval/gold_score", gold.double())
+            if self.gold.config.verifies:
+                figures |= rate("eval/accuracy", (gold == 1).double().mean().item(), len(rollouts))
             if self.has_references:
                 reference = self.score_references(self.gold)
                 difference = (gold - reference).double().mean().item()

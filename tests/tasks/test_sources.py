@@ -14,6 +14,7 @@ from rlhf.assembly.parts import make
 from rlhf.checks.tasks import data_folders, unused_pairs
 from rlhf.config.algo import Data, Trains
 from rlhf.config.task import GSM8KConfig, PreferencesConfig, TaskConfig, TLDRConfig, TLDRMiniConfig
+from rlhf.tasks.dialogues import has_dialogues
 from rlhf.tasks.folders import folder_problems, split_columns
 from tests import needs
 
@@ -225,6 +226,19 @@ def test_gsm8k_validation_is_the_end_of_train_and_test_is_separate():
     assert [len(source.prompts(split)) for split in ("train", "validation", "test")] == [7000, 473, 1319]
     assert not parts[0] & parts[1]
     assert not parts[0] & parts[2]
+
+
+def test_gsm8k_with_chat_asks_the_question_as_a_message_with_the_form_of_the_answer(tmp_path):
+    rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(3)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = make(GSM8KConfig(path=str(tmp_path), chat=True, validation_size=1))
+    assert source.conversational and has_dialogues(source.config)
+    row = source.prompts("train")[0]
+    (message,) = row["messages"]
+    assert message["role"] == "user" and message["content"].startswith("0 + 1?\n\n")
+    assert "####" in message["content"] and "query" not in row and "#### 1" in str(row["reference_response"])
+    own = make(GSM8KConfig(path=str(tmp_path), chat=True, template="Q: {question}"))
+    assert own.config.question_format == "Q: {question}"
 
 
 def test_gsm8k_template_must_contain_the_question():
