@@ -151,3 +151,5 @@ def test_a_run_with_only_ties_skips_every_step_and_reports_the_tie_rate(tiny, tm
     for row in updates(folder):  # an untrained model is always wrong, so all scores are equal
         assert row["objective/tie_rate"] == 1 and row["policy/skipped_steps"] == 1
         assert "policy/grad_norm" not in row
+    evaluated = [row for row in map(json.loads, folder.metrics.open()) if "eval/gold_score" in row]
+    assert evaluated and all(row["eval/accuracy"] == row["eval/gold_score"] == 0 for row in evaluated)
