@@ -1,5 +1,7 @@
 """Tests of every algorithm in complete runs: on-policy, off-policy, resumed and offline."""
 
+import json
+
 import pytest
 from datasets import Dataset, DatasetDict
 
