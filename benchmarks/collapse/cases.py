@@ -87,6 +87,14 @@ def collapsed_at(values: Sequence[tuple[float, float]], fall: float = FALL) -> f
     return found
 
 
+def distinct(cases: Sequence[Case]) -> list[Case]:
+    """Return the cases without repetitions: methods that are equal with lag 0 make runs with equal rows."""
+    found: dict[str, Case] = {}
+    for case in cases:
+        found.setdefault(repr(case.rows), case)
+    return list(found.values())
+
+
 def packed(cases: Iterable[Case]) -> dict[str, np.ndarray]:
     """Return cases as arrays: one value per case or, in the order of the cases, one value per row.
 
