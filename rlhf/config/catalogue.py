@@ -10,6 +10,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rlhf.config.document import read_document
 from rlhf.core.errors import UserError
 
 ORDER = (
@@ -56,6 +60,26 @@ def conf_dirs() -> list[Path]:
         elif argument.startswith("--config-dir="):
             found.append(Path(argument.partition("=")[2]))
     return found
+
+
+def length_of(task: str, algo: str) -> str:
+    """Return the option of conf/length/ for a task; settings of an algorithm of the user come before it.
+
+    Args:
+        task: option of the task.
+        algo: option of the algorithm, perhaps of a file in a folder of `--config-dir`.
+    """
+    if not (conf_dir() / "length" / f"{task}.yaml").is_file():
+        return task
+    files = [folder / "algo" / f"{algo}.yaml" for folder in conf_dirs()[1:]]
+    try:
+        found = next((read_document(file) for file in files if file.is_file()), None) or {}
+        keys = set(found.get("schedule") or ())
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        return task  # the error is reported when the file is composed
+    length = bool(keys & {"total_episodes", "total_epochs"})
+    own = {(True, True): "none", (True, False): "own_length", (False, True): "own_prompts"}
+    return own.get((length, "prompts_per_update" in keys), task)
 
 
 def config_dir_words() -> list[str]:

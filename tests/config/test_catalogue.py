@@ -9,11 +9,14 @@ from pathlib import Path
 
 import hydra
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from rlhf.checks.check import typed
+from rlhf.config import catalogue
 from rlhf.config.best_generator import best_generator
 from rlhf.config.catalogue import all_keys, conf_dir, groups, options
+from rlhf.config.compose import compose_node
 from rlhf.config.help import COMMANDS, GROUPS, KEYS, LONG
 from rlhf.config.identity import run_name
 from rlhf.config.root import Config
@@ -144,3 +147,25 @@ def test_wheel_contains_every_package_and_conf():
     assert project["package-dir"] == {"rlhf.conf": "conf"} and project["package-data"]["rlhf.conf"] == [
         "**/*.yaml"
     ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "length", "prompts"),
+    [
+        ({}, None, 64),
+        ({"total_episodes": 640}, 640, 64),
+        ({"prompts_per_update": 8}, None, 8),
+        ({"total_episodes": 640, "prompts_per_update": 8}, 640, 8),
+        ({"eval_every": 0}, None, 64),
+    ],
+)
+def test_lengths_of_an_algorithm_of_the_user_come_before_lengths_of_the_task(
+    tmp_path, schedule, length, prompts
+):
+    (tmp_path / "algo").mkdir()
+    head = "# @package _global_\n"
+    body = {"defaults": ["grpo", "_self_"], "schedule": schedule}
+    (tmp_path / "algo" / "mine.yaml").write_text(head + yaml.safe_dump(body))
+    with catalogue.also(tmp_path):
+        made = compose_node(["task=local", "algo=mine"]).schedule
+    assert (made.total_episodes, made.total_epochs, made.prompts_per_update) == (length, None, prompts)
