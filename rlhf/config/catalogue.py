@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -73,13 +74,15 @@ def length_of(task: str, algo: str) -> str:
         return task
     files = [folder / "algo" / f"{algo}.yaml" for folder in conf_dirs()[1:]]
     try:
-        found = next((read_document(file) for file in files if file.is_file()), None) or {}
-        keys = set(found.get("schedule") or ())
+        keys = {key for file in files if file.is_file() for key in read_document(file).get("schedule") or ()}
     except (OSError, ValueError, YAMLError, OmegaConfBaseException):
         return task  # the error is reported when the file is composed
     length = bool(keys & {"total_episodes", "total_epochs"})
     own = {(True, True): "none", (True, False): "own_length", (False, True): "own_prompts"}
     return own.get((length, "prompts_per_update" in keys), task)
+
+
+OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/config.yaml
 
 
 def config_dir_words() -> list[str]:

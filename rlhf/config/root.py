@@ -16,7 +16,6 @@ from rlhf.config import search as search  # registers its settings
 from rlhf.config.algo import AlgoConfig, Data, Trains
 from rlhf.config.backend import BackendConfig
 from rlhf.config.best_generator import best_generator
-from rlhf.config.catalogue import length_of
 from rlhf.config.generator import GeneratorConfig
 from rlhf.config.logger import LoggersConfig
 from rlhf.config.model import ModelConfig
@@ -30,7 +29,6 @@ from rlhf.config.task import TaskConfig
 # Resolvers for conf/ values computed from other keys: ${product:128,${schedule.minibatches}}
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), replace=True)
 OmegaConf.register_new_resolver("largest", lambda *sizes: max(sizes), replace=True)
-OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/config.yaml
 OmegaConf.register_new_resolver("best_generator", best_generator, replace=True)  # conf/generator/auto.yaml
 
 MINIMISED = ("eval/loss", "eval/ppl", "eval/kl")  # metrics of an evaluation whose lower values are better
