@@ -237,7 +237,7 @@ class Engine(ABC):
                 for name, part in means.items():
                     losses[name] += part.detach() * counted
                 merge(merged, stats if counted else {name: stat.emptied() for name, stat in stats.items()})
-        metrics = self.ranks.merge(merged)
+        metrics = self.ranks.merge(merged) | objective.observe(batch)
         if micros and self.optim.ess_scaling is not ESSScaling.none:
             scale = ess_scale(self.optim, metrics["mismatch/step_ess"].value())
             metrics["policy/lr_scale"] = Stat(scale)

@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from rlhf.config.algo import DPOLoss, PairWeighting, Ties
 from rlhf.core.metrics import mean
-from rlhf.objectives.objective import Objective, drift, prompts_with_signal
+from rlhf.objectives.objective import Objective, drift, preferred, prompts_with_signal
 from rlhf.objectives.pair_weights import pair_weights
 
 if TYPE_CHECKING:
@@ -84,13 +84,15 @@ class OnlineDPO(Objective):
         assert logprobs is not None
         weights, weighting = pair_weights(outputs, batch, self.config)
         logps = logprobs.sum(-1)  # [N, 2]
-        ratios = self.log_ratios(logps, batch.ref_logprobs.sum(-1), batch.response_mask)
+        ref_logps = batch.ref_logprobs.sum(-1)
+        ratios = self.log_ratios(logps, ref_logps, batch.response_mask)
+        sizes = -self.config.beta * self.log_ratios(logps, -ref_logps, batch.response_mask)
         rewards = self.config.beta * ratios.detach()
         margins = rewards[:, 0] - rewards[:, 1]
         return {"policy": (weights * self.pair_losses(ratios[:, 0] - ratios[:, 1])).sum()}, {
             "rewards/chosen": mean(rewards[:, 0]),
             "rewards/rejected": mean(rewards[:, 1]),
-            "rewards/accuracies": mean((margins > 0).float()),
+            "rewards/accuracies": preferred(margins, sizes.sum(1)),
             "rewards/margins": mean(margins),
             "logps/chosen": mean(logps[:, 0]),
             "logps/rejected": mean(logps[:, 1]),

@@ -6,6 +6,8 @@ is much narrower (1 - 3e-4 to 1 + 4e-4), and there is no KL penalty.
     u = exp(mean_t (logp - old))
     loss = mean over responses of max(-A u, -A clip(u, 1 - low, 1 + high))
 
+The factor of a KL penalty in the loss (`algo.kl_unbiased`) is the ratio of each token.
+
 Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlhf.objectives.grpo`.
 """
 
@@ -27,6 +29,10 @@ class GSPO(GRPO):
     def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
         """Return the mean of `difference` [N, K, T] over the tokens of each response: [N, K, 1]."""
         return (difference * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+
+    def kl_log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
+        """Return `difference` [N, K, T]: the factor of the KL term is the ratio of each token."""
+        return difference
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each token [N, K, T], and whether the response is clipped [N, K, 1]."""

@@ -26,7 +26,7 @@ from rlhf.core.batch import Batch, Outputs
 from rlhf.core.metrics import largest, mean, sample_size
 
 if TYPE_CHECKING:
-    from rlhf.core.metrics import Metrics
+    from rlhf.core.metrics import Metrics, Stat
 
 Forward = Callable[[Batch], Outputs]  # runs the trained module on a micro-batch
 Losses = dict[str, Tensor]  # sums over a micro-batch (differentiable scalars); key: metric without "loss/"
@@ -46,6 +46,7 @@ NEEDS = {
     "training forward",
 }
 
+ROUNDING = 1e-6  # relative rounding error of sums of float32 log-probs, which batching changes
 MAX_LOG_WEIGHT = 20.0  # bound of a log importance weight: the square of the weight fits float32
 MIN_LOG_WEIGHT = -300.0  # lower bound of a response's log weight: the square of the weight fits float64
 
@@ -100,6 +101,15 @@ class Objective(ABC):
         Every rank has the whole minibatch, so all ranks compute the same counts.
         """
 
+    def observe(self, batch: Batch) -> Metrics:
+        """Return the metrics of a minibatch without a forward pass; they cover prompts without signal, too.
+
+        They replace those that `loss` returns under the same names, which cover prompts with signal only.
+        """
+        if batch.old_logprobs is None or batch.behaviour_logprobs is None:
+            return {}
+        return between(batch.old_logprobs, batch)
+
     @abstractmethod
     def loss(self, forward: Forward, batch: Batch) -> tuple[Losses, Metrics]:
         """Return the SUM (not the mean) of each loss over a micro-batch, and metrics."""
@@ -122,6 +132,17 @@ class Supervised(Objective):
             "objective/eos_rate": mean(batch.ended.float()),
             "objective/response_tokens": mean(batch.response_mask.sum(-1).float()),
         }
+
+
+def preferred(margins: Tensor, sizes: Tensor) -> Stat:
+    """Return the share of pairs whose chosen response is preferred; a margin within rounding counts as half.
+
+    Args:
+        margins: reward [N] of the chosen response minus the reward of the rejected response.
+        sizes: sum [N] of the magnitudes of the float32 numbers whose differences a margin is.
+    """
+    sign = margins.detach().sign() * (margins.detach().abs() > ROUNDING * sizes.detach())
+    return mean(0.5 * (sign + 1))
 
 
 def prompts_with_signal(batch: Batch) -> float:
@@ -193,25 +214,34 @@ def sampler_logprobs(logprobs: Tensor, batch: Batch) -> Tensor:
 def mismatch(logprobs: Tensor, batch: Batch) -> Metrics:
     """Return `policy/approxkl` and the `mismatch/` metrics between trainer and sampler.
 
-    `policy/approxkl` compares `logprobs` [N, K, T] with `old_or_behaviour`. Except `mismatch/step_ess`, the
-    `mismatch/` metrics compare the trainer (before the update, if `old_logprobs` exist) with the sampler:
+    `policy/approxkl` compares `logprobs` [N, K, T] with `old_or_behaviour`. The metrics of `between` compare
+    the trainer (before the update, if `old_logprobs` exist) with the sampler. `mismatch/step_ess` is
+    `mismatch/ess` of the policy that is trained in this step, from `logprobs` (VCPO, arXiv 2602.17616).
+    """
+    assert batch.behaviour_logprobs is not None
+    mask, now = batch.response_mask, logprobs.detach()
+    return {
+        "policy/approxkl": mean(0.5 * (now - old_or_behaviour(batch)).square(), mask),
+        **between(before_update(now, batch), batch),
+        "mismatch/step_ess": sample_size(response_weights(now - batch.behaviour_logprobs, mask)),
+    }
+
+
+def between(trainer: Tensor, batch: Batch) -> Metrics:
+    """Return the `mismatch/` metrics between log-probs [N, K, T] of the trainer and those of the sampler.
 
     - `kl`: the k3 estimate of KL(sampler || trainer);
     - `max_ratio`: the largest ratio of a token;
     - `ess`: the effective sample size of the weights trainer / sampler of responses, as a fraction of the
-      responses; `token_ess`: the same of tokens. Both are 1 on-policy;
-    - `step_ess`: `ess` of the policy that is trained in this step, from `logprobs` (VCPO, arXiv 2602.17616).
+      responses; `token_ess`: the same of tokens. Both are 1 on-policy.
     """
     assert batch.behaviour_logprobs is not None
-    mask, now, sampler = batch.response_mask, logprobs.detach(), batch.behaviour_logprobs
-    lag = before_update(now, batch) - sampler
+    mask, lag = batch.response_mask, trainer - batch.behaviour_logprobs
     return {
-        "policy/approxkl": mean(0.5 * (now - old_or_behaviour(batch)).square(), mask),
         "mismatch/kl": mean(torch.expm1(lag) - lag, mask),
         "mismatch/max_ratio": largest(lag.abs().exp(), mask),
         "mismatch/ess": sample_size(response_weights(lag, mask)),
         "mismatch/token_ess": sample_size(lag.clamp(max=MAX_LOG_WEIGHT).exp(), mask),
-        "mismatch/step_ess": sample_size(response_weights(now - sampler, mask)),
     }
 
 

@@ -146,6 +146,13 @@ class PolicyGradient(Objective):
         """Return the logarithm of the ratio u, given `logp - old` [N, K, T]; here u is per token."""
         return difference
 
+    def kl_log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
+        """Return the logarithm of the factor of the KL term in the loss: `log_ratio`, unless that is a mean.
+
+        With the mean over the tokens of a response, the gradient of the KL would be divided by their number.
+        """
+        return self.log_ratio(difference, mask)
+
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each token [N, K, T] without w and KL, and a bool mask of the clipped ratios.
 
@@ -199,7 +206,9 @@ class PolicyGradient(Objective):
         if self.kl_in_loss:
             assert batch.ref_logprobs is not None
             kl = kl_estimate(logprobs, batch.ref_logprobs, config.kl_estimator)
-            losses = losses + self.kl_coef * (kl * log_ratio.exp() if config.kl_unbiased else kl)
+            if config.kl_unbiased:
+                kl = kl * self.kl_log_ratio(logprobs - anchor, batch.response_mask).exp()
+            losses = losses + self.kl_coef * kl
         if config.entropy_coef:
             assert out.entropy is not None
             losses = losses - config.entropy_coef * out.entropy
@@ -214,6 +223,15 @@ class PolicyGradient(Objective):
             "policy/ratio": mean_of(ratio, mask),
             "policy/clipfrac": mean_of(clipped.float(), mask),
         }
+
+    def observe(self, batch: Batch) -> Metrics:
+        """Return metrics that cover all prompts of a minibatch; `correction/` where the weights are known."""
+        found = super().observe(batch)
+        known = batch.old_logprobs is not None and self.config.anchor is Anchor.old
+        if known or "weights" in (batch.per_token or {}):
+            old = old_or_behaviour(batch)
+            found |= self.weights(old, sampler_logprobs(old, batch), batch)[1]
+        return found
 
     def weights(self, anchor: Tensor, behaviour: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return importance weights, [N, K, T] or [N, K, 1], and `correction/` metrics.

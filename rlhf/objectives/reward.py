@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from rlhf.core.metrics import mean
-from rlhf.objectives.objective import Supervised, prompts_with_signal
+from rlhf.objectives.objective import Supervised, preferred, prompts_with_signal
 
 if TYPE_CHECKING:
     from rlhf.config.algo import RewardConfig
@@ -50,6 +50,6 @@ class RewardModelling(Supervised):
         return {"policy": -F.logsigmoid(margins).sum()}, {
             "rewards/chosen": mean(rewards[:, 0]),
             "rewards/rejected": mean(rewards[:, 1]),
-            "rewards/accuracies": mean((margins > 0).float()),
+            "rewards/accuracies": preferred(margins, rewards.abs().sum(1)),
             "rewards/margins": mean(margins),
         }

@@ -44,6 +44,10 @@ class TOPR(DAPO):
             return difference
         return over_tokens(difference * mask, mask, self.config.level is Level.geometric)
 
+    def kl_log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
+        """Return `log_ratio`, or that of each token where it is a geometric mean."""
+        return difference if self.config.level is Level.geometric else self.log_ratio(difference, mask)
+
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each token [N, K, T], and which weights are below 1 by more than rounding."""
         assert batch.advantages is not None

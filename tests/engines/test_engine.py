@@ -8,11 +8,12 @@ import torch
 
 from rlhf.assembly.parts import make
 from rlhf.config.algo import DPOConfig, SFTConfig
+from rlhf.config.correction import CorrectionConfig, Reject
 from rlhf.config.model import Dtype
 from rlhf.config.policy_gradient import PPOConfig
 from rlhf.config.schedule import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
-from rlhf.core.batch import Batch, Budget
+from rlhf.core.batch import Batch, Budget, microbatches
 from rlhf.engines.engine import NonFinite, learning_rate
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
@@ -32,6 +33,7 @@ def engine_of(
     max_grad_norm=None,
     dtype=Dtype.float32,
     critic=False,
+    weight_decay=0.0,
     **settings,
 ):
     reference = tiny_lm()
@@ -45,7 +47,7 @@ def engine_of(
         module,
         Policy(reference, 0.7, shared_prefix=True).requires_grad_(False),
         None,  # tokenizer, which only `save` needs
-        OptimConfig(lr=lr, max_grad_norm=max_grad_norm),
+        OptimConfig(lr=lr, max_grad_norm=max_grad_norm, weight_decay=weight_decay),
         total_steps=10,
         steps_per_batch=steps_per_batch,
         budget=Budget(micro_batch, tokens),
@@ -352,3 +354,64 @@ def test_the_reference_is_never_trained():
     assert not any(p.requires_grad for p in engine.reference.parameters())
     trained = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
     assert not trained & {id(p) for p in engine.reference.parameters()}
+
+
+def test_metrics_of_the_sampler_cover_prompts_that_are_rejected_as_a_whole():
+    """Micro-batches of one prompt; the first prompt is rejected, of the second one response of two."""
+    objective = make(
+        SCHEMAS["schema/algo/rloo"](
+            kl_coef=0.0, correction=CorrectionConfig(reject=Reject.mean, reject_low=0.9, reject_high=1.1)
+        )
+    )
+    for far, skipped in [([0, 1, 2], 0), (range(16), 1)]:
+        engine = engine_of(micro_batch=2, stale=True)
+        batch = scored()
+        rows = torch.tensor([float(row in far) for row in range(16)]).view(8, 2, 1)
+        batch.behaviour_logprobs = batch.behaviour_logprobs - 0.5 * rows * batch.response_mask
+        batch = objective.credit(engine.annotate(batch, objective.needs))
+        found = {name: stat.value() for name, stat in engine.step(batch, objective).items()}
+        tokens, rows = batch.response_mask.sum(-1), rows[..., 0]
+        share = float((rows * tokens).sum() / tokens.sum())
+        assert found["correction/rejected"] == pytest.approx(share)
+        assert found["policy/skipped_steps"] == skipped
+        weights = (0.5 * rows * tokens).double().exp()
+        assert found["mismatch/ess"] == pytest.approx(
+            float(weights.sum() ** 2 / weights.square().sum() / 16), abs=1e-4
+        )
+        assert found["mismatch/max_ratio"] == pytest.approx(math.exp(0.5), abs=1e-4)
+        assert found["mismatch/kl"] == pytest.approx(share * (math.exp(0.5) - 1.5), abs=1e-4)
+
+
+def test_metrics_of_the_sampler_cover_ties_if_the_log_probs_before_the_update_are_known():
+    objective = make(SCHEMAS["schema/algo/grpo"](kl_coef=0.0))
+    engine = engine_of(micro_batch=2, steps_per_batch=2)
+    batch = scored()
+    batch.scores[1:] = 1.0
+    batch.behaviour_logprobs = batch.behaviour_logprobs - 0.5 * batch.response_mask
+    batch = objective.credit(engine.annotate(batch, objective.needs))
+    batch.old_logprobs[0] = batch.behaviour_logprobs[0]  # the only prompt with signal
+    found = engine.step(batch, objective)
+    rest = float(batch.response_mask[1:].sum() / batch.response_mask.sum())
+    assert found["mismatch/kl"].value() == pytest.approx(rest * (math.exp(0.5) - 1.5), abs=1e-4)
+    assert found["mismatch/max_ratio"].value() == pytest.approx(math.exp(0.5), abs=1e-4)
+
+
+def test_a_step_with_gradient_0_multiplies_the_weights_by_1_minus_lr_times_weight_decay():
+    engine = engine_of(lr=0.5, weight_decay=0.1)
+    before = weights(engine)
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    engine.update(0.5)
+    torch.testing.assert_close(weights(engine), before * (1 - 0.5 * 0.1))
+
+
+def test_inference_of_a_16_bit_run_equals_the_module_under_autocast_bit_for_bit():
+    engine = engine_of(dtype=Dtype.bfloat16)
+    rollouts = tiny_rollouts(2, 2)
+    ((_, micro, _),) = microbatches(rollouts, Budget(16))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = engine.policy(micro).logprobs
+    found = engine.infer(engine.policy, micro, "logprobs")
+    assert torch.equal(found, expected)
+    exact = engine_of().infer(engine.policy, micro, "logprobs")
+    assert not torch.equal(found, exact), "float32 computes other log-probs"

@@ -237,6 +237,14 @@ def test_length_weighted_advantages_equal_those_of_the_other_implementation(arra
     torch.testing.assert_close(batch.advantages[..., 0], expected)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("verl") and "_rs_" in name])
+def test_the_share_of_rejected_tokens_equals_that_of_the_other_implementation(name, arrays, cases):
+    objective = CASES[name]
+    batch, _ = prepared(name, objective, arrays)
+    found = objective.observe(batch)["correction/rejected"].value()
+    assert found == pytest.approx(cases[name]["figures"]["rollout_rs_masked_fraction"], rel=1e-6)
+
+
 def test_the_kl_between_sampler_and_trainer_equals_that_of_the_other_implementation(arrays, cases):
     batch = batch_of(arrays)
     found = mismatch(batch.old_logprobs, batch)["mismatch/kl"].value()

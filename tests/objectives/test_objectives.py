@@ -130,6 +130,24 @@ def test_held_out_pairs_have_the_loss_accuracy_and_margin_of_the_training_loss()
     assert figures["eval/margin"] == pytest.approx(trained["rewards/margins"].value()) == pytest.approx(0.15)
 
 
+@pytest.mark.parametrize("normalised", [False, True])
+def test_margins_within_rounding_count_as_half_an_accurate_pair(normalised):
+    ref = -50 - torch.rand(6, 2, 2)
+    noise = torch.tensor([0.0, 4e-6, -8e-6, 1e-5, 0.3, -0.3])  # of the chosen response; one float32 ulp: 4e-6
+    logprobs = ref.clone()
+    logprobs[:, 0, 0] += noise
+    objective = OnlineDPO(DPOConfig(beta=0.1, length_normalised=normalised))
+    _, figures = objective.loss(forward_of(logprobs), batch_of([[1, 0]] * 6, ref=ref))
+    assert figures["rewards/accuracies"].value() == (4 * 0.5 + 1) / 6
+
+
+def test_equal_rewards_count_as_half_an_accurate_pair_in_the_training_of_a_reward_model():
+    rewards = torch.tensor([[0.3, 0.3], [3.0, 3.0 + 2.4e-7], [0.3, 0.2], [0.2, 0.3]])
+    forward = lambda batch: Outputs(rewards=rewards)  # noqa: E731
+    _, figures = RewardModelling(RewardConfig()).loss(forward, batch_of([[1, 0]] * 4))
+    assert figures["rewards/accuracies"].value() == (0.5 + 0.5 + 1) / 4
+
+
 def test_half_of_the_held_out_pairs_with_equal_rewards_count_as_right():
     objective = OnlineDPO(DPOConfig(beta=0.1))
     batch = batch_of([[1, 0]] * 2)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlhf.config.algo import Ties
 from rlhf.config.correction import (
     Anchor,
     CorrectionConfig,
@@ -18,7 +19,8 @@ from rlhf.config.correction import (
 )
 from rlhf.config.off_policy import M2POForm
 from rlhf.core.batch import Outputs
-from rlhf.objectives.correction import accepted, clip_bound, largest_kept
+from rlhf.objectives.correction import accepted, clip_bound, importance_weights, largest_kept
+from rlhf.objectives.oapl import optimal_value
 from tests.objectives.test_policy_gradient import LENGTHS, SCORES, batch_of, draw, objective_of, step
 
 TRUNCATE, DECOUPLED = CorrectionKind.truncate, CorrectionKind.decoupled
@@ -336,3 +338,47 @@ def test_needs_follow_from_anchor_and_correction():
         assert "old_logprobs" in objective_of(name).needs, "the KL term of the reward"
         saved = objective_of(name, anchor=Anchor.loglinear).needs & {"ratio", "old_logprobs", "correction"}
         assert not saved, "the log-linear anchor saves the forward pass"
+
+
+def test_truncated_weights_have_a_floor_and_a_cap_and_both_count_as_truncated():
+    lag = torch.tensor([[[math.log(0.1), math.log(1.5), math.log(8.0)]]])
+    config = CorrectionConfig(kind=TRUNCATE, floor=0.5, cap=2.0)
+    weights, figures = importance_weights(
+        lag, torch.zeros_like(lag), torch.ones_like(lag, dtype=bool), config
+    )
+    assert weights.flatten().tolist() == pytest.approx([0.5, 1.5, 2.0])
+    assert figures["correction/truncated"].value() == pytest.approx(2 / 3)
+
+
+def test_the_optimal_value_of_oapl_is_beta_times_the_log_of_the_mean_of_exponentials():
+    scores = torch.tensor([[0.0, math.log(3.0)], [2.0, 2.0]])
+    assert optimal_value(scores, 1.0).flatten().tolist() == pytest.approx([math.log((1 + 3) / 2), 2.0])
+    assert optimal_value(2 * scores, 2.0).flatten().tolist() == pytest.approx([2 * math.log(2.0), 4.0])
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dapo", "gspo"])
+@pytest.mark.parametrize("reject", [None, Reject.token])
+def test_a_correction_has_an_effect_on_a_stale_batch_and_none_on_policy(name, reject):
+    config = CorrectionConfig(kind=TRUNCATE, cap=1.01, reject=reject, reject_low=0.9, reject_high=1.1)
+    corrected, plain = (objective_of(name, kl_coef=0.0, **own) for own in ({"correction": config}, {}))
+    for on_policy in (False, True):
+        batches = (
+            objective.credit(replace(stale_batch(plain)[0], on_policy=on_policy, signal=None))
+            for objective in (corrected, plain)
+        )
+        gradients = [
+            step(objective, batch)[1] for objective, batch in zip((corrected, plain), batches, strict=True)
+        ]
+        assert torch.equal(*gradients) is on_policy
+
+
+@pytest.mark.parametrize(("ties", "counted"), [(Ties.drop, 3.0), (Ties.keep, 6.0)])
+def test_tied_prompts_do_not_count_again_when_a_response_is_rejected(ties, counted):
+    """One prompt is tied; of the other, the second response (of three tokens) is rejected."""
+    objective = objective_of("dapo", kl_coef=0.0, ties=ties, **rejecting(Reject.mean, reject_low=0.9))
+    batch = batch_of([[1.0, 0.0], [2.0, 2.0]], lengths=[[3, 3], [1, 2]])
+    old = batch.behaviour_logprobs.clone()
+    old[0, 1] -= 0.5
+    batch = objective.credit(replace(batch, old_logprobs=old, trainer_version=3))
+    assert batch.signal.tolist() == [True, False]
+    assert objective.count(batch) == {"policy": counted}

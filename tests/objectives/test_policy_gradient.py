@@ -8,10 +8,10 @@ import torch
 
 from rlhf.assembly.parts import make
 from rlhf.config.algo import Ties
-from rlhf.config.correction import CorrectionConfig, CorrectionKind, Level
+from rlhf.config.correction import Anchor, CorrectionConfig, CorrectionKind, Level
 from rlhf.config.policy_gradient import KLEstimator, KLIn, PolicyGradientConfig, RLOOLoss, Scale
 from rlhf.config.schema import SCHEMAS
-from rlhf.core.batch import Batch, Outputs
+from rlhf.core.batch import Batch, Budget, Outputs, microbatches
 from rlhf.objectives.objective import Objective
 
 PLAIN = {"kl_coef": 0.0}
@@ -244,6 +244,63 @@ def test_the_kl_in_the_loss_has_on_average_the_gradient_of_the_kl(estimator):
     loss, _ = objective.policy_loss(Outputs(logprobs=logprobs), batch)
     (found,) = torch.autograd.grad(loss, logits)
     torch.testing.assert_close(found, exact)
+
+
+KL_IN_LOSS = {
+    **{name: {} for name in (*SAMPLED, "scalerl", "dppo", "m2po")},
+    **{f"topr {level}": {"level": level} for level in Level},
+    "gspo behaviour": {"anchor": Anchor.behaviour},
+}
+
+
+@pytest.mark.parametrize("estimator", KLEstimator)
+@pytest.mark.parametrize("name", KL_IN_LOSS)
+def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_of_responses_of_two_tokens(name, estimator):
+    """The sum over all nine responses of two tokens, of three symbols each: p * d(sum_t u k_t) is dKL."""
+    logits = (2 * draw(2, 3)).requires_grad_()
+    reference = (2 * draw(2, 3, seed=1)).log_softmax(-1)
+    kl = (logits.softmax(-1) * (logits.log_softmax(-1) - reference)).sum()
+    (exact,) = torch.autograd.grad(kl, logits)
+
+    algo = name.split()[0]
+    settings = {"kl_coef": 1.0, "kl_in": KLIn.loss, "kl_estimator": estimator, **KL_IN_LOSS[name]}
+    objective = objective_of(algo, **settings)
+    pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))[None]  # [1, 9, 2]
+
+    def of(table):  # [2, 3] -> log-probs [1, 9, 3] of the tokens of each response, 0 at padding
+        return torch.cat([table[torch.arange(2), pairs], torch.zeros(1, 9, 1)], -1)
+
+    batch = batch_of(torch.zeros(1, 9), lengths=[[2] * 9], ref_logprobs=of(reference))
+    logprobs = of(logits.log_softmax(-1))
+    batch.behaviour_logprobs = batch.old_logprobs = logprobs.detach()
+    batch.advantages = torch.zeros_like(logprobs)
+    chances = logprobs.detach().sum(-1, keepdim=True).exp()
+    objective.reduce = lambda losses, mask: (losses * mask * chances).sum()
+    loss, _ = objective.policy_loss(Outputs(logprobs=logprobs), objective.coupled(batch))
+    (found,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(found, exact)
+
+
+def test_approxkl_is_half_the_mean_squared_log_ratio_per_token():
+    objective = objective_of("grpo", **PLAIN)
+    batch = objective.credit(batch_of([[1.0, 0.0]], lengths=[[3, 1]]))
+    batch.old_logprobs = batch.behaviour_logprobs
+    moved = batch.old_logprobs + torch.tensor([[[0.1, 0.0, -0.3], [0.2, 0.0, 0.0]]])
+    _, _, figures = step(objective, batch, moved)
+    assert figures["policy/approxkl"] == pytest.approx((0.1**2 + 0.3**2 + 0.2**2) / 4 / 2)
+    assert figures["policy/ratio"] == pytest.approx((math.exp(0.1) + 1 + math.exp(-0.3) + math.exp(0.2)) / 4)
+
+
+def test_dr_grpo_divides_by_the_allowed_length_even_if_all_responses_are_shorter():
+    objective = objective_of("dr_grpo", **PLAIN)
+    batch = batch_of([[1.0, 0.0]], lengths=[[2, 1]])
+    assert objective.count(objective.credit(batch)) == {"policy": 2 * 3}
+    for field in ("response_ids", "response_mask", "behaviour_logprobs", "ref_logprobs"):  # T = 8
+        setattr(batch, field, torch.nn.functional.pad(getattr(batch, field), (0, 5)))
+    batch = objective.credit(batch)
+    assert objective.count(batch) == {"policy": 2 * 8}
+    ((_, micro, _),) = microbatches(batch, Budget(16))
+    assert micro.response_ids.shape[-1] == 2, "a forward is over the longest response only"
 
 
 def test_the_kl_in_the_loss_is_the_coefficient_times_the_estimate():
