@@ -426,3 +426,17 @@ def test_uniform_numbers_depend_on_seed_request_and_example():
     many = uniforms(1, 0, torch.arange(500), 2, 50)
     assert many.unique().numel() == many.numel() and (many >= 0).all() and (many < 1).all()
     assert abs(many.mean() - 0.5) < 0.01 and abs(many.var() - 1 / 12) < 0.01
+
+
+def test_requests_of_different_purposes_draw_different_random_numbers():
+    prompts, model = tiny_rollouts(prompts=6), tiny_lm()
+    prompts = Prompts(**{f.name: getattr(prompts, f.name) for f in fields(Prompts)})
+    drawn = {}
+    for purpose in ("train", "eval", "eval-kl"):
+        asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose=purpose)
+        first, again = (respond(model, prompts, asked, [1], 0, 16, 7).response_ids for _ in range(2))
+        assert torch.equal(first, again)
+        drawn[purpose] = first
+    assert not torch.equal(drawn["train"], drawn["eval"])
+    assert not torch.equal(drawn["eval-kl"], drawn["eval"])
+    assert not torch.equal(drawn["train"], drawn["eval-kl"])

@@ -14,6 +14,7 @@ from rlhf.report import drawing, figures, summary
 from rlhf.report.__main__ import main
 from rlhf.report.curves import POINTS, curve, figure, seconds
 from rlhf.report.groups import sections
+from rlhf.report.metrics import METRICS
 from rlhf.report.page import subtitle
 from rlhf.report.runs import find_runs
 from rlhf.report.samples import samples
@@ -151,6 +152,19 @@ def test_wall_clock_is_the_sum_of_update_times_and_is_interpolated_between_rows(
     ]
     del run.__dict__["trained"]  # a cached property
     assert run.seconds_at(1) == pytest.approx(3.0) and run.seconds_at(2) == pytest.approx(6.0)
+
+
+def test_the_mean_of_a_group_is_over_the_runs_that_have_the_metric(tmp_path):
+    for seed, accuracy in ((1, 0.5), (2, 0.75), (3, None)):
+        evaluation = {"eval/score": float(seed)} | ({} if accuracy is None else {"eval/accuracy": accuracy})
+        write_run(tmp_path / f"a{seed}", seed=seed, evaluation=evaluation)
+    (section,) = read(tmp_path)
+    (group,) = section.groups
+    assert group.value(METRICS["eval/accuracy"]) == 0.625 and group.value(METRICS["eval/score"]) == 2
+    assert group.value(METRICS["eval/loss"]) is None
+    found = results(section)
+    cell = dict(zip(found.columns, found.rows[0][1], strict=True))["accuracy"]
+    assert str(cell) == "0.625 → 0.625 (0.500 to 0.750)"
 
 
 def test_a_long_curve_is_thinned_to_means_of_neighbours(tmp_path):

@@ -192,3 +192,11 @@ def test_the_tolerance_is_part_of_the_name_of_a_run_only_if_it_is_set():
     names = [run_name(compose(words)) for words in ([], ["algo.tie_tolerance=0"], ["algo.tie_tolerance=0.1"])]
     assert len(set(names)) == 3
     assert names[0] == run_name(compose(["algo.tie_tolerance=null"]))
+
+
+def test_a_response_that_ended_and_one_with_equal_tokens_that_was_cut_keep_their_own_scores():
+    both = rollouts()
+    both.ended[0, 2] = False  # its tokens are those of the first response
+    assert first_of_identical(both).tolist()[0] == [0, 1, 2, 1]
+    scores, once = rounding().score(both), rounding().score_once(both)
+    assert once[0].tolist() == [scores[0, 0], scores[0, 1], scores[0, 2], scores[0, 1]]

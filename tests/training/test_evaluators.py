@@ -1,0 +1,198 @@
+"""Metrics of evaluations against values by hand, with a fake generator, judge and engine."""
+
+import math
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlhf.config.algo import DPOConfig
+from rlhf.core.batch import Sampling
+from rlhf.core.confidence import mean_bounds, wilson
+from rlhf.core.encoding import encode_completions, encode_prompts
+from rlhf.core.state import TrainState
+from rlhf.models.modules import RewardModel
+from rlhf.objectives.dpo import OnlineDPO
+from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
+from tests.tiny_models import tiny_classifier, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+GREEDY, KL_SAMPLES = ["w1 w2 w3", "w1", "w4 w4"], ["w2", "w1 w1", "w5 w6 w7"]
+REFERENCES = ["w9 w9", "w8", "w7 w7 w7"]
+STATE = TrainState(num_updates=1)
+
+
+@dataclass
+class Model:
+    """A model whose log-prob of each token, the end token included, is `-nats`."""
+
+    nats: float
+
+    def at(self, temperature):
+        assert temperature == 1.0, "the perplexity is that of the model itself"
+        return Model(0.5)
+
+
+class Engine(SimpleNamespace):
+    def infer(self, module, rollouts, field):
+        assert field == "logprobs"
+        return -module.nats * rollouts.response_mask.float()
+
+
+class Generator:
+    """Answers with `GREEDY`; a request with the purpose eval-kl gets `KL_SAMPLES`."""
+
+    def __init__(self):
+        self.asked = []
+
+    def submit(self, prompts, sampling):
+        self.asked.append(sampling)
+        texts = KL_SAMPLES if sampling.purpose == "eval-kl" else GREEDY
+        answer = Future()
+        answer.set_result(encode_completions(prompts, [[text] for text in texts], TOKENIZER, 8))
+        return answer
+
+
+class Judge:
+    """Gives the responses, then the references, the scores of `answers`."""
+
+    def __init__(self, *answers, tie_tolerance=0.0):
+        self.answers = iter(answers)
+        self.tie_tolerance = tie_tolerance
+
+    def score_once(self, rollouts):
+        return torch.tensor(next(self.answers))[:, None]
+
+
+def evaluated(gold, reference=Model(3.0), scorer=None, references=REFERENCES, **settings):
+    prompts = encode_prompts(torch.arange(3), ["w1", "w2", "w3"], references, TOKENIZER)
+    generator, engine = Generator(), Engine(policy=Model(2.0), reference=reference)
+    sampling = Sampling(samples=1, temperature=0.01, response_length=8, purpose="eval")
+    evaluator = PolicyEvaluator(
+        prompts, generator, gold, scorer, engine, TOKENIZER, sampling, 0.7, **settings
+    )
+    return evaluator(STATE), generator.asked, evaluator
+
+
+def test_a_win_is_a_strictly_higher_score_than_that_of_the_reference_and_a_tie_is_no_win():
+    evaluation, _, _ = evaluated(Judge([3.0, 1.0, 0.0], [1.0, 1.0, 1.0]))
+    found = evaluation.figures
+    assert found["eval/win_rate"] == found["eval/tie_rate"] == pytest.approx(1 / 3)
+    assert (found["eval/win_rate_low"], found["eval/win_rate_high"]) == wilson(1 / 3, 3)
+    assert found["eval/norm_reward"] == pytest.approx((2 + 0 - 1) / 3)
+    assert found["eval/gold_score"] == pytest.approx(4 / 3)
+    bounds = found["eval/gold_score_low"], found["eval/gold_score_high"]
+    assert bounds == pytest.approx(mean_bounds([3.0, 1.0, 0.0]))
+    assert evaluation.examples == 3
+    assert [row["reference_gold_score"] for row in evaluation.samples] == [1, 1, 1]
+
+
+def test_scores_within_the_tie_tolerance_tie():
+    found = evaluated(Judge([1.0, 1.0, 1.0], [1.001, 0.999, 2.0], tie_tolerance=0.01))[0].figures
+    assert (found["eval/win_rate"], found["eval/tie_rate"]) == (0, pytest.approx(2 / 3))
+
+
+def test_kl_is_on_samples_at_the_training_temperature_and_perplexity_on_near_greedy_ones_at_1():
+    """The policy has 2 nats a token, the reference 3 at the training temperature and 0.5 at temperature 1."""
+    evaluation, asked, _ = evaluated(None)
+    assert [(s.purpose, s.temperature, s.samples) for s in asked] == [("eval", 0.01, 1), ("eval-kl", 0.7, 1)]
+    found = evaluation.figures
+    tokens = [2, 3, 4]  # of `KL_SAMPLES`, with the end tokens
+    assert found["eval/kl"] == pytest.approx((3 - 2) * sum(tokens) / 3)
+    assert (found["eval/kl_low"], found["eval/kl_high"]) == pytest.approx(mean_bounds(tokens))
+    assert found["eval/ppl"] == pytest.approx(math.exp(0.5)), "the mean over the tokens of all responses"
+    assert found["eval/response_tokens"] == pytest.approx((4 + 2 + 3) / 3) and found["eval/eos_rate"] == 1
+    assert "eval/loss" not in found and "eval/win_rate" not in found
+
+
+def test_perplexity_weighs_all_tokens_equally():
+    class OfToken(Model):
+        def at(self, temperature):
+            return self
+
+    class ByToken(Engine):
+        def infer(self, module, rollouts, field):
+            return -module.nats * rollouts.response_ids * rollouts.response_mask
+
+    prompts = encode_prompts(torch.arange(3), ["w1", "w2", "w3"], [""] * 3, TOKENIZER)
+    sampling = Sampling(samples=1, temperature=0.01, response_length=8, purpose="eval")
+    engine = ByToken(policy=OfToken(0.0), reference=OfToken(0.1))
+    evaluator = PolicyEvaluator(prompts, Generator(), None, None, engine, TOKENIZER, sampling, 0.7)
+    ids = [4, 5, 6, 1, 4, 1, 7, 7, 1]  # of `GREEDY`: "w1" is 4, the end token 1
+    assert evaluator(STATE).figures["eval/ppl"] == pytest.approx(math.exp(0.1 * sum(ids) / len(ids)))
+
+
+def test_the_loss_of_sft_is_the_mean_over_the_tokens_of_references_of_unequal_length():
+    class ByToken(Engine):
+        def infer(self, module, rollouts, field):
+            return -0.1 * rollouts.response_ids * rollouts.response_mask
+
+    prompts = encode_prompts(torch.arange(2), ["w1", "w2"], ["w9 w8 w7", "w6"], TOKENIZER)
+    sampling = Sampling(samples=1, temperature=0.01, response_length=2, purpose="eval")
+    generator = SimpleNamespace(submit=lambda prompts, sampling: answered(prompts))
+    evaluator = PolicyEvaluator(
+        prompts, generator, None, None, ByToken(policy=None, reference=None), TOKENIZER, sampling, 0.7
+    )
+    found = evaluator(STATE).figures
+    ids = [12, 11, 10, 1, 9, 1]  # references are not cut to two tokens
+    assert found["eval/loss"] == pytest.approx(0.1 * sum(ids) / len(ids)) and "eval/kl" not in found
+
+
+def answered(prompts):
+    answer = Future()
+    answer.set_result(encode_completions(prompts, [["w1"], ["w1"]], TOKENIZER, 2))
+    return answer
+
+
+def test_references_are_judged_once_and_the_scorer_of_the_training_gives_the_score():
+    scored = SimpleNamespace(scores=torch.tensor([[1.0], [2.0], [6.0]]))
+    judge = Judge([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0])
+    evaluation, _, evaluator = evaluated(judge, scorer=lambda rollouts: scored)
+    assert evaluation.figures["eval/score"] == 3 and evaluation.scores == [1, 2, 6]
+    assert evaluator(STATE).figures["eval/norm_reward"] == 2, "the references keep their scores"
+
+
+def stored_pairs(count):
+    """Return `count` pairs for two prompts; all prompts are the same."""
+    prompts = encode_prompts(torch.arange(count), ["w1"] * count, [""] * count, TOKENIZER)
+    return encode_completions(prompts, [["w1", "w2"]] * count, TOKENIZER, 4)
+
+
+def test_a_tied_pair_is_wrong_for_a_reward_model_and_the_interval_is_over_pairs():
+    rewards = torch.tensor([[2.0, 1.0], [1.0, 1.0]])
+    engine = SimpleNamespace(
+        module=RewardModel(tiny_classifier(), False), infer=lambda module, pairs, field: rewards
+    )
+    evaluation = RewardEvaluator(stored_pairs(2), engine)(STATE)
+    found = evaluation.figures
+    assert found["eval/accuracy"] == 0.5 and evaluation.examples == 2
+    assert (found["eval/accuracy_low"], found["eval/accuracy_high"]) == wilson(0.5, 2)
+    assert found["eval/loss"] == pytest.approx((math.log1p(math.exp(-1)) + math.log(2)) / 2)
+    assert found["eval/margin"] == 0.5 and found["eval/reward"] == 1.25
+
+
+def test_the_interval_of_held_out_pairs_is_over_pairs_not_over_prompts():
+    pairs = stored_pairs(40)
+    engine = Engine(policy=Model(1.0), reference=Model(1.0))
+    measured = HeldOutPairs(pairs, OnlineDPO(DPOConfig()), engine)
+    evaluation, _, _ = evaluated(None, pairs=measured)
+    found = evaluation.figures
+    assert found["eval/accuracy"] == 0.5 and found["eval/loss"] == pytest.approx(math.log(2))
+    assert (found["eval/accuracy_low"], found["eval/accuracy_high"]) == wilson(0.5, 40)
+    assert evaluation.examples == 3
+
+
+def test_metrics_of_the_parts_of_a_mixture_are_means_over_their_own_prompts():
+    prompts = encode_prompts(torch.arange(3), ["w1", "w2", "w3"], REFERENCES, TOKENIZER)
+    prompts = replace(prompts, part=torch.tensor([0, 1, 0]))
+    sampling = Sampling(samples=1, temperature=0.01, response_length=8, purpose="eval")
+    engine, judge = Engine(policy=Model(2.0), reference=Model(3.0)), Judge([3.0, 1.0, 0.0], [1.0, 0.0, 1.0])
+    evaluator = PolicyEvaluator(
+        prompts, Generator(), judge, None, engine, TOKENIZER, sampling, 0.7, parts=("a", "b")
+    )
+    found = evaluator(STATE).figures
+    assert (found["eval/part/a/win_rate"], found["eval/part/b/win_rate"]) == (0.5, 1)
+    assert (found["eval/part/a/gold_score"], found["eval/part/b/gold_score"]) == (1.5, 1)
+    assert found["eval/part/a/response_tokens"] == 3.5
