@@ -23,7 +23,7 @@ class Update(Enum):
 
 
 class LRSchedule(Enum):
-    """The learning rate after warm-up."""
+    """The learning rate after warm-up. Decays end at 0; skipped and overflowed steps count."""
 
     constant = "constant"
     linear = "linear"
@@ -57,15 +57,25 @@ class OptimConfig(Section):
         0.0,
         least=0,
         counts="optimizer steps",
-        means="optimizer steps of warm-up; below 1: a fraction of the run",
+        means="optimizer steps of warm-up, w; below 1: a fraction of the run; step t, from 0, has "
+        "(t + 1) / (w + 1) of the learning rate",
     )
     max_grad_norm: float | None = number(
-        1.0, above=0, means="gradients are scaled down to this norm; null: no clipping"
+        1.0,
+        above=0,
+        means="gradients are scaled down to this norm; ppo: one norm over policy and value model; null: no "
+        "clipping",
     )
     momentum: float = number(MOMENTUM, least=0, below=1, means="decay rate of the momentum of Muon")
-    eps: float = number(1e-8, above=0, means="epsilon in the denominator of Adam")
+    eps: float = number(
+        1e-8,
+        above=0,
+        means="epsilon in the denominator of Adam, also for ppo (Huang et al., arXiv 2403.17031: 1e-5)",
+    )
     betas: tuple[float, float] = (0.9, 0.999)  # decay rates of Adam's moments
-    weight_decay: float = number(0.0, least=0, means="decay of the weights towards zero")
+    weight_decay: float = number(
+        0.0, least=0, means="decay of all trained weights towards zero, also of biases, norms and embeddings"
+    )
     # lower the learning rate of a step whose samples are stale (VCPO), by their effective sample size (ESS)
     ess_scaling: ESSScaling = ESSScaling.none
     ess_on_policy: float = number(

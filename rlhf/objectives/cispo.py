@@ -5,7 +5,8 @@ bounds the weight of a token, but never removes the gradient of the token.
 
     loss = sum over tokens of -stopgrad(clip(u, 1 - low, 1 + high)) A logp / response tokens
 
-u is the ratio of each token. By default there is no lower bound (`algo.clip_low=1`), as in the paper.
+u is the ratio of each token. By default there is no lower bound (`algo.clip_low=1`), as in the paper. The
+paper's ratio is relative to the sampler (`algo.anchor=behaviour`).
 
 Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlhf.objectives.grpo`.
 """

@@ -10,7 +10,8 @@ PPO's clipped surrogate: Schulman et al., arXiv 1707.06347.
 k is the KL estimate of a token (`algo.kl_estimator`), beta is `algo.kl_coef`. w is the importance weight of
 the off-policy correction (`rlhf.objectives.correction`), which may also reject tokens. With the factor u, the
 gradient of the KL term is an unbiased estimate of the gradient of the KL (DeepSeek-V3.2, arXiv 2512.02556,
-section 3.1). `algo.kl_unbiased=false` omits this factor.
+section 3.1): of each token given the tokens before it or, with a ratio of responses, of the response.
+`algo.kl_unbiased=false` omits this factor.
 
 Options of every policy-gradient algorithm, off by default:
 

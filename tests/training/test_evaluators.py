@@ -58,17 +58,18 @@ class Generator:
 class Judge:
     """Gives the responses, then the references, the scores of `answers`."""
 
-    def __init__(self, *answers, tie_tolerance=0.0):
+    def __init__(self, *answers, tie_tolerance=0.0, verifies=False):
         self.answers = iter(answers)
+        self.config = SimpleNamespace(verifies=verifies)
         self.tie_tolerance = tie_tolerance
 
     def score_once(self, rollouts):
         return torch.tensor(next(self.answers))[:, None]
 
 
-def evaluated(gold, reference=Model(3.0), scorer=None, references=REFERENCES, **settings):
-    prompts = encode_prompts(torch.arange(3), ["w1", "w2", "w3"], references, TOKENIZER)
-    generator, engine = Generator(), Engine(policy=Model(2.0), reference=reference)
+def evaluated(gold, scorer=None, **settings):
+    prompts = encode_prompts(torch.arange(3), ["w1", "w2", "w3"], REFERENCES, TOKENIZER)
+    generator, engine = Generator(), Engine(policy=Model(2.0), reference=Model(3.0))
     sampling = Sampling(samples=1, temperature=0.01, response_length=8, purpose="eval")
     evaluator = PolicyEvaluator(
         prompts, generator, gold, scorer, engine, TOKENIZER, sampling, 0.7, **settings
@@ -92,6 +93,12 @@ def test_a_win_is_a_strictly_higher_score_than_that_of_the_reference_and_a_tie_i
 def test_scores_within_the_tie_tolerance_tie():
     found = evaluated(Judge([1.0, 1.0, 1.0], [1.001, 0.999, 2.0], tie_tolerance=0.01))[0].figures
     assert (found["eval/win_rate"], found["eval/tie_rate"]) == (0, pytest.approx(2 / 3))
+
+
+def test_the_accuracy_of_a_judge_that_verifies_is_the_share_of_scores_of_1():
+    found = evaluated(Judge([1.0, 0.0, 0.5], [1.0, 1.0, 1.0], verifies=True))[0].figures
+    assert found["eval/accuracy"] == pytest.approx(1 / 3)
+    assert (found["eval/accuracy_low"], found["eval/accuracy_high"]) == wilson(1 / 3, 3)
 
 
 def test_kl_is_on_samples_at_the_training_temperature_and_perplexity_on_near_greedy_ones_at_1():
