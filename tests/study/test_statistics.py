@@ -55,7 +55,7 @@ def test_a_claim_holds_only_if_all_samples_are_above_the_limit_and_fails_if_one_
     ):
         assert verdict(dict(enumerate(samples))).word == word
     assert verdict({"a": up}, limit=0.03).word == UNDECIDED and verdict({"a": up}, limit=0.06).word == NOT
-    assert verdict({"a": up[:2]}).word == UNDECIDED, "two seeds state nothing"
+    assert verdict({"a": [0.1, 0.1001]}).word == UNDECIDED, "two seeds state nothing"
     assert verdict({"a": up}, level=0.002).word == UNDECIDED
 
 
@@ -105,6 +105,12 @@ def test_rankings_without_noise_agree_and_rankings_of_noise_do_not():
     noise = np.array([[1, 0.0], [0, 1.0], [0.4, 0.6]])
     assert statistics.split_half(noise).mean == -1 and statistics.signal(noise) == 0
     assert statistics.ceiling([0.0], 5) == 0 and statistics.seeds_for_ceiling(0.0) is None
+
+
+def test_a_ceiling_between_two_tables_is_the_geometric_mean_of_their_reliabilities():
+    assert statistics.ceiling([0.2], 5) == pytest.approx(1 / 3), "half of the variance is noise: asin(1/2)"
+    assert statistics.ceiling([0.2, 0.2], 5) == pytest.approx(1 / 3)
+    assert statistics.ceiling([0.2, math.inf], 5) == pytest.approx(1 / 2), "asin(sqrt(1/2))"
 
 
 def test_saturation_is_the_share_of_methods_with_the_most_common_value():
