@@ -29,7 +29,7 @@ from rlhf.engines.optimizers import trained
 from rlhf.memory.plan import with_token_limit
 from rlhf.memory.tokens import with_gradient
 from rlhf.models.compilation import CompiledBlocks, raise_errors
-from rlhf.models.modules import RolloutModule, described
+from rlhf.models.modules import RolloutModule, described, token_ids
 from rlhf.models.precision import autocast, shared_copies
 
 if TYPE_CHECKING:
@@ -138,16 +138,16 @@ def work(cfg: Config, ranks: Ranks, updates: int) -> tuple[int, int]:
 
 def example(engine: Engine, cfg: Config, prompts: int) -> Batch:
     """Return a batch of random token ids, of the largest lengths of the run."""
-    samples, vocabulary = cfg.algo.samples_per_prompt, engine.module.model.config.get_text_config().vocab_size
+    samples, known = cfg.algo.samples_per_prompt, token_ids(engine.module.model)
     asked, answered = (prompts, cfg.task.max_prompt_tokens), (prompts, samples, cfg.generator.response_length)
     draw = torch.Generator().manual_seed(0)
     return Batch(
         index=torch.arange(prompts),
         texts=[""] * prompts,
         references=[""] * prompts,
-        prompt_ids=torch.randint(0, vocabulary, asked, generator=draw),
+        prompt_ids=known[torch.randint(0, len(known), asked, generator=draw)],
         prompt_mask=torch.ones(asked, dtype=torch.bool),
-        response_ids=torch.randint(0, vocabulary, answered, generator=draw),
+        response_ids=known[torch.randint(0, len(known), answered, generator=draw)],
         response_mask=torch.ones(answered, dtype=torch.bool),
         ended=torch.zeros(prompts, samples, dtype=torch.bool),
         scores=torch.zeros(prompts, samples),

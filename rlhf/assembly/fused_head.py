@@ -126,6 +126,9 @@ def compare(head: LogprobHead, rows: int, temperature: float, device: torch.devi
     size, width = head.weight.shape
     states = torch.randn(rows, width, generator=draw, device=device)
     targets = torch.randint(0, size, (rows,), generator=draw, device=device)
+    if head.absent is not None:  # the log-prob of an id without a token is -inf
+        known = (~head.absent).nonzero()[:, 0].to(device)
+        targets = known[targets % len(known)]
     slopes = torch.randn(rows, generator=draw, device=device)  # as advantages: a different one for each row
 
     def run(logprobs: Logprobs) -> tuple[list[Tensor], float]:
@@ -133,7 +136,7 @@ def compare(head: LogprobHead, rows: int, temperature: float, device: torch.devi
             weight = head.weight.detach().requires_grad_(head.weight.requires_grad)
             hidden = states.detach().requires_grad_()
             with autocast(device, dtype):
-                output = logprobs(hidden, weight, head.bias, targets, temperature)
+                output = logprobs(hidden, weight, head.offset(), targets, temperature)
             output.backward(slopes)
             return [x for x in (output.detach(), hidden.grad, weight.grad) if x is not None]
 

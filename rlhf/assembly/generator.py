@@ -17,6 +17,7 @@ from rlhf.generators.across_ranks import PerRankGenerator, SharedGenerator
 from rlhf.generators.generator import GeneratorContext
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.models.loading import load_causal_lm
+from rlhf.models.modules import set_head
 from rlhf.processes.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def build_sampler(
     model = load_causal_lm(
         cfg.model.policy, torch.float32, cfg.model.loaded_attention, cfg.model.trust_remote_code
     )
+    set_head(model, float32=False, tokens=tokenizer.get_vocab().values())
     torch.nn.Module.to(model, device)
     cached = samples_with_cache(model, lambda: nullcontext(model), cfg, Ranks(device))
     return HFGenerator(lambda: nullcontext(model), tokenizer, batch_size=256, seed=seed, cached=cached)

@@ -72,15 +72,19 @@ def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rew
         return for_training(RewardModel(made, model.shared_prefix), cfg, "reward")
     if cfg.algo.trains is Trains.base and model.base is None:
         assert isinstance(model, NanoConfig), "validated: only the embedded model starts from nothing"
-        return for_training(policy_of(new_nano(model, tokenizer), cfg), cfg, "policy")
+        return for_training(policy_of(new_nano(model, tokenizer), tokenizer, cfg), cfg, "policy")
     assert cfg.start is not None
     key = f"model.{cfg.algo.trains.value}"
-    return for_training(policy_of(load_causal_lm(cfg.start, key=key, **options), cfg), cfg, "policy")
+    made = load_causal_lm(cfg.start, key=key, **options)
+    return for_training(policy_of(made, tokenizer, cfg), cfg, "policy")
 
 
-def policy_of(model: PreTrainedModel, cfg: Config) -> Policy:
-    """Return a causal LM as a policy at the sampling temperature of the run."""
-    return Policy(model, cfg.generator.temperature, cfg.model.shared_prefix, cfg.model.float32_head)
+def policy_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, cfg: Config) -> Policy:
+    """Return a causal LM as a policy over the tokens of `tokenizer`, at the sampling temperature of the run."""
+    tokens = tokenizer.get_vocab().values()
+    return Policy(
+        model, cfg.generator.temperature, cfg.model.shared_prefix, cfg.model.float32_head, tokens
+    )
 
 
 def load_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel:
@@ -151,7 +155,7 @@ def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Rank
             name, dtype, model.loaded_attention, model.trust_remote_code, key="model.reference"
         )
         check_vocabulary(frozen, tokenizer, "model.reference")
-        return policy_of(frozen, cfg)
+        return policy_of(frozen, tokenizer, cfg)
 
     placed: Policy = part(cfg.backend).place(cfg.backend, loaded(build, cfg, ranks), ranks)
     return compared(placed, cfg, ranks)

@@ -223,7 +223,7 @@ def hollow(model: PreTrainedModel) -> PreTrainedModel:
         made.get_submodule(owner).register_buffer(own, buffer.clone(), persistent=name in made.state_dict())
     head = model.get_output_embeddings()
     if isinstance(head, LogprobHead):
-        made.set_output_embeddings(LogprobHead.of(made.get_output_embeddings(), head.float32))
+        made.set_output_embeddings(LogprobHead.of(made.get_output_embeddings(), head.float32, head.absent))
     return made
 
 

@@ -30,7 +30,7 @@ from rlhf.config.model import Dtype
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import UserError
 from rlhf.core.files import digest
-from rlhf.models.modules import RolloutModule, backbone, described
+from rlhf.models.modules import RolloutModule, backbone, described, token_ids
 from rlhf.models.precision import autocast
 from rlhf.models.shared_prefix import NoSharedPrefix
 
@@ -48,12 +48,12 @@ LABELS = (
 
 
 def example(model: PreTrainedModel, longest: int, device: torch.device) -> Rollouts:
-    """Return 2 prompts with 2 responses each, of random token ids from the middle of the vocabulary.
+    """Return 2 prompts with 2 responses each, of random tokens from the middle of the vocabulary.
 
     The first prompt with its first response has `longest` tokens, but at most `LONGEST`. The second prompt is
     a third as long. The random numbers have their own generator.
     """
-    vocabulary = model.config.get_text_config().vocab_size
+    known = token_ids(model)
     longest = min(longest, LONGEST[device.type])
     tokens = max(1, min(TOKENS, longest // 2))
     length = max(1, longest - tokens)
@@ -61,14 +61,14 @@ def example(model: PreTrainedModel, longest: int, device: torch.device) -> Rollo
     ends = torch.tensor([[[tokens], [max(1, tokens - 3)]], [[max(1, tokens // 2)], [tokens]]])
     prompt_mask, response_mask = torch.arange(length) >= starts, torch.arange(tokens) < ends
     draw = torch.Generator().manual_seed(0)
-    bounds = vocabulary // 8, max(vocabulary // 2, vocabulary // 8 + 1)
+    bounds = len(known) // 8, max(len(known) // 2, len(known) // 8 + 1)
     return Rollouts(
         index=torch.arange(2),
         texts=[""] * 2,
         references=[""] * 2,
-        prompt_ids=torch.randint(*bounds, prompt_mask.shape, generator=draw) * prompt_mask,
+        prompt_ids=known[torch.randint(*bounds, prompt_mask.shape, generator=draw)] * prompt_mask,
         prompt_mask=prompt_mask,
-        response_ids=torch.randint(*bounds, response_mask.shape, generator=draw) * response_mask,
+        response_ids=known[torch.randint(*bounds, response_mask.shape, generator=draw)] * response_mask,
         response_mask=response_mask,
         ended=torch.zeros(2, 2, dtype=torch.bool),
     ).to(device)

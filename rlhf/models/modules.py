@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +38,18 @@ class LogprobHead(nn.Linear):
     The head replaces the model's own `nn.Linear` and shares its parameters, so the names in a state dict stay
     the same. Log-probs are computed by calling a module because ZeRO-3 gathers weights when a module is
     called.
+
+    Attributes:
+        absent: [V] bool, True for the ids that no token has: their logits are -inf. None: every id has a token.
     """
 
+    absent: Tensor | None
     float32 = False  # True: logits are computed in float32, also from 16-bit hidden states and weights
     fused = False  # True: log-probs without extras are computed by `rlhf.models.fused_head`
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("absent", None, persistent=False)
 
     def forward(  # type: ignore[override]
         self,
@@ -63,23 +71,34 @@ class LogprobHead(nn.Linear):
             outputs in `extras`, float32.
         """
         if targets is not None:
+            given = (input, self.weight, self.offset(), targets, temperature)
             if self.fused and not extras and len(targets):
-                return TokenOutputs(fused_logprobs(input, self.weight, self.bias, targets, temperature))
-            return token_outputs(
-                input, self.weight, self.bias, targets, temperature, extras=extras, float32=self.float32
-            )
+                return TokenOutputs(fused_logprobs(*given))
+            return token_outputs(*given, extras=extras, float32=self.float32)
+        logits = self.products(input)
+        return logits if self.absent is None else logits.masked_fill_(self.absent, -torch.inf)
+
+    def products(self, input: Tensor) -> Tensor:
+        """Return the logits [..., V] before the ids without a token are masked."""
         if not self.float32:
             return super().forward(input)
         bias = None if self.bias is None else self.bias.float()
         with torch.autocast(input.device.type, enabled=False):
             return nn.functional.linear(input.float(), self.weight.float(), bias)
 
+    def offset(self) -> Tensor | None:
+        """Return the bias [V] of log-probs: -inf for the ids without a token, else the bias of the logits."""
+        if self.absent is None:
+            return self.bias
+        bias = self.weight.new_zeros(self.out_features) if self.bias is None else self.bias
+        return bias.masked_fill(self.absent, -torch.inf)
+
     @staticmethod
-    def of(linear: nn.Linear, float32: bool = False) -> LogprobHead:
+    def of(linear: nn.Linear, float32: bool = False, absent: Tensor | None = None) -> LogprobHead:
         """Return a head that shares the parameters of `linear`."""
         head = LogprobHead(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
-        head.float32 = float32
+        head.float32, head.absent = float32, absent
         return head.train(linear.training)
 
 
@@ -124,24 +143,22 @@ class Policy(RolloutModule):
         temperature: divisor of the logits.
         shared_prefix: whether each prompt is encoded once for its K responses.
         float32_head: whether logits are computed in float32, also with a 16-bit dtype.
+        tokens: the ids of the tokenizer's tokens; other ids have probability 0. None: every id has a token.
 
     Raises:
         UserError: the logits of the model are not a linear function of the last hidden state.
     """
 
     def __init__(
-        self, model: PreTrainedModel, temperature: float, shared_prefix: bool, float32_head: bool = False
+        self,
+        model: PreTrainedModel,
+        temperature: float,
+        shared_prefix: bool,
+        float32_head: bool = False,
+        tokens: Collection[int] | None = None,
     ) -> None:
         super().__init__(model, shared_prefix)
-        head = model.get_output_embeddings()
-        if not isinstance(head, LogprobHead):
-            if type(head) is not nn.Linear:
-                raise UserError(
-                    "model.policy must name a model with a linear output head (log-probs are computed from "
-                    f"its weight), got {model.config.model_type} with {type(head).__name__}; choose another "
-                    "model"
-                )
-            model.set_output_embeddings(LogprobHead.of(head, float32_head))
+        set_head(model, float32_head, tokens)
         self.temperature = temperature
         self.logit_scale = logit_scale(model)
         self.adapters = True  # False: a forward disables the adapters of the model, if any
@@ -187,6 +204,46 @@ class Policy(RolloutModule):
                 for name, x in found._asdict().items()
             }
         )
+
+
+def set_head(model: PreTrainedModel, float32: bool, tokens: Collection[int] | None) -> None:
+    """Replace the output embeddings of a causal LM by a `LogprobHead`, unless they are one.
+
+    Args:
+        model: the causal LM.
+        float32: whether logits are computed in float32, also with a 16-bit dtype.
+        tokens: the ids of the tokenizer's tokens; None: every id has a token.
+
+    Raises:
+        UserError: the output embeddings are not a linear layer.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, LogprobHead):
+        return
+    if type(head) is not nn.Linear:
+        raise UserError(
+            "model.policy must name a model with a linear output head (log-probs are computed from its "
+            f"weight), got {model.config.model_type} with {type(head).__name__}; choose another model"
+        )
+    absent = None
+    if tokens is not None:
+        absent = torch.ones(head.out_features, dtype=torch.bool, device=head.weight.device)
+        absent[[number for number in tokens if number < len(absent)]] = False
+    any_absent = absent is not None and bool(absent.any())
+    model.set_output_embeddings(LogprobHead.of(head, float32, absent if any_absent else None))
+
+
+def token_ids(model: PreTrainedModel) -> Tensor:
+    """Return the ids that tokens have, in rising order, on the CPU: all rows of a model without a mask."""
+    absent = getattr(model.get_output_embeddings(), "absent", None)
+    ids = torch.arange(model.config.get_text_config().vocab_size)
+    return ids if absent is None else (~absent).nonzero()[:, 0].cpu()
+
+
+def absent_ids(model: PreTrainedModel) -> list[int]:
+    """Return the ids that no token has and that the head of the model masks; empty without a mask."""
+    absent = getattr(model.get_output_embeddings(), "absent", None)
+    return [] if absent is None else absent.nonzero()[:, 0].tolist()
 
 
 def described(error: Exception) -> str:
@@ -245,8 +302,9 @@ def logit_scale(model: PreTrainedModel) -> float:
     model.train(training)
     named = [float(v) for v in (getattr(model.config, name, None) for name in LOGIT_SCALES) if v]
     tolerance = 1e-4 if model.dtype == torch.float32 else 0.05
+    largest = float(logits[logits.isfinite()].abs().max())  # -inf: ids without a token
     for scale in (1.0, *named, *(1 / v for v in named)):
-        if torch.allclose(logits, raw * scale, rtol=tolerance, atol=tolerance * float(logits.abs().max())):
+        if torch.allclose(logits, raw * scale, rtol=tolerance, atol=tolerance * largest):
             return scale
     raise UserError(
         "model.policy must name a model whose logits are a linear function of its last hidden state "

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.own_process import start
 from rlhf.generators.transfer.shared_memory import read
 from rlhf.generators.transfer.weights import TransferError, checksum
-from rlhf.models.modules import LogprobHead
+from rlhf.models.modules import absent_ids, set_head
 from rlhf.models.placement import place
 from rlhf.models.precision import autocast
 from rlhf.processes.worker import environment
@@ -52,6 +52,7 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
         float32_head=context.model.float32_head,
         stop_ids=[context.tokenizer.eos_token_id],
         pad_id=context.tokenizer.pad_token_id,
+        absent_ids=absent_ids(model),
         batch_size=config.batch_size,
         seed=context.seed,
         cached=context.cached,
@@ -128,6 +129,7 @@ class HFSamplerFactory:
         float32_head: whether logits are computed in float32, also with a 16-bit dtype.
         stop_ids: ids of the tokens that end a response.
         pad_id: id of the pad token.
+        absent_ids: ids of the model that no token has; they are not sampled.
         batch_size: sequences decoded in parallel.
         seed: the seed of the run.
         cached: whether sampling uses a cache of keys and values; see `sample`.
@@ -144,6 +146,7 @@ class HFSamplerFactory:
     seed: int
     cached: bool = True
     float32_head: bool = False
+    absent_ids: list[int] = field(default_factory=list)
 
     def build(self) -> HFSampler:
         """Return the sampler, with a model of random weights."""
@@ -158,8 +161,9 @@ class HFSamplerFactory:
             dtype=torch.float32,
             trust_remote_code=self.remote is not None,
         )
-        if self.float32_head:
-            model.set_output_embeddings(LogprobHead.of(model.get_output_embeddings(), float32=True))
+        if self.float32_head or self.absent_ids:
+            rows = range(model.get_output_embeddings().out_features)
+            set_head(model, self.float32_head, tokens=set(rows) - set(self.absent_ids))
         return HFSampler(place(model, torch.device(self.device)).eval(), self)
 
 

@@ -18,6 +18,7 @@ from rlhf.generators.transfer.gpu import CudaIpc, Nccl
 from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.generators.vllm.colocated import ColocatedGenerator
 from rlhf.generators.vllm.sampler import VLLMFactory
+from rlhf.models.modules import absent_ids
 from rlhf.processes.worker import environment
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def factory(
         transfer=transfer.value,
         stop_ids=(context.tokenizer.eos_token_id,),
         pad_id=context.tokenizer.pad_token_id,
+        absent_ids=tuple(absent_ids(context.policy)),
         seed=context.seed,
     )
 

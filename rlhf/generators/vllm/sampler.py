@@ -54,6 +54,7 @@ class VLLMFactory:
     stop_ids: tuple[int, ...]
     pad_id: int
     seed: int  # seed of the run
+    absent_ids: tuple[int, ...] = ()  # ids of the model that no token has; they are not sampled
 
     def build(self) -> VLLMSampler:
         """Start vLLM in this process and return its sampler."""
@@ -110,6 +111,9 @@ class VLLMSampler:
                 max_num_seqs=settings.max_num_seqs,
                 tensor_parallel_size=settings.tensor_parallel_size,
             )
+        if settings.absent_ids:
+            special["logits_processors"] = ["rlhf.generators.vllm.absent_ids:AbsentIds"]
+            special["additional_config"] = {"absent_ids": list(settings.absent_ids)}
         self.asleep: set[str] = set()  # parts of the GPU memory that are freed until `wake`
         self.llm = LLM(
             model=folder,
