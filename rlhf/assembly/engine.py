@@ -71,8 +71,10 @@ def build_frozen(
         ranks: the ranks of the run.
         named: whether the model that `cfg` starts from is evaluated itself: a reward model keeps its head.
     """
+    module = load_model(cfg, tokenizer) if named else build_model(cfg, tokenizer)
+    check_vocabulary(module.model, tokenizer, "models" if named else "model.tokenizer")
     engine = FrozenEngine(
-        load_model(cfg, tokenizer) if named else build_model(cfg, tokenizer),
+        module,
         build_second_model(cfg, tokenizer, ranks),
         tokenizer,
         inference=inference_budget(cfg),

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.assembly.agreement import samples_with_cache
 from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_scorer
+from rlhf.assembly.tokenizer import build_stop_ids
 from rlhf.config.algo import Data, DPOConfig, Trains
 from rlhf.core.batch import Sampling
 from rlhf.core.encoding import encode_completions
@@ -62,7 +63,8 @@ def build_evaluator(
         held_out_pairs = HeldOutPairs(encoded, make(cfg.algo), engine)
     if not cfg.generator.samples:  # the generator has no completions of held-out prompts
         cached = samples_with_cache(engine.module.model, engine.borrow_policy, cfg, ranks)
-        sampler = HFGenerator(engine.borrow_policy, tokenizer, cfg.eval.batch_size, cfg.seed, cached)
+        ends = build_stop_ids(cfg, tokenizer)
+        sampler = HFGenerator(engine.borrow_policy, tokenizer, cfg.eval.batch_size, cfg.seed, cached, ends)
         generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler
     return PolicyEvaluator(
         task.held_out(cfg.eval.prompts, split, Data.prompts),

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.assembly.agreement import samples_with_cache
 from rlhf.assembly.annotator import AnnotatorFactory
 from rlhf.assembly.parts import make
+from rlhf.assembly.tokenizer import build_stop_ids
 from rlhf.config.cores import threads
 from rlhf.config.generator import HFConfig
 from rlhf.generators.across_ranks import PerRankGenerator, SharedGenerator
@@ -38,7 +39,14 @@ def build_sampler(
     set_head(model, float32=False, tokens=tokenizer.get_vocab().values())
     torch.nn.Module.to(model, device)
     cached = samples_with_cache(model, lambda: nullcontext(model), cfg, Ranks(device))
-    return HFGenerator(lambda: nullcontext(model), tokenizer, batch_size=256, seed=seed, cached=cached)
+    return HFGenerator(
+        lambda: nullcontext(model),
+        tokenizer,
+        batch_size=256,
+        seed=seed,
+        cached=cached,
+        stop_ids=build_stop_ids(cfg, tokenizer),
+    )
 
 
 def build_generator(
@@ -65,6 +73,7 @@ def build_generator(
             annotator=AnnotatorFactory(cfg),
             asks_service=cfg.scorer.asks_service,
             cached=cached,
+            stop_ids=build_stop_ids(cfg, tokenizer),
         )
         generator: Generator = make(cfg.generator, context)
         return generator

@@ -80,11 +80,9 @@ def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rew
 
 
 def policy_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, cfg: Config) -> Policy:
-    """Return a causal LM as a policy over the tokens of `tokenizer`, at the sampling temperature of the run."""
+    """Return a causal LM as a policy over the tokens of `tokenizer`, at the temperature of the run."""
     tokens = tokenizer.get_vocab().values()
-    return Policy(
-        model, cfg.generator.temperature, cfg.model.shared_prefix, cfg.model.float32_head, tokens
-    )
+    return Policy(model, cfg.generator.temperature, cfg.model.shared_prefix, cfg.model.float32_head, tokens)
 
 
 def load_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel:
@@ -134,7 +132,9 @@ def build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> ValueM
             "algo.value_from must be policy if the reward model has another tokenizer (the value model "
             f"reads the policy's tokens), got reward with {path!r}; set algo.value_from=policy"
         )
-    return ValueModel(load_reward_model(path, **options), model.shared_prefix)
+    loaded = load_reward_model(path, **options)
+    check_vocabulary(loaded, tokenizer, "model.reward")
+    return ValueModel(loaded, model.shared_prefix)
 
 
 def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Policy:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from rlhf.assembly.parts import make
 from rlhf.config.algo import Trains
 from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.core.chat_format import set_format
-from rlhf.models.tokenizer import read_tokenizer, set_pad_token
+from rlhf.core.console import say_row
+from rlhf.models.tokenizer import declared_ends, read_tokenizer, set_pad_token, stop_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from rlhf.config.root import Config
+
+
+log = logging.getLogger(__name__)
 
 
 def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrainedTokenizerFast:
@@ -42,3 +47,27 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
     if note is not None and notes is not None:
         notes["pad token"] = note
     return tokenizer
+
+
+def build_stop_ids(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the ids of the tokens that end a response: of the tokenizer first, then of the model's files."""
+    return stop_ids(tokenizer, [cfg.start] if cfg.start else [])
+
+
+def say_ends(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Print the tokens that end a response, if there are several, and the declared ids that no token has."""
+    if cfg.algo.trains is Trains.reward:
+        return
+    ends = build_stop_ids(cfg, tokenizer)
+    if len(ends) > 1:
+        say_row("responses end with", names_of(ends, tokenizer))
+    if cfg.start and (unknown := sorted(declared_ends([cfg.start]) - set(tokenizer.get_vocab().values()))):
+        log.warning(
+            f"end tokens that {cfg.start} declares are not used, because no token of the tokenizer has these "
+            f"ids: {', '.join(map(str, unknown))}"
+        )
+
+
+def names_of(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return the tokens with these ids as a list for a reader, such as `<|im_end|>, <|endoftext|>`."""
+    return ", ".join(map(str, tokenizer.convert_ids_to_tokens(ids)))

@@ -205,7 +205,20 @@ def pad_tokens_of_reward_models(cfg: Config) -> Iterator[str]:
 
 @rule
 def vocabularies(cfg: Config) -> Iterator[str]:
-    """Yield an error if the trained model or the reference lacks embeddings for tokens of the tokenizer."""
+    """Yield an error for each model that lacks embeddings for tokens of the tokenizer that encodes its texts.
+
+    A reward model has its own tokenizer. If this is the tokenizer of the policy, the reward model reads the
+    ids that the policy samples, and only ids of tokens are sampled.
+    """
+    for own, name, folder in folders(cfg):
+        rows = embeddings_of(folder)
+        header = None if own in CAUSAL else tokenizer_in(name)
+        if rows is not None and header is not None and header.largest_id >= rows:
+            yield (
+                f"{own} must have an embedding for every token of its tokenizer, got ids up to "
+                f"{header.largest_id} in the tokenizer of {name!r} and {rows} embeddings; set "
+                f"{own}=<a folder with the tokenizer of the model>"
+            )
     key, path = tokenizer_of(cfg)
     tokenizer = tokenizer_in(path)
     if tokenizer is None:
@@ -213,8 +226,8 @@ def vocabularies(cfg: Config) -> Iterator[str]:
     for own, name, folder in folders(cfg):
         if own not in (start_key(cfg), "model.reference"):
             continue
-        rows = (read_config(str(folder)) or {}).get("vocab_size")
-        if isinstance(rows, int) and tokenizer.largest_id >= rows:
+        rows = embeddings_of(folder)
+        if rows is not None and tokenizer.largest_id >= rows:
             reference = own == "model.reference"
             kind = "a model with the vocabulary of the policy" if reference else "the tokenizer of the model"
             yield (
@@ -228,6 +241,13 @@ def vocabularies(cfg: Config) -> Iterator[str]:
                 f"{name!r}, in which {token!r} has another id than in {path!r}; set model.reference=<a model "
                 "with the vocabulary of the policy>"
             )
+
+
+def embeddings_of(folder: Path) -> int | None:
+    """Return the number of rows of the embeddings in a model folder, or None if config.json lacks it."""
+    config = read_config(str(folder)) or {}
+    rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return rows if isinstance(rows, int) else None
 
 
 def other_id(one: TokenizerHeader, other: TokenizerHeader | None) -> str | None:

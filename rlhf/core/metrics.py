@@ -68,12 +68,17 @@ class Stat:
 Metrics = dict[str, Stat]
 
 
+def selected(x: Tensor, mask: Tensor) -> Tensor:
+    """Return `x` where `mask` is True, else 0: unlike a product, also where `x` is NaN or infinite."""
+    return torch.where(mask, x, 0.0)
+
+
 def mean(x: Tensor, mask: Tensor | None = None) -> Stat:
     """Return the mean of `x` over all elements, or over the elements where `mask` is True."""
     x = x.detach().double()
     if mask is None:
         return Stat(x.sum(), float(x.numel()))
-    return Stat((x * mask).sum(), mask.sum())
+    return Stat(selected(x, mask).sum(), mask.sum())
 
 
 def largest(x: Tensor, mask: Tensor) -> Stat:
@@ -90,7 +95,7 @@ def sample_size(weights: Tensor, mask: Tensor | None = None) -> Stat:
     w = weights.detach().double()
     if mask is None:
         return Stat(w.sum(), float(w.numel()), How.sample_size, w.square().sum())
-    w = w * mask
+    w = selected(w, mask)
     return Stat(w.sum(), mask.sum(), How.sample_size, w.square().sum())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ class GeneratorContext:
         annotator: factory that creates the annotator inside its process.
         asks_service: whether the scorer of the annotator waits for the answers of a service.
         cached: whether the Hugging Face sampler can use a cache of keys and values with this model.
+        stop_ids: ids of the tokens that end a response.
     """
 
     policy: PreTrainedModel
@@ -56,6 +57,7 @@ class GeneratorContext:
     annotator: ServiceFactory
     asks_service: bool = False
     cached: bool = True
+    stop_ids: Sequence[int]
 
 
 class Generator(ABC):

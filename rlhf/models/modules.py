@@ -40,7 +40,7 @@ class LogprobHead(nn.Linear):
     called.
 
     Attributes:
-        absent: [V] bool, True for the ids that no token has: their logits are -inf. None: every id has a token.
+        absent: [V] bool, True for ids that no token has: their logits are -inf. None: every id has a token.
     """
 
     absent: Tensor | None

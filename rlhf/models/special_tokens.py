@@ -116,11 +116,13 @@ def pad_remedy(key: str, ids: Mapping[str, int], end: str | None) -> str:
 def end_ids(*files: Path | str | None) -> Iterator[int]:
     """Yield the ids of the end tokens that files of a model declare (generation_config.json, config.json).
 
-    Files that are missing or damaged are skipped.
+    The section of the text model of a config counts, too. Files that are missing or damaged are skipped.
     """
     for file in files:
         try:
-            stated = json.loads(Path(file or "").read_text(encoding="utf-8")).get("eos_token_id")
+            content = json.loads(Path(file or "").read_text(encoding="utf-8"))
+            found = [part.get("eos_token_id") for part in (content, content.get("text_config") or {})]
         except (OSError, ValueError, AttributeError):
             continue
-        yield from stated if isinstance(stated, list) else [] if stated is None else [stated]
+        for stated in found:
+            yield from stated if isinstance(stated, list) else [] if stated is None else [stated]

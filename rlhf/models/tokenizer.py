@@ -117,6 +117,23 @@ def declared_ends(models: Collection[str]) -> set[int]:
     return set(end_ids(*files))
 
 
+def stop_ids(tokenizer: PreTrainedTokenizerFast, models: Collection[str]) -> list[int]:
+    """Return the ids of all tokens that end a response, the end token of the tokenizer first.
+
+    A chat model often declares two: the end of a turn and the end of a document.
+
+    Args:
+        tokenizer: the tokenizer of the run. Its end token is the end of a turn if the task has dialogues; the
+            end token in its files also ends a response.
+        models: hub names or folders of models, whose files declare further end tokens. Ids that no token of
+            the tokenizer has are left out.
+    """
+    tokens = tokenizer.get_vocab()
+    own, known = tokens.get(str(tokenizer.init_kwargs.get("eos_token"))), set(tokens.values())
+    ends = [tokenizer.eos_token_id, own, *sorted(declared_ends(models))]
+    return [number for number in dict.fromkeys(ends) if number in known]
+
+
 def fill_pad_token(tokenizer: PreTrainedTokenizerFast, chosen: str | None, key: str) -> None:
     """Set the pad token of the tokenizer of a model that is only evaluated.
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from rlhf.config.policy_gradient import KLEstimator, Scale
+from rlhf.core.metrics import selected
+from rlhf.objectives.objective import bounded
 
 STD_EPS = 1e-4  # added to a standard deviation before dividing; same value as in TRL
 
@@ -87,16 +89,17 @@ def whiten(x: Tensor, mask: Tensor, shift: bool = True) -> Tensor:
     not change.
     """
     count = mask.sum()
-    mean = (x * mask).sum() / count
-    variance = ((x - mean).square() * mask).sum() / (count - 1).clamp(min=1)
+    mean = selected(x, mask).sum() / count
+    variance = selected((x - mean).square(), mask).sum() / (count - 1).clamp(min=1)
     white = (x - mean) * torch.rsqrt(variance + 1e-8)
-    return (white if shift else white + mean) * mask
+    return selected(white if shift else white + mean, mask)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Return the estimated KL from policy to reference at each token, for tokens sampled by the policy.
 
-    k1 = logp - ref, k3 = exp(-k1) - 1 + k1 (Schulman 2020, "Approximating KL divergence").
+    k1 = logp - ref, k3 = exp(-k1) - 1 + k1 (Schulman 2020, "Approximating KL divergence"). The exponent is
+    bounded like a log-ratio.
     """
     k1 = logprobs - ref_logprobs
-    return k1 if estimator is KLEstimator.k1 else torch.expm1(-k1) + k1
+    return k1 if estimator is KLEstimator.k1 else torch.expm1(bounded(-k1)) + k1

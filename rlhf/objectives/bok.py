@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf.config.algo import Ties
-from rlhf.core.metrics import mean
+from rlhf.core.metrics import mean, selected
 from rlhf.objectives.objective import Objective, drift, prompts_with_signal
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class BestOfK(Objective):
         """Return minus the sum of the log-probs of the best responses, and metrics."""
         logprobs = forward(batch).logprobs
         assert logprobs is not None
+        logprobs = selected(logprobs, batch.response_mask)
         return {"policy": -logprobs.sum()}, {
             "logps/chosen": mean(logprobs.sum(-1)),
             **drift(logprobs, batch),

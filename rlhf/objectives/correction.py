@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.correction import CorrectionKind, Divergence, Level, Reject
-from rlhf.core.metrics import mean
+from rlhf.core.metrics import mean, selected
 from rlhf.objectives.objective import MAX_LOG_WEIGHT, old_or_behaviour, sampler_logprobs
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def importance_weights(
     """
     if config.kind is CorrectionKind.none:
         return torch.ones_like(old[..., :1]), {}
-    log_weight = (old - behaviour) * mask
+    log_weight = selected(old - behaviour, mask)
     if config.level is not Level.token:
         log_weight = over_tokens(log_weight, mask, config.level is Level.geometric)
         mask = torch.ones_like(log_weight, dtype=torch.bool)
@@ -96,7 +96,7 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Batch:
     mask, old = batch.response_mask, old_or_behaviour(batch)
     behaviour = sampler_logprobs(old, batch)
     weights = importance_weights(old, behaviour, mask, config)[0].expand(mask.shape)
-    kept = mask & accepted((old - behaviour) * mask, mask, config)
+    kept = mask & accepted(selected(old - behaviour, mask), mask, config)
     if config.normalise and config.kind is not CorrectionKind.none:
         weights = weights / mean_weight(weights, mask, config.level)
     trained = mask if config.reject_counted else kept
@@ -111,9 +111,9 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Batch:
 def mean_weight(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
     """Return the mean of the weights [N, K, T]: over the tokens of `mask`, or over responses with tokens."""
     if level is Level.token:
-        return (weights * mask).sum() / mask.sum().clamp(min=1)
+        return selected(weights, mask).sum() / mask.sum().clamp(min=1)
     responses = mask.any(-1)
-    return (weights[..., 0] * responses).sum() / responses.sum().clamp(min=1)
+    return selected(weights[..., 0], responses).sum() / responses.sum().clamp(min=1)
 
 
 def accepted(lag: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.correction import Covariance
+from rlhf.core.metrics import selected
 from rlhf.core.seeding import derive
 from rlhf.objectives.objective import old_or_behaviour
 
@@ -52,7 +53,7 @@ def with_limited(batch: Batch, config: CovarianceConfig) -> Batch:
 
 def centred(x: Tensor, mask: Tensor) -> Tensor:
     """Return `x` minus its mean over the elements where `mask` is True."""
-    return x - (x * mask).sum() / mask.sum().clamp(min=1)
+    return x - selected(x, mask).sum() / mask.sum().clamp(min=1)
 
 
 def limited(

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rlhf.config.algo import DPOLoss, PairWeighting, Ties
-from rlhf.core.metrics import mean
+from rlhf.core.metrics import mean, selected
 from rlhf.objectives.objective import Objective, drift, preferred, prompts_with_signal
 from rlhf.objectives.pair_weights import pair_weights
 
@@ -83,8 +83,8 @@ class OnlineDPO(Objective):
         logprobs = outputs.logprobs
         assert logprobs is not None
         weights, weighting = pair_weights(outputs, batch, self.config)
-        logps = logprobs.sum(-1)  # [N, 2]
-        ref_logps = batch.ref_logprobs.sum(-1)
+        logps = selected(logprobs, batch.response_mask).sum(-1)  # [N, 2]
+        ref_logps = selected(batch.ref_logprobs, batch.response_mask).sum(-1)
         ratios = self.log_ratios(logps, ref_logps, batch.response_mask)
         sizes = -self.config.beta * self.log_ratios(logps, -ref_logps, batch.response_mask)
         rewards = self.config.beta * ratios.detach()
@@ -112,7 +112,7 @@ class OnlineDPO(Objective):
             ref_logprobs: log-probs [N, 2, T] of the reference.
             response_mask: True for the tokens of the responses [N, 2, T].
         """
-        logps, ref_logps = logprobs.double().sum(-1), ref_logprobs.double().sum(-1)
+        logps, ref_logps = (selected(x.double(), response_mask).sum(-1) for x in (logprobs, ref_logprobs))
         ratios = self.log_ratios(logps, ref_logps, response_mask)
         z = ratios[:, 0] - ratios[:, 1]
         return {
@@ -127,7 +127,7 @@ class OnlineDPO(Objective):
         With `algo.length_normalised`, each log-ratio is divided by the number of tokens of its response.
         """
         ratios = logps - ref_logps
-        return ratios / response_mask.sum(-1) if self.config.length_normalised else ratios
+        return ratios / response_mask.sum(-1).clamp(min=1) if self.config.length_normalised else ratios
 
     def pair_losses(self, z: Tensor) -> Tensor:
         """Return the loss [N] of each pair, given z [N], the difference of the two log-ratios."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from rlhf.core.metrics import selected
 from rlhf.objectives.grpo import GRPO
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class DrGRPO(GRPO):
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
         """Return the sum of the losses [N, K, T] over all response tokens."""
-        return (losses * mask).sum()
+        return selected(losses, mask).sum()
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of responses times the allowed response length in tokens."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rlhf.config.algo import Ties
 from rlhf.config.policy_gradient import Advantage
+from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import group_centred, leave_one_out, length_weighted, scaled
 from rlhf.objectives.policy_gradient import PolicyGradient, trained
 
@@ -68,7 +69,7 @@ class GRPO(PolicyGradient):
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
         """Return the sum over responses of the mean over the trained tokens of a response."""
-        return ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1)).sum()
+        return (selected(losses, mask).sum(-1) / mask.sum(-1).clamp(min=1)).sum()
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of responses over which the mean is taken."""

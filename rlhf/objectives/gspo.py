@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from rlhf.core.metrics import selected
+from rlhf.objectives.correction import over_tokens
 from rlhf.objectives.grpo import GRPO
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class GSPO(GRPO):
 
     def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
         """Return the mean of `difference` [N, K, T] over the tokens of each response: [N, K, 1]."""
-        return (difference * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+        return over_tokens(selected(difference, mask), mask, averaged=True)
 
     def kl_log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
         """Return `difference` [N, K, T]: the factor of the KL term is the ratio of each token."""

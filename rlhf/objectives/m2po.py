@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.off_policy import M2POForm
+from rlhf.core.metrics import selected
 from rlhf.objectives.correction import clip_bound, largest_kept
 from rlhf.objectives.dapo import DAPO
 from rlhf.objectives.objective import old_or_behaviour, sampler_logprobs
@@ -49,7 +50,7 @@ class M2PO(DAPO):
         batch = super().coupled(batch)
         assert batch.advantages is not None
         old = old_or_behaviour(batch)
-        lag = (old - sampler_logprobs(old, batch)) * batch.response_mask
+        lag = selected(old - sampler_logprobs(old, batch), batch.response_mask)
         region = (batch.advantages * lag > 0) & batch.response_mask
         squares = lag.square()
         if self.config.form is M2POForm.clip:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rlhf.config.off_policy import OAPLAnchor
-from rlhf.core.metrics import mean
+from rlhf.core.metrics import mean, selected
 from rlhf.objectives.objective import Objective, drift
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class OAPL(Objective):
         anchor = batch.ref_logprobs if of_reference else batch.behaviour_logprobs
         assert logprobs is not None and anchor is not None
         advantages = batch.scores - optimal_value(batch.scores, self.config.beta_value)
-        log_ratios = ((logprobs - anchor) * batch.response_mask).sum(-1)
+        log_ratios = selected(logprobs - anchor, batch.response_mask).sum(-1)
         residuals = self.config.beta * log_ratios - advantages
         return {"policy": residuals.square().sum()}, {
             "oapl/advantage": mean(advantages),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rlhf.core.batch import Batch, Outputs
-from rlhf.core.metrics import largest, mean, sample_size
+from rlhf.core.metrics import largest, mean, sample_size, selected
 
 if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics, Stat
@@ -47,7 +47,7 @@ NEEDS = {
 }
 
 ROUNDING = 1e-6  # relative rounding error of sums of float32 log-probs, which batching changes
-MAX_LOG_WEIGHT = 20.0  # bound of a log importance weight: the square of the weight fits float32
+MAX_LOG_WEIGHT = 20.0  # bound of the log of a weight or a ratio: the square of the ratio fits float32
 MIN_LOG_WEIGHT = -300.0  # lower bound of a response's log weight: the square of the weight fits float64
 
 
@@ -78,9 +78,11 @@ class Objective(ABC):
         for name, part in (batch.parts or {}).items():
             figures[f"objective/scores/{name}"] = mean(part)
         if batch.behaviour_logprobs is not None:
-            figures["objective/entropy"] = mean(-batch.behaviour_logprobs.sum(-1))
+            figures["objective/entropy"] = mean(
+                -selected(batch.behaviour_logprobs, batch.response_mask).sum(-1)
+            )
             if batch.ref_logprobs is not None:
-                kl = (batch.behaviour_logprobs - batch.ref_logprobs).sum(-1)
+                kl = selected(batch.behaviour_logprobs - batch.ref_logprobs, batch.response_mask).sum(-1)
                 figures["objective/kl"] = mean(kl)
                 figures["objective/non_score_reward"] = mean(-self.kl_coef * kl)
                 figures["objective/rlhf_reward"] = mean(batch.scores - self.kl_coef * kl)
@@ -164,7 +166,7 @@ def drift(logprobs: Tensor, batch: Batch, clip: float = 0.2) -> Metrics:
     """
     if batch.behaviour_logprobs is None:
         return {}
-    ratio = (logprobs.detach() - old_or_behaviour(batch)).exp()
+    ratio = bounded(logprobs.detach() - old_or_behaviour(batch)).exp()
     return {
         **mismatch(logprobs, batch),
         "policy/ratio": mean(ratio, batch.response_mask),
@@ -237,11 +239,12 @@ def between(trainer: Tensor, batch: Batch) -> Metrics:
     """
     assert batch.behaviour_logprobs is not None
     mask, lag = batch.response_mask, trainer - batch.behaviour_logprobs
+    high = bounded(lag)
     return {
-        "mismatch/kl": mean(torch.expm1(lag) - lag, mask),
-        "mismatch/max_ratio": largest(lag.abs().exp(), mask),
+        "mismatch/kl": mean(torch.expm1(high) - lag, mask),
+        "mismatch/max_ratio": largest(bounded(lag.abs()).exp(), mask),
         "mismatch/ess": sample_size(response_weights(lag, mask)),
-        "mismatch/token_ess": sample_size(lag.clamp(max=MAX_LOG_WEIGHT).exp(), mask),
+        "mismatch/token_ess": sample_size(high.exp(), mask),
     }
 
 
@@ -250,4 +253,9 @@ def response_weights(log_ratios: Tensor, mask: Tensor) -> Tensor:
 
     The logarithm of a weight is limited to the range from `MIN_LOG_WEIGHT` to `MAX_LOG_WEIGHT`.
     """
-    return (log_ratios.double() * mask).sum(-1).clamp(MIN_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    return selected(log_ratios.double(), mask).sum(-1).clamp(MIN_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Return log-ratios of at most `MAX_LOG_WEIGHT`, whose exponential and its gradient are finite."""
+    return log_ratio.clamp(max=MAX_LOG_WEIGHT)

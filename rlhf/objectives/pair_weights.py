@@ -23,7 +23,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rlhf.config.algo import PairWeighting
-from rlhf.core.metrics import mean, sample_size
+from rlhf.core.metrics import mean, sample_size, selected
 from rlhf.objectives.objective import MAX_LOG_WEIGHT, sampler_logprobs
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ def pair_weights(outputs: Outputs, batch: Batch, config: DPOConfig) -> tuple[Ten
     if config.weighting is PairWeighting.wpo:
         assert outputs.log_sum_squares is not None
         tokens = mask.sum(-1).clamp(min=1)
-        log_weights = (((logprobs - outputs.log_sum_squares) * mask).sum(-1) / tokens).sum(-1)
+        log_weights = (selected(logprobs - outputs.log_sum_squares, mask).sum(-1) / tokens).sum(-1)
         bound = math.inf if config.weighting_clamp is None else math.log(config.weighting_clamp)
     else:
-        log_weights = ((logprobs - sampler_logprobs(logprobs, batch)) * mask).sum((1, 2))
+        log_weights = selected(logprobs - sampler_logprobs(logprobs, batch), mask).sum((1, 2))
         bound = 2 * config.weighting_eps
     bound = min(bound, MAX_LOG_WEIGHT)
     weights = log_weights.clamp(max=bound).exp()

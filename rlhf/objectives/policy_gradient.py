@@ -3,7 +3,7 @@
 PPO's clipped surrogate: Schulman et al., arXiv 1707.06347.
 
     reward      r = score - beta sum_t k_t          the KL term only with `algo.kl_in=reward`
-    ratio       u = exp(logp - anchor)              anchor: log-probs of the trainer just before this update
+    ratio       u = exp(min(logp - anchor, 20))     anchor: log-probs of the trainer just before this update
     surrogate   max(-A u, -A clip(u, 1 - low, 1 + high))
     loss        sum of w * surrogate + beta u k     the KL term only with `algo.kl_in=loss`
 
@@ -36,12 +36,12 @@ from torch import Tensor
 
 from rlhf.config.correction import Anchor, Covariance
 from rlhf.config.policy_gradient import KLIn
-from rlhf.core.metrics import mean
+from rlhf.core.metrics import mean, selected
 from rlhf.objectives.advantages import kl_estimate
 from rlhf.objectives.anchor import anchor_logprobs
 from rlhf.objectives.correction import corrected, importance_weights, over_tokens
 from rlhf.objectives.covariance import limited, with_limited
-from rlhf.objectives.objective import Objective, mismatch, old_or_behaviour, sampler_logprobs
+from rlhf.objectives.objective import Objective, bounded, mismatch, old_or_behaviour, sampler_logprobs
 
 if TYPE_CHECKING:
     from rlhf.config.policy_gradient import PolicyGradientConfig
@@ -103,7 +103,7 @@ class PolicyGradient(Objective):
         return self.coupled(
             replace(
                 batch,
-                advantages=advantages[:, :, None] * batch.response_mask,
+                advantages=selected(advantages[:, :, None], batch.response_mask),
                 signal=(advantages != 0).any(1) if self.skips_ties else None,
             )
         )
@@ -133,7 +133,7 @@ class PolicyGradient(Objective):
         """
         assert batch.ref_logprobs is not None
         kl = kl_estimate(old_or_behaviour(batch), batch.ref_logprobs, self.config.kl_estimator)
-        return kl * batch.response_mask
+        return selected(kl, batch.response_mask)
 
     def response_advantages(self, rewards: Tensor, batch: Batch) -> Tensor:
         """Return `advantages`; an algorithm overrides this if they depend on more than the rewards."""
@@ -178,7 +178,7 @@ class PolicyGradient(Objective):
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
         """Return the sum of the losses [N, K, T], which the engine divides by `count`; all tokens weigh 1."""
-        return (losses * mask).sum()
+        return selected(losses, mask).sum()
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of response tokens that are trained on."""
@@ -193,10 +193,11 @@ class PolicyGradient(Objective):
 
     def policy_loss(self, out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the sum of the policy loss, given the outputs of the policy's forward pass, and metrics."""
-        mask, config, logprobs = trained(batch), self.config, out.logprobs
-        assert logprobs is not None
+        assert out.logprobs is not None
+        mask, config, real = trained(batch), self.config, batch.response_mask
+        logprobs = selected(out.logprobs, real)
         anchor = anchor_logprobs(logprobs, batch, config.anchor)
-        log_ratio = self.log_ratio(logprobs - anchor, batch.response_mask)
+        log_ratio = bounded(self.log_ratio(selected(logprobs - anchor, real), real))
         losses, clipped = self.surrogate(log_ratio, logprobs, batch)
         weights, metrics = self.weights(anchor, sampler_logprobs(logprobs, batch), batch)
         losses = losses * weights
@@ -206,9 +207,9 @@ class PolicyGradient(Objective):
             metrics["policy/off_policy_masked"] = mean(away, mask)
         if self.kl_in_loss:
             assert batch.ref_logprobs is not None
-            kl = kl_estimate(logprobs, batch.ref_logprobs, config.kl_estimator)
+            kl = kl_estimate(logprobs, selected(batch.ref_logprobs, real), config.kl_estimator)
             if config.kl_unbiased:
-                kl = kl * self.kl_log_ratio(logprobs - anchor, batch.response_mask).exp()
+                kl = kl * bounded(self.kl_log_ratio(selected(logprobs - anchor, real), real)).exp()
             losses = losses + self.kl_coef * kl
         if config.entropy_coef:
             assert out.entropy is not None
@@ -217,7 +218,7 @@ class PolicyGradient(Objective):
         if batch.per_token is not None and "limited" in batch.per_token:
             metrics["policy/covariance_limited"] = mean(batch.per_token["limited"], mask)
         before = old_or_behaviour(batch) if config.anchor is Anchor.old else anchor
-        ratio = self.log_ratio(logprobs.detach() - before, batch.response_mask).exp()
+        ratio = bounded(self.log_ratio(selected(logprobs.detach() - before, real), real)).exp()
         return self.reduce(losses, mask), {
             **mismatch(logprobs, batch),
             **metrics,
@@ -270,7 +271,7 @@ def off_policy(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:
         limit: bound on the mean of sampler - policy log-probs of a response.
     """
     assert batch.advantages is not None
-    gap = (sampler_logprobs(logprobs, batch) - logprobs.detach()) * batch.response_mask
+    gap = selected(sampler_logprobs(logprobs, batch) - logprobs.detach(), batch.response_mask)
     return (batch.advantages < 0) & (over_tokens(gap, batch.response_mask, averaged=True) > limit)
 
 

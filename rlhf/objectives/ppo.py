@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhf.core.metrics import Stat, mean
+from rlhf.core.metrics import Stat, mean, selected
 from rlhf.objectives.advantages import gae, whiten
 from rlhf.objectives.policy_gradient import PolicyGradient
 
@@ -72,9 +72,9 @@ class PPO(PolicyGradient):
         rewards.scatter_add_(-1, end, self.scores(batch)[:, :, None])
         if self.config.whiten_rewards:
             rewards = whiten(rewards, states, shift=False)
-        values = batch.values * states
+        values = selected(batch.values, states)
         advantages = gae(rewards, values, self.config.gamma, self.config.lam)
-        returns = (advantages + values) * states
+        returns = selected(advantages + values, states)
         advantages = advantages[..., :-1]
         if self.config.whiten_advantages:
             advantages = whiten(advantages, batch.response_mask)
@@ -84,7 +84,7 @@ class PPO(PolicyGradient):
             values=values,
             value_mask=states,
             returns=returns,
-            advantages=advantages * batch.response_mask,
+            advantages=selected(advantages, batch.response_mask),
         )
         return replace(self.coupled(batch), signal=None)  # the value model learns from rejected tokens, too
 
@@ -130,11 +130,11 @@ class PPO(PolicyGradient):
     def value_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the summed value loss and metrics, given values [N, K, T+1] of the value model."""
         assert batch.values is not None and batch.returns is not None and batch.value_mask is not None
-        clip = self.config.clip_value
+        clip, values = self.config.clip_value, selected(values, batch.value_mask)
         clipped = values.clamp(batch.values - clip, batch.values + clip)
         free, bound = (values - batch.returns).square(), (clipped - batch.returns).square()
         losses = 0.5 * torch.maximum(free, bound)
-        return (losses * batch.value_mask).sum(), {
+        return selected(losses, batch.value_mask).sum(), {
             "value/clipfrac": mean((bound > free).float(), batch.value_mask),
             "value/mean": mean(values, batch.value_mask),
             "value/returns": mean(batch.returns, batch.value_mask),

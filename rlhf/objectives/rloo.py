@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.policy_gradient import RLOOLoss
+from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import leave_one_out
 from rlhf.objectives.policy_gradient import PolicyGradient, trained
 
@@ -43,7 +44,7 @@ class RLOO(PolicyGradient):
 
     def log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
         """Return the sum of `difference` [N, K, T] over the tokens of each response: [N, K, 1]."""
-        return (difference * mask).sum(-1, keepdim=True)
+        return selected(difference, mask).sum(-1, keepdim=True)
 
     def surrogate(self, log_ratio: Tensor, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each token [N, K, T], and whether the response is clipped [N, K, 1].
@@ -55,7 +56,7 @@ class RLOO(PolicyGradient):
         if self.config.loss_type is RLOOLoss.reinforce:
             return -batch.advantages * logprobs, torch.zeros_like(log_ratio, dtype=torch.bool)
         losses, clipped = super().surrogate(log_ratio, logprobs, batch)
-        return losses / batch.response_mask.sum(-1, keepdim=True), clipped[..., :1]
+        return losses / batch.response_mask.sum(-1, keepdim=True).clamp(min=1), clipped[..., :1]
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of responses that are trained on."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rlhf.config.policy_gradient import Scale
+from rlhf.core.metrics import selected
 from rlhf.objectives.advantages import centred
 from rlhf.objectives.grpo import GRPO
 
@@ -52,7 +53,7 @@ class ScaleRL(GRPO):
 
     def reduce(self, losses: Tensor, mask: Tensor) -> Tensor:
         """Return the sum over prompts of the mean over the response tokens of a prompt."""
-        return ((losses * mask).sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)).sum()
+        return (selected(losses, mask).sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)).sum()
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of prompts over which the mean is taken."""

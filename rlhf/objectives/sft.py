@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlhf.core.metrics import selected
 from rlhf.objectives.objective import Supervised
 
 if TYPE_CHECKING:
@@ -39,4 +40,4 @@ class SFT(Supervised):
         """Return minus the sum of the log-probs of the response tokens; no metrics."""
         logprobs = forward(batch).logprobs
         assert logprobs is not None
-        return {"policy": -logprobs.sum()}, {}
+        return {"policy": -selected(logprobs, batch.response_mask).sum()}, {}

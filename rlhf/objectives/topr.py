@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.correction import Level
+from rlhf.core.metrics import selected
 from rlhf.objectives.correction import over_tokens
 from rlhf.objectives.dapo import DAPO
 
@@ -42,7 +43,7 @@ class TOPR(DAPO):
         """Return the log-ratio: [N, K, T] of tokens, or [N, K, 1] of responses."""
         if self.config.level is Level.token:
             return difference
-        return over_tokens(difference * mask, mask, self.config.level is Level.geometric)
+        return over_tokens(selected(difference, mask), mask, self.config.level is Level.geometric)
 
     def kl_log_ratio(self, difference: Tensor, mask: Tensor) -> Tensor:
         """Return `log_ratio`, or that of each token where it is a geometric mean."""

@@ -46,7 +46,7 @@ class MixtureScorer(Scorer):
     def by_part(self, rollouts: Rollouts, scores: Callable[[Scorer, Rollouts], Tensor]) -> Tensor:
         """Return the weighted scores [N, K]; `scores(scorer, own)` scores the rollouts of one part."""
         assert rollouts.part is not None, "validated: the task has parts, and the rollouts are not stored"
-        found = torch.zeros(rollouts.response_ids.shape[:2])
+        found = torch.zeros(rollouts.response_ids.shape[:2], dtype=torch.float64)
         for number, scorer in enumerate(self.parts):
             rows = (rollouts.part == number).nonzero()[:, 0]
             if len(rows):

@@ -69,18 +69,19 @@ class Scorer(ABC):
 
     @abstractmethod
     def score(self, rollouts: Rollouts) -> Tensor:
-        """Return the scores [N, K], float32, before the missing-EOS settings are applied.
+        """Return the scores [N, K], float32 or float64, before the missing-EOS settings are applied.
 
         A subclass implements this method; callers use `score_once`.
         """
 
     def score_once(self, rollouts: Rollouts) -> Tensor:
-        """Return `score`, but identical responses to a prompt get the score of the first of them.
+        """Return `score` in float64, but identical responses to a prompt get the score of the first of them.
 
         A model gives identical responses scores that differ by rounding, because they are at different
-        places of a batch.
+        places of a batch. Weights and penalties are applied in float64, and `merge_ties` rounds the result to
+        float32: sums that are equal, such as 0.1 + 0.6 and 0.3 + 0.4, then are equal numbers.
         """
-        scores = self.score(rollouts)
+        scores = self.score(rollouts).double()
         return scores.gather(1, first_of_identical(rollouts).to(scores.device))
 
     def __call__(self, rollouts: Rollouts) -> Batch:
@@ -91,10 +92,11 @@ class Scorer(ABC):
         if isinstance(rollouts, Batch):
             return rollouts
         scores, parts = self.training_scores(rollouts)
-        return rollouts.extend(Batch, scores=merge_ties(scores, self.tie_tolerance), parts=parts)
+        rounded = None if parts is None else {name: part.float() for name, part in parts.items()}
+        return rollouts.extend(Batch, scores=merge_ties(scores, self.tie_tolerance), parts=rounded)
 
     def training_scores(self, rollouts: Rollouts) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """Return the scores [N, K] after the missing-EOS settings, and the scores of the parts, if any."""
+        """Return the scores [N, K] after the missing-EOS settings and those of the parts, if any; float64."""
         return self.at_end(self.score_once(rollouts), rollouts.ended), None
 
     def at_end(self, scores: Tensor, ended: Tensor) -> Tensor:
@@ -125,8 +127,8 @@ class LabelsScorer(Scorer):
         return rollouts.labels
 
     def score_once(self, rollouts: Rollouts) -> Tensor:
-        """Return the labels [N, K] unchanged: the data may label identical responses differently."""
-        return self.score(rollouts)
+        """Return the labels [N, K] in float64: the data may label identical responses differently."""
+        return self.score(rollouts).double()
 
 
 class TextScorer(Scorer):
@@ -150,9 +152,16 @@ class TextScorer(Scorer):
 
 
 def response_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """Return the responses as N lists of K texts, without special tokens."""
-    N, K, _ = rollouts.response_ids.shape
-    ids = torch.where(rollouts.response_mask, rollouts.response_ids, tokenizer.pad_token_id)
+    """Return the responses as N lists of K texts, without special tokens and without the token that ended.
+
+    A model may declare an end token that its tokenizer does not mark as special.
+    """
+    N, K, T = rollouts.response_ids.shape
+    text = rollouts.response_mask
+    last = torch.arange(T, device=text.device) == text.sum(-1, keepdim=True) - 1
+    ids = torch.where(
+        text & ~(last & rollouts.ended[..., None]), rollouts.response_ids, tokenizer.pad_token_id
+    )
     flat = tokenizer.batch_decode(ids.flatten(0, 1), skip_special_tokens=True)
     return [flat[n * K : (n + 1) * K] for n in range(N)]
 
@@ -180,8 +189,8 @@ class DistinctTexts:
     places: Tensor  # [N, K] int64, place of each response in these lists
 
     def spread(self, scores: Sequence[float]) -> Tensor:
-        """Return the scores [N, K], float32, given the scores of the M texts."""
-        return torch.tensor(scores, dtype=torch.float32)[self.places]
+        """Return the scores [N, K], float64, given the scores of the M texts."""
+        return torch.tensor(scores, dtype=torch.float64)[self.places]
 
 
 def distinct_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> DistinctTexts:

@@ -21,7 +21,7 @@ import datasets
 import transformers
 
 from rlhf.assembly.data import build_task
-from rlhf.assembly.tokenizer import build_tokenizer
+from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer, names_of
 from rlhf.config.algo import Data, Trains
 from rlhf.core.encoding import encode_completions
 from rlhf.stages import tiny_stand_ins
@@ -90,6 +90,9 @@ def tokenizer_lines(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Iterator
     for name, meaning in (("bos", "begin (BOS)"), ("eos", "end (EOS)"), ("pad", "padding (PAD)")):
         token, number = getattr(tokenizer, f"{name}_token"), getattr(tokenizer, f"{name}_token_id")
         yield Line(f"  {meaning:18}{'none' if token is None else f'{token}  (id {number})'}")
+    ends = build_stop_ids(cfg, tokenizer)[1:]
+    for other, token in zip(ends, tokenizer.convert_ids_to_tokens(ends), strict=True):
+        yield Line(f"  {'also an end':18}{token}  (id {other})")
     yield Line(f"  {'chat template':18}{'yes' if tokenizer.chat_template else 'none'}")
 
 
@@ -151,7 +154,7 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
         prompt = batch.prompt_ids[i][batch.prompt_mask[i]].tolist()
         yield from text_lines("prompt", prompt, "not in the loss", tokenizer, width, "dim")
         if rollouts is None:
-            until = f"until {tokenizer.eos_token}, at most {limit} tokens"
+            until = f"until {names_of(build_stop_ids(cfg, tokenizer), tokenizer)}, at most {limit} tokens"
             yield Line(f"  {'response':10} sampled {until}; in the loss")
         else:
             for j, name in enumerate(names(rollouts.response_ids.shape[1])):

@@ -21,7 +21,7 @@ from rlhf.assembly.data import build_state, build_task
 from rlhf.assembly.device import build_device
 from rlhf.assembly.loggers import build_loggers
 from rlhf.assembly.parts import part
-from rlhf.assembly.tokenizer import build_tokenizer
+from rlhf.assembly.tokenizer import build_tokenizer, say_ends
 from rlhf.assembly.training import assemble, training_sampling
 from rlhf.checks.check import problems
 from rlhf.checks.sizes import describe, doubts
@@ -150,6 +150,7 @@ def carry_out(
         say_row("run folder", short_path(folder.path))
     for name, value in [*describe(cfg, len(task)), *notes.items()]:
         say_row(name, value)
+    say_ends(cfg, tokenizer)
     for doubt in doubts(cfg, len(task)):
         log.warning(doubt)
     if not cfg.task.embedded:

@@ -99,7 +99,7 @@ class PolicyEvaluator:
             columns["score"] = scores.tolist()
             figures |= average("eval/score", scores)
         if self.gold is not None:
-            gold = self.gold.score_once(rollouts)[:, 0]
+            gold = self.gold.score_once(rollouts)[:, 0].float()
             columns["gold_score"] = gold.tolist()
             figures |= average("eval/gold_score", gold.double())
             if self.gold.config.verifies:
@@ -140,7 +140,7 @@ class PolicyEvaluator:
     def score_references(self, gold: Scorer) -> Tensor:
         """Return the judge's scores [N] of the reference responses; computed at the first call only."""
         if self.reference_gold is None:
-            self.reference_gold = gold.score_once(self.references())[:, 0]
+            self.reference_gold = gold.score_once(self.references())[:, 0].float()
         return self.reference_gold
 
     def references(self) -> Rollouts:

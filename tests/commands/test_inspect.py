@@ -107,6 +107,23 @@ def test_a_reward_function_that_returns_none_ends_with_exit_code_2(inspect, fold
     assert "error: scorer.path=own.py:score returned None for row 0 of the data set, response 'c'; a" in err
 
 
+def test_all_end_tokens_that_the_model_declares_are_named(inspect, folder):
+    ends = {"eos_token_id": [1, 4, 99]}  # <eos>, b, and an id that no token has
+    (folder / "policy" / "generation_config.json").write_text(json.dumps(ends))
+    words = ["algo=rloo", "model.policy=policy", "scorer=reward_model", "scorer.path=reward"]
+    code, out, err = inspect(*words, "task.path=rows", "schedule.total_episodes=16", *LOCAL)
+    assert code == 0, err
+    assert "sampled until <eos>, b, at most 4 tokens" in out and "also an end       b  (id 4)" in out
+
+
+def test_a_reward_model_with_fewer_rows_than_its_tokenizer_has_ids_is_an_error(inspect, folder):
+    write_tokenizer(folder / "reward", (*TOKENS, *"defg"))
+    words = ["algo=rloo", "model.policy=policy", "scorer=reward_model", "scorer.path=reward"]
+    code, out, err = inspect(*words, "task.path=rows", "schedule.total_episodes=16", *LOCAL)
+    assert code == 2 and out == ""
+    assert "scorer.path must have an embedding for every token of its tokenizer" in err
+
+
 def test_a_begin_token_and_unknown_words_are_marked(inspect, folder):
     write_tokenizer(folder / "policy", bos_token="<unk>")
     tokenizer = json.loads((folder / "policy" / "tokenizer.json").read_text())

@@ -39,7 +39,7 @@ from rlhf.generators.vllm.gpu_share import GIB
 from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
 from rlhf.generators.worker import WorkerGenerator
 from rlhf.models.lora import adapt, whole_weights
-from rlhf.models.modules import Policy
+from rlhf.models.modules import Policy, absent_ids, set_head
 from rlhf.processes.worker import Limits
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
@@ -54,6 +54,7 @@ HEADS = {"hidden_size": 64, "num_attention_heads": 2}  # heads of size 32, the m
 PAD, STOPS = 0, (1, 5, 9, 13)  # several stop tokens, so that responses end
 OTHER_END = 7  # EOS of the model's config; only the tokenizer's stop tokens end a response
 LENGTH = 12
+TOKENS = sorted({*range(VOCABULARY)} - {3, *range(30, 50), VOCABULARY - 1})  # the other ids have no token
 SAMPLER: list[VLLMSampler] = []  # the sampler of the vLLM process
 
 
@@ -71,6 +72,7 @@ class Process:
 
     def __init__(self, model: PreTrainedModel, folder: Path, transfer: str = "shared_memory") -> None:
         self.model = model
+        set_head(model, float32=False, tokens=TOKENS)
         self.start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         self.shared = SharedWeights()
         self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
@@ -97,6 +99,7 @@ class Process:
             stop_ids=STOPS,
             pad_id=PAD,
             seed=7,
+            absent_ids=tuple(absent_ids(model)),
         )
 
     def ask(self, name: str, *arguments: Any) -> Any:
@@ -186,6 +189,17 @@ def test_after_each_load_tokens_and_logprobs_are_those_of_the_new_weights(proces
         assert sampled.version == version and sampled.generate_s > 0
         seen.append(sampled.behaviour_logprobs)
     assert (seen[0] - seen[1]).abs().max() > 0.1 and (seen[1] - seen[2]).abs().max() > 0.1
+
+
+def test_vllm_samples_tokens_only_and_every_declared_end_ends_a_response(process):
+    process.load(1)
+    rollouts = process.sample(prompts(), samples=8)
+    mask, ids = rollouts.response_mask, rollouts.response_ids
+    assert set(ids[mask].tolist()) <= {*TOKENS}
+    ends = torch.isin(ids, torch.tensor(STOPS)) & mask
+    last = torch.arange(LENGTH) == mask.sum(-1, keepdim=True) - 1
+    assert torch.equal(ends, last & rollouts.ended[..., None])
+    assert len(set(ids[ends].tolist())) > 1, "several of the stop tokens end a response"
 
 
 def test_requests_that_exceed_one_forward_pass_give_correct_logprobs(process):

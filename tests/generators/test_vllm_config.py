@@ -102,7 +102,8 @@ def test_the_factory_takes_its_settings_from_the_run(monkeypatch, tmp_path):
 def test_only_a_generator_on_the_trainers_gpu_frees_its_memory(monkeypatch, tmp_path, name, gpus, shared):
     cfg = compose([f"generator={name}", "model.policy=somewhere"])
     device = torch.device("cuda" if gpus else "cpu", 0)
-    engine = SimpleNamespace(module=SimpleNamespace(model=SimpleNamespace(device=device)), borrow_policy=None)
+    model = SimpleNamespace(device=device, get_output_embeddings=lambda: None)
+    engine = SimpleNamespace(module=SimpleNamespace(model=model), borrow_policy=None)
     monkeypatch.setattr("rlhf.assembly.generator.make", lambda section, context: context)
     context = build_generator(cfg, engine, tiny_tokenizer(), RunFolder(tmp_path), ALONE)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

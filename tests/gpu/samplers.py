@@ -76,6 +76,7 @@ def started(
         in_flight=False,
         threads=1,
         annotator=None,  # type: ignore[arg-type]
+        stop_ids=[tiny_tokenizer().eos_token_id],
     )
     generator = build(cfg.generator, context)
     assert isinstance(generator, WorkerGenerator)

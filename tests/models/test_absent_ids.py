@@ -5,14 +5,14 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from rlhf.config.model import Dtype
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.engines.deepspeed_engine import hollow
+from rlhf.generators.hf.agreement import sampling_fault
 from rlhf.generators.hf.generator import HFSamplerFactory, respond
 from rlhf.models.agreement import comparing, example, sharing_fault
-from rlhf.models.modules import Policy, absent_ids, logit_scale, set_head, token_ids
-from rlhf.generators.hf.agreement import sampling_fault
-from rlhf.config.model import Dtype
 from rlhf.models.logprobs import token_outputs
+from rlhf.models.modules import Policy, absent_ids, logit_scale, set_head, token_ids
 from tests.tiny_models import VOCABULARY, sequences, tiny_lm, tiny_rollouts
 
 TEMPERATURE = 0.7

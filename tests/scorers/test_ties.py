@@ -14,9 +14,16 @@ from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
 from rlhf.config.model import Dtype
 from rlhf.config.policy_gradient import RLOOConfig
-from rlhf.config.scorer import FunctionScorerConfig, LabelsScorerConfig, ScorerConfig
+from rlhf.config.scorer import (
+    FunctionScorerConfig,
+    LabelsScorerConfig,
+    MixtureScorerConfig,
+    ScorerConfig,
+    WeightedScorerConfig,
+)
 from rlhf.core.batch import Batch, Rollouts
 from rlhf.core.encoding import encode_completions, encode_prompts
+from rlhf.objectives.dpo import OnlineDPO
 from rlhf.scorers.scorer import LabelsScorer, Scorer, distinct_texts, first_of_identical
 from rlhf.scorers.ties import merge_ties
 from rlhf.training.comparison import against_initial, tied
@@ -200,3 +207,73 @@ def test_a_response_that_ended_and_one_with_equal_tokens_that_was_cut_keep_their
     assert first_of_identical(both).tolist()[0] == [0, 1, 2, 1]
     scores, once = rounding().score(both), rounding().score_once(both)
     assert once[0].tolist() == [scores[0, 0], scores[0, 1], scores[0, 2], scores[0, 1]]
+
+
+# Sums of scores
+
+SHARES = {"w3": 0.1, "w4": 0.3, "w5": 0.2, "w6": 0.7}  # the shares of two parts, whose sum is always 0.7
+
+
+def first(prompt: str, response: str, reference: str) -> float:
+    """Return the share of the first part."""
+    return SHARES[response]
+
+
+def second(prompt: str, response: str, reference: str) -> float:
+    """Return the share of the second part."""
+    return 0.7 - SHARES[response] if response == "w6" else {"w3": 0.6, "w4": 0.4, "w5": 0.5}[response]
+
+
+def late(prompt: str, response: str, reference: str) -> float:
+    """Return a score that the penalty 0.4 makes 0.7 for the first response."""
+    return 1.1 if response == "w3" else 0.7
+
+
+def shares_of() -> Rollouts:
+    prompts = encode_prompts(torch.arange(2), ["w8", "w9"], ["w1", "w2"], TOKENIZER)
+    return encode_completions(prompts, [list(SHARES)] * 2, TOKENIZER, response_length=None)
+
+
+def part(name: str, **settings) -> FunctionScorerConfig:
+    return FunctionScorerConfig(path=f"tests.scorers.test_ties:{name}", **settings)
+
+
+def context_of(**settings):
+    def build(section, key):
+        return make(section, scorer_context(TOKENIZER, key))
+
+    return replace(scorer_context(TOKENIZER), **{"build": build, **settings})
+
+
+def test_equal_sums_of_scores_are_ties_and_train_nothing():
+    config = WeightedScorerConfig(parts={"a": part("first"), "b": part("second")})
+    batch = make(config, context_of())(shares_of())
+    assert batch.scores.dtype == torch.float32 and batch.parts["a"].dtype == torch.float32
+    assert len(set(batch.scores.flatten().tolist())) == 1
+    assert OnlineDPO(DPOConfig()).describe(batch)["objective/tie_rate"].value() == 1
+    batch = replace(batch, ref_logprobs=torch.zeros(2, 4, 1), behaviour_logprobs=torch.zeros(2, 4, 1))
+    for config in (DPOConfig(), BestOfKConfig(), RLOOConfig(samples_per_prompt=4)):
+        assert not make(config).credit(batch).signal.any(), config
+
+
+def test_the_weights_of_parts_and_of_mixtures_are_applied_before_rounding():
+    config = WeightedScorerConfig(parts={"a": part("first", weight=0.1), "b": part("second", weight=0.1)})
+    assert len(set(make(config, context_of())(shares_of()).scores.flatten().tolist())) == 1
+    mixed = MixtureScorerConfig(parts={"x": config, "y": config})
+    outer = context_of(parts=("x", "y"), build=lambda section, key: make(section, context_of()))
+    rollouts = shares_of()
+    rollouts.part = torch.tensor([0, 1])
+    assert len(set(make(mixed, outer)(rollouts).scores.flatten().tolist())) == 1
+
+
+def test_a_penalty_is_subtracted_before_rounding():
+    rollouts = shares_of()
+    rollouts.ended[:, 0] = False
+    batch = make(part("late", missing_eos_penalty=0.4), context_of())(rollouts)
+    assert len(set(batch.scores.flatten().tolist())) == 1
+
+
+def test_judged_sums_tie():
+    config = WeightedScorerConfig(parts={"a": part("first"), "b": part("second")})
+    judged = merge_ties(make(config, context_of()).score_once(shares_of()), 0.0)
+    assert len(set(judged.flatten().tolist())) == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -41,7 +41,14 @@ if TYPE_CHECKING:
 def build(config: HFConfig, context: GeneratorContext) -> Generator:
     """Return a generator that samples with the trained model, or with a copy in a separate process."""
     if not config.has_worker(context.max_lag):
-        return HFGenerator(context.borrow, context.tokenizer, config.batch_size, context.seed, context.cached)
+        return HFGenerator(
+            context.borrow,
+            context.tokenizer,
+            config.batch_size,
+            context.seed,
+            context.cached,
+            context.stop_ids,
+        )
     model = context.policy
     factory = HFSamplerFactory(
         config=model.config.to_json_string(use_diff=False),
@@ -50,7 +57,7 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
         device=model.device.type,
         dtype=context.model.dtype,
         float32_head=context.model.float32_head,
-        stop_ids=[context.tokenizer.eos_token_id],
+        stop_ids=list(context.stop_ids),
         pad_id=context.tokenizer.pad_token_id,
         absent_ids=absent_ids(model),
         batch_size=config.batch_size,
@@ -70,10 +77,11 @@ class HFGenerator(Generator):
 
     Args:
         borrow: returns a context that yields the trained model (`engine.borrow_policy`).
-        tokenizer: the policy's tokenizer, for the ids of stop token and pad token.
+        tokenizer: the policy's tokenizer, for the ids of end token and pad token.
         batch_size: sequences decoded in parallel.
         seed: the seed of the run.
         cached: whether sampling uses a cache of keys and values; see `sample`.
+        stop_ids: ids of the tokens that end a response; None: only the end token of the tokenizer.
     """
 
     def __init__(
@@ -83,9 +91,10 @@ class HFGenerator(Generator):
         batch_size: int,
         seed: int,
         cached: bool = True,
+        stop_ids: Sequence[int] | None = None,
     ) -> None:
         self.borrow = borrow
-        self.stop_ids = [tokenizer.eos_token_id]
+        self.stop_ids = [tokenizer.eos_token_id] if stop_ids is None else list(stop_ids)
         self.pad_id = tokenizer.pad_token_id
         self.batch_size = batch_size
         self.seed = seed

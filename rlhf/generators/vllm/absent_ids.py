@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class AbsentIds(LogitsProcessor, RunnerV2Processor):  # type: ignore[misc]  # vLLM has no stubs
+class AbsentIds(LogitsProcessor, RunnerV2Processor):
     """A logits processor for both model runners of vLLM: 1 on a CPU, 2 by default on a GPU.
 
     Args:

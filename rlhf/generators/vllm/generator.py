@@ -73,7 +73,7 @@ def factory(
         sleeps=config.shares_gpu and gpu,
         in_flight=context.in_flight,
         transfer=transfer.value,
-        stop_ids=(context.tokenizer.eos_token_id,),
+        stop_ids=tuple(context.stop_ids),
         pad_id=context.tokenizer.pad_token_id,
         absent_ids=tuple(absent_ids(context.policy)),
         seed=context.seed,

@@ -51,7 +51,7 @@ class VLLMFactory:
     sleeps: bool  # free the GPU memory between requests
     in_flight: bool  # weights are loaded while requests run
     transfer: str  # transfer of weights: shared_memory, ipc or nccl
-    stop_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]  # tokens that end a response; vLLM reads no end token from the model's files
     pad_id: int
     seed: int  # seed of the run
     absent_ids: tuple[int, ...] = ()  # ids of the model that no token has; they are not sampled

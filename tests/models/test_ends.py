@@ -1,0 +1,72 @@
+"""Tests of the tokens that end a response: all that the files of model and tokenizer declare."""
+
+import json
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from rlhf.core.batch import Sampling
+from rlhf.core.chat_format import set_format
+from rlhf.generators.hf.generator import HFGenerator
+from rlhf.models.modules import Policy
+from rlhf.models.tokenizer import read_tokenizer, stop_ids
+from rlhf.scorers.scorer import response_texts
+from tests.model_folders import write_tokenizer
+from tests.models.test_absent_ids import prompts
+from tests.tiny_models import tiny_lm
+
+TOKENS = ("<pad>", "<eos>", "<unk>", "a", "b", "<turn>")
+
+
+def model_folder(folder, config=None, generation=None):
+    folder.mkdir(exist_ok=True)
+    write_tokenizer(folder, TOKENS)
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
+        if content is not None:
+            (folder / name).write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        ({}, None, [1]),
+        ({"eos_token_id": None}, {"eos_token_id": None}, [1]),
+        ({"eos_token_id": 5}, None, [1, 5]),
+        ({"eos_token_id": [5, 4]}, None, [1, 4, 5]),
+        ({}, {"eos_token_id": 5}, [1, 5]),
+        ({"eos_token_id": 1}, {"eos_token_id": [5, 1]}, [1, 5]),
+        ({"text_config": {"eos_token_id": [4]}, "eos_token_id": 5}, None, [1, 4, 5]),
+        ({"eos_token_id": [99, 5]}, {"eos_token_id": 98}, [1, 5]),  # no token has these ids
+    ],
+)
+def test_every_declared_end_token_ends_a_response(tmp_path, config, generation, ends):
+    path = model_folder(tmp_path / "model", config, generation)
+    assert stop_ids(read_tokenizer(path), [path]) == ends
+
+
+def test_the_end_token_of_a_document_still_ends_a_response_of_a_dialogue(tmp_path):
+    path = model_folder(tmp_path / "model", {"eos_token_id": 1})
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}<turn>{% endfor %}")
+    tokenizer = read_tokenizer(path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    set_format(tokenizer, str(template), conversational=True)
+    assert tokenizer.eos_token == "<turn>"
+    assert stop_ids(tokenizer, [path]) == stop_ids(tokenizer, []) == [5, 1]
+
+
+def test_a_response_ends_at_the_first_of_the_end_tokens_and_its_text_has_none_of_them(tmp_path):
+    tokenizer = read_tokenizer(model_folder(tmp_path / "model"))
+    model = Policy(tiny_lm(), 0.7, True, tokens=range(6)).model
+    generator = HFGenerator(lambda: nullcontext(model), tokenizer, 64, seed=3, stop_ids=[1, 4, 5])
+    sampling = Sampling(samples=32, temperature=0.7, response_length=6, purpose="train")
+    found = generator.submit(prompts(), sampling).result()
+    ids, mask = found.response_ids, found.response_mask
+    ends = torch.isin(ids, torch.tensor([1, 4, 5])) & mask
+    last = torch.arange(ids.shape[-1]) == mask.sum(-1, keepdim=True) - 1
+    assert torch.equal(ends, last & found.ended[..., None]) and {*ids[ends].tolist()} == {1, 4, 5}
+    texts = [text for row in response_texts(found, tokenizer) for text in row]
+    assert not any("b" in text or "<" in text for text in texts), "b is an end that is not special"
+    assert any("a" in text for text in texts)
