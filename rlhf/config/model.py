@@ -84,7 +84,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = False  # run Python code that comes with a hub model
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the file of the chat template does not exist."""
+        """Yield an error if the file of the chat template does not exist, or is no Jinja template."""
         yield from Section.problems(self, at)
         chosen = self.chat_template
         if chosen not in (None, PLAIN) and not Path(chosen).expanduser().is_file():
@@ -92,6 +92,9 @@ class ModelConfig(Section):
                 f"{at}.chat_template must be a file with a Jinja template or plain (there is no such file), "
                 f"got {chosen!r}; set {at}.chat_template=plain (a line such as <|user|> before each message)"
             )
+        elif chosen not in (None, PLAIN) and (reason := syntax_error(Path(chosen).expanduser())):
+            rule = f"{at}.chat_template must be a valid Jinja template"
+            yield f"{rule}, got {chosen}, {reason}; correct the file"
 
     @property
     def loaded_attention(self) -> str:
@@ -102,6 +105,21 @@ class ModelConfig(Section):
     def starts_as_reference(self) -> bool:
         """Whether the reference is the initial policy."""
         return self.reference in (None, self.policy)
+
+
+def syntax_error(file: Path) -> str | None:
+    """Return the line and the reason of the syntax error in a Jinja template; None if there is none."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(file.read_text(encoding="utf-8"))
+    except TemplateSyntaxError as error:
+        if "generation" in str(error.message):  # a tag of transformers
+            return None
+        return f"line {error.lineno} ({str(error.message).rstrip('.')})"
+    except (OSError, ValueError) as error:
+        return f"which cannot be read ({error})"
+    return None
 
 
 def float16_needs_gpu(found: str) -> str:

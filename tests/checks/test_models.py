@@ -9,6 +9,7 @@ import pytest
 
 from rlhf.checks import check, models
 from rlhf.config.compose import compose
+from rlhf.config.model import ModelConfig
 from rlhf.core.machine import Machine
 from tests.model_folders import LLAMA, REWARD, write_model
 
@@ -118,3 +119,12 @@ def test_the_fused_head_needs_a_gpu_liger_and_whole_weights(monkeypatch):
     ):
         found = [text for text in problems("model.fused_head=true", word) if "fused_head" in text]
         assert len(found) == 1 and reason in found[0]
+
+
+def test_a_chat_template_with_a_syntax_error_is_refused_with_its_line(tmp_path):
+    file = tmp_path / "template, mine.jinja"
+    file.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
+    [found] = ModelConfig(name="hub", chat_template=str(file)).problems("model")
+    assert "must be a valid Jinja template" in found and "line 2 (unexpected '}')" in found
+    file.write_text("{% for m in x %}{% generation %}{{ m }}{% endgeneration %}{% break %}{% endfor %}")
+    assert list(ModelConfig(name="hub", chat_template=str(file)).problems("model")) == []
