@@ -24,16 +24,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf.assembly.parts import part
 from rlhf.config.algo import DPOConfig, PairWeighting
 from rlhf.config.backend import ZeroConfig
-from rlhf.config.model import Dtype
+from rlhf.config.model import Dtype, LoRAConfig
 from rlhf.config.policy_gradient import PPOConfig
 from rlhf.config.schedule import ESSScaling, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget
 from rlhf.engines.engine import Engine, NonFinite
 from rlhf.models.inference import infer
+from rlhf.models.lora import adapt
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
 from rlhf.models.placeholders import build_on_first
 from rlhf.models.precision import autocast
+from rlhf.models.shared_prefix import checkpoint_blocks
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import Objective
 from rlhf.objectives.ppo import PPO
@@ -117,6 +119,7 @@ class Steps:
             "bfloat16": self.bfloat16(),
             "frozen": self.frozen(),
             "left": self.left(),
+            "adapted": self.adapted(),  # last, because it changes the config
         }
 
     def trained(self, name: str) -> dict[str, Any]:
@@ -234,6 +237,28 @@ class Steps:
             "reference": sorted({str(parameter.dtype) for parameter in reference.parameters()}),
             "logprobs": engine.infer(engine.policy, batch, "logprobs"),
         }
+
+    def adapted(self) -> dict[str, Any]:
+        """Train adapters with gradient checkpointing: sizes of the weights in and between the steps."""
+
+        def module() -> Policy:
+            policy = Policy(tiny_lm(num_hidden_layers=12), 0.7, shared_prefix=True)
+            adapt(policy.model, LoRAConfig(rank=2), seed=1)
+            checkpoint_blocks(policy.model)
+            return policy
+
+        if self.name.startswith("zero3"):  # by default, so small a model stays gathered until the step ends
+            self.config.deepspeed["zero_optimization"]["stage3_max_live_parameters"] = 0
+        engine = self.build(self.received(module), self.place(Policy(tiny_lm(), 0.7, shared_prefix=True)))
+        batch = OBJECTIVES["dpo"].credit(engine.annotate(scored(), OBJECTIVES["dpo"].needs))
+        in_steps: list[int] = []  # whenever a part of the model runs, in the forward and in the recomputation
+        for part_ in engine.module.modules():
+            part_.register_forward_pre_hook(lambda *_: in_steps.append(numel(engine.module)))
+        between = []
+        for _ in range(2):
+            figures(engine, batch, OBJECTIVES["dpo"])
+            between.append(numel(engine.module))
+        return {"most": max(in_steps), "between": between, "all": numel(module())}
 
     def frozen(self) -> dict[str, Any]:
         """Run inference with models that are not trained: a reward model and a reference."""

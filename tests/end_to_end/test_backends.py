@@ -178,6 +178,14 @@ def test_a_step_with_non_finite_loss_or_gradient_changes_no_weight(size, name, a
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_zero3_gathers_two_of_twelve_blocks_at_a_time_with_adapters_and_gradient_checkpointing(size, steps):
+    """Frozen weights that the backward pass gathers for the recomputation are released again."""
+    found = steps[size, "zero3"]["adapted"]
+    assert found["between"] == [0, 0] and found["most"] < 0.25 * found["all"]
+    assert steps[size, "zero2"]["adapted"]["most"] == found["all"]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_zero3_divides_the_weights_of_the_trained_model_and_of_the_reference(size, steps):
     for algo in ("dpo", "ppo"):
         assert steps[size, "zero3"][algo]["kept"] == (0, 0), "between steps no weight is gathered"
