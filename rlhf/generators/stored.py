@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.core.batch import Rollouts
 from rlhf.core.encoding import encode_completions, pad_prompts
-from rlhf.core.errors import UserError
+from rlhf.core.errors import RunError, UserError
 from rlhf.core.rollout_format import files, shared, vocabulary
 from rlhf.generators.generator import Generator, finished
 
@@ -64,6 +64,7 @@ class ReplayGenerator(Generator):
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         self.files = files(folder)
         self.pad_id = tokenizer.pad_token_id
+        self.tokens = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
         if shared(self.files[0]).vocabulary != vocabulary(tokenizer.get_vocab()):
             raise UserError(
                 "generator.path must name rollouts in the tokens of the policy's tokenizer (token ids depend "
@@ -72,8 +73,19 @@ class ReplayGenerator(Generator):
             )
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
-        """Return a finished future with the saved rollouts of the update `sampling.request` (from 0)."""
-        return finished(read(self.files[sampling.request], self.pad_id))
+        """Return a finished future with the saved rollouts of the update `sampling.request` (from 0).
+
+        Raises:
+            RunError: a response contains an id that no token has, whose log-prob would be -inf.
+        """
+        file = self.files[sampling.request]
+        rollouts = read(file, self.pad_id)
+        if not torch.isin(rollouts.response_ids[rollouts.response_mask], self.tokens).all():
+            raise RunError(
+                f"{file} has responses with ids that no token has, which are not trained on; sample again "
+                "with this version, or set generator.path=<another folder>"
+            )
+        return finished(rollouts)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Do nothing: stored completions do not depend on weights."""

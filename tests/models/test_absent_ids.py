@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from rlhf.config.model import Dtype
-from rlhf.core.batch import Prompts, Sampling
+from rlhf.core.batch import Batch, Prompts, Sampling
+from rlhf.core.errors import RunError
+from rlhf.core.rollout_format import vocabulary
 from rlhf.engines.deepspeed_engine import hollow
 from rlhf.generators.hf.agreement import sampling_fault
 from rlhf.generators.hf.generator import HFSamplerFactory, respond
+from rlhf.generators.stored import ReplayGenerator
 from rlhf.models.agreement import comparing, example, sharing_fault
 from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import Policy, absent_ids, logit_scale, set_head, token_ids
-from tests.tiny_models import VOCABULARY, sequences, tiny_lm, tiny_rollouts
+from rlhf.scorers.saved import write
+from tests.tiny_models import VOCABULARY, sequences, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 TEMPERATURE = 0.7
 TOKENS = {
@@ -170,3 +174,21 @@ def test_the_scale_of_logits_is_found_behind_a_mask():
 
     model.forward = scaled
     assert logit_scale(model) == 0.25
+
+
+def test_saved_rollouts_with_ids_that_no_token_has_are_refused(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokens = torch.tensor(sorted(tokenizer.get_vocab().values()))
+    batch = tiny_rollouts()
+    known = replace(batch, response_ids=tokens[batch.response_ids % len(tokens)] * batch.response_mask)
+    sampling = Sampling(samples=2, temperature=0.7, response_length=7, purpose="train")
+    unknown = replace(known, response_ids=known.response_ids.clone())
+    unknown.response_ids[0, 0, 0] = len(tokenizer) + 1
+    for update, each in ((1, known), (2, unknown)):
+        scored = each.extend(Batch, scores=torch.zeros(4, 2))
+        scored = replace(scored, behaviour_logprobs=torch.zeros(batch.response_ids.shape))
+        write(scored, update, tmp_path, tokenizer, sampling, vocabulary(tokenizer.get_vocab()))
+    generator = ReplayGenerator(tmp_path, tokenizer)
+    generator.submit(prompts(), sampling)
+    with pytest.raises(RunError, match="ids that no token has"):
+        generator.submit(prompts(), replace(sampling, request=1))
