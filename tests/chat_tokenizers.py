@@ -2,7 +2,16 @@
 
 from collections.abc import Sequence
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 # As published, without the parts for tools.
@@ -171,3 +180,63 @@ def adding(core: Tokenizer, begin: str, end: str | None) -> processors.TemplateP
         pair=f"{single} $B:1",
         special_tokens=[(each, core.token_to_id(each)) for each in added],
     )
+
+
+CORPUS = (
+    "Heat water and wait for 4 minutes.",
+    "play playing played 2+2=4",
+    "why? How so! it is.",
+    "A b c: d e",
+)
+
+
+def trained(core: Tokenizer, trainer: trainers.Trainer, **special: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose vocabulary comes from `CORPUS`, with end token `</s>`."""
+    core.train_from_iterator([*CORPUS, "a\n\nb", *map(chr, range(33, 127))] * 5, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="</s>", **special)
+
+
+def wordpiece(lowercase: bool = False) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the BERT kind, which keeps no spaces; `lowercase` as in uncased models."""
+    core = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    core.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    core.pre_tokenizer, core.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "</s>"], show_progress=False)
+    return trained(core, trainer, unk_token="[UNK]")
+
+
+def byte_level_bpe(prefix: bool = False) -> PreTrainedTokenizerFast:
+    """Return byte-level BPE with merges; `prefix` inserts a space before a text, as in RoBERTa's variants."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=prefix), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    return trained(core, trainer)
+
+
+def metaspace(scheme: str, split: bool = False) -> PreTrainedTokenizerFast:
+    """Return a Unigram tokenizer with Metaspace; `split` drops spaces first, as in XLM-R."""
+    core = Tokenizer(models.Unigram())
+    marks = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    parts = [pre_tokenizers.WhitespaceSplit(), marks] if split else [marks]
+    core.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    core.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=250, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    return trained(core, trainer, unk_token="<unk>")
+
+
+KINDS = {
+    **FAMILIES,
+    "wordpiece": wordpiece,
+    "wordpiece_uncased": lambda: wordpiece(lowercase=True),
+    "bpe": byte_level_bpe,
+    "bpe_with_prefix": lambda: byte_level_bpe(prefix=True),
+    "metaspace_first": lambda: metaspace("first"),
+    "metaspace_always": lambda: metaspace("always"),
+    "metaspace_never": lambda: metaspace("never"),
+    "metaspace_split": lambda: metaspace("always", split=True),
+}

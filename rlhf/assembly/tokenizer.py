@@ -41,7 +41,7 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
     start = "model.base" if cfg.algo.trains is Trains.base else "model.policy"
     key = "model.tokenizer" if cfg.model.tokenizer else start
     tokenizer = read_tokenizer(name, cfg.model.trust_remote_code, key)
-    set_format(tokenizer, cfg.model.chat_template, make(cfg.task).conversational)
+    set_format(tokenizer, cfg.model.chat_template, make(cfg.task).conversational, cfg.model.clock)
     models = (name,) if cfg.start in (None, name) else (name, cfg.start)
     note = set_pad_token(tokenizer, cfg.model.pad_token, models=models)
     if note is not None and notes is not None:

@@ -81,6 +81,7 @@ NEW_IN_NAME: dict[str, object] = {
     "stages.stand_ins": False,
     "task.chat": False,
     "model.chat_template": None,
+    "model.clock": None,
     "model.float32_head": False,
     "model.fused_head": None,
     "backend.tokens": None,

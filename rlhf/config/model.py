@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 
@@ -74,6 +75,7 @@ class ModelConfig(Section):
     tokenizer: str | None = None  # null: the tokenizer of the policy (of the base model, for sft)
     pad_token: str | None = None  # null: the tokenizer's own pad token, or a token that no text contains
     chat_template: str | None = None  # file with a Jinja template, or plain; null: of the tokenizer
+    clock: str | None = None  # time that the chat template reads, 2026-01-31T09:00; null: start of the run
     dtype: Dtype = Dtype.float32  # dtype of forward passes; trained weights are always float32
     float32_head: bool = False  # logits in float32 with a 16-bit dtype, in the trainer and in its generators
     fused_head: bool | None = None  # log-probs by Liger's kernel; null: only on a GPU where it is faster
@@ -84,8 +86,15 @@ class ModelConfig(Section):
     trust_remote_code: bool = False  # run Python code that comes with a hub model
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if the file of the chat template does not exist, or is no Jinja template."""
+        """Yield an error if the chat template is no file with a Jinja template, or the clock is no time."""
         yield from Section.problems(self, at)
+        try:
+            datetime.fromisoformat(self.clock or "2026-01-31")
+        except ValueError:
+            yield (
+                f"{at}.clock must be a time in ISO format (the chat template reads it), got {self.clock!r}; "
+                f"set {at}.clock=2026-01-31T09:00"
+            )
         chosen = self.chat_template
         if chosen not in (None, PLAIN) and not Path(chosen).expanduser().is_file():
             yield (

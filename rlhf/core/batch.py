@@ -28,8 +28,8 @@ class Prompts:
     """N prompts of a task with their references.
 
     `completions` and `labels` are set only if the data set contains responses and their scores. `dialogues`
-    is set only if the data set contains lists of messages, `part` only if the task is a mixture of tasks,
-    `records` only if a reward function asks for columns of the data.
+    and `tools` are set only if the data set contains lists of messages, `part` only if the task is a mixture
+    of tasks, `records` only if a reward function asks for columns of the data.
     """
 
     index: Tensor  # [N] int64, row of the example in the task's data set
@@ -39,8 +39,10 @@ class Prompts:
     prompt_mask: Tensor  # [N, P] bool
     completions: list[list[str]] | None = None  # N lists of K stored responses
     labels: Tensor | None = None  # [N, K] float32, stored scores of the K responses
-    # N lists of {role, content}: the messages that `texts` were formatted from; None: the data are texts
-    dialogues: list[list[dict[str, str]]] | None = None
+    # N lists of messages (role, content and further keys) that `texts` were formatted from, and the tools of
+    # each dialogue; None: the data are texts
+    dialogues: list[list[dict[str, Any]]] | None = None
+    tools: list[list[dict[str, Any]] | None] | None = None
     part: Tensor | None = None  # [N] int64, number of the part of the mixture that the prompt comes from
     records: list[dict[str, Any]] | None = None  # N rows of the data: the columns that functions ask for
 

@@ -5,6 +5,11 @@ This module imports no torch and no transformers.
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +18,8 @@ from rlhf.core.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, str]]  # the turns of a dialogue, each with the keys "role" and "content"
+Messages = list[dict[str, Any]]  # the turns of a dialogue: "role", "content" and what else the data have
+Tools = list[dict[str, Any]] | None  # JSON schemas of the functions that the assistant may call
 
 PLAIN = "plain"  # the value of model.chat_template that selects `PLAIN_TEMPLATE`
 PLAIN_TEMPLATE = (
@@ -24,33 +30,42 @@ PLAIN_TEMPLATE = (
     "{{ '<|assistant|>\\n' if add_generation_prompt }}"
 )
 QUESTION, ANSWER = "question-of-a-user", "answer-of-an-assistant"  # texts that no template contains
+CALLS = "tool_calls"
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str = "the dialogue") -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str = "the dialogue", tools: Tools = None
+) -> str:
     """Return a prompt: the messages in the format of the chat template, then the start of a reply.
 
     Args:
         tokenizer: the tokenizer with the chat template.
         messages: the turns of the dialogue before the reply.
         where: the place of the dialogue, for error messages; for example "row 3 of the split train".
+        tools: the functions that the assistant may call.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses the messages.
     """
-    return _format(tokenizer, messages, where, add_generation_prompt=True)
+    return _format(tokenizer, messages, where, tools, add_generation_prompt=True)
 
 
-def set_format(tokenizer: PreTrainedTokenizerBase, template: str | None, conversational: bool) -> None:
-    """Set the chat template of the tokenizer of a run, and for dialogues the end token.
+def set_format(
+    tokenizer: PreTrainedTokenizerBase, template: str | None, conversational: bool, clock: str | None = None
+) -> None:
+    """Set the chat template of the tokenizer of a run and its clock, and for dialogues the end token.
 
     Args:
         tokenizer: the tokenizer, which is changed.
         template: the value of `model.chat_template`; None keeps the template of the tokenizer.
         conversational: the prompts of the task are dialogues; see `end_responses_with_turns`.
+        clock: the value of `model.clock`: the time that a template reads, in ISO format; None: the time at
+            which this process rendered its first dialogue.
 
     Raises:
         UserError: the template cannot be read, or does not format a dialogue; or there is none.
     """
+    set_clock(tokenizer, clock)
     if template is not None:
         set_template(tokenizer, template)
     if conversational:
@@ -82,24 +97,45 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
     end_of_turn(tokenizer)  # raises an error if the file contains no template that formats a dialogue
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the special token that the chat template writes after a reply.
+def set_clock(tokenizer: PreTrainedTokenizerBase, clock: str | None) -> None:
+    """Set the time that the chat template of a tokenizer reads; `clock` is in ISO format. None: no change."""
+    if clock is not None:
+        tokenizer.clock = datetime.fromisoformat(clock)
 
-    Text after that token, such as a newline, belongs to the format of the next turn.
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the special token with which the chat template ends a reply.
+
+    Text after that token, such as a newline, belongs to the format of the next turn. Text between the reply
+    and the token belongs to the reply.
 
     Returns:
-        The token. None: the template writes nothing after a reply, or writes a text that does not begin with
-        a special token of the vocabulary.
+        The token. None: the template writes no special token of the vocabulary after a reply.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses a question and an answer.
     """
+    return _ending(tokenizer)[0]
+
+
+def _ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str]:
+    """Return the token that ends a reply (see `end_of_turn`), and the text that follows the end of a turn."""
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-    rest = _format(tokenizer, turns, "a question with its answer").rpartition(ANSWER)[2].strip()
-    ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
-    special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens} - {tokenizer.unk_token}
-    first = tokenizer.convert_ids_to_tokens(ids[:1])
-    return next((token for token in first if token in special or token == tokenizer.eos_token), None)
+    _, found, rest = _format(tokenizer, turns, "a question with its answer").rpartition(ANSWER)
+    if not found:  # the template changes the text
+        return None, ""
+    places = {rest.find(token): token for token in _special(tokenizer) if token in rest}
+    if not places:
+        return None, rest[len(rest.rstrip()) :]
+    first = min(places)
+    token = max((each for each in _special(tokenizer) if rest.startswith(each, first)), key=len)
+    return token, rest[first + len(token) :]
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the added and the special tokens of a vocabulary, without the token for unknown characters."""
+    unfit = {tokenizer.unk_token, ""} - {tokenizer.eos_token}  # some tokenizers use one token for both
+    return {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens} - unfit
 
 
 def end_responses_with_turns(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -127,13 +163,179 @@ def no_template(path: str) -> str:
     )
 
 
-def _format(tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str, **options: Any) -> str:
+@dataclass(slots=True)
+class Lost:
+    """Content of the data that a chat template does not write: in how many dialogues, and the first."""
+
+    count: int = 0
+    first: str = ""
+
+
+class Dialogues:
+    """The chat template of a tokenizer, applied to whole dialogues; counts what the template does not write.
+
+    Args:
+        tokenizer: the tokenizer with the chat template; its end token ends a reply (`set_format`).
+
+    Raises:
+        UserError: the tokenizer has no chat template, or the template refuses a question and an answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.end, self.rest = _ending(tokenizer)
+        added = tokenizer.added_tokens_decoder.values()
+        unfit = {tokenizer.unk_token, tokenizer.pad_token, tokenizer.bos_token} - {tokenizer.eos_token}
+        self.others = tuple({str(token) for token in added if token.special} - unfit)
+        self.total = 0
+        self.lost: defaultdict[str, Lost] = defaultdict(Lost)
+        self.shortened = Lost()
+
+    def write(
+        self,
+        messages: Messages,
+        answers: Sequence[Messages],
+        where: str = "the dialogue",
+        tools: Tools = None,
+        *,
+        prompt_only: bool = False,
+    ) -> tuple[str, list[str]]:
+        """Return the prompt and the K answers of a dialogue, as the template writes the whole dialogue.
+
+        The answer is the text behind the part that the whole dialogue shares with the prompt, up to the end
+        of the turn, without the end token of the tokenizer. If the template does not begin an answer as it
+        begins a reply, for example with a block of reasoning, the prompt ends earlier.
+
+        Args:
+            messages: the turns before the answers.
+            answers: K lists with one message of the assistant, or none (the answer is then "").
+            where: the place of the dialogue, for error messages.
+            tools: the functions that the assistant may call.
+            prompt_only: responses to the prompt are sampled, so the prompt stays as it is, and answers are
+                references.
+
+        Raises:
+            UserError: the template refuses the messages, does not write an answer, or writes the messages
+                before an answer in another way than without it.
+        """
+        prompt = render(self.tokenizer, messages, where, tools)
+        wholes = [
+            self._format([*messages, *answer], where, tools) if answer else prompt for answer in answers
+        ]
+        shared = prompt
+        if not all(whole.startswith(prompt) for whole in wholes):
+            shared = self._shared(prompt, wholes)
+            before = self._format(messages, where, tools)
+            if len(shared) < len(before.rstrip()):
+                raise UserError(
+                    "model.chat_template must write the messages before an answer in the same way with and "
+                    f"without the answer, got another text from character {len(shared):,} of {where} on; "
+                    "leave that dialogue out, or set model.chat_template=<file with a Jinja template>"
+                )
+            self._note(self.shortened, where)
+        texts = [
+            self._turn(whole[len(shared) :]) if answer else ""
+            for whole, answer in zip(wholes, answers, strict=True)
+        ]
+        self.total += 1
+        names = set(self._unwritten(messages, [], prompt, where, tools))
+        for answer, whole, text in zip(answers, wholes, texts, strict=True):
+            unwritten = set(self._unwritten(answer, messages, whole, where, tools)) if answer else set()
+            said = answer and any(str(value).strip() for key, value in answer[0].items() if key != "role")
+            if not prompt_only and said and (not text.strip() or f"{CALLS} of the answer" in unwritten):
+                keys = " and the ".join(key for key in answer[0] if key != "role")
+                raise UserError(
+                    "model.chat_template must write the answers that are trained on, got a template that "
+                    f"does not write the {keys} of the answer in {where}; leave that row out, or set "
+                    "model.chat_template=<file with a Jinja template that writes it>"
+                )
+            names |= unwritten
+        for name in names:
+            self._note(self.lost[name], where)
+        return prompt if prompt_only else shared, texts
+
+    def warnings(self, prompt_only: bool = False) -> Iterator[str]:
+        """Yield a sentence for each kind of content that the template does not write as it is in the data."""
+        for name, lost in sorted(self.lost.items()):
+            yield f"the chat template leaves out or changes the {name} in {self._share(lost)}"
+        if self.shortened.count:
+            effect = "prompts end where both are equal"
+            if prompt_only:
+                effect = "reference responses do not continue their prompts"
+            yield (
+                "the chat template begins a reply in another way than the stored answers in "
+                f"{self._share(self.shortened)}; their {effect}"
+            )
+
+    def _share(self, lost: Lost) -> str:
+        return f"{lost.count:,} of {self.total:,} dialogues (first: {lost.first})"
+
+    def _format(self, messages: Messages, where: str, tools: Tools) -> str:
+        return _format(self.tokenizer, messages, where, tools)
+
+    def _note(self, lost: Lost, where: str) -> None:
+        lost.count += 1
+        lost.first = lost.first or where
+
+    def _shared(self, prompt: str, wholes: Sequence[str]) -> str:
+        """Return the longest common start of all texts that ends at the end of a token of each of them."""
+        texts = [prompt, *wholes]
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        common = len(os.path.commonprefix(texts))
+        tokens = len(os.path.commonprefix(ids))
+        while tokens and offsets[0][tokens - 1][1] > common:
+            tokens -= 1
+        return prompt[: offsets[0][tokens - 1][1]] if tokens else ""
+
+    def _turn(self, text: str) -> str:
+        """Return the text of an answer up to the end of its turn; see `write`."""
+        end = self.end if self.end == self.tokenizer.eos_token else None
+        if end is not None and text.endswith(end + self.rest):
+            return text.removesuffix(end + self.rest)
+        if end is not None and not (parts := text.rpartition(end))[2].strip() and parts[1]:
+            return parts[0]
+        stripped = text.rstrip()
+        if stripped.endswith(self.others):
+            return stripped  # another end of a turn, such as after the call of a tool
+        return text.removesuffix(self.rest)
+
+    def _unwritten(
+        self, messages: Messages, before: Messages, text: str, where: str, tools: Tools
+    ) -> Iterator[str]:
+        """Yield names of what `text`, the template's text of `before` and `messages`, does not contain."""
+        of = "of the answer" if before else "of a message"
+        for message in messages:
+            if message["content"].strip() not in text:
+                yield f"content {of} with the role {message['role']}"
+        for key in sorted({key for message in messages for key, value in message.items() if value}):
+            if key not in ("role", "content"):
+                without = [{name: each[name] for name in each if name != key} for each in messages]
+                if self._same(text, [*before, *without], where, tools, not before):
+                    yield f"{key} {of}"
+        if tools and not before and self._same(text, messages, where, None, True):
+            yield "tools"
+
+    def _same(self, text: str, messages: Messages, where: str, tools: Tools, prompt: bool) -> bool:
+        """Return whether the template writes `text` for the messages, too."""
+        try:
+            return text == _format(self.tokenizer, messages, where, tools, add_generation_prompt=prompt)
+        except UserError:
+            return False
+
+
+def _format(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str, tools: Tools = None, **options: Any
+) -> str:
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
         raise UserError(no_template(tokenizer.name_or_path))
+    if getattr(tokenizer, "clock", None) is None:
+        set_clock(tokenizer, datetime.now().isoformat())
+    options |= {"tools": tools, "strftime_now": tokenizer.clock.strftime, "tokenize": False}
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(messages, **options))
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         roles = ", ".join(str(turn.get("role")) for turn in messages)
         raise UserError(

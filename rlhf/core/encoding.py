@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.core.batch import Prompts, Rollouts
+from rlhf.core.pieces import pieces
 
 
 def pad_prompts(ids: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -76,7 +77,7 @@ def encode_completions(
     response_length: int | None,
     ended: Tensor | None = None,
 ) -> Rollouts:
-    """Encode K texts for each of N prompts as rollouts.
+    """Encode K texts for each of N prompts as rollouts; prompt and response together read as both texts.
 
     Args:
         prompts: N prompts.
@@ -85,7 +86,7 @@ def encode_completions(
         response_length: maximum number of tokens, the EOS token included; None: no limit. A longer text is
             truncated, has no EOS token, and its `ended` is False.
         ended: [N, K] bool; an EOS token is appended to the texts with True. None: an EOS token is appended
-            to every text.
+            to every text. An answer of a dialogue that a template ends with another special token keeps it.
 
     Returns:
         Rollouts with response_ids and response_mask [N, K, T] and ended [N, K]; T is the longest response.
@@ -96,11 +97,11 @@ def encode_completions(
         "every prompt must have the same number of texts"
     )
     ends = torch.ones(count, samples, dtype=torch.bool) if ended is None else ended.cpu()
+    before = [prompt for prompt in prompts.texts for _ in range(samples)]
+    own_ends = [] if prompts.dialogues is None else turn_ends(tokenizer)
     encoded = [
-        ids + [tokenizer.eos_token_id] * end
-        for ids, end in zip(
-            tokenizer(texts, add_special_tokens=False)["input_ids"], ends.flatten().tolist(), strict=True
-        )
+        ids + [tokenizer.eos_token_id] * (end and ids[-1:] not in own_ends)
+        for ids, end in zip(pieces(tokenizer).encode(texts, before), ends.flatten().tolist(), strict=True)
     ]
     limit = max(map(len, encoded)) if response_length is None else response_length
     width = min(limit, max(map(len, encoded)))
@@ -116,3 +117,10 @@ def encode_completions(
         response_mask=response_mask.view(count, samples, width),
         ended=(lengths <= limit).view(count, samples) & ends,
     )
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the special tokens that can end a turn, each as a list of its id."""
+    others = {tokenizer.pad_token, tokenizer.bos_token, tokenizer.unk_token} - {tokenizer.eos_token}
+    added = tokenizer.added_tokens_decoder
+    return [[number] for number, token in added.items() if token.special and str(token) not in others]

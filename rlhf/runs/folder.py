@@ -20,6 +20,7 @@ import os
 import re
 import shlex
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +119,16 @@ class RunFolder:
 
     def write_environment(self, devices: list[str] | None = None) -> None:
         """Write the environment record; `devices` are the names of the accelerators."""
+        started = self.started()
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.environment, environment(devices or []))
+        write_json(self.environment, {"started": started, **environment(devices or [])})
+
+    def started(self) -> str:
+        """Return the time in ISO format at which the run was started first; for a new run, the time now."""
+        try:
+            return str(json.loads(self.environment.read_text(encoding="utf-8"))["started"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return datetime.now().isoformat(timespec="seconds")
 
     def read_state(self) -> dict[str, Any] | None:
         """Read trainer_state.json; return None if the file does not exist.

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.core.batch import Budget
-from rlhf.core.chat_format import end_responses_with_turns, render
+from rlhf.core.chat_format import Dialogues, end_responses_with_turns, set_clock
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.models.inference import infer
 from rlhf.models.loading import load_reward_model
@@ -59,10 +59,20 @@ class RewardModelScorer(Scorer):
         return infer(self.model, rollouts, "rewards", Budget(self.config.batch_size), self.ranks, self.dtype)
 
     def retokenize(self, rollouts: Rollouts, own: PreTrainedTokenizerBase) -> Rollouts:
-        """Return `rollouts` in tokens of the tokenizer `own`; only responses that had ended get an EOS."""
+        """Return `rollouts` in tokens of the tokenizer `own`; only responses that had ended get an EOS.
+
+        The chat template of `own`, if it has one, writes the whole dialogue with the response.
+        """
         responses = response_texts(rollouts, self.tokenizer)
-        dialogues = rollouts.dialogues if own.chat_template else None
-        texts = rollouts.texts if dialogues is None else [render(own, turns) for turns in dialogues]
+        texts, dialogues = rollouts.texts, rollouts.dialogues if own.chat_template else None
+        if dialogues is not None:
+            format, tools = Dialogues(own), rollouts.tools or [None] * len(rollouts)
+            answers = [[[{"role": "assistant", "content": each}] for each in row] for row in responses]
+            written = [
+                format.write(messages, row, tools=each)
+                for messages, row, each in zip(dialogues, answers, tools, strict=True)
+            ]
+            texts, responses = [prompt for prompt, _ in written], [row for _, row in written]
         prompts = encode_prompts(rollouts.index, texts, rollouts.references, own, dialogues is not None)
         return encode_completions(prompts, responses, own, response_length=None, ended=rollouts.ended)
 
@@ -90,6 +100,7 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
         return RewardModel(loaded, model.shared_prefix)
 
     placed = context.place(load)
+    set_clock(own, model.clock)
     if context.conversational and own.chat_template:
         end_responses_with_turns(own)
     fill_pad_token(own, config.pad_token, f"{context.at}.pad_token")

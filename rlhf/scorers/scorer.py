@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.core.batch import Batch
+from rlhf.core.pieces import pieces
 from rlhf.scorers.ties import merge_ties
 
 if TYPE_CHECKING:
@@ -152,17 +153,16 @@ class TextScorer(Scorer):
 
 
 def response_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """Return the responses as N lists of K texts, without special tokens and without the token that ended.
+    """Return the responses as N lists of K texts: what they add to the prompt, without the token that ended.
 
-    A model may declare an end token that its tokenizer does not mark as special.
+    Special tokens are left out. A model may declare an end token that its tokenizer does not mark as special.
     """
     N, K, T = rollouts.response_ids.shape
     text = rollouts.response_mask
     last = torch.arange(T, device=text.device) == text.sum(-1, keepdim=True) - 1
-    ids = torch.where(
-        text & ~(last & rollouts.ended[..., None]), rollouts.response_ids, tokenizer.pad_token_id
-    )
-    flat = tokenizer.batch_decode(ids.flatten(0, 1), skip_special_tokens=True)
+    ids = rollouts.response_ids.flatten(0, 1)
+    mask = (text & ~(last & rollouts.ended[..., None])).flatten(0, 1)
+    flat = pieces(tokenizer).decode([row[kept].tolist() for row, kept in zip(ids, mask, strict=True)])
     return [flat[n * K : (n + 1) * K] for n in range(N)]
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -162,7 +162,7 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
                 kept = rollouts.response_ids[i, j][mask].tolist()
                 cut = "" if bool(rollouts.ended[i, j]) else f"; cut at {limit} tokens, without EOS"
                 note = in_loss(cfg) + cut
-                yield from text_lines(name, kept, note, tokenizer, width, "green")
+                yield from text_lines(name, kept, note, tokenizer, width, "green", prompt[-4:])
         yield Line(padding(batch, rollouts, i))
 
 
@@ -187,28 +187,45 @@ def padding(batch: Prompts, rollouts: Rollouts | None, i: int) -> str:
 
 
 def text_lines(
-    name: str, ids: list[int], note: str, tokenizer: PreTrainedTokenizerFast, width: int, style: str
+    name: str,
+    ids: list[int],
+    note: str,
+    tokenizer: PreTrainedTokenizerFast,
+    width: int,
+    style: str,
+    before: Sequence[int] = (),
 ) -> Iterator[Line]:
-    """Yield a title and the tokens of a text, separated by `|`; long texts are shortened in the middle."""
+    """Yield a title and the tokens of a text, separated by `|`; long texts are shortened in the middle.
+
+    Args:
+        name: name of the text.
+        ids: its tokens.
+        note: use of the text in training.
+        tokenizer: the tokenizer.
+        width: the number of columns.
+        style: style of the tokens.
+        before: tokens before the text.
+    """
     yield Line(f"  {name:10} {len(ids):,} tokens, {note}")
     if len(ids) <= FIRST + LAST:
-        shown = pieces(ids, tokenizer)
+        shown = token_texts(ids, tokenizer, before)
     else:
         left_out = f" ... {len(ids) - FIRST - LAST:,} tokens ... "
-        shown = [*pieces(ids[:FIRST], tokenizer), left_out, *pieces(ids[-LAST:], tokenizer)]
+        end = token_texts(ids[-LAST:], tokenizer, ids[:-LAST][-1:])
+        shown = [*token_texts(ids[:FIRST], tokenizer, before), left_out, *end]
     for line in wrapped(shown, width - 4):
         yield Line(f"    {line}", style)
 
 
-def pieces(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Return the text of each token; special tokens are marked with their role, as in `[EOS </s>]`."""
+def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast, before: Sequence[int]) -> list[str]:
+    """Return the text of each token behind the tokens `before`; special tokens are marked: `[EOS </s>]`."""
     roles = {getattr(tokenizer, f"{name}_token_id"): name.upper() for name in reversed(SPECIAL)}
     found: list[str] = []
-    before = ""
+    read = str(tokenizer.decode([*before], clean_up_tokenization_spaces=False))
     for end, number in enumerate(ids, 1):
-        whole = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
-        text = printable(whole[len(before) :])
-        before = whole
+        whole = str(tokenizer.decode([*before, *ids[:end]], clean_up_tokenization_spaces=False))
+        text = printable(whole[len(read) :])
+        read = whole
         found.append(f"[{roles[number]} {text.strip()}]" if number in roles else text)
     return found
 

@@ -204,7 +204,7 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
     for key, (path, pad) in named.items():
         if path is not None:
             tokenizer = read_tokenizer(path, model.trust_remote_code, key)
-            set_format(tokenizer, model.chat_template, make(cfg.task).conversational)
+            set_format(tokenizer, model.chat_template, make(cfg.task).conversational, model.clock)
             fill_pad_token(tokenizer, pad, f"{key.partition('.')[0]}.pad_token")
             return tokenizer
     assert isinstance(cfg.task, EmbeddedTaskConfig), "validated: other tasks have a policy"
@@ -397,6 +397,9 @@ def in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
         stored: the original pairs.
         scores: row -> scores of the chosen and the rejected response.
     """
+    from rlhf.tasks.columns import TOOLS
+    from rlhf.tasks.storage import mapped
+
     kept = sorted(scores)
     rows = stored.select(kept)
 
@@ -413,9 +416,8 @@ def in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
                 made[name].append(value)
         return made
 
-    return rows.map(
-        order, batched=True, with_indices=True, remove_columns=rows.column_names, load_from_cache_file=False
-    )
+    dropped = [name for name in rows.column_names if name != TOOLS]
+    return mapped(rows, order, batched=True, with_indices=True, remove_columns=dropped)
 
 
 def write_data(data: DatasetDict, report: dict[str, Any], work: Path, output: Path) -> None:

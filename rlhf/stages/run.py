@@ -137,6 +137,7 @@ def carry_out(
     keep_freed()
     torch.manual_seed(derive(cfg.seed, "torch"))
 
+    cfg = at_start(cfg, ranks.from_first(folder.started))
     notes: dict[str, str] = {}
     tokenizer = build_tokenizer(cfg, notes)
     task = build_task(cfg, tokenizer, cfg.data, cfg.schedule.prompts_per_update)
@@ -234,6 +235,13 @@ def open_folder(cfg: Config, folder: RunFolder) -> Path | None:
             f"got {folder.path} with none; set resume=auto to start from the beginning"
         )
     return last
+
+
+def at_start(cfg: Config, started: str) -> Config:
+    """Return the config with the time that chat templates read, by default the time of the run's start."""
+    if cfg.task.embedded or cfg.model.clock is not None:
+        return cfg
+    return replace(cfg, model=replace(cfg.model, clock=started))
 
 
 def quieten(ranks: Ranks) -> None:

@@ -149,13 +149,13 @@ def read(task: TaskConfig) -> list[Pair]:
     rows = make_part(task).prompts("train")
     rows = rows.select(range(min(KNOWN_ROWS, len(rows))))
     if "messages" in rows.column_names:
-        from rlhf.core.chat_format import render
+        from rlhf.core.chat_format import Dialogues
 
-        tokenizer = make_tokenizer([])  # the chat template needs no vocabulary
-        prompts = [render(tokenizer, messages) for messages in rows["messages"]]
+        dialogues = Dialogues(make_tokenizer([]))  # the chat template needs no vocabulary
+        written = [dialogues.write(row["messages"], [row["reference_response"]]) for row in rows]
+        answers = [(prompt, answer) for prompt, (answer,) in written]
     else:
-        prompts = list(rows["query"])
-    answers = zip(prompts, rows["reference_response"], strict=True)
+        answers = list(zip(rows["query"], rows["reference_response"], strict=True))
     # Without references, the policy learns to repeat words of the prompt, so that it samples some words.
     return [(prompt, answer or " ".join(["", *prompt.split()[:4]])) for prompt, answer in answers]
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
-from rlhf.core.errors import UserError
+from rlhf.tasks.columns import BadRow, dialogue
 from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.source import load_pairs, pairs_of, prompts_of
 
 if TYPE_CHECKING:
     from rlhf.config.task import ChatConfig
+    from rlhf.tasks.reading import Row
 
 
 class ChatSource:
-    """A source of dialogues: lists of {role, content} in the column `messages`, the last by the assistant.
+    """A source of dialogues: lists of messages in the column `messages`, the last by the assistant.
 
     Args:
         config: config section of the task.
@@ -41,34 +42,37 @@ class ChatSource:
             UserError: a dialogue has only one turn, or does not end with a turn of the assistant.
         """
         stored = self.config.validation_split if split == "validation" else split
-        rows = self.dialogues.load(stored, ["messages"], texts=False, wanted=wanted)
-        return rows.map(self._example, with_indices=True, remove_columns=["messages"])
+        convert = wanted.recording(self._example)
+        return self.dialogues.converted(stored, ["messages"], convert, wanted=wanted)
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return the split of the pairs: `prompt` (text or messages), `chosen` and `rejected` (texts).
+        """Return the split of the pairs: `prompt`, `chosen` and `rejected`, texts or lists of messages.
 
         Raises:
             UserError: the config names no pairs, or the pairs cannot be loaded.
         """
         return load_pairs(self.pairs, split, "chat", "No Robots has none", wanted)
 
-    def _example(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+    def _example(self, row: Row) -> Row:
         try:
-            *before, last = [{name: turn[name] for name in ("role", "content")} for turn in row["messages"]]
-            whole = bool(before) and last["role"] == "assistant"
-        except (TypeError, KeyError, ValueError):
+            made = dialogue(row)
+            whole = bool(made["reference_response"])
+        except BadRow:
             whole = False
         if not whole:
-            place = row.get("place") or f"row {index + 1} of {self.dialogues.place}"
-            raise UserError(
-                f"{self.dialogues.key} must have dialogues in its column messages (lists of role and content "
-                f"that end with a turn of the assistant, after another), got {place} with another form; "
-                "correct or remove that row"
+            raise BadRow(
+                "have dialogues in its column messages (lists of role and content that end with a turn of "
+                "the assistant, after another)",
+                "with another form",
             )
         turn, reply = self.config.turn, self.config.reply
         if turn is None or reply is None:
-            return {"messages": before, "reference_response": last["content"]}
+            return made
         texts = (
-            turn.replace("{role}", each["role"]).replace("{content}", each["content"]) for each in before
+            turn.replace("{role}", each["role"]).replace("{content}", each["content"])
+            for each in made["messages"]
         )
-        return {"query": "".join(texts) + reply, "reference_response": last["content"]}
+        return {
+            "query": "".join(texts) + reply,
+            "reference_response": made["reference_response"][0]["content"],
+        }

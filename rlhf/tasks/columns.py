@@ -1,44 +1,30 @@
 """The columns of a data set: which of them is the prompt, the response, or a dialogue, and their conversion.
 
-Texts stay texts. Dialogues are lists of messages {role, content}, as in the `messages` format of chat models
-and in the conversational formats of TRL. This module imports no torch.
+Texts stay texts. Dialogues are lists of messages with `role`, `content` and further keys, as in the
+`messages` format of chat models and in the conversational formats of TRL. The response of a dialogue is a
+list, too: of its one message. This module imports no torch.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.algo import Data
-from rlhf.config.task import PREFERENCE_COLUMNS, ColumnsConfig
+from rlhf.config.task import PREFERENCE_COLUMNS
 from rlhf.core.errors import UserError
-from rlhf.core.pasting import setting
 from rlhf.tasks.formats import number_as_text, parsed, without_prompt
 from rlhf.tasks.reading import described
 
 if TYPE_CHECKING:
     from rlhf.tasks.reading import Row
 
-Message = dict[str, str]  # role and content
+Message = dict[str, Any]  # role and content (texts), and what else the data have, such as tool_calls
 Prompt = str | list[Message]
+Response = str | list[Message]  # one message of the assistant, or none
 
-# Recognised names of the columns, in any case. `reference_response` is the name in the embedded tasks.
-NAMES = {
-    "prompt": ("prompt", "query", "question", "instruction"),
-    "response": ("response", "completion", "answer", "output", "reference", "reference_response"),
-    "chosen": ("chosen",),
-    "rejected": ("rejected",),
-    "messages": ("messages", "conversations"),
-}
-CONTEXT = "input"  # beside `instruction`, in the format of Alpaca
-NEEDS = {  # content of an example -> the columns that it needs, for messages
-    Data.prompts: "a column of prompts (prompt, query, question or instruction) or of dialogues (messages)",
-    Data.references: "a column of prompts (such as prompt) and a column of responses (such as response), or "
-    "dialogues (messages), because SFT imitates responses",
-    Data.preferences: "the columns prompt, chosen and rejected, because the run reads pairs",
-}
+TOOLS = "tools"  # beside messages: the functions that the assistant may call, as JSON schemas
 
 
 class BadRow(Exception):
@@ -71,6 +57,7 @@ class Layout:
     chosen: str | None = None
     rejected: str | None = None
     messages: str | None = None  # whole dialogues
+    tools: str | None = None  # beside messages
 
     @property
     def names(self) -> list[str]:
@@ -93,28 +80,32 @@ class Layout:
     def example(self, row: Row) -> Row:
         """Return the prompt and the reference response of a row.
 
-        A prompt of text is the column `query`; a prompt of messages is the column `messages`. Without a
-        reference response, `reference_response` is empty.
+        A prompt of text is the column `query`, and its reference a text; a prompt of messages is the column
+        `messages`, and its reference a list of one message. Without a reference response,
+        `reference_response` is empty. Rows of pairs have the column `rejected`, too, and rows of dialogues
+        with tools the column `tools`.
 
         Raises:
             BadRow: the row lacks a column, or a value has the wrong form.
         """
+        prompt: Prompt
+        reference: Response
+        others: Row = {}
         if self.messages is not None:
-            turns = conversation(row, self.messages)
-            answered = turns[-1]["role"] == "assistant" and len(turns) > 1
-            if turns[-1]["role"] == "assistant" and not answered:
+            prompt = conversation(row, self.messages)
+            answered = prompt[-1]["role"] == "assistant" and len(prompt) > 1
+            if prompt[-1]["role"] == "assistant" and not answered:
                 raise BadRow(f"have a message before the answer in its column {self.messages}", "without it")
-            reference = turns.pop()["content"] if answered else ""
-            return {"messages": turns, "reference_response": reference}
-        if self.prompt is None:
-            prompt, reference, _ = self._pair(row)
+            reference = [prompt.pop()] if answered else []
+        elif self.response is None and self.chosen is not None and self.rejected is not None:
+            prompt, reference, others["rejected"] = self._pair(row)
         elif (column := self.response or self.chosen) is not None:
             prompt, reference = answer(self._prompt(row), row, column)
-            if column == self.chosen and isinstance(prompt, str):  # chosen may repeat the prompt
-                reference = reference.removeprefix(prompt)
         else:
-            prompt, reference = self._prompt(row), ""
-        return {"query" if isinstance(prompt, str) else "messages": prompt, "reference_response": reference}
+            prompt = self._prompt(row)
+            reference = "" if isinstance(prompt, str) else []
+        name = "query" if isinstance(prompt, str) else "messages"
+        return {name: prompt, "reference_response": reference, **others} | self._tools(row, prompt)
 
     def demonstration(self, row: Row) -> Row:
         """Return the prompt and the response that SFT imitates; see `example`.
@@ -133,14 +124,18 @@ class Layout:
         return self.example(row)
 
     def pair(self, row: Row) -> Row:
-        """Return `prompt` (text or messages), `chosen` and `rejected` (texts) of a row.
+        """Return `prompt`, `chosen` and `rejected` of a row: texts, or messages (perhaps with `tools`).
 
         Raises:
             BadRow: the row lacks a column, or a value has the wrong form.
         """
-        return dict(zip(PREFERENCE_COLUMNS, self._pair(row), strict=True))
+        made = dict(zip(PREFERENCE_COLUMNS, self._pair(row), strict=True))
+        return made | self._tools(row, made["prompt"])
 
-    def _pair(self, row: Row) -> tuple[Prompt, str, str]:
+    def _tools(self, row: Row, prompt: Prompt) -> Row:
+        return {} if self.tools is None or isinstance(prompt, str) else {TOOLS: tools(row, self.tools)}
+
+    def _pair(self, row: Row) -> tuple[Prompt, Response, Response]:
         assert self.chosen is not None and self.rejected is not None
         if not isinstance(row.get(self.chosen), list):
             if self.prompt is None:
@@ -152,8 +147,8 @@ class Layout:
                     "without them",
                     "add the column prompt",
                 )
-            prompt, rejected = self._prompt(row), text(row, self.rejected)
-            return prompt, text(row, self.chosen), rejected
+            prompt, chosen = answer(self._prompt(row), row, self.chosen)
+            return prompt, chosen, answer(prompt, row, self.rejected)[1]
         before = self._prompt(row) if self.prompt is not None else []
         first, chosen = answer(before, row, self.chosen)
         second, rejected = answer(before, row, self.rejected)
@@ -210,10 +205,12 @@ def text(row: Row, column: str) -> str:
 
 
 def conversation(row: Row, column: str) -> list[Message]:
-    """Return the messages in a column of a row, with `role` and `content` only.
+    """Return the messages in a column of a row, with all their keys that have a value.
+
+    `role` and `content` come first. A message without content, such as a call of a tool, has the content "".
 
     Raises:
-        BadRow: the value is not a list of at least one message, or a content is not a text.
+        BadRow: the value is not a list of at least one message, or a role or a content is not a text.
     """
     value = row.get(column)
     rule = f"have dialogues (lists of messages with role and content, both texts) in its column {column}"
@@ -223,24 +220,50 @@ def conversation(row: Row, column: str) -> list[Message]:
         raise BadRow(rule, f"with {found}" if column in row else "without that column", remedy)
     messages = []
     for message in value:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        others = {}
+        if isinstance(message, dict):
+            kept = {name: given for name, given in message.items() if given is not None}
+            others = {name: given for name, given in kept.items() if name not in ("role", "content")}
+        if not isinstance(message, dict) or "role" not in message or not ("content" in message or others):
             found = ", ".join(message) if isinstance(message, dict) else described(message)
             if isinstance(message, dict) and {"from", "value"} <= message.keys():
                 found += " (as in ShareGPT: rename human to user, gpt to assistant)"
             raise BadRow(rule, f"with {found} in place of role and content")
+        silent = message.get("content") is None and others
         try:
-            messages.append({name: text(message, name) for name in ("role", "content")})
+            content = "" if silent else text(message, "content")
+            messages.append({"role": text(message, "role"), "content": content, **others})
         except BadRow as error:
             raise BadRow(rule, f"{error.got} in place of a text") from None
     return messages
 
 
-def answer(before: Prompt, row: Row, column: str) -> tuple[Prompt, str]:
-    """Return the prompt and the response of a row.
+def tools(row: Row, column: str) -> list[Any] | None:
+    """Return the tools in a column of a row: a list of JSON schemas, or its JSON text; None: there are none.
+
+    Raises:
+        BadRow: the value is something else.
+    """
+    value = row.get(column)
+    try:
+        value = json.loads(value) if isinstance(value, str) and value else value
+        value = [json.loads(each) if isinstance(each, str) else each for each in value or []]
+        if all(isinstance(each, dict) for each in value):
+            return value or None
+    except (ValueError, TypeError):
+        pass
+    raise BadRow(
+        f"have tools as a list of JSON schemas (or its JSON text) in its column {column}",
+        f"with {described(row.get(column))}",
+    )
+
+
+def answer(before: Prompt, row: Row, column: str) -> tuple[Prompt, Response]:
+    """Return the prompt and the response of a row: two texts, or two lists of messages.
 
     If the response is a list of messages, the prompt is a list of messages, too. A prompt of text then
     becomes a message of the user, unless the response contains the user's messages. A prompt of messages may
-    be repeated in the response.
+    be repeated in the response. A text behind a prompt of messages becomes a message of the assistant.
 
     Args:
         before: the prompt; an empty list if the response contains the prompt.
@@ -251,14 +274,15 @@ def answer(before: Prompt, row: Row, column: str) -> tuple[Prompt, str]:
         BadRow: the response does not end with a message of the assistant.
     """
     if not isinstance(row.get(column), list):
-        return before, text(row, column)
+        written = text(row, column)
+        return before, written if isinstance(before, str) else [{"role": "assistant", "content": written}]
     turns = conversation(row, column)
     if turns[-1]["role"] != "assistant":
         raise BadRow(
             f"have a message of the assistant at the end of its column {column}",
             f"with a message of {turns[-1]['role']}",
         )
-    response = turns.pop()["content"]
+    response = [turns.pop()]
     if isinstance(before, str):
         asked = any(turn["role"] == "user" for turn in turns)  # the messages then repeat the text
         return turns if asked else [*turns, {"role": "user", "content": before}], response
@@ -306,12 +330,21 @@ def conversion(columns: Sequence[str]) -> Callable[[Row], Row]:
     if tuple(columns) == PREFERENCE_COLUMNS:
         return pair
     if tuple(columns) == ("messages",):
-        return Layout(messages="messages").example
+        return dialogue
     return lambda row: {column: text(row, column) for column in columns}
 
 
+def dialogue(row: Row) -> Row:
+    """Return `messages`, `reference_response` and perhaps `tools` of a row that has columns with these names.
+
+    Raises:
+        BadRow: a value has the wrong form.
+    """
+    return Layout(messages="messages", tools=TOOLS if TOOLS in row else None).example(row)
+
+
 def pair(row: Row) -> Row:
-    """Return `prompt`, `chosen` and `rejected` of a row that has columns with these names.
+    """Return `prompt`, `chosen`, `rejected` and perhaps `tools` of a row that has columns with these names.
 
     Raises:
         BadRow: a value has the wrong form, or there is no prompt.
@@ -320,109 +353,5 @@ def pair(row: Row) -> Row:
     for column in PREFERENCE_COLUMNS[1:]:
         if column not in row:
             text(row, column)
-    return Layout(prompt=prompt, chosen="chosen", rejected="rejected").pair(row)
-
-
-def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str, place: str) -> Layout:
-    """Return the layout of a data set with the columns `names`.
-
-    Args:
-        names: the columns of the data set.
-        config: the columns that the user names.
-        data: what an example must contain.
-        key: config key that names the data, for messages.
-        place: file or folder of the data, for messages.
-
-    Raises:
-        UserError: a named column does not exist, or the columns lack what an example needs or are ambiguous.
-    """
-    found = {role: _column(role, names, config, key, place) for role in NAMES}
-    context = _context(found["prompt"], names, config)
-    if data is Data.preferences:
-        if found["chosen"] is None or found["rejected"] is None:
-            raise _lacks(names, data, key, place)
-        return Layout(
-            prompt=found["prompt"], context=context, chosen=found["chosen"], rejected=found["rejected"]
-        )
-    if found["messages"] is not None and config.prompt is None:
-        if found["prompt"] is None or found["response"] is None or config.messages is not None:
-            return Layout(messages=found["messages"])
-        raise UserError(
-            f"{key} must have dialogues or prompts with responses (both can be read), got {place} with "
-            f"{found['messages']}, {found['prompt']} and {found['response']}; set "
-            f"{setting('task.columns.messages', found['messages'])} or "
-            f"{setting('task.columns.prompt', found['prompt'])}"
-        )
-    if found["prompt"] is None and None in (found["chosen"], found["rejected"]):
-        raise _lacks(names, data, key, place)
-    if data is Data.references and found["response"] is None and found["chosen"] is None:
-        raise _lacks(names, data, key, place)
-    if data is Data.references and set(names) == {"prompt", "completion", "label"}:  # as in KTO
-        raise UserError(
-            f"{key} must have only good responses (SFT imitates all of them), got {place} with a label for "
-            "each completion; keep the rows whose label is true, without the column label"
-        )
-    return Layout(
-        prompt=found["prompt"],
-        context=context,
-        response=found["response"],
-        chosen=found["chosen"],
-        rejected=found["rejected"],
-    )
-
-
-def _column(role: str, names: Sequence[str], config: ColumnsConfig, key: str, place: str) -> str | None:
-    """Return the column with the role `role`, or None."""
-    named = getattr(config, role)
-    if named is not None:
-        if named not in names:
-            close = get_close_matches(str(named), names, n=1)
-            remedy = (
-                f"did you mean {setting(f'task.columns.{role}', close[0])}?"
-                if close
-                else "name one of these columns"
-            )
-            raise UserError(
-                f"task.columns.{role} must name a column of the data ({', '.join(names)}), got {named} with "
-                f"{key}={place}; {remedy}"
-            )
-        return str(named)
-    taken = [value for each in fields(config) if (value := getattr(config, each.name)) is not None]
-    found = [name for name in names if name.lower() in NAMES[role] and name not in taken]
-    if len(found) > 1:
-        raise UserError(
-            f"{key} must have one column of {role}s (the choice is not clear), got {place} with "
-            f"{' and '.join(found)}; set {setting(f'task.columns.{role}', found[0])}"
-        )
-    return found[0] if found else None
-
-
-def _context(prompt: str | None, names: Sequence[str], config: ColumnsConfig) -> str | None:
-    """Return the column `input` of Alpaca's format, unless the user names the column of prompts."""
-    if prompt is None or prompt.lower() != "instruction" or config.prompt is not None:
-        return None
-    return next((name for name in names if name.lower() == CONTEXT), None)
-
-
-def _lacks(names: Sequence[str], data: Data, key: str, place: str) -> UserError:
-    """Return the error for data without the columns of an example."""
-    wanted = {
-        Data.prompts: ("prompt",),
-        Data.references: ("prompt", "response"),
-        Data.preferences: ("prompt", "chosen", "rejected"),
-    }[data]
-    if data is Data.preferences and {"completion", "label"} <= set(names):  # as in KTO
-        return UserError(
-            f"{key} must have {NEEDS[data]}, got {place} with {', '.join(names)} (single responses with a "
-            "label); write a row with prompt, chosen and rejected for each prompt with a good and a bad "
-            "completion, or train on the good ones alone with algo=sft"
-        )
-    missing = [role for role in wanted if not any(name.lower() in NAMES[role] for name in names)]
-    free = [name for name in names if not any(name.lower() in each for each in NAMES.values())]
-    remedy = f"add {' and '.join(missing)}"
-    if len(free) >= len(missing):
-        settings = (setting(f"task.columns.{role}", name) for role, name in zip(missing, free, strict=False))
-        remedy = f"rename the columns or set, for example, {' '.join(settings)}"
-    return UserError(
-        f"{key} must have {NEEDS[data]}, got {place} with {', '.join(names) or 'none'}; {remedy}"
-    )
+    beside = TOOLS if TOOLS in row else None
+    return Layout(prompt=prompt, chosen="chosen", rejected="rejected", tools=beside).pair(row)

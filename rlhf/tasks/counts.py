@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow
 import pyarrow.compute as pc
 from datasets import Dataset
-
-CHUNK = 10_000  # rows whose responses are read at a time
-RESPONSES = ("reference_response", "chosen", "rejected")  # columns of stored responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,42 +89,31 @@ class Counts:
 
 
 def count(
-    stored: Dataset, examples: Dataset, limit: int, trains_on_responses: bool
+    examples: Dataset, limit: int, empty: Sequence[bool], equal: Sequence[bool], has_responses: bool
 ) -> tuple[Counts, np.ndarray]:
     """Return the counts of a tokenized split, and a bool mask of the rows that are not skipped.
 
     Args:
-        stored: the rows of the split as the source returns them.
-        examples: the same rows with the columns `text` and `ids`.
+        examples: the rows of the split with the columns `text` and `ids`.
         limit: largest length of a prompt in tokens.
-        trains_on_responses: whether the rows must have responses; otherwise the data may be prompts only.
+        empty: whether a row has an empty response, for each row.
+        equal: whether both responses of a pair are equal, for each row.
+        has_responses: whether the rows must have responses; otherwise the data may be prompts only.
     """
     table = examples.data
     lengths = pc.list_value_length(table.column("ids")).to_numpy()
     no_prompt = (lengths == 0) | pc.equal(table.column("text"), "").to_numpy()
-    names = [name for name in RESPONSES if name in stored.column_names]
-    parts = [_described(part) for part in stored.select_columns(names).with_format("arrow").iter(CHUNK)]
-    *empty, equal = (np.concatenate(masks) for masks in zip(*parts, strict=True))
-    has_responses = trains_on_responses or len(names) > 1 or not empty[0].all()
     nowhere = np.zeros(len(examples), dtype=bool)
-    no_response = np.logical_or.reduce(empty) if has_responses else nowhere
-    no_difference = equal if len(names) > 1 else nowhere
+    no_response = np.asarray(empty) if has_responses or not all(empty) else nowhere
     counts = Counts(
         rows=len(examples),
         too_long=Some.where(lengths > limit),
         no_prompt=Some.where(no_prompt),
         prompt_tokens=Lengths.of(lengths),
         no_response=Some.where(no_response),
-        no_difference=Some.where(no_difference),
+        no_difference=Some.where(np.asarray(equal)),
     )
     return counts, ~no_prompt & (lengths <= limit)
-
-
-def _described(responses: pyarrow.Table) -> list[np.ndarray]:
-    """Return for each column which texts are empty, and then which of the first and last texts are equal."""
-    columns = responses.columns
-    masks = [pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(texts)), 0) for texts in columns]
-    return [mask.to_numpy() for mask in (*masks, pc.equal(columns[0], columns[-1]))]
 
 
 def no_differences(counts: Counts, split: str) -> str:

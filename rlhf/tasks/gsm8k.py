@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from datasets import Dataset
+from datasets import Dataset, Features, Json
 
 from rlhf.core.errors import UserError
 from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.source import load_pairs, pairs_of, prompts_of
+from rlhf.tasks.storage import mapped
 
 if TYPE_CHECKING:
     from rlhf.config.task import GSM8KConfig
@@ -39,8 +40,14 @@ class GSM8KSource:
             UserError: the split cannot be loaded, or `task.validation_size` leaves no training rows.
         """
         rows = self._rows(split, wanted)
-        return rows.map(
+        features = None
+        if self.config.chat:
+            kept = {name: kind for name, kind in rows.features.items() if name not in COLUMNS}
+            features = Features(kept | {"messages": Json(), "reference_response": Json()})
+        return mapped(
+            rows,
             self._converted,
+            features=features,
             batched=True,
             remove_columns=list(COLUMNS),
         )
@@ -50,7 +57,8 @@ class GSM8KSource:
         if not self.config.chat:
             return {"query": prompts, "reference_response": columns["answer"]}
         messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        return {"messages": messages, "reference_response": columns["answer"]}
+        answers = [[{"role": "assistant", "content": answer}] for answer in columns["answer"]]
+        return {"messages": messages, "reference_response": answers}
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return a split of `task.preferences_path` with the text columns `prompt`, `chosen` and `rejected`.

@@ -18,7 +18,8 @@ from rlhf.tasks.columns import converted
 from rlhf.tasks.folders import read
 from rlhf.tasks.local_files import KEY, LocalFiles
 from rlhf.tasks.records import NOTHING, Wanted
-from rlhf.tasks.source import from_rows, load_pairs, numbered, pairs_of, saved_split, selected
+from rlhf.tasks.source import load_pairs, numbered, pairs_of, saved_split, selected
+from rlhf.tasks.storage import from_rows
 
 if TYPE_CHECKING:
     from rlhf.config.task import LocalConfig
@@ -52,7 +53,7 @@ class LocalSource:
         return self._split(split, Data.prompts, wanted)
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return the split with the columns `prompt` (text or messages), `chosen` and `rejected`.
+        """Return the split with the columns `prompt`, `chosen` and `rejected`, texts or lists of messages.
 
         Raises:
             UserError: the data have no such split or no pairs, or a row has another content.

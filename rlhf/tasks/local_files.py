@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf.config.algo import Data
 from rlhf.core.errors import UserError
 from rlhf.core.pasting import literal, python_command, setting
-from rlhf.tasks.columns import Layout, converted, recognise
+from rlhf.tasks.columns import Layout, converted
 from rlhf.tasks.folders import (
     file_columns,
     find_split,
@@ -23,6 +23,7 @@ from rlhf.tasks.folders import (
     split_files,
 )
 from rlhf.tasks.reading import FORMATS, suffix_of
+from rlhf.tasks.recognition import recognise
 
 if TYPE_CHECKING:
     from rlhf.config.task import LocalConfig

@@ -8,14 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, Features, Json, Value, concatenate_datasets
 
 from rlhf.config.schema import PARTS
 from rlhf.core.errors import UserError
 from rlhf.core.metrics import How, Stat, mean
 from rlhf.core.seeding import derive
+from rlhf.tasks.columns import TOOLS
 from rlhf.tasks.dialogues import different_forms
 from rlhf.tasks.records import NOTHING, RECORD, Wanted
+from rlhf.tasks.storage import is_text, temporary
 
 if TYPE_CHECKING:
     from rlhf.config.task import MixtureConfig, TaskConfig
@@ -23,8 +25,7 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics
     from rlhf.tasks.source import Source
 
-TEXT = Value("string")
-DIALOGUE = List({"role": TEXT, "content": TEXT})
+TEXT, DIALOGUE = Value("string"), Json()
 
 
 class MixtureSource:
@@ -99,13 +100,15 @@ class MixtureSource:
         if any(RECORD in rows.column_names for rows in parts):
             columns = [*columns, RECORD]
             parts = [with_column(rows, RECORD, ["{}"] * len(rows)) for rows in parts]
+        if any(TOOLS in rows.column_names for rows in parts):
+            columns = [*columns, TOOLS]
+            parts = [with_column(rows, TOOLS, ["null"] * len(rows)) for rows in parts]  # JSON
         found = []
         for number, rows in enumerate(parts):
             rows = rows.select_columns(columns)
-            features = Features(
-                {each: TEXT if is_text(rows, each) else DIALOGUE for each in rows.column_names}
-            )
-            rows = rows if rows.features == features else rows.cast(features)
+            texts = {each for each in columns if each != TOOLS and is_text(rows, each)}
+            features = Features({each: TEXT if each in texts else DIALOGUE for each in columns})
+            rows = rows if rows.features == features else rows.cast(features, **temporary(rows))
             found.append(rows.add_column("part", np.full(len(rows), number)))
         whole = concatenate_datasets(found)
         if split == "train":
@@ -127,11 +130,6 @@ def source_of(section: TaskConfig) -> Source:
     module, _, name = PARTS[type(section)].partition(":")
     made: Source = getattr(import_module(module), name)(section)
     return made
-
-
-def is_text(rows: Dataset, column: str) -> bool:
-    """Return whether a column contains texts, otherwise lists of messages."""
-    return isinstance(rows.features[column], Value)
 
 
 def with_column(rows: Dataset, column: str, default: list[str]) -> Dataset:

@@ -242,12 +242,20 @@ def _parquet_rows(file: Path, key: str, columns: Sequence[str] | None) -> Iterat
             for batch in opened.iter_batches(1000, columns=read):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"row {number} of {file}", row
+                    nested = {name: without_nulls(value) for name, value in row.items()}
+                    yield f"row {number} of {file}", nested
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(
             f"{key} must contain readable Parquet files, got {file} ({str(error).splitlines()[0]}); write or "
             "copy the file again"
         ) from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the null entries of its objects, which Arrow adds for the keys of other rows."""
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def described(value: Any) -> str:

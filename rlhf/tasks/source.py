@@ -6,22 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import datasets
 import huggingface_hub
 import pyarrow
-from datasets import Dataset, DatasetDict, Value, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, Json, Value, load_dataset, load_from_disk
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.task import PREFERENCE_COLUMNS, PROMPT_COLUMNS
 from rlhf.core import hub
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import conversation, converted, pair, text
+from rlhf.tasks.columns import TOOLS, converted, pair, text
 from rlhf.tasks.folders import (
     file_columns,
     find_split,
@@ -31,16 +29,14 @@ from rlhf.tasks.folders import (
     split_columns,
     split_files,
 )
+from rlhf.tasks.reading import without_nulls
 from rlhf.tasks.records import NOTHING, RECORD, Wanted
+from rlhf.tasks.storage import from_rows, is_text
 from rlhf.tasks.word_tokenizer import word_tokenizer
 
 if TYPE_CHECKING:
     from rlhf.config.task import EmbeddedTaskConfig, TaskConfig, TLDRConfig
     from rlhf.tasks.reading import Row
-
-CHUNK = 10_000  # rows that are converted to a table at a time
-IN_MEMORY = 50_000_000  # bytes of rows that are stored in memory; more rows are stored in a file
-MESSAGES = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
 
 
 class Source(Protocol):
@@ -55,16 +51,16 @@ class Source(Protocol):
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the text columns `query` and `reference_response`.
 
-        Dialogues have a column `messages` instead of `query`: a list of {role, content}, without the
-        response. Data without references have an empty `reference_response`. An optional column
-        `demonstration` contains the text that SFT imitates instead of the reference, an optional column
-        `place` the place of the row for messages, such as "line 3 of data/train.jsonl". Prompts of pairs have
-        the column `rejected`, too. If reward functions ask for columns (`wanted`), the column `record`
-        contains them.
+        Dialogues have a column `messages` instead of `query`: a list of messages (`role`, `content` and
+        further keys), without the response, which is a list of one message. They may have a column `tools`.
+        Data without references have an empty `reference_response`. An optional column `demonstration`
+        contains the text that SFT imitates instead of the reference, an optional column `place` the place of
+        the row for messages, such as "line 3 of data/train.jsonl". Prompts of pairs have the column
+        `rejected`, too. If reward functions ask for columns (`wanted`), the column `record` contains them.
         """
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return the columns `prompt` (text or messages), `chosen` and `rejected` (texts) of the split.
+        """Return the columns `prompt`, `chosen` and `rejected` of the split: texts, or lists of messages.
 
         There is a column `record` as in `prompts`.
         """
@@ -87,38 +83,34 @@ class Stored:
         """Return the splits of a local folder."""
         return list(split_columns(Path(self.place).expanduser(), self.key))
 
-    def load(
-        self, split: str, columns: Sequence[str], texts: bool = True, wanted: Wanted = NOTHING
-    ) -> Dataset:
-        """Return one split with the columns `columns`; from files also with the column `place`.
+    def load(self, split: str, columns: Sequence[str], wanted: Wanted = NOTHING) -> Dataset:
+        """Return one split with the text columns `columns`; from files also with the column `place`.
 
         Args:
             split: the split to load.
             columns: the names of the columns.
-            texts: whether every column must contain texts, otherwise lists of messages.
             wanted: further columns, which become the column `record`.
 
         Raises:
             UserError: the data, the split or a column is missing, or a row has another content.
         """
-        value = text if texts else conversation
-        convert = wanted.recording(lambda row: {column: value(row, column) for column in columns})
-        return self._converted(split, columns, convert, wanted=wanted)
+        convert = wanted.recording(lambda row: {column: text(row, column) for column in columns})
+        return self.converted(split, columns, convert, wanted=wanted)
 
     def load_pairs(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return one split with the columns `prompt` (text or messages), `chosen` and `rejected` (texts).
+        """Return one split with the columns `prompt`, `chosen` and `rejected`; dialogues also with `tools`.
 
         Raises:
             UserError: the data, the split or a column is missing, or a row has another content.
         """
-        return self._converted(split, PREFERENCE_COLUMNS, wanted.recording(pair), wanted=wanted)
+        return self.converted(split, PREFERENCE_COLUMNS, wanted.recording(pair), wanted=wanted)
 
     def pairs_are_dialogues(self, split: str) -> bool:
         """Return whether the prompts of the pairs are lists of messages. Of files, only one row is read."""
-        first = self._converted(split, PREFERENCE_COLUMNS, pair, limit=1)
+        first = self.converted(split, PREFERENCE_COLUMNS, pair, limit=1)
         return not isinstance(first.features["prompt"], Value)
 
-    def _converted(
+    def converted(
         self,
         split: str,
         columns: Sequence[str],
@@ -126,7 +118,18 @@ class Stored:
         limit: int | None = None,
         wanted: Wanted = NOTHING,
     ) -> Dataset:
-        """Return the rows of a split after `convert`, which does not change texts; `limit`: fewer rows."""
+        """Return one split after `convert`; from files also with the column `place`.
+
+        Args:
+            split: the split to load.
+            columns: the required columns.
+            convert: returns the new columns of a row; does not change rows of texts only.
+            limit: largest number of rows; None: all rows.
+            wanted: further columns, which `convert` makes the column `record`.
+
+        Raises:
+            UserError: the data, the split or a column is missing, or `convert` refuses a row.
+        """
         folder = Path(self.place).expanduser()
         if self.local:
             reason = "training reads the folder"
@@ -135,12 +138,12 @@ class Stored:
         if self.local and not is_saved(folder):
             splits = split_files(folder, self.key)
             files = splits[find_split(splits, split, self.key) or split]
-            kept = wanted.read(columns, file_columns(files, self.key), self.place)
+            kept = wanted.read([*columns, TOOLS], file_columns(files, self.key), self.place)
             rows = read(files, self.key, kept)
         else:
             dataset = saved_split(folder, split, self.key) if self.local else self._from_hub(split)
             check_columns(dataset, columns, self.key, f"{self.place} in its split {split}")
-            kept = wanted.read(columns, dataset.column_names, self.place)
+            kept = wanted.read([*columns, TOOLS], dataset.column_names, self.place)
             if not wanted and all(is_text(dataset, column) for column in columns):
                 return dataset.select_columns(list(columns))  # a large data set is not copied into memory
             rows = numbered(selected(dataset, kept), f"the split {split} of {self.place}")
@@ -174,69 +177,6 @@ def only_cache() -> Iterator[None]:
         yield
 
 
-def from_rows(rows: Iterator[tuple[str, Row]]) -> Dataset:
-    """Return rows as a data set, with the place of each row in the column `place`.
-
-    Up to `IN_MEMORY` bytes are stored in memory. More are stored in a temporary file, from which the system
-    reads the rows that are used; so are the rows that `Dataset.map` makes of them.
-
-    Args:
-        rows: place and content of each row; all rows have the same columns, of texts or lists of messages.
-
-    Raises:
-        UserError: the temporary file cannot be written.
-    """
-    first = next(rows)
-    schema = pyarrow.schema(
-        {name: MESSAGES if isinstance(value, list) else pyarrow.string() for name, value in first[1].items()}
-        | {"place": pyarrow.string()}
-    )
-    made = tables(chain([first], rows), schema)
-    small: list[pyarrow.Table] = []
-    for table in made:
-        small.append(table)
-        if sum(each.nbytes for each in small) > IN_MEMORY:
-            return in_file(chain(small, made), schema)
-    return Dataset(pyarrow.concat_tables(small))
-
-
-def tables(rows: Iterator[tuple[str, Row]], schema: pyarrow.Schema) -> Iterator[pyarrow.Table]:
-    """Yield rows as tables of `CHUNK` rows, with the place of each row in the column `place`."""
-    while chunk := [{**row, "place": place} for place, row in islice(rows, CHUNK)]:
-        yield pyarrow.Table.from_pylist(chunk, schema)
-
-
-def in_file(tables: Iterator[pyarrow.Table], schema: pyarrow.Schema) -> Dataset:
-    """Return the rows of `tables` as a data set in a temporary file, which is memory-mapped.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    folder = scratch()
-    file = folder / f"rows-{len(list(folder.iterdir()))}.arrow"
-    try:
-        with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
-            for table in tables:
-                writer.write_table(table)
-    except OSError as error:
-        raise UserError(
-            "TMPDIR must be a folder with room for rows that are not stored in memory "
-            f"({error.strerror or error}), got {gettempdir()}; run: export TMPDIR=<folder on a disk>"
-        ) from error
-    return Dataset.from_file(str(file))
-
-
-def scratch() -> Path:
-    """Return the folder of this process for rows that are too large for memory; removed at its end."""
-    return Path(scratch_folder().name)
-
-
-@cache
-def scratch_folder() -> TemporaryDirectory[str]:
-    """Create the folder of `scratch`."""
-    return TemporaryDirectory(prefix="rlhf-data-")
-
-
 def saved_split(folder: Path, split: str, key: str) -> Dataset:
     """Return a split of a folder that `datasets.save_to_disk` wrote.
 
@@ -263,14 +203,6 @@ def check_columns(dataset: Dataset, columns: Collection[str], key: str, place: s
         )
 
 
-def is_text(dataset: Dataset, column: str) -> bool:
-    """Return whether a data set has a column of texts without missing values."""
-    if column not in dataset.column_names:
-        return False
-    kind = getattr(dataset.features[column], "dtype", "")
-    return kind in ("string", "large_string") and not dataset.data.column(column).null_count
-
-
 def selected(dataset: Dataset, columns: Sequence[str] | None) -> Dataset:
     """Return the columns of a data set that it has among `columns`; None: all columns."""
     if columns is None:
@@ -280,7 +212,13 @@ def selected(dataset: Dataset, columns: Sequence[str] | None) -> Dataset:
 
 def numbered(dataset: Dataset, name: str) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a data set, each with its place, such as "row 3 of the split train of a/b"."""
-    return ((f"row {number} of {name}", row) for number, row in enumerate(dataset, 1))
+    nested = [
+        column
+        for column, kind in dataset.features.items()
+        if not isinstance(getattr(kind, "feature", kind), Value | Json)  # JSON keeps the keys of each message
+    ]
+    for number, row in enumerate(dataset, 1):
+        yield f"row {number} of {name}", row | {column: without_nulls(row[column]) for column in nested}
 
 
 def prompts_of(config: TaskConfig, hub_name: str, subset: str | None = None) -> Stored:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhf.core.pieces import pieces
 from rlhf.tasks.counts import Counts, Lengths
 from rlhf.tasks.local import LocalSource
 from rlhf.tasks.task import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MEASURED = 2000  # largest number of examples whose responses are tokenized for the summary
 EXAMPLES = 3
@@ -34,6 +41,7 @@ class Summary:
         cut: share of the measured responses that training cuts at `response_length`; 0 if it samples its own.
         response_length: `generator.response_length`.
         examples: prompt and first response of some training examples.
+        altered: a sentence on measured texts that the tokenizer does not keep; None: all texts are kept.
     """
 
     splits: dict[str, Counts]
@@ -47,6 +55,7 @@ class Summary:
     cut: float
     response_length: int
     examples: list[tuple[str, str]]
+    altered: str | None = None
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield the summary as rows of a name and a value."""
@@ -70,8 +79,10 @@ class Summary:
         return [shortened(prompt, response) for prompt, response in self.examples]
 
     def warnings(self) -> Iterator[str]:
-        """Yield a warning if training cuts stored responses, or has fewer examples than a batch."""
+        """Yield a warning if texts are not kept, or responses are cut, or a batch needs more examples."""
         train = self.splits["train"]
+        if self.altered is not None:
+            yield self.altered
         if self.cut:
             assert self.response_tokens is not None
             about = "" if self.measured == train.kept else "about "
@@ -103,8 +114,10 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
     train = task.examples("train")
     some = train[np.linspace(0, len(train) - 1, min(len(train), MEASURED)).astype(int)]
     stored = some.get("completions")
-    texts = list(chain.from_iterable(stored)) if stored else [text for text in some["reference"] if text]
-    tokens = task.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    responses = stored or [[text] if text else [] for text in some["reference"]]
+    texts = list(chain.from_iterable(responses))
+    before = [text for text, row in zip(some["text"], responses, strict=True) for _ in row]
+    tokens = pieces(task.tokenizer).encode(texts, before)
     lengths = np.array([len(ids) + 1 for ids in tokens])
     source = task.source if isinstance(task.source, LocalSource) else None
     firsts = [each[0] for each in stored] if stored else some["reference"]
@@ -120,6 +133,44 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
         cut=float((lengths > response_length).mean()) if stored else 0.0,
         response_length=response_length,
         examples=list(zip(some["text"], firsts, strict=True))[:EXAMPLES],
+        altered=altered(task.tokenizer, some, "messages" in some, texts, tokens),
+    )
+
+
+def altered(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: dict[str, list[Any]],
+    formatted: bool,
+    texts: list[str],
+    tokens: list[list[int]],
+) -> str | None:
+    """Return a sentence on the prompts and responses whose tokens read as another text; None: there are none.
+
+    Spaces beside special tokens do not count, because tokenizers of the Llama 2 kind insert some.
+
+    Args:
+        tokenizer: the tokenizer.
+        prompts: examples with the columns `text` and `ids`.
+        formatted: whether a chat template wrote the prompts.
+        texts: responses.
+        tokens: their tokens.
+    """
+    special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or "(?!)")
+
+    def plain(text: str) -> str:
+        return re.sub(r"\s", "", special.sub("", text)) if formatted else special.sub("", text).lstrip()
+
+    read = tokenizer.batch_decode(prompts["ids"], clean_up_tokenization_spaces=False)
+    found = [each for each in zip(prompts["text"], read, strict=True) if plain(each[0]) != plain(each[1])]
+    own = pieces(tokenizer)
+    found += [each for each in zip(texts, map(own.read, tokens), strict=True) if each[0] != each[1]]
+    if not found:
+        return None
+    start = max(0, len(os.path.commonprefix(found[0])) - PROMPT_WIDTH // 2)
+    text, other = (repr(each[start : start + PROMPT_WIDTH]) for each in found[0])
+    return (
+        f"the tokenizer changes {len(found):,} of {len(read) + len(texts):,} measured prompts and responses; "
+        f"in the first, {text} becomes {other}"
     )
 
 

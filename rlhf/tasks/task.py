@@ -5,28 +5,33 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xxhash
-from datasets import Dataset, Value
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.algo import Data
 from rlhf.core.batch import Prompts
-from rlhf.core.chat_format import render
+from rlhf.core.chat_format import Dialogues
 from rlhf.core.encoding import pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import vocabulary
 from rlhf.core.seeding import derive
+from rlhf.tasks.columns import TOOLS
 from rlhf.tasks.counts import Counts, all_skipped, count, no_differences
 from rlhf.tasks.mixture import check_parts, mixed_order
 from rlhf.tasks.prompt_order import PromptOrder
 from rlhf.tasks.records import NOTHING, RECORD, Wanted, parsed
+from rlhf.tasks.repeated_prompts import repeating, without_repeated_prompts
+from rlhf.tasks.storage import is_text, mapped
 
 if TYPE_CHECKING:
+    from rlhf.tasks.columns import Response
     from rlhf.tasks.source import Source
 
 log = logging.getLogger(__name__)
@@ -173,67 +178,82 @@ class Task:
     def _tokenized(self, split: str, data: Data) -> Dataset:
         """Return a tokenized split with the columns `index`, `text`, `reference` and `ids`.
 
-        Dialogues are formatted by the chat template of the tokenizer; their messages are a column `messages`.
-        If `data` has stored completions, there is a column `completions`; for pairs, also a column `labels`.
+        Dialogues are written by the chat template of the tokenizer; their messages are a column `messages`,
+        and their tools, if any, a column `tools`. If `data` has stored completions, there is a column
+        `completions`; for pairs, also a column `labels`.
         """
         pairs = data is Data.preferences
         load = self.source.preferences if pairs else self.source.prompts
         stored = load(split, self.wanted) if self.wanted else load(split)
         ends = (self.tokenizer.eos_token, *END_TEXTS)
-
-        tokenizer = self.tokenizer  # not `self`, which `map` would hash
         column = "prompt" if pairs else "messages" if "messages" in stored.column_names else "query"
-        dialogues = not isinstance(stored.features[column], Value)  # otherwise texts
-        if dialogues and not self.source.conversational:
+        dialogues = None if is_text(stored, column) else Dialogues(self.tokenizer)
+        if dialogues is not None and not self.source.conversational:
             raise UserError(
                 "task must be local or preferences for pairs of dialogues (other tasks have texts), "
                 f"got messages in the split {split}; set task=local or task=preferences"
             )
-
-        def clean(texts: list[str]) -> list[str]:
-            return [_without_end(text, ends) for text in texts]
+        if dialogues is not None and pairs:
+            stored, column = stored.rename_column(column, "messages"), "messages"  # JSON, as in the result
+        elif dialogues is None and "rejected" in stored.column_names:
+            stored = without_repeated_prompts(stored, self._repeating(stored, split, pairs), split)
+        responses = ["chosen" if pairs else "reference_response"]
+        responses += [name for name in ("rejected",) if name in stored.column_names]
+        empty: list[bool] = []
+        equal: list[bool] = []
 
         def encode(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
             texts = columns[column]
-            if dialogues:
+            stored_answers = zip(*(columns[name] for name in responses), strict=True)
+            answers: list[list[Any]]
+            answers = [[_without_end(each, ends) for each in row] for row in stored_answers]
+            empty.extend(not all(map(_said, row)) for row in answers)
+            equal.extend(len(row) > 1 and row[0] == row[1] for row in answers)
+            made: dict[str, list[Any]] = {"index": rows}
+            if dialogues is not None:
                 places = columns.get("place") or [f"row {row + 1} of the split {split}" for row in rows]
-                texts = [render(tokenizer, *each) for each in zip(texts, places, strict=True)]
-            chosen = clean(columns["chosen" if pairs else "reference_response"])
-            made: dict[str, list[Any]] = {
-                "index": rows,
-                "text": texts,
-                "reference": chosen,
-                "ids": prompt_tokens(texts, tokenizer, formatted=dialogues),
-            }
-            if dialogues:
-                made["messages"] = columns[column]
+                tools = columns.get(TOOLS) or [None] * len(rows)
+                only = data is Data.prompts
+                written = [
+                    dialogues.write(*row, prompt_only=only)
+                    for row in zip(texts, answers, places, tools, strict=True)
+                ]
+                made |= {"messages": texts} | ({TOOLS: tools} if TOOLS in columns else {})
+                texts, answers = [prompt for prompt, _ in written], [list(each) for _, each in written]
+            made["text"] = texts
+            made["ids"] = prompt_tokens(texts, self.tokenizer, formatted=dialogues is not None)
+            made["reference"] = [row[0] for row in answers]
             if "part" in columns:
                 made["part"] = columns["part"]
             if RECORD in columns:
                 made[RECORD] = columns[RECORD]
-            if pairs:  # in some published data sets, both responses of a pair repeat the prompt
-                both = zip(texts, chosen, clean(columns["rejected"]), strict=True)
-                made["completions"] = [[a.removeprefix(text), b.removeprefix(text)] for text, a, b in both]
-                made["reference"] = [pair[0] for pair in made["completions"]]
+            if pairs:
+                made["completions"] = answers
                 made["labels"] = [[1.0, 0.0] for _ in texts]
             elif data is Data.references:
-                made["completions"] = [[text] for text in clean(columns.get("demonstration", chosen))]
+                shown = columns.get("demonstration")
+                made["completions"] = [row[:1] for row in answers]
+                if shown is not None:
+                    made["completions"] = [[_without_end(text, ends)] for text in shown]
             return made
 
-        examples = stored.map(
+        examples = mapped(
+            stored,
             encode,
             batched=True,
             with_indices=True,
             remove_columns=stored.column_names,
             desc=f"tokenize {split}",
         )
-        counts, kept = count(stored, examples, self.max_prompt_tokens, data is not Data.prompts)
+        counts, kept = count(examples, self.max_prompt_tokens, empty, equal, pairs or data is Data.references)
         self._counts[split, data] = counts
         places = stored["place"] if "place" in stored.column_names else None
         for warning in counts.warnings(split, lambda i: places[i] if places else f"row {i + 1}"):
             log.warning("%s", warning)
         if pairs and split == "train" and counts.no_difference.count == counts.rows:
             raise UserError(no_differences(counts, split))
+        for warning in [] if dialogues is None else dialogues.warnings(data is Data.prompts):
+            log.warning("%s", warning)
         if not kept.any():
             raise UserError(all_skipped(counts, split, self.max_prompt_tokens))
         if split == "train" and self.shares:
@@ -244,6 +264,13 @@ class Task:
                 counts.too_long.count, counts.rows, split, self.max_prompt_tokens,
             )  # fmt: skip
         return examples if kept.all() else examples.select(np.flatnonzero(kept))
+
+    def _repeating(self, rows: Dataset, split: str, pairs: bool) -> set[int]:
+        """Return the parts of the data that repeat prompts, from the training split, which has more rows."""
+        if split != "train":
+            with suppress(UserError):  # the data may have no training split
+                rows = self.source.preferences("train") if pairs else self.source.prompts("train")
+        return repeating(rows)
 
     def _batch(self, rows: dict[str, list[Any]]) -> Prompts:
         prompt_ids, prompt_mask = pad_prompts(rows["ids"], self.tokenizer.pad_token_id)
@@ -256,12 +283,23 @@ class Task:
             completions=list(rows["completions"]) if "completions" in rows else None,
             labels=torch.tensor(rows["labels"], dtype=torch.float32) if "labels" in rows else None,
             dialogues=list(rows["messages"]) if "messages" in rows else None,
+            tools=list(rows[TOOLS]) if TOOLS in rows else None,
             part=torch.tensor(rows["part"], dtype=torch.int64) if "part" in rows else None,
             records=parsed(rows[RECORD]) if RECORD in rows else None,
         )
 
 
-def _without_end(text: str, ends: tuple[str, ...]) -> str:
+def _without_end(response: Response, ends: tuple[str, ...]) -> Response:
+    """Return a response, a text or a list of messages, without end tokens at the end of its text."""
+    if not isinstance(response, str):
+        return [{**each, "content": _without_end(each["content"], ends)} for each in response]
     for end in ends:
-        text = text.removesuffix(end)
-    return text
+        response = response.removesuffix(end)
+    return response
+
+
+def _said(response: Response) -> bool:
+    """Return whether a response is not empty: a text, or a message with a value besides its role."""
+    if isinstance(response, str):
+        return bool(response.strip())
+    return any(str(value).strip() for each in response for key, value in each.items() if key != "role")

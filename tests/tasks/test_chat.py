@@ -10,10 +10,12 @@ from rlhf.assembly.parts import make
 from rlhf.checks.check import problems
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
-from rlhf.config.task import ChatConfig
+from rlhf.config.task import ChatConfig, LocalConfig
 from rlhf.core.chat_format import render, set_format
+from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import UserError
 from rlhf.tasks.task import Task
+from tests.chat_templates import with_template
 from tests.chat_tokenizers import CHAT, gemma, llama_3, neox, qwen
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -33,9 +35,9 @@ def test_the_last_turn_is_the_reference_and_the_turns_before_are_the_prompt(tmp_
     source = make(ChatConfig(path=path))
     short, long = source.prompts("train")
     assert source.conversational
-    assert (short["messages"], short["reference_response"]) == ([FIRST], "Hello.")
+    assert (short["messages"], short["reference_response"]) == ([FIRST], [REPLY])
     assert long["messages"] == [SYSTEM, FIRST, REPLY, SECOND]
-    assert long["reference_response"] == "So it is."
+    assert long["reference_response"] == [LAST]
 
 
 def test_prompts_are_texts_in_the_configured_format(tmp_path):
@@ -62,7 +64,8 @@ def test_prompts_of_a_dialogue_are_the_tokens_of_the_chat_template(tmp_path, fam
     ids = tokenizer.apply_chat_template([FIRST], add_generation_prompt=True, return_dict=False)
     assert batch.prompt_ids.tolist() == [ids]
     assert batch.texts == [tokenizer.apply_chat_template([FIRST], add_generation_prompt=True, tokenize=False)]
-    assert (batch.completions, batch.references) == ([["Hello."]], ["Hello."])
+    answer = {"llama_2": " Hello. ", "zephyr": "\nHello."}.get(family, "Hello.")
+    assert (batch.completions, batch.references) == ([[answer]], [answer])
     assert batch.dialogues == [[FIRST]]
 
 
@@ -161,3 +164,31 @@ def test_the_turn_template_must_contain_role_and_content(turn):
     words = ["task=chat", "model=llama_8b", "algo=sft", f"task.turn='{turn}'", "task.reply=x"]
     (found,) = problems(compose(words))
     assert found.startswith("task.turn must contain {")
+
+
+@pytest.mark.parametrize("data", [Data.references, Data.preferences])
+def test_keys_of_messages_and_tools_reach_the_template_from_files_and_saved_data(tmp_path, data):
+    call = {"function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    rows = [
+        {"prompt": [FIRST], "chosen": [asked], "rejected": [LAST], "tools": [{"name": "add"}]},
+        {"prompt": [FIRST, asked, {"role": "tool", "content": "3"}], "chosen": [LAST], "rejected": [REPLY]},
+    ]
+    rows[1]["tools"] = None
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = with_template("tools")
+    set_format(tokenizer, None, conversational=True)
+    made = Task(
+        make(LocalConfig(path=str(tmp_path / "train.jsonl"), validation_fraction=0.5)),
+        tokenizer, data=data, prompts_per_update=1, max_prompt_tokens=500, seed=1,
+    )  # fmt: skip
+    batches = [made.held_out(1, split) for split in ("train", "validation")]
+    first, second = sorted(batches, key=lambda batch: batch.tools != [[{"name": "add"}]])
+    written = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": null}}</tool_call><|call_end|>'
+    assert first.texts[0].startswith('Tools: [{"name": "add"}]\n')
+    assert first.completions[0][0] == written
+    assert first.dialogues == [[FIRST]]
+    assert f"{written}<|tool|>3<|end|>" in second.texts[0]
+    rollouts = encode_completions(first, first.completions, tokenizer, None)
+    ids = rollouts.response_ids[0, 0][rollouts.response_mask[0, 0]]
+    assert tokenizer.decode(ids) == written, "the template's own end, once"

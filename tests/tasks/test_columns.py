@@ -5,7 +5,8 @@ import pytest
 from rlhf.config.algo import Data
 from rlhf.config.task import ColumnsConfig
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import BadRow, Layout, pair, recognise
+from rlhf.tasks.columns import BadRow, Layout, pair
+from rlhf.tasks.recognition import recognise
 
 ASK, MORE = {"role": "user", "content": "ask"}, {"role": "user", "content": "more"}
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
@@ -96,7 +97,8 @@ def test_prompts_without_responses_have_an_empty_reference():
 )
 def test_dialogues_give_the_messages_before_the_last_answer(row, messages, reference):
     made = layout(" ".join(row)).example(row)
-    assert made == {"messages": messages, "reference_response": reference}
+    answers = [] if not reference else [{"role": "assistant", "content": reference}]
+    assert (made["messages"], made["reference_response"]) == (messages, answers)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +113,13 @@ def test_dialogues_give_the_messages_before_the_last_answer(row, messages, refer
         ({"chosen": [SYSTEM, ASK, GOOD], "rejected": [SYSTEM, ASK, BAD]}, [SYSTEM, ASK]),
     ],
 )
-def test_pairs_of_texts_and_of_messages_become_a_prompt_and_two_texts(row, prompt):
-    expected = {"prompt": prompt, "chosen": "good", "rejected": "bad"}
+def test_pairs_of_texts_and_of_messages_become_a_prompt_and_two_responses(row, prompt):
+    texts = isinstance(prompt, str)
+    expected = {
+        "prompt": prompt,
+        "chosen": "good" if texts else [GOOD],
+        "rejected": "bad" if texts else [BAD],
+    }
     assert pair(row) == expected
     assert layout(" ".join(row), Data.preferences).pair(row) == expected
 
@@ -144,6 +151,6 @@ def test_a_row_with_another_content_is_refused_with_what_it_has(row, rule, got):
 
 def test_sft_refuses_a_dialogue_without_an_answer_at_its_end():
     found = layout("messages", Data.references)
-    assert found.demonstration({"messages": [ASK, GOOD]})["reference_response"] == "good"
+    assert found.demonstration({"messages": [ASK, GOOD]})["reference_response"] == [GOOD]
     with pytest.raises(BadRow, match="end with a message of the assistant"):
         found.demonstration({"messages": [ASK, GOOD, MORE]})

@@ -10,9 +10,9 @@ import pytest
 from rlhf.config.algo import Data
 from rlhf.config.task import ColumnsConfig, LocalConfig
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import recognise
 from rlhf.tasks.formats import Written, messages_of, rows_of_table, without_prompt
 from rlhf.tasks.local import LocalSource
+from rlhf.tasks.recognition import recognise
 
 DIALOGUE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It's \u00fc"}]
 OTHER = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me"}]

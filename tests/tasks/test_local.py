@@ -19,7 +19,8 @@ from rlhf.core.errors import UserError
 from rlhf.tasks.local import held_out_rows
 from rlhf.tasks.summary import shortened, summarize
 from rlhf.tasks.task import Task
-from tests.tasks.test_task import tokenizer
+from rlhf.tasks.word_tokenizer import word_tokenizer
+from tests.tasks.test_task import WORDS
 
 ROWS = [{"question": f"w{i % 20} w{i // 20}", "answer": f" w{i % 7}"} for i in range(100)]
 PAIRS = [{"prompt": row["question"], "chosen": " w1 w2", "rejected": " w3"} for row in ROWS]
@@ -125,7 +126,7 @@ def test_dialogues_are_lists_of_messages_for_every_algorithm(tmp_path):
     path = write(tmp_path / "rows.jsonl", DIALOGUES)
     row = make(LocalConfig(path=path)).prompts("train")[0]
     assert row["messages"] == DIALOGUES[0]["messages"][:1]
-    assert row["reference_response"] == ROWS[0]["answer"]
+    assert row["reference_response"] == DIALOGUES[0]["messages"][1:]
     assert found(path) == found(path, Data.references) == []
     write(tmp_path / "rows.jsonl", [*DIALOGUES, {"messages": DIALOGUES[0]["messages"][:1]}])
     assert found(path) == []
@@ -208,6 +209,10 @@ def test_the_command_line_checks_the_file(tmp_path):
 
 
 # -- the summary of the data -----------------------------------------------------------------------
+
+
+def tokenizer():
+    return word_tokenizer([*WORDS, *map(str.strip, WORDS)], r" ?\w+")
 
 
 def task(path: str, data: Data, **changes: int) -> Task:

@@ -1,0 +1,139 @@
+"""Stored answers of dialogues are what the chat template writes for the whole dialogue."""
+
+import pytest
+
+from rlhf.core.chat_format import Dialogues, render, set_format
+from rlhf.core.errors import UserError
+from rlhf.core.pieces import pieces
+from tests.chat_templates import TEMPLATES, with_template
+
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "How are you? "}
+REPLY = {"role": "assistant", "content": " Wait. "}
+CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+THOUGHT = {"role": "assistant", "content": "<think>\nI am fine\n</think>\n\nWait."}
+DIALOGUES = {
+    "short": [USER],
+    "long": [USER, {"role": "assistant", "content": "Well."}, {"role": "user", "content": "And now?"}],
+    "system": [SYSTEM, USER],
+}
+ENDS = {"no_start": "</s>", "no_newline": "</s>", "no_end": "</s>"}
+
+
+def format_of(name: str) -> Dialogues:
+    tokenizer = with_template(name)
+    set_format(tokenizer, None, conversational=True, clock="2026-01-31T09:00")
+    return Dialogues(tokenizer)
+
+
+def whole(dialogues: Dialogues, messages: list, **options: object) -> str:
+    now = dialogues.tokenizer.clock.strftime
+    return dialogues.tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=now, **options)
+
+
+@pytest.mark.parametrize("before", DIALOGUES)
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "starts_thinking"])
+def test_prompt_and_answer_are_the_text_of_the_template_up_to_the_end_of_the_turn(name, before):
+    dialogues = format_of(name)
+    messages = DIALOGUES[before]
+    for answer in (REPLY, THOUGHT):
+        prompt, (text,) = dialogues.write(messages, [[answer]])
+        assert prompt == render(dialogues.tokenizer, messages)
+        written = whole(dialogues, [*messages, answer])
+        end = dialogues.tokenizer.eos_token
+        assert end == ENDS.get(name, "<|end|>")
+        together = prompt + text + ("" if name == "no_end" else end)
+        assert written.startswith(together)
+        assert not written.removeprefix(together).removeprefix("</s>").strip()
+        assert text.rstrip() or name == "trimmed"
+    assert not list(dialogues.warnings()) or before == "system" or name in ("thinking", "thinking_optional")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_tokens_of_prompt_and_answer_read_as_the_text_of_the_template(name):
+    dialogues = format_of(name)
+    tokenizer = dialogues.tokenizer
+    prompt, (text,) = dialogues.write([USER], [[REPLY]])
+    first = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    (ids,) = pieces(tokenizer).encode([text], [prompt])
+    assert whole(dialogues, [USER, REPLY]).startswith(tokenizer.decode(first + ids))
+
+
+def test_a_block_of_reasoning_that_the_prompt_begins_is_continued_and_closed():
+    dialogues = format_of("thinking")
+    prompt, (plain, thought) = dialogues.write([USER], [[{**REPLY, "content": "Wait."}], [THOUGHT]])
+    assert prompt.endswith("<|assistant|>\n<think>\n")
+    assert plain == "\n</think>\n\nWait."
+    assert thought == "I am fine\n</think>\n\nWait."
+    reasons = {"role": "assistant", "content": "Wait.", "reasoning_content": "I am fine"}
+    assert dialogues.write([USER], [[reasons]])[1] == [thought]
+
+
+def test_a_prompt_is_cut_back_to_what_the_template_writes_before_the_answer():
+    dialogues = format_of("starts_thinking")
+    prompt, (text,) = dialogues.write([USER], [[REPLY]])
+    assert prompt == "<|user|>\nHow are you? <|end|>\n<|assistant|>\n"
+    assert text == " Wait. "
+    (warning,) = dialogues.warnings()
+    assert "begins a reply in another way than the stored answers in 1 of 1 dialogues" in warning
+    assert warning.endswith("their prompts end where both are equal")
+    sampled, _ = dialogues.write([USER], [[REPLY]], prompt_only=True)
+    assert sampled.endswith("<think>\n"), "the policy continues the start of a reply"
+
+
+def test_a_template_that_writes_the_prompt_differently_with_an_answer_is_refused():
+    tokenizer = with_template("chatml")
+    tokenizer.chat_template = (
+        "{{ messages | length }}{% for m in messages %}{{ m['role'] + m['content'] + '<|end|>' }}{% endfor %}"
+    )
+    with pytest.raises(UserError, match="before an answer in the same way .* of line 3 of x on; leave"):
+        Dialogues(tokenizer).write([USER], [[REPLY]], "line 3 of x")
+
+
+def test_calls_of_tools_and_the_tools_reach_the_template():
+    dialogues = format_of("tools")
+    asked = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    tool = {"role": "tool", "content": "3", "name": "add"}
+    prompt, (text,) = dialogues.write([USER], [[asked]], tools=[{"name": "add"}])
+    assert prompt == 'Tools: [{"name": "add"}]\n<|user|>How are you? <|end|><|assistant|>'
+    assert text == '<tool_call>{"name": "add", "arguments": {"a": 1, "b": null}}</tool_call><|call_end|>'
+    assert not list(dialogues.warnings())
+    prompt, (text,) = dialogues.write([USER, asked, tool], [[REPLY]])
+    assert '{"a": 1, "b": null}}</tool_call><|call_end|><|tool|>3<|end|><|assistant|>' in prompt
+    assert text == REPLY["content"]
+    (warning,) = dialogues.warnings()
+    assert warning.startswith("the chat template leaves out or changes the name of a message in 1 of 2")
+
+
+def test_content_that_the_template_leaves_out_is_reported_with_its_first_place():
+    dialogues = format_of("chatml")
+    asked = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
+    dialogues.write([USER], [[REPLY]], "line 1")
+    dialogues.write([USER, asked, {"role": "tool", "content": "3"}], [[REPLY]], "line 2", [{"name": "add"}])
+    dialogues.write([USER], [[{**REPLY, "reasoning_content": "Hm."}]], "line 3")
+    names = [warning.partition(" changes the ")[2] for warning in dialogues.warnings()]
+    assert names == [
+        "reasoning_content of the answer in 1 of 3 dialogues (first: line 3)",
+        "tool_calls of a message in 1 of 3 dialogues (first: line 2)",
+        "tools in 1 of 3 dialogues (first: line 2)",
+    ]
+    silent = format_of("no_start")
+    silent.write([SYSTEM, USER], [[REPLY]], "line 4")
+    assert "content of a message with the role system in 1 of 1" in next(iter(silent.warnings()))
+
+
+def test_an_answer_that_the_template_does_not_write_is_refused():
+    asked = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    dialogues = format_of("chatml")
+    for answer in (asked, {**asked, "content": "Let me see."}):
+        with pytest.raises(UserError, match="does not write the content and the tool_calls .* in line 7; "):
+            dialogues.write([USER], [[answer]], "line 7")
+    assert dialogues.write([USER], [[asked]], prompt_only=True)[1] == [""], "a reference is only reported"
+
+
+def test_the_clock_of_a_template_is_that_of_the_run():
+    dialogues = format_of("clock")
+    prompt, _ = dialogues.write([USER], [[REPLY]])
+    assert prompt.startswith("Today: 31 Jan 2026 09:00:00\n")
+    later = with_template("clock")
+    set_format(later, None, conversational=True)
+    assert render(later, [USER]) == render(later, [USER]), "one time for each tokenizer"
