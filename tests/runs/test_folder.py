@@ -293,3 +293,13 @@ def test_the_log_is_written_to_the_folder_of_the_current_run(tmp_path):
             handler.close()
         log.handlers, log.propagate = kept, True
         logging.captureWarnings(False)
+
+
+def test_the_time_of_the_start_stays_when_a_run_is_resumed(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.write_environment()
+    written = json.loads(folder.environment.read_text())
+    folder.environment.write_text(json.dumps(written | {"started": "2026-01-31T09:00:00"}))
+    folder.write_environment()
+    assert folder.started() == "2026-01-31T09:00:00"
+    assert json.loads(folder.environment.read_text())["started"] == folder.started()

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import make
 from rlhf.checks.check import problems
 from rlhf.config.algo import Data
 from rlhf.config.compose import compose
-from rlhf.config.task import ChatConfig, LocalConfig
+from rlhf.config.task import ChatConfig, LocalConfig, PreferencesConfig
 from rlhf.core.chat_format import render, set_format
 from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import UserError
@@ -192,3 +193,16 @@ def test_keys_of_messages_and_tools_reach_the_template_from_files_and_saved_data
     rollouts = encode_completions(first, first.completions, tokenizer, None)
     ids = rollouts.response_ids[0, 0][rollouts.response_mask[0, 0]]
     assert tokenizer.decode(ids) == written, "the template's own end, once"
+
+
+@pytest.mark.parametrize("data", [Data.prompts, Data.preferences])
+def test_nothing_is_written_beside_saved_data(tmp_path, data):
+    rows = {"prompt": ["a b"] * 4, "chosen": ["c"] * 4, "rejected": ["d"] * 4}
+    saved = DatasetDict({split: Dataset.from_dict(rows) for split in ("train", "validation")})
+    saved.save_to_disk(str(tmp_path / "data"))
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    tokenizer = llama_3()
+    source = make(PreferencesConfig(path=str(tmp_path / "data")))
+    task = Task(source, tokenizer, data=data, prompts_per_update=1, max_prompt_tokens=50, seed=1)
+    assert len(task.held_out(4, "train")) == len(task.held_out(4)) == 4
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before

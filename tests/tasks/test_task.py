@@ -192,3 +192,38 @@ def test_a_cut_completion_has_no_eos_and_has_not_ended():
     assert rollouts.response_mask.all()
     assert rollouts.response_ids[0, 0, -1] == tokenizer().convert_tokens_to_ids(" w3")
     assert rollouts.response_ids[0, 1, -1] == tokenizer().eos_token_id
+
+
+@pytest.mark.parametrize("others", [0, 1, 9])
+def test_a_prompt_is_cut_off_responses_only_if_the_data_set_repeats_prompts(others, caplog):
+    class Greeting(ListSource):
+        def preferences(self, split: str) -> Dataset:
+            accident = {"prompt": " w1", "chosen": " w1 w2", "rejected": " w1"}
+            rows = [accident] + [{"prompt": " w3", "chosen": " w4", "rejected": " w5"}] * others
+            return Dataset.from_list(rows if split == "train" else [accident])
+
+    task = make_task(Greeting(), data=Data.preferences)
+    cut = others == 0
+    expected = [[" w2", ""]] if cut else [[" w1 w2", " w1"]]
+    for split in ("train", "validation"):  # the training split decides for all splits
+        found = [row for row in task.held_out(20, split).completions if row != [" w4", " w5"]]
+        assert found == expected
+    assert ("begin with the prompt" in caplog.text) == cut
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected", "repeats"),
+    [
+        ("Hi", "History is long.", "Hip.", False),
+        ("It", "It depends", "No.", False),
+        ("It", "It depends", "It is.", True),
+        ("Q:", "Q: a", "Q: b", True),
+        ("", "a", "b", False),
+    ],
+)
+def test_a_response_that_continues_the_last_word_of_the_prompt_does_not_repeat_it(
+    prompt, chosen, rejected, repeats
+):
+    from rlhf.tasks.repeated_prompts import repeats as found
+
+    assert found(prompt, [chosen, rejected]) is repeats
