@@ -151,9 +151,10 @@ def from_gguf(key: str, file: Path) -> str:
     """Return the remedy for a GGUF file: the command that writes its weights as float32."""
     written = file.parent.with_name(f"{file.stem}-safetensors")
     where = f"{literal(file.parent)}, gguf_file={literal(file.name)}"
-    code = (
+    code = (  # transformers saves no model that has a quantizer, although the weights are dequantized
         f"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
-        f"M.from_pretrained({where}).save_pretrained({literal(written)}); "
+        f'm = M.from_pretrained({where}, dtype="float32"); vars(m).pop("hf_quantizer", None); '
+        f'vars(m.config).pop("quantization_config", None); m.save_pretrained({literal(written)}); '
         f"T.from_pretrained({where}).save_pretrained({literal(written)})"
     )
     return (

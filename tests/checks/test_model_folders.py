@@ -308,5 +308,5 @@ def test_a_gguf_file_or_folder_gets_the_command_that_converts_it(tmp_path):
         assert found is not None
         code = re.search(r"run: (python -c .*), then set (\S.*)$", found)
         assert code is not None
-        assert f'M.from_pretrained("{folder}", gguf_file="q8.gguf")' in shlex.split(code[1])[2]
+        assert f'M.from_pretrained("{folder}", gguf_file="q8.gguf", dtype=' in shlex.split(code[1])[2]
         assert shlex.split(code[2]) == [f"model.policy={tmp_path}/q8-safetensors"]
