@@ -51,13 +51,13 @@ def build_evaluator(
         split: the split of the held-out examples.
     """
     if cfg.algo.trains is Trains.reward:
-        pairs = task.held_out(cfg.eval.prompts, split)
+        pairs = task.held_out(cfg.eval.prompts, split, warn=cfg.eval.asked)
         assert pairs.completions is not None
         length = cfg.generator.response_length
         return RewardEvaluator(encode_completions(pairs, pairs.completions, tokenizer, length), engine)
     held_out_pairs = None
     if isinstance(cfg.algo, DPOConfig) and cfg.reads_pairs:
-        pairs = task.held_out(cfg.eval.prompts, split)
+        pairs = task.held_out(cfg.eval.prompts, split, warn=cfg.eval.asked)
         assert pairs.completions is not None
         encoded = encode_completions(pairs, pairs.completions, tokenizer, cfg.generator.response_length)
         held_out_pairs = HeldOutPairs(encoded, make(cfg.algo), engine)
@@ -67,7 +67,7 @@ def build_evaluator(
         sampler = HFGenerator(engine.borrow_policy, tokenizer, cfg.eval.batch_size, cfg.seed, cached, ends)
         generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler
     return PolicyEvaluator(
-        task.held_out(cfg.eval.prompts, split, Data.prompts),
+        task.held_out(cfg.eval.prompts, split, Data.prompts, warn=cfg.eval.asked),
         generator,
         build_scorer(cfg, "gold", tokenizer, ranks),
         scorer if cfg.scores_completions else None,

@@ -54,7 +54,7 @@ def shown_figures(cfg: Config) -> dict[str, str]:
         "objective/scores": "reward" if samples else None,
         "loss/policy": "loss" if part(cfg.algo).shows_loss else None,
         "objective/kl": "KL" if samples else None,
-        "rewards/accuracies": "accuracy",
+        "rewards/accuracies": "train accuracy",
         "lag": "lag" if cfg.schedule.max_lag > 0 else None,
     }
     return {metric: name for metric, name in names.items() if name is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
@@ -56,7 +56,7 @@ Usage: python -m rlhf.train [group=option ...] [key=value ...]
 Groups and options       --help <group> describes options and keys of a group
 {groups}
 
-Most used keys           --help keys describes all keys
+Most used keys           --help keys describes all keys, --help <key> one key
 {keys}
 
 Examples
@@ -72,7 +72,9 @@ COMMANDS = ("inspect", "plan", "pipeline", "evaluate", "extend", "relabel", "sam
 
 
 def help_text(topics: Sequence[str]) -> str:
-    """Return the text of `--help`, or of `--help <topic>` for each topic: a group, a section, or `keys`.
+    """Return the text of `--help`, or of `--help <topic>` for each topic.
+
+    A topic is a group, a section, a key, the end of a key, or `keys`.
 
     Raises:
         UserError: a topic does not exist.
@@ -80,12 +82,18 @@ def help_text(topics: Sequence[str]) -> str:
     parts: list[str] = []
     known = ["keys", *groups(), *key_sections()]
     for topic in topics:
-        if topic not in known:
+        if topic in known:
+            parts += every_key() if topic == "keys" else about(topic)
+        elif found := keys_named(topic):
+            parts += [line for key, means in found.items() for line in row(key, means, 2, 34)]
+        else:
             group = next((group for group in groups() if topic.lower() in options(group)), None)
-            guess = f"see --help {group}" if group else suggestion(topic, known, "did you mean --help {}?")
-            rule = f"--help must be followed by a group or by keys ({', '.join(dict.fromkeys(known))})"
+            guess = f"see --help {group}" if group else None
+            guess = guess or suggestion(topic, [*known, *all_meanings()], "did you mean --help {}?")
+            rule = (
+                f"--help must be followed by keys, a group ({', '.join(dict.fromkeys(known[1:]))}) or a key"
+            )
             raise UserError(f"{rule}, got {topic}; {guess or 'see --help'}")
-        parts += every_key() if topic == "keys" else about(topic)
     return "\n".join(parts) if topics else overview()
 
 
@@ -130,7 +138,30 @@ def every_key() -> Iterator[str]:
 
 
 def key_lines(section: str, owners: Sequence[type]) -> Iterator[str]:
-    """Yield the lines of the keys of a section and, except for the root, of the sections below it.
+    """Yield the lines of the keys of a section; see `meanings`."""
+    for key, means in meanings(section, owners):
+        yield from row(key, means, 2, 34)
+
+
+def all_meanings() -> Mapping[str, str]:
+    """Return the meaning of every key."""
+    return {
+        key: means for section in ("", *key_sections()) for key, means in meanings(section, classes(section))
+    }
+
+
+def keys_named(topic: str) -> Mapping[str, str]:
+    """Return the meaning of each key that a topic names: a key, a section of keys, or the end of keys.
+
+    An example of a section is `model.lora`; an example of the end of a key is `max_lag`.
+    """
+    found = all_meanings()
+    below = {key: means for key, means in found.items() if key == topic or key.startswith(f"{topic}.")}
+    return below or {key: means for key, means in found.items() if key.endswith(f".{topic}")}
+
+
+def meanings(section: str, owners: Sequence[type]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a section, with their meanings, and, except for the root, of the sections below it.
 
     Args:
         section: the dotted key of the section; "" is the root.
@@ -147,12 +178,12 @@ def key_lines(section: str, owners: Sequence[type]) -> Iterator[str]:
             key = f"{section}.{field.name}" if section else field.name
             if (below := section_class(hint)) is not None:
                 if section:
-                    yield from key_lines(key, [below])
+                    yield from meanings(key, [below])
                 continue
             default = None if field.default in (MISSING, "???") else f" [{shown(field.default)}]"
             owner = next(c for c in reversed(cls.__mro__) if field.name in vars(c).get("__annotations__", {}))
             means = "; ".join(meaning(owner, field.name, hint)).replace("`", "")
-            yield from row(key, f"{means}{default or ''}", 2, 34)
+            yield key, f"{means}{default or ''}"
 
 
 def key_sections() -> list[str]:

@@ -139,7 +139,8 @@ class ScheduleConfig(Section):
         0.2,
         least=0,
         counts="updates",
-        means="updates between evaluations; below 1: a fraction of the run; 0: never",
+        means="updates between evaluations, besides those before and after training; below 1: a fraction of "
+        "the run; more than the run has: only before and after; 0: none at all",
     )
     save_every: float = number(
         0.25,
@@ -192,3 +193,8 @@ class EvalConfig(Section):
     )
     temperature: float = number(0.01, above=0, means="sampling temperature; the default is near-greedy")
     samples: int = number(3, least=0, means="completions in the terminal after the last evaluation; 0: none")
+
+    @property
+    def asked(self) -> bool:
+        """Whether `prompts` is not the default; a split with fewer prompts then deserves a warning."""
+        return self.prompts != EvalConfig().prompts

@@ -155,6 +155,15 @@ class Evaluation:
     samples: list[dict[str, Any]] = field(default_factory=list)  # one row per completion
     examples: int = 0  # number of examples over which each metric is computed
     scores: list[float] | None = None  # score of each completion; None: no scorer can score completions
+    messages: list[str] | None = None  # the last message before each completion; None: prompts are texts
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The rows of `samples` for the terminal, where the last message stands for a dialogue."""
+        if self.messages is None:
+            return self.samples
+        rows = zip(self.samples, self.messages, strict=True)
+        return [{**sample, "prompt": message} for sample, message in rows]
 
 
 Row = dict[str, float]

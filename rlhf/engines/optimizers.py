@@ -10,7 +10,6 @@ AdamW with moments of 8 bits: Dettmers et al., arXiv 2110.02861.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +126,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 def eight_bit(parts: Iterable[Group], optim: OptimConfig) -> torch.optim.Optimizer:
     """Return the AdamW of bitsandbytes, with 8-bit moments for tensors of at least 4,096 elements."""
-    # without this, the import warns on some CPUs that a kernel for quantized models is missing
-    logging.getLogger("bitsandbytes.backends").setLevel(logging.ERROR)
     from bitsandbytes.optim import AdamW8bit
 
     parts = list(parts)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EVALUATION_METRICS = {  # metrics of an evaluation in the terminal, and their short names
     "eval/win_rate": "win rate",
     "eval/win_rate_vs_initial": "win rate vs initial",
-    "eval/accuracy": "accuracy",
+    "eval/accuracy": "held-out accuracy",
     "eval/score": "reward",
     "eval/gold_score": "judge",
     "eval/norm_reward": "judge vs reference",
@@ -35,13 +35,14 @@ class Display(Logger):
     """A logger that shows progress and evaluations in the terminal.
 
     The progress display has the update, the time left, metrics of the update, episodes or epochs, and the
-    result of the last evaluation. For an evaluation, the logger prints its metrics and a completion.
+    result of the last evaluation. For an evaluation, the logger prints its metrics. The first and the last
+    evaluation of a run also show completions.
 
     Args:
         title: name of the run in the progress display.
         state: counters at the start of the session.
         mode: live, plain or off; auto: live in a terminal, otherwise plain.
-        samples: number of completions after the last evaluation; other evaluations show one completion.
+        samples: number of completions after the last evaluation; the first evaluation shows one completion.
         figures: metrics of an update and their short names, the most important first.
     """
 
@@ -79,8 +80,8 @@ class Display(Logger):
         if self.mode is Progress.off:
             return
         say_items(f"{self.title}  evaluated at update {state.update}:", metric_texts(evaluation.figures))
-        if self.samples:
-            print_samples(evaluation.samples[: self.samples if state.done else 1])
+        if self.samples and (state.update == 0 or state.done):
+            print_samples(evaluation.shown[: self.samples if state.done else 1])
 
     def warn(self, text: str) -> None:
         """Print a warning above the progress bar."""

@@ -9,6 +9,7 @@ without its adapters, merges adapters into whole weights, and saves and loads ad
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 NAME = "default"  # PEFT's name for the only adapter
 FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # prefix of the tensor names in FILE
+
+# PEFT and the 8-bit optimizer import bitsandbytes, which warns on some CPUs that a kernel for quantized
+# models is missing; no model of this project is quantized.
+logging.getLogger("bitsandbytes.backends").setLevel(logging.ERROR)
 
 Gather = Callable[[Iterable[Tensor]], AbstractContextManager[Any]]  # returns a context with whole parameters
 

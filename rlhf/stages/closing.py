@@ -64,7 +64,7 @@ def changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
     """Yield the lines of a table: metrics of the first and of the last evaluation, with 95 % intervals."""
     first, last = recorder.first, recorder.evaluated
     if not last:
-        yield "  not evaluated (schedule.eval_every=0)"
+        yield "  not evaluated (schedule.eval_every=0; 1000000: before and after training)"
         return
     named = titles(cfg)
     rows = [(held_out(cfg, recorder), "before", "after")]

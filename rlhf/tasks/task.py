@@ -128,7 +128,9 @@ class Task:
         """Return the training examples at `positions`."""
         return self._batch(self._train[positions])
 
-    def held_out(self, count: int, split: str = "validation", data: Data | None = None) -> Prompts:
+    def held_out(
+        self, count: int, split: str = "validation", data: Data | None = None, warn: bool = False
+    ) -> Prompts:
         """Return the first `count` examples of a split, or all examples if the split has fewer.
 
         Args:
@@ -136,9 +138,10 @@ class Task:
             split: name of the split.
             data: what an example contains; None: same as a training example. For example, offline DPO trains
                 on pairs, but is evaluated on `Data.prompts`.
+            warn: print a warning if the split has fewer examples.
         """
         examples = self._examples(split, data or self.data)
-        if len(examples) < count:
+        if warn and len(examples) < count:
             log.warning(
                 "the split %s has %d examples, fewer than the requested %d", split, len(examples), count
             )

@@ -131,6 +131,7 @@ class PolicyEvaluator:
             samples,
             examples=len(samples),
             scores=columns.get("score"),
+            messages=last_messages(rollouts.dialogues),
         )
 
     def generate_completions(self, sampling: Sampling) -> Rollouts:
@@ -167,6 +168,11 @@ class PolicyEvaluator:
         references = self.references()
         logprobs = self.engine.infer(self.engine.policy, references, "logprobs").double().sum()
         return {"eval/loss": -logprobs.item() / int(references.response_mask.sum())}
+
+
+def last_messages(dialogues: list[list[dict[str, str]]] | None) -> list[str] | None:
+    """Return the text of the last message of each dialogue; None if the prompts are texts."""
+    return None if dialogues is None else [str(turns[-1].get("content") or "") for turns in dialogues]
 
 
 def values_of(columns: dict[str, list[Any]], rollouts: Rollouts) -> dict[str, list[float]]:

@@ -17,7 +17,7 @@ from rlhf.config import catalogue
 from rlhf.config.best_generator import best_generator
 from rlhf.config.catalogue import all_keys, conf_dir, groups, options
 from rlhf.config.compose import compose_node
-from rlhf.config.help import COMMANDS, GROUPS, KEYS, LONG
+from rlhf.config.help import COMMANDS, GROUPS, KEYS, LONG, all_meanings, help_text
 from rlhf.config.identity import run_name
 from rlhf.config.root import Config
 from rlhf.config.schema import SCHEMAS
@@ -126,6 +126,32 @@ def test_help_of_all_keys_has_every_key_with_its_meaning(command):
     }
     assert declared <= listed and {"seed", "optim.lr", "model.lora.rank", "logger.wandb.project"} <= listed
     assert "optimizer steps of warm-up" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("topic", "keys"),
+    [
+        ("schedule.max_lag", ["schedule.max_lag"]),
+        ("seed", ["seed"]),
+        ("algo.correction.kind", ["algo.correction.kind"]),
+        ("model.lora", ["model.lora.rank", "model.lora.alpha"]),
+        ("pad_token", ["model.pad_token", "scorer.pad_token", "gold.pad_token"]),
+    ],
+)
+def test_help_of_a_key_has_its_meaning(command, topic, keys):
+    answer = command("--help", topic)
+    assert answer.code == 0 and all(f"  {key} " in answer.out or f"  {key}\n" in answer.out for key in keys)
+    assert len(answer.out.splitlines()) < 40 and "Keys of" not in answer.out
+
+
+def test_every_key_has_a_help_text_of_its_own(command):
+    for key in all_meanings():
+        assert "".join(help_text([key]).split()).startswith(key)
+
+
+def test_help_of_an_unknown_key_suggests_a_key(command):
+    answer = command("--help", "schedule.max_lga")
+    assert answer.code == 2 and "did you mean --help schedule.max_lag?" in answer.err
 
 
 def test_help_with_an_unknown_topic_suggests_a_group(command):

@@ -1,13 +1,15 @@
 """The terminal display of a run: figures of updates, evaluations, and completions."""
 
-from types import SimpleNamespace
-
 import pytest
 
+from rlhf.assembly.loggers import shown_figures
 from rlhf.config.run import Progress
+from rlhf.core.metrics import Evaluation
 from rlhf.core.state import TrainState
 from rlhf.loggers import display as module
-from rlhf.loggers.display import Display, metric_texts, sample_lines
+from rlhf.loggers.display import EVALUATION_METRICS, Display, metric_texts, sample_lines
+from rlhf.training.evaluators import last_messages
+from tests.checks.test_check import compose
 
 FIGURES = {"objective/scores": "reward", "objective/kl": "KL", "lag": "lag"}
 SAMPLE = {
@@ -39,7 +41,7 @@ def display_of(state, samples=3, mode=Progress.plain):
 
 
 def evaluation(**figures):
-    return SimpleNamespace(figures={f"eval/{k}": v for k, v in figures.items()}, samples=[SAMPLE] * 5)
+    return Evaluation({f"eval/{k}": v for k, v in figures.items()}, [SAMPLE] * 5)
 
 
 def test_figures_of_an_update_come_first_then_the_last_evaluation_and_the_counters(lines):
@@ -59,7 +61,7 @@ def test_figures_of_an_update_come_first_then_the_last_evaluation_and_the_counte
     assert shown.items == ["reward 1.500", "win rate 0.820 at update 16", "2,048 episodes"]
 
 
-def test_an_evaluation_is_a_line_with_intervals_and_one_completion(lines):
+def test_an_evaluation_in_the_middle_is_a_line_with_intervals(lines):
     state = TrainState(num_updates=40, update=16)
     display_of(state).evaluation(
         {},
@@ -69,7 +71,7 @@ def test_an_evaluation_is_a_line_with_intervals_and_one_completion(lines):
     assert (
         lines[0] == "[2/2] dpo tldr_mini  evaluated at update 16:  win rate 0.820 [0.768, 0.862]  judge 5.000"
     )
-    assert len(lines) == 5 and sum(line.startswith("  prompt ") for line in lines) == 1
+    assert len(lines) == 1
 
 
 def test_the_time_left_does_not_count_the_evaluation_before_the_first_update(lines, monkeypatch):
@@ -84,6 +86,26 @@ def test_the_time_left_does_not_count_the_evaluation_before_the_first_update(lin
     now[0] = 65.0
     shown.evaluation({}, evaluation(kl=0.0), state)
     assert shown.progress.left_s == 39.0
+
+
+def test_the_first_evaluation_shows_one_completion(lines):
+    display_of(TrainState(num_updates=40)).evaluation({}, evaluation(kl=1.0), TrainState(num_updates=40))
+    assert sum(line.startswith("  prompt ") for line in lines) == 1
+
+
+def test_the_last_message_of_a_dialogue_is_shown_in_place_of_the_rendered_dialogue(lines):
+    dialogues = [[{"role": "user", "content": "Hi"}, {"role": "user", "content": "Bye"}]] * 5
+    found = evaluation(kl=1.0)
+    found.messages = last_messages(dialogues)
+    display_of(TrainState(num_updates=40)).evaluation({}, found, TrainState(num_updates=40))
+    assert "  prompt    Bye" in lines and last_messages(None) is None
+    assert last_messages([[{"role": "assistant", "content": None}]]) == [""]
+
+
+def test_accuracies_of_training_and_of_held_out_pairs_have_two_names():
+    cfg = compose(["algo=reward", "model.policy=m", "task=tldr"])
+    names = {shown_figures(cfg)["rewards/accuracies"], EVALUATION_METRICS["eval/accuracy"]}
+    assert names == {"train accuracy", "held-out accuracy"}
 
 
 def test_the_last_evaluation_shows_as_many_completions_as_configured(lines):

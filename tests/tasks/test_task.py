@@ -164,10 +164,11 @@ def test_pairs_that_repeat_their_prompt_are_cut_to_the_responses():
     assert batch.references == [" w1 w2"] * 2
 
 
-def test_a_split_smaller_than_requested_is_returned_completely_with_a_warning(
+def test_a_split_smaller_than_requested_is_returned_completely_and_gives_a_warning_on_request(
     caplog: pytest.LogCaptureFixture,
 ):
-    assert len(make_task().held_out(50)) == 10
+    assert len(make_task().held_out(50)) == 10 and not caplog.text
+    make_task().held_out(50, warn=True)
     assert "10 examples, fewer than the requested 50" in caplog.text
 
 
