@@ -142,7 +142,7 @@ def test_tokens_with_a_meaning_are_not_chosen(token):
 def test_special_tokens_are_listed_if_none_is_certainly_unused():
     ids = {"a": 0, "<end>": 1, "<|im_start|>": 2, "<0x0A>": 3}
     found = pad_problem("model.pad_token", None, "m", ids, None, "<end>")
-    assert found is not None and found.endswith("contain, for example 'model.pad_token=<|im_start|>'")
+    assert found is not None and found.endswith("contain, for example 'model.pad_token=\"<|im_start|>\"'")
 
 
 def test_the_remedy_for_a_wrong_pad_token_can_be_pasted_in_a_shell():
