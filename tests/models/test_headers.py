@@ -168,7 +168,7 @@ def test_the_remedy_names_the_model_that_is_meant(folder, tmp_path):
 
 def test_a_gguf_file_is_no_model(tmp_path):
     (tmp_path / "mine-q4.gguf").write_bytes(b"GGUF")
-    assert "only mine-q4.gguf; GGUF cannot be trained" in problem(tmp_path)
+    assert "mine-q4-safetensors" in problem(tmp_path), "the command that makes a folder of the file"
 
 
 def test_the_remedy_for_a_short_context_fits_the_context():
