@@ -22,6 +22,7 @@ from rlhf.core.console import console
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
 from rlhf.core.output import prepare_output
+from rlhf.report.comparison import differences
 from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
 from rlhf.report.summary import remarks, result, some
@@ -83,7 +84,8 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
     if markdown:
         for section in made:
             text = f"### {section.title}\n\n{result(section)}\n\n{for_markdown(results(section))}\n"
-            console.print(text, markup=False, soft_wrap=True)
+            compared = "".join(f"- {each}\n" for each in differences(section))
+            console.print(text + compared, markup=False, soft_wrap=True)
         for note in notes:
             console.print(f"- {note}", markup=False, soft_wrap=True)
         return
@@ -92,6 +94,8 @@ def report(folders: Sequence[str], out: Path, count: int, markdown: bool = False
         console.print(section.title, style="bold", markup=False)
         console.print(*lines(result(section), width), sep="\n", markup=False)
         console.print(for_terminal(results(section), width))
+        for each in differences(section):
+            console.print(*lines(str(each), width), sep="\n", markup=False)
     from rlhf.report.page import Page
 
     page = Page(made, found, count, f"made {datetime.now():%Y-%m-%d %H:%M} by rlhf {__version__}")

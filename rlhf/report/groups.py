@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlhf.report.runs import Run
 
 LINES = 8  # largest number of lines of a figure
+LENGTH = ("schedule.total_episodes", "schedule.total_epochs")  # runs of other lengths are not ranked together
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,8 +164,8 @@ def section_of(kind: Kind, data: str, runs: Sequence[Run], index: int) -> Sectio
 def ordered(groups: Sequence[Group], main: Metric | None) -> tuple[list[Group], list[Group]]:
     """Return all groups, best first, and the groups to draw.
 
-    Groups on different scales of the main metric are ordered separately, one scale after the other. A scale
-    contributes its best group to the figures before any scale contributes its second best.
+    Groups that are not `comparable` are ordered separately, one list after the other. A list contributes its
+    best group to the figures before any list contributes its second best.
 
     Args:
         groups: the groups of a section.
@@ -176,7 +177,7 @@ def ordered(groups: Sequence[Group], main: Metric | None) -> tuple[list[Group], 
         better = 1 if main is None or main.better >= 0 else -1
         return not group.finished, value is None, -better * (value or 0.0)
 
-    scales = [sorted(members, key=worth) for _, members in by_scale(groups, main.scale if main else "")]
+    scales = [sorted(members, key=worth) for _, members in comparable(groups, main.scale if main else "")]
     ranked = sorted((rank, place) for place, members in enumerate(scales) for rank in range(len(members)))
     chosen: list[Group] = []
     lines = 0
@@ -190,28 +191,36 @@ def ordered(groups: Sequence[Group], main: Metric | None) -> tuple[list[Group], 
     return every, sorted(chosen, key=every.index)
 
 
-def by_scale(groups: Sequence[Group], scale: str) -> list[tuple[str, list[Group]]]:
+def comparable(groups: Sequence[Group], scale: str) -> list[tuple[str, list[Group]]]:
+    """Return groups that can be ranked: runs of one length, with one scale of the metric; see `by_scale`."""
+    return by_scale(groups, scale, LENGTH)
+
+
+def by_scale(groups: Sequence[Group], scale: str, also: Sequence[str] = ()) -> list[tuple[str, list[Group]]]:
     """Return groups whose values of a metric are comparable, each list with a label of its scale.
 
     Args:
         groups: groups of one section.
         scale: `Metric.scale` of the metric.
+        also: further keys in which the groups of a list agree.
 
     Returns:
         The label is empty if there is only one scale.
     """
     scales: dict[str, list[Group]] = {}
     for group in groups:
-        settings = json.dumps(scale_of(group.config, scale), sort_keys=True, default=str)
+        settings = json.dumps(scale_of(group.config, scale, also), sort_keys=True, default=str)
         scales.setdefault(settings, []).append(group)
     if len(scales) < 2:
         return [("", list(groups))]
-    names = labels([scale_of(members[0].config, scale) for members in scales.values()], noun=scale)
+    names = labels(
+        [scale_of(members[0].config, scale, also) for members in scales.values()], noun=scale or "length"
+    )
     return list(zip(names, scales.values(), strict=True))
 
 
-def scale_of(config: Config, scale: str) -> Config:
-    """Return the settings of a run that determine the scale of a metric; see `Metric.scale`."""
+def scale_of(config: Config, scale: str, also: Sequence[str] = ()) -> Config:
+    """Return the settings of a run that determine the scale of a metric, and `also`; see `Metric.scale`."""
     if scale == "algo":
         keys = ["algo.name", "algo.loss_type"]
     elif scale:
@@ -220,7 +229,7 @@ def scale_of(config: Config, scale: str) -> Config:
             keys += [key for key in ("model.reward", "stages.reward") if key in config]
     else:
         keys = []
-    return {key: config[key] for key in keys if config.get(key) is not None}
+    return {key: config[key] for key in (*keys, *also) if config.get(key) is not None}
 
 
 def not_timing(key: str) -> bool:

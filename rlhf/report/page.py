@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from rlhf.report.comparison import differences
 from rlhf.report.drawing import GLYPHS, SERIES, Chart
 from rlhf.report.figures import charts, named
 from rlhf.report.metrics import duration, number
@@ -37,6 +38,7 @@ class Part:
         section: the section of the report.
         suffix: end of the ids of the section; empty if the page has one section.
         results: table of final results.
+        differences: differences between settings, as sentences.
         settings: settings that the groups share, and settings in which they differ.
         charts: figures.
         unseen: sentence about groups that are not drawn; may be empty.
@@ -47,6 +49,7 @@ class Part:
     section: Section
     suffix: str
     results: Results
+    differences: list[str]
     settings: Settings
     charts: list[Chart]
     unseen: str
@@ -83,6 +86,7 @@ class Page:
                     section,
                     suffix,
                     results(section),
+                    list(map(str, differences(section))),
                     settings(section),
                     [named(chart, suffix) for chart in drawn],
                     not_drawn(section),

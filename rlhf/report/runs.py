@@ -193,13 +193,17 @@ class Run:
         return ", ".join([*names, cpu])
 
     def completions(self) -> list[dict[str, Any]]:
-        """Return the rows of completions.jsonl; an empty list if the file does not exist.
+        """Return the rows of completions.jsonl; see the function `completions`."""
+        return completions(self.folder)
 
-        Raises:
-            ValueError: a line is not a JSON object with a prompt, a response and an update.
-        """
-        file = RunFolder(self.folder).completions
-        return read_rows(file, ("update", "prompt", "response"))
+
+def completions(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of completions.jsonl of a run; an empty list if the file does not exist.
+
+    Raises:
+        ValueError: a line is not a JSON object with a prompt, a response and an update.
+    """
+    return read_rows(RunFolder(folder).completions, ("update", "prompt", "response"))
 
 
 @dataclass(frozen=True)

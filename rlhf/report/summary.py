@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.report.groups import by_scale
+from rlhf.report.groups import comparable
 from rlhf.report.metrics import METRICS, Metric, duration
 from rlhf.report.table import metric_cell
 
@@ -23,7 +23,7 @@ def result(section: Section) -> str:
     if main is None:
         return "No evaluation and no update yet."
     measured = [group for group in section.groups if group.value(main) is not None]
-    scales = by_scale(measured, main.scale)
+    scales = comparable(measured, main.scale)
     texts = [of_scale(members, main, label) for label, members in scales[:SCALES]]
     if len(scales) > SCALES:
         texts.append(f"{len(scales) - SCALES} more are in the table.")
@@ -33,12 +33,12 @@ def result(section: Section) -> str:
 
 
 def of_scale(groups: Sequence[Group], main: Metric, label: str) -> str:
-    """Return the sentence about the best of groups on one scale of the main metric.
+    """Return the sentence about the best of groups that can be compared.
 
     Args:
         groups: groups that have the metric, best first.
         main: the main metric.
-        label: the label of the scale; empty if there is only one.
+        label: the label of their scale and length; empty if there is only one.
     """
     best = groups[0]
     cell = metric_cell(best.measured, main)

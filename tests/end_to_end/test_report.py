@@ -102,7 +102,8 @@ def test_interrupted_run_is_reported_up_to_its_last_update(tiny, tmp_path, monke
     assert found.last("eval/gold_score") is not None and found.seconds() > 0
 
 
-# Returns the sizes of the panels, the numbers of panels by figure, pairs of overlapping texts of a panel,
+# Returns how far the results are wider than their place, the sizes of the panels, the numbers of panels
+by figure, pairs of overlapping texts of a panel,
 # texts outside of their panel, elements wider than the page (tables scroll), whether hovering over the first
 # group dims the other groups, and the column values after a click on the column's heading.
 EXPRESSION = """(() => {
@@ -139,7 +140,9 @@ EXPRESSION = """(() => {
   const sorted = [...document.querySelectorAll("#results tbody tr")]
     .map((row) => parseFloat(row.cells[heading.cellIndex].dataset.value));
   const sizes = boxes.map((box) => [box.width, box.height]);
-  return {sizes, figures, overlaps, outside, wide, alone, dims, faint: faint.length, after, sorted};
+  const table = document.querySelector("#results .wide");
+  const cut = table.scrollWidth - table.clientWidth;
+  return {cut, sizes, figures, overlaps, outside, wide, alone, dims, faint: faint.length, after, sorted};
 })()"""
 
 SERIES = {"light": (0x00, 0x72, 0xB2), "dark": (0x4A, 0xA8, 0xE0)}  # --series-0 of rlhf/report/page.css
@@ -158,6 +161,7 @@ def test_page_renders_in_light_and_dark_wide_and_narrow(made, tmp_path, scheme, 
     assert len(value["figures"]) == len(FIGURES) and all(value["figures"])
     assert all(350 < across < 550 and high > 100 for across, high in value["sizes"])
     assert value["overlaps"] == value["outside"] == value["wide"] == []
+    assert value["cut"] <= 0 or width < 1280, "the last column of the results is visible"
     assert value["alone"] > 3 and value["dims"] and value["faint"] > 3 and value["after"] == 0
     assert value["sorted"] == sorted(value["sorted"], reverse=True) and len(value["sorted"]) == len(LABELS)
     for name in ("top", "win_rate_against_kl", "learning_curves"):
