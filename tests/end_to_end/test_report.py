@@ -103,7 +103,7 @@ def test_interrupted_run_is_reported_up_to_its_last_update(tiny, tmp_path, monke
 
 
 # Returns how far the results are wider than their place, the sizes of the panels, the numbers of panels
-by figure, pairs of overlapping texts of a panel,
+# by figure, pairs of overlapping texts of a panel,
 # texts outside of their panel, elements wider than the page (tables scroll), whether hovering over the first
 # group dims the other groups, and the column values after a click on the column's heading.
 EXPRESSION = """(() => {
