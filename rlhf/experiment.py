@@ -28,7 +28,7 @@ from rlhf.checks.machine import check_machine
 from rlhf.checks.publishing import check_push
 from rlhf.checks.recipes import recipes_of_other_commands
 from rlhf.config import catalogue
-from rlhf.config.arguments import readable, repeated
+from rlhf.config.arguments import listed, readable, repeated
 from rlhf.config.cores import set_environment
 from rlhf.config.run import Resume
 from rlhf.config.saved import load_config
@@ -53,7 +53,7 @@ class Experiment:
     """A run: its config, its folder, and its results.
 
     Args:
-        overrides: overrides as on the command line, such as "algo=dpo", "optim.lr=1e-5".
+        overrides: overrides as on the command line, such as "algo=dpo", "optim.lr=1e-5"; also in lists.
         config_dir: a folder laid out like conf/ with further options, as `--config-dir`.
         hooks: objects whose methods the run calls, in addition to the classes that the key `hooks` names.
 
@@ -70,9 +70,12 @@ class Experiment:
     hooks: Sequence[Hook]
 
     def __init__(
-        self, *overrides: str, config_dir: str | Path | None = None, hooks: Sequence[Hook] = ()
+        self,
+        *overrides: str | Sequence[str],
+        config_dir: str | Path | None = None,
+        hooks: Sequence[Hook] = (),
     ) -> None:
-        words = readable(overrides)
+        words = readable(listed(overrides))
         with catalogue.also(config_dir):
             self.set_up(as_objects(composed(words), words), words)
         self.hooks = hooks
@@ -188,7 +191,7 @@ class Experiment:
         finally:
             self.config = own
 
-    def extend(self, *overrides: str) -> dict[str, float]:
+    def extend(self, *overrides: str | Sequence[str]) -> dict[str, float]:
         """Train the run longer, in its folder, and return the metrics of its last evaluation.
 
         Args:
@@ -202,7 +205,7 @@ class Experiment:
         from rlhf.stages.extending import extend
 
         set_environment()
-        self.config = extend(self.files, overrides, self.hooks)
+        self.config = extend(self.files, listed(overrides), self.hooks)
         self.push()
         return self.result
 
@@ -289,7 +292,13 @@ class Experiment:
             )
 
     def metrics(self) -> pandas.DataFrame:
-        """Return the metrics of training and evaluations, one row per update, with the update as index."""
+        """Return the rows of metrics.jsonl: metrics of training and of evaluations.
+
+        The index is the number of trained updates, an integer named `update`: row 0 is the evaluation before
+        training, the last row has the end of the run. An update has one row, with the metrics of both its
+        training row and its evaluation; NaN stands for a metric that was not measured at that update.
+        `metrics().loc[10]` is update 10, `metrics()["eval/kl"].dropna()` the KL at all evaluations.
+        """
         rows = frame(read_lines(self.files.metrics, ["update"]))
         if rows.empty:
             return rows
@@ -305,7 +314,11 @@ class Experiment:
         return frame(read_lines(self.files.evaluations, ["model"]))
 
     def evaluate(
-        self, *overrides: str, models: Sequence[str] = (), split: str = "validation", only: Sequence[str] = ()
+        self,
+        *overrides: str | Sequence[str],
+        models: Sequence[str] = (),
+        split: str = "validation",
+        only: Sequence[str] = (),
     ) -> pandas.DataFrame:
         """Evaluate the checkpoints and the final model of the run, as `python -m rlhf.evaluate run=...`.
 
@@ -321,7 +334,7 @@ class Experiment:
         Raises:
             UserError: the run has no model, or an argument is invalid.
         """
-        return frame(self.measure(overrides, models, split, only))
+        return frame(self.measure(listed(overrides), models, split, only))
 
     def measure(
         self, overrides: Sequence[str], models: Sequence[str], split: str, only: Sequence[str]

@@ -19,7 +19,7 @@ from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
 
 from rlhf.config import catalogue
-from rlhf.config.arguments import readable
+from rlhf.config.arguments import listed, readable
 from rlhf.config.best_generator import selecting
 from rlhf.config.compose import initialized
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
@@ -29,14 +29,14 @@ from rlhf.launch.hydra_internals import multirun_config, uses_basic_sweeper
 from rlhf.launch.preflight import generator_of_jobs, sweep_jobs
 
 
-def sweep(*overrides: str, config_dir: str | Path | None = None) -> list[Experiment]:
+def sweep(*overrides: str | Sequence[str], config_dir: str | Path | None = None) -> list[Experiment]:
     """Run every combination of the swept overrides, and return the runs in the order of the jobs.
 
     Finished runs are not repeated. The launcher is Hydra's: `hydra/launcher=joblib` runs jobs in local
     processes, `hydra/launcher=slurm` submits them.
 
     Args:
-        overrides: overrides as on the command line, such as "algo=dpo,ppo", "seed=1,2,3".
+        overrides: overrides as on the command line, such as "algo=dpo,ppo", "seed=1,2,3"; also in lists.
         config_dir: a folder laid out like conf/ with further options, as `--config-dir`.
 
     Raises:
@@ -45,13 +45,14 @@ def sweep(*overrides: str, config_dir: str | Path | None = None) -> list[Experim
             without a result.
         KeyboardInterrupt: Ctrl-C; the same call resumes the sweep.
     """
-    words = readable(overrides)
+    typed = listed(overrides)
+    words = readable(typed)
     with catalogue.also(config_dir):
         runs = jobs(words)
     if found := [f"{run.folder.name}: {problem}" for run in runs for problem in run.problems()]:
         raise UserError(*dict.fromkeys(found))
     folder = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    code = follow([sys.executable, "-m", "rlhf.train", "-m", *overrides, *folder])
+    code = follow([sys.executable, "-m", "rlhf.train", "-m", *typed, *folder])
     if code:
         failed = [str(run.folder) for run in runs if run.status != "finished"]
         raise RunError(

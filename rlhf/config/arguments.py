@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args
@@ -21,6 +21,8 @@ from rlhf.config.catalogue import all_keys, declarations, groups, options, takes
 from rlhf.config.foreign import WITHOUT, meaning
 from rlhf.config.schema import SCHEMAS
 from rlhf.config.suggestions import closest, key_or_group, one_of, simple_key, suggestion
+from rlhf.core.errors import UserError
+from rlhf.core.formatting import shortened
 from rlhf.core.pasting import as_typed, override, setting, without_escapes
 
 SAMPLES = "algo.samples_per_prompt"
@@ -52,6 +54,24 @@ def readable(arguments: Sequence[str]) -> list[str]:
     backslashes, interpolations) stays as it is.
     """
     return [quoted(argument) if STRANGE.search(argument) else argument for argument in arguments]
+
+
+def listed(overrides: Iterable[str | Iterable[str]]) -> list[str]:
+    """Return the overrides of a call in Python, which are texts, or lists of texts.
+
+    Raises:
+        UserError: an override is neither a text nor a list of texts.
+    """
+    found: list[str] = []
+    for each in overrides:
+        words = [each] if isinstance(each, str) else list(each) if isinstance(each, list | tuple) else None
+        if words is None or not all(isinstance(word, str) for word in words):
+            raise UserError(
+                "overrides must be texts, or a list of texts (they are those of the command line), got "
+                f"{shortened(repr(each), 80)}; write 'algo=dpo', 'seed=1'"
+            )
+        found += words
+    return found
 
 
 def quoted(argument: str) -> str:

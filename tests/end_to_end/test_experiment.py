@@ -60,6 +60,17 @@ def test_all_problems_of_a_config_are_reported_together(tmp_path):
         Experiment("algo=dpo", "optim.lrr=1")
 
 
+def test_overrides_are_texts_or_lists_of_texts(tmp_path):
+    words = ["algo=dpo", "seed=7", f"output_dir={tmp_path}"]
+    plain = Experiment(*words)
+    for same in (Experiment(words), Experiment(words[0], words[1:]), Experiment(tuple(words))):
+        assert same.overrides == words and same.folder == plain.folder and same.yaml == plain.yaml
+    for wrong in (None, {"algo": "dpo"}, ["seed=1", 2], [["seed=1"]], Path("seed=1")):
+        for call in (Experiment, sweep, plain.extend, plain.evaluate):
+            with pytest.raises(UserError, match="overrides must be texts, or a list of texts"):
+                call(wrong)
+
+
 def test_a_run_in_python_calls_hooks_and_its_results_are_those_of_its_files(
     command, finished, capsys, monkeypatch
 ):
@@ -71,6 +82,7 @@ def test_a_run_in_python_calls_hooks_and_its_results_are_those_of_its_files(
     assert ("checkpoint", 2, 1) in log.calls and ("evaluation", 0, 16) in log.calls
     metrics, completions = run.metrics(), run.completions()
     assert list(metrics.index) == [0, 1, 2, 3, 4] and metrics.loc[4, "eval/kl"] == result["eval/kl"]
+    assert metrics.index.name == "update" and metrics.index.dtype == int and metrics.index.is_unique
     assert metrics["objective/kl"].notna().sum() == 4
     assert (completions["update"] == 4).sum() == 16
     opened = Experiment.open(run.folder)
