@@ -29,7 +29,8 @@ class Prompts:
 
     `completions` and `labels` are set only if the data set contains responses and their scores. `dialogues`
     and `tools` are set only if the data set contains lists of messages, `part` only if the task is a mixture
-    of tasks, `records` only if a reward function asks for columns of the data.
+    of tasks, `records` only if a reward function asks for columns of the data, `places` only if a task read
+    the prompts.
     """
 
     index: Tensor  # [N] int64, row of the example in the task's data set
@@ -45,9 +46,16 @@ class Prompts:
     tools: list[list[dict[str, Any]] | None] | None = None
     part: Tensor | None = None  # [N] int64, number of the part of the mixture that the prompt comes from
     records: list[dict[str, Any]] | None = None  # N rows of the data: the columns that functions ask for
+    places: list[str] | None = None  # N places in the data, such as "line 14 of tasks.jsonl", for messages
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def place(self, example: int) -> str:
+        """Return where the data have the example, from 0 to N - 1, for messages."""
+        return (
+            f"row {int(self.index[example]) + 1} of the data" if self.places is None else self.places[example]
+        )
 
     def select(self, rows: Tensor) -> Self:
         """Return the M examples at `rows` ([M] int64), in the order of `rows`."""

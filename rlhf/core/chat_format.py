@@ -327,8 +327,6 @@ class Dialogues:
 def _format(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str, tools: Tools = None, **options: Any
 ) -> str:
-    from jinja2 import TemplateError
-
     if not tokenizer.chat_template:
         raise UserError(no_template(tokenizer.name_or_path))
     if getattr(tokenizer, "clock", None) is None:
@@ -336,10 +334,41 @@ def _format(
     options |= {"tools": tools, "strftime_now": tokenizer.clock.strftime, "tokenize": False}
     try:
         return str(tokenizer.apply_chat_template(messages, **options))
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        roles = ", ".join(str(turn.get("role")) for turn in messages)
-        raise UserError(
-            f"model.chat_template must format every dialogue of the data (the template reports: {error}), "
-            f"got the roles {roles} in {where}; change these messages, or set model.chat_template=<file with "
-            "a Jinja template>"
-        ) from error
+    except Exception as error:  # a template is a program, and raises whatever its operations raise
+        raise UserError(_refused(tokenizer, error, messages, where, options)) from error
+
+
+def _refused(
+    tokenizer: PreTrainedTokenizerBase,
+    error: Exception,
+    messages: Messages,
+    where: str,
+    options: dict[str, Any],
+) -> str:
+    """Return the error message for messages that a chat template does not format.
+
+    The template is at fault if it formats no question of a user and no question with an answer either.
+    """
+    other = "set model.chat_template=<file with a Jinja template>"
+    dialogue = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    if all(_fails(tokenizer, dialogue[:turns], options) for turns in (1, 2)):
+        line = getattr(error, "lineno", None)
+        return (
+            f"model.chat_template must format a question of a user, got the chat template of "
+            f"{tokenizer.name_or_path or 'the tokenizer'} with an error{f' in line {line}' if line else ''} "
+            f"({type(error).__name__}: {error}); correct that template, or {other}"
+        )
+    roles = ", ".join(str(turn.get("role")) for turn in messages)
+    return (
+        f"model.chat_template must format every dialogue of the data (the template reports: {error}), got "
+        f"the roles {roles} in {where}; change these messages, or {other}"
+    )
+
+
+def _fails(tokenizer: PreTrainedTokenizerBase, messages: Messages, options: dict[str, Any]) -> bool:
+    """Return whether the chat template raises an error for messages."""
+    try:
+        tokenizer.apply_chat_template(messages, **options)
+    except Exception:  # as in `_format`
+        return True
+    return False

@@ -45,13 +45,15 @@ class NonFinite(RuntimeError):
 
     Args:
         what: the losses and the gradient norm, as text.
-        index: [N] int64, rows of the task's data set in the minibatch, to reproduce the failure.
+        batch: the minibatch of N prompts. Its rows of the data set, as numbers (`index`) and as places of the
+            files (`places`), reproduce the failure.
     """
 
-    def __init__(self, what: str, index: Tensor) -> None:
+    def __init__(self, what: str, batch: Batch) -> None:
         super().__init__(what)
         self.what = what
-        self.index = index.tolist()
+        self.index = batch.index.tolist()
+        self.places = [batch.place(i) for i in range(len(batch))]
 
 
 class Engine(ABC):
@@ -256,7 +258,7 @@ class Engine(ABC):
                 if not bool(torch.isfinite(totals.sum())) or not self.lower_scale():
                     named = zip(losses, totals.tolist(), strict=True)
                     values = ", ".join(f"loss/{name} {total}" for name, total in named)
-                    raise NonFinite(f"{values}, gradient norm {float(norm)}", batch.index)
+                    raise NonFinite(f"{values}, gradient norm {float(norm)}", batch)
             if self.dtype is Dtype.float16:
                 metrics["policy/overflows"] = Stat(float(not finite), 1.0, How.sum)
             metrics |= {f"loss/{name}": Stat(total) for name, total in zip(losses, totals, strict=True)}

@@ -74,8 +74,8 @@ class FunctionScorer(Scorer):
         received = self.received(rollouts, texts)
         count = len(texts.responses)
         examples = [
-            f"row {row} of the data set, response {shortened(repr(response), 200)}"
-            for row, response in zip(texts.rows, texts.responses, strict=True)
+            f"{rollouts.place(example)}, response {shortened(repr(response), 200)}"
+            for example, response in zip(texts.examples, texts.responses, strict=True)
         ]
         with protected(xxhash.xxh3_64_intdigest(rollouts.response_ids.cpu().numpy().tobytes())):
             if self.config.batched:

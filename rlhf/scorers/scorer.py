@@ -184,7 +184,6 @@ class DistinctTexts:
     prompts: list[str]  # M prompts
     responses: list[str]  # M responses
     references: list[str]  # M reference responses
-    rows: list[int]  # M rows of the task's data set
     examples: list[int]  # M numbers of prompts, from 0 to N - 1
     places: Tensor  # [N, K] int64, place of each response in these lists
 
@@ -208,7 +207,6 @@ def distinct_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> Di
         prompts=prompts,
         responses=responses,
         references=references,
-        rows=rollouts.index.cpu()[examples].tolist(),
         examples=examples.tolist(),
         places=places,
     )

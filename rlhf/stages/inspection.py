@@ -150,7 +150,7 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
         rollouts = encode_completions(batch, batch.completions, tokenizer, limit)
     for i in range(count):
         yield Line("")
-        yield Line(f"Example {i + 1} of the first update (row {int(batch.index[i]) + 1} of train)", "bold")
+        yield Line(f"Example {i + 1} of the first update ({batch.place(i)})", "bold")
         prompt = batch.prompt_ids[i][batch.prompt_mask[i]].tolist()
         yield from text_lines("prompt", prompt, "not in the loss", tokenizer, width, "dim")
         if rollouts is None:

@@ -345,9 +345,10 @@ def note_stop(reason: str, state: TrainState, folder: RunFolder) -> None:
 
 
 def not_finite(error: NonFinite, state: TrainState, folder: RunFolder) -> RunError:
-    """Write the row numbers of the failed batch to failed_batch.json, and return the error of the run."""
+    """Write the rows of the failed batch to failed_batch.json, and return the error of the run."""
     file = folder.path / "failed_batch.json"
-    file.write_text(json.dumps({"update": state.update, "what": error.what, "index": error.index}))
+    batch = {"what": error.what, "index": error.index, "places": error.places}
+    file.write_text(json.dumps({"update": state.update, **batch}))
     last = folder.last_checkpoint()
     failed = RunError(
         f"update {state.update} (from 0) gave {error.what}; no weight was changed. The rows of the data set "

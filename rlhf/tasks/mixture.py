@@ -59,7 +59,7 @@ class MixtureSource:
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `query` or `messages`, `reference_response` and `part`.
 
-        If a part has the column `demonstration`, the result has it; `place` only if all parts have it.
+        If a part has the column `demonstration` or `place`, the result has it.
 
         Raises:
             UserError: the split of a part cannot be loaded, or some parts have dialogues, others texts.
@@ -94,9 +94,15 @@ class MixtureSource:
         return self.joined(parts, split, ["prompt", "chosen", "rejected"])
 
     def joined(self, parts: Sequence[Dataset], split: str, columns: list[str]) -> Dataset:
-        """Return the rows of all parts with the columns `columns` and `part`, and `place` if all have it."""
-        if all("place" in rows.column_names for rows in parts):
+        """Return the rows of all parts with `columns` and `part`, and with `place` if a part has it."""
+        if any("place" in rows.column_names for rows in parts):
             columns = [*columns, "place"]
+            parts = [
+                with_column(
+                    rows, "place", [f"row {i + 1} of the split {split} of {name}" for i in range(len(rows))]
+                )
+                for name, rows in zip(self.sources, parts, strict=True)
+            ]
         if any(RECORD in rows.column_names for rows in parts):
             columns = [*columns, RECORD]
             parts = [with_column(rows, RECORD, ["{}"] * len(rows)) for rows in parts]

@@ -179,7 +179,7 @@ class Task:
         return self._examples(split, self.data)
 
     def _tokenized(self, split: str, data: Data) -> Dataset:
-        """Return a tokenized split with the columns `index`, `text`, `reference` and `ids`.
+        """Return a tokenized split with the columns `index`, `place`, `text`, `reference` and `ids`.
 
         Dialogues are written by the chat template of the tokenizer; their messages are a column `messages`,
         and their tools, if any, a column `tools`. If `data` has stored completions, there is a column
@@ -212,9 +212,9 @@ class Task:
             answers = [[_without_end(each, ends) for each in row] for row in stored_answers]
             empty.extend(not all(map(_said, row)) for row in answers)
             equal.extend(len(row) > 1 and row[0] == row[1] for row in answers)
-            made: dict[str, list[Any]] = {"index": rows}
+            places = columns.get("place") or [f"row {row + 1} of the split {split}" for row in rows]
+            made: dict[str, list[Any]] = {"index": rows, "place": places}
             if dialogues is not None:
-                places = columns.get("place") or [f"row {row + 1} of the split {split}" for row in rows]
                 tools = columns.get(TOOLS) or [None] * len(rows)
                 only = data is Data.prompts
                 written = [
@@ -250,8 +250,7 @@ class Task:
         )
         counts, kept = count(examples, self.max_prompt_tokens, empty, equal, pairs or data is Data.references)
         self._counts[split, data] = counts
-        places = stored["place"] if "place" in stored.column_names else None
-        for warning in counts.warnings(split, lambda i: places[i] if places else f"row {i + 1}"):
+        for warning in counts.warnings(split, lambda i: examples["place"][i]):
             log.warning("%s", warning)
         if pairs and split == "train" and counts.no_difference.count == counts.rows:
             raise UserError(no_differences(counts, split))
@@ -289,6 +288,7 @@ class Task:
             tools=list(rows[TOOLS]) if TOOLS in rows else None,
             part=torch.tensor(rows["part"], dtype=torch.int64) if "part" in rows else None,
             records=parsed(rows[RECORD]) if RECORD in rows else None,
+            places=list(rows["place"]),
         )
 
 

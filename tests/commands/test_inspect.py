@@ -104,7 +104,10 @@ def test_reward_functions_score_stored_responses(inspect, folder):
 def test_a_reward_function_that_returns_none_ends_with_exit_code_2(inspect, folder):
     code, out, err = inspect(*reward(folder, "print('scored')"))
     assert code == 2 and "no problem found" not in out
-    assert "error: scorer.path=own.py:score returned None for row 0 of the data set, response ' c'; a" in err
+    assert (
+        "error: scorer.path=own.py:score returned None for line 1 of rows/train.jsonl, response ' c'; a"
+        in err
+    )
 
 
 def test_all_end_tokens_that_the_model_declares_are_named(inspect, folder):

@@ -140,6 +140,34 @@ def test_a_template_may_come_from_a_file(tmp_path):
     assert tokenizer.eos_token == "<|eot_id|>"  # `<|im_end|>` is no token of this vocabulary
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        LLAMA_3[:-5],
+        "{{ messages | unknown }}",
+        "{{ unknown(1) }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
+    ],
+)
+def test_a_template_that_formats_no_dialogue_is_at_fault_itself(template):
+    tokenizer = llama_3()
+    tokenizer.chat_template, tokenizer.name_or_path = template, "models/chat"
+    with pytest.raises(UserError, match=r"the chat template of models/chat with an error .*; correct that"):
+        render(tokenizer, [USER], "line 3 of chats.jsonl")
+
+
+def test_messages_that_a_template_refuses_are_at_fault():
+    tokenizer = llama_3()
+    tokenizer.chat_template = (
+        "{% if messages | length > 2 %}{{ raise_exception('short ones only') }}{% endif %}"
+    )
+    with pytest.raises(
+        UserError, match=r"short ones only\), got the roles user, user, user in line 3 of c.jsonl;"
+    ):
+        render(tokenizer, [USER] * 3, "line 3 of c.jsonl")
+
+
 def test_a_file_without_a_valid_template_is_an_error(tmp_path):
     (tmp_path / "bad.jinja").write_text(LLAMA_3[:-5])
     with pytest.raises(UserError, match="set model.chat_template="):

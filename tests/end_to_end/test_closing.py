@@ -99,4 +99,4 @@ def test_supervised_runs_report_their_held_out_loss(ended, algo):
 
 def test_a_run_without_evaluations_says_so(ended):
     _, lines = ended("schedule.eval_every=0")
-    assert lines[1] == "  not evaluated (schedule.eval_every=0)"
+    assert lines[1] == "  not evaluated (schedule.eval_every=0; 1000000: before and after training)"

@@ -43,7 +43,8 @@ def test_the_card_of_a_run_has_its_results_with_intervals_and_a_command_for_the_
     assert (card.data.license, card.data.base_model, card.data.datasets) == ("unknown", None, None)
     assert card.data.tags == ["rlhf", "rloo"] and card.data.pipeline_tag == "text-generation"
     assert re.search(
-        r"\| win rate vs\. references \(facts\) \| [\d.]+ \+/- [\d.]+ \| [\d.]+ \+/- [\d.]+ \|", card.text
+        r"\| win rate vs\. references \(facts\) \| [\d.]+ \[[\d.]+, [\d.]+\] \| [\d.]+ \[[\d.]+, [\d.]+\] \|",
+        card.text,
     )
     assert "| seed | 1 |" in card.text and "| torch | " in card.text and "RLOO: " in card.text
     assert digest(compose(command_of(card))) == digest(cfg)

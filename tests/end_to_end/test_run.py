@@ -243,6 +243,7 @@ def test_non_finite_loss_stops_the_run_and_names_the_last_checkpoint(tiny, tmp_p
         run(cfg, folder)
     failed = json.loads((folder.path / "failed_batch.json").read_text())
     assert len(failed["index"]) == cfg.schedule.prompts_per_update
+    assert failed["places"] == [f"row {row + 1} of the split train" for row in failed["index"]]
     assert f"update {failed['update']}" in str(stopped.value)
     last = folder.last_checkpoint()
     assert last is not None and str(last) in str(stopped.value)

@@ -158,7 +158,7 @@ def test_a_score_that_is_no_finite_number_stops_the_run_and_names_the_row(tmp_pa
         function(tmp_path, f"return 1.0 if response != 'w4' else {value}")(rollouts())
     text = str(stopped.value)
     assert text.startswith(f"scorer.parts.own.path={tmp_path}/own.py:score returned ")
-    assert "row 8 of the data set, response 'w4'; a score must be a finite number" in text
+    assert "row 9 of the data, response 'w4'; a score must be a finite number" in text
 
 
 @pytest.mark.parametrize("value", [1, True, torch.tensor(1.0), torch.tensor([1.0]), numpy.float32(1)])
@@ -173,7 +173,7 @@ def test_numbers_and_tensors_of_one_number_are_scores(value):
 def test_a_batched_function_must_give_a_score_for_each_response(tmp_path, body, got):
     with pytest.raises(RunError) as stopped:
         function(tmp_path, body, LISTS, batched=True)(rollouts())
-    assert f"returned {got} for 6 responses, the first of row 7" in str(stopped.value)
+    assert f"returned {got} for 6 responses, the first of row 8" in str(stopped.value)
     assert "scorer.parts.own.batched=true" in str(stopped.value)
 
 
@@ -182,7 +182,7 @@ def test_an_exception_in_a_function_is_reported_with_function_line_and_row(tmp_p
     with pytest.raises(RunError) as stopped:
         function(tmp_path, "raise KeyError('x')", LISTS, batched=batched)(rollouts())
     text = str(stopped.value)
-    assert f"own.py:score raised KeyError: 'x' ({tmp_path}/own.py, line 3)" in text and "row 7" in text
+    assert f"own.py:score raised KeyError: 'x' ({tmp_path}/own.py, line 3)" in text and "row 8" in text
     assert isinstance(stopped.value.__cause__, KeyError)
 
 
@@ -201,7 +201,7 @@ def test_the_line_of_an_exception_is_the_innermost_line_of_the_file_of_the_funct
 
 @pytest.mark.parametrize("code", ["3", "'my message'", ""])
 def test_sys_exit_in_a_function_is_an_error_of_the_run(tmp_path, code):
-    with pytest.raises(RunError, match=r"own.py:score called sys.exit\(.*row 7.*; correct the function"):
+    with pytest.raises(RunError, match=r"own.py:score called sys.exit\(.*row 8.*; correct the function"):
         function(tmp_path, f"import sys; sys.exit({code})")(rollouts())
 
 

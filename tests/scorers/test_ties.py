@@ -96,7 +96,7 @@ def test_distinct_texts_keep_prompts_references_and_rows_together():
     texts = distinct_texts(rollouts(), TOKENIZER)
     assert texts.responses == ["w1", "w2", "w1", "w1 w2", "w3", "w1", "w3", "w4", "w5", "w6"]
     assert texts.prompts == ["w8"] * 2 + ["w9"] * 8 and texts.references == ["w1"] * 2 + ["w2"] * 8
-    assert texts.rows == [7] * 2 + [8] * 4 + [9] * 4
+    assert texts.examples == [0] * 2 + [1] * 4 + [2] * 4
     assert texts.spread(list(range(10))).tolist() == [[0, 1, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
 
 
