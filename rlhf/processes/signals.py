@@ -86,6 +86,11 @@ class Interruption:
                 self.received,
             )
 
+    def check_ranks(self) -> None:
+        """Raise Interrupted if any rank received a signal; all ranks must call this at the same point."""
+        if self.agree(self.received is not None):
+            raise Interrupted(f"interrupted by {self.cause}", self.received)
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Record the first signal, in the main thread. Later signals are ignored so that clean-up can finish.
 

@@ -69,7 +69,8 @@ def train(
 ) -> None:
     """Train until the stream ends, or until a signal asks to stop.
 
-    After a signal, the current update is finished and a checkpoint is saved before the function returns.
+    After a signal, the current update is finished and a checkpoint is saved before the function returns. But if
+    an evaluation is due, the function raises Interrupted instead, and the resumed run begins with it.
 
     Args:
         parts: the parts of the run.
@@ -80,13 +81,14 @@ def train(
         seed: seed of the run, for the order of minibatches.
 
     Raises:
-        Interrupted: after a signal, a scorer did not wait for its service; the last update is incomplete.
+        Interrupted: after a signal, an evaluation was due, or a scorer did not wait for its service; the last
+            evaluation or update is incomplete.
     """
     generator, scorer, engine, objective = parts.generator, parts.scorer, parts.engine, parts.objective
-    prompts, recorder, evaluator = parts.prompts, parts.recorder, parts.evaluator
+    prompts, recorder = parts.prompts, parts.recorder
     timer = recorder.timer
     if state.unevaluated and schedule.eval_every:
-        recorder.evaluation(state, evaluator(state))
+        evaluate(parts, state, interruption)
     for rollouts in stream:
         with timer("score"):
             new = scorer(rollouts)
@@ -106,9 +108,19 @@ def train(
             generator.load(engine.weights(), state.version)
         recorder.flush(state, batch, engine)
         if state.due(schedule.eval_every, at_end=True):
-            recorder.evaluation(state, evaluator(state))
+            evaluate(parts, state, interruption)
         stop = interruption.asked()
         if (stop or state.due(schedule.save_every)) and not state.done:
             parts.checkpoints.save(state, engine, stream, recorder)
         if stop:
             return
+
+
+def evaluate(parts: Parts, state: TrainState, interruption: Interruption) -> None:
+    """Evaluate the trained model and record the result.
+
+    Raises:
+        Interrupted: a signal was received before.
+    """
+    interruption.check_ranks()
+    parts.recorder.evaluation(state, parts.evaluator(state))

@@ -72,7 +72,10 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
     "signal while the trainer waits for the generator": {
         SURVIVAL: ["test_signal_during_a_wait_for_the_generator_interrupts_the_run"]
     },
-    "signal after the last update": {SURVIVAL: ["test_a_signal_after_the_last_update_lets_the_run_finish"]},
+    "signal when an evaluation is due": {SURVIVAL: ["test_resume_after_ctrl_c_equals_an_uninterrupted_run"]},
+    "signal after the last evaluation": {
+        SURVIVAL: ["test_a_signal_after_the_last_evaluation_lets_the_run_finish"]
+    },
     "SIGTERM during a stage (SFT model, pairs, reward model)": {
         SURVIVAL: ["test_resume_after_a_signal_in_each_stage_equals_an_uninterrupted_run"]
     },

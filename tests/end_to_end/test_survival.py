@@ -256,22 +256,33 @@ def test_resume_after_a_signal_equals_an_uninterrupted_run(
     assert_same_end(folder, uninterrupted(*words))
 
 
-def test_resume_after_ctrl_c_equals_an_uninterrupted_run(tiny, tmp_path, monkeypatch, uninterrupted):
-    cfg, folder = tiny(*RUN, ONLY_AT_SIGNALS), RunFolder(tmp_path / "run")
+@pytest.fixture
+def ctrl_c():
+    """Make Ctrl-C interrupt a run, also in a background job of a shell, where SIGINT is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with monkeypatch.context() as patch:
-            at(patch, Recorder, "flush", after_update(2), signal_self(signal.SIGINT))
-            with pytest.raises(Interrupted, match=r"by Ctrl-C after update 2 of 5 .*same command resumes"):
-                run(cfg, folder)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert folder.last_checkpoint().name == "checkpoint-2"
+    yield signal_self(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("update", "words"), [(1, RUN), (2, RUN), (5, RUN), (2, SFT)], ids=["not due", "due", "last", "sft"]
+)
+def test_resume_after_ctrl_c_equals_an_uninterrupted_run(
+    tiny, tmp_path, monkeypatch, uninterrupted, ctrl_c, update, words
+):
+    cfg, folder, evaluated = tiny(*words, ONLY_AT_SIGNALS), RunFolder(tmp_path / "run"), []
+    with monkeypatch.context() as patch:
+        at(patch, PolicyEvaluator, "__call__", lambda state: evaluated.append(state.update), None)
+        at(patch, Recorder, "flush", after_update(update), ctrl_c)
+        with pytest.raises(Interrupted, match=rf"by Ctrl-C after update {update} of .*same command resumes"):
+            run(cfg, folder)
+    assert update not in evaluated, "a signal does not start the evaluation that is due"
+    assert folder.last_checkpoint().name == f"checkpoint-{update}"
     run(cfg, folder)
-    assert_same_end(folder, uninterrupted(*RUN))
+    assert_same_end(folder, uninterrupted(*words))
 
 
-def test_a_signal_after_the_last_update_lets_the_run_finish(tiny, tmp_path, monkeypatch, uninterrupted):
+def test_a_signal_after_the_last_evaluation_lets_the_run_finish(tiny, tmp_path, monkeypatch, uninterrupted):
     folder = RunFolder(tmp_path / "run")
     with monkeypatch.context() as patch:
         at(patch, TorchEngine, "save_model", lambda *_: True, signal_self(signal.SIGTERM))
