@@ -8,7 +8,6 @@ module imports no torch.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from rlhf.launch.child_jobs import waiting_for_jobs
 from rlhf.launch.hydra_internals import launchers_wrapped_by, submitit_executor, uses_basic_sweeper
 from rlhf.launch.jobs import Job, completed, distinct_overrides, failed, failure_message, finished_message
 from rlhf.launch.preflight import sweep_jobs
-from rlhf.launch.sweep_table import Row, lines
+from rlhf.launch.sweep_table import Row, lines, report_command
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import refuse_another_run
 
@@ -76,7 +75,7 @@ class Sweep:
             console.print()
             for line in lines(self.rows):
                 console.print(line, markup=False, soft_wrap=True)
-            command = f"python -m rlhf.report {shlex.quote(str(self.folder))}"
+            command = report_command(self.rows, Path(str(self.folder)))
             console.print(f"compare: {command}", markup=False, soft_wrap=True)
         for line in self.conclusion:
             console.print(line, markup=False, soft_wrap=True)

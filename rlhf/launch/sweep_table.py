@@ -5,11 +5,13 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.core.formatting import figure
+from rlhf.core.formatting import figure, short_path
 
 if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
@@ -70,3 +72,14 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{row.number:3}  {result:>{width}}  {state:{state_width}}  {row.label}".rstrip()
         if row.folder is not None and not (row.status or "").startswith("same"):
             yield f"     {row.folder.path}"
+
+
+def report_command(rows: Sequence[Row], folder: Path) -> str:
+    """Return the command that compares the runs of a sweep.
+
+    It names `folder`, which contains the run folders, unless there are also other runs in it.
+    """
+    own = list(dict.fromkeys(row.folder.path for row in rows if row.folder is not None))
+    names = {path.resolve() for path in own}
+    others = [file for file in folder.glob("*/config.yaml") if file.parent.resolve() not in names]
+    return shlex.join(["python", "-m", "rlhf.report", *map(short_path, own if others else [folder])])

@@ -33,6 +33,14 @@ def test_a_sweep_numbers_its_jobs_and_ends_with_a_table(command):
     assert table[-1] == "compare: python -m rlhf.report outputs"
 
 
+def test_beside_other_runs_a_sweep_compares_its_own_runs_only(command, tmp_path):
+    (tmp_path / "outputs" / "other").mkdir(parents=True)
+    (tmp_path / "outputs" / "other" / "config.yaml").touch()
+    answer = command("-m", "seed=1,2", during=finish)
+    own = [f"outputs/{folder.path.name}" for _, folder in answer.runs]
+    assert answer.out.splitlines()[-1] == f"compare: python -m rlhf.report {' '.join(own)}"
+
+
 def test_a_sweep_of_one_job_has_no_table(command):
     assert "compare:" not in command("-m", "seed=1", during=finish).out
 
