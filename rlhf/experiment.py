@@ -8,6 +8,8 @@
     experiment.metrics()  # a pandas.DataFrame
     experiment.sample(["Summarize: ..."])
 
+    Experiment("algo=rloo", "model.policy=<model>", dataset=rows, reward=brief)  # objects
+
 The command `python -m rlhf.train` creates objects of this class and calls the same methods. Importing this
 module imports no torch.
 """
@@ -30,6 +32,7 @@ from rlhf.checks.recipes import recipes_of_other_commands
 from rlhf.config import catalogue
 from rlhf.config.arguments import listed, readable, repeated
 from rlhf.config.cores import set_environment
+from rlhf.config.given_functions import Function, GivenFunctions
 from rlhf.config.run import Resume
 from rlhf.config.saved import load_config
 from rlhf.core.console import say_loading
@@ -41,6 +44,7 @@ from rlhf.runs.lock import Claim, claimed
 from rlhf.runs.naming import earlier_name, folder_of
 from rlhf.runs.resuming import prepare, shorter_run
 from rlhf.stages.evaluation_config import changed, check_sampling, check_split, run_folder
+from rlhf.stages.given_objects import with_objects
 
 if TYPE_CHECKING:
     import pandas
@@ -56,27 +60,37 @@ class Experiment:
         overrides: overrides as on the command line, such as "algo=dpo", "optim.lr=1e-5"; also in lists.
         config_dir: a folder laid out like conf/ with further options, as `--config-dir`.
         hooks: objects whose methods the run calls, in addition to the classes that the key `hooks` names.
+        dataset: the data as an object, in place of `task.path`: a `datasets.Dataset`, a
+            `datasets.DatasetDict`, or a list of dicts. It is written to `cache_dir` and read by `task=local`.
+        reward: the reward as a function or a list of functions, in place of `scorer.path` (see
+            `rlhf.config.given_functions`).
 
     Attributes:
         config: the composed config, as an object of section objects.
         overrides: the overrides.
 
     Raises:
-        UserError: an override names no key or option, or has a value of the wrong type.
+        UserError: an override names no key or option, or has a value of the wrong type; the data set or the
+            reward cannot be used.
     """
 
     config: Config
     overrides: list[str]
     hooks: Sequence[Hook]
+    functions: GivenFunctions | None = None  # the reward functions that are given as objects
 
     def __init__(
         self,
         *overrides: str | Sequence[str],
         config_dir: str | Path | None = None,
         hooks: Sequence[Hook] = (),
+        dataset: object = None,
+        reward: Function | Sequence[Function] | None = None,
     ) -> None:
         words = readable(listed(overrides))
         with catalogue.also(config_dir):
+            if dataset is not None or reward is not None:
+                words, self.functions = with_objects(words, dataset, reward)
             self.set_up(as_objects(composed(words), words), words)
         self.hooks = hooks
 
@@ -138,11 +152,18 @@ class Experiment:
 
     def problems(self) -> list[str]:
         """Return a message for every problem of the config; no model and no data set is loaded."""
+        self.provide()
         return [*recipes_of_other_commands(self.overrides), *problems(self.config)]
 
     def warnings(self) -> list[str]:
         """Return a message for each setting that has no effect or is doubtful."""
-        return [*repeated(self.overrides), *warnings(self.config)]
+        objects = () if self.functions is None else self.functions.warnings()
+        return [*repeated(self.overrides), *warnings(self.config), *objects]
+
+    def provide(self) -> None:
+        """Make reward functions that exist only in this process those that the config names."""
+        if self.functions is not None:
+            self.functions.provide()
 
     def validate(self) -> None:
         """Check the config.
@@ -205,6 +226,7 @@ class Experiment:
         from rlhf.stages.extending import extend
 
         set_environment()
+        self.provide()
         self.config = extend(self.files, listed(overrides), self.hooks)
         self.push()
         return self.result
@@ -234,6 +256,7 @@ class Experiment:
         Raises:
             UserError, RunError, Interrupted: see `run`.
         """
+        self.provide()
         hooks = [*check_job(self.config), *self.hooks]
         set_environment()
         say_loading()
@@ -342,6 +365,7 @@ class Experiment:
         """Evaluate models, and return their rows; see `evaluate`."""
         from rlhf.stages.evaluation import evaluate
 
+        self.provide()
         check_split(split)
         files = run_folder(str(self.folder))
         set_environment()

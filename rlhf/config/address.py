@@ -27,6 +27,7 @@ from rlhf.core.protection import protected
 
 NAME = r"[^\W\d]\w*"
 FORM = re.compile(rf"(?P<place>.+\.py|{NAME}(\.{NAME})*):(?P<function>{NAME})")
+ONLY_HERE = "only_in_this_process"  # stands for the module of functions that were given as objects
 CLASS = "a class"
 ASYNC = "an async function, whose result must be awaited"
 RULE = "must be <module>:<function> or <file>.py:<function> (it names a Python function)"
@@ -51,6 +52,12 @@ def function_problem(key: str, path: object, arguments: tuple[str, ...]) -> str 
         remedy = f"did you mean {setting(key, remedy)}?" if remedy else f"set {key}=my_module:my_function"
         return f"{key} {RULE}, got {got}; {remedy}"
     place, name = match["place"], match["function"]
+    if place == ONLY_HERE and getattr(sys.modules.get(place), name, None) is None:
+        return (
+            f"{key} must name a function that this process has (the Python process that started the run had "
+            f"it as an object), got {path!r}; make the call Experiment(..., reward=<function>) again, or set "
+            f"{key}=<file>.py:<function>"
+        )
     if reason := missing(place):
         close = similar(place)
         remedy = (

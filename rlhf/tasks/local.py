@@ -18,8 +18,8 @@ from rlhf.tasks.columns import converted
 from rlhf.tasks.folders import read
 from rlhf.tasks.local_files import KEY, LocalFiles
 from rlhf.tasks.records import NOTHING, Wanted
-from rlhf.tasks.source import load_pairs, numbered, pairs_of, saved_split, selected
-from rlhf.tasks.storage import from_rows
+from rlhf.tasks.source import load_pairs, pairs_of, saved_split, selected
+from rlhf.tasks.storage import from_rows, numbered
 
 if TYPE_CHECKING:
     from rlhf.config.task import LocalConfig

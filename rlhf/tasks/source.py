@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import datasets
 import huggingface_hub
 import pyarrow
-from datasets import Dataset, DatasetDict, Json, Value, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, Value, load_dataset, load_from_disk
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.task import PREFERENCE_COLUMNS, PROMPT_COLUMNS
@@ -29,9 +29,8 @@ from rlhf.tasks.folders import (
     split_columns,
     split_files,
 )
-from rlhf.tasks.reading import without_nulls
 from rlhf.tasks.records import NOTHING, RECORD, Wanted
-from rlhf.tasks.storage import from_rows, is_text
+from rlhf.tasks.storage import from_rows, is_text, numbered
 from rlhf.tasks.word_tokenizer import word_tokenizer
 
 if TYPE_CHECKING:
@@ -208,17 +207,6 @@ def selected(dataset: Dataset, columns: Sequence[str] | None) -> Dataset:
     if columns is None:
         return dataset
     return dataset.select_columns([name for name in dataset.column_names if name in columns])
-
-
-def numbered(dataset: Dataset, name: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a data set, each with its place, such as "row 3 of the split train of a/b"."""
-    nested = [
-        column
-        for column, kind in dataset.features.items()
-        if not isinstance(getattr(kind, "feature", kind), Value | Json)  # JSON keeps the keys of each message
-    ]
-    for number, row in enumerate(dataset, 1):
-        yield f"row {number} of {name}", row | {column: without_nulls(row[column]) for column in nested}
 
 
 def prompts_of(config: TaskConfig, hub_name: str, subset: str | None = None) -> Stored:

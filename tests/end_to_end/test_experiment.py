@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 import rlhf.train
 from rlhf import Experiment, Hook, RunError, StopRun, UserError, sweep
@@ -152,6 +154,92 @@ def test_the_documented_hook_runs_by_its_address(command, tmp_path, monkeypatch,
     Experiment(*command, "algo=dpo", "hooks=[my_hooks.py:Announce]").run()
     said = capsys.readouterr().out
     assert "evaluated 16 prompts: win rate" in said and "update 2: KL" in said and "checkpoint: " in said
+
+
+ROWS = [{"prompt": f"Question {n}: tea?\nAnswer:", "response": f" Heat {n}.", "cups": n} for n in range(24)]
+
+
+def few_letters(limit):
+    def letters(response, cups):
+        return -abs(len(set(response)) - limit) / (1 + cups)
+
+    return letters
+
+
+def test_a_run_of_objects_is_that_of_files_and_the_command_resumes_it(command, tmp_path, monkeypatch):
+    class Stopping(Hook):
+        def after_update(self, state, metrics):
+            raise StopRun("enough")
+
+    words = [*(word for word in command if not word.startswith("task")), "algo=rloo"]
+    run = Experiment(words, dataset=Dataset.from_list(ROWS), reward=few_letters(9), hooks=[Stopping()])
+    assert run.run() == {} and run.status == "unfinished"
+    again = Experiment(words, dataset=ROWS, reward=few_letters(9))
+    assert again.folder == run.folder and again.yaml == run.yaml and not again.warnings()
+    monkeypatch.setattr(sys, "argv", ["rlhf.train", *again.overrides])
+    rlhf.train.main()
+    assert again.status == "finished" and again.result == again.run()
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "mine.py").write_text(
+        "def f(response, cups): return -abs(len(set(response)) - 9) / (1 + cups)\n"
+    )
+    files = [
+        f"task.path={tmp_path / 'rows.jsonl'}",
+        "scorer=function",
+        f"scorer.path={tmp_path / 'mine.py'}:f",
+    ]
+    by_hand = Experiment(words, "task=local", files)
+    by_hand.run()
+    assert_same_end(by_hand.files, again.files)
+    others = [
+        Experiment(words, dataset=ROWS[1:], reward=few_letters(9)),
+        Experiment(words, dataset=ROWS, reward=few_letters(8)),
+    ]
+    assert len({run.folder, *(other.folder for other in others)}) == 3
+
+
+def test_a_reward_of_this_process_runs_warns_and_is_refused_where_another_process_scores(command, capsys):
+    class Counting:
+        calls = 0
+
+        def __call__(self, response):
+            self.calls += 1
+            return float(len(response))
+
+    counting, other = Counting(), Counting()
+    words = (*command, "algo=rloo")
+    run = Experiment(*words, reward=counting)
+    Experiment(*words, "seed=2", reward=other).validate()  # another object under the same name
+    run.run()
+    assert counting.calls > 16 and not other.calls and run.status == "finished"
+    assert "Counting exists only in this process" in capsys.readouterr().err
+    assert run.config.scorer.path == "only_in_this_process:Counting"
+    with pytest.raises(UserError, match="generator.annotate=false"):
+        Experiment(*words, "schedule.max_lag=1", reward=counting).run()
+    assert not Experiment(
+        *words, "schedule.max_lag=1", "generator.annotate=false", reward=counting
+    ).problems()
+    sys.modules.pop("only_in_this_process")
+    with pytest.raises(UserError, match=r"make the call Experiment\(\.\.\., reward=<function>\) again"):
+        Experiment.open(run.folder).evaluate()
+
+
+def test_objects_are_refused_beside_other_data_or_another_scorer_before_anything_is_written(
+    command, tmp_path
+):
+    for word, objects in (
+        ("task=gsm8k", {"dataset": ROWS}),
+        ("task.path=data/tea.jsonl", {"dataset": ROWS}),
+        ("scorer=answer", {"reward": few_letters(1)}),
+        ("scorer.path=a.py:f", {"reward": few_letters(1)}),
+    ):
+        with pytest.raises(UserError, match=f"must not be given together with {word} "):
+            Experiment("algo=rloo", f"cache_dir={tmp_path}", word, **objects)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(UserError, match="cache_dir must be a folder that can be written"):
+        Experiment("algo=rloo", f"cache_dir={file}/cache", dataset=ROWS)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.process
