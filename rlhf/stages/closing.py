@@ -11,8 +11,10 @@ from rlhf.config.algo import Trains
 from rlhf.core import confidence, stages
 from rlhf.core.console import console, transcript
 from rlhf.core.formatting import clock, short_path
+from rlhf.core.launched import local_world_size
 from rlhf.core.pasting import lines, literal, python_command, setting
 from rlhf.core.state import SupervisedState
+from rlhf.stages.next_stage import next_stage
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -24,7 +26,13 @@ VALUE_WIDTH = 21  # columns of a value with its interval
 
 
 def print_closing(
-    cfg: Config, folder: RunFolder, recorder: Recorder, state: TrainState, session_s: float, resumed: bool
+    cfg: Config,
+    typed: Config,
+    folder: RunFolder,
+    recorder: Recorder,
+    state: TrainState,
+    session_s: float,
+    resumed: bool,
 ) -> None:
     """Print the closing lines of a finished run, and write them to train.log.
 
@@ -32,6 +40,7 @@ def print_closing(
 
     Args:
         cfg: the config of the run, with the models that the run made first.
+        typed: the config before the run made these models.
         folder: the run folder.
         recorder: the recorder, which has the first and the last evaluation.
         state: the counters of the run.
@@ -41,7 +50,7 @@ def print_closing(
     stage = stages.current
     last = stage is None or stage.number == stage.count
     lines = [*length(state, session_s, resumed), *changes(cfg, recorder), *files(folder)]
-    for line in [*lines, *next_steps(cfg, folder)] if last else lines:
+    for line in [*lines, *next_steps(cfg, typed, folder)] if last else lines:
         console.print(line, markup=False, soft_wrap=True)  # commands and paths can be copied
         transcript.info(line)
 
@@ -106,8 +115,14 @@ def files(folder: RunFolder) -> Iterator[str]:
             yield f"  {short_path(path)}"
 
 
-def next_steps(cfg: Config, folder: RunFolder) -> Iterator[str]:
-    """Yield commands for a finished run, which can be pasted into a shell."""
+def next_steps(cfg: Config, typed: Config, folder: RunFolder) -> Iterator[str]:
+    """Yield commands for a finished run, which can be pasted into a shell.
+
+    Args:
+        cfg: the config of the run, with the models that the run made first.
+        typed: the config before the run made these models.
+        folder: the run folder.
+    """
     rewards = cfg.algo.trains is Trains.reward
     auto = "AutoModelForSequenceClassification" if rewards else "AutoModelForCausalLM"
     run = short_path(folder.path)
@@ -115,9 +130,17 @@ def next_steps(cfg: Config, folder: RunFolder) -> Iterator[str]:
     if cfg.start is not None and not rewards:
         evaluate += ["only=model", setting("models", short_path(Path(cfg.start)))]
     yield "next:"
+    if (stage := next_stage(typed, folder, cfg.start)) is not None:
+        yield from lines(train_command(), *(setting(key, value) for key, value in stage.items()))
     yield from lines("python -m rlhf.report", shlex.quote(run))
     yield from lines(*evaluate)
     # A line of Python can end within parentheses, whatever the indentation of the next line.
     load = ["import transformers as t; print(", f"    t.{auto}.from_pretrained("]
     code = "\n".join([*load, f"    {literal(short_path(folder.model))}))"])
     yield from f"  {python_command(code)}".split("\n")
+
+
+def train_command() -> str:
+    """Return the start of a command that trains on as many ranks of this host as this run."""
+    ranks = local_world_size()
+    return "python -m rlhf.train" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m rlhf.train"

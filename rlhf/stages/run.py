@@ -202,7 +202,8 @@ def carry_out(
     result = parts.recorder.evaluated
     if ranks.first:
         folder.write_state({**state.state_dict(), "finished": True, "result": result})
-    print_closing(cfg, folder, parts.recorder, state, time.monotonic() - started, resumed=last is not None)
+    session_s = time.monotonic() - started
+    print_closing(cfg, typed, folder, parts.recorder, state, session_s, resumed=last is not None)
     if failure is not None:
         raise stopped_by_hook(failure, state, folder)
     return result.get(cfg.metric)

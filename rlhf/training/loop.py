@@ -69,8 +69,8 @@ def train(
 ) -> None:
     """Train until the stream ends, or until a signal asks to stop.
 
-    After a signal, the current update is finished and a checkpoint is saved before the function returns. But if
-    an evaluation is due, the function raises Interrupted instead, and the resumed run begins with it.
+    After a signal, the current update is finished and a checkpoint is saved before the function returns. But
+    if an evaluation is due, the function raises Interrupted instead, and the resumed run begins with it.
 
     Args:
         parts: the parts of the run.

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from rlhf import evaluate
+from rlhf.checks.check import problems
+from rlhf.config.compose import compose
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
@@ -95,6 +97,11 @@ def test_offline_dpo_reports_loss_accuracy_and_margin_of_held_out_pairs(ended):
 def test_supervised_runs_report_their_held_out_loss(ended, algo):
     _, lines = ended(f"algo={algo}")
     assert "examples" in lines[0] and any(line.startswith("  held-out loss") for line in lines)
+    text = "\n".join(lines).replace("\\\n", "").split("next:\n")[1]
+    python, _, module, *words = shlex.split(text.splitlines()[0])
+    assert (python, module) == ("python", "rlhf.train") and "algo=dpo" in words
+    assert f"model.{'policy' if algo == 'sft' else 'reward'}=run/model" in words
+    assert not problems(compose(words))
 
 
 def test_a_run_without_evaluations_says_so(ended):
