@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.chat_tokenizers import byte_level
 
 SPECIAL = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>", "<|call_end|>", "<|pad|>")
-ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # tokens, but not special
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "\n\n", "  ")  # tokens, but not special
 
 LOOP = "{% for m in messages %}"
 START = "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
@@ -65,10 +65,19 @@ TEMPLATES = {
     + "{{ '<|call_end|>' if m.tool_calls else '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
 }
+TEMPLATES["paragraphs"] = TEMPLATES["no_end"].replace("'\\n'", "'\\n\\n'")  # an added token that is no end
+# The whole dialogue ends with another text than a prompt.
+TEMPLATES["closed"] = TEMPLATES["chatml"] + "{% if not add_generation_prompt %}{{ '[closed]' }}{% endif %}"
 # The start of a reply has a block of reasoning that the template does not write for a stored answer.
 TEMPLATES["starts_thinking"] = TEMPLATES["chatml"].replace(
     START, START.replace("'<|assistant|>\\n'", "'<|assistant|>\\n<think>\\n'")
 )
+# As before, and a whole dialogue ends with a text that is longer than the start of a reply.
+TEMPLATES["starts_thinking_closed"] = (
+    TEMPLATES["starts_thinking"] + "{% if not add_generation_prompt %}{{ '[closed]' * 9 }}{% endif %}"
+)
+# The end of a turn is known although the template changes the content.
+TEMPLATES["shouted"] = TEMPLATES["chatml"].replace("m['content']", "(m['content'] | upper)")
 
 
 def with_template(name: str) -> PreTrainedTokenizerFast:

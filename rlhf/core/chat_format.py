@@ -29,7 +29,9 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{{ '<|assistant|>\\n' if add_generation_prompt }}"
 )
-QUESTION, ANSWER = "question-of-a-user", "answer-of-an-assistant"  # texts that no template contains
+QUESTION = "question-of-a-user"  # a text that no template contains, as these two, which end differently:
+ANSWERS = ("answer-of-an-assistant", "another-answer-of-the-assistants")
+MARK = "-mark-{}-"  # behind the content of a message, to see whether a template writes the content
 CALLS = "tool_calls"
 
 
@@ -120,10 +122,18 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 def _ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str]:
     """Return the token that ends a reply (see `end_of_turn`), and the text that follows the end of a turn."""
-    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-    _, found, rest = _format(tokenizer, turns, "a question with its answer").rpartition(ANSWER)
-    if not found:  # the template changes the text
-        return None, ""
+    turns = {"role": "user", "content": QUESTION}, {"role": "assistant"}
+    wholes = [
+        _format(tokenizer, [turns[0], turns[1] | {"content": answer}], "a question with its answer")
+        for answer in ANSWERS
+    ]
+    if wholes[0] == wholes[1]:
+        raise UserError(
+            "model.chat_template must write the content of an answer, which is a text, got the chat template "
+            f"of {tokenizer.name_or_path or 'the tokenizer'}, which writes the same for different answers; "
+            "set model.chat_template=<file with a Jinja template>"
+        )
+    rest = os.path.commonprefix([whole[::-1] for whole in wholes])[::-1]
     places = {rest.find(token): token for token in _special(tokenizer) if token in rest}
     if not places:
         return None, rest[len(rest.rstrip()) :]
@@ -133,9 +143,13 @@ def _ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str]:
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Return the added and the special tokens of a vocabulary, without the token for unknown characters."""
-    unfit = {tokenizer.unk_token, ""} - {tokenizer.eos_token}  # some tokenizers use one token for both
-    return {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens} - unfit
+    """Return the added and the special tokens of a vocabulary that can end a turn.
+
+    The token for unknown characters cannot, and white space, which some vocabularies have as added tokens.
+    """
+    unfit = {tokenizer.unk_token} - {tokenizer.eos_token}  # some tokenizers use one token for both
+    every = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens} - unfit
+    return {token for token in every if token.strip()}
 
 
 def end_responses_with_turns(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -161,6 +175,11 @@ def no_template(path: str) -> str:
         f"{path!r} has no chat template), got null; set model.chat_template={PLAIN} (a line such as <|user|> "
         "before each message) or model.chat_template=<file with a Jinja template>"
     )
+
+
+def said(message: dict[str, Any]) -> bool:
+    """Return whether a message has a value besides its role."""
+    return any(str(value).strip() for key, value in message.items() if key != "role")
 
 
 @dataclass(slots=True)
@@ -225,8 +244,7 @@ class Dialogues:
         shared = prompt
         if not all(whole.startswith(prompt) for whole in wholes):
             shared = self._shared(prompt, wholes)
-            before = self._format(messages, where, tools)
-            if len(shared) < len(before.rstrip()):
+            if len(shared) < self._length(messages, prompt, where, tools):
                 raise UserError(
                     "model.chat_template must write the messages before an answer in the same way with and "
                     f"without the answer, got another text from character {len(shared):,} of {where} on; "
@@ -238,11 +256,19 @@ class Dialogues:
             for whole, answer in zip(wholes, answers, strict=True)
         ]
         self.total += 1
-        names = set(self._unwritten(messages, [], prompt, where, tools))
+        names = set(self._unwritten(messages, [], prompt, "", where, tools))
         for answer, whole, text in zip(answers, wholes, texts, strict=True):
-            unwritten = set(self._unwritten(answer, messages, whole, where, tools)) if answer else set()
-            said = answer and any(str(value).strip() for key, value in answer[0].items() if key != "role")
-            if not prompt_only and said and (not text.strip() or f"{CALLS} of the answer" in unwritten):
+            if not answer:
+                continue
+            own = whole[len(shared) :]
+            unwritten = set(self._unwritten(answer, messages, whole, own, where, tools))
+            empty = [*messages, {"role": answer[0]["role"], "content": ""}]
+            missing = (
+                not text.strip()
+                or f"{CALLS} of the answer" in unwritten
+                or bool(unwritten and self._same(whole, empty, where, tools, prompt=False))
+            )
+            if missing and not prompt_only and said(answer[0]):
                 keys = " and the ".join(key for key in answer[0] if key != "role")
                 raise UserError(
                     "model.chat_template must write the answers that are trained on, got a template that "
@@ -288,25 +314,47 @@ class Dialogues:
             tokens -= 1
         return prompt[: offsets[0][tokens - 1][1]] if tokens else ""
 
+    def _length(self, messages: Messages, prompt: str, where: str, tools: Tools) -> int:
+        """Return the number of characters that the template writes for the messages of a prompt at least.
+
+        The template may write another text behind all messages, if no reply follows. So the last content
+        counts, too.
+        """
+        whole = len(self._format(messages, where, tools).rstrip())
+        content = messages[-1]["content"].strip()
+        place = prompt.rfind(content) if content else -1
+        return whole if place < 0 else min(whole, place + len(content))
+
     def _turn(self, text: str) -> str:
-        """Return the text of an answer up to the end of its turn; see `write`."""
-        end = self.end if self.end == self.tokenizer.eos_token else None
-        if end is not None and text.endswith(end + self.rest):
-            return text.removesuffix(end + self.rest)
-        if end is not None and not (parts := text.rpartition(end))[2].strip() and parts[1]:
-            return parts[0]
+        """Return the text of an answer up to the end of its turn; see `write`.
+
+        If the answer itself ends with a special token, the text includes the end token of the tokenizer.
+        """
+        if self.end is not None and self.end == self.tokenizer.eos_token:
+            answer, found, rest = text.removesuffix(self.rest).rpartition(self.end)
+            if found and not rest.strip():
+                return answer + self.end * answer.endswith(self.others)
         stripped = text.rstrip()
         if stripped.endswith(self.others):
             return stripped  # another end of a turn, such as after the call of a tool
         return text.removesuffix(self.rest)
 
     def _unwritten(
-        self, messages: Messages, before: Messages, text: str, where: str, tools: Tools
+        self, messages: Messages, before: Messages, text: str, own: str, where: str, tools: Tools
     ) -> Iterator[str]:
-        """Yield names of what `text`, the template's text of `before` and `messages`, does not contain."""
+        """Yield names of what `text`, the template's text of `before` and `messages`, does not contain.
+
+        `own` is the part of `text` that the template writes for `messages` only.
+        """
         of = "of the answer" if before else "of a message"
-        for message in messages:
-            if message["content"].strip() not in text:
+        contents = [message["content"].strip() for message in messages]
+        marked = ""
+        if any(content in text and content not in own for content in contents):
+            marked = self._marked(messages, before, where, tools)
+        for number, (message, content) in enumerate(zip(messages, contents, strict=True)):
+            # Without a mark, the text of another message may be the same, or the text of the template
+            found = content in own or (content in text and MARK.format(number) in marked)
+            if content and not found:
                 yield f"content {of} with the role {message['role']}"
         for key in sorted({key for message in messages for key, value in message.items() if value}):
             if key not in ("role", "content"):
@@ -315,6 +363,15 @@ class Dialogues:
                     yield f"{key} {of}"
         if tools and not before and self._same(text, messages, where, None, True):
             yield "tools"
+
+    def _marked(self, messages: Messages, before: Messages, where: str, tools: Tools) -> str:
+        """Return the text of `before` and `messages` with a mark behind each content of `messages`."""
+        marked = [
+            {**message, "content": message["content"].rstrip() + MARK.format(number)}
+            for number, message in enumerate(messages)
+        ]
+        prompt = {} if before else {"add_generation_prompt": True}
+        return _format(self.tokenizer, [*before, *marked], where, tools, **prompt)
 
     def _same(self, text: str, messages: Messages, where: str, tools: Tools, prompt: bool) -> bool:
         """Return whether the template writes `text` for the messages, too."""
@@ -350,7 +407,7 @@ def _refused(
     The template is at fault if it formats no question of a user and no question with an answer either.
     """
     other = "set model.chat_template=<file with a Jinja template>"
-    dialogue = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    dialogue = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWERS[0]}]
     if all(_fails(tokenizer, dialogue[:turns], options) for turns in (1, 2)):
         line = getattr(error, "lineno", None)
         return (

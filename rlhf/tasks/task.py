@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.algo import Data
 from rlhf.core.batch import Prompts
-from rlhf.core.chat_format import Dialogues
+from rlhf.core.chat_format import Dialogues, said
 from rlhf.core.encoding import pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import vocabulary
@@ -302,7 +302,7 @@ def _without_end(response: Response, ends: tuple[str, ...]) -> Response:
 
 
 def _said(response: Response) -> bool:
-    """Return whether a response is not empty: a text, or a message with a value besides its role."""
+    """Return whether a response, a text or a list of messages, is not empty."""
     if isinstance(response, str):
         return bool(response.strip())
-    return any(str(value).strip() for each in response for key, value in each.items() if key != "role")
+    return any(map(said, response))

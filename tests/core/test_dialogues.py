@@ -1,11 +1,15 @@
 """Stored answers of dialogues are what the chat template writes for the whole dialogue."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from rlhf.core.chat_format import Dialogues, render, set_format
+from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import UserError
 from rlhf.core.pieces import pieces
-from tests.chat_templates import TEMPLATES, with_template
+from tests.chat_templates import START, TEMPLATES, with_template
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "How are you? "}
 REPLY = {"role": "assistant", "content": " Wait. "}
@@ -16,7 +20,9 @@ DIALOGUES = {
     "long": [USER, {"role": "assistant", "content": "Well."}, {"role": "user", "content": "And now?"}],
     "system": [SYSTEM, USER],
 }
-ENDS = {"no_start": "</s>", "no_newline": "</s>", "no_end": "</s>"}
+ENDS = {"no_start": "</s>", "no_newline": "</s>", "no_end": "</s>", "paragraphs": "</s>"}
+WITHOUT_END = ("no_end", "paragraphs")
+CUT = ("starts_thinking", "starts_thinking_closed")  # prompts end before the block of reasoning
 
 
 def format_of(name: str) -> Dialogues:
@@ -31,7 +37,7 @@ def whole(dialogues: Dialogues, messages: list, **options: object) -> str:
 
 
 @pytest.mark.parametrize("before", DIALOGUES)
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "starts_thinking"])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in CUT])
 def test_prompt_and_answer_are_the_text_of_the_template_up_to_the_end_of_the_turn(name, before):
     dialogues = format_of(name)
     messages = DIALOGUES[before]
@@ -41,11 +47,12 @@ def test_prompt_and_answer_are_the_text_of_the_template_up_to_the_end_of_the_tur
         written = whole(dialogues, [*messages, answer])
         end = dialogues.tokenizer.eos_token
         assert end == ENDS.get(name, "<|end|>")
-        together = prompt + text + ("" if name == "no_end" else end)
+        together = prompt + text + ("" if name in WITHOUT_END else end)
         assert written.startswith(together)
-        assert not written.removeprefix(together).removeprefix("</s>").strip()
+        assert written.removeprefix(together).removeprefix("</s>").strip() in ("", "[closed]")
         assert text.rstrip() or name == "trimmed"
-    assert not list(dialogues.warnings()) or before == "system" or name in ("thinking", "thinking_optional")
+    changing = ("thinking", "thinking_optional", "shouted")
+    assert not list(dialogues.warnings()) or before == "system" or name in changing
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -68,8 +75,9 @@ def test_a_block_of_reasoning_that_the_prompt_begins_is_continued_and_closed():
     assert dialogues.write([USER], [[reasons]])[1] == [thought]
 
 
-def test_a_prompt_is_cut_back_to_what_the_template_writes_before_the_answer():
-    dialogues = format_of("starts_thinking")
+@pytest.mark.parametrize("name", CUT)
+def test_a_prompt_is_cut_back_to_what_the_template_writes_before_the_answer(name):
+    dialogues = format_of(name)
     prompt, (text,) = dialogues.write([USER], [[REPLY]])
     assert prompt == "<|user|>\nHow are you? <|end|>\n<|assistant|>\n"
     assert text == " Wait. "
@@ -119,6 +127,54 @@ def test_content_that_the_template_leaves_out_is_reported_with_its_first_place()
     silent = format_of("no_start")
     silent.write([SYSTEM, USER], [[REPLY]], "line 4")
     assert "content of a message with the role system in 1 of 1" in next(iter(silent.warnings()))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{**SYSTEM, "content": USER["content"]}, USER],  # the user says the same
+        [{**SYSTEM, "content": "INST"}, USER],  # as the template itself
+        [USER, {"role": "tool", "content": "you"}],  # a part of another message
+    ],
+)
+def test_content_that_is_left_out_is_reported_although_its_text_is_elsewhere(messages):
+    dialogues = format_of("no_start")
+    dialogues.write(messages, [[REPLY]], "line 2")
+    (warning,) = dialogues.warnings()
+    role = next(message["role"] for message in messages if message["role"] != "user")
+    assert f"content of a message with the role {role} in 1 of 1 dialogues (first: line 2)" in warning
+
+
+def test_a_template_that_writes_no_content_of_an_answer_is_refused():
+    tokenizer = with_template("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}"
+        "{{ '<|end|>' }}{% endfor %}"
+    )
+    with pytest.raises(UserError, match="must write the content of an answer, which is a text, .* the same"):
+        set_format(tokenizer, None, conversational=True)
+
+
+def test_an_answer_of_which_only_the_frame_is_written_is_refused():
+    dialogues = format_of("thinking")
+    dialogues.tokenizer.chat_template = dialogues.tokenizer.chat_template.replace(
+        "{{ content + '<|end|>\\n' }}", "{{ (content if content != 'Wait.' else '') + '<|end|>\\n' }}"
+    )
+    with pytest.raises(UserError, match="does not write the content of the answer in line 7; "):
+        dialogues.write([USER], [[{**REPLY, "content": "Wait."}]], "line 7")
+
+
+@pytest.mark.parametrize("content", ["", "Say <|user|>"])
+def test_an_answer_that_ends_with_another_special_token_has_its_end_token(content):
+    dialogues = format_of("chatml")
+    tokenizer = dialogues.tokenizer
+    tokenizer.chat_template = tokenizer.chat_template.replace(START, "").replace("'|>\\n'", "'|>'")
+    prompt, (text,) = dialogues.write([USER], [[{**REPLY, "content": content}]])
+    prompts = encode_prompts(torch.arange(1), [prompt], [""], tokenizer, formatted=True)
+    prompts = replace(prompts, dialogues=[[USER]])
+    ids = encode_completions(prompts, [[text]], tokenizer, None).response_ids[0, 0].tolist()
+    whole_text = whole(dialogues, [USER, {**REPLY, "content": content}])
+    assert prompt + tokenizer.decode(ids) == whole_text.removesuffix("\n")
 
 
 def test_an_answer_that_the_template_does_not_write_is_refused():
