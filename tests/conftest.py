@@ -11,4 +11,4 @@ os.environ.setdefault("HF_TOKEN_PATH", os.devnull)  # no login
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 
-pytest_plugins = ["tests.command_line", "tests.session"]
+pytest_plugins = ["tests.command_line", "tests.compositions", "tests.session"]
