@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.parts import make
+from rlhf.assembly.tokenizer import declared_tokens
 from rlhf.config.address import load_function, signature_of
 from rlhf.config.algo import Trains
 from rlhf.config.parameters import parameters_of
@@ -50,6 +51,7 @@ def build_task(
         seed=cfg.seed,
         shares=cfg.task.shares,
         wanted=wanted_columns(cfg, judge),
+        ends=declared_tokens(cfg, tokenizer),
     )
 
 

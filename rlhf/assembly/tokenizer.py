@@ -54,6 +54,17 @@ def build_stop_ids(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[int]
     return stop_ids(tokenizer, [cfg.start] if cfg.start else [])
 
 
+def declared_tokens(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return the texts of the tokens that end a response besides the end token of the tokenizer.
+
+    The ids that a model declares are those of its own tokenizer; for the tokenizer of a judge there are none.
+    """
+    if tokenizer.name_or_path != (cfg.model.tokenizer or cfg.start):
+        return []
+    texts = [str(tokenizer.decode([number])) for number in build_stop_ids(cfg, tokenizer)[1:]]
+    return [text for text in texts if text.strip()]
+
+
 def say_ends(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> None:
     """Print the tokens that end a response, if there are several, and the declared ids that no token has."""
     if cfg.algo.trains is Trains.reward:

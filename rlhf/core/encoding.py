@@ -86,7 +86,8 @@ def encode_completions(
         response_length: maximum number of tokens, the EOS token included; None: no limit. A longer text is
             truncated, has no EOS token, and its `ended` is False.
         ended: [N, K] bool; an EOS token is appended to the texts with True. None: an EOS token is appended
-            to every text. An answer of a dialogue that a template ends with another special token keeps it.
+            to every text that does not end with one of `end_tokens`, such as an answer of a dialogue that a
+            template ends with another special token.
 
     Returns:
         Rollouts with response_ids and response_mask [N, K, T] and ended [N, K]; T is the longest response.
@@ -98,9 +99,9 @@ def encode_completions(
     )
     ends = torch.ones(count, samples, dtype=torch.bool) if ended is None else ended.cpu()
     before = [prompt for prompt in prompts.texts for _ in range(samples)]
-    own_ends = [] if prompts.dialogues is None else turn_ends(tokenizer)
+    own_ends = set(end_tokens(tokenizer).values())
     encoded = [
-        ids + [tokenizer.eos_token_id] * (end and ids[-1:] not in own_ends)
+        ids + [tokenizer.eos_token_id] * (end and own_ends.isdisjoint(ids[-1:]))
         for ids, end in zip(pieces(tokenizer).encode(texts, before), ends.flatten().tolist(), strict=True)
     ]
     limit = max(map(len, encoded)) if response_length is None else response_length
@@ -119,8 +120,8 @@ def encode_completions(
     )
 
 
-def turn_ends(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the special tokens that can end a turn, each as a list of its id."""
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the special tokens that can end a response, with their ids."""
     others = {tokenizer.pad_token, tokenizer.bos_token, tokenizer.unk_token} - {tokenizer.eos_token}
-    added = tokenizer.added_tokens_decoder
-    return [[number] for number, token in added.items() if token.special and str(token) not in others]
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {token: number for token, number in added.items() if token not in others}

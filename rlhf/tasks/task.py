@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config.algo import Data
 from rlhf.core.batch import Prompts
 from rlhf.core.chat_format import Dialogues, said
-from rlhf.core.encoding import pad_prompts, prompt_tokens
+from rlhf.core.encoding import end_tokens, pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import vocabulary
 from rlhf.core.seeding import derive
@@ -53,6 +53,8 @@ class Task:
         seed: seed of the run.
         shares: share of each part of a mixture in the training examples, by its name; None: no mixture.
         wanted: the columns of the data that reward functions ask for.
+        ends: tokens that end a response besides the end token of the tokenizer, because the model declares
+            them. A stored response may end with one of them.
 
     Raises:
         UserError: the tokenizer has no pad token.
@@ -69,6 +71,7 @@ class Task:
         seed: int,
         shares: dict[str, float] | None = None,
         wanted: Wanted = NOTHING,
+        ends: Collection[str] = (),
     ) -> None:
         if tokenizer.pad_token_id is None:
             raise UserError(
@@ -83,6 +86,9 @@ class Task:
         self.seed = seed
         self.shares = shares or {}
         self.wanted = wanted
+        self.ends = (tokenizer.eos_token, *END_TEXTS, *ends)
+        self.special = tuple(end_tokens(tokenizer))
+        self.declared = tuple(token for token in ends if token in self.special)
         self._examples = lru_cache(maxsize=4)(self._tokenized)
         self._counts: dict[tuple[str, Data], Counts] = {}
 
@@ -188,7 +194,6 @@ class Task:
         pairs = data is Data.preferences
         load = self.source.preferences if pairs else self.source.prompts
         stored = load(split, self.wanted) if self.wanted else load(split)
-        ends = (self.tokenizer.eos_token, *END_TEXTS)
         column = "prompt" if pairs else "messages" if "messages" in stored.column_names else "query"
         dialogues = None if is_text(stored, column) else Dialogues(self.tokenizer)
         if dialogues is not None and not self.source.conversational:
@@ -207,9 +212,9 @@ class Task:
 
         def encode(columns: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
             texts = columns[column]
-            stored_answers = zip(*(columns[name] for name in responses), strict=True)
             answers: list[list[Any]]
-            answers = [[_without_end(each, ends) for each in row] for row in stored_answers]
+            stored_rows = [list(row) for row in zip(*(columns[name] for name in responses), strict=True)]
+            answers = [[self._bare(each) for each in row] for row in stored_rows]
             empty.extend(not all(map(_said, row)) for row in answers)
             equal.extend(len(row) > 1 and row[0] == row[1] for row in answers)
             places = columns.get("place") or [f"row {row + 1} of the split {split}" for row in rows]
@@ -230,6 +235,8 @@ class Task:
                 made["part"] = columns["part"]
             if RECORD in columns:
                 made[RECORD] = columns[RECORD]
+            if dialogues is None:
+                answers = [[self._completion(each) for each in row] for row in stored_rows]
             if pairs:
                 made["completions"] = answers
                 made["labels"] = [[1.0, 0.0] for _ in texts]
@@ -237,7 +244,7 @@ class Task:
                 shown = columns.get("demonstration")
                 made["completions"] = [row[:1] for row in answers]
                 if shown is not None:
-                    made["completions"] = [[_without_end(text, ends)] for text in shown]
+                    made["completions"] = [[self._completion(text)] for text in shown]
             return made
 
         examples = mapped(
@@ -274,6 +281,23 @@ class Task:
                 rows = self.source.preferences("train") if pairs else self.source.prompts("train")
         return repeating(rows)
 
+    def _bare(self, response: Response) -> Response:
+        """Return a response, a text or a list of messages, without end tokens at its end."""
+        if isinstance(response, str):
+            return without_end(response, self.ends)
+        return [{**each, "content": without_end(each["content"], self.ends)} for each in response]
+
+    def _completion(self, stored: str) -> str:
+        """Return a stored response as the text that `encode_completions` gets.
+
+        The end token of the tokenizer is removed, because it is appended there. Another declared end token is
+        kept, and takes its place. If the response ends with a special token that is no end, the end token of
+        the tokenizer is written behind it.
+        """
+        text = without_end(stored, self.ends)
+        end = next((each for each in self.declared if stored.startswith(text + each)), "")
+        return text + (end or self.tokenizer.eos_token * text.endswith(self.special))
+
     def _batch(self, rows: dict[str, list[Any]]) -> Prompts:
         prompt_ids, prompt_mask = pad_prompts(rows["ids"], self.tokenizer.pad_token_id)
         return Prompts(
@@ -292,13 +316,14 @@ class Task:
         )
 
 
-def _without_end(response: Response, ends: tuple[str, ...]) -> Response:
-    """Return a response, a text or a list of messages, without end tokens at the end of its text."""
-    if not isinstance(response, str):
-        return [{**each, "content": _without_end(each["content"], ends)} for each in response]
-    for end in ends:
-        response = response.removesuffix(end)
-    return response
+def without_end(text: str, ends: tuple[str, ...]) -> str:
+    """Return a text without the end tokens at its end, and without the white space behind an end token.
+
+    Such white space belongs to the format of the next turn.
+    """
+    while (bare := text.rstrip()).endswith(ends):
+        text = bare.removesuffix(max(filter(bare.endswith, ends), key=len))
+    return text
 
 
 def _said(response: Response) -> bool:

@@ -29,13 +29,13 @@ def trials(tmp_path, body, *words, arguments="prompt, response, reference", refe
 
 LISTS = {"arguments": "prompts, responses, references"}
 WRONG = {
-    "return None": "returned None for row 0 .*must be a finite number",
-    "return float('nan')": "returned nan for row 0",
-    "return math.inf": "returned inf for row 0",
-    "return 'good'": "returned 'good' for row 0",
-    "return {'score': 1.0}": r"returned \{'score': 1.0\} for row 0 .*: correct the function$",
+    "return None": "returned None for line 1 of .*must be a finite number",
+    "return float('nan')": "returned nan for line 1 of",
+    "return math.inf": "returned inf for line 1 of",
+    "return 'good'": "returned 'good' for line 1 of",
+    "return {'score': 1.0}": r"returned \{'score': 1.0\} for line 1 of .*: correct the function$",
     "return [1.0, 2.0]": r"returned \[1.0, 2.0\] for .*or set scorer.batched=true",
-    "return prompt[99]": r"raised IndexError: string index out of range \(.*own.py, line 4\) for row 0",
+    "return prompt[99]": r"raised IndexError: string index out of range \(.*own.py, line 4\) for line 1 of",
     "import sys; sys.exit('no')": r"called sys.exit\('no'\) \(.*own.py, line 4\)",
     "from .helpers import f": r"raised ImportError: attempted relative import.*own.py, line 4",
 }
