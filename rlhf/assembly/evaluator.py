@@ -64,7 +64,8 @@ def build_evaluator(
     if not cfg.generator.samples:  # the generator has no completions of held-out prompts
         cached = samples_with_cache(engine.module.model, engine.borrow_policy, cfg, ranks)
         ends = build_stop_ids(cfg, tokenizer)
-        sampler = HFGenerator(engine.borrow_policy, tokenizer, cfg.eval.batch_size, cfg.seed, cached, ends)
+        batch_size, phases = cfg.eval.batch_size, engine.phases
+        sampler = HFGenerator(engine.borrow_policy, tokenizer, batch_size, cfg.seed, cached, ends, phases)
         generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler
     return PolicyEvaluator(
         task.held_out(cfg.eval.prompts, split, Data.prompts, warn=cfg.eval.asked),
@@ -82,4 +83,5 @@ def build_evaluator(
         cfg.generator.temperature,
         held_out_pairs,
         tuple(cfg.task.shares),
+        engine.phases,
     )

@@ -74,6 +74,7 @@ def build_generator(
             asks_service=cfg.scorer.asks_service,
             cached=cached,
             stop_ids=build_stop_ids(cfg, tokenizer),
+            phases=engine.phases,
         )
         generator: Generator = make(cfg.generator, context)
         return generator

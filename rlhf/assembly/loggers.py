@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rlhf.config.root import Config
+    from rlhf.core.phases import Phases
     from rlhf.core.state import TrainState
     from rlhf.runs.folder import RunFolder
 
 
 def build_loggers(
-    cfg: Config, folder: RunFolder, state: TrainState, checkpoint: Path | None = None
+    cfg: Config,
+    folder: RunFolder,
+    state: TrainState,
+    checkpoint: Path | None = None,
+    phases: Phases | None = None,
 ) -> list[Logger]:
     """Return the loggers of the run folder and the terminal, and each logger that the config turns on.
 
@@ -33,9 +38,10 @@ def build_loggers(
         folder: the run folder.
         state: the counters of the run.
         checkpoint: the checkpoint from which the run resumes; None: the run starts.
+        phases: the phases that the run is in, for the progress display.
     """
     title = stages.title(f"{cfg.algo.name} {cfg.task.name}")
-    display = Display(title, state, cfg.progress, cfg.eval.samples, shown_figures(cfg))
+    display = Display(title, state, cfg.progress, cfg.eval.samples, shown_figures(cfg), phases)
     doubts = ScoreDoubts(cfg.algo.samples_per_prompt, faster_scoring(cfg), state.update)
     loggers = [JsonlLogger(folder, state, checkpoint), display, doubts]
     context = LoggerContext(folder=folder, state=state, figures=lambda: run_figures(folder.path))

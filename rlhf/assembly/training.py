@@ -96,5 +96,6 @@ def assemble(
             build_collapse_rule(cfg),
         ),
         evaluator=evaluator,
+        phases=engine.phases,
         checkpoints=Checkpoints(folder.path, cfg.save_total_limit, objective, replay, prompts, data, ranks),
     )

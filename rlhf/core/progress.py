@@ -1,13 +1,14 @@
 """Progress displays: a live bar in a terminal, plain lines elsewhere.
 
     [4/4] dpo tldr_mini  ------------            update 16/40  1:12 left
-      reward 1.460  KL 0.644  5,120 episodes
+      sampling 64/256  reward 1.460  KL 0.644  5,120 episodes
 
-The second line has the metrics of the last update.
+The second line has the phase of the current update and the metrics of the last update.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,14 +22,17 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.live import Live
 
+    from rlhf.core.phases import Phases
+
 PLAIN_EVERY_S = 5.0  # seconds between plain progress lines
+PHASE_EVERY_S = 30.0  # seconds without a plain line after which the phase of a long update is printed
 REFRESHES = 4  # of the live bar per second
 BAR = (10, 30)  # fewest columns of the bar that leave the title whole, and most columns
 ESTIMATE_AFTER = (2.0, 0.02)  # seconds and fraction of the work after which all stages are estimated
 
 
 class ProgressDisplay:
-    """A progress display: a live bar, a plain line every 5 seconds, or nothing.
+    """A progress display: a live bar, a plain line at most every 5 seconds, or nothing.
 
     At every width, title, count and time left are visible. Other items are omitted from the right.
 
@@ -38,20 +42,35 @@ class ProgressDisplay:
         mode: "live", "plain", "off", or "auto" (live in a terminal, otherwise plain).
         unit: name of a unit, printed before the count.
         done: units of work that are finished already.
+        phases: phases within a unit of work. In plain lines, they are shown if a unit takes long.
     """
 
-    def __init__(self, title: str, total: int, mode: str, *, unit: str = "", done: int = 0) -> None:
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        mode: str,
+        *,
+        unit: str = "",
+        done: int = 0,
+        phases: Phases | None = None,
+    ) -> None:
         self.title = title
         self.total = total
         self.mode = default_mode() if mode == "auto" else mode
         self.unit = unit
+        self.phases = phases
         self.first = self.done = done
+        self.step = 0  # units that the last update finished
         self.items: Sequence[str] = ()
         self.started = self.updated = time.monotonic()
         self.warm: tuple[int, float] | None = None  # done and time.monotonic() after the first update
         self.last_line_at = -PLAIN_EVERY_S  # time.monotonic() of the last plain line
         self.estimated = False  # whether the time of all stages was printed
         self.live: Live | None = None
+        self.closed = threading.Event()
+        if self.mode == "plain" and phases is not None:
+            threading.Thread(target=self.say_phases, name="progress", daemon=True).start()
         if self.mode == "live":
             from rich.live import Live
 
@@ -64,8 +83,19 @@ class ProgressDisplay:
         return f"{self.unit} {self.done:,}/{self.total:,}".lstrip()
 
     @property
+    def phase(self) -> list[str]:
+        """The phases within the current unit of work, as an item; nothing outside of all phases."""
+        text = "" if self.phases is None else self.phases.text()
+        return [text] if text else []
+
+    @property
     def left_s(self) -> float | None:
-        """The seconds left at the pace so far; None before the first unit is finished.
+        """The seconds left at the last update; None before the first unit is finished."""
+        return None if self.pace_s is None else self.pace_s * (self.total - self.done)
+
+    @property
+    def pace_s(self) -> float | None:
+        """The seconds of a unit so far; None before the first unit is finished.
 
         The first update is often slow (caches, processes that start), so it counts only at the beginning.
         """
@@ -74,7 +104,7 @@ class ProgressDisplay:
         first, started = self.first, self.started
         if self.warm is not None and self.warm[0] < self.done:
             first, started = self.warm
-        return (self.updated - started) / (self.done - first) * (self.total - self.done)
+        return (self.updated - started) / (self.done - first)
 
     def begin(self) -> None:
         """Estimate the time left from now on, because the work before the first unit is not repeated."""
@@ -87,8 +117,8 @@ class ProgressDisplay:
             done: number of finished units.
             items: further items of the display, the most important first.
         """
-        self.done, self.items, self.updated = done, items, time.monotonic()
-        self.warm = self.warm or (done, self.updated)
+        self.reach(done)
+        self.items = items
         if self.mode == "off":
             return
         if self.mode == "plain" and (self.updated - self.last_line_at >= PLAIN_EVERY_S or done >= self.total):
@@ -98,6 +128,20 @@ class ProgressDisplay:
         if not (early or self.estimated):
             self.estimated = True
             self.say_total()
+
+    def reach(self, done: int) -> None:
+        """Count finished units without a new line or new items."""
+        if done == self.done:
+            return
+        self.done, self.step, self.updated = done, done - self.done, time.monotonic()
+        self.warm = self.warm or (done, self.updated)
+
+    def say_phases(self) -> None:
+        """Print a plain line whenever there was none for `PHASE_EVERY_S`; runs in a thread of its own."""
+        while not self.closed.wait(PHASE_EVERY_S):
+            if self.phase and time.monotonic() - self.last_line_at >= PHASE_EVERY_S:
+                self.last_line_at = time.monotonic()
+                say(self.line(min(console.width, WIDTH_OF_LINES)))
 
     def say_total(self) -> None:
         """Print an estimate of the time of all stages, if another stage follows this one."""
@@ -109,28 +153,30 @@ class ProgressDisplay:
             say(f"{self.title}: {clock(left_s)} left; all {stage.count} stages: about {clock(total_s)}")
 
     def line(self, width: int) -> str:
-        """Return the state as a line: title, count, time left, and as many items as fit in `width`."""
-        head = [self.title, self.count, *left(self.left_s)]
+        """Return the state as a line: title, count, time left, phase, and as many items as fit in `width`."""
+        head = [self.title, self.count, *left(self.left_s), *self.phase]
         return fitting([GAP.join(head), *self.items], width) or GAP.join(head)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the line with the bar, and a line of items if there are any."""
+        """Yield the line with the bar, and a line of the phase and the items if there are any."""
         from rich.text import Text
 
         width = options.max_width - 1  # some terminals wrap a line that ends in the last column
-        since_update = time.monotonic() - self.updated
-        left_s = None if self.left_s is None else self.left_s - since_update
+        left_s, pace_s = self.left_s, self.pace_s
+        if left_s is not None and pace_s is not None:
+            left_s -= min(time.monotonic() - self.updated, pace_s * self.step)
         after = GAP + GAP.join([self.count, *left(left_s)])
         title = fitting(self.title.split(" "), width - len(after) - BAR[0] - len(GAP), " ") + GAP
         bar = min(BAR[1], width - len(title) - len(after))
         full = bar * min(self.done, self.total) // max(1, self.total)
         done, rest = "#-" if options.ascii_only else "━─"
         yield Text.assemble(title, (done * full, "green"), (rest * (bar - full), "dim"), after, no_wrap=True)
-        if items := fitting(self.items, width - len(GAP)):
+        if items := fitting([*self.phase, *self.items], width - len(GAP)):
             yield Text(GAP + items, style="dim", no_wrap=True)
 
     def close(self) -> None:
         """Stop the display; a live bar is removed from the terminal."""
+        self.closed.set()
         if self.live is not None:
             self.live.stop()
 

@@ -23,6 +23,7 @@ from rlhf.config.model import Dtype
 from rlhf.config.schedule import ESSScaling, LRSchedule
 from rlhf.core.batch import microbatches
 from rlhf.core.metrics import How, Stat, merge
+from rlhf.core.phases import Phases
 from rlhf.models.inference import infer
 from rlhf.models.logprobs import EXTRAS
 from rlhf.models.lora import is_adapted, save_adapter
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from rlhf.objectives.objective import Objective
     from rlhf.processes.ranks import Ranks
 
+INFERRED = {"logprobs": "log-probs"}  # outputs of a model, for the progress display
 ROUNDING = 1e-6  # float32 log-probs that should be equal change an effective sample size by less than this
 
 
@@ -108,6 +110,7 @@ class Engine(ABC):
         self.dtype = dtype
         self.value_lr = value_lr
         self.step_index = 0
+        self.phases = Phases()  # what the engine computes now, for the progress display of a run
 
     # -- implemented by each backend ---------------------------------------------------------------
 
@@ -179,7 +182,9 @@ class Engine(ABC):
 
     def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
         """Return the output `field` of `module` without gradient; see `rlhf.models.inference.infer`."""
-        return infer(module, rollouts, field, self.inference, self.ranks, self.dtype)
+        sequences = rollouts.response_ids.shape[:2].numel() // self.ranks.size
+        with self.phases(INFERRED.get(field, field), sequences) as done:
+            return infer(module, rollouts, field, self.inference, self.ranks, self.dtype, done)
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """Return the batch with the tensors that the objective needs and the batch lacks, and `on_policy`.
@@ -227,7 +232,7 @@ class Engine(ABC):
         losses = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in counts}
         merged: Metrics = {}
         micros = list(microbatches(batch, self.budget, self.ranks.rank, self.ranks.size))
-        with shared_copies(self.ranks.device, self.dtype):
+        with shared_copies(self.ranks.device, self.dtype), self.phases("micro-batch", len(micros)) as done:
             for place, (_, micro, counted) in enumerate(micros):
                 sums, stats = objective.loss(
                     lambda part: self.forward(part, *extras), micro.to(self.ranks.device)
@@ -239,6 +244,7 @@ class Engine(ABC):
                 for name, part in means.items():
                     losses[name] += part.detach() * counted
                 merge(merged, stats if counted else {name: stat.emptied() for name, stat in stats.items()})
+                done()
         metrics = self.ranks.merge(merged) | objective.observe(batch)
         if micros and self.optim.ess_scaling is not ESSScaling.none:
             scale = ess_scale(self.optim, metrics["mismatch/step_ess"].value())

@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from rlhf.core.phases import Phases
 
 if TYPE_CHECKING:
     from rlhf.config.model import ModelConfig
@@ -41,6 +43,7 @@ class GeneratorContext:
         asks_service: whether the scorer of the annotator waits for the answers of a service.
         cached: whether the Hugging Face sampler can use a cache of keys and values with this model.
         stop_ids: ids of the tokens that end a response.
+        phases: the phases of the run, for its progress display; a generator in this process enters them.
     """
 
     policy: PreTrainedModel
@@ -58,6 +61,7 @@ class GeneratorContext:
     asks_service: bool = False
     cached: bool = True
     stop_ids: Sequence[int]
+    phases: Phases = field(default_factory=Phases)
 
 
 class Generator(ABC):

@@ -13,7 +13,8 @@ from rlhf.core.progress import ProgressDisplay, left
 from rlhf.loggers.logger import Logger
 
 if TYPE_CHECKING:
-    from rlhf.core.metrics import Evaluation, Row
+    from rlhf.core.metrics import Evaluation, Metrics, Row
+    from rlhf.core.phases import Phases
     from rlhf.core.state import TrainState
 
 EVALUATION_METRICS = {  # metrics of an evaluation in the terminal, and their short names
@@ -34,9 +35,9 @@ RESULTS = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/accuracy")  # the 
 class Display(Logger):
     """A logger that shows progress and evaluations in the terminal.
 
-    The progress display has the update, the time left, metrics of the update, episodes or epochs, and the
-    result of the last evaluation. For an evaluation, the logger prints its metrics. The first and the last
-    evaluation of a run also show completions.
+    The progress display has the update, the time left, the phase of the current update, metrics of the last
+    update, episodes or epochs, and the result of the last evaluation. For an evaluation, the logger prints
+    its metrics. The first and the last evaluation of a run also show completions.
 
     Args:
         title: name of the run in the progress display.
@@ -44,10 +45,17 @@ class Display(Logger):
         mode: live, plain or off; auto: live in a terminal, otherwise plain.
         samples: number of completions after the last evaluation; the first evaluation shows one completion.
         figures: metrics of an update and their short names, the most important first.
+        phases: the phases that the run is in.
     """
 
     def __init__(
-        self, title: str, state: TrainState, mode: Progress, samples: int, figures: Mapping[str, str]
+        self,
+        title: str,
+        state: TrainState,
+        mode: Progress,
+        samples: int,
+        figures: Mapping[str, str],
+        phases: Phases | None = None,
     ) -> None:
         self.mode = mode
         self.title = title
@@ -55,8 +63,12 @@ class Display(Logger):
         self.figures = figures
         self.evaluated: list[str] = []  # the result of the last evaluation, for the progress display
         self.progress = ProgressDisplay(
-            title, state.num_updates, mode.value, unit="update", done=state.update
+            title, state.num_updates, mode.value, unit="update", done=state.update, phases=phases
         )
+
+    def updated(self, figures: Metrics, state: TrainState) -> None:
+        """Count the update; its metrics may be part of a later row."""
+        self.progress.reach(state.update)
 
     def log(self, row: Row, state: TrainState) -> None:
         """Show the progress of the run with the metrics in `row`."""

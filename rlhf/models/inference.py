@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def infer(
-    module: nn.Module, rollouts: Rollouts, field: str, budget: Budget, ranks: Ranks, dtype: Dtype
+    module: nn.Module,
+    rollouts: Rollouts,
+    field: str,
+    budget: Budget,
+    ranks: Ranks,
+    dtype: Dtype,
+    done: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Return one output of `module` for all rollouts.
 
@@ -30,6 +37,8 @@ def infer(
         budget: the limits of one forward on one rank.
         ranks: the ranks that divide the rollouts; the forwards run on `ranks.device`.
         dtype: dtype of the forwards; a 16-bit dtype uses autocast.
+        done: function to call with the number of sequences after each forward; the last forward may repeat
+            sequences, so that all ranks make the same number of forwards.
 
     Returns:
         float32 on the device of `rollouts`: log-probs [N, K, T], values [N, K, T+1] or rewards [N, K].
@@ -51,5 +60,7 @@ def infer(
                 whole[rows, :, : out.shape[2]] = out
             elif counts:
                 whole[rows] = out
+            if done is not None:
+                done(len(rows) * rollouts.response_ids.shape[1])
     assert whole is not None, "infer needs at least one prompt"
     return ranks.sum(whole).to(home)  # one copy, so that micro-batches do not wait for one another

@@ -164,7 +164,7 @@ def carry_out(
         if last is not None:
             in_flight = parts.checkpoints.load(last, state, parts.engine, parts.recorder)
             say(f"resumed from update {state.update} of {state.num_updates}: {last}")
-        loggers = [*build_loggers(cfg, folder, state, last), hooks] if ranks.first else []
+        loggers = [*build_loggers(cfg, folder, state, last, parts.phases), hooks] if ranks.first else []
         parts.recorder.open(loggers, parts.generator)
         ends.callback(parts.recorder.close)
         parts.generator.load(parts.engine.weights(), state.version)
@@ -177,6 +177,7 @@ def carry_out(
             cfg.schedule.max_lag,
             parts.recorder.timer,
             in_flight,
+            parts.phases,
         )
         interruption.defer(ranks.any)
         try:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.core.confidence import mean_bounds, rate, with_bounds
 from rlhf.core.encoding import encode_completions
 from rlhf.core.metrics import Evaluation
+from rlhf.core.phases import Phases
 from rlhf.core.state import TrainState
 from rlhf.models.modules import RewardModel
 from rlhf.scorers.scorer import response_texts
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from rlhf.generators.generator import Generator
     from rlhf.objectives.dpo import OnlineDPO
     from rlhf.scorers.scorer import Scorer
+
+POLL_S = 0.2  # seconds between checks for a signal while a generator in another process samples
 
 Evaluator = Callable[[TrainState], Evaluation]
 
@@ -57,6 +60,7 @@ class PolicyEvaluator:
         train_temperature: temperature of the samples for the KL estimate.
         pairs: metrics of the policy on held-out pairs; None: the policy is not trained on stored pairs.
         parts: names of the parts of a mixture of tasks, for metrics of each part.
+        phases: the phases of the run, for its progress display.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class PolicyEvaluator:
         train_temperature: float,
         pairs: HeldOutPairs | None = None,
         parts: tuple[str, ...] = (),
+        phases: Phases | None = None,
     ) -> None:
         self.prompts = prompts
         self.generator = generator
@@ -83,6 +88,7 @@ class PolicyEvaluator:
         self.has_references = any(prompts.references)  # without references, all are ""
         self.pairs = pairs
         self.parts = parts
+        self.phases = phases or Phases()
         self.reference_gold: Tensor | None = None
 
     def __call__(self, state: TrainState) -> Evaluation:
@@ -95,11 +101,13 @@ class PolicyEvaluator:
         }
         figures: Row = {}
         if self.scorer is not None:
-            scores = self.scorer(rollouts).scores[:, 0].double()
+            with self.phases("scoring"):
+                scores = self.scorer(rollouts).scores[:, 0].double()
             columns["score"] = scores.tolist()
             figures |= average("eval/score", scores)
         if self.gold is not None:
-            gold = self.gold.score_once(rollouts)[:, 0].float()
+            with self.phases("judging"):
+                gold = self.gold.score_once(rollouts)[:, 0].float()
             columns["gold_score"] = gold.tolist()
             figures |= average("eval/gold_score", gold.double())
             if self.gold.config.verifies:
@@ -136,7 +144,15 @@ class PolicyEvaluator:
 
     def generate_completions(self, sampling: Sampling) -> Rollouts:
         """Return responses to the held-out prompts, sampled with the current weights of the generator."""
-        return self.generator.submit(self.prompts, sampling).result()
+        future = self.generator.submit(self.prompts, sampling)
+        with self.phases("waiting for rollouts") as done:
+            while True:
+                try:
+                    return future.result(POLL_S)
+                except TimeoutError:
+                    if future.done():  # the error of the generator
+                        raise
+                    done(0)
 
     def score_references(self, gold: Scorer) -> Tensor:
         """Return the judge's scores [N] of the reference responses; computed at the first call only."""

@@ -23,9 +23,10 @@ loads new weights in the middle of a request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rlhf.core.phases import Phases
 from rlhf.training.replay import ONCE
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Parts:
     recorder: Recorder
     evaluator: Evaluator
     checkpoints: Checkpoints
+    phases: Phases = field(default_factory=Phases)  # what the run does now, for its progress display
 
 
 def train(
@@ -85,12 +87,13 @@ def train(
             evaluation or update is incomplete.
     """
     generator, scorer, engine, objective = parts.generator, parts.scorer, parts.engine, parts.objective
-    prompts, recorder = parts.prompts, parts.recorder
+    prompts, recorder, phases = parts.prompts, parts.recorder, parts.phases
     timer = recorder.timer
+    steps = schedule.minibatches * schedule.epochs
     if state.unevaluated and schedule.eval_every:
         evaluate(parts, state, interruption)
     for rollouts in stream:
-        with timer("score"):
+        with timer("score"), phases("scoring"):
             new = scorer(rollouts)
             recorder.add(prompts.scored(new))
         with timer("annotate"):
@@ -98,20 +101,22 @@ def train(
             batch = engine.annotate(batch, objective.needs)
         recorder.add(objective.describe(batch) | figures)
         credited = objective.credit(batch)
-        with timer("train"):
+        with timer("train"), phases("training", steps) as done:
             for minibatch in credited.minibatches(schedule.minibatches, schedule.epochs, seed, state.update):
                 recorder.add(engine.step(minibatch, objective))
+                done()
         state.advance(batch)
-        with timer("wait"):
+        with timer("wait"), phases("waiting for the generator"):
             generator.wait()
-        with timer("sync"):
+        with timer("sync"), phases("sending weights"):
             generator.load(engine.weights(), state.version)
         recorder.flush(state, batch, engine)
         if state.due(schedule.eval_every, at_end=True):
             evaluate(parts, state, interruption)
         stop = interruption.asked()
         if (stop or state.due(schedule.save_every)) and not state.done:
-            parts.checkpoints.save(state, engine, stream, recorder)
+            with phases("saving a checkpoint"):
+                parts.checkpoints.save(state, engine, stream, recorder)
         if stop:
             return
 
@@ -119,8 +124,14 @@ def train(
 def evaluate(parts: Parts, state: TrainState, interruption: Interruption) -> None:
     """Evaluate the trained model and record the result.
 
+    A signal during the evaluation ends it between two batches, if the run has one rank. Several ranks finish
+    the evaluation, because they could not stop at the same batch.
+
     Raises:
-        Interrupted: a signal was received before.
+        Interrupted: a signal was received, and there is no result.
     """
     interruption.check_ranks()
-    parts.recorder.evaluation(state, parts.evaluator(state))
+    alone = parts.engine.ranks.size == 1
+    with parts.phases("evaluating", between=interruption.check if alone else None):
+        evaluation = parts.evaluator(state)
+    parts.recorder.evaluation(state, evaluation)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rlhf.core.phases import Phases
 from rlhf.generators.generator import finished
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Stream:
         max_lag: maximum number of later requests in flight while a batch is trained on.
         timer: stopwatch that measures, under the name `wait`, how long the caller waits for rollouts.
         in_flight: rollouts of a checkpoint that were not trained on; they are yielded first.
+        phases: the phases of the run, for its progress display.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class Stream:
         max_lag: int,
         timer: Timer,
         in_flight: Iterable[Rollouts] = (),
+        phases: Phases | None = None,
     ) -> None:
         self.generator = generator
         self.prompts = iter(prompts)
         self.sampling = sampling
         self.max_lag = max_lag
         self.timer = timer
+        self.phases = phases or Phases()
         self.pending: deque[Future[Rollouts]] = deque(generator.resume(rollouts) for rollouts in in_flight)
         self.current: Rollouts | None = None  # the rollouts yielded last
 
@@ -59,7 +63,8 @@ class Stream:
                     self.sampling = replace(self.sampling, request=self.sampling.request + 1)
                 if not self.pending:
                     return
-                rollouts = self.pending.popleft().result()
+                with self.phases("waiting for rollouts"):
+                    rollouts = self.pending.popleft().result()
             self.current = replace(rollouts, trainer_version=self.taken - 1)
             yield self.current
 

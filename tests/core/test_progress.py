@@ -1,6 +1,8 @@
 """The progress display: a live bar, plain lines at intervals, or no output."""
 
 import io
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +10,7 @@ from rich.console import Console
 
 from rlhf.core import progress as module
 from rlhf.core import stages
+from rlhf.core.phases import Phases
 from rlhf.core.progress import ProgressDisplay, progress
 from rlhf.core.stages import Stages
 
@@ -74,8 +77,8 @@ def test_time_left_counts_down_between_two_updates(seconds):
     display = shown(seconds)
     seconds[0] += 10
     assert screen(display, 80)[0].endswith("1:02 left")
-    seconds[0] += 1000
-    assert screen(display, 80)[0].endswith("0:00 left")
+    seconds[0] += 1000  # longer than the 16 updates before took
+    assert screen(display, 80)[0].endswith("0:24 left")
 
 
 def test_a_resumed_run_estimates_the_time_left_from_its_own_updates(seconds):
@@ -134,6 +137,49 @@ def test_progress_that_is_off_or_live_prints_no_lines(lines, seconds, capsys):
         seconds[0] = 10.0
         advance()
     assert lines == []
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_phase_of_the_current_update_comes_before_the_metrics_of_the_last_one(seconds, width):
+    display = shown(seconds)
+    display.phases = Phases()
+    with display.phases("sampling", 256) as sampled:
+        sampled(64)
+        assert screen(display, width)[1].startswith("  sampling 64/256  reward 1.460")
+        assert "update 16/40  1:12 left  sampling 64/256  reward" in display.line(100)
+    assert "sampling" not in "".join(screen(display, width))
+
+
+def test_a_long_update_is_a_plain_line_at_intervals_with_its_phase(lines, monkeypatch):
+    monkeypatch.setattr(module, "PHASE_EVERY_S", 0.05)
+    phases, told = Phases(), threading.Event()
+    monkeypatch.setattr(module, "say", lambda line: (lines.append(line), told.set()))
+    display = ProgressDisplay("dpo", 10, "plain", unit="update", phases=phases)
+    with phases("training", 4):
+        assert told.wait(60)
+    display.close()
+    assert lines[0] == "dpo  update 0/10  training 0/4"
+
+
+@pytest.mark.parametrize("mode", ["plain", "off"])
+def test_no_line_is_printed_outside_of_phases_or_after_the_display_is_closed(lines, monkeypatch, mode):
+    monkeypatch.setattr(module, "PHASE_EVERY_S", 0.01)
+    phases = Phases()
+    display = ProgressDisplay("dpo", 10, mode, phases=phases)
+    time.sleep(0.05)
+    if mode == "plain":
+        display.close()
+    with phases("training", 4):
+        time.sleep(0.05)
+    assert lines == []
+
+
+def test_updates_without_a_row_of_metrics_count(seconds):
+    display = ProgressDisplay("dpo", 10, "off", unit="update")
+    for second in (5.0, 6.0):
+        seconds[0] = second
+        display.reach(display.done + 1)
+    assert display.count == "update 2/10" and display.left_s == 8.0
 
 
 def test_auto_is_plain_without_a_terminal_even_with_forced_colors(lines, monkeypatch):

@@ -73,6 +73,9 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
         SURVIVAL: ["test_signal_during_a_wait_for_the_generator_interrupts_the_run"]
     },
     "signal when an evaluation is due": {SURVIVAL: ["test_resume_after_ctrl_c_equals_an_uninterrupted_run"]},
+    "signal during an evaluation": {
+        SURVIVAL: ["test_a_signal_ends_a_running_evaluation_which_the_next_session_repeats"]
+    },
     "signal after the last evaluation": {
         SURVIVAL: ["test_a_signal_after_the_last_evaluation_lets_the_run_finish"]
     },

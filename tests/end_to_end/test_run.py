@@ -16,6 +16,7 @@ from transformers import (
 from rlhf.config.saved import load_config
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.files import append, read_lines
+from rlhf.core.phases import Phases
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
@@ -191,6 +192,28 @@ def test_interrupted_and_resumed_equals_uninterrupted(tiny, tmp_path, finished, 
     assert parts.completions.read_text() == whole.completions.read_text()
     a, b = (AutoModelForCausalLM.from_pretrained(f.model).state_dict() for f in (whole, parts))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"evaluating, sampling, token", "evaluating, judging", "sampling, token", "scoring"}),
+        (("schedule.max_lag=1",), {"evaluating, waiting for rollouts", "waiting for rollouts", "scoring"}),
+        (("algo=sft",), {"evaluating, sampling, token", "training, micro-batch", "saving a checkpoint"}),
+    ],
+    ids=["dpo", "lag", "sft"],
+)
+def test_a_run_names_its_phases_for_the_progress_display(tiny, tmp_path, monkeypatch, overrides, expected):
+    enter, entered = Phases.__call__, set()
+
+    def noted(self, name, *arguments, **more):
+        entered.add(", ".join([*(phase.name for phase in self.open), name]))
+        return enter(self, name, *arguments, **more)
+
+    monkeypatch.setattr(Phases, "__call__", noted)
+    run(tiny(*overrides, "schedule.save_every=1"), RunFolder(tmp_path / "run"))
+    assert entered >= expected | {"training, micro-batch", "sending weights", "evaluating, log-probs"}
+    assert not any(name.startswith("evaluating") and "training" in name for name in entered)
 
 
 def test_a_run_interrupted_before_its_first_checkpoint_starts_again(tiny, tmp_path, monkeypatch):

@@ -282,6 +282,29 @@ def test_resume_after_ctrl_c_equals_an_uninterrupted_run(
     assert_same_end(folder, uninterrupted(*words))
 
 
+@pytest.mark.parametrize(
+    ("words", "kind"), [(RUN, HFGenerator), (LAG, WorkerGenerator)], ids=["in line", "worker"]
+)
+def test_a_signal_ends_a_running_evaluation_which_the_next_session_repeats(
+    tiny, tmp_path, monkeypatch, uninterrupted, ctrl_c, words, kind
+):
+    cfg, folder, recorded = tiny(*words, ONLY_AT_SIGNALS), RunFolder(tmp_path / "run"), []
+    asked = []
+
+    def second_evaluation(prompts, sampling):
+        asked.append(sampling.purpose)
+        return asked.count("eval-kl") == 2 and sampling.purpose == "eval-kl"
+
+    with monkeypatch.context() as patch:
+        at(patch, Recorder, "evaluation", lambda state, _: recorded.append(state.update), None)
+        at(patch, kind, "submit", second_evaluation, ctrl_c)
+        with pytest.raises(Interrupted, match="by Ctrl-C after update 2 of 5"):
+            run(cfg, folder)
+    assert recorded == [0]
+    run(cfg, folder)
+    assert_same_end(folder, uninterrupted(*words))
+
+
 def test_a_signal_after_the_last_evaluation_lets_the_run_finish(tiny, tmp_path, monkeypatch, uninterrupted):
     folder = RunFolder(tmp_path / "run")
     with monkeypatch.context() as patch:

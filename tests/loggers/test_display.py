@@ -88,6 +88,14 @@ def test_the_time_left_does_not_count_the_evaluation_before_the_first_update(lin
     assert shown.progress.left_s == 39.0
 
 
+def test_an_update_counts_although_its_row_is_not_due(lines):
+    state = TrainState(num_updates=40)
+    shown = Display("dpo", state, Progress.off, 0, FIGURES)
+    state.update = 1
+    shown.updated({}, state)
+    assert shown.progress.count == "update 1/40"
+
+
 def test_the_first_evaluation_shows_one_completion(lines):
     display_of(TrainState(num_updates=40)).evaluation({}, evaluation(kl=1.0), TrainState(num_updates=40))
     assert sum(line.startswith("  prompt ") for line in lines) == 1

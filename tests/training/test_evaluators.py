@@ -12,6 +12,7 @@ from rlhf.config.algo import DPOConfig
 from rlhf.core.batch import Sampling
 from rlhf.core.confidence import mean_bounds, wilson
 from rlhf.core.encoding import encode_completions, encode_prompts
+from rlhf.core.phases import Phases
 from rlhf.core.state import TrainState
 from rlhf.models.modules import RewardModel
 from rlhf.objectives.dpo import OnlineDPO
@@ -88,6 +89,25 @@ def test_a_win_is_a_strictly_higher_score_than_that_of_the_reference_and_a_tie_i
     assert bounds == pytest.approx(mean_bounds([3.0, 1.0, 0.0]))
     assert evaluation.examples == 3
     assert [row["reference_gold_score"] for row in evaluation.samples] == [1, 1, 1]
+
+
+def test_a_wait_for_a_generator_in_another_process_can_be_ended_by_a_signal():
+    def stop():
+        raise KeyboardInterrupt
+
+    phases = Phases()
+    evaluator = evaluated(None, phases=phases)[2]
+    evaluator.generator = SimpleNamespace(submit=lambda prompts, sampling: Future())  # is never answered
+    with pytest.raises(KeyboardInterrupt), phases("evaluating", between=stop):
+        evaluator(STATE)
+
+
+def test_a_time_limit_of_the_generator_is_an_error_of_the_evaluation():
+    evaluator, answer = evaluated(None)[2], Future()
+    answer.set_exception(TimeoutError("request_limit_s"))
+    evaluator.generator = SimpleNamespace(submit=lambda prompts, sampling: answer)
+    with pytest.raises(TimeoutError, match="request_limit_s"):
+        evaluator(STATE)
 
 
 def test_scores_within_the_tie_tolerance_tie():

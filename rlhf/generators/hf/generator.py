@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from rlhf.core.batch import Rollouts, moved_to
 from rlhf.core.launched import local_rank
+from rlhf.core.phases import Phases
 from rlhf.core.seeding import derive
 from rlhf.generators.generator import Generator, GeneratorContext, finished
 from rlhf.generators.hf.sampling import sample, uniforms
@@ -48,6 +49,7 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
             context.seed,
             context.cached,
             context.stop_ids,
+            context.phases,
         )
     model = context.policy
     factory = HFSamplerFactory(
@@ -82,6 +84,7 @@ class HFGenerator(Generator):
         seed: the seed of the run.
         cached: whether sampling uses a cache of keys and values; see `sample`.
         stop_ids: ids of the tokens that end a response; None: only the end token of the tokenizer.
+        phases: the phases of the run, for its progress display.
     """
 
     def __init__(
@@ -92,8 +95,10 @@ class HFGenerator(Generator):
         seed: int,
         cached: bool = True,
         stop_ids: Sequence[int] | None = None,
+        phases: Phases | None = None,
     ) -> None:
         self.borrow = borrow
+        self.phases = phases or Phases()
         self.stop_ids = [tokenizer.eos_token_id] if stop_ids is None else list(stop_ids)
         self.pad_id = tokenizer.pad_token_id
         self.batch_size = batch_size
@@ -114,6 +119,7 @@ class HFGenerator(Generator):
                 self.batch_size,
                 self.seed,
                 cached=self.cached,
+                phases=self.phases,
             )
         seconds = time.perf_counter() - start
         return finished(replace(rollouts, version=self.version, generate_s=seconds))
@@ -234,36 +240,42 @@ def respond(
     seed: int,
     update: Callable[[], int] | None = None,
     cached: bool = True,
+    phases: Phases | None = None,
 ) -> Rollouts:
     """Sample K responses to each prompt, in chunks of `batch_size` sequences, the longest prompts first.
 
     `update` is called before each forward pass; it may change the model's weights, and returns their version.
-    `cached` is that of `sample`.
+    `cached` is that of `sample`. The phase in `phases` counts the finished sequences.
     """
     chunk = max(1, batch_size // sampling.samples)
     length = sampling.response_length
     purpose = derive(seed, "sample", sampling.purpose)
     numbers = uniforms(purpose, sampling.request, prompts.index, sampling.samples, length)
+    phases = phases or Phases()
     parts, versions = [], []
     order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
-    for rows in order.split(chunk):
-        held: list[int] = []  # the version of the weights for each response token
-        part = sample(
-            model,
-            moved_to(model.device, prompts.prompt_ids[rows]),
-            moved_to(model.device, prompts.prompt_mask[rows]),
-            samples_per_prompt=sampling.samples,
-            response_length=length,
-            temperature=sampling.temperature,
-            uniforms=numbers[rows.cpu()],
-            stop_ids=stop_ids,
-            pad_id=pad_id,
-            before_forward=None if update is None else partial(note, update, held),
-            cached=cached,
-        )
-        parts.append(part)
-        if update is not None:
-            versions.append(pad_to(torch.tensor(held) * part[1].cpu(), length, 0))
+    with phases("sampling", len(prompts) * sampling.samples) as done:
+        for rows in order.split(chunk):
+            held: list[int] = []  # the version of the weights for each response token
+            with phases("token", length) as next_token:
+                part = sample(
+                    model,
+                    moved_to(model.device, prompts.prompt_ids[rows]),
+                    moved_to(model.device, prompts.prompt_mask[rows]),
+                    samples_per_prompt=sampling.samples,
+                    response_length=length,
+                    temperature=sampling.temperature,
+                    uniforms=numbers[rows.cpu()],
+                    stop_ids=stop_ids,
+                    pad_id=pad_id,
+                    before_forward=None if update is None else partial(note, update, held),
+                    after_token=next_token,
+                    cached=cached,
+                )
+            parts.append(part)
+            done(len(rows) * sampling.samples)
+            if update is not None:
+                versions.append(pad_to(torch.tensor(held) * part[1].cpu(), length, 0))
     home, fill, back = prompts.prompt_ids.device, (pad_id, False, 0.0), order.argsort()
     ids, mask, logprobs = (
         torch.cat([pad_to(part[i], length, fill[i]) for part in parts]).to(home)[back] for i in range(3)

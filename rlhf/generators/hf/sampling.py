@@ -81,6 +81,7 @@ def sample(
     stop_ids: Iterable[int] | Tensor,
     pad_id: int,
     before_forward: Callable[[], object] | None = None,
+    after_token: Callable[[], object] | None = None,
     cached: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample K responses for each prompt.
@@ -103,6 +104,8 @@ def sample(
         pad_id: token id of padding.
         before_forward: function that is called before the forward passes of each response token, once per
             token. It may change the model's weights; keys and values of earlier tokens are not recomputed.
+        after_token: function that is called after each response token of all samples. On a GPU the token may
+            not be computed yet.
         cached: False: read each sequence again for every token, without a cache. This is slow, and right for
             every model (`rlhf.generators.hf.agreement`).
 
@@ -152,6 +155,8 @@ def sample(
                     kept = front(active)
                     step.keep(kept)
                     rows, token, running, place = (x[kept] for x in (rows, token, running, place))
+            if after_token is not None:
+                after_token()
             place = place + 1
             if before_forward is not None:
                 before_forward()
