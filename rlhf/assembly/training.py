@@ -22,6 +22,7 @@ from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.invariants import expected
 from rlhf.training.loop import Parts
 from rlhf.training.recorder import Recorder
+from rlhf.training.repetition import RepetitionRule
 from rlhf.training.replay import Replay
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def assemble(
             cfg.minimised,
             cfg.tie_tolerance(cfg.scorer),
             build_collapse_rule(cfg),
+            RepetitionRule() if cfg.generator.samples else None,
         ),
         evaluator=evaluator,
         phases=engine.phases,

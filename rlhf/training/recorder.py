@@ -12,6 +12,7 @@ from rlhf.core.metrics import How, Stat, Timer, mean, merge, plain
 from rlhf.training.collapse import METRIC, CollapseRule
 from rlhf.training.comparison import against_initial
 from rlhf.training.invariants import EXPECTED, broken_invariants
+from rlhf.training.repetition import RepetitionRule
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +37,7 @@ class Recorder:
         tolerance: largest difference from `EXPECTED` without a warning; depends on the dtype.
         expected: names of the metrics in `EXPECTED` that are checked at the first update.
         collapse: the rule that warns of a collapse; None: the default rule.
+        repetition: the rule that hints at responses which repeat themselves; None: no rule.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Recorder:
         minimised: bool = False,
         tie_tolerance: float = 0.0,
         collapse: CollapseRule | None = None,
+        repetition: RepetitionRule | None = None,
     ) -> None:
         self.loggers: list[Logger] = []
         self.generator: Generator | None = None
@@ -56,6 +59,7 @@ class Recorder:
         self.tolerance = tolerance
         self.tie_tolerance = tie_tolerance
         self.collapse = collapse or CollapseRule()
+        self.repetition = repetition
         self.timer = Timer()
         self.unchecked = set(expected)  # names of metrics in EXPECTED that are still to check
         self.tokens = 1.0  # mean number of tokens of a response of the first update
@@ -107,6 +111,8 @@ class Recorder:
                 "memory/peak_gib": Stat(engine.peak_gib(), 1.0, How.max),
             }
         )
+        if self.repetition is not None:
+            self.repetition.add(rollouts.response_ids, rollouts.response_mask)
         # Plain floats, because a checkpoint stores floats: sums are then the same with and without a resume.
         self.figures = plain(self.figures)
         for logger in self.loggers:
@@ -124,6 +130,8 @@ class Recorder:
             self.figures = {}
             if (warning := self.collapse.observe(row)) is not None:
                 self.warn(warning)
+            if self.repetition is not None and (hint := self.repetition.observe(row)) is not None:
+                self.warn(hint)
             if self.collapse.warned:
                 row[METRIC] = 1.0
             for logger in self.loggers:
@@ -177,6 +185,7 @@ class Recorder:
             "evaluated": self.evaluated,
             "evaluated_on": self.evaluated_on,
             "collapse": self.collapse.state_dict(),
+            **({} if self.repetition is None else {"repetition": self.repetition.state_dict()}),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -189,6 +198,8 @@ class Recorder:
         self.evaluated, self.evaluated_on = saved["evaluated"], saved.get("evaluated_on", 0)
         if "collapse" in saved:  # earlier versions had no rule
             self.collapse.load_state_dict(saved["collapse"])
+        if self.repetition is not None and "repetition" in saved:
+            self.repetition.load_state_dict(saved["repetition"])
         self.unchecked = set()  # the first update was before the checkpoint
 
     def close(self) -> None:
