@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.agreement import compared
 from rlhf.assembly.models import loaded
 from rlhf.assembly.parts import make, part
+from rlhf.config.algo import Trains
+from rlhf.config.scorer import RewardModelScorerConfig, scorers
+from rlhf.core.chat_format import Dialogues
+from rlhf.core.errors import UserError
+from rlhf.scorers.reward_model import read_own, reads_tokens_of
 from rlhf.scorers.scorer import Scorer, ScorerContext
+from rlhf.tasks.columns import TOOLS
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.config.scorer import ScorerConfig
     from rlhf.models.modules import RewardModel
     from rlhf.processes.ranks import Ranks
+    from rlhf.tasks.task import Task
+
+CHECKED = 200  # largest number of dialogues that are written in the format of a reward model before a run
+EXAMPLE = "This is an example of a response."  # for dialogues without reference response
 
 
 def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
@@ -50,3 +61,51 @@ def build_training_scorer(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks
     scorer = build_scorer(cfg, "scorer", tokenizer, ranks)
     assert scorer is not None, "validated: training needs a scorer"
     return scorer
+
+
+def check_formats(
+    cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, split: str = "train", judge: bool = False
+) -> Iterator[str]:
+    """Yield a sentence for each kind of content of the dialogues that a reward model does not read.
+
+    A reward model with a chat template of its own reads the dialogues in its format. No model is loaded.
+
+    Args:
+        cfg: the config of the run.
+        task: the data of the run.
+        tokenizer: the policy's tokenizer.
+        split: the split with the dialogues. Their answers are the reference responses, or else a short text.
+        judge: whether the judge scores, although the config trains a reward model.
+
+    Raises:
+        UserError: the chat template of a reward model does not format a dialogue.
+    """
+    rows = task.examples(split)
+    if "messages" not in rows.column_names:
+        return
+    some = rows[np.linspace(0, len(rows) - 1, min(len(rows), CHECKED)).astype(int)]
+    some.setdefault(TOOLS, [None] * len(some["messages"]))
+    judge = judge or cfg.algo.trains is not Trains.reward
+    for at, section in scorers(cfg):
+        used = judge if at.startswith("gold") else cfg.scores_completions
+        if not used or not isinstance(section, RewardModelScorerConfig):
+            continue
+        if section.path is None and cfg.model.reward is None:
+            continue  # the run makes the reward model first
+        try:
+            own, name = read_own(section, at, cfg.model, conversational=True)
+            if not own.chat_template or reads_tokens_of(own, tokenizer, dialogues=True):
+                continue
+            format = Dialogues(own)
+            for messages, reference, place, tools in zip(
+                some["messages"], some["reference"], some["place"], some[TOOLS], strict=True
+            ):
+                answer = [{"role": "assistant", "content": reference or EXAMPLE}]
+                format.write(messages, [answer], place, tools, prompt_only=True)
+        except UserError as error:
+            problem = "; ".join(error.problems)
+            raise UserError(
+                f"the chat template of the reward model at {at} must format the dialogues ({problem}); name "
+                "another reward model, or correct its chat template"
+            ) from error
+        yield from (f"{name}: {warning}" for warning in format.warnings())

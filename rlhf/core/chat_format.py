@@ -237,24 +237,10 @@ class Dialogues:
             UserError: the template refuses the messages, does not write an answer, or writes the messages
                 before an answer in another way than without it.
         """
-        prompt = render(self.tokenizer, messages, where, tools)
-        wholes = [
-            self._format([*messages, *answer], where, tools) if answer else prompt for answer in answers
-        ]
-        shared = prompt
-        if not all(whole.startswith(prompt) for whole in wholes):
-            shared = self._shared(prompt, wholes)
-            if len(shared) < self._length(messages, prompt, where, tools):
-                raise UserError(
-                    "model.chat_template must write the messages before an answer in the same way with and "
-                    f"without the answer, got another text from character {len(shared):,} of {where} on; "
-                    "leave that dialogue out, or set model.chat_template=<file with a Jinja template>"
-                )
+        prompt, shared, wholes = self._wholes(messages, answers, where, tools)
+        texts = self._texts(shared, wholes, answers)
+        if shared != prompt:
             self._note(self.shortened, where)
-        texts = [
-            self._turn(whole[len(shared) :]) if answer else ""
-            for whole, answer in zip(wholes, answers, strict=True)
-        ]
         self.total += 1
         names = set(self._unwritten(messages, [], prompt, "", where, tools))
         for answer, whole, text in zip(answers, wholes, texts, strict=True):
@@ -279,6 +265,36 @@ class Dialogues:
         for name in names:
             self._note(self.lost[name], where)
         return prompt if prompt_only else shared, texts
+
+    def continued(
+        self, messages: Messages, answers: Sequence[Messages], where: str, tools: Tools = None
+    ) -> tuple[str, list[str]]:
+        """Return what `write` returns, for sampled answers: nothing is counted, and no answer is refused."""
+        _, shared, wholes = self._wholes(messages, answers, where, tools)
+        return shared, self._texts(shared, wholes, answers)
+
+    def _wholes(
+        self, messages: Messages, answers: Sequence[Messages], where: str, tools: Tools
+    ) -> tuple[str, str, list[str]]:
+        """Return the prompt, the part that it shares with each whole dialogue, and the K whole dialogues."""
+        prompt = render(self.tokenizer, messages, where, tools)
+        wholes = [
+            self._format([*messages, *answer], where, tools) if answer else prompt for answer in answers
+        ]
+        if all(whole.startswith(prompt) for whole in wholes):
+            return prompt, prompt, wholes
+        shared = self._shared(prompt, wholes)
+        if len(shared) < self._length(messages, prompt, where, tools):
+            raise UserError(
+                "model.chat_template must write the messages before an answer in the same way with and "
+                f"without the answer, got another text from character {len(shared):,} of {where} on; "
+                "leave that dialogue out, or set model.chat_template=<file with a Jinja template>"
+            )
+        return prompt, shared, wholes
+
+    def _texts(self, shared: str, wholes: Sequence[str], answers: Sequence[Messages]) -> list[str]:
+        rows = zip(wholes, answers, strict=True)
+        return [self._turn(whole[len(shared) :]) if answer else "" for whole, answer in rows]
 
     def warnings(self, prompt_only: bool = False) -> Iterator[str]:
         """Yield a sentence for each kind of content that the template does not write as it is in the data."""

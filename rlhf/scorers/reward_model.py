@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.core.batch import Budget
 from rlhf.core.chat_format import Dialogues, end_responses_with_turns, set_clock
@@ -19,6 +19,7 @@ from rlhf.models.tokenizer import check_vocabulary, fill_pad_token, read_tokeniz
 from rlhf.scorers.scorer import Scorer, response_texts
 
 if TYPE_CHECKING:
+    from rlhf.config.model import ModelConfig
     from rlhf.config.scorer import RewardModelScorerConfig
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import ScorerContext
@@ -33,9 +34,10 @@ class RewardModelScorer(Scorer):
         config: config section of the scorer.
         context: the objects of the run that a scorer needs.
         model: the reward model, on the device or divided over the ranks.
-        own_tokenizer: tokenizer of the reward model, if it differs from the tokenizer of the policy. Prompts
-            and responses are then decoded and tokenized again; dialogues get the format of the reward model's
-            chat template, if it has one. None: the reward model gets the policy's ids.
+        own_tokenizer: tokenizer of the reward model, if its tokens, or its format of dialogues, differ from
+            those of the policy. Prompts and responses are then decoded and tokenized again; dialogues get the
+            format of the reward model's chat template, if it has one. None: the reward model gets the
+            policy's ids.
     """
 
     config: RewardModelScorerConfig
@@ -69,12 +71,35 @@ class RewardModelScorer(Scorer):
             format, tools = Dialogues(own), rollouts.tools or [None] * len(rollouts)
             answers = [[[{"role": "assistant", "content": each}] for each in row] for row in responses]
             written = [
-                format.write(messages, row, tools=each)
-                for messages, row, each in zip(dialogues, answers, tools, strict=True)
+                format.continued(messages, row, rollouts.place(i), each)
+                for i, (messages, row, each) in enumerate(zip(dialogues, answers, tools, strict=True))
             ]
             texts, responses = [prompt for prompt, _ in written], [row for _, row in written]
         prompts = encode_prompts(rollouts.index, texts, rollouts.references, own, dialogues is not None)
         return encode_completions(prompts, responses, own, response_length=None, ended=rollouts.ended)
+
+
+def read_own(
+    config: RewardModelScorerConfig, at: str, model: ModelConfig, conversational: bool
+) -> tuple[PreTrainedTokenizerFast, str]:
+    """Return the tokenizer of the reward model at the key `at`, and the assignment that names the model.
+
+    Raises:
+        UserError: the tokenizer cannot be read, or its chat template formats no dialogue.
+    """
+    path, key = (config.path, f"{at}.path") if config.path else (model.reward, "model.reward")
+    assert path is not None, "validated: a reward model is named or made"
+    own = read_tokenizer(path, model.trust_remote_code, key)
+    set_clock(own, model.clock)
+    if conversational and own.chat_template:
+        end_responses_with_turns(own)
+    return own, f"{key}={path}"
+
+
+def reads_tokens_of(own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast, dialogues: bool) -> bool:
+    """Return whether a reward model with the tokenizer `own` reads the tokens of the policy as they are."""
+    other_format = dialogues and own.chat_template and own.chat_template != policy.chat_template
+    return same_tokens(own, policy) and not other_format
 
 
 def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardModelScorer:
@@ -84,9 +109,8 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
         UserError: the model or its tokenizer cannot be loaded, or do not fit each other.
     """
     model = context.model
-    path, key = (config.path, f"{context.at}.path") if config.path else (model.reward, "model.reward")
-    assert path is not None, "validated: a reward model is named or made"
-    own = read_tokenizer(path, model.trust_remote_code, key)
+    own, name = read_own(config, context.at, model, context.conversational)
+    key, _, path = name.partition("=")
 
     def load() -> RewardModel:
         loaded = load_reward_model(
@@ -100,15 +124,8 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
         return RewardModel(loaded, model.shared_prefix)
 
     placed = context.place(load)
-    set_clock(own, model.clock)
-    if context.conversational and own.chat_template:
-        end_responses_with_turns(own)
     fill_pad_token(own, config.pad_token, f"{context.at}.pad_token")
-    if context.conversational and not own.chat_template and not same_tokens(own, context.tokenizer):
-        log.warning("%s=%s has no chat template: it reads the prompts in the format of the policy", key, path)
-    return RewardModelScorer(
-        config,
-        context,
-        placed,
-        None if same_tokens(own, context.tokenizer) else own,
-    )
+    if context.conversational and context.tokenizer.chat_template and not own.chat_template:
+        log.warning("%s has no chat template: it reads the prompts in the format of the policy", name)
+    as_it_is = reads_tokens_of(own, context.tokenizer, context.conversational)
+    return RewardModelScorer(config, context, placed, None if as_it_is else own)

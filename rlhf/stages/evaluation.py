@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.checks.check import warn
 from rlhf.config.algo import Trains
 from rlhf.config.backend import TorchConfig
 from rlhf.config.cores import threads
@@ -290,7 +291,7 @@ def evaluations(
     from rlhf.assembly.data import build_task
     from rlhf.assembly.evaluator import build_evaluator
     from rlhf.assembly.generator import build_generator
-    from rlhf.assembly.scorer import build_scorer
+    from rlhf.assembly.scorer import build_scorer, check_formats
     from rlhf.assembly.tokenizer import build_tokenizer
     from rlhf.core.seeding import derive
     from rlhf.generators.chunked import ChunkedGenerator
@@ -304,6 +305,7 @@ def evaluations(
         cfg = starting_from(group[0].name, cfg)
     tokenizer = build_tokenizer(cfg)
     task = build_task(cfg, tokenizer, cfg.data, cfg.schedule.prompts_per_update)
+    warn(ranks.from_first(lambda: list(check_formats(cfg, task, tokenizer, split))))
     state = TrainState(num_updates=1)
     cfg, engine = build_engine_for(group[0], cfg, tokenizer, ranks)
     with ExitStack() as ends:

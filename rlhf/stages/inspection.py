@@ -21,6 +21,7 @@ import datasets
 import transformers
 
 from rlhf.assembly.data import build_task
+from rlhf.assembly.scorer import check_formats
 from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer, names_of
 from rlhf.config.algo import Data, Trains
 from rlhf.core.encoding import encode_completions
@@ -112,7 +113,10 @@ def data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
 
 
 def reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:
-    """Yield the scores of reward functions for some stored responses, and warnings."""
+    """Yield the scores of reward functions for some stored responses, and warnings.
+
+    Among the warnings is what reward models with a chat template of their own do not read.
+    """
     for number, each in enumerate(tried(cfg, task, tokenizer)):
         if number == 0:
             yield Line("")
@@ -123,6 +127,9 @@ def reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, wi
         if each.warning is not None:
             for text in textwrap.wrap(f"  warning: {each.warning}", width, subsequent_indent=" " * 4):
                 yield Line(text, "yellow")
+    for warning in check_formats(cfg, task, tokenizer):
+        for text in textwrap.wrap(f"  warning: {warning}", width, subsequent_indent=" " * 4):
+            yield Line(text, "yellow")
 
 
 @contextmanager

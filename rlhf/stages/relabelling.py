@@ -279,7 +279,7 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
 
     from rlhf.assembly.data import build_task
     from rlhf.assembly.device import build_device
-    from rlhf.assembly.scorer import build_scorer
+    from rlhf.assembly.scorer import build_scorer, check_formats
     from rlhf.processes.ranks import Ranks
     from rlhf.stages.prerequisites import complete
     from rlhf.stages.run import quieten, run
@@ -291,9 +291,10 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
         cfg = ranks.from_first(partial(complete, cfg, run))
     work = scratch_of(output)
     tokenizer = tokenizer_of(cfg)
+    task = build_task(cfg, tokenizer, Data.preferences, 1, judge=True)
+    warn(ranks.from_first(lambda: list(check_formats(cfg, task, tokenizer, judge=True))))
     gold = build_scorer(cfg, "gold", tokenizer, ranks)
     assert gold is not None, "validated: the judge scores texts"
-    task = build_task(cfg, tokenizer, Data.preferences, 1, judge=True)
     splits, agreements = {}, {}
     for split in SPLITS:
         stored = task.source.preferences(split)

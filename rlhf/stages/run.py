@@ -21,6 +21,7 @@ from rlhf.assembly.data import build_state, build_task
 from rlhf.assembly.device import build_device
 from rlhf.assembly.loggers import build_loggers
 from rlhf.assembly.parts import part
+from rlhf.assembly.scorer import check_formats
 from rlhf.assembly.tokenizer import build_tokenizer, say_ends
 from rlhf.assembly.training import assemble, training_sampling
 from rlhf.checks.check import problems
@@ -61,7 +62,7 @@ from rlhf.training.loop import Parts, train
 from rlhf.training.stream import Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from rlhf.config.root import Config
     from rlhf.core.state import TrainState
@@ -157,6 +158,7 @@ def carry_out(
     if not cfg.task.embedded:
         report_data(cfg, task)
         ranks.from_first(lambda: warn_of(report_rewards(cfg, task)))
+        ranks.from_first(lambda: warn_of(check_formats(cfg, task, tokenizer)))
     with ExitStack() as ends:
         ends.enter_context(stages.enter(len(stages.names)))
         parts = assemble(cfg, task, tokenizer, data, state, folder, ranks, ends)
@@ -210,7 +212,7 @@ def carry_out(
     return result.get(cfg.metric)
 
 
-def warn_of(found: Sequence[str]) -> None:
+def warn_of(found: Iterable[str]) -> None:
     """Log warnings."""
     for warning in found:
         log.warning("%s", warning)

@@ -1,5 +1,6 @@
 """The reward model scorer: reward models with another tokenizer or another chat template than the policy."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -7,7 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.assembly.data import build_task
 from rlhf.assembly.parts import make
+from rlhf.assembly.scorer import check_formats
+from rlhf.assembly.tokenizer import build_tokenizer
+from rlhf.config.compose import compose
 from rlhf.config.scorer import RewardModelScorerConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.chat_format import render, set_format
@@ -34,14 +39,16 @@ def build(tokenizer: PreTrainedTokenizerFast, conversational: bool = False, **se
     return scorer
 
 
-def answers(tokenizer: PreTrainedTokenizerFast, dialogue: bool) -> Rollouts:
+def answers(
+    tokenizer: PreTrainedTokenizerFast, dialogue: bool, texts: tuple[str, str] = ("So.", "It is")
+) -> Rollouts:
     """Return a question with two responses, of which only the first has ended."""
     prompts = encode_prompts(
         torch.arange(1), [render(tokenizer, QUESTION) if dialogue else "Why?"], [""], tokenizer, dialogue
     )
     prompts.dialogues = [QUESTION] if dialogue else None
     ended = torch.tensor([[True, False]])
-    return encode_completions(prompts, [["So.", "It is"]], tokenizer, response_length=None, ended=ended)
+    return encode_completions(prompts, [[*texts]], tokenizer, response_length=None, ended=ended)
 
 
 def test_a_reward_model_with_the_tokenizer_of_the_policy_reads_its_tokens(tmp_path):
@@ -105,3 +112,68 @@ def test_a_tokenizer_with_more_tokens_than_the_reward_model_is_refused(tmp_path)
     save(tiny_classifier("llama", vocab_size=100), neox(), tmp_path)
     with pytest.raises(UserError, match=r"scorer\.path must fit the model"):
         build(qwen(), path=str(tmp_path))
+
+
+def test_a_reward_model_with_the_tokens_of_the_policy_and_another_template_reads_its_own_format(tmp_path):
+    policy, own = qwen(), qwen()
+    own.chat_template = own.chat_template.replace("You are a helpful assistant.", "Reason step by step.")
+    set_format(policy, None, conversational=True)
+    scorer = build(policy, conversational=True, path=folder(tmp_path, own))
+    read = scorer.retokenize(answers(policy, dialogue=True), scorer.own_tokenizer)
+    assert own.decode(read.prompt_ids[0]) == render(own, QUESTION) != render(policy, QUESTION)
+    assert build(qwen(), path=folder(tmp_path, own)).own_tokenizer is None, "texts have no format"
+
+
+@pytest.mark.parametrize("response", ["Well.</think>", "", " \n"])
+def test_a_sampled_response_that_the_template_does_not_write_is_scored(tmp_path, response):
+    policy, own = qwen(), gemma()
+    own.chat_template = own.chat_template.replace(
+        "message['content']", "message['content'].split('</think>')[-1]"
+    )
+    set_format(policy, None, conversational=True)
+    scorer = build(policy, conversational=True, path=folder(tmp_path, own))
+    assert scorer.score(answers(policy, True, (response, "So."))).shape == (1, 2)
+
+
+def formats(tmp_path, rows, *words):
+    """Return the warnings of `check_formats` for dialogues, a policy of Qwen's kind and a reward model."""
+    data, policy = tmp_path / "data.jsonl", tmp_path / "policy"
+    rows = [[{**turn, "content": f"{turn['content']} {i}"} for turn in row] for i, row in enumerate(rows)]
+    data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    qwen().save_pretrained(policy)
+    own = gemma()
+    own.chat_template = own.chat_template.replace("messages[0]['role'] == 'system'", "false")
+    own.chat_template = own.chat_template.replace(
+        "for message in messages", "for message in messages if message['role'] != 'system'"
+    )
+    own.save_pretrained(tmp_path / "reward")
+    cfg = compose(["task=local", f"task.path={data}", "algo=rloo", f"model.policy={policy}", *words])
+    tokenizer = build_tokenizer(cfg)
+    task = build_task(cfg, tokenizer, cfg.data, 1, judge=cfg.algo.name == "reward")
+    return list(check_formats(cfg, task, tokenizer, judge=cfg.algo.name == "reward"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.reward={}",),
+        ("scorer@gold=reward_model", "gold.path={}", "scorer=function", "scorer.path=own.py:f"),
+        ("scorer.path={}", "scorer@gold=none"),
+    ],
+)
+def test_what_the_format_of_a_reward_model_leaves_out_is_reported_before_it_is_loaded(tmp_path, words):
+    (tmp_path / "own.py").write_text("def f(response): return 1.0")
+    words = [word.format(tmp_path / "reward").replace("own.py", f"{tmp_path}/own.py") for word in words]
+    reply = {"role": "assistant", "content": "So."}
+    whole = [{"role": "system", "content": "Be brief."}, *QUESTION, reply]
+    (warning,) = formats(tmp_path, [[*QUESTION, reply]] * 9 + [whole] * 3, *words)
+    assert "/reward: the chat template leaves out or changes the content of a message with the" in warning
+    assert not formats(tmp_path, [[*QUESTION, reply]] * 9, *words)
+
+
+def test_dialogues_that_a_reward_model_cannot_read_are_refused_before_it_is_loaded(tmp_path):
+    twice = [*QUESTION, *QUESTION]
+    with pytest.raises(
+        UserError, match=r"reward model at scorer must format the dialogues \(.*alternate.*\); name another"
+    ):
+        formats(tmp_path, [twice] * 9, f"scorer.path={tmp_path}/reward", "scorer@gold=none")
