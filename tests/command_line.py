@@ -72,7 +72,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.fixture
 def own_conf(tmp_path: Path) -> Path:
-    """Return a folder laid out like conf/: one valid experiment file, and six files with one error each."""
+    """Return a folder laid out like conf/: one valid experiment file, and files with one error each."""
     files = {
         "typo": "algo:\n  beat: 1\n",
         "wrong_type": "algo:\n  beta: high\n",
@@ -86,4 +86,5 @@ def own_conf(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     for name, text in files.items():
         (folder / f"{name}.yaml").write_text(f"# @package _global_\n# {name} of the tests\n{text}")
+    (folder / "no_package.yaml").write_text("algo:\n  beta: 0.3\n")
     return folder.parent

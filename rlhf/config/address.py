@@ -12,7 +12,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -47,9 +47,14 @@ def function_problem(key: str, path: object, arguments: tuple[str, ...]) -> str 
         arguments: names of the arguments that the function may receive by position.
     """
     match = FORM.fullmatch(path) if isinstance(path, str) else None
+    several = addresses(path)
+    if match is not None and several and missing(match["place"]):
+        match = None
     if not isinstance(path, str) or match is None:
         got, remedy = "null" if path is None else repr(path), suggestion(str(path or ""))
         remedy = f"did you mean {setting(key, remedy)}?" if remedy else f"set {key}=my_module:my_function"
+        if several:
+            remedy = f"for several functions set {setting(key, several)}"
         return f"{key} {RULE}, got {got}; {remedy}"
     place, name = match["place"], match["function"]
     if place == ONLY_HERE and getattr(sys.modules.get(place), name, None) is None:
@@ -68,6 +73,13 @@ def function_problem(key: str, path: object, arguments: tuple[str, ...]) -> str 
         return f"{key} must name a function in an existing module or file ({reason}), got {path!r}; {remedy}"
     file = file_of(place)
     return None if file is None else source_problem(key, path, file, arguments)
+
+
+def addresses(value: object) -> list[str]:
+    """Return the addresses in a value with several: a mapping, or a text with commas or blanks; else []."""
+    texts = value.values() if isinstance(value, Mapping) else re.split(r"[\s,;]+", str(value or ""))
+    found = [str(text) for text in texts]
+    return found if len(found) > 1 and all(map(FORM.fullmatch, found)) else []
 
 
 def source_problem(key: str, path: str, file: Path, arguments: tuple[str, ...]) -> str | None:

@@ -9,18 +9,25 @@ import re
 import shlex
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rlhf.config.algo import AlgoConfig
+from rlhf.config.address import addresses
 from rlhf.config.catalogue import all_keys, declarations, groups, options, takes_list
-from rlhf.config.foreign import WITHOUT, meaning
-from rlhf.config.schema import SCHEMAS
-from rlhf.config.suggestions import closest, key_or_group, one_of, simple_key, suggestion
+from rlhf.config.foreign import OTHERS, WITHOUT, meaning
+from rlhf.config.suggestions import (
+    assigned,
+    closest,
+    key_or_group,
+    keys_of_run,
+    one_of,
+    option_named,
+    simple_key,
+    suggestion,
+)
 from rlhf.core.errors import UserError
 from rlhf.core.formatting import shortened
 from rlhf.core.pasting import as_typed, override, setting, without_escapes
@@ -180,7 +187,7 @@ def value_of(arguments: Sequence[str], place: int) -> str:
 def as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> str | None:
     """Return the remedy for flags that are settings; None: the first of them is no setting.
 
-    Names of TRL, OpenRLHF and verl are translated, and all flags of a command of such a project are written
+    Names of other projects are translated, and all flags of a command of such a project are written
     together. `beta` is the KL coefficient, except for algorithms that have a key `algo.beta`.
 
     Args:
@@ -195,28 +202,36 @@ def as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> s
             flags.append((name, value_of(arguments, number)))
     if not flags:
         return None
-    algo = next((each[5:] for each in arguments if each.startswith("algo=")), None)
     online = any((found := meaning(name)) and found[0].key == SAMPLES for name, _ in flags)
-    section = SCHEMAS.get(f"schema/algo/{algo or ('grpo' if online else 'dpo')}", AlgoConfig)
-    known = [f"algo.{each.name}" for each in fields(section)]
-    words: list[str] = []
+    known = keys_of_run(arguments, "grpo" if online else "dpo")
+    words: dict[str, str] = {}  # by key; a value that must be converted gives way to another one
     notes: list[str] = []
     for name, value in flags:
-        exact = name if name in own else simple_key(name)
-        if exact is not None and exact.startswith("algo.") and exact not in known:
-            exact = None
-        if exact is None and (found := meaning(name, known)):
+        exact = name if name in own else simple_key(name, known)
+        found = None if exact and exact.rpartition(".")[2] == exact else meaning(name, known)
+        if found and (exact is None or found[2] != OTHERS):
             row = found[0]
-            words += [row.setting(value)] if row.key != WITHOUT else []
+            if row.key != WITHOUT:
+                word = assigned(row, value or switched(row.key, name))
+                words[row.key] = word if "<value>" not in word else words.get(row.key, word)
             note = f"{name}: {row.note}" if row.key != WITHOUT else f"leave {name} out ({row.note})"
             notes += [note] if row.note else []
-        elif meant := exact or key_or_group(name):
-            words.append(as_typed(meant, value or "<value>"))
+        elif meant := exact or key_or_group(name.removeprefix("no_")):
+            words[meant] = as_typed(meant, value or switched(meant, name) or "<value>")
         elif (name, value) == flags[0]:
             return None
-    if algo is None and any(word.startswith("algo.kl_coef=") for word in words):
-        words.insert(0, "algo=grpo")
-    return "; ".join([*([f"write {' '.join(words)}"] if words else []), *dict.fromkeys(notes)])
+    if "algo.kl_coef" in words and not any(
+        each.startswith("algo=") for each in [*arguments, *words.values()]
+    ):
+        words = {"algo": "algo=grpo", **words}
+    return "; ".join([*([f"write {' '.join(words.values())}"] if words else []), *dict.fromkeys(notes)])
+
+
+def switched(key: str, flag: str) -> str:
+    """Return the value of a flag without a value: true or false; empty if the key is no switch."""
+    if not any(hint is bool for _, hint in declarations(key)):
+        return ""
+    return str(not flag.startswith("no_")).lower()
 
 
 def unreadable(override: str, arguments: Sequence[str] = ()) -> str:
@@ -278,10 +293,10 @@ def without_equals(argument: str, arguments: Sequence[str] = ()) -> str:
     elif argument in all_keys():
         remedy = f"write {argument}={value or '<value>'}"
     else:
-        group = next((group for group in groups() if argument in options(group)), None)
+        named = option_named(argument)
         remedy = (
-            f"did you mean {group}={argument}?"
-            if group
+            f"did you mean {named}?"
+            if named
             else suggestion(argument, groups(), "did you mean {}=<option>?") or "write key=value"
         )
     return f"{argument} must read key=value or group=option (it has no '='), got {argument}; {remedy}"
@@ -301,6 +316,9 @@ def several_values(key: str, value: str) -> str:
         return f"{rule}; set {key}={value.replace(',', '')}, or add -m to run each"
     if re.fullmatch(r"[+-]?\d+,\d+(e[+-]?\d+)?", value):
         return f"{rule}; set {key}={value.replace(',', '.')}, or add -m to run each"
+    functions = addresses(value) if key.rpartition(".")[2] == "path" else []
+    if functions:
+        return f"{rule}; write {setting(key, functions)} for several functions, or add -m to run each"
     if key == "logger" or (takes_list(key) and key not in groups()):
         return f"{rule}; write {shlex.quote(f'{key}=[{value}]')} for a list, or add -m to run each"
     text = any(str in (hint, *get_args(hint)) for _, hint in declarations(key)) and key not in groups()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rlhf.core.pasting import as_typed
 
 PROJECTS = ("TRL", "OpenRLHF", "verl")
+OTHERS = "other programs"
 WITHOUT = "-"  # in place of a key: this project has no such setting
 
 
@@ -23,24 +24,27 @@ class Foreign:
     Attributes:
         key: the key or group of this project; `WITHOUT`: there is none, and `note` says what to do.
         names: the names in each of `PROJECTS`, with blanks between them; the first is the current name.
-        note: what differs.
+        note: what differs; `<value there>: <value here>` for values that differ.
         value: the value here; None: the value there; `<value>`: it must be converted.
+        others: names of `OTHERS`, with blanks between them.
     """
 
     key: str
     names: tuple[str, str, str]
     note: str = ""
     value: str | None = None
+    others: str = ""
 
     def named(self) -> Iterator[tuple[str, str]]:
         """Yield each name with the project that uses it."""
-        for project, names in zip(PROJECTS, self.names, strict=True):
+        for project, names in zip((*PROJECTS, OTHERS), (*self.names, self.others), strict=True):
             for name in names.split():
                 yield name, project
 
     def setting(self, value: str) -> str:
         """Return the assignment here for a value there."""
-        return as_typed(self.key, self.value or value or "<value>")
+        meant = dict(re.findall(r"([\w-]+): ([\w-]+)", self.note)).get(value)
+        return as_typed(self.key, meant or self.value or value or "<value>")
 
 
 # key here | TRL | OpenRLHF | verl (without actor_rollout_ref.) | value here | remark
@@ -174,8 +178,8 @@ algo.clip_value | cliprange_value | critic.value_clip value_clip | critic.clipra
 algo.loss_type | loss_type dpo_loss_type | model.ipo_enable
 algo.label_smoothing | label_smoothing | model.label_smoothing
 scorer.missing_eos_penalty | missing_eos_penalty
-backend | deepspeed fsdp | ds.zero_stage zero_stage | actor.strategy | <value> | zero0, zero1, zero2,
-    zero3, zero2_offload or zero3_offload
+backend | deepspeed fsdp | ds.zero_stage zero_stage | actor.strategy | <value> | 0: zero0; 1: zero1;
+    2: zero2; 3: zero3; or zero2_offload, zero3_offload
 backend.compile | torch_compile | ds.deepcompile | actor.use_torch_compile
 backend.ranks | num_processes | actor.num_gpus_per_node | trainer.n_gpus_per_node n_gpus_per_node |  | and
     start with torchrun --nproc-per-node <n> -m rlhf.train
@@ -193,6 +197,50 @@ def parsed(text: str) -> Iterator[Foreign]:
 
 TABLE = tuple(parsed(TEXT))
 
+# key here | names elsewhere | value here | remark
+OTHERS_TEXT = """
+model.policy | name_or_path model_id base_model pretrained_model_name_or_path | | model.base for SFT
+model.lora.rank | use_lora peft | 16
+- | quantization quantization_config bnb_config qlora | | base weights are not quantized; to save memory set
+    model.lora.rank=16 model.dtype=bfloat16
+task.path | dataset_path data_path data train_file train_data data_files | | a file or folder, with task=local
+algo.samples_per_prompt | num_return_sequences group_size num_samples n_samples
+generator.response_length | max_tokens max_response_tokens
+- | do_sample | | training always samples; generator.temperature and eval.temperature set how
+- | stop stop_strings stop_words stop_sequences stop_token_ids | | the end tokens that the model declares
+    end a response
+schedule.prompts_per_update | batch_size global_batch_size | <value> | prompts; sequences of one forward pass:
+    backend.micro_batch
+schedule.total_epochs | epochs n_epochs | | passes over the data; passes over each batch: schedule.epochs
+schedule.total_episodes | steps num_steps iterations num_updates total_updates max_updates | <value> |
+    responses: updates x prompts_per_update x samples_per_prompt
+schedule.eval_every | eval_interval eval_freq eval_frequency
+schedule.save_every | save_interval save_freq checkpoint_every checkpoint_interval
+- | save_strategy eval_strategy evaluation_strategy logging_strategy | | schedule.save_every, eval_every and
+    log_every count updates
+generator | vllm | vllm
+logger | wandb use_wandb | wandb
+backend.ranks | gpus num_gpus n_gpus ngpus | | and start with torchrun --nproc-per-node <n> -m rlhf.train
+scorer.path | reward reward_fn reward_func reward_function reward_functions | <value> | <file>.py:<function>,
+    with scorer=function
+model.reward | reward_model rm_path | | a folder or a name of the hub
+algo.kl_coef | kl kl_coeff kl_weight kl_penalty_coef
+algo | algorithm method
+output_dir | save_dir checkpoint_dir
+"""
+
+
+def named_elsewhere(text: str) -> Iterator[Foreign]:
+    """Yield a row for each line of the table of `OTHERS`; an indented line continues the line before."""
+    for line in re.sub(r"\n +", " ", text).strip().splitlines():
+        key, names, value, note = (
+            cell.strip() for cell in f"{line}{' | ' * (3 - line.count('|'))}".split("|")
+        )
+        yield Foreign(key, ("", "", ""), note, value or None, names)
+
+
+ELSEWHERE = tuple(named_elsewhere(OTHERS_TEXT))
+
 
 def meaning(word: str, known: Collection[str] = ()) -> tuple[Foreign, str, str] | None:
     """Return the row, the name and the project of a setting of another project; None: no project has it.
@@ -203,7 +251,7 @@ def meaning(word: str, known: Collection[str] = ()) -> tuple[Foreign, str, str] 
     """
     wanted = plain(word)
     found: dict[bool, list[tuple[Foreign, str, str]]] = {True: [], False: []}
-    for each in TABLE:
+    for each in (*TABLE, *ELSEWHERE):
         for name, project in each.named():
             if f".{wanted}".endswith(f".{plain(name)}"):
                 found[True].append((each, name, project))

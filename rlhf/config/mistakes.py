@@ -27,9 +27,18 @@ from omegaconf.errors import (
 
 from rlhf.config.arguments import in_ascii, several_values, unreadable
 from rlhf.config.catalogue import all_keys, declarations, groups, options
-from rlhf.config.foreign import meaning
+from rlhf.config.foreign import OTHERS, meaning
 from rlhf.config.schema import SCHEMAS, bound_of, schema_of
-from rlhf.config.suggestions import closest, one_of, own_value, simple, suggestion, translated
+from rlhf.config.suggestions import (
+    closest,
+    keys_of_run,
+    one_of,
+    option_named,
+    own_value,
+    simple,
+    suggestion,
+    translated,
+)
 from rlhf.core.pasting import setting
 
 # Exceptions of an invalid config. For some uses of null, Hydra and OmegaConf raise the last two types.
@@ -158,20 +167,17 @@ def unknown_key(
     got = next((override for override in overrides if split(override)[0].lstrip("+~") == typed), typed)
     value = got.partition("=")[2]
     place = f" in {where}.yaml" if where else ""
+    if where and not parent and where.startswith(f"{leaf}/"):
+        return (
+            f"{where}.yaml must begin with # @package _global_ (its settings belong to several sections), "
+            f"got settings of {leaf}; add the line"
+        )
     if not parent:
         known = sorted({*known, *groups()})
-        guess = next(
-            filter(
-                None,
-                (
-                    None if same_leaf(typed) else translated(typed, value, all_keys()),
-                    suggestion(typed, all_keys() if "." in typed else known, "did you mean {}?"),
-                    suggestion(leaf, known, "did you mean {}?"),
-                    suggestion(typed.rpartition(".")[2], all_keys(), "did you mean {}?"),
-                ),
-            ),
-            None,
+        full = next(
+            (key for key, _ in map(split, overrides) if key.lstrip("+").startswith(f"{typed}.")), typed
         )
+        guess = top_level(full.lstrip("+"), value, known, keys_of_run(overrides))
         rule = f"{typed} must be a setting or a group{place} (there is no {leaf})"
         return f"{rule}, got {got}; {guess or 'see --help'}"
     option = option_name(section)
@@ -183,14 +189,45 @@ def unknown_key(
     found = meaning(full_key, own)
     if found and (found[0].key in own or value in options(found[0].key) or not same_leaf(leaf)):
         guess = translated(full_key, value, own)
+    elif value in options(group_of(parent)):
+        guess = f"set {chosen_by(parent)}={value}"
     elif elsewhere:
         belongs = ", ".join(f"{chosen_by(parent)}={other}" for other in elsewhere)
         guess = f"it belongs to {belongs}: choose that option, or leave it out"
+    elif found and found[2] == OTHERS:
+        guess = translated(full_key, value, own)
     else:
         guess = similar_key(parent, (leaf, typed.rpartition(".")[2]), known)
     return (
         f"{typed} must be a setting of {owner}{place} ({', '.join(known) or 'it has none'}), got {got}; "
         f"{guess or 'leave it out'}"
+    )
+
+
+def top_level(typed: str, value: str, known: Sequence[str], keys: Sequence[str]) -> str | None:
+    """Return the remedy for a name that no setting or group has, or None.
+
+    Args:
+        typed: the name, perhaps with sections before it that do not exist.
+        value: its value as typed.
+        known: the settings and groups of the root.
+        keys: the keys that the run has.
+    """
+    leaf = simple(typed.rpartition(".")[2])
+    found = meaning(typed, keys)
+    if same := [key for key in keys if simple(key) == simple(typed)]:
+        return f"did you mean {same[0]}?"
+    if "." not in typed and not (found and found[1] == leaf):
+        same = [
+            key for key in keys if simple(key.rpartition(".")[2]) == leaf and not key.startswith("stages.")
+        ]
+        if same or (named := option_named(typed)):
+            return f"did you mean {' or '.join(same[:2]) or named}?"
+    return (
+        translated(typed, value, keys)
+        or suggestion(typed, all_keys() if "." in typed else known, "did you mean {}?")
+        or suggestion(leaf, known, "did you mean {}?")
+        or suggestion(leaf, all_keys(), "did you mean {}?")
     )
 
 
@@ -209,6 +246,8 @@ def similar_key(parent: str, words: Iterable[str], known: Sequence[str]) -> str 
         known: the keys of the section.
     """
     for word in words:
+        if joined := same_leaf(f"{parent}_{word}"):
+            return f"did you mean {joined}?"
         if guess := suggestion(word, known, f"did you mean {parent}.{{}}?"):
             return guess
         if same := same_leaf(word):

@@ -20,6 +20,7 @@ from omegaconf import MISSING
 from rlhf.config.address import function_problem, takes_lists
 from rlhf.config.model import Dtype
 from rlhf.config.schema import Section, number, option, sections
+from rlhf.core.pasting import setting
 from rlhf.core.secrets import secret_in
 
 # Relative difference of the scores of a reward model for one response at different places of a batch.
@@ -355,10 +356,12 @@ class FunctionScorerConfig(ScorerConfig):
             return
         ones = ",".join(["1"] * max(1, len(paths)))
         if not isinstance(self.path, list) or len(weights) != len(paths):
-            got = f"{len(weights)} for {len(paths)}"
+            remedy = f"set '{at}.weights=[{ones}]'"
+            if not isinstance(self.path, list):
+                remedy = f"leave it out, or set {setting(f'{at}.path', paths)}"
             yield (
                 f"{at}.weights must have a number for each function of a list in {at}.path (they are factors "
-                f"of its scores), got {got}; set '{at}.weights=[{ones}]', and a list in {at}.path"
+                f"of its scores), got {len(weights)} for {len(paths)}; {remedy}"
             )
         if not all(map(math.isfinite, weights)):
             yield (

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import fields
 from difflib import get_close_matches
 
+from rlhf.config.algo import AlgoConfig
 from rlhf.config.catalogue import all_keys, groups, options
-from rlhf.config.foreign import WITHOUT, meaning
+from rlhf.config.foreign import WITHOUT, Foreign, meaning
+from rlhf.config.schema import SCHEMAS
 from rlhf.core.pasting import as_typed, setting
 
 MANY = 20  # with more options, a message refers to --help instead of listing them
@@ -15,6 +18,8 @@ MANY = 20  # with more options, a message refers to --help instead of listing th
 ALIASES = {  # values of other programs -> values of this project
     **{"fp16": "float16", "half": "float16", "f16": "float16"},
     **{"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"},
+    **{"reinforce": "rloo", "reinforce++": "rloo", "group_norm": "grpo", "gae": "ppo", "online_dpo": "dpo"},
+    **{"best_of_n": "bok", "raft": "bok"},
 }
 
 
@@ -88,9 +93,14 @@ def key_or_group(word: str) -> str | None:
     return simple_key(word) or closest(word, groups()) or closest(word, all_keys())
 
 
-def simple_key(word: str) -> str | None:
-    """Return the group or the key with the name `word`, or with this last part; None: there is none."""
-    names = [*groups(), *all_keys()]
+def simple_key(word: str, known: Iterable[str] | None = None) -> str | None:
+    """Return the group or the key with the name `word`, or with this last part; None: there is none.
+
+    Args:
+        word: the name as typed.
+        known: the keys to search; None: all.
+    """
+    names = [*groups(), *(all_keys() if known is None else known)]
     same = [name for name in names if simple(name) == simple(word)]
     same += [name for name in names if simple(name.rpartition(".")[2]) == simple(word)]
     return same[0] if same else None
@@ -109,8 +119,35 @@ def translated(word: str, value: str = "", known: Collection[str] = ()) -> str |
     row, name, project = found
     if row.key == WITHOUT:
         return f"{name} of {project} has no key here: {row.note}"
-    assigned = as_typed(row.key, value) if value and value in options(row.key) else row.setting(value)
-    return f"set {assigned} ({name} in {project}{row.note and '; ' + row.note})"
+    return f"set {assigned(row, value)} ({name} in {project}{row.note and '; ' + row.note})"
+
+
+def assigned(row: Foreign, value: str) -> str:
+    """Return the arguments here for a setting of another project and its value there.
+
+    A path also selects the option that reads it: `task=local`, `scorer=function` or `scorer=http`.
+    """
+    if value and value in options(row.key):
+        return as_typed(row.key, value)
+    if row.key == "task.path" and value:
+        return f"task=local {setting(row.key, value)}"
+    if row.key == "scorer.path" and re.match("https?://", value):
+        return f"scorer=http {setting('scorer.url', value)}"
+    if row.key == "scorer.path" and ":" in value:
+        return f"scorer=function {setting(row.key, value)}"
+    return row.setting(value)
+
+
+def option_named(word: str) -> str | None:
+    """Return `<group>=<word>` for the first group that has an option `word`; None: no group has it."""
+    return next((f"{group}={word}" for group in groups() if word in options(group)), None)
+
+
+def keys_of_run(overrides: Iterable[str], algo: str = "dpo") -> list[str]:
+    """Return all keys but those of other algorithms than that of the overrides; `algo` is the default."""
+    chosen = next((each[5:] for each in overrides if each.startswith("algo=")), algo)
+    own = {f"algo.{each.name}" for each in fields(SCHEMAS.get(f"schema/algo/{chosen}", AlgoConfig))}
+    return [key for key in all_keys() if not key.startswith("algo.") or key in own]
 
 
 def simple(word: str) -> str:

@@ -1,7 +1,8 @@
 """Trial of the reward functions of a run: each scores a few examples of the data before a model is loaded.
 
-The response of an example is its stored reference response, or else a short text. An empty response is tried,
-too, because a policy may sample it. Services and reward models are not called.
+The response of an example is its stored reference response, or else a short text. The short text and an empty
+response are tried, too, because a policy samples other responses than the references. Services and reward
+models are not called.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.core.formatting import shortened
 from rlhf.processes.ranks import ALONE
 from rlhf.scorers.function import FunctionScorer
-from rlhf.scorers.scorer import ScorerContext
+from rlhf.scorers.scorer import ScorerContext, distinct_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from rlhf.tasks.task import Task
 
 EXAMPLES = 3
-TEXT = "This is an example of a response."  # for data without reference responses
+TEXT = "This is an example of a response."
 BUDGET_S = 10.0  # no further example is tried after this time; the first one has no limit
 
 
@@ -149,6 +150,9 @@ def trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Prompt
                 break
         else:
             first = prompts.select(torch.tensor([0]))
+            other = encode_completions(first, [[TEXT]], scorer.tokenizer, None)
+            if TEXT not in texts and distinct_texts(other, scorer.tokenizer).responses[0]:
+                scorer.given(other)
             try:
                 scorer.given(encode_completions(first, [[""]], scorer.tokenizer, None))
             except RunError as error:

@@ -9,7 +9,7 @@ from typing import get_type_hints
 import pytest
 
 from rlhf.config.catalogue import all_keys, groups
-from rlhf.config.foreign import PROJECTS, TABLE, WITHOUT, meaning
+from rlhf.config.foreign import ELSEWHERE, PROJECTS, TABLE, WITHOUT, meaning
 from rlhf.config.root import Config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
@@ -27,9 +27,14 @@ def exists(key: str) -> bool:
 
 
 def test_every_key_of_the_table_exists():
-    assert [
-        row.key for row in TABLE if row.key != WITHOUT and row.key not in groups() and not exists(row.key)
-    ] == []
+    keys = {row.key for row in (*TABLE, *ELSEWHERE)} - {WITHOUT, *groups()}
+    assert [key for key in keys if not exists(key)] == []
+
+
+def test_no_row_follows_another_one_that_has_all_of_its_names():
+    for row in ELSEWHERE:
+        found = [meaning(name) for name, _ in row.named()]
+        assert all(each is not None and each[0].key == row.key for each in found)
 
 
 def test_the_page_has_every_name():

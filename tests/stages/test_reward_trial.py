@@ -80,6 +80,12 @@ def test_a_function_that_fails_for_an_empty_response_is_a_warning(tmp_path):
     assert re.match("a policy may sample an empty response: scorer.path=.*ZeroDivisionError", found.warning)
 
 
+def test_a_function_that_fails_for_all_responses_but_the_references_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_trial, "TEXT", "w3 w4")
+    with pytest.raises(UserError, match="returned None for .*, response 'w3 w4'"):
+        trials(tmp_path, "return 1.0 if not response or response == reference else None")
+
+
 def test_a_slow_function_is_tried_on_one_example_and_the_report_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(reward_trial, "BUDGET_S", 0.05)
     (found,) = trials(tmp_path, "time.sleep(0.1); return 1.0")
