@@ -143,7 +143,7 @@ def measure(
     from rlhf.assembly.device import build_device
     from rlhf.processes.ranks import Ranks
     from rlhf.stages.prerequisites import complete
-    from rlhf.stages.run import quieten, run
+    from rlhf.stages.run import at_start, quieten, run
     from rlhf.training.checkpoint import damage
 
     ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
@@ -152,6 +152,7 @@ def measure(
     # Sharded weights need the run's own engine, whose value model may start as the reward model.
     reward = cfg.scores_completions or any(candidate.shards for candidate in due)
     cfg = ranks.from_first(lambda: complete(measuring(cfg), run, reward=reward))
+    cfg = at_start(cfg, ranks.from_first(folder.started))
     if ranks.first:
         setup_logging(folder)
         kept = "".join(map(as_line, read_lines(folder.evaluations)))  # drops a line that a crash cut off

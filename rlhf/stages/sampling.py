@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,10 @@ from rlhf.assembly.tokenizer import build_tokenizer
 from rlhf.config.algo import Trains
 from rlhf.config.model import LoRAConfig
 from rlhf.core.batch import Sampling
-from rlhf.core.chat_format import set_format
+from rlhf.core.chat_format import render, set_format
 from rlhf.core.encoding import encode_prompts
 from rlhf.core.errors import UserError
+from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import response_texts
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ class Sampler:
             raise UserError(
                 f"the run must train a language model (a reward model writes no text), got {model}"
             )
-        named = replace(cfg.model, base=model, policy=model, tokenizer=None, lora=LoRAConfig())
+        clock = cfg.model.clock or RunFolder(Path(model).expanduser().parent).started()
+        named = replace(cfg.model, base=model, policy=model, tokenizer=None, lora=LoRAConfig(), clock=clock)
         cfg = replace(cfg, model=named)
         self.tokenizer = build_tokenizer(cfg)
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
@@ -106,5 +109,4 @@ def text_of(prompt: Prompt, tokenizer: PreTrainedTokenizerFast) -> str:
             "prompts must be texts (the tokenizer of this model has no chat template), got a conversation; "
             "pass texts in the format of the training prompts"
         )
-    messages = [dict(message) for message in prompt]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return render(tokenizer, [dict(message) for message in prompt], "the conversation")

@@ -1,0 +1,40 @@
+"""Samples of a model: conversations are formatted as the prompts of the training were."""
+
+import json
+
+import pytest
+
+from rlhf.config.compose import compose
+from rlhf.core.errors import UserError
+from rlhf.stages import sampling
+from tests.chat_templates import with_template
+
+TURN = {"role": "user", "content": "Why?"}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The folder of the final model of a run that started in 2001, whose template reads the clock."""
+    (tmp_path / "environment.json").write_text(json.dumps({"started": "2001-02-03T04:05:06"}))
+    with_template("clock").save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("words", "date"), [((), "03 Feb 2001 04:05:06"), (("model.clock=2026-01-31",), "31 Jan 2026 00:00:00")]
+)
+def test_a_conversation_has_the_time_of_the_prompts_that_the_model_was_trained_on(
+    model, monkeypatch, words, date
+):
+    monkeypatch.setattr(sampling, "build_sampler", lambda *parts: None)
+    sampler = sampling.Sampler(compose(["task=tldr_mini", *words]), model, seed=0, chat=True)
+    assert sampling.text_of([TURN], sampler.tokenizer).startswith(f"Today: {date}\n<|user|>Why?")
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error_with_its_reason():
+    tokenizer = with_template("chatml")
+    tokenizer.chat_template = (
+        "{% if messages | length > 1 %}{{ raise_exception('one turn only') }}{% endif %}"
+    )
+    with pytest.raises(UserError, match="one turn only.* in the conversation"):
+        sampling.text_of([TURN, TURN], tokenizer)
