@@ -5,11 +5,13 @@ Of torch and numpy, only what is imported already is protected. This module impo
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,8 +30,8 @@ class Setting(NamedTuple):
 def protected(seed: int | None = None) -> Iterator[None]:
     """Restore global settings and random states of Python, numpy and torch after the block.
 
-    The working directory, signal handlers, the default dtype and device, threads, gradient and deterministic
-    mode are restored, for example.
+    The working directory, environment, output, signal handlers, the default dtype and device, threads,
+    gradient, inference and deterministic mode are restored, for example.
 
     Args:
         seed: seed of all global random states during the block; None: they are not changed before it.
@@ -39,12 +41,24 @@ def protected(seed: int | None = None) -> Iterator[None]:
     if seed is not None:
         seed_all(seed)
     try:
-        yield
+        with same_inference_mode():
+            yield
     finally:
         if not loaded:
             before += [(each, each.initial) for each in of_torch() if each.initial is not None]
         for setting, value in before:
             restore(setting, value)
+
+
+@contextmanager
+def same_inference_mode() -> Iterator[None]:
+    """Run the block outside of the inference mode of torch; end one that it entered."""
+    if (torch := sys.modules.get("torch")) is None:
+        yield
+        return
+    gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        yield
 
 
 def restore(setting: Setting, value: Any) -> None:
@@ -58,7 +72,12 @@ def restore(setting: Setting, value: Any) -> None:
 
 
 def of_process() -> Iterator[Setting]:
-    """Yield the working directory, and in the main thread the handlers of the signals that stop a run."""
+    """Yield settings of Python, and in the main thread the handlers of the signals that stop a run."""
+    yield Setting(lambda: dict(os.environ), set_environment)
+    yield Setting(lambda: (sys.stdin, sys.stdout, sys.stderr), set_streams)
+    yield Setting(sys.getrecursionlimit, sys.setrecursionlimit)
+    yield Setting(lambda: logging.root.manager.disable, logging.disable)
+    yield Setting(lambda: list(warnings.filters), set_filters)
     with suppress(FileNotFoundError):  # the working directory was deleted
         os.getcwd()
         yield Setting(os.getcwd, os.chdir)
@@ -66,6 +85,24 @@ def of_process() -> Iterator[Setting]:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) is not None:
                 yield Setting(partial(signal.getsignal, number), partial(signal.signal, number))
+
+
+def set_environment(value: dict[str, str]) -> None:
+    """Set the environment of this process to `value`."""
+    for name in os.environ.keys() - value.keys():
+        del os.environ[name]
+    os.environ.update(value)
+
+
+def set_streams(value: tuple[Any, Any, Any]) -> None:
+    """Set the standard streams."""
+    sys.stdin, sys.stdout, sys.stderr = value
+
+
+def set_filters(value: list[Any]) -> None:
+    """Set the filters of warnings."""
+    warnings.resetwarnings()
+    warnings.filters.extend(value)  # type: ignore[attr-defined]
 
 
 def of_numpy() -> Iterator[Setting]:

@@ -1,17 +1,29 @@
 """Code of the user leaves global settings and random states as they were."""
 
+import io
+import logging
 import os
 import random
 import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 
 import numpy
 import pytest
 import torch
 
 from rlhf.core.protection import protected
+
+ENTERED = []  # contexts that are never left
+
+
+def enter_inference_mode():
+    mode = torch.inference_mode()
+    mode.__enter__()
+    return mode
+
 
 CHANGES = {  # what the user's code does -> how the setting is read
     "default dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
@@ -37,6 +49,15 @@ CHANGES = {  # what the user's code does -> how the setting is read
     "numpy errors": (lambda: numpy.seterr(all="raise"), numpy.geterr),
     "random": (lambda: random.seed(7), random.getstate),
     "folder": (lambda: os.chdir("/"), os.getcwd),
+    "environment": (os.environ.clear, lambda: dict(os.environ)),
+    "variable": (lambda: os.environ.update(OMP_NUM_THREADS="7"), lambda: dict(os.environ)),
+    "output": (lambda: setattr(sys, "stdout", io.StringIO()), lambda: sys.stdout),
+    "errors": (lambda: setattr(sys, "stderr", None), lambda: sys.stderr),
+    "recursion": (lambda: sys.setrecursionlimit(400), sys.getrecursionlimit),
+    "logging": (lambda: logging.disable(logging.CRITICAL), lambda: logging.root.manager.disable),
+    "warnings": (lambda: warnings.simplefilter("error"), lambda: list(warnings.filters)),
+    "inference mode": (lambda: ENTERED.append(enter_inference_mode()), torch.is_inference_mode_enabled),
+    "inference mode, left": (lambda: torch.inference_mode().__enter__(), torch.is_grad_enabled),
     "signals": (
         lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
         lambda: signal.getsignal(signal.SIGTERM),
