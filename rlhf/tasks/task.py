@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.algo import Data
 from rlhf.core.batch import Prompts
-from rlhf.core.chat_format import Dialogues, said
+from rlhf.core.chat_format import Dialogues, Messages, said
 from rlhf.core.encoding import end_tokens, pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import vocabulary
@@ -220,6 +220,7 @@ class Task:
             places = columns.get("place") or [f"row {row + 1} of the split {split}" for row in rows]
             made: dict[str, list[Any]] = {"index": rows, "place": places}
             if dialogues is not None:
+                texts = [self._turns(messages) for messages in texts]
                 tools = columns.get(TOOLS) or [None] * len(rows)
                 only = data is Data.prompts
                 written = [
@@ -283,9 +284,16 @@ class Task:
 
     def _bare(self, response: Response) -> Response:
         """Return a response, a text or a list of messages, without end tokens at its end."""
-        if isinstance(response, str):
-            return without_end(response, self.ends)
-        return [{**each, "content": without_end(each["content"], self.ends)} for each in response]
+        return without_end(response, self.ends) if isinstance(response, str) else self._turns(response)
+
+    def _turns(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return messages; those of the assistant have no end tokens, which the template writes."""
+        return [
+            {**each, "content": without_end(each["content"], self.ends)}
+            if each["role"] == "assistant"
+            else each
+            for each in messages
+        ]
 
     def _completion(self, stored: str) -> str:
         """Return a stored response as the text that `encode_completions` gets.

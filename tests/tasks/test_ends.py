@@ -86,6 +86,15 @@ def test_an_answer_of_a_dialogue_has_the_end_of_its_turn_alone(end):
     assert made.held_out(1).references == ["So."]
 
 
+@pytest.mark.parametrize("end", ["<|end|>", "</s>", "</s>\n"])
+def test_an_earlier_answer_of_a_dialogue_has_the_end_of_its_turn_alone(end):
+    user, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": f"So.{end}"}
+    made = task(Stored([answer], [user, answer, user]), Data.references, dialogues=True)
+    assert made.held_out(1).texts[0].count("<|assistant|>\nSo.<|end|>\n<|user|>") == 1
+    quoting = task(Stored([answer], [{**user, "content": f"Say {end}"}]), Data.references, dialogues=True)
+    assert f"Say {end}<|end|>" in quoting.held_out(1).texts[0], "a question is not changed"
+
+
 def test_the_ends_of_stored_texts_are_those_that_the_model_declares(tmp_path):
     model = tmp_path / "model"
     with_template("chatml").save_pretrained(model)
