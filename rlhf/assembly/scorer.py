@@ -103,7 +103,7 @@ def check_formats(
                 answer = [{"role": "assistant", "content": reference or EXAMPLE}]
                 format.write(messages, [answer], place, tools, prompt_only=True)
         except UserError as error:
-            problem = "; ".join(error.problems)
+            problem = error.problems[0].rpartition("; ")[0]  # its remedy concerns the template of the policy
             raise UserError(
                 f"the chat template of the reward model at {at} must format the dialogues ({problem}); name "
                 "another reward model, or correct its chat template"
