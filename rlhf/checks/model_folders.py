@@ -79,13 +79,17 @@ def folder_of_tokenizer(path: str) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
+def may_register_models(cfg: Config) -> bool:
+    """Return whether transformers may learn further types of models: from model folders or from plugins."""
+    return cfg.model.trust_remote_code or bool(entry_points(group=plugins.GROUP))
+
+
 @rule
 def kinds_of_models(cfg: Config) -> Iterator[str]:
     """Yield an error for each model of an unknown type, and for each model of another kind than required."""
-    foreign = cfg.model.trust_remote_code or entry_points(group=plugins.GROUP)
     for key, path, folder in folders(cfg):
         config = read_config(str(folder)) or {}
-        if not foreign and (kind := kinds.unknown_type(config)) is not None:
+        if (kind := kinds.unknown_type(config)) is not None and not may_register_models(cfg):
             remedy = "correct model_type in its config.json, or run: pip install -U transformers"
             if "auto_map" in config:  # the model comes with code of its own
                 remedy = "set model.trust_remote_code=true to run the code in its folder"

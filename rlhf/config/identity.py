@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config.algo import Trains
 from rlhf.config.model import AUTO
+from rlhf.config.schema import Section, values
 from rlhf.core import files
 
 if TYPE_CHECKING:
@@ -114,18 +115,20 @@ def digest(cfg: Config | DictConfig) -> str:
 
 def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
     """Return the settings that the result of a run depends on, resolved, as nested dictionaries."""
-    node = cfg if isinstance(cfg, DictConfig) else OmegaConf.structured(cfg)
-    kept: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
-        OmegaConf.masked_copy(node, [str(key) for key in node if key not in NOT_IN_NAME]),
-        resolve=True,
-        enum_to_str=True,
-    )
+    kept = values(cfg) if isinstance(cfg, Section) else resolved(cfg)
     for dotted in NOT_IN_NAME:
         leave_out(kept, dotted)
     if kept.get("model", {}).get("attention") == AUTO:  # sdpa, or another kernel for the same function
         kept["model"]["attention"] = "sdpa"
     for dotted, value in NEW_IN_NAME.items():
         leave_out(kept, dotted, only=(value,))
+    return kept
+
+
+def resolved(node: DictConfig) -> dict[str, Any]:
+    """Return the settings of a node that may count, resolved. Others, such as Hydra's, may not resolve."""
+    counted = OmegaConf.masked_copy(node, [str(key) for key in node if key not in NOT_IN_NAME])
+    kept: dict[str, Any] = OmegaConf.to_container(counted, resolve=True, enum_to_str=True)  # type: ignore[assignment]
     return kept
 
 

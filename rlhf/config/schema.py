@@ -14,7 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 
@@ -65,6 +67,46 @@ def sections(section: Section, key: str = "") -> Iterator[tuple[str, Section]]:
 def dotted(at: str, name: str) -> str:
     """Return the dotted key of the field `name` of the section with the dotted key `at`."""
     return f"{at}.{name}" if at else name
+
+
+def values(section: Section) -> dict[str, Any]:
+    """Return the values of a section as nested dictionaries and lists; an enum becomes its name.
+
+    The result is that of OmegaConf, which takes 40 times as long:
+    `OmegaConf.to_container(OmegaConf.structured(section), enum_to_str=True)`.
+    """
+    cls: type = type(section)
+    floats = float_fields(cls)
+    return {each.name: content(getattr(section, each.name), each.name in floats) for each in fields(section)}
+
+
+def content(value: Any, floats: bool) -> Any:
+    """Return a value of a field as plain Python; in a field of `floats`, a whole number becomes a float."""
+    if isinstance(value, Section):
+        return values(value)
+    if isinstance(value, dict):
+        return {key: content(each, floats) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [content(each, floats) for each in value]
+    if isinstance(value, Enum):
+        return value.name
+    return float(value) if floats and type(value) is int else value
+
+
+@cache
+def float_fields(cls: type) -> frozenset[str]:
+    """Return the names of the fields whose numbers are floats, such as `float | None` and `list[float]`."""
+    found = {name: set(leaves(hint)) for name, hint in get_type_hints(cls).items()}
+    return frozenset(name for name, types in found.items() if float in types and int not in types)
+
+
+def leaves(hint: Any) -> Iterator[Any]:
+    """Yield the types of which a type hint consists."""
+    if arguments := get_args(hint):
+        for each in arguments:
+            yield from leaves(each)
+    else:
+        yield hint
 
 
 def option(group: str, name: str, part: str | None = None) -> Callable[[T], T]:

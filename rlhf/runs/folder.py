@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from rlhf.config.document import as_document, read_document
-from rlhf.config.schema import schema_of, sections
+from rlhf.config.schema import schema_of, sections, values
 from rlhf.core.errors import UserError
 from rlhf.core.files import delete_command, write_atomically, write_json
 from rlhf.runs.environment import environment
@@ -103,7 +103,7 @@ class RunFolder:
                 group, _, option = stored.rpartition("/")
                 defaults.append({f"{group}@{key}": option})
         self.path.mkdir(parents=True, exist_ok=True)
-        text = OmegaConf.to_yaml(OmegaConf.structured(cfg), resolve=True)
+        text = OmegaConf.to_yaml(values(cfg))
         head = OmegaConf.to_yaml({"defaults": [*defaults, "_self_"]})
         write_atomically(self.config, as_document(f"{head}\n{text}"))
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from omegaconf import OmegaConf
+from typing import TYPE_CHECKING
 
 from rlhf.checks.check import problems
 from rlhf.config import identity
@@ -19,7 +17,7 @@ from rlhf.config.compose import compose
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.model import LoRAConfig
 from rlhf.config.run import StagesConfig
-from rlhf.config.schema import Section
+from rlhf.config.schema import values
 from rlhf.core.errors import UserError
 from rlhf.core.files import component, digest
 from rlhf.runs.folder import RunFolder
@@ -128,8 +126,3 @@ def pairs_folder(cfg: Config) -> Path:
         "lengths": [cfg.generator.response_length, cfg.eval.prompts],
     }
     return Path(cfg.cache_dir) / component(f"pairs-{cfg.task.name}-{digest(depends)}")
-
-
-def values(section: Section) -> Any:
-    """Return the values of a section as plain dictionaries, lists and texts."""
-    return OmegaConf.to_container(OmegaConf.structured(section), enum_to_str=True)

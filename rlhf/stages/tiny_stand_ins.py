@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.assembly.parts import make as make_part
+from rlhf.config.schema import values
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
 from rlhf.config.task import ChatConfig
 from rlhf.core.files import component, digest
 from rlhf.models.folders import is_local
 from rlhf.stages.once import made_once
-from rlhf.stages.stage_config import values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from rlhf.config.schema import PARTS, SCHEMAS, Section, bound_of, number, option, sections
+from rlhf.config.compose import compose
+from rlhf.config.schema import PARTS, SCHEMAS, Section, bound_of, number, option, sections, values
 from rlhf.config.task import TLDRMiniConfig
 
 
@@ -108,3 +112,36 @@ def test_sections_are_found_at_any_depth_with_their_keys():
     cfg = compose(["scorer=weighted", "+scorer@scorer.parts.x=facts"])
     keys = [key for key, _ in sections(cfg)]
     assert {"", "algo", "model.lora", "scorer", "scorer.parts.x"} <= set(keys) and len(keys) == len(set(keys))
+
+
+class Kind(Enum):
+    first = "1st"
+
+
+@dataclass(kw_only=True, slots=True)
+class Mixed(Section):
+    kind: Kind = Kind.first
+    kinds: dict[str, Kind] = field(default_factory=lambda: {"a": Kind.first})
+    shares: dict[str, float] = field(default_factory=lambda: {"a": 1})
+    sizes: list[float] | None = field(default_factory=lambda: [1, 2.5])
+    free: dict[str, Any] = field(default_factory=lambda: {"a": [1, {"b": True}]})
+    count: int = 2
+    share: float | None = 3
+    parts: dict[str, Numbers] = field(default_factory=lambda: {"a": Numbers()})
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        Mixed(),
+        Mixed(share=None, sizes=None),
+        ["algo=ppo", "logger=[wandb,mlflow]", "backend=zero2", "+backend.deepspeed.steps=[1,2]"],
+        ["scorer=weighted", "generator=vllm", "generator.devices=[0,1]"],
+        ["task=mixture", "model.lora.targets=[q]"],
+    ],
+)
+def test_values_are_those_of_omegaconf(section):
+    section = compose(section) if isinstance(section, list) else section
+    by_omegaconf = OmegaConf.to_container(OmegaConf.structured(section), enum_to_str=True)
+    found = values(section)
+    assert found == by_omegaconf and repr(found) == repr(by_omegaconf)
