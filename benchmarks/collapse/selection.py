@@ -5,9 +5,8 @@ The rule is `rlhf.training.collapse.CollapseRule`; this module replays its avera
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,12 +84,14 @@ def warned_by(cases: Sequence[Case], limits: Limits) -> list[float]:
     return found
 
 
-def grids(signals: Sequence[str]) -> Iterator[dict[str, int]]:
-    """Yield the combinations of limits, as positions in `GRID`, in which only `signals` have a limit."""
-    ranges = [range(len(limits)) if name in signals else (0,) for name, limits in GRID.items()]
-    for places in itertools.product(*ranges):
-        if any(places):
-            yield dict(zip(GRID, places, strict=True))
+def combinations(signals: Sequence[str]) -> np.ndarray:
+    """Return the combinations of limits, as positions in `GRID`, in which only `signals` have a limit.
+
+    Returns:
+        [combinations, signals of `GRID`]; at least one signal has a limit.
+    """
+    sizes = [len(limits) if name in signals else 1 for name, limits in GRID.items()]
+    return np.indices(sizes).reshape(len(sizes), -1).T[1:]
 
 
 def selected(cases: Sequence[Case], signals: Sequence[str] = tuple(GRID)) -> Limits:
@@ -100,19 +101,21 @@ def selected(cases: Sequence[Case], signals: Sequence[str] = tuple(GRID)) -> Lim
     """
     collapse = np.array([math.nan if case.collapse is None else case.collapse for case in cases])
     stable = np.isnan(collapse)
+    places = combinations(signals)
+    used = np.sum(places > 0, axis=1)
     best: tuple[tuple[float, ...], Limits] | None = None
     for memory in MEMORIES:
         passed = [crossings(case, memory) for case in cases]
-        at = {name: np.stack([each[name] for each in passed], 1) for name in GRID}  # [limits, cases]
-        for places in grids(signals):
-            warned = np.minimum.reduce([at[name][place] for name, place in places.items()])
-            leads = collapse[~stable] - warned[~stable]
-            recall, silent = np.mean(leads >= EARLY), np.mean(np.isinf(warned[stable]))
-            used = sum(place > 0 for place in places.values())
-            rank = (min(recall, silent), recall + silent, -used, float(np.median(leads)))
-            if best is None or rank > best[0]:
-                limits = {name: GRID[name][place] for name, place in places.items()}
-                best = rank, Limits(**limits, memory=memory)
+        at = [np.stack([each[name] for each in passed], 1)[places[:, n]] for n, name in enumerate(GRID)]
+        warned = np.minimum.reduce(at)  # [combinations, cases]
+        leads = collapse[~stable] - warned[:, ~stable]
+        recall, silent = np.mean(leads >= EARLY, axis=1), np.mean(np.isinf(warned[:, stable]), axis=1)
+        ranks = np.stack([np.minimum(recall, silent), recall + silent, -used, np.median(leads, axis=1)], 1)
+        top = ranks[np.lexsort(ranks.T[::-1])[-1]]
+        if best is None or tuple(top) > best[0]:
+            first = places[np.flatnonzero(np.all(ranks == top, axis=1))[0]]
+            limits = {name: GRID[name][place] for name, place in zip(GRID, first, strict=True)}
+            best = tuple(top), Limits(**limits, memory=memory)
     assert best is not None
     return best[1]
 
