@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from rlhf.checks.check import as_objects, problems, warn, warnings
 from rlhf.checks.composing import composed
 from rlhf.checks.machine import downloads
+from rlhf.config import own_files
 from rlhf.config.catalogue import config_dir_words
 from rlhf.core.console import console, say_loading
 from rlhf.core.errors import UserError
@@ -56,7 +57,7 @@ def show(overrides: list[str]) -> None:
         raise UserError(*found)
     if found := list(downloads(cfg)):
         raise UserError(*found)
-    warn(warnings(cfg))
+    warn([*own_files.replaced(cfg, overrides), *warnings(cfg)])
     line("Models", "bold")
     for model in models(cfg):
         for text in described(model):

@@ -31,6 +31,7 @@ from rlhf.checks import (  # noqa: F401
     tasks,
 )
 from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES
+from rlhf.config import own_files
 from rlhf.config.catalogue import options
 from rlhf.config.mistakes import explain, undefined, unknown_key
 from rlhf.config.root import Config
@@ -92,7 +93,7 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
         with read_write(config), open_dict(config):
             del config["hydra"]
     found = [unknown_key(key, key, section, overrides) for key, section in undefined(config)]
-    found += [*unknown_tuning(overrides), *names.typed_names(overrides)]
+    found += [*unknown_tuning(overrides), *names.typed_names(overrides), *own_files.hidden()]
     try:
         unset = sorted(OmegaConf.missing_keys(config))
         found += [f"{key} must be set (it has no default), got ???; set {key}=<value>" for key in unset]

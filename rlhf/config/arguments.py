@@ -160,7 +160,8 @@ def flag_problem(arguments: Sequence[str], flags: Collection[str], own: Collecti
                 rule = f"{flag} must be followed by {', '.join(PRINTED)} (the config to print)"
                 return f"{rule}, got {got}; write {flag} job"
             continue
-        if any(known == flag or (flag.startswith("--") and known.startswith(flag)) for known in flags):
+        longer = [known for known in flags if flag.startswith("--") and known.startswith(flag)]
+        if flag in flags or len(longer) == 1:
             continue
         value = value_of(arguments, place)
         got = f"{flag} {value}" if value and not equals else argument

@@ -10,11 +10,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from rlhf.config.document import read_document
 from rlhf.core.errors import UserError
 
 ORDER = (
@@ -61,28 +56,6 @@ def conf_dirs() -> list[Path]:
         elif argument.startswith("--config-dir="):
             found.append(Path(argument.partition("=")[2]))
     return found
-
-
-def length_of(task: str, algo: str) -> str:
-    """Return the option of conf/length/ for a task; settings of an algorithm of the user come before it.
-
-    Args:
-        task: option of the task.
-        algo: option of the algorithm, perhaps of a file in a folder of `--config-dir`.
-    """
-    if not (conf_dir() / "length" / f"{task}.yaml").is_file():
-        return task
-    files = [folder / "algo" / f"{algo}.yaml" for folder in conf_dirs()[1:]]
-    try:
-        keys = {key for file in files if file.is_file() for key in read_document(file).get("schedule") or ()}
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
-        return task  # the error is reported when the file is composed
-    length = bool(keys & {"total_episodes", "total_epochs"})
-    own = {(True, True): "none", (True, False): "own_length", (False, True): "own_prompts"}
-    return own.get((length, "prompts_per_update" in keys), task)
-
-
-OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/config.yaml
 
 
 def config_dir_words() -> list[str]:

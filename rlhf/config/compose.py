@@ -9,7 +9,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.config import catalogue, plugins
+from rlhf.config import catalogue, plugins  # noqa: F401; own_files registers a resolver
 from rlhf.config.root import Config
 from rlhf.core.pasting import override
 

@@ -20,6 +20,7 @@ from typing import NoReturn
 from rlhf.checks.secrets import check_arguments
 from rlhf.config import plugins
 from rlhf.config.arguments import flag_problem, readable, texts
+from rlhf.config.catalogue import conf_dir
 from rlhf.config.cores import set_environment
 from rlhf.config.reproduction import settings
 from rlhf.config.saved import load_config
@@ -29,7 +30,6 @@ from rlhf.core.output import prepare_output, print_error
 from rlhf.core.pasting import setting
 from rlhf.launch import slurm
 from rlhf.processes.signals import Interruption, interruptible
-from rlhf.runs.folder import RunFolder
 
 CTRL_C = 128 + signal.SIGINT  # exit code after Ctrl-C
 
@@ -153,16 +153,21 @@ def checked_arguments(arguments: Sequence[str], flags: Mapping[str, bool]) -> li
     Raises:
         UserError: the arguments contain another flag or a secret.
     """
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if before not in ("--config-dir", "-cd", "--config-name", "-cn"):
+            check_saved_config(argument)
     if problem := flag_problem(arguments, flags):
         raise UserError(problem)
     check_arguments(arguments)
     overrides: list[str] = []
     others: list[str] = []
-    before = ""
+    before = folder = ""
     for argument in arguments:
         is_value = flags.get(before, False) and not argument.startswith("-")
         if (is_value and before in ("--config-dir", "-cd")) or argument.startswith("--config-dir="):
-            check_config_dir(argument if is_value else argument.partition("=")[2])
+            check_config_dir(folder := argument if is_value else argument.partition("=")[2])
+        if (is_value and before in ("--config-name", "-cn")) or argument.startswith("--config-name="):
+            check_config_name(argument if is_value else argument.partition("=")[2], folder)
         (others if is_value or argument.startswith("-") else overrides).append(argument)
         before = argument
     return [*readable(overrides), *others]
@@ -193,17 +198,57 @@ def without_config_dir(arguments: list[str], own: Collection[str] = ()) -> list[
 
 
 def check_config_dir(folder: str) -> None:
-    """Raise UserError if the folder of `--config-dir` does not exist."""
-    if not Path(folder).is_dir():
+    """Raise UserError if the folder of `--config-dir` does not exist, has no options, or is that of a run."""
+    path = Path(folder)
+    if not path.is_dir():
         raise UserError(f"--config-dir must name a folder laid out like conf/, got {folder}; fix the path")
-    files = RunFolder(Path(folder))
-    if files.config.is_file() and files.environment.is_file():
-        found = settings(load_config(files.config))
-        words = [] if found is None else [setting(key, value) for key, value in found.items()]
+    own = any((path / group.name).is_dir() for group in conf_dir().iterdir())
+    if command := next(filter(None, map(saved_command, [path, *(() if own else path.glob("*.yaml"))])), None):
         raise UserError(
-            f"--config-dir must name a folder laid out like conf/, got {folder}, a run folder (its "
-            f"settings would not be used); to run its config: {' '.join(['python -m rlhf.train', *words])}"
+            f"--config-dir must name a folder laid out like conf/, got {folder} with the config of a run "
+            f"(its settings would not be used); to run its config: {command}"
         )
+    if not own:
+        raise UserError(
+            "--config-dir must name a folder laid out like conf/ (with option files such as "
+            f"algo/mine.yaml), got {folder} without a folder of options; fix the path"
+        )
+
+
+def check_config_name(name: str, folder: str) -> None:
+    """Raise UserError if `--config-name` names a file in the folder of `--config-dir`."""
+    file = Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
+    if folder and file.is_file():
+        command = saved_command(file)
+        remedy = f"to run its config: {command}" if command else f"name options in {folder}, as algo=mine"
+        raise UserError(f"--config-name must be left out, got {name}; {remedy}")
+
+
+def check_saved_config(argument: str) -> None:
+    """Raise UserError if an argument is the path of a run or of its config, perhaps as the value of a name.
+
+    Names such as `config`, which are no settings, are meant. The message has the command of the config.
+    """
+    name, equals, value = argument.partition("=")
+    if equals and name.lstrip("-") not in ("config", "config_file", "config-file", "run", "experiment"):
+        return
+    if command := saved_command(Path(value if equals else argument)):
+        raise UserError(
+            f"{argument} must be settings, as key=value or group=option, got the config of a run; to run its "
+            f"config: {command}"
+        )
+
+
+def saved_command(path: Path) -> str | None:
+    """Return the command that runs a saved config: a run folder or its config.yaml; None: it is neither."""
+    try:
+        file = path / "config.yaml" if path.is_dir() else path
+        found = settings(load_config(file)) if file.suffix == ".yaml" and file.is_file() else None
+    except (UserError, OSError, ValueError):
+        return None
+    if found is None:
+        return None
+    return " ".join(["python -m rlhf.train", *(setting(key, value) for key, value in found.items())])
 
 
 @contextmanager

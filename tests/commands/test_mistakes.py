@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -207,17 +208,35 @@ def test_valid_experiment_file_of_the_user_runs(command, own_conf):
     assert answer.code == 0 and answer.runs[0][0].algo.beta == 0.3
 
 
-def test_a_run_folder_in_place_of_a_config_folder_is_refused_with_the_command_of_its_config(
-    command, tmp_path
-):
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "--config-dir {run} --config-name config",
+        "--config-dir={copy}",
+        "-cd {copy} -cn copy seed=3",
+        "{run}",
+        "{run}/config.yaml",
+        "--config {run}/config.yaml",
+        "config={run}/config.yaml",
+        "experiment={copy}/copy.yaml",
+    ],
+)
+def test_a_saved_config_in_place_of_options_is_refused_with_its_command(command, tmp_path, typed):
     folder = RunFolder(tmp_path / "run, it's")
     folder.path.mkdir()
     folder.write_config(compose(["algo=rloo", override("task.path", "a, b"), "seed=7"]))
-    folder.environment.write_text("{}")
-    answer = command("--config-dir", str(folder.path), "--config-name", "config")
+    (tmp_path / "copy").mkdir()
+    shutil.copy(folder.config, tmp_path / "copy" / "copy.yaml")
+    words = [word.format(run=folder.path, copy=tmp_path / "copy") for word in typed.split()]
+    answer = command(*words)
     assert answer.code == 2 and not answer.runs
-    words = shlex.split(answer.err.partition("to run its config: ")[2])
+    words = shlex.split(answer.err.partition("to run it")[2].partition(": ")[2])
     assert digest(compose(words[3:])) == digest(load_config(folder.config))
+
+
+def test_a_folder_without_options_is_no_config_folder(command, tmp_path):
+    answer = command("--config-dir", str(tmp_path))
+    assert answer.code == 2 and "without a folder of options" in answer.err
 
 
 def test_all_problems_are_reported_together(command):

@@ -1,0 +1,132 @@
+"""Option files of the user, in the folders of `--config-dir`. This module imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rlhf.config.catalogue import conf_dir, conf_dirs
+from rlhf.config.document import read_document
+from rlhf.core.pasting import setting
+
+LATER = ("correction", "hardware", "experiment", "sweep", "debug")  # groups that come after all others
+
+
+def own_file(group: str, option: str) -> Path | None:
+    """Return the file of an option in a folder of `--config-dir`; None: there is none."""
+    files = (folder / group / f"{option}.yaml" for folder in conf_dirs()[1:])
+    return next((file for file in files if file.is_file()), None)
+
+
+def own_settings(group: str, option: str) -> dict[str, Any]:
+    """Return the settings in an option file of the user, by dotted key.
+
+    Those of other files of the user in its defaults list are included. A file that cannot be read has none:
+    its error is reported when it is composed.
+    """
+    file = own_file(group, option)
+    try:
+        return {} if file is None else settings_of(group, file)
+    except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException, RecursionError):
+        return {}
+
+
+def settings_of(group: str, file: Path) -> dict[str, Any]:
+    """Return the settings in the file of an option of `group`, and in the user's files that it inherits."""
+    content = OmegaConf.to_container(read_document(file), resolve=False)
+    assert isinstance(content, dict)
+    found: dict[str, Any] = {}
+    for entry in content.pop("defaults", None) or ():
+        if isinstance(entry, str) and (match := re.fullmatch(r"(?:/(.+)/)?([\w-]+)(?:@.*)?", entry)):
+            inner = own_file(match[1] or group, match[2])
+            found |= {} if inner is None else settings_of(match[1] or group, inner)
+    whole = re.search(r"^#\s*@package\s+_global_\s*$", file.read_text(encoding="utf-8"), re.M)
+    return found | dict(leaves(content, "" if whole else f"{group}."))
+
+
+def leaves(content: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each setting in a mapping; `at` comes before each key."""
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{at}{key}.")
+        else:
+            yield f"{at}{key}", value
+
+
+def length_of(task: str, algo: str) -> str:
+    """Return the option of conf/length/ for a task; settings of an algorithm of the user come before it.
+
+    Args:
+        task: option of the task.
+        algo: option of the algorithm, perhaps of a file in a folder of `--config-dir`.
+    """
+    if not (conf_dir() / "length" / f"{task}.yaml").is_file():
+        return task
+    keys = own_settings("algo", algo).keys()
+    length = bool(keys & {"schedule.total_episodes", "schedule.total_epochs"})
+    own = {(True, True): "none", (True, False): "own_length", (False, True): "own_prompts"}
+    return own.get((length, "schedule.prompts_per_update" in keys), task)
+
+
+OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/config.yaml
+
+
+def hidden() -> list[str]:
+    """Return an error for each file of the user that is not used, because an option here has its name."""
+    found = []
+    for folder in conf_dirs()[1:]:
+        for file in sorted(folder.glob("*/*.yaml")):
+            shipped = conf_dir() / file.relative_to(folder)
+            if shipped.is_file() and shipped.read_bytes() != file.read_bytes():
+                group, option = file.parent.name, file.stem
+                found.append(
+                    f"{group}={option} must be an option of its own in {file} (the option of this project "
+                    f"with this name would be used); rename the file to my_{file.name}, and set "
+                    f"{group}=my_{option}"
+                )
+    return found
+
+
+def replaced(cfg: object, overrides: Sequence[str]) -> list[str]:
+    """Return a warning for each setting in a chosen file of the user that another option replaces.
+
+    Args:
+        cfg: the config of the run.
+        overrides: the overrides of the command line, which may replace settings, as may the groups `LATER`.
+    """
+    chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
+    later: set[str] = set(chosen)
+    for group in LATER:
+        shipped = conf_dir() / group / f"{chosen.get(group)}.yaml"
+        later |= own_settings(group, chosen.get(group, "")).keys()
+        later |= settings_of(group, shipped).keys() if shipped.is_file() else set()
+    found = []
+    for group, option in chosen.items():
+        for key, value in own_settings(group, option).items() if group not in LATER else ():
+            actual = value_of(cfg, key)
+            same = actual == (
+                tuple(value) if isinstance(actual, tuple) and isinstance(value, list) else value
+            )
+            if key not in later and not same and "${" not in str(value) and actual is not MISSING:
+                found.append(
+                    f"{key} is {value} in {own_file(group, option)}, but another option sets {actual}; to "
+                    f"use the value of the file, add {setting(key, value)}"
+                )
+    return found
+
+
+MISSING = object()
+
+
+def value_of(cfg: object, key: str) -> Any:
+    """Return the value of a dotted key, as in YAML; `MISSING`: the config has no such key."""
+    for part in key.split("."):
+        cfg = cfg.get(part, MISSING) if isinstance(cfg, Mapping) else getattr(cfg, part, MISSING)
+    return cfg.name if isinstance(cfg, Enum) else cfg
