@@ -174,6 +174,6 @@ def test_what_the_format_of_a_reward_model_leaves_out_is_reported_before_it_is_l
 def test_dialogues_that_a_reward_model_cannot_read_are_refused_before_it_is_loaded(tmp_path):
     twice = [*QUESTION, *QUESTION]
     with pytest.raises(
-        UserError, match=r"reward model at scorer must format the dialogues \(.*alternate[^;]*\); name another"
+        UserError, match=r"model at scorer must format the dialogues \(.*alternate[^;]*\); name another"
     ):
         formats(tmp_path, [twice] * 9, f"scorer.path={tmp_path}/reward", "scorer@gold=none")
