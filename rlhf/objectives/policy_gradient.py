@@ -197,7 +197,8 @@ class PolicyGradient(Objective):
         mask, config, real = trained(batch), self.config, batch.response_mask
         logprobs = selected(out.logprobs, real)
         anchor = anchor_logprobs(logprobs, batch, config.anchor)
-        log_ratio = bounded(self.log_ratio(selected(logprobs - anchor, real), real))
+        difference = selected(logprobs - anchor, real)
+        log_ratio = bounded(self.log_ratio(difference, real))
         losses, clipped = self.surrogate(log_ratio, logprobs, batch)
         weights, metrics = self.weights(anchor, sampler_logprobs(logprobs, batch), batch)
         losses = losses * weights
@@ -209,7 +210,7 @@ class PolicyGradient(Objective):
             assert batch.ref_logprobs is not None
             kl = kl_estimate(logprobs, selected(batch.ref_logprobs, real), config.kl_estimator)
             if config.kl_unbiased:
-                kl = kl * bounded(self.kl_log_ratio(selected(logprobs - anchor, real), real)).exp()
+                kl = kl * bounded(self.kl_log_ratio(difference, real)).exp()
             losses = losses + self.kl_coef * kl
         if config.entropy_coef:
             assert out.entropy is not None
