@@ -406,9 +406,18 @@ def _format(
         set_clock(tokenizer, datetime.now().isoformat())
     options |= {"tools": tools, "strftime_now": tokenizer.clock.strftime, "tokenize": False}
     try:
-        return str(tokenizer.apply_chat_template(messages, **options))
+        text = str(tokenizer.apply_chat_template(messages, **options))
     except Exception as error:  # a template is a program, and raises whatever its operations raise
         raise UserError(_refused(tokenizer, error, messages, where, options)) from error
+    if not any(CALLS in turn and turn["content"] == "" for turn in messages):
+        return text
+    # Some templates write the calls of a message only if its content is null, others print a null as "None".
+    null = [{**turn, "content": None} if CALLS in turn and not turn["content"] else turn for turn in messages]
+    try:
+        other = str(tokenizer.apply_chat_template(null, **options))
+    except Exception:  # as above; the template takes texts only
+        return text
+    return other if len(other) > len(text) and other.count("None") == text.count("None") else text
 
 
 def _refused(

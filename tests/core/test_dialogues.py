@@ -112,6 +112,25 @@ def test_calls_of_tools_and_the_tools_reach_the_template():
     assert warning.startswith("the chat template leaves out or changes the name of a message in 1 of 2")
 
 
+@pytest.mark.parametrize("content", ["m.content is none", "not m.content"])
+def test_calls_reach_templates_that_write_them_for_messages_without_content_only(content):
+    tokenizer = with_template("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls and " + content + " %}"
+        "{% for call in m.tool_calls %}<call>{{ call.function.name }}</call>{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    set_format(tokenizer, None, conversational=True)
+    asked = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    dialogues = Dialogues(tokenizer)
+    _, (text,) = dialogues.write([USER], [[asked]])
+    assert text == "<call>add</call><|im_end|>"
+    prompt, _ = dialogues.write([USER, asked, {"role": "tool", "content": "3"}], [[REPLY]])
+    assert "<call>add</call><|im_end|>" in prompt and "None" not in prompt
+    assert not list(dialogues.warnings())
+
+
 def test_content_that_the_template_leaves_out_is_reported_with_its_first_place():
     dialogues = format_of("chatml")
     asked = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
