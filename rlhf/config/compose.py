@@ -9,9 +9,13 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.config import catalogue, plugins  # noqa: F401; own_files registers a resolver
+from rlhf.config import catalogue, plugins
+from rlhf.config.own_files import length_of
 from rlhf.config.root import Config
 from rlhf.core.pasting import override
+
+
+OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/config.yaml
 
 
 def compose(overrides: list[str]) -> Config:

@@ -75,9 +75,6 @@ def length_of(task: str, algo: str) -> str:
     return own.get((length, "schedule.prompts_per_update" in keys), task)
 
 
-OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/config.yaml
-
-
 def hidden() -> list[str]:
     """Return an error for each file of the user that is not used, because an option here has its name."""
     found = []
