@@ -10,7 +10,7 @@ from rlhf.assembly.parts import make
 from rlhf.assembly.tokenizer import declared_tokens
 from rlhf.config.address import load_function, signature_of
 from rlhf.config.algo import Trains
-from rlhf.config.parameters import parameters_of
+from rlhf.config.parameters import Parameters, parameters_of
 from rlhf.config.scorer import FunctionScorerConfig, MixtureScorerConfig, scorers
 from rlhf.core.state import SupervisedState, TrainState
 from rlhf.tasks.records import NOTHING, Wanted
@@ -84,6 +84,13 @@ def part_of(cfg: Config, at: str) -> str | None:
     return name.partition(".")[0] if isinstance(getattr(cfg, whole), MixtureScorerConfig) else None
 
 
+def positions(asked: Parameters, key: str, path: str) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """Yield each parameter that receives a value by position, with key, address and value."""
+    for name, value in zip(asked.taken, asked.position, strict=False):
+        if name != value:
+            yield name, (key, path, value)
+
+
 def wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
     """Return the columns of the data that the reward functions of a run ask for; see `reward_functions`.
 
@@ -102,5 +109,6 @@ def wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
                 columns={**dict.fromkeys(asked.columns, (key, path)), **before.columns},
                 optional=before.optional | set(asked.optional),
                 rest=before.rest or asked.rest,
+                positions={**dict(positions(asked, key, path)), **before.positions},
             )
     return Wanted(parts=found) if parts else found[""]

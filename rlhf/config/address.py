@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import inspect
 import re
+import shlex
 import sys
 import sysconfig
 import traceback
@@ -100,6 +101,13 @@ def source_problem(key: str, path: str, file: Path, arguments: tuple[str, ...]) 
         return relative(key, path, file, line)
     if found := source.missing_import():
         line, module = found
+        root = module.partition(".")[0]
+        if (file.parent / f"{root}.py").is_file() or (file.parent / root).is_dir():
+            return (
+                f"{key} must name a module that can be imported (line {line} of {file} imports {module!r}, "
+                f"which is beside it, but not on the import path), got {path!r}; start the command with "
+                f"PYTHONPATH={shlex.quote(str(file.parent))}"
+            )
         return (
             f"{key} must name a module that can be imported (line {line} of {file} imports {module!r}, which "
             f"is not installed), got {path!r}; install {module.partition('.')[0]}, or correct {file}"

@@ -14,7 +14,6 @@ from rlhf.config.own_files import length_of
 from rlhf.config.root import Config
 from rlhf.core.pasting import override
 
-
 OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/config.yaml
 
 

@@ -28,6 +28,7 @@ class Parameters:
 
     Attributes:
         position: values that it receives by position: none, or prompt, response and reference.
+        taken: names of the parameters that receive these values.
         values: name of a parameter -> the value that it receives by name.
         columns: parameters that name a column of the data.
         optional: parameters with a default that receive a column of the data, if there is one.
@@ -39,6 +40,7 @@ class Parameters:
     columns: tuple[str, ...]
     optional: tuple[str, ...]
     rest: bool
+    taken: tuple[str, ...] = ()
 
     @property
     def asks_columns(self) -> bool:
@@ -63,11 +65,13 @@ def parameters_of(signature: inspect.Signature | None) -> Parameters:
     named = [each for each in every if each.kind in NAMED]
     rest = any(each.kind is each.VAR_KEYWORD for each in every)
     position: tuple[str, ...] = ()
+    by_position: list[inspect.Parameter] = []
     if not any(VALUES.get(each.name) == "response" for each in named):
         position = BY_POSITION
         signature.bind_partial(*position)
         taken = [each for each in every if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        named = [each for each in named if each not in taken[: len(position)]]
+        by_position = taken[: len(position)]
+        named = [each for each in named if each not in by_position]
         if any(each.kind is each.VAR_POSITIONAL for each in every):
             rest = False  # probably a wrapper around a function with other parameters
         check_order(taken, position)
@@ -81,6 +85,7 @@ def parameters_of(signature: inspect.Signature | None) -> Parameters:
         columns=tuple(each.name for each in others if each.default is each.empty),
         optional=tuple(each.name for each in others if each.default is not each.empty),
         rest=rest,
+        taken=tuple(each.name for each in by_position),
     )
 
 

@@ -5,6 +5,7 @@ This module imports no torch and no transformers.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -90,13 +91,29 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
         tokenizer.chat_template = ("{{ bos_token }}" if starts else "") + PLAIN_TEMPLATE
         return
     try:
-        tokenizer.chat_template = Path(chosen).expanduser().read_text(encoding="utf-8")
+        text = Path(chosen).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"model.chat_template must be a file with a Jinja template or {PLAIN} ({error}), got {chosen!r}; "
             f"set model.chat_template={PLAIN}"
         ) from error
+    if not text.strip() or is_json(text):
+        raise UserError(
+            f"model.chat_template must be a file with a Jinja template or {PLAIN}, got {chosen}, "
+            f"{'a JSON file; write its template alone to a file' if text.strip() else 'an empty file'}; "
+            f"or set model.chat_template={PLAIN}"
+        )
+    tokenizer.chat_template = text
+    tokenizer.template_file = chosen  # for messages
     end_of_turn(tokenizer)  # raises an error if the file contains no template that formats a dialogue
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is a JSON object, such as tokenizer_config.json."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def set_clock(tokenizer: PreTrainedTokenizerBase, clock: str | None) -> None:
@@ -435,10 +452,12 @@ def _refused(
     dialogue = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWERS[0]}]
     if all(_fails(tokenizer, dialogue[:turns], options) for turns in (1, 2)):
         line = getattr(error, "lineno", None)
+        file = getattr(tokenizer, "template_file", None)
+        name = file or f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
         return (
-            f"model.chat_template must format a question of a user, got the chat template of "
-            f"{tokenizer.name_or_path or 'the tokenizer'} with an error{f' in line {line}' if line else ''} "
-            f"({type(error).__name__}: {error}); correct that template, or {other}"
+            f"model.chat_template must format a question of a user, got {name} with an error"
+            f"{f' in line {line}' if line else ''} ({type(error).__name__}: {error}); correct "
+            f"{'the file' if file else f'that template, or {other}'}"
         )
     roles = ", ".join(str(turn.get("role")) for turn in messages)
     return (

@@ -79,7 +79,7 @@ def folder_problem(key: str, path: str) -> str | None:
     remedy = f"set {key}=<hub name or folder>"
     if folder.is_symlink() and not folder.exists():
         missing = f"{path!r} is a link to {folder.readlink()}, which does not exist"
-    elif folder.is_file() and folder.suffix == ".gguf":
+    elif folder.is_file() and folder.suffix.lower() == ".gguf":
         missing, remedy = f"{path!r} is a GGUF file", from_gguf(key, Path(path))
     elif not folder.is_dir():
         missing = f"{path!r} is a file" if folder.exists() else f"no folder {path!r}"
@@ -144,6 +144,8 @@ def repair(key: str, path: str) -> str:
             f"T.from_pretrained({literal(path)}).save_pretrained({literal(written)})"
         )
         return f"if you trust the files, run: {python_command(code)}, then set {setting(key, written)}"
+    if (gguf := next(folder.glob("*.gguf"), None)) and not list(folder.glob("*.safetensors")):
+        return from_gguf(key, Path(path) / gguf.name)
     return f"copy or download the model again, or set {key}=<hub name or another folder>"
 
 

@@ -24,6 +24,10 @@ Message = dict[str, Any]  # role and content (texts), and what else the data hav
 Prompt = str | list[Message]
 Response = str | list[Message]  # one message of the assistant, or none
 
+ROLES = {  # roles in other formats -> those of chat templates
+    **dict.fromkeys(("human", "Human", "USER", "User"), "user"),
+    **dict.fromkeys(("gpt", "bot", "ai", "AI", "chatbot", "model", "ASSISTANT", "Assistant"), "assistant"),
+}
 TOOLS = "tools"  # beside messages: the functions that the assistant may call, as JSON schemas
 
 
@@ -226,15 +230,27 @@ def conversation(row: Row, column: str) -> list[Message]:
             others = {name: given for name, given in kept.items() if name not in ("role", "content")}
         if not isinstance(message, dict) or "role" not in message or not ("content" in message or others):
             found = ", ".join(message) if isinstance(message, dict) else described(message)
+            remedy = 'write {"role": ..., "content": ...} for each message'
             if isinstance(message, dict) and {"from", "value"} <= message.keys():
-                found += " (as in ShareGPT: rename human to user, gpt to assistant)"
-            raise BadRow(rule, f"with {found} in place of role and content")
+                found += " (as in ShareGPT)"
+                remedy += ", with user in place of human and assistant in place of gpt"
+            elif isinstance(message, str) and column != "messages":
+                remedy += ", or one text in place of the list"
+            raise BadRow(rule, f"with {found} in place of role and content", remedy)
         silent = message.get("content") is None and others
         try:
             content = "" if silent else text(message, "content")
             messages.append({"role": text(message, "role"), "content": content, **others})
         except BadRow as error:
-            raise BadRow(rule, f"{error.got} in place of a text") from None
+            parts = isinstance(message.get("content"), list)
+            fix = ["write the text of its parts as one text"] if parts else []
+            raise BadRow(rule, f"{error.got} in place of a text", *fix) from None
+        if (meant := ROLES.get(messages[-1]["role"])) is not None:
+            raise BadRow(
+                f"have messages with the roles of chat templates in its column {column}",
+                f"with a message of {messages[-1]['role']}",
+                f"write {meant} in place of {messages[-1]['role']} in all rows",
+            )
     return messages
 
 

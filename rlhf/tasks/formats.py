@@ -80,9 +80,10 @@ def without_prompt(chosen: str, rejected: str) -> tuple[str, str, str] | None:
 
 
 def rows_of_table(value: Any) -> list[Row] | None:
-    """Return the rows of a table that pandas wrote by columns (`DataFrame.to_json`); None: it is no table.
+    """Return the rows of a table that pandas wrote (`DataFrame.to_json`); None: it is no table.
 
-    The forms are {"column": {"0": value, ...}, ...} and {"columns": [...], "index": [...], "data": [[...]]}.
+    The forms are {"column": {"0": value, ...}, ...}, {"0": {"column": value, ...}, ...} and
+    {"columns": [...], "index": [...], "data": [[...]]}.
     """
     if not isinstance(value, dict) or not value:
         return None
@@ -93,6 +94,8 @@ def rows_of_table(value: Any) -> list[Row] | None:
     columns = list(value.values())
     if not all(isinstance(column, dict) and column.keys() == columns[0].keys() for column in columns):
         return None
+    if columns[0] and all(str(index).isdigit() for index in value):
+        return columns  # the rows
     if not columns[0] or not all(str(index).isdigit() for index in columns[0]):
         return None
     return [{name: column[index] for name, column in value.items()} for index in columns[0]]

@@ -144,11 +144,10 @@ def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
 
 
 def _wrapper(row: Any) -> str | None:
-    """Return the key of an object that contains nothing but an array of rows, or None."""
-    if not isinstance(row, dict) or len(row) != 1:
-        return None
-    ((name, value),) = row.items()
-    return name if name in WRAPPERS and isinstance(value, list) else None
+    """Return the key of an array of rows in an object that is no row itself, or None."""
+    found = row.items() if isinstance(row, dict) else ()
+    arrays = (name for name, value in found if name in WRAPPERS and isinstance(value, list) and value)
+    return next((name for name in arrays if all(isinstance(each, dict) for each in row[name])), None)
 
 
 def _array(text: str, file: Path, key: str) -> Iterator[tuple[str, Row]]:

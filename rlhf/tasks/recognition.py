@@ -20,7 +20,14 @@ NAMES = {
     "rejected": ("rejected",),
     "messages": ("messages", "conversations"),
 }
+KTO = {"completion", "label"}  # columns of single responses, good and bad ones
+# Parts of names of columns that may be the chosen or the rejected responses; the latter are looked for first.
+SIMILAR = {
+    "rejected": ("reject", "non_prefer", "dispref", "worse", "worst", "lose", "losing", "bad", "negative"),
+    "chosen": ("chosen", "prefer", "better", "best", "win", "good", "positive"),
+}
 CONTEXT = "input"  # beside `instruction`, in the format of Alpaca
+MANY = 12  # columns that a message lists
 NEEDS = {  # content of an example -> the columns that it needs, for messages
     Data.prompts: "a column of prompts (prompt, query, question or instruction) or of dialogues (messages)",
     Data.references: "a column of prompts (such as prompt) and a column of responses (such as response), or "
@@ -62,10 +69,11 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
         raise _lacks(names, data, key, place)
     if data is Data.references and found["response"] is None and found["chosen"] is None:
         raise _lacks(names, data, key, place)
-    if data is Data.references and set(names) == {"prompt", "completion", "label"}:  # as in KTO
+    if data is Data.references and set(names) >= KTO and config.response is None:
         raise UserError(
             f"{key} must have only good responses (SFT imitates all of them), got {place} with a label for "
-            "each completion; keep the rows whose label is true, without the column label"
+            "each completion; keep the rows whose label is true, without the column label, or set "
+            "task.columns.response=completion for all rows"
         )
     return Layout(**{**found, "messages": None}, context=context, tools=beside)
 
@@ -110,7 +118,7 @@ def _lacks(names: Sequence[str], data: Data, key: str, place: str) -> UserError:
         Data.references: ("prompt", "response"),
         Data.preferences: ("prompt", "chosen", "rejected"),
     }[data]
-    if data is Data.preferences and {"completion", "label"} <= set(names):  # as in KTO
+    if data is Data.preferences and set(names) >= KTO:
         return UserError(
             f"{key} must have {NEEDS[data]}, got {place} with {', '.join(names)} (single responses with a "
             "label); write a row with prompt, chosen and rejected for each prompt with a good and a bad "
@@ -120,8 +128,17 @@ def _lacks(names: Sequence[str], data: Data, key: str, place: str) -> UserError:
     free = [name for name in names if not any(name.lower() in each for each in NAMES.values())]
     remedy = f"add {' and '.join(missing)}"
     if len(free) >= len(missing):
-        settings = (setting(f"task.columns.{role}", name) for role, name in zip(missing, free, strict=False))
+        meant: dict[str, str | None] = {}
+        for role in sorted(missing, key=lambda role: role != "rejected"):  # "non_preferred" contains "prefer"
+            left = [name for name in free if name not in meant.values()]
+            likely = (name for name in left if any(part in name.lower() for part in SIMILAR.get(role, ("",))))
+            meant[role] = next(likely, None)
+        settings = [
+            setting(f"task.columns.{role}", name)
+            if (name := meant[role])
+            else f"task.columns.{role}=<column>"
+            for role in missing
+        ]
         remedy = f"rename the columns or set, for example, {' '.join(settings)}"
-    return UserError(
-        f"{key} must have {NEEDS[data]}, got {place} with {', '.join(names) or 'none'}; {remedy}"
-    )
+    listed = ", ".join(names[:MANY]) + (f" and {len(names) - MANY} others" if len(names) > MANY else "")
+    return UserError(f"{key} must have {NEEDS[data]}, got {place} with {listed or 'none'}; {remedy}")

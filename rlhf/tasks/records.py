@@ -30,12 +30,14 @@ class Wanted:
         optional: names of columns that a function receives if the data have them.
         rest: a function receives all columns (`**kwargs`).
         parts: the columns of each part of a mixture of tasks, by the name of the part.
+        positions: name of a parameter that receives another value by position -> key, address and that value.
     """
 
     columns: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
     rest: bool = False
     parts: Mapping[str, Wanted] = field(default_factory=dict)
+    positions: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.columns or self.optional or self.rest or any(self.parts.values()))
@@ -49,8 +51,15 @@ class Wanted:
             place: the data, for messages.
 
         Raises:
-            UserError: a function asks for a column that the data lack.
+            UserError: a function asks for a column that the data lack, or receives another value instead.
         """
+        for name, (key, path, value) in self.positions.items():
+            if name in available and (value == "response" or name not in names):
+                raise UserError(
+                    f"{key} must name a function with a parameter response if others are columns of the data "
+                    f"(without it, {name} would be the {value}), got {path} for {place} with the column "
+                    f"{name}; rename the parameter that is the response to response"
+                )
         for name, (key, path) in self.columns.items():
             if name not in available:
                 near = get_close_matches(name, available, n=1)

@@ -303,6 +303,13 @@ def test_a_gguf_file_or_folder_gets_the_command_that_converts_it(tmp_path):
     folder = tmp_path / "my model"
     folder.mkdir()
     (folder / "q8.gguf").touch()
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "config.json").write_text('{"model_type": "llama"}')
+    (beside / "q8.GGUF").touch()
+    assert "gguf_file" in str(folder_problem("model.policy", str(beside / "q8.GGUF")))
+    (beside / "q8.GGUF").rename(beside / "q8.gguf")
+    assert "gguf_file" in str(folder_problem("model.policy", str(beside)))
     for path in (folder, folder / "q8.gguf"):
         found = folder_problem("model.policy", str(path))
         assert found is not None

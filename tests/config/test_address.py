@@ -164,6 +164,14 @@ def test_a_file_that_cannot_be_imported_is_reported_with_its_line(here, source, 
         )
 
 
+def test_an_import_of_a_file_beside_it_is_not_a_library_to_install(here):
+    (here / "below" / "helpers.py").touch()
+    (here / "below" / "faulty.py").write_text("import helpers\ndef brief(p, r, a): ...\n")
+    problem = function_problem("scorer.path", "below/faulty.py:brief", ARGUMENTS)
+    assert problem is not None and "which is beside it" in problem and "install" not in problem
+    assert problem.endswith("start the command with PYTHONPATH=below")
+
+
 @pytest.mark.parametrize(
     "source",
     [

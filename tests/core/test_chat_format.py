@@ -170,7 +170,11 @@ def test_messages_that_a_template_refuses_are_at_fault():
 
 def test_a_file_without_a_valid_template_is_an_error(tmp_path):
     (tmp_path / "bad.jinja").write_text(LLAMA_3[:-5])
-    with pytest.raises(UserError, match="set model.chat_template="):
+    with pytest.raises(UserError, match=r"got \S+/bad.jinja with an error in line 1 .*; correct the file$"):
         set_format(llama_3(), str(tmp_path / "bad.jinja"), conversational=True)
     with pytest.raises(UserError, match="model.chat_template must be a file with a Jinja template or plain"):
         set_template(llama_3(), str(tmp_path / "none.jinja"))
+    for text, said in (("\n", "an empty file"), ('{"chat_template": "{{ messages }}"}', "a JSON file")):
+        (tmp_path / "other.jinja").write_text(text)
+        with pytest.raises(UserError, match=f"other.jinja, {said}"):
+            set_template(llama_3(), str(tmp_path / "other.jinja"))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 
 import pytest
 
 from rlhf.config.algo import Data
 from rlhf.config.task import ColumnsConfig, LocalConfig
 from rlhf.core.errors import UserError
+from rlhf.tasks.columns import Layout, converted
 from rlhf.tasks.formats import Written, messages_of, rows_of_table, without_prompt
 from rlhf.tasks.local import LocalSource
+from rlhf.tasks.reading import rows
 from rlhf.tasks.recognition import recognise
 
 DIALOGUE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It's \u00fc"}]
@@ -77,9 +80,10 @@ def test_numbers_of_json_compute_and_print_as_written():
     [
         json.dumps(TABLE),
         json.dumps(TABLE, indent=2),
+        json.dumps({"0": {"prompt": "a", "response": "x"}, "1": {"prompt": "b", "response": "y"}}),
         json.dumps({"columns": ["prompt", "response"], "index": [0, 1], "data": [["a", "x"], ["b", "y"]]}),
     ],
-    ids=["columns", "indented", "split"],
+    ids=["columns", "indented", "index", "split"],
 )
 def test_tables_of_pandas_are_read_by_rows(tmp_path, text):
     assert prompts(source(tmp_path / "a.json", text)) == [("a", "x"), ("b", "y")]
@@ -102,6 +106,54 @@ def test_pairs_without_prompts_and_labels_of_kto_get_a_remedy():
     with pytest.raises(UserError, match="keep the rows whose label is true"):
         recognise(["prompt", "completion", "label"], ColumnsConfig(), Data.references, "task.path", "x")
     assert recognise(["prompt", "completion", "label"], ColumnsConfig(), Data.prompts, "task.path", "x")
+
+
+def test_columns_with_labels_beside_others_are_refused_unless_the_user_names_the_responses():
+    names = ["id", "prompt", "completion", "label"]
+    with pytest.raises(UserError, match="or set task.columns.response=completion for all rows"):
+        recognise(names, ColumnsConfig(), Data.references, "task.path", "x")
+    named = ColumnsConfig(response="completion")
+    assert recognise(names, named, Data.references, "task.path", "x").response == "completion"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("input non_preferred preferred", "prompt=input .*chosen=preferred .*rejected=non_preferred$"),
+        ("prompt responses scores", "task.columns.chosen=<column> task.columns.rejected=<column>$"),
+        (" ".join(map(str, range(30))), "10, 11 and 18 others; "),
+    ],
+)
+def test_only_columns_with_names_of_that_kind_are_proposed_as_pairs(names, said):
+    with pytest.raises(UserError, match=said):
+        recognise(names.split(), ColumnsConfig(), Data.preferences, "task.path", "x")
+
+
+@pytest.mark.parametrize(
+    ("turn", "remedy"),
+    [
+        ({"from": "human", "value": "Hi"}, "with user in place of human and assistant in place of gpt$"),
+        ({"role": "human", "content": "Hi"}, "write user in place of human in all rows$"),
+        ({"role": "bot", "content": "Hi"}, "write assistant in place of bot in all rows$"),
+        ({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, "as one text$"),
+        ("Hi", 'write {"role": ..., "content": ...} for each message$'),
+    ],
+)
+def test_dialogues_of_another_kind_get_a_remedy_for_all_rows(tmp_path, turn, remedy):
+    (tmp_path / "own.jsonl").write_text(json.dumps({"messages": [turn]}))
+    with pytest.raises(UserError) as refused:
+        list(
+            converted(
+                rows(tmp_path / "own.jsonl", "task.path"), Layout(messages="messages").example, "task.path"
+            )
+        )
+    assert re.search(remedy, str(refused.value))
+
+
+def test_an_array_of_rows_beside_other_keys_is_named(tmp_path):
+    (tmp_path / "own.json").write_text('{"schema": {}, "data": [{"prompt": "a"}]}')
+    with pytest.raises(UserError, match="an object whose data is an array; write that array alone"):
+        list(rows(tmp_path / "own.json", "task.path"))
 
 
 def test_a_dialogue_with_a_system_message_only_is_refused(tmp_path):

@@ -98,6 +98,27 @@ def test_a_parameter_that_names_no_column_is_an_error_that_lists_the_columns(tmp
         examples(cfg)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        ("tests, text, truth", "tests would be the prompt"),  # a column, but not that of the prompts
+        ("question, tests, truth", "tests would be the response"),
+        ("q, answer, truth", "answer would be the response"),
+        ("question, text, tests", "tests would be the reference"),
+        ("question, text, answer", None),
+        ("q, text, truth, tests", None),
+    ],
+)
+def test_a_value_by_position_takes_the_place_of_no_column(tmp_path, arguments, refused):
+    path = function(tmp_path, f"def score({arguments}):\n    return 1")
+    cfg = run_config(tmp_path, SOURCES["task=local"], "task=local", f"scorer.path={path}")
+    if refused is None:
+        assert examples(cfg).scores.tolist() == [[1.0, 1.0]] * 3
+        return
+    with pytest.raises(UserError, match=f"{refused}.*rename the parameter that is the response"):
+        examples(cfg)
+
+
 def test_a_parameter_with_a_default_receives_the_column_if_there_is_one(tmp_path):
     path = function(
         tmp_path, "def score(response, id=-1, scale=10, *, other=3):\n    return id * scale + other"
