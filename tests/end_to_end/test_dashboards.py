@@ -1,12 +1,14 @@
 """Tests of MLflow and trackio with real local stores, and of the figures that dashboards get."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from mlflow import MlflowClient
 
 from rlhf.core.errors import UserError
 from rlhf.core.files import read_lines
@@ -17,6 +19,9 @@ from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
 from tests.end_to_end.test_loggers import SESSIONS
 from tests.end_to_end.test_run import interrupt
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 SECRET = "a-secret-password"
 
@@ -47,6 +52,8 @@ def points(folder: RunFolder, store: Path | None = None) -> dict[str, list[tuple
 
 def client_of(folder: RunFolder) -> tuple[MlflowClient, str]:
     """Return a client of the default store of a run, and the id of its MLflow run."""
+    from mlflow import MlflowClient  # the import takes seconds
+
     name = stored_id(folder, "mlflow")
     assert name is not None
     return MlflowClient(f"sqlite:///{folder.path.parent}/mlflow/mlflow.db"), name

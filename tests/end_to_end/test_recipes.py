@@ -43,7 +43,14 @@ def distinct() -> list[str]:
     return sorted(found.values())
 
 
-DISTINCT = distinct()
+DISTINCT = [
+    *("chat_8b_dpo", "chat_8b_dpo_async", "chat_8b_reward", "chat_8b_sft", "gsm8k_1b_dpo"),
+    *("gsm8k_1b_dpo_async", "gsm8k_1b_ppo", "gsm8k_1b_ppo_async", "gsm8k_1b_rloo"),
+    *("gsm8k_1b_rloo_async", "tldr_1b_bok", "tldr_1b_dpo", "tldr_1b_ppo", "tldr_1b_rloo"),
+    *("tldr_410m_bok", "tldr_410m_bok_async", "tldr_410m_dpo", "tldr_410m_dpo_async"),
+    *("tldr_410m_dpo_offline", "tldr_410m_dpo_vllm", "tldr_410m_ppo", "tldr_410m_ppo_async"),
+    *("tldr_410m_reward", "tldr_410m_rloo", "tldr_410m_rloo_async", "tldr_410m_sft"),
+]
 
 
 def check(cfg: Config, folder: RunFolder) -> list[dict]:
@@ -57,6 +64,10 @@ def check(cfg: Config, folder: RunFolder) -> list[dict]:
     assert any(row.get("policy/grad_norm", 0) > 0 for row in updates), "every update has only ties"
     assert [row["update"] for row in found if any(key.startswith("eval/") for key in row)] == [0, 1, 2]
     return updates
+
+
+def test_every_recipe_with_settings_of_its_own_runs():
+    assert distinct() == DISTINCT
 
 
 @pytest.mark.parametrize("name", DISTINCT)
