@@ -14,6 +14,7 @@ import numpy as np
 from rlhf.core.pieces import pieces
 from rlhf.tasks.counts import Counts, Lengths
 from rlhf.tasks.local import LocalSource
+from rlhf.tasks.records import RECORD, parsed
 from rlhf.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Summary:
     Attributes:
         splits: counts of each split.
         columns: the recognised columns as text; None: the task has fixed columns.
+        reward_columns: names of the columns that reward functions receive.
         chat_format: the format of dialogues as text; None: the prompts are texts.
         split_off: whether the validation split is a part of the training rows.
         limit: `task.max_prompt_tokens`.
@@ -46,6 +48,7 @@ class Summary:
 
     splits: dict[str, Counts]
     columns: str | None
+    reward_columns: list[str]
     chat_format: str | None
     split_off: bool
     limit: int
@@ -68,6 +71,8 @@ class Summary:
             yield split, value
         if self.columns is not None:
             yield "columns", self.columns
+        if self.reward_columns:
+            yield "reward columns", ", ".join(self.reward_columns)
         if self.chat_format is not None:
             yield "format", self.chat_format
         yield "prompt tokens", str(self.splits["train"].prompt_tokens)
@@ -124,6 +129,7 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
     return Summary(
         splits={split: task.counts(split) for split in splits},
         columns=None if source is None else source.columns(task.data),
+        reward_columns=list(dict.fromkeys(chain.from_iterable(parsed(some.get(RECORD, []))))),
         chat_format=chat_format(task),
         split_off=source is not None and source.splits_off_validation,
         limit=task.max_prompt_tokens,

@@ -1,4 +1,4 @@
-"""Tests of the README (its algorithm, options and links) and of the memory plan in docs/memory.md."""
+"""Tests of the README (its algorithm and options), of links, and of the memory plan in docs/memory.md."""
 
 import re
 import sys
@@ -102,6 +102,8 @@ def test_the_readme_names_only_options_that_exist():
     assert {"dpo", "pythia", "tldr", "facts", "vllm", "zero2", "wandb"} <= named, "the table is found"
 
 
-def test_links_of_the_readme_point_to_existing_files():
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs"])
+def test_links_point_to_existing_files(page):
+    for file in sorted((ROOT / page).rglob("*.md")) if page == "docs" else [ROOT / page]:
+        for target in re.findall(r"\]\((?!http)([^)#\s]+)", file.read_text()):
+            assert (file.parent / target).exists(), f"{target} in {file.relative_to(ROOT)}"

@@ -17,6 +17,7 @@ from rlhf.config.compose import compose
 from rlhf.config.task import ColumnsConfig, LocalConfig, PreferencesConfig
 from rlhf.core.errors import UserError
 from rlhf.tasks.local import held_out_rows
+from rlhf.tasks.records import Wanted
 from rlhf.tasks.summary import shortened, summarize
 from rlhf.tasks.task import Task
 from rlhf.tasks.word_tokenizer import word_tokenizer
@@ -215,7 +216,7 @@ def tokenizer():
     return word_tokenizer([*WORDS, *map(str.strip, WORDS)], r" ?\w+")
 
 
-def task(path: str, data: Data, **changes: int) -> Task:
+def task(path: str, data: Data, **changes: Any) -> Task:
     settings = {"prompts_per_update": 16, "max_prompt_tokens": 10, "seed": 1} | changes
     return Task(make(LocalConfig(path=path)), tokenizer(), data=data, **settings)
 
@@ -236,6 +237,14 @@ def test_the_summary_has_rows_columns_lengths_and_examples(tmp_path):
     assert len(summary.lines()) == 3
     assert summary.lines()[0] == f"{ROWS[0]['question']} -> {ROWS[0]['answer']}"
     assert list(summary.warnings()) == []
+
+
+def test_the_summary_names_the_columns_that_rewards_receive(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{**row, "unit": "g", "weight": 2, "note": ""} for row in ROWS])
+    assert "reward columns" not in dict(summarize(task(path, Data.prompts), 2).rows())
+    wanted = Wanted({"unit": ("scorer.path", "own.py:score")}, optional=frozenset({"weight", "price"}))
+    summary = summarize(task(path, Data.prompts, wanted=wanted), 2)
+    assert dict(summary.rows())["reward columns"] == "unit, weight"
 
 
 def test_cut_responses_and_small_data_give_a_warning(tmp_path):
