@@ -146,8 +146,8 @@ def _ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str]:
     ]
     if wholes[0] == wholes[1]:
         raise UserError(
-            "model.chat_template must write the content of an answer, which is a text, got the chat template "
-            f"of {tokenizer.name_or_path or 'the tokenizer'}, which writes the same for different answers; "
+            f"model.chat_template must write the content of an answer, which is a text, got "
+            f"{template_name(tokenizer)}, which writes the same for different answers; "
             "set model.chat_template=<file with a Jinja template>"
         )
     rest = os.path.commonprefix([whole[::-1] for whole in wholes])[::-1]
@@ -437,6 +437,12 @@ def _format(
     return other if len(other) > len(text) and other.count("None") == text.count("None") else text
 
 
+def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the name of a chat template for messages: its file, or that of the tokenizer."""
+    file = getattr(tokenizer, "template_file", None)
+    return file or f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+
+
 def _refused(
     tokenizer: PreTrainedTokenizerBase,
     error: Exception,
@@ -452,12 +458,11 @@ def _refused(
     dialogue = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWERS[0]}]
     if all(_fails(tokenizer, dialogue[:turns], options) for turns in (1, 2)):
         line = getattr(error, "lineno", None)
-        file = getattr(tokenizer, "template_file", None)
-        name = file or f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+        own = getattr(tokenizer, "template_file", None) is not None
         return (
-            f"model.chat_template must format a question of a user, got {name} with an error"
-            f"{f' in line {line}' if line else ''} ({type(error).__name__}: {error}); correct "
-            f"{'the file' if file else f'that template, or {other}'}"
+            f"model.chat_template must format a question of a user, got {template_name(tokenizer)} with an "
+            f"error{f' in line {line}' if line else ''} ({type(error).__name__}: {error}); correct "
+            f"{'the file' if own else f'that template, or {other}'}"
         )
     roles = ", ".join(str(turn.get("role")) for turn in messages)
     return (

@@ -265,11 +265,11 @@ def leave_alone() -> None:
     if active is not None:
         active.restore(ended=ignore)
         active.theirs.close()
-        release()
-        active = None
     for number in (*SIGNALS, signal.SIGINT):
         if signal.getsignal(number) in (ignore, early_signals.end):  # SIG_IGN comes from outside: keep it
             signal.signal(number, early_signals.default(number))
+    release()  # a signal that came before ends the process
+    active = None
 
 
 os.register_at_fork(before=hold, after_in_parent=release, after_in_child=leave_alone)

@@ -16,7 +16,7 @@ from rlhf.core.errors import Interrupted
 from rlhf.processes import signals
 from rlhf.processes.signals import SIGNALS, interruptible
 
-SECONDS = 120  # timeout of a wait in a test
+SECONDS = 5  # timeout of a wait in a test
 
 
 @pytest.fixture
@@ -189,7 +189,16 @@ def test_interruptible_has_no_effect_outside_the_main_thread(told):
 
 
 @pytest.mark.process
-def test_a_signal_ends_a_forked_process_and_does_not_interrupt_its_parent(told):
+@pytest.mark.parametrize("before", [signal.SIG_DFL, early_signals.end])  # the latter in a command
+def test_a_signal_ends_a_forked_process_and_does_not_interrupt_its_parent(told, before):
+    original = signal.signal(signal.SIGTERM, before)
+    try:
+        check_forked_processes(told)
+    finally:
+        signal.signal(signal.SIGTERM, original)
+
+
+def check_forked_processes(told):
     with interruptible() as interruption:
         interruption.defer()
         for begin in (lambda start: start(), in_a_thread):
