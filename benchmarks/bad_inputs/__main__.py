@@ -10,8 +10,8 @@ exit code and texts of the message are beside each row, as is the verdict of a p
 A row whose result differs from the expectation is marked in the table.
 
 Commands are forked from a process that has imported the libraries; add 5 to 9 s of CPU time for rows that
-load a model. --fresh, and rows about the environment, start Python anew. With all rows selected, the table is
-written to benchmarks/bad_inputs/results.md.
+load a model. --fresh, and rows about the environment, start Python anew. The tables of all parts whose rows
+are all selected are written to benchmarks/bad_inputs/results.md.
 
 Exit code: 0 if all results are as expected, 1 if a result differs, 2 for wrong arguments.
 """
@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.bad_inputs import data, environment, folders, keys, models, rewards
+from benchmarks.bad_inputs import data, environment, first_day, folders, keys, models, rewards
 from benchmarks.bad_inputs.materials import ensure
 from benchmarks.bad_inputs.row import Row
 from benchmarks.bad_inputs.service import Service
@@ -47,6 +47,7 @@ PARTS = {
     "d": ("Reward functions and services", rewards.ROWS),
     "e": ("Run folders and other commands", folders.ROWS),
     "f": ("Environment", environment.ROWS),
+    "g": ("The first day", first_day.ROWS),
 }
 LIMIT_S = 180  # of one row
 MEMORY_BYTES = 12 << 30  # address space of one process; a default Llama of 7B parameters exceeds the limit
@@ -138,12 +139,12 @@ def main() -> None:
             if arguments.show:
                 print(result.output)
     different = [result for result in results if result.differs]
-    print(f"\n{summary(results)}; {len(different)} differ from the expectation")
+    print(f"\n{summary(chosen)}; {len(different)} differ from the expectation")
     for result in different:
         print(f"  {result.row.name}: {'; '.join(result.differs)}")
-    if chosen == rows:
-        PAGE.write_text(page(results), encoding="utf-8")
-        print(f"written: {PAGE.relative_to(ROOT)}")
+    if parts := [title for title, own in PARTS.values() if all(row in chosen for row in own)]:
+        PAGE.write_text(page(results, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"written: {PAGE.relative_to(ROOT)} ({', '.join(parts)})")
     raise SystemExit(1 if different else 0)
 
 
@@ -241,26 +242,38 @@ def left_text(result: Result) -> str:
     return f"{count} file{'s' if count > 1 else ''}" if count else ""
 
 
-def summary(results: Sequence[Result]) -> str:
+def summary(rows: Sequence[Row]) -> str:
     """Return the numbers of rows per verdict."""
-    counts = Counter(result.row.verdict for result in results)
+    counts = Counter(row.verdict for row in rows)
     verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("good", "poor", "BAD"))
-    return f"{len(results)} rows: {verdicts}"
+    return f"{len(rows)} rows: {verdicts}"
 
 
-def page(results: Sequence[Result]) -> str:
-    """Return the Markdown page with the tables of all parts."""
-    return "\n".join([*head(results), *tables(results), ""])
+def page(results: Sequence[Result], before: str = "") -> str:
+    """Return the Markdown page with a table for each part.
+
+    Args:
+        results: the results of all rows of some parts.
+        before: the page with earlier results; the tables of other parts are taken from it.
+    """
+    sections = {text.partition("\n")[0]: text for text in before.split("\n## ")[1:]}
+    ran = [result.row for result in results]
+    for title, rows in PARTS.values():
+        if all(row in ran for row in rows):
+            sections[title] = "\n".join(table(title, [each for each in results if each.row in rows])) + "\n"
+    parts = [sections[title].strip("\n") for title, _ in PARTS.values() if title in sections]
+    return "\n\n## ".join(["\n".join(head()), *parts]) + "\n"
 
 
-def head(results: Sequence[Result]) -> Iterator[str]:
+def head() -> Iterator[str]:
     """Yield the lines before the tables."""
     yield "# Bad inputs"
     yield ""
     yield "This page shows what the commands do with wrong and unusual inputs."
     yield "`python -m benchmarks.bad_inputs` runs all rows and writes the page (see its `--help`)."
     yield ""
-    yield f"{summary(results)}. Verdicts, of a person who read the whole output:"
+    every = summary([row for _, rows in PARTS.values() for row in rows])
+    yield f"{every}. Verdicts, of a person who read the whole output:"
     yield ""
     yield "- good: the command ends early with key, rule, value and a remedy, or does what the input means;"
     yield "- poor: the message comes late or lacks a remedy, or a warning is missing;"
@@ -271,28 +284,24 @@ def head(results: Sequence[Result]) -> Iterator[str]:
     yield "files that stay behind; `run` is a run with its model. Messages are cut after 300 characters."
 
 
-def tables(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of the tables, one table per part."""
-    for title, rows in PARTS.values():
-        yield from ("", f"## {title}", "")
-        own = [result for result in results if result.row in rows]
-        counts = summary(own)
-        yield from (f"{counts}.", "")
-        yield "| input | exit | s | traceback | left | verdict | message |"
-        yield "|---|--:|--:|---|---|---|---|"
-        for result in own:
-            notes = "; ".join(filter(None, [result.row.remark, *result.differs]))
-            verdict = f"differs from {result.row.verdict}" if result.differs else result.row.verdict
-            cells = [
-                result.row.input,
-                exit_text(result),
-                f"{result.seconds:.1f}",
-                "yes" if result.traceback else "",
-                left_text(result),
-                f"{verdict} ({notes})" if notes else verdict,
-                f"`{code_cell(result.message)}`" if result.message else "",
-            ]
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def table(title: str, results: Sequence[Result]) -> Iterator[str]:
+    """Yield the lines of the section of a part, without the mark of its title."""
+    yield from (title, "", f"{summary([result.row for result in results])}.", "")
+    yield "| input | exit | s | traceback | left | verdict | message |"
+    yield "|---|--:|--:|---|---|---|---|"
+    for result in results:
+        notes = "; ".join(filter(None, [result.row.remark, *result.differs]))
+        verdict = f"differs from {result.row.verdict}" if result.differs else result.row.verdict
+        cells = [
+            result.row.input,
+            exit_text(result),
+            f"{result.seconds:.1f}",
+            "yes" if result.traceback else "",
+            left_text(result),
+            f"{verdict} ({notes})" if notes else verdict,
+            f"`{code_cell(result.message)}`" if result.message else "",
+        ]
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def code_cell(text: str) -> str:

@@ -10,10 +10,18 @@ import shutil
 from pathlib import Path
 
 from benchmarks.bad_inputs.data_files import make_data
+from benchmarks.bad_inputs.first_day_files import make_day_models, make_day_rewards, make_first_day
 from benchmarks.bad_inputs.model_files import make_models
 
 HERE = Path(__file__).parent
-SOURCES = ("materials.py", "data_files.py", "model_files.py", "reward_functions.py")
+SOURCES = (
+    "materials.py",
+    "data_files.py",
+    "model_files.py",
+    "reward_functions.py",
+    "first_day_files.py",
+    "first_day_functions.py",
+)
 
 
 def ensure(folder: Path) -> Path:
@@ -27,6 +35,9 @@ def ensure(folder: Path) -> Path:
         make_rewards(folder)
         make_data(folder / "data")
         make_models(folder / "models")
+        make_first_day(folder / "day")
+        make_day_rewards(folder)
+        make_day_models(folder / "models")
         mark.write_text(digest)
     return folder
 

@@ -318,6 +318,9 @@ def value_remedy(section: type, leaf: str, key: str, hint: Any, value: str) -> s
                 return guess
     if list[str] in alternatives and re.fullmatch(r"[^\[\]{}]+", value):
         return f"set {setting(key, [part.strip() for part in value.split(',')])}"
+    if str in alternatives and re.fullmatch(r"\[.+\]", value):
+        whole = "; files of one data set belong in a folder" if key == "task.path" else ""
+        return f"set {setting(key, value[1:-1].split(',')[0].strip())}, one text{whole}"
     number = as_number(value)
     if number is not None and float in alternatives:
         return f"set {key}={in_ascii(value)}"

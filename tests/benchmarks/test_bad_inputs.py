@@ -48,9 +48,22 @@ def test_a_result_is_compared_with_the_expectation(code, output, left, differenc
     assert Result(row, code, 1.0, output, left).differs == differences
 
 
+def results(letter, message):
+    return [Result(row, 2, 0.5, f"warning: y\nerror: {message}", ()) for row in PARTS[letter][1]]
+
+
 def test_the_page_shows_message_verdict_and_differences():
-    row = ROWS[0]
-    text = page([Result(row, 1, 0.5, f"warning: y\nerror: a | b {row.says[0]}", ())])
+    row = PARTS["a"][1][0]
+    text = page([Result(row, 1, 0.5, f"error: a | b {row.says[0]}", ()), *results("a", "x")[1:]])
     assert f"| {row.input} | 1 | 0.5 |  |  | differs from good (exit code 1, not 2) |" in text
     assert f"`error: a \\| b {row.says[0]}`" in text
     assert len(code_cell("x" * 1000)) < 320 and "`" not in code_cell("a `b` c")
+
+
+def test_the_page_keeps_the_tables_of_parts_that_did_not_run():
+    before = page([*results("a", "old"), *results("f", "old")])
+    after = page([*results("f", "new"), *results("g", "new")[1:]], before)
+    assert after.count("`error: old`") == len(PARTS["a"][1]) and after.count("`error: new`") == len(
+        PARTS["f"][1]
+    )
+    assert after.count("\n## ") == before.count("\n## ") == 2

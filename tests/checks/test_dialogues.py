@@ -66,3 +66,15 @@ def test_a_chat_template_beside_a_format_of_turns_is_a_warning():
     said = list(warnings(compose([*words, "task.turn='{role}{content}'", "task.reply=x"])))
     assert any("model.chat_template does not format the prompts" in each for each in said)
     assert not any("chat_template" in each for each in warnings(compose(words)))
+
+
+def test_a_model_with_a_chat_template_that_is_asked_as_a_base_model_gives_a_warning(base):
+    def doubts(*words):
+        cfg = compose(["task=gsm8k", "algo=rloo", f"model.policy={base}", *words])
+        return [warning for warning in warnings(cfg) if "task.chat" in warning]
+
+    assert doubts() == []
+    write_tokenizer(base, chat_template="{{ messages }}")
+    (warning,) = doubts()
+    assert warning.endswith("if it is a chat model, set task.chat=true")
+    assert doubts("task.chat=true") == []

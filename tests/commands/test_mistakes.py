@@ -112,6 +112,9 @@ MISTAKES = {  # wrong arguments: texts that the message must contain
     "scorer=function scorer.path=a.py:f,b:g": ["write 'scorer.path=[a.py:f,b:g]' for several functions"],
     "output_dir=a,b": ["""add -m to run each, or write 'output_dir="a,b"' for one text\n"""],
     "algo.dpo.beta=1": ["did you mean algo.beta?"],
+    "task=local task.path=[a.jsonl,b.jsonl]": [
+        "set task.path=a.jsonl, one text; files of one data set belong in a folder\n"
+    ],
     "output_dir=": ["output_dir must name a folder", "set output_dir=outputs"],
     "output_dir='~/x'": ["output_dir must be a path without ~", f"set output_dir={Path.home()}/x"],
     "algo=DPO": ["did you mean algo=dpo?"],

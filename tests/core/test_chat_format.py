@@ -174,7 +174,8 @@ def test_a_file_without_a_valid_template_is_an_error(tmp_path):
         set_format(llama_3(), str(tmp_path / "bad.jinja"), conversational=True)
     with pytest.raises(UserError, match="model.chat_template must be a file with a Jinja template or plain"):
         set_template(llama_3(), str(tmp_path / "none.jinja"))
-    for text, said in (("Hello", "which writes the same"), ("\n", "an empty file"), ('{"chat_template": "{{ messages }}"}', "a JSON file")):
+    json = '{"chat_template": "{{ messages }}"}'
+    for text, said in (("Hello", "which writes the same"), ("\n", "an empty file"), (json, "a JSON file")):
         (tmp_path / "other.jinja").write_text(text)
         with pytest.raises(UserError, match=f"other.jinja, {said}"):
             set_template(llama_3(), str(tmp_path / "other.jinja"))
