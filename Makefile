@@ -50,7 +50,7 @@ $(STAMP): requirements/$(LOCK).txt pyproject.toml
 train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
 	$(BIN)/python -m rlhf.train algo=dpo model=pythia
 
-test: check  ## lint, types, import contracts, fast tests and short runs: about 9 minutes on two cores
+test: check  ## lint, types, import contracts, fast tests and short runs: less than 8 minutes on two cores
 	$(PYTEST) -m "smoke or not (run or process or system or gpu)" $(ARGS)
 
 test-all: check  ## lint, types, import contracts and all tests: about 35 minutes on two cores
