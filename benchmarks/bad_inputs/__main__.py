@@ -199,7 +199,8 @@ def carry_out(row: Row, work: Path, materials: Path, service: str, fresh: bool) 
     seconds = time.monotonic() - began
     left = tuple(sorted(files(folder) - before))
     text = output.decode("utf-8", "replace").replace(str(folder), "<folder>").replace(str(ROOT), "<checkout>")
-    return Result(row, code, seconds, text.replace(str(work), "<work>"), left)
+    text = text.replace(str(work), "<work>").replace(sys.base_prefix, "<python>")
+    return Result(row, code, seconds, text, left)
 
 
 def filled(text: str, values: dict[str, str]) -> str:
