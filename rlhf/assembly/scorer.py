@@ -13,7 +13,7 @@ from rlhf.assembly.models import loaded
 from rlhf.assembly.parts import make, part
 from rlhf.config.algo import Trains
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
-from rlhf.core.chat_format import Dialogues
+from rlhf.core.dialogues import Dialogues
 from rlhf.core.errors import UserError
 from rlhf.scorers.reward_model import read_own, reads_tokens_of
 from rlhf.scorers.scorer import Scorer, ScorerContext

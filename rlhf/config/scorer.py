@@ -301,10 +301,8 @@ class FunctionScorerConfig(ScorerConfig):
         names = [path.rpartition(":")[2] for path in self.paths]
         places = [Path(path.rpartition(":")[0]).stem.rpartition(".")[2] for path in self.paths]
         counts = Counter(names)
-        names = [
-            name if counts[name] == 1 else f"{place}_{name}"
-            for name, place in zip(names, places, strict=True)
-        ]
+        both = zip(names, places, strict=True)
+        names = [name if counts[name] == 1 else f"{place}_{name}" for name, place in both]
         weights = self.weights or [1.0] * len(names)
         return {
             name: FunctionScorerConfig(path=path, batched=self.batched, weight=weight)

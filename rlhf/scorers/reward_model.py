@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.core.batch import Budget
-from rlhf.core.chat_format import Dialogues, end_responses_with_turns, set_clock
+from rlhf.core.chat_format import end_responses_with_turns, set_clock
+from rlhf.core.dialogues import Dialogues
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.models.inference import infer
 from rlhf.models.loading import load_reward_model

@@ -149,7 +149,7 @@ def read(task: TaskConfig) -> list[Pair]:
     rows = make_part(task).prompts("train")
     rows = rows.select(range(min(KNOWN_ROWS, len(rows))))
     if "messages" in rows.column_names:
-        from rlhf.core.chat_format import Dialogues
+        from rlhf.core.dialogues import Dialogues
 
         dialogues = Dialogues(make_tokenizer([]))  # the chat template needs no vocabulary
         written = [dialogues.write(row["messages"], [row["reference_response"]]) for row in rows]

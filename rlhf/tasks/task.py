@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.config.algo import Data
 from rlhf.core.batch import Prompts
-from rlhf.core.chat_format import Dialogues, Messages, said
+from rlhf.core.chat_format import Messages
+from rlhf.core.dialogues import Dialogues, said
 from rlhf.core.encoding import end_tokens, pad_prompts, prompt_tokens
 from rlhf.core.errors import UserError
 from rlhf.core.rollout_format import vocabulary

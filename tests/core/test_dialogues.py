@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.core.chat_format import Dialogues, render, set_format
+from rlhf.core.chat_format import render, set_format
+from rlhf.core.dialogues import Dialogues
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import UserError
 from rlhf.core.pieces import pieces
