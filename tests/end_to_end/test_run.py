@@ -238,8 +238,11 @@ def test_lag_is_logged_and_grows_to_max_lag(finished):
 
 
 def test_train_log_ends_with_the_error_and_the_traceback_of_the_reward_function(tiny, tmp_path):
-    source = "def score(response, reference):\n    return {reference: 1.0, '': 0.0}[response]\n"
-    (tmp_path / "own.py").write_text(source)  # fails for sampled responses only
+    source = "calls = []\n\n\ndef score(response, reference):\n    calls.append(response)\n"
+    source += (
+        "    return 1.0 if len(calls) < 30 else {}[response]\n"  # the trial before a run makes fewer calls
+    )
+    (tmp_path / "own.py").write_text(source)
     own = ("algo=rloo", "scorer=function", f"scorer.path={tmp_path}/own.py:score")
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(RunError) as stopped:
