@@ -12,26 +12,26 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Section, number, option
+from rlhf.config.schema import Choice, Section, entry, number, option
 
 
-class Trains(Enum):
+class Trains(Choice):
     """The model that a run trains; the choice determines the initial weights and the evaluation."""
 
-    base = "base"  # a language model, from the base model (or from random weights)
-    policy = "policy"  # the policy, compared with its frozen reference
-    reward = "reward"  # a reward model, from the policy's weights
+    base = "base", "a language model, from the base model (or from random weights)"
+    policy = "policy", "the policy, compared with its frozen reference"
+    reward = "reward", "a reward model, from the policy's weights"
 
 
-class Data(Enum):
+class Data(Choice):
     """The content of one example of the training data."""
 
-    prompts = "prompts"  # a prompt; the generator samples the responses
-    references = "references"  # a prompt and its reference response
-    preferences = "preferences"  # a prompt, a chosen and a rejected response
+    prompts = "prompts", "a prompt; the generator samples the responses"
+    references = "references", "a prompt and its reference response"
+    preferences = "preferences", "a prompt, a chosen and a rejected response"
 
 
-class DPOLoss(Enum):
+class DPOLoss(Choice):
     """The loss on the margin of a preference pair."""
 
     sigmoid = "sigmoid"
@@ -44,11 +44,11 @@ class DPOLoss(Enum):
 PairWeighting = Enum("PairWeighting", {"none": "none", "is": "is", "wpo": "wpo"})
 
 
-class Ties(Enum):
+class Ties(Choice):
     """What to do with a prompt whose best and worst scores are equal."""
 
-    drop = "drop"  # exclude the prompt from the loss and from the count of prompts
-    keep = "keep"  # include the prompt; dpo then compares the first sample with the last sample
+    drop = "drop", "exclude the prompt from the loss and from the count of prompts"
+    keep = "keep", "include the prompt; dpo then compares the first sample with the last sample"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,13 +62,14 @@ class AlgoConfig(Section):
     keeps: ClassVar[int | None] = None  # number of samples of a prompt that are trained on; None: all K
 
     name: str = MISSING
-    samples_per_prompt: int = 1  # K, responses of one prompt
+    samples_per_prompt: int = entry(1, means="K, responses of one prompt")
     tie_tolerance: float | None = number(
         None,
         least=0,
         means="scores a and b tie if |a - b| <= tie_tolerance * max(1, |a|, |b|); 0: only equal scores tie; "
         "null: for a reward model 1e-5 in float32, 1e-2 in bfloat16, 1e-3 in float16, else 0",
         remedy="null",
+        added=True,
     )
 
     def problems(self, at: str) -> Iterator[str]:
@@ -101,16 +102,21 @@ class DPOConfig(AlgoConfig):
     label_smoothing: float = number(
         0.0, least=0, below=0.5, means="fraction of labels that are assumed wrong; sigmoid and robust"
     )
-    length_normalised: bool = False  # divide each log-ratio by the number of tokens of its response
+    length_normalised: bool = entry(
+        False, means="divide each log-ratio by the number of tokens of its response"
+    )
     ties: Ties = Ties.drop
-    # weight of the loss of a pair: `is`: probability ratio of policy to sampler, of both responses together;
-    # `wpo`: how probable both responses are under the policy, per token; `none`: 1
-    weighting: PairWeighting = PairWeighting.none
+    weighting: PairWeighting = entry(
+        PairWeighting.none,
+        means="weight of the loss of a pair: `is`: probability ratio of policy to sampler, of both responses "
+        "together; `wpo`: how probable both responses are under the policy, per token; `none`: 1",
+        added=True,
+    )
     weighting_eps: float = number(
-        1.0, least=0, means="weighting=is: weights have the upper bound exp(2 weighting_eps)"
+        1.0, least=0, means="weighting=is: weights have the upper bound exp(2 weighting_eps)", added=True
     )
     weighting_clamp: float | None = number(
-        1.0, above=0, means="weighting=wpo: upper bound of the weights; null: no bound"
+        1.0, above=0, means="weighting=wpo: upper bound of the weights; null: no bound", added=True
     )
 
     def warnings(self, at: str) -> Iterator[str]:

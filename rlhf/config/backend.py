@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
-from enum import Enum
 from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
 from rlhf.config.footprint import REDUCE_BUCKET, Footprint, zero
 from rlhf.config.model import Dtype
-from rlhf.config.schema import Section, number, option
+from rlhf.config.schema import Affects, Choice, Section, entry, number, option
 
 
-class Device(Enum):
+class Device(Choice):
     """The device of the models. `auto`: CUDA if there is a GPU, else the CPU."""
 
     auto = "auto"
@@ -44,14 +43,24 @@ class BackendConfig(Section):
         f"{WITHOUT_GRADIENT} times both without gradients; 0: as many as the memory plan allows; null: 0 on "
         "GPUs, and on CPUs with too little memory for passes without a limit",
         remedy="0",
+        added=True,
     )
     device: Device = Device.auto
-    threads: int | None = number(None, least=1, means="CPU threads of torch; null: one per core")
-    ranks: int | None = number(
-        None, least=1, means="number of ranks that the launcher must start; null: any number"
+    threads: int | None = number(
+        None, least=1, means="CPU threads of torch; null: one per core", affects=Affects.speed
     )
-    compile: bool | None = None  # compile the blocks of models; null: only on a GPU where this saves time
-    timeout_s: float = 1800.0  # seconds that a rank waits for other ranks before the run fails
+    ranks: int | None = number(
+        None,
+        least=1,
+        means="number of ranks that the launcher must start; null: any number",
+        affects=Affects.speed,
+    )
+    compile: bool | None = entry(
+        None, means="compile the blocks of models; null: only on a GPU where this saves time", added=True
+    )
+    timeout_s: float = entry(
+        1800.0, means="seconds that a rank waits for other ranks before the run fails", affects=Affects.speed
+    )
 
     def footprint(self) -> Footprint:
         """Return the bytes per parameter that training needs, for the memory plan.
@@ -117,8 +126,9 @@ class ZeroConfig(BackendConfig):
     offload_optimizer: ClassVar[bool] = False  # optimizer state and step on the CPU
     offload_weights: ClassVar[bool] = False  # weights in CPU memory until a forward pass needs them
 
-    # native keys of DeepSpeed; they replace the values that this project sets
-    deepspeed: dict[str, Any] = field(default_factory=dict)
+    deepspeed: dict[str, Any] = entry(
+        factory=dict, means="native keys of DeepSpeed; they replace the values that this project sets"
+    )
 
     def footprint(self) -> Footprint:
         """Return the bytes per parameter that training needs: float32, divided over ranks by stage."""

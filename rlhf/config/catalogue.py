@@ -6,10 +6,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
 
 ORDER = (
@@ -98,10 +100,57 @@ def first_sentence(file: Path) -> str:
     return " ".join(found)
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredKey:
+    """A key that a section class declares; `*` in the dotted key stands for the name of a part."""
+
+    key: str
+    section: type
+    name: str
+
+
+def declared_keys() -> tuple[DeclaredKey, ...]:
+    """Return the keys of all sections and options; a key of several options once for each of them."""
+    from rlhf.config.root import Config
+
+    return _declared(Config, len(SCHEMAS))
+
+
+@cache
+def _declared(root: type, options: int) -> tuple[DeclaredKey, ...]:
+    """Return the keys of a root section; `options` is the number of options that are registered."""
+    found: dict[DeclaredKey, None] = {}
+
+    def walk(section: type, at: str) -> None:
+        for name, hint in get_type_hints(section).items():
+            if name not in {each.name for each in fields(section)}:
+                continue
+            key = f"{at}.{name}" if at else name
+            found[DeclaredKey(key, section, name)] = None
+            below, parts = _section(hint)
+            if below is None or (parts and "*" in key):  # parts have no parts
+                continue
+            for each in (
+                below,
+                *(cls for cls in SCHEMAS.values() if issubclass(cls, below) and cls is not below),
+            ):
+                walk(each, f"{key}.*" if parts else key)
+
+    walk(root, "")
+    return tuple(found)
+
+
+def _section(hint: Any) -> tuple[type | None, bool]:
+    """Return the section class of a type, and whether it is that of the parts in a dictionary."""
+    for each in (hint, *get_args(hint)):
+        if isinstance(each, type) and is_dataclass(each):
+            return each, get_origin(hint) is dict
+    return None, False
+
+
 def all_keys() -> list[str]:
     """Return the dotted keys of all sections and options."""
     from rlhf.config.root import Config
-    from rlhf.config.schema import SCHEMAS
 
     keys = []
     for name, hint in get_type_hints(Config).items():

@@ -9,60 +9,59 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
-from rlhf.config.schema import Section, number, plain
+from rlhf.config.schema import Choice, Section, entry, number, plain
 
 
-class CorrectionKind(Enum):
+class CorrectionKind(Choice):
     """The weight of a loss term, given the probability ratio w = trainer / sampler."""
 
-    none = "none"  # 1
-    truncate = "truncate"  # w, at least floor and at most cap
-    mask = "mask"  # w if low <= w <= high, else 0; the token still counts in the mean
-    decoupled = "decoupled"  # w, without a bound
+    none = "none", "1"
+    truncate = "truncate", "w, at least floor and at most cap"
+    mask = "mask", "w if low <= w <= high, else 0; the token still counts in the mean"
+    decoupled = "decoupled", "w, without a bound"
 
 
-class Level(Enum):
+class Level(Choice):
     """The unit to which one importance weight applies."""
 
-    token = "token"  # the w of the token
-    sequence = "sequence"  # the product of w over the tokens of the response
-    geometric = "geometric"  # the geometric mean of w over the tokens of the response
+    token = "token", "the w of the token"
+    sequence = "sequence", "the product of w over the tokens of the response"
+    geometric = "geometric", "the geometric mean of w over the tokens of the response"
 
 
-class Reject(Enum):
+class Reject(Choice):
     """What is rejected: single tokens, or whole responses by a statistic of their tokens."""
 
-    token = "token"  # each token by its own value
-    sum = "sum"  # a response by the sum over its tokens; for k1: by the product of w
-    mean = "mean"  # a response by the mean over its tokens; for k1: by the geometric mean of w
-    max = "max"  # a response if one of its tokens is out of bounds
-    m2 = "m2"  # the tokens of largest (log w)^2, until its mean over the others is below reject_limit
+    token = "token", "each token by its own value"
+    sum = "sum", "a response by the sum over its tokens; for k1: by the product of w"
+    mean = "mean", "a response by the mean over its tokens; for k1: by the geometric mean of w"
+    max = "max", "a response if one of its tokens is out of bounds"
+    m2 = "m2", "the tokens of largest (log w)^2, until its mean over the others is below reject_limit"
 
 
-class Divergence(Enum):
+class Divergence(Choice):
     """The value of a token that a rejection compares with its bounds."""
 
-    k1 = "k1"  # w itself, between reject_low and reject_high
-    k2 = "k2"  # (log w)^2 / 2, at most reject_limit
-    k3 = "k3"  # w - 1 - log w, at most reject_limit
+    k1 = "k1", "w itself, between reject_low and reject_high"
+    k2 = "k2", "(log w)^2 / 2, at most reject_limit"
+    k3 = "k3", "w - 1 - log w, at most reject_limit"
 
 
-class Anchor(Enum):
+class Anchor(Choice):
     """The policy in the denominator of the ratio u of the loss."""
 
-    old = "old"  # the trainer just before the update
-    behaviour = "behaviour"  # the sampler: no forward pass for `old`, and u contains the lag
-    loglinear = "loglinear"  # between sampler and current policy, in logarithms, by the lag of each token
+    old = "old", "the trainer just before the update"
+    behaviour = "behaviour", "the sampler: no forward pass for `old`, and u contains the lag"
+    loglinear = "loglinear", "between sampler and current policy, in logarithms, by the lag of each token"
 
 
-class Covariance(Enum):
+class Covariance(Choice):
     """What happens to tokens whose log-prob and advantage have a large covariance."""
 
-    none = "none"  # nothing
-    kl = "kl"  # KL-Cov: they get a penalty coef |logp - old|; no ratio is clipped
-    clip = "clip"  # Clip-Cov: a random share of them has no gradient
+    none = "none", "nothing"
+    kl = "kl", "KL-Cov: they get a penalty coef |logp - old|; no ratio is clipped"
+    clip = "clip", "Clip-Cov: a random share of them has no gradient"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,25 +71,32 @@ class CorrectionConfig(Section):
     kind: CorrectionKind = CorrectionKind.none
     level: Level = Level.token
     cap: float = number(2.0, above=0, means="truncate: the largest weight")
-    floor: float = number(0.0, least=0, most=1, means="truncate: the smallest weight")
-    low: float = 0.5  # kind=mask: smaller weights are set to 0
-    high: float = 2.0  # kind=mask: larger weights are set to 0
-    normalise: bool = False  # divide the weights by their mean over the rollout batch
-    reject: Reject | None = None  # what is left out of the sum and of the count of the loss; null: nothing
-    reject_by: Divergence = Divergence.k1
+    floor: float = number(0.0, least=0, most=1, means="truncate: the smallest weight", added=True)
+    low: float = entry(0.5, means="kind=mask: smaller weights are set to 0")
+    high: float = entry(2.0, means="kind=mask: larger weights are set to 0")
+    normalise: bool = entry(
+        False, means="divide the weights by their mean over the rollout batch", added=True
+    )
+    reject: Reject | None = entry(
+        None, means="what is left out of the sum and of the count of the loss; null: nothing", added=True
+    )
+    reject_by: Divergence = entry(Divergence.k1, added=True)
     reject_low: float = number(
         0.5,
         least=0,
         most=1,
         means="reject_by=k1: smaller w is rejected (with reject=mean the geometric mean)",
+        added=True,
     )
     reject_high: float | None = number(
-        2.0, least=1, means="reject_by=k1: larger w is rejected; null: no limit", remedy="2"
+        2.0, least=1, means="reject_by=k1: larger w is rejected; null: no limit", remedy="2", added=True
     )
     reject_limit: float = number(
-        0.04, above=0, means="reject_by=k2 or k3, and reject=m2: larger values are rejected"
+        0.04, above=0, means="reject_by=k2 or k3, and reject=m2: larger values are rejected", added=True
     )
-    reject_counted: bool = False  # whether rejected tokens still count in the mean of the loss
+    reject_counted: bool = entry(
+        False, means="whether rejected tokens still count in the mean of the loss", added=True
+    )
 
     @property
     def coupled(self) -> bool:
@@ -140,13 +146,17 @@ class CorrectionConfig(Section):
 class CovarianceConfig(Section):
     """Limits on tokens that lower the entropy most: (A - mean A) (logp - mean logp) is large."""
 
-    kind: Covariance = Covariance.none
+    kind: Covariance = entry(Covariance.none, added=True)
     share: float = number(
-        2e-3, above=0, most=1, means="share of the response tokens of a rollout batch that is limited"
+        2e-3,
+        above=0,
+        most=1,
+        means="share of the response tokens of a rollout batch that is limited",
+        added=True,
     )
-    low: float = number(1.0, means="kind=clip: the smallest covariance of a limited token")
-    high: float = number(5.0, means="kind=clip: the largest covariance of a limited token")
-    coef: float = number(1.0, least=0, means="kind=kl: weight of the penalty |logp - old|")
+    low: float = number(1.0, means="kind=clip: the smallest covariance of a limited token", added=True)
+    high: float = number(5.0, means="kind=clip: the largest covariance of a limited token", added=True)
+    coef: float = number(1.0, least=0, means="kind=kl: weight of the penalty |logp - old|", added=True)
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if no covariance is between the bounds."""
@@ -179,6 +189,6 @@ def without_effect(section: Section, at: str, uses: Mapping[str, tuple[bool, str
         uses: for each key, whether it is used, the setting that decides this, and what uses the key.
     """
     default = type(section)()
-    for name, (used, setting, owner) in uses.items():
+    for name, (used, decided_by, owner) in uses.items():
         if not used and getattr(section, name) != getattr(default, name):
-            yield f"{at}.{name} has no effect with {setting} (it belongs to {owner})"
+            yield f"{at}.{name} has no effect with {decided_by} (it belongs to {owner})"

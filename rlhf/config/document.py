@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,3 +31,12 @@ def read_document(file: Path) -> DictConfig:
     if not isinstance(saved, DictConfig):
         raise ValueError("not a mapping of keys")
     return saved
+
+
+def flat(tree: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of every leaf of nested dictionaries."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{at}{name}.")
+        else:
+            yield f"{at}{name}", value

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Section, number, option
+from rlhf.config.schema import Affects, Choice, Section, entry, number, option
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,9 +27,9 @@ class GeneratorConfig(Section):
     response_length: int = number(
         53, least=1, means="largest response length in tokens; longer responses are truncated"
     )
-    top_p: float = 1.0  # must be 1.0: training with top-p sampling is refused
-    top_k: int = 0  # must be 0: training with top-k sampling is refused
-    min_p: float = 0.0  # must be 0.0: training with min-p sampling is refused
+    top_p: float = entry(1.0, means="must be 1.0: training with top-p sampling is refused")
+    top_k: int = entry(0, means="must be 0: training with top-k sampling is refused")
+    min_p: float = entry(0.0, means="must be 0.0: training with min-p sampling is refused")
 
     @property
     def rollouts(self) -> bool:
@@ -65,26 +64,43 @@ class WorkerConfig(GeneratorConfig):
         1,
         least=1,
         means="generator processes, which take requests in turn; useful up to schedule.max_lag + 1",
+        affects=Affects.speed,
     )
     threads: int | None = number(
         None,
         least=1,
         means="CPU threads of each generator process; null: an equal share of the cores (max_lag=0: all)",
+        affects=Affects.speed,
     )
     start_limit_s: float | None = number(
         None,
         least=1,
         means="seconds until the process must be ready; null: 1200 for vLLM on GPUs, else 300",
+        affects=Affects.speed,
     )
     request_limit_s: float = number(
-        1800.0, least=1, means="seconds that a request may take; then the process is treated as hung"
+        1800.0,
+        least=1,
+        means="seconds that a request may take; then the process is treated as hung",
+        affects=Affects.speed,
     )
-    per_rank: bool = False  # one process per rank; false: the process of rank 0 serves all ranks
+    per_rank: bool = entry(
+        False,
+        means="one process per rank; false: the process of rank 0 serves all ranks",
+        affects=Affects.speed,
+    )
     restarts: int = number(
-        3, least=0, means="times per session that a process which died or hung is replaced"
+        3,
+        least=0,
+        means="times per session that a process which died or hung is replaced",
+        affects=Affects.speed,
     )
-    # score in a separate process; null: only with schedule.max_lag above 0, on the CPU and with one rank
-    annotate: bool | None = None
+    annotate: bool | None = entry(
+        None,
+        means="score in a separate process; null: only with schedule.max_lag above 0, on the CPU and "
+        "with one rank",
+        affects=Affects.speed,
+    )
 
     def has_worker(self, max_lag: int) -> bool:
         """Return whether the generator samples in a separate process; subclasses may override this method."""
@@ -127,14 +143,18 @@ class HFConfig(WorkerConfig):
 
     name: str = "hf"
     batch_size: int = number(256, least=1, means="sequences decoded in parallel")
-    worker: bool | None = None  # sample in a separate process; null: only if schedule.max_lag is above 0
+    worker: bool | None = entry(
+        None,
+        means="sample in a separate process; null: only if schedule.max_lag is above 0",
+        affects=Affects.speed,
+    )
 
     def has_worker(self, max_lag: int) -> bool:
         """Return `worker`; if `worker` is null, return whether there is a lag."""
         return max_lag > 0 if self.worker is None else self.worker
 
 
-class Precision(Enum):
+class Precision(Choice):
     """The dtype in which a generator computes."""
 
     float32 = "float32"
@@ -142,13 +162,13 @@ class Precision(Enum):
     float16 = "float16"
 
 
-class Transfer(Enum):
+class Transfer(Choice):
     """The way in which weights are sent from the trainer to vLLM."""
 
-    auto = "auto"  # ipc on the trainer's GPU, nccl to other GPUs, shared_memory without GPUs
-    shared_memory = "shared_memory"  # a file in RAM; works everywhere
-    ipc = "ipc"  # CUDA IPC, on the trainer's GPU
-    nccl = "nccl"  # NCCL broadcast, to other GPUs
+    auto = "auto", "ipc on the trainer's GPU, nccl to other GPUs, shared_memory without GPUs"
+    shared_memory = "shared_memory", "a file in RAM; works everywhere"
+    ipc = "ipc", "CUDA IPC, on the trainer's GPU"
+    nccl = "nccl", "NCCL broadcast, to other GPUs"
 
 
 @option("generator", "vllm", part="rlhf.generators.vllm.generator:build")
@@ -167,13 +187,20 @@ class VLLMConfig(WorkerConfig):
         most=1,
         means="share of the GPU memory for vLLM; null: 0.9, colocated 0.45; "
         "without GPUs share of RAM for the KV cache; null: 0.1",
+        affects=Affects.speed,
     )
     max_num_seqs: int = number(256, least=1, means="sequences decoded in parallel")
-    dtype: Precision | None = None  # null: model.dtype
-    enforce_eager: bool | None = None  # do not compile; null: compile on GPUs only
+    dtype: Precision | None = entry(None, means="null: model.dtype")
+    enforce_eager: bool | None = entry(None, means="do not compile; null: compile on GPUs only")
     tensor_parallel_size: int = number(1, least=1, means="GPUs that share the model")
-    devices: list[int] | None = None  # GPUs of all replicas, by number; null: the GPUs after the trainer's
-    transfer: Transfer = Transfer.auto  # how weights go from the trainer to vLLM
+    devices: list[int] | None = entry(
+        None,
+        means="GPUs of all replicas, by number; null: the GPUs after the trainer's",
+        affects=Affects.speed,
+    )
+    transfer: Transfer = entry(
+        Transfer.auto, means="how weights go from the trainer to vLLM", affects=Affects.speed
+    )
 
     @property
     def gpus(self) -> int:
@@ -254,8 +281,10 @@ class DatasetConfig(GeneratorConfig):
     samples: ClassVar[bool] = False
 
     name: str = "dataset"
-    temperature: float = 1.0  # temperature of the log-probs
-    path: str | None = None  # saved rollouts (generations/ of a run); null: completions of the task
+    temperature: float = entry(1.0, means="temperature of the log-probs")
+    path: str | None = entry(
+        None, means="saved rollouts (generations/ of a run); null: completions of the task"
+    )
 
     @property
     def rollouts(self) -> bool:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config.algo import Trains
+from rlhf.config.catalogue import declared_keys
+from rlhf.config.document import flat
 from rlhf.config.model import AUTO
-from rlhf.config.schema import Section, values
+from rlhf.config.schema import SCHEMAS, Affects, Section, fact, values
 from rlhf.core import files
 
 if TYPE_CHECKING:
@@ -21,91 +25,35 @@ LONGEST_NAME = 80  # characters of a run name
 RUN_NAME = re.compile(r"[^-]+-(?P<model>.+)-(?P<algo>[^-]+)-[^-]+-lag\d+-seed\d+-[0-9a-f]{8}")
 MODEL_FOLDERS = ("model", "adapter")  # folders of a run that contain a model
 
-# Settings of a generator's worker process. They do not change the samples.
-WORKER_KEYS = ("worker", "replicas", "per_rank", "annotate", "threads", "restarts")
-WORKER_LIMITS = ("start_limit_s", "request_limit_s")
 
-# Settings of resuming, output paths, display, evaluation samples, logging and checkpoints.
-BOOKKEEPING = (
-    "resume",
-    "progress",
-    "output_dir",
-    "cache_dir",
-    "push_to",
-    "save_total_limit",
-    "save_generations",
-    "hooks",
-    "objective_metric",
-    "eval.samples",
-    "schedule.log_every",
-    "schedule.save_every",
-)
+def affecting(*what: Affects) -> tuple[str, ...]:
+    """Return the dotted keys that affect only these things; `*` stands for the name of a part."""
+    return _affecting(what, len(SCHEMAS))
 
-SCORERS = ("scorer", "gold", "scorer.parts.*", "gold.parts.*")
 
-# Settings that change neither the weights nor the metrics of a run. They are not part of its name.
-NOT_IN_NAME = (
-    "hydra",
-    "logger",
-    *BOOKKEEPING,
-    "backend.ranks",
-    "backend.threads",
-    "backend.timeout_s",
-    *(f"generator.{key}" for key in (*WORKER_KEYS, *WORKER_LIMITS)),
-    "model.gradient_checkpointing",
-    "generator.devices",
-    "generator.memory",
-    "generator.transfer",
-    "eval.batch_size",
-    *(
-        f"{scorer}.{key}"
-        for scorer in SCORERS
-        for key in ("concurrency", "timeout_s", "retries", "token_variable")
-    ),
-)
+def not_in_name() -> tuple[str, ...]:
+    """Return the dotted keys that are not part of the name of a run: its result does not depend on them."""
+    return "hydra", *affecting(Affects.nothing, Affects.speed)
 
-CORRECTION = {
-    "floor": 0.0,
-    "normalise": False,
-    "reject": None,
-    "reject_by": "k1",
-    "reject_low": 0.5,
-    "reject_high": 2.0,
-    "reject_limit": 0.04,
-    "reject_counted": False,
-}
-COVARIANCE = {"kind": "none", "share": 2e-3, "low": 1.0, "high": 5.0, "coef": 1.0}
 
-# Settings that are in the name only if they differ from these values, so that runs of versions without these
-# keys keep their names.
-NEW_IN_NAME: dict[str, object] = {
-    "stages.stand_ins": False,
-    "task.chat": False,
-    "model.chat_template": None,
-    "model.clock": None,
-    "model.float32_head": False,
-    "model.fused_head": None,
-    "backend.tokens": None,
-    "backend.compile": None,
-    "algo.tie_tolerance": None,
-    **{f"{scorer}.{key}": None for scorer in SCORERS for key in ("pad_token", "weights")},
-    "schedule.replay": 1,
-    "schedule.solved_at": None,
-    "optim.optimizer": "adamw",
-    "optim.momentum": 0.95,
-    "optim.ess_scaling": "none",
-    "optim.ess_on_policy": 1.0,
-    "algo.weighting": "none",
-    "algo.weighting_eps": 1.0,
-    "algo.weighting_clamp": 1.0,
-    "algo.advantage": "mean",
-    "algo.anchor": "old",
-    "algo.off_policy_mask": None,
-    "algo.dual_clip": None,
-    "algo.entropy_coef": 0.0,
-    **{f"algo.correction.{key}": value for key, value in CORRECTION.items()},
-    **{f"algo.covariance.{key}": value for key, value in COVARIANCE.items()},
-}
+def added_later() -> Mapping[str, Any]:
+    """Return the dotted keys that earlier versions lack, with the values that describe what they do."""
+    return _added_later(len(SCHEMAS))
+
+
+@cache
+def _affecting(what: tuple[Affects, ...], options: int) -> tuple[str, ...]:
+    """Return the keys of `affecting`; `options` is the number of options that are registered."""
+    found = (each.key for each in declared_keys() if fact(each.section, each.name, "affects") in what)
+    return tuple(dict.fromkeys(found))
+
+
+@cache
+def _added_later(options: int) -> Mapping[str, Any]:
+    """Return the keys of `added_later`; `options` is the number of options that are registered."""
+    added = [each for each in declared_keys() if fact(each.section, each.name, "added")]
+    values = {each.key: fact(each.section, each.name, "declared") for each in added}
+    return {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
 
 
 def digest(cfg: Config | DictConfig) -> str:
@@ -116,18 +64,18 @@ def digest(cfg: Config | DictConfig) -> str:
 def what_counts(cfg: Config | DictConfig) -> dict[str, Any]:
     """Return the settings that the result of a run depends on, resolved, as nested dictionaries."""
     kept = values(cfg) if isinstance(cfg, Section) else resolved(cfg)
-    for dotted in NOT_IN_NAME:
+    for dotted in not_in_name():
         leave_out(kept, dotted)
     if kept.get("model", {}).get("attention") == AUTO:  # sdpa, or another kernel for the same function
         kept["model"]["attention"] = "sdpa"
-    for dotted, value in NEW_IN_NAME.items():
+    for dotted, value in added_later().items():
         leave_out(kept, dotted, only=(value,))
     return kept
 
 
 def resolved(node: DictConfig) -> dict[str, Any]:
     """Return the settings of a node that may count, resolved. Others, such as Hydra's, may not resolve."""
-    counted = OmegaConf.masked_copy(node, [str(key) for key in node if key not in NOT_IN_NAME])
+    counted = OmegaConf.masked_copy(node, [str(key) for key in node if key not in not_in_name()])
     kept: dict[str, Any] = OmegaConf.to_container(counted, resolve=True, enum_to_str=True)  # type: ignore[assignment]
     return kept
 
@@ -138,15 +86,6 @@ def differences(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
     keys = dict.fromkeys([*both[0], *both[1]])
     values = {key: (both[0].get(key), both[1].get(key)) for key in keys}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
-
-
-def flat(tree: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of every leaf of nested dictionaries."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{at}{name}.")
-        else:
-            yield f"{at}{name}", value
 
 
 def leave_out(tree: dict[str, Any], dotted: str, only: tuple[object, ...] | None = None) -> None:

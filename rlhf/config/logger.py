@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib.util import find_spec
 
-from rlhf.config.schema import Section, option
+from rlhf.config.schema import Choice, Section, entry, option
 
 
-class WandbMode(StrEnum):
+class WandbMode(Choice):
     """Where Weights & Biases sends a run. `offline` writes to the run folder, for a later `wandb sync`."""
 
     online = "online"
@@ -23,11 +22,13 @@ class WandbMode(StrEnum):
 class WandbConfig(Section):
     """Weights & Biases."""
 
-    project: str = "rlhf"  # project at W&B
-    entity: str | None = None  # user or team at W&B; null: the default of the account
-    group: str | None = None  # groups runs in the W&B interface
-    tags: list[str] | None = None  # labels of the run at W&B
-    mode: WandbMode | None = None  # null: the value of the variable WANDB_MODE, online if that is not set
+    project: str = entry("rlhf", means="project at W&B")
+    entity: str | None = entry(None, means="user or team at W&B; null: the default of the account")
+    group: str | None = entry(None, means="groups runs in the W&B interface")
+    tags: list[str] | None = entry(None, means="labels of the run at W&B")
+    mode: WandbMode | None = entry(
+        None, means="null: the value of the variable WANDB_MODE, online if that is not set"
+    )
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the package wandb is missing."""
@@ -39,7 +40,7 @@ class WandbConfig(Section):
 class TensorboardConfig(Section):
     """TensorBoard event files in `tensorboard/` of the run folder."""
 
-    flush_secs: int = 30  # seconds until buffered rows are written to disk
+    flush_secs: int = entry(30, means="seconds until buffered rows are written to disk")
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the package tensorboard is missing."""
@@ -51,10 +52,12 @@ class TensorboardConfig(Section):
 class MlflowConfig(Section):
     """MLflow, in a local SQLite store or on a tracking server."""
 
-    experiment: str = "rlhf"  # experiment at MLflow
-    # address of a tracking server or a database: http://<host>:<port> or sqlite:///<file>; null: the value of
-    # the variable MLFLOW_TRACKING_URI, mlflow/mlflow.db in output_dir if that is not set
-    uri: str | None = None
+    experiment: str = entry("rlhf", means="experiment at MLflow")
+    uri: str | None = entry(
+        None,
+        means="address of a tracking server or a database: http://<host>:<port> or sqlite:///<file>; null: "
+        "the value of the variable MLFLOW_TRACKING_URI, mlflow/mlflow.db in output_dir if that is not set",
+    )
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if a package is missing, or if MLflow would write files without a database."""
@@ -73,10 +76,12 @@ class MlflowConfig(Section):
 class TrackioConfig(Section):
     """Trackio, in a local store."""
 
-    project: str = "rlhf"  # project at trackio
-    # folder of the store; null: the value of the variable TRACKIO_DIR, trackio/ in output_dir if that is
-    # not set
-    dir: str | None = None
+    project: str = entry("rlhf", means="project at trackio")
+    dir: str | None = entry(
+        None,
+        means="folder of the store; null: the value of the variable TRACKIO_DIR, trackio/ in output_dir if "
+        "that is not set",
+    )
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the package trackio is missing, or if a variable selects a remote store."""

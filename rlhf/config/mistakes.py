@@ -28,7 +28,7 @@ from omegaconf.errors import (
 from rlhf.config.arguments import in_ascii, several_values, unreadable
 from rlhf.config.catalogue import all_keys, declarations, groups, options
 from rlhf.config.foreign import OTHERS, meaning
-from rlhf.config.schema import SCHEMAS, bound_of, schema_of
+from rlhf.config.schema import SCHEMAS, fact, schema_of
 from rlhf.config.suggestions import (
     closest,
     keys_of_run,
@@ -326,7 +326,7 @@ def value_remedy(section: type, leaf: str, key: str, hint: Any, value: str) -> s
         return f"set {key}={in_ascii(value)}"
     if number is not None and int in alternatives and number.is_integer():
         return f"set {key}={int(number)}"
-    bound = bound_of(section, leaf)
+    bound = fact(section, leaf, "bound")
     default = next((f.default for f in fields(section) if f.name == leaf), NO_DEFAULT)
     if bound is not None and bound.remedy is not None:
         return f"set {key}={bound.remedy}"

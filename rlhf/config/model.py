@@ -6,23 +6,22 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import Enum
 from pathlib import Path
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Section, dotted, number, option
+from rlhf.config.schema import Affects, Choice, Section, dotted, entry, number, option
 from rlhf.core.chat_format import PLAIN
 
 AUTO = "auto"  # value of model.attention
 
 
-class Dtype(Enum):
+class Dtype(Choice):
     """The dtype of forward passes. Weights that are trained are always float32."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
-    float16 = "float16"  # with loss scaling, so that small gradients do not become 0; GPUs only
+    float16 = "float16", "with loss scaling, so that small gradients do not become 0; GPUs only"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,10 +30,13 @@ class LoRAConfig(Section):
 
     rank: int = number(0, least=0, means="rank of the adapters; 0: no adapters", remedy="16")
     alpha: int = number(32, means="the update is multiplied by alpha / rank")
-    # names of linear layers, or ends of such names; null: all linear layers except the head
-    targets: list[str] | None = None
-    # names of modules, or ends of such names, that are trained whole, without adapters
-    modules_to_save: list[str] = field(default_factory=list)
+    targets: list[str] | None = entry(
+        None, means="names of linear layers, or ends of such names; null: all linear layers except the head"
+    )
+    modules_to_save: list[str] = entry(
+        factory=list,
+        means="names of modules, or ends of such names, that are trained whole, without adapters",
+    )
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error for each number out of bounds, if PEFT is missing, and if `targets` is empty."""
@@ -68,22 +70,44 @@ class ModelConfig(Section):
     """The models of a run, each a hub name or a local folder."""
 
     name: str = MISSING
-    base: str | None = None  # the model that SFT starts from
-    policy: str | None = None  # initial model of RL and reward modelling; null: made by SFT (embedded tasks)
-    reference: str | None = None  # frozen reference of the KL penalty and metrics; null: the initial policy
-    reward: str | None = None  # the model of scorer=reward_model; null: made by algo=reward (embedded tasks)
-    tokenizer: str | None = None  # null: the tokenizer of the policy (of the base model, for sft)
-    pad_token: str | None = None  # null: the tokenizer's own pad token, or a token that no text contains
-    chat_template: str | None = None  # file with a Jinja template, or plain; null: of the tokenizer
-    clock: str | None = None  # time that the chat template reads, 2026-01-31T09:00; null: start of the run
-    dtype: Dtype = Dtype.float32  # dtype of forward passes; trained weights are always float32
-    float32_head: bool = False  # logits in float32 with a 16-bit dtype, in the trainer and in its generators
-    fused_head: bool | None = None  # log-probs by Liger's kernel; null: only on a GPU where it is faster
+    base: str | None = entry(None, means="the model that SFT starts from")
+    policy: str | None = entry(
+        None, means="initial model of RL and reward modelling; null: made by SFT (embedded tasks)"
+    )
+    reference: str | None = entry(
+        None, means="frozen reference of the KL penalty and metrics; null: the initial policy"
+    )
+    reward: str | None = entry(
+        None, means="the model of scorer=reward_model; null: made by algo=reward (embedded tasks)"
+    )
+    tokenizer: str | None = entry(
+        None, means="null: the tokenizer of the policy (of the base model, for sft)"
+    )
+    pad_token: str | None = entry(
+        None, means="null: the tokenizer's own pad token, or a token that no text contains"
+    )
+    chat_template: str | None = entry(
+        None, means="file with a Jinja template, or plain; null: of the tokenizer", added=True
+    )
+    clock: str | None = entry(
+        None, means="time that the chat template reads, 2026-01-31T09:00; null: start of the run", added=True
+    )
+    dtype: Dtype = entry(Dtype.float32, means="dtype of forward passes; trained weights are always float32")
+    float32_head: bool = entry(
+        False, means="logits in float32 with a 16-bit dtype, in the trainer and in its generators", added=True
+    )
+    fused_head: bool | None = entry(
+        None, means="log-probs by Liger's kernel; null: only on a GPU where it is faster", added=True
+    )
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    gradient_checkpointing: bool = False  # store only the inputs of blocks; recompute the rest in backward
-    shared_prefix: bool = True  # encode a prompt once for its K responses
-    attention: str = "sdpa"  # attention implementation of transformers; auto: flash attention if installed
-    trust_remote_code: bool = False  # run Python code that comes with a hub model
+    gradient_checkpointing: bool = entry(
+        False, means="store only the inputs of blocks; recompute the rest in backward", affects=Affects.speed
+    )
+    shared_prefix: bool = entry(True, means="encode a prompt once for its K responses")
+    attention: str = entry(
+        "sdpa", means="attention implementation of transformers; auto: flash attention if installed"
+    )
+    trust_remote_code: bool = entry(False, means="run Python code that comes with a hub model")
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the chat template is no file with a Jinja template, or the clock is no time."""
@@ -144,10 +168,10 @@ def float16_needs_gpu(found: str) -> str:
 class NanoConfig(ModelConfig):
     """A GPT-NeoX (Pythia) small enough for a laptop's CPU, with random weights if `base` is null."""
 
-    hidden_size: int = 128  # width of the model
-    layers: int = 2  # number of blocks
-    heads: int = 4  # attention heads per block
-    context: int = 512  # maximum number of tokens of prompt and response together
+    hidden_size: int = entry(128, means="width of the model")
+    layers: int = entry(2, means="number of blocks")
+    heads: int = entry(4, means="attention heads per block")
+    context: int = entry(512, means="maximum number of tokens of prompt and response together")
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if `hidden_size` is not divisible by `heads`."""

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import ClassVar
 
 from rlhf.config.algo import AlgoConfig, Ties
 from rlhf.config.correction import Anchor, Level
 from rlhf.config.policy_gradient import CLIP_RANGE, CLIPPED_LOSS, GRPOConfig, Scale
-from rlhf.config.schema import number, option
+from rlhf.config.schema import Choice, entry, number, option
 
 
-class M2POForm(Enum):
+class M2POForm(Choice):
     """How the second moment of log-ratios is limited."""
 
-    mask = "mask"  # the tokens of largest ratio have no loss, as in the paper
-    clip = "clip"  # all ratios are clipped at one bound, as in the code of the authors
+    mask = "mask", "the tokens of largest ratio have no loss, as in the paper"
+    clip = "clip", "all ratios are clipped at one bound, as in the code of the authors"
 
 
-class DPPODivergence(Enum):
+class DPPODivergence(Choice):
     """The divergence of a token's probability, this token against all others."""
 
-    tv = "tv"  # |p - q|
-    kl = "kl"  # KL(q || p) of the two outcomes
+    tv = "tv", "|p - q|"
+    kl = "kl", "KL(q || p) of the two outcomes"
 
 
 DEFAULT_LIMITS = {DPPODivergence.tv: 0.15, DPPODivergence.kl: 0.05}  # values of the authors, arXiv 2602.04879
 
 
-class OAPLAnchor(Enum):
+class OAPLAnchor(Choice):
     """The policy to which OAPL regresses."""
 
-    behaviour = "behaviour"  # the sampler: OAPL
-    reference = "reference"  # the frozen reference: the loss of A*-PO
+    behaviour = "behaviour", "the sampler: OAPL"
+    reference = "reference", "the frozen reference: the loss of A*-PO"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,7 +70,7 @@ class TOPRConfig(UnclippedConfig):
 
     name: str = "topr"
     scale: Scale = Scale.none
-    level: Level = Level.sequence  # the unit of one ratio
+    level: Level = entry(Level.sequence, means="the unit of one ratio")
 
 
 @option("algo", "dppo", part="rlhf.objectives.dppo:DPPO")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from operator import attrgetter
 from typing import ClassVar
 
@@ -18,24 +17,24 @@ from rlhf.config.correction import (
     Level,
     Reject,
 )
-from rlhf.config.schema import number, option, plain
+from rlhf.config.schema import Choice, entry, number, option, plain
 
 
-class KLIn(Enum):
+class KLIn(Choice):
     """The place of the KL penalty: subtracted from the rewards, or added to the loss."""
 
     reward = "reward"
     loss = "loss"
 
 
-class KLEstimator(Enum):
+class KLEstimator(Choice):
     """The estimate of the KL of a token from one sample. k3 is never negative and varies less than k1."""
 
-    k1 = "k1"  # logp - ref
-    k3 = "k3"  # exp(ref - logp) - 1 + logp - ref
+    k1 = "k1", "logp - ref"
+    k3 = "k3", "exp(ref - logp) - 1 + logp - ref"
 
 
-class Scale(Enum):
+class Scale(Choice):
     """The rewards whose standard deviation divides advantages: the prompt's, the batch's, or no division."""
 
     group = "group"
@@ -43,27 +42,27 @@ class Scale(Enum):
     none = "none"
 
 
-class Advantage(Enum):
+class Advantage(Choice):
     """The baseline that is subtracted from the reward of a response."""
 
-    mean = "mean"  # mean reward of the prompt's K samples
-    leave_one_out = "leave_one_out"  # mean reward of the prompt's other samples
-    opo = "opo"  # mean reward of the prompt's K samples, weighted by their lengths (arXiv 2505.23585)
-    none = "none"  # 0: the advantage is the reward
+    mean = "mean", "mean reward of the prompt's K samples"
+    leave_one_out = "leave_one_out", "mean reward of the prompt's other samples"
+    opo = "opo", "mean reward of the prompt's K samples, weighted by their lengths (arXiv 2505.23585)"
+    none = "none", "0: the advantage is the reward"
 
 
-class RLOOLoss(Enum):
+class RLOOLoss(Choice):
     """The policy term in the loss of a response."""
 
-    clip = "clip"  # the clipped ratio of the whole response
-    reinforce = "reinforce"  # the log-prob of the response
+    clip = "clip", "the clipped ratio of the whole response"
+    reinforce = "reinforce", "the log-prob of the response"
 
 
-class ValueFrom(Enum):
+class ValueFrom(Choice):
     """The weights that the value model starts from."""
 
-    reward = "reward"  # the reward model
-    policy = "policy"  # the policy, with a head whose initial values are 0
+    reward = "reward", "the reward model"
+    policy = "policy", "the policy, with a head whose initial values are 0"
 
 
 CLIP_RANGE = ("clip_low", "clip_high")
@@ -83,14 +82,18 @@ class PolicyGradientConfig(AlgoConfig):
     )
     kl_in: KLIn = KLIn.loss
     kl_estimator: KLEstimator = KLEstimator.k3
-    kl_unbiased: bool = True  # kl_in=loss: multiply the KL estimate by the ratio, for the gradient of the KL
-    normalize_scores: bool = False  # scale scores to mean 0 and standard deviation 1 over the rollout batch
+    kl_unbiased: bool = entry(
+        True, means="kl_in=loss: multiply the KL estimate by the ratio, for the gradient of the KL"
+    )
+    normalize_scores: bool = entry(
+        False, means="scale scores to mean 0 and standard deviation 1 over the rollout batch"
+    )
     clip_scores: float | None = number(
         None,
         above=0,
         means="limit of the absolute value of scores, applied after normalising; null: no limit",
     )
-    anchor: Anchor = Anchor.old
+    anchor: Anchor = entry(Anchor.old, added=True)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     off_policy_mask: float | None = number(
         None,
@@ -98,14 +101,16 @@ class PolicyGradientConfig(AlgoConfig):
         means="responses with A < 0 get no policy loss if the mean of sampler - policy log-probs of their "
         "tokens exceeds this; null: off",
         remedy="0.5",
+        added=True,
     )
     dual_clip: float | None = number(
         None,
         above=1,
         means="with A < 0 the loss of a token is at most -dual_clip A; null: no limit",
         remedy="3",
+        added=True,
     )
-    entropy_coef: float = number(0.0, least=0, means="weight of the entropy bonus of the policy")
+    entropy_coef: float = number(0.0, least=0, means="weight of the entropy bonus of the policy", added=True)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
 
     def problems(self, at: str) -> Iterator[str]:
@@ -132,10 +137,10 @@ class PolicyGradientConfig(AlgoConfig):
         for key in self.unused():
             value, unset = (attrgetter(key)(section) for section in (self, default))
             if value != unset:
-                unset = unset.value if isinstance(unset, Enum) else plain(unset)
+                unset = unset.value if isinstance(unset, Choice) else plain(unset)
                 yield (
                     f"algo.{key} must not be set for algo={self.name} (its loss does not use it), got "
-                    f"{value.value if isinstance(value, Enum) else plain(value)}; set algo.{key}={unset}"
+                    f"{value.value if isinstance(value, Choice) else plain(value)}; set algo.{key}={unset}"
                 )
 
     @property
@@ -194,10 +199,14 @@ class PPOConfig(PolicyGradientConfig):
     clip_value: float = number(
         0.2, above=0, means="largest difference of new and old values before the value loss is clipped"
     )
-    whiten_advantages: bool = True  # scale advantages to mean 0 and standard deviation 1
-    whiten_rewards: bool = False  # scale rewards to standard deviation 1; keep their mean
-    end_state: bool = True  # the state after the last token is a separate step, which receives the score
-    value_from: ValueFrom | None = None  # null: the reward model if the scorer uses one, else the policy
+    whiten_advantages: bool = entry(True, means="scale advantages to mean 0 and standard deviation 1")
+    whiten_rewards: bool = entry(False, means="scale rewards to standard deviation 1; keep their mean")
+    end_state: bool = entry(
+        True, means="the state after the last token is a separate step, which receives the score"
+    )
+    value_from: ValueFrom | None = entry(
+        None, means="null: the reward model if the scorer uses one, else the policy"
+    )
     value_lr: float | None = number(
         None, above=0, means="learning rate of the value model; null: optim.lr", remedy="null"
     )
@@ -259,7 +268,7 @@ class GRPOConfig(PolicyGradientConfig):
     name: str = "grpo"
     samples_per_prompt: int = 4
     kl_coef: float = 0.04
-    advantage: Advantage = Advantage.mean
+    advantage: Advantage = entry(Advantage.mean, added=True)
     scale: Scale = Scale.group
     ties: Ties = Ties.keep
 

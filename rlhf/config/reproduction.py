@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config.compose import compose_node
-from rlhf.config.identity import NOT_IN_NAME, flat, leave_out
+from rlhf.config.document import flat
+from rlhf.config.identity import leave_out, not_in_name
 from rlhf.config.mistakes import CONFIG_ERRORS, chosen_by, option_name
 from rlhf.config.schema import sections
 from rlhf.core.pasting import override
@@ -27,7 +28,7 @@ ROUNDS = 3  # a setting may follow another one (`${...}`), so that it differs on
 def settings(cfg: Config) -> dict[str, Any] | None:
     """Return overrides that compose `cfg`, by key: options, then settings; None if it cannot be composed.
 
-    Settings that do not change the result (`NOT_IN_NAME`) are left out. A config that was made in Python may
+    Settings that do not change the result (`not_in_name`) are left out. A config that was made in Python may
     have sections of no option, and cannot be composed.
     """
     found: dict[str, Any] = dict(options(cfg))
@@ -65,6 +66,6 @@ def values(cfg: Config | DictConfig) -> dict[str, Any]:
     """Return the settings that change the result of a run: dotted key -> value."""
     node = cfg if isinstance(cfg, DictConfig) else OmegaConf.structured(cfg)
     tree: Any = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
-    for dotted in NOT_IN_NAME:
+    for dotted in not_in_name():
         leave_out(tree, dotted)
     return {key: value for key, value in flat(tree) if not key.endswith(".name")}

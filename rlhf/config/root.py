@@ -22,7 +22,7 @@ from rlhf.config.model import ModelConfig
 from rlhf.config.policy_gradient import PPOConfig, ValueFrom
 from rlhf.config.run import Progress, Resume, StagesConfig
 from rlhf.config.schedule import DEFAULT_EPOCHS, EvalConfig, OptimConfig, ScheduleConfig
-from rlhf.config.schema import Section, number
+from rlhf.config.schema import Affects, Section, entry, number
 from rlhf.config.scorer import LabelsScorerConfig, NoScorerConfig, RewardModelScorerConfig, ScorerConfig
 from rlhf.config.task import TaskConfig
 
@@ -49,22 +49,41 @@ class Config(Section):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     stages: StagesConfig = field(default_factory=StagesConfig)
-    logger: LoggersConfig = field(default_factory=LoggersConfig)
+    logger: LoggersConfig = entry(factory=LoggersConfig, affects=Affects.nothing)
     seed: int = number(1, least=0, means="seed of everything random in the run")
-    resume: Resume = Resume.auto
+    resume: Resume = entry(Resume.auto, affects=Affects.nothing)
     save_total_limit: int = number(
-        2, least=1, means="checkpoints that are kept; a run resumes from the newest"
+        2, least=1, means="checkpoints that are kept; a run resumes from the newest", affects=Affects.nothing
     )
-    save_generations: bool = False  # write every rollout with its scores to generations/ of the run folder
-    hooks: list[str] = field(default_factory=list)  # your classes, as module:Class, called during training
-    # metric that a sweeper optimises; null: eval/win_rate; without a judge eval/score; otherwise
-    # eval/accuracy on pairs or, for SFT, eval/loss
-    objective_metric: str | None = None
-    output_dir: str = "outputs"  # folder in which run folders are created
-    cache_dir: str = "outputs/artefacts"  # folder of models and pairs that runs make as prerequisites
-    # hub repository <owner>/<name>, to which a finished run uploads its model; a new repository is private
-    push_to: str | None = None
-    progress: Progress = Progress.auto
+    save_generations: bool = entry(
+        False,
+        means="write every rollout with its scores to generations/ of the run folder",
+        affects=Affects.nothing,
+    )
+    hooks: list[str] = entry(
+        factory=list, means="your classes, as module:Class, called during training", affects=Affects.nothing
+    )
+    objective_metric: str | None = entry(
+        None,
+        means="metric that a sweeper optimises; null: eval/win_rate; without a judge eval/score; otherwise "
+        "eval/accuracy on pairs or, for SFT, eval/loss",
+        affects=Affects.nothing,
+    )
+    output_dir: str = entry(
+        "outputs", means="folder in which run folders are created", affects=Affects.nothing
+    )
+    cache_dir: str = entry(
+        "outputs/artefacts",
+        means="folder of models and pairs that runs make as prerequisites",
+        affects=Affects.nothing,
+    )
+    push_to: str | None = entry(
+        None,
+        means="hub repository <owner>/<name>, to which a finished run uploads its model; a new repository is "
+        "private",
+        affects=Affects.nothing,
+    )
+    progress: Progress = entry(Progress.auto, affects=Affects.nothing)
 
     @property
     def data(self) -> Data:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
-from rlhf.config.schema import Section
+from rlhf.config.schema import Choice, Section, entry
 
 
-class Resume(Enum):
+class Resume(Choice):
     """What to do with a run folder that exists."""
 
-    auto = "auto"  # resume from its last complete checkpoint
-    never = "never"  # move the folder aside and start again
-    must = "must"  # fail if there is no checkpoint to resume from
+    auto = "auto", "resume from its last complete checkpoint"
+    never = "never", "move the folder aside and start again"
+    must = "must", "fail if there is no checkpoint to resume from"
 
 
-class Progress(Enum):
+class Progress(Choice):
     """The form of the progress display."""
 
-    auto = "auto"  # live in a terminal, else plain lines
+    auto = "auto", "live in a terminal, else plain lines"
     live = "live"
     plain = "plain"
     off = "off"
@@ -33,9 +32,11 @@ class StagesConfig(Section):
     models and data from the hub or, to try a recipe offline, use tiny stand-ins.
     """
 
-    seed: int = 0  # seed of every stage; the run's own seed does not change the stages
-    sft: list[str] = field(default_factory=list)  # overrides of the SFT stage, as on the command line
-    reward: list[str] = field(default_factory=list)  # overrides of the reward-model stage
-    pairs: int = 4096  # prompts for which two responses are sampled
-    pairs_temperature: float = 0.7  # sampling temperature of the pairs
-    stand_ins: bool = False  # tiny models and generated data, where a hub task names no model or folder
+    seed: int = entry(0, means="seed of every stage; the run's own seed does not change the stages")
+    sft: list[str] = entry(factory=list, means="overrides of the SFT stage, as on the command line")
+    reward: list[str] = entry(factory=list, means="overrides of the reward-model stage")
+    pairs: int = entry(4096, means="prompts for which two responses are sampled")
+    pairs_temperature: float = entry(0.7, means="sampling temperature of the pairs")
+    stand_ins: bool = entry(
+        False, means="tiny models and generated data, where a hub task names no model or folder", added=True
+    )

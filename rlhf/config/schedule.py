@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Section, dotted, number, plain
+from rlhf.config.schema import Affects, Choice, Section, dotted, entry, number, plain
 
 MOST_EPISODES = 10**9
 MOMENTUM = 0.95
 DEFAULT_EPOCHS = 3  # passes over the data of a task that reads your own data
 
 
-class Update(Enum):
+class Update(Choice):
     """The time at which a generator loads new weights."""
 
-    between = "between"  # between requests, in the order in which requests and weights were sent
-    in_flight = "in_flight"  # at once, even during a request
+    between = "between", "between requests, in the order in which requests and weights were sent"
+    in_flight = "in_flight", "at once, even during a request"
 
 
-class LRSchedule(Enum):
+class LRSchedule(Choice):
     """The learning rate after warm-up. Decays end at 0; skipped and overflowed steps count."""
 
     constant = "constant"
@@ -30,27 +29,27 @@ class LRSchedule(Enum):
     cosine = "cosine"
 
 
-class Optimizer(Enum):
+class Optimizer(Choice):
     """The optimizer of the trained weights."""
 
     adamw = "adamw"
-    muon = "muon"  # Muon for the matrices of hidden layers, AdamW for all other weights
-    adamw_8bit = "adamw_8bit"  # AdamW with moments of 8 bits
+    muon = "muon", "Muon for the matrices of hidden layers, AdamW for all other weights"
+    adamw_8bit = "adamw_8bit", "AdamW with moments of 8 bits"
 
 
-class ESSScaling(Enum):
+class ESSScaling(Choice):
     """The factor of the learning rate of one step, given s = min(1, ESS / B / on-policy ESS / B)."""
 
-    none = "none"  # 1
-    sqrt = "sqrt"  # sqrt(s), for Adam
-    linear = "linear"  # s
+    none = "none", "1"
+    sqrt = "sqrt", "sqrt(s), for Adam"
+    linear = "linear", "s"
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
-    optimizer: Optimizer = Optimizer.adamw
+    optimizer: Optimizer = entry(Optimizer.adamw, added=True)
     lr: float = number(MISSING, above=0, means="learning rate", remedy="3e-06")
     schedule: LRSchedule = LRSchedule.linear
     warmup: float = number(
@@ -66,20 +65,26 @@ class OptimConfig(Section):
         means="gradients are scaled down to this norm; ppo: one norm over policy and value model; null: no "
         "clipping",
     )
-    momentum: float = number(MOMENTUM, least=0, below=1, means="decay rate of the momentum of Muon")
+    momentum: float = number(
+        MOMENTUM, least=0, below=1, means="decay rate of the momentum of Muon", added=True
+    )
     eps: float = number(
         1e-8,
         above=0,
         means="epsilon in the denominator of Adam, also for ppo (Huang et al., arXiv 2403.17031: 1e-5)",
     )
-    betas: tuple[float, float] = (0.9, 0.999)  # decay rates of Adam's moments
+    betas: tuple[float, float] = entry((0.9, 0.999), means="decay rates of Adam's moments")
     weight_decay: float = number(
         0.0, least=0, means="decay of all trained weights towards zero, also of biases, norms and embeddings"
     )
-    # lower the learning rate of a step whose samples are stale (VCPO), by their effective sample size (ESS)
-    ess_scaling: ESSScaling = ESSScaling.none
+    ess_scaling: ESSScaling = entry(
+        ESSScaling.none,
+        means="lower the learning rate of a step whose samples are stale (VCPO), by their effective sample "
+        "size (ESS)",
+        added=True,
+    )
     ess_on_policy: float = number(
-        1.0, above=0, most=1, means="ESS of on-policy samples as a fraction of their number"
+        1.0, above=0, most=1, means="ESS of on-policy samples as a fraction of their number", added=True
     )
 
     def problems(self, at: str) -> Iterator[str]:
@@ -123,17 +128,19 @@ class ScheduleConfig(Section):
     max_lag: int = number(
         0, least=0, means="later rollout batches in flight while a batch is trained on; 0: synchronous"
     )
-    update: Update = Update.between  # when the generator loads new weights
+    update: Update = entry(Update.between, means="when the generator loads new weights")
     replay: int = number(
         1,
         least=1,
         means="last rollout batches from which the prompts of an update are drawn; 1: only the new batch",
+        added=True,
     )
     solved_at: float | None = number(
         None,
         means="mean score of a prompt's samples from which on later epochs leave the prompt out; null: none "
         "is left out",
         remedy="0.9",
+        added=True,
     )
     eval_every: float = number(
         0.2,
@@ -147,12 +154,14 @@ class ScheduleConfig(Section):
         least=0,
         counts="updates",
         means="updates between checkpoints; below 1: a fraction of the run; 0: never",
+        affects=Affects.nothing,
     )
     log_every: float = number(
         1,
         least=0,
         counts="updates",
         means="updates between training rows; below 1: a fraction of the run; 0: never",
+        affects=Affects.nothing,
     )
 
     @property
@@ -189,10 +198,18 @@ class EvalConfig(Section):
 
     prompts: int = number(256, least=1, means="held-out prompts or pairs of an evaluation")
     batch_size: int = number(
-        256, least=1, means="sequences decoded in parallel if the generator does not sample"
+        256,
+        least=1,
+        means="sequences decoded in parallel if the generator does not sample",
+        affects=Affects.speed,
     )
     temperature: float = number(0.01, above=0, means="sampling temperature; the default is near-greedy")
-    samples: int = number(3, least=0, means="completions in the terminal after the last evaluation; 0: none")
+    samples: int = number(
+        3,
+        least=0,
+        means="completions in the terminal after the last evaluation; 0: none",
+        affects=Affects.nothing,
+    )
 
     @property
     def asked(self) -> bool:

@@ -16,14 +16,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Self, TypeVar, get_args, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 
 T = TypeVar("T", bound=type)
 
+REQUIRED = "???"  # the value of a key that a config must set, in OmegaConf
 SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the section class registered under that name
 PARTS: dict[type, str] = {}  # section class -> address of the part that it configures, "module:name"
+
+
+class Affects(Enum):
+    """What depends on a key. Only keys that affect the result are part of the name of a run."""
+
+    result = "weights or metrics"
+    speed = "speed, memory, waiting times"
+    nothing = "display, files, logging"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,6 +50,19 @@ class Section:
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each setting of this section that has no effect, or is allowed but doubtful."""
         return iter(())
+
+
+class Choice(Enum):
+    """The values of a key, each with its meaning: `never = "never", "move the folder aside"`."""
+
+    means: str
+
+    def __new__(cls, value: str, means: str = "") -> Self:
+        """Return the member with the value `value`."""
+        member = object.__new__(cls)
+        member._value_ = value
+        member.means = means
+        return member
 
 
 def sections(section: Section, key: str = "") -> Iterator[tuple[str, Section]]:
@@ -191,6 +213,32 @@ class Bound:
         return None
 
 
+def entry(
+    default: Any = REQUIRED,
+    *,
+    factory: Callable[[], Any] | None = None,
+    means: str = "",
+    affects: Affects = Affects.result,
+    added: bool = False,
+) -> Any:
+    """Declare a field of a section with the facts about its key.
+
+    A subclass may declare the field again with only another default; the facts of the base class remain.
+
+    Args:
+        default: the value of a config that does not set the key.
+        factory: a function that returns the default, for lists and dictionaries.
+        means: the meaning of the key, for `--help` and the reference of config keys.
+        affects: what of a run depends on the key.
+        added: an earlier version has no such key, and does what the default says. A key with its default is
+            then not part of the name of a run, so that earlier runs keep their names.
+    """
+    facts = {"means": means, "affects": affects, "added": added, "declared": default}
+    if factory is not None:
+        return field(default_factory=factory, metadata=facts)
+    return field(default=default, metadata=facts)
+
+
 def number(
     default: Any,
     *,
@@ -201,33 +249,41 @@ def number(
     below: float | None = None,
     counts: str | None = None,
     remedy: str | None = None,
+    affects: Affects = Affects.result,
+    added: bool = False,
 ) -> Any:
-    """Declare a numeric field with its default and its rule (see `Bound`).
-
-    A subclass may declare the field again with only another default; the rule of the base class remains.
-    """
+    """Declare a numeric field with its rule (see `Bound`) and the facts about its key (see `entry`)."""
     bound = Bound(means=means, least=least, above=above, most=most, below=below, counts=counts, remedy=remedy)
-    return field(default=default, metadata={"bound": bound})
+    declared = entry(default, means=means, affects=affects, added=added)
+    return field(default=default, metadata={**declared.metadata, "bound": bound})
 
 
-def bound_of(cls: type, name: str) -> Bound | None:
-    """Return the rule of the field `name` from `cls` or from its nearest base class that declares a rule."""
+def fact(cls: type, name: str, kind: str) -> Any:
+    """Return a fact about the key `name` of a section class, from the nearest class that declares it.
+
+    Args:
+        cls: the section class.
+        name: the field of the key.
+        kind: "means", "affects", "added", "declared" (the default in this class) or "bound".
+
+    Returns:
+        The fact. None: no class declares it.
+    """
     for each in cls.__mro__:
         declared: Field[Any] | None = vars(each).get("__dataclass_fields__", {}).get(name)
-        if declared is not None and "bound" in declared.metadata:
-            bound: Bound = declared.metadata["bound"]
-            return bound
+        if declared is not None and kind in declared.metadata:
+            return declared.metadata[kind]
     return None
 
 
 def number_problems(section: Section, at: str) -> Iterator[str]:
     """Yield an error message for each number of `section` that breaks its rule."""
     for each in fields(section):
-        bound, value = bound_of(type(section), each.name), getattr(section, each.name)
+        bound, value = fact(type(section), each.name, "bound"), getattr(section, each.name)
         if bound is None or value is None or (rule := bound.broken(value)) is None:
             continue
         key = dotted(at, each.name)
-        default = "<value>" if each.default is MISSING or each.default == "???" else plain(each.default)
+        default = "<value>" if each.default in (MISSING, REQUIRED) else plain(each.default)
         remedy = str(round(value)) if rule.startswith("be whole") else bound.remedy or default
         yield f"{key} must {rule} ({bound.means}), got {plain(value)}; set {key}={remedy}"
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -19,7 +19,7 @@ from omegaconf import MISSING
 
 from rlhf.config.address import function_problem, takes_lists
 from rlhf.config.model import Dtype
-from rlhf.config.schema import Section, number, option, sections
+from rlhf.config.schema import Affects, Section, entry, number, option, sections
 from rlhf.core.pasting import setting
 from rlhf.core.secrets import secret_in
 
@@ -129,9 +129,11 @@ class RewardModelScorerConfig(ScorerConfig):
     """A sequence-classification model with one output, read at the last response token."""
 
     name: str = "reward_model"
-    path: str | None = None  # hub name or local folder; null: model.reward
+    path: str | None = entry(None, means="hub name or local folder; null: model.reward")
     batch_size: int = number(32, least=1, means="sequences per forward pass")
-    pad_token: str | None = None  # pad token of the reward model's tokenizer; null: its own, or its end token
+    pad_token: str | None = entry(
+        None, means="pad token of the reward model's tokenizer; null: its own, or its end token", added=True
+    )
 
     def rounding(self, dtype: Dtype) -> float:
         """Return the relative rounding error of scores: a unit in the last place, of float32 many units."""
@@ -172,7 +174,7 @@ class AnswerScorerConfig(ScorerConfig):
     verifies: ClassVar[bool] = True
 
     name: str = "answer"
-    pattern: str = r"#### (\-?[0-9\.\,]+)"  # regular expression whose group matches the answer
+    pattern: str = entry(r"#### (\-?[0-9\.\,]+)", means="regular expression whose group matches the answer")
 
 
 @option("scorer", "labels", part="rlhf.scorers.scorer:LabelsScorer")
@@ -197,8 +199,11 @@ class PartsScorerConfig(ScorerConfig):
 
     reason: ClassVar[str]  # why each part must judge a text by itself
 
-    # name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of the task
-    parts: dict[str, ScorerConfig] = field(default_factory=dict)
+    parts: dict[str, ScorerConfig] = entry(
+        factory=dict,
+        means="name -> scorer; the name is chosen by the user, for scorer=mixture it is that of a part of "
+        "the task",
+    )
 
     @property
     def reads_reward(self) -> bool:
@@ -278,11 +283,15 @@ class FunctionScorerConfig(ScorerConfig):
     """A Python function of the user, or several, which take a response and return a number."""
 
     name: str = "function"
-    # <file>.py:<function> or <module>:<function>, or a list of these; the working directory is searched
-    path: Any = None
-    # factor of the score of each function in a list; null: 1
-    weights: list[float] | None = None
-    batched: bool = False  # the functions take lists (of the rollout batch) and return a list
+    path: Any = entry(
+        None,
+        means="<file>.py:<function> or <module>:<function>, or a list of these; the working directory is "
+        "searched",
+    )
+    weights: list[float] | None = entry(
+        None, means="factor of the score of each function in a list; null: 1", added=True
+    )
+    batched: bool = entry(False, means="the functions take lists (of the rollout batch) and return a list")
 
     @property
     def paths(self) -> list[Any]:
@@ -374,16 +383,24 @@ class HttpScorerConfig(ScorerConfig):
     """A service that returns scores over HTTP; docs/rewards.md describes the protocol."""
 
     name: str = "http"
-    url: str | None = None  # address of the service; texts are posted there
+    url: str | None = entry(None, means="address of the service; texts are posted there")
     batch_size: int = number(32, least=1, means="responses per request")
-    concurrency: int = number(4, least=1, means="requests in parallel")
+    concurrency: int = number(4, least=1, means="requests in parallel", affects=Affects.speed)
     timeout_s: float = number(
-        60.0, above=0, means="seconds until a try without a complete answer fails; longest Retry-After"
+        60.0,
+        above=0,
+        means="seconds until a try without a complete answer fails; longest Retry-After",
+        affects=Affects.speed,
     )
     retries: int = number(
-        5, least=0, means="retries of a failed request: the first immediately, then after 1, 2, 4, ... s"
+        5,
+        least=0,
+        means="retries of a failed request: the first immediately, then after 1, 2, 4, ... s",
+        affects=Affects.speed,
     )
-    token_variable: str | None = None  # environment variable with the bearer token; null: none is sent
+    token_variable: str | None = entry(
+        None, means="environment variable with the bearer token; null: none is sent", affects=Affects.speed
+    )
 
     @property
     def asks_service(self) -> bool:

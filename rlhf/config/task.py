@@ -6,12 +6,11 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
 from typing import ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.schema import Section, number, option
+from rlhf.config.schema import Choice, Section, entry, number, option
 
 PROMPT_COLUMNS = ("query", "reference_response")
 PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected")
@@ -30,8 +29,12 @@ class TaskConfig(Section):
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
 
     name: str = MISSING
-    path: str | None = None  # folder with a data file per split; with task=local also a single file
-    preferences_path: str | None = None  # folder of preference pairs; null: task.path, else the hub
+    path: str | None = entry(
+        None, means="folder with a data file per split; with task=local also a single file"
+    )
+    preferences_path: str | None = entry(
+        None, means="folder of preference pairs; null: task.path, else the hub"
+    )
     max_prompt_tokens: int = number(
         512, least=1, means="largest prompt length in tokens; longer prompts are skipped"
     )
@@ -70,13 +73,13 @@ class EmbeddedTaskConfig(TaskConfig):
     embedded: ClassVar[bool] = True
     vocabulary_size: ClassVar[int]  # tokens of the task's tokenizer, for the memory plan
 
-    data_seed: int = 0  # seed of the generated data; the run's own seed does not change the data
+    data_seed: int = entry(0, means="seed of the generated data; the run's own seed does not change the data")
     train_size: int = number(MISSING, least=1, means="examples to generate", remedy="512")
     validation_size: int = number(512, least=1, means="examples to generate")
     test_size: int = number(512, least=1, means="examples to generate")
 
 
-class Difficulty(Enum):
+class Difficulty(Choice):
     """The difficulty of an embedded task."""
 
     easy = "easy"
@@ -103,10 +106,14 @@ class TLDRConfig(TaskConfig):
     """Reddit posts and the summaries of their writers, with the data sets of Stiennon et al. (2020)."""
 
     name: str = "tldr"
-    # hub name of the prompts and references
-    prompts_name: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
-    # hub name of the preference pairs
-    preferences_name: str = "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b"
+    prompts_name: str = entry(
+        "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
+        means="hub name of the prompts and references",
+    )
+    preferences_name: str = entry(
+        "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b",
+        means="hub name of the preference pairs",
+    )
 
 
 QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, as in the paper
@@ -122,10 +129,15 @@ class GSM8KConfig(TaskConfig):
     prompt_splits: ClassVar[tuple[str, ...]] = ("train",)
 
     name: str = "gsm8k"
-    # hub name of the prompts and references
-    prompts_name: str = "openai/gsm8k"
-    chat: bool = False  # the prompt is a message of the user, in the format of the model's chat template
-    template: str = QUESTION  # format of a prompt with {question}; the default with chat is an instruction
+    prompts_name: str = entry("openai/gsm8k", means="hub name of the prompts and references")
+    chat: bool = entry(
+        False,
+        means="the prompt is a message of the user, in the format of the model's chat template",
+        added=True,
+    )
+    template: str = entry(
+        QUESTION, means="format of a prompt with {question}; the default with chat is an instruction"
+    )
     validation_size: int = number(
         473, least=1, means="last rows of train for evaluation, unless there is a validation split"
     )
@@ -166,14 +178,17 @@ class ChatConfig(TaskConfig):
     prompt_columns: ClassVar[tuple[str, ...]] = ("messages",)
 
     name: str = "chat"
-    # hub name of the prompts and references
-    prompts_name: str = "HuggingFaceH4/no_robots"
-    preferences_name: str | None = None  # hub name of pairs with prompt, chosen, rejected in this format
-    validation_split: str = "test"  # the name of the validation split in the data set
-    turn: str | None = (
-        None  # format of a turn, with {role} and {content}; null: the tokenizer's chat template
+    prompts_name: str = entry("HuggingFaceH4/no_robots", means="hub name of the prompts and references")
+    preferences_name: str | None = entry(
+        None, means="hub name of pairs with prompt, chosen, rejected in this format"
     )
-    reply: str | None = None  # text at the end of every prompt, before the response; set together with turn
+    validation_split: str = entry("test", means="the name of the validation split in the data set")
+    turn: str | None = entry(
+        None, means="format of a turn, with {role} and {content}; null: the tokenizer's chat template"
+    )
+    reply: str | None = entry(
+        None, means="text at the end of every prompt, before the response; set together with turn"
+    )
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the local folders that a run reads; pairs are never in the folder of the dialogues."""
@@ -208,8 +223,8 @@ class PreferencesConfig(TaskConfig):
     own_data: ClassVar[bool] = True
 
     name: str = "preferences"
-    preferences_name: str | None = None  # hub name
-    validation_split: str = "validation"  # the name of the validation split in the data set
+    preferences_name: str | None = entry(None, means="hub name")
+    validation_split: str = entry("validation", means="the name of the validation split in the data set")
 
     @property
     def folder(self) -> tuple[str, str] | None:
@@ -248,11 +263,13 @@ class PreferencesConfig(TaskConfig):
 class ColumnsConfig(Section):
     """Columns of `task=local` with names that are not recognised; null: recognised by name."""
 
-    prompt: str | None = None  # texts, or lists of messages
-    response: str | None = None  # reference responses; needed for SFT
-    chosen: str | None = None  # preferred responses
-    rejected: str | None = None  # other responses
-    messages: str | None = None  # dialogues; the last message of the assistant is the reference response
+    prompt: str | None = entry(None, means="texts, or lists of messages")
+    response: str | None = entry(None, means="reference responses; needed for SFT")
+    chosen: str | None = entry(None, means="preferred responses")
+    rejected: str | None = entry(None, means="other responses")
+    messages: str | None = entry(
+        None, means="dialogues; the last message of the assistant is the reference response"
+    )
 
 
 @option("task", "local", part="rlhf.tasks.local:LocalSource")
@@ -298,8 +315,8 @@ class MixtureConfig(TaskConfig):
     own_data: ClassVar[bool] = True
 
     name: str = "mixture"
-    parts: dict[str, TaskConfig] = field(default_factory=dict)  # name chosen by the user -> task
-    weights: dict[str, float] = field(default_factory=dict)  # name of a part -> weight; 1 for other parts
+    parts: dict[str, TaskConfig] = entry(factory=dict, means="name chosen by the user -> task")
+    weights: dict[str, float] = entry(factory=dict, means="name of a part -> weight; 1 for other parts")
 
     @property
     def shares(self) -> dict[str, float]:

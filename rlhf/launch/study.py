@@ -49,7 +49,7 @@ def define(cfg: Config, settings: SearchConfig, space: SearchSpace) -> dict[str,
     return {
         "runs": digest(cfg),
         "objective_metric": cfg.metric,
-        "direction": str(settings.direction or best),
+        "direction": (settings.direction or best).value,
         "space": {key: json.loads(distribution_to_json(each)) for key, each in space.distributions.items()},
     }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rlhf.config.identity import NOT_IN_NAME
+from rlhf.config.identity import not_in_name
 from rlhf.core.files import component
 from rlhf.report.labels import Config, differing, identity, labels, short
 from rlhf.report.metrics import Kind, Metric, kind_of, main_metric
@@ -234,4 +234,6 @@ def scale_of(config: Config, scale: str, also: Sequence[str] = ()) -> Config:
 
 def not_timing(key: str) -> bool:
     """Return whether a key of a scorer influences the scores."""
-    return key not in NOT_IN_NAME and not key.endswith(("batch_size", "concurrency", "timeout_s", "retries"))
+    return key not in not_in_name() and not key.endswith(
+        ("batch_size", "concurrency", "timeout_s", "retries")
+    )

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from rlhf.config.identity import BOOKKEEPING, NEW_IN_NAME, NOT_IN_NAME
+from rlhf.config.identity import added_later, affecting, not_in_name
+from rlhf.config.schema import Affects
 
 Config = Mapping[str, Any]  # a flat config: dotted key -> value
 
@@ -41,27 +42,25 @@ FIRST = (
 
 UNCLEAR = ("path", "url", "kind", "level", "weight", "rank")  # ends of keys that need their section
 
-# Keys without effect on a report: runs that differ only in these keys are one group. Other keys that are not
-# in the name of a run (threads, worker, transfer, ...) change the times, so they separate groups.
-SHOWN_NOWHERE = ("seed", *BOOKKEEPING)
-
 
 def differing(configs: Sequence[Config]) -> list[str]:
     """Return the keys in which configs differ, in the order of `FIRST`.
 
-    A missing key is equal to its value in `NEW_IN_NAME`, or null. Keys that are not in the name of a run come
-    last.
+    Runs that differ only in the seed, or in keys that affect nothing, are one group. Keys that affect the
+    speed separate groups, and come last. A missing key is equal to its value in `added_later`, or null.
     """
     every = dict.fromkeys(key for config in configs for key in config)
-    kept = [key for key in every if key not in SHOWN_NOWHERE and not key.startswith("logger.")]
+    hidden, last = {"seed", *affecting(Affects.nothing)}, set(not_in_name())
+    kept = [key for key in every if key not in hidden and not key.startswith("logger.")]
     found = [key for key in kept if len({identity(config, [key]) for config in configs}) > 1]
     first = {key: place for place, key in enumerate(FIRST)}
-    return sorted(found, key=lambda key: (key in NOT_IN_NAME, first.get(key, len(first))))
+    return sorted(found, key=lambda key: (key in last, first.get(key, len(first))))
 
 
 def identity(config: Config, keys: Iterable[str]) -> str:
     """Return the values of `keys` as one string, for comparison."""
-    return json.dumps([config.get(key, NEW_IN_NAME.get(key)) for key in keys], default=str)
+    added = added_later()
+    return json.dumps([config.get(key, added.get(key)) for key in keys], default=str)
 
 
 def labels(configs: Sequence[Config], noun: str = "run") -> list[str]:

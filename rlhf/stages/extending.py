@@ -19,7 +19,7 @@ from rlhf.checks.check import problems, warn, warnings
 from rlhf.checks.job import check_job
 from rlhf.checks.machine import check_machine
 from rlhf.config.algo import Trains
-from rlhf.config.identity import NOT_IN_NAME
+from rlhf.config.identity import not_in_name
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.root import Config
 from rlhf.config.saved import load_config, load_node
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from rlhf.loggers.hooks import Hook
     from rlhf.runs.folder import RunFolder
 
-# Settings that an extension may change besides the length. Files and loggers of the run stay the same.
-CHANGEABLE = tuple(key for key in NOT_IN_NAME if key not in ("hydra", "logger", "resume", "output_dir"))
+# Settings that an extension cannot change, although they do not affect the result: files, loggers
+KEPT = ("hydra", "logger", "resume", "output_dir")
 
 
 def extend(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook] = ()) -> Config:
@@ -48,8 +48,8 @@ def extend(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook] = 
 
     Args:
         folder: the run folder.
-        overrides: `schedule.total_episodes=<n>` or `schedule.total_epochs=<n>`, and settings of `CHANGEABLE`.
-            Without a length, an unfinished run is resumed.
+        overrides: `schedule.total_episodes=<n>` or `schedule.total_epochs=<n>`, and settings that do not
+            affect the result. Without a length, an unfinished run is resumed.
         hooks: the user's code that the run calls, in addition to the classes that the key `hooks` names.
 
     Raises:
@@ -164,7 +164,7 @@ def is_set(node: DictConfig, key: str) -> bool:
 def refuse_change(override: str, length_key: str) -> None:
     """Raise UserError if an override changes a setting that an extension cannot change."""
     key, _, value = override.partition("=")
-    if key == length_key or any(fnmatch(key, pattern) for pattern in CHANGEABLE):
+    if key == length_key or any(fnmatch(key, each) for each in not_in_name() if each not in KEPT):
         return
     if key in LENGTH:
         raise UserError(

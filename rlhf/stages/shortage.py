@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhf.assembly.budgets import training_budget
-from rlhf.config.identity import NOT_IN_NAME
+from rlhf.config.identity import not_in_name
 from rlhf.core.errors import OutOfMemory, RunError
 from rlhf.memory.advice import adjustable, smaller_settings
 from rlhf.models.fetching import first_line
@@ -71,7 +71,9 @@ def remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:
     last = folder.last_checkpoint()
     if last is None:
         return f"{text}; no checkpoint was written yet"
-    same = [each for each in settings if each.partition("=")[0] in NOT_IN_NAME]  # the run has the same folder
+    same = [
+        each for each in settings if each.partition("=")[0] in not_in_name()
+    ]  # the run has the same folder
     resumes = f", from which the same command resumes with {' or '.join(same)}" if same else ""
     return f"{text}; the last checkpoint is {last}{resumes}"
 

@@ -19,6 +19,7 @@ from rlhf.config.catalogue import all_keys, conf_dir, groups, options
 from rlhf.config.compose import compose_node
 from rlhf.config.help import COMMANDS, GROUPS, KEYS, LONG, all_meanings, help_text
 from rlhf.config.identity import run_name
+from rlhf.config.logger import WandbMode
 from rlhf.config.root import Config
 from rlhf.config.schema import SCHEMAS
 
@@ -70,7 +71,9 @@ def test_stored_completions_use_the_labels_scorer_by_default():
 
 def test_several_loggers_can_be_selected():
     logger = compose("logger=[wandb,tensorboard]", "logger.wandb.mode=offline").logger
-    assert logger.wandb is not None and logger.wandb.mode == "offline" and logger.tensorboard is not None
+    assert (
+        logger.wandb is not None and logger.wandb.mode is WandbMode.offline and logger.tensorboard is not None
+    )
     assert compose("logger=wandb").logger.tensorboard is None
     assert compose().logger.wandb is None
 

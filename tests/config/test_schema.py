@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhf.config.compose import compose
-from rlhf.config.schema import PARTS, SCHEMAS, Section, bound_of, number, option, sections, values
+from rlhf.config.schema import PARTS, SCHEMAS, Section, fact, number, option, sections, values
 from rlhf.config.task import TLDRMiniConfig
 
 
@@ -73,7 +73,7 @@ def test_numbers_within_their_bounds_are_no_problems():
 
 def test_subclass_with_another_default_keeps_the_bounds_of_its_base():
     assert problems(Fewer(count=0)) == ["some.count must be >= 1 (things), got 0; set some.count=2"]
-    assert bound_of(TLDRMiniConfig, "train_size") == bound_of(TLDRMiniConfig.__base__, "train_size")
+    assert fact(TLDRMiniConfig, "train_size", "bound") == fact(TLDRMiniConfig.__base__, "train_size", "bound")
     (problem,) = TLDRMiniConfig(train_size=0).problems("task")
     assert problem == "task.train_size must be >= 1 (examples to generate), got 0; set task.train_size=512"
 

@@ -89,7 +89,8 @@ def test_keys_and_defaults_of_the_docs_are_those_of_a_search():
     config = yaml.safe_load((ROOT / "conf" / "hydra" / "sweeper" / "search.yaml").read_text())
     del config["defaults"]
     made = SearchConfig()
-    assert told == config == {key: getattr(made, key) for key in config}
+    defaults = {key: getattr(made, key) for key in config}
+    assert told == config == {key: getattr(value, "value", value) for key, value in defaults.items()}
     assert config.keys() == {each.name for each in fields(made)} - {"_target_", "params"}
 
 
