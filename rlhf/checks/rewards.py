@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf.config.address import load_function
-from rlhf.config.scorer import FunctionScorerConfig, HttpScorerConfig, scorers
+from rlhf.config.http_scorer import HttpScorerConfig
+from rlhf.config.scorer import FunctionScorerConfig, scorers
 from rlhf.core.errors import UserError
 from rlhf.core.network import refusal
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from rlhf.config import http_scorer as http_scorer  # registers its option
 from rlhf.config import off_policy as off_policy  # registers its options
 from rlhf.config import search as search  # registers its settings
 from rlhf.config.algo import AlgoConfig, Data, Trains

@@ -22,7 +22,7 @@ from rlhf.scorers.scorer import Scorer, as_score, distinct_texts
 from rlhf.scorers.tries import Again, in_parallel
 
 if TYPE_CHECKING:
-    from rlhf.config.scorer import HttpScorerConfig
+    from rlhf.config.http_scorer import HttpScorerConfig
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import ScorerContext
 

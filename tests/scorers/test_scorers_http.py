@@ -22,7 +22,7 @@ import requests
 import torch
 from urllib3.exceptions import MaxRetryError, ProtocolError, SSLError
 
-from rlhf.config.scorer import HttpScorerConfig
+from rlhf.config.http_scorer import HttpScorerConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.core.errors import RunError, UserError
