@@ -30,11 +30,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlhf.config import catalogue, meanings  # noqa: E402
+from rlhf.config import catalogue, help  # noqa: E402
 from rlhf.config.foreign import PROJECTS, TABLE, WITHOUT  # noqa: E402
-from rlhf.config.meanings import summary  # noqa: E402
 from rlhf.config.root import Config  # noqa: E402
-from rlhf.config.schema import SCHEMAS, Section, bound_of, plain  # noqa: E402
+from rlhf.config.schema import SCHEMAS, Section, fact, plain, section_class  # noqa: E402
 
 REFERENCE = ROOT / "docs" / "reference"
 COMMANDS = (
@@ -177,12 +176,12 @@ def config() -> str:
 @cache
 def sections_in_order() -> tuple[str, ...]:
     """Return the names of the sections of the root config."""
-    return tuple(name for name, hint in hints(Config).items() if nested(hint) is not None)
+    return tuple(name for name, hint in hints(Config).items() if section_class(hint) is not None)
 
 
 def section(name: str) -> Iterator[str]:
     """Yield the lines of a section of the root config."""
-    base = nested(hints(Config)[name])
+    base = section_class(hints(Config)[name])
     assert base is not None
     group = GROUPS.get(name)
     if group is None:
@@ -225,7 +224,7 @@ def tables(prefix: str, classes: Sequence[type], registered: dict[type, list[str
     several = len(registered) > 1
     for cls in classes:
         own = [key for key in keys(cls) if key.owner is cls]
-        rows = [key for key in own if nested(key.hint) is None]
+        rows = [key for key in own if section_class(key.hint) is None]
         users = {each: names for each, names in registered.items() if issubclass(each, cls)}
         if rows and several:
             every = len(users) == len(registered)
@@ -236,16 +235,16 @@ def tables(prefix: str, classes: Sequence[type], registered: dict[type, list[str
             yield table([cells(prefix, key, users) for key in rows])
             yield ""
         for key in own:
-            if (below := nested(key.hint)) is not None:
+            if (below := section_class(key.hint)) is not None:
                 at = f"{prefix}.{key.field.name}"
-                yield f"Section `{at}`: {sentence(summary(below))}"
+                yield f"Section `{at}`: {sentence(help.summary(below))}"
                 yield ""
                 yield from tables(at, [below], {below: [at]})
 
 
 def root_keys() -> list[list[str]]:
     """Return the rows of the keys without a section."""
-    plain_keys = [key for key in keys(Config) if nested(key.hint) is None]
+    plain_keys = [key for key in keys(Config) if section_class(key.hint) is None]
     return [cells("", key, {Config: ["run"]}) for key in plain_keys]
 
 
@@ -273,14 +272,6 @@ def hints(cls: type) -> dict[str, Any]:
     return {each.name: every[each.name] for each in fields(cls)}
 
 
-def nested(hint: Any) -> type | None:
-    """Return the section class of a field that is a section; None for any other field."""
-    for each in (hint, *get_args(hint)) if get_origin(hint) in (None, Union, UnionType) else ():
-        if isinstance(each, type) and issubclass(each, Section):
-            return each
-    return None
-
-
 # -- cells -----------------------------------------------------------------------------------------
 
 NAMES = {
@@ -296,7 +287,7 @@ NAMES = {
 def kind(key: Key) -> str:
     """Return the type of a key as text, with its range or its choices."""
     text = type_text(key.hint)
-    bound = bound_of(key.owner, key.field.name)
+    bound = fact(key.owner, key.field.name, "bound")
     if bound is None:
         return text
     limits = {">=": bound.least, ">": bound.above, "<=": bound.most, "<": bound.below}
@@ -315,7 +306,7 @@ def type_text(hint: Any) -> str:
     if get_origin(hint) is list:
         return f"list of {type_text(parts[0])}s"
     if get_origin(hint) is dict:
-        return "sections by name" if nested(parts[1]) else "keys and values"
+        return "sections by name" if section_class(parts[1]) else "keys and values"
     if isinstance(hint, type) and issubclass(hint, Enum):
         return ", ".join(f"`{each.value}`" for each in hint)
     return NAMES[hint]
@@ -357,14 +348,14 @@ def typed(value: Any) -> str:
 
 
 def meaning(key: Key) -> str:
-    """Return the meaning of a key: its `means`, its comment, or the docstring of its choices."""
-    parts = meanings.meaning(key.owner, key.field.name, key.hint)
+    """Return the meaning of a key: its `means`, or the docstring of its choices."""
+    parts = help.meaning(key.owner, key.field.name, key.hint)
     return sentence("; ".join(part.rstrip(".") for part in parts))
 
 
 def described(cls: type) -> list[str]:
     """Return the first paragraph of the docstring of a class, as lines of a page."""
-    return [sentence(summary(cls)), ""]
+    return [sentence(help.summary(cls)), ""]
 
 
 def sentence(text: str) -> str:

@@ -12,7 +12,7 @@ from rlhf.assembly.agreement import compared
 from rlhf.assembly.models import loaded
 from rlhf.assembly.parts import make, part
 from rlhf.config.algo import Trains
-from rlhf.config.scorer import RewardModelScorerConfig, scorers
+from rlhf.config.scorer import scorers
 from rlhf.core.dialogues import Dialogues
 from rlhf.core.errors import UserError
 from rlhf.scorers.reward_model import read_own, reads_tokens_of
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlhf.tasks.task import Task
 
 CHECKED = 200  # largest number of dialogues that are written in the format of a reward model before a run
-EXAMPLE = "This is an example of a response."  # for dialogues without reference response
+TEXT = "This is an example of a response."  # for data without reference responses
 
 
 def build_scorer(cfg: Config, at: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> Scorer | None:
@@ -88,19 +88,18 @@ def check_formats(
     judge = judge or cfg.algo.trains is not Trains.reward
     for at, section in scorers(cfg):
         used = judge if at.startswith("gold") else cfg.scores_completions
-        if not used or not isinstance(section, RewardModelScorerConfig):
+        named = section.reward_model(at, cfg.model.reward)
+        if not used or named is None:
             continue
-        if section.path is None and cfg.model.reward is None:
-            continue  # the run makes the reward model first
         try:
-            own, name = read_own(section, at, cfg.model, conversational=True)
+            own = read_own(*named, cfg.model, conversational=True)
             if not own.chat_template or reads_tokens_of(own, tokenizer, dialogues=True):
                 continue
             format = Dialogues(own)
             for messages, reference, place, tools in zip(
                 some["messages"], some["reference"], some["place"], some[TOOLS], strict=True
             ):
-                answer = [{"role": "assistant", "content": reference or EXAMPLE}]
+                answer = [{"role": "assistant", "content": reference or TEXT}]
                 format.write(messages, [answer], place, tools, prompt_only=True)
         except UserError as error:
             problem = error.problems[0].rpartition("; ")[0]  # its remedy concerns the template of the policy
@@ -108,4 +107,4 @@ def check_formats(
                 f"the chat template of the reward model at {at} must format the dialogues ({problem}); name "
                 "another reward model, or correct its chat template"
             ) from error
-        yield from (f"{name}: {warning}" for warning in format.warnings())
+        yield from (f"{'='.join(named)}: {warning}" for warning in format.warnings())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rlhf.checks.model_folders import tokenizer_in, tokenizer_of
 from rlhf.checks.rules import doubt, rule
 from rlhf.config.root import Config
-from rlhf.config.task import ChatConfig, GSM8KConfig
+from rlhf.config.task import ChatConfig
 from rlhf.core.chat_format import no_template
 from rlhf.tasks.dialogues import has_dialogues
 
@@ -28,8 +28,7 @@ def questions_as_text(cfg: Config) -> Iterator[str]:
     """Yield a warning if a model with a chat template is asked in the form for base models."""
     _, path = tokenizer_of(cfg)
     tokenizer = tokenizer_in(path) if path is not None else None
-    asks = isinstance(cfg.task, GSM8KConfig) and not cfg.task.chat
-    if asks and tokenizer is not None and tokenizer.has_chat_template:
+    if cfg.task.for_base_models and tokenizer is not None and tokenizer.has_chat_template:
         yield (
             "task.chat=false asks the questions as texts, in a form for base models, but the tokenizer of "
             f"{path} has a chat template; if it is a chat model, set task.chat=true"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf.checks.rules import doubt, rule, training_rule
-from rlhf.config.address import ONLY_HERE
 from rlhf.config.root import Config
-from rlhf.config.scorer import FunctionScorerConfig, MixtureScorerConfig, choice, scorers
+from rlhf.config.scorer import MixtureScorerConfig, choice, scorers
 from rlhf.config.task import MixtureConfig
 from rlhf.core.launched import world_size
 from rlhf.core.machine import this_machine
@@ -84,12 +83,9 @@ def parts_of_a_mixture_have_scorers(cfg: Config) -> Iterator[str]:
 @training_rule
 def functions_reach_the_annotator(cfg: Config) -> Iterator[str]:
     """Yield an error for a function that exists only in this process, if another process has to call it."""
-    on_gpu = device(cfg, this_machine()) == "cuda"
     for at, scorer in scorers(cfg):
-        if at.startswith("gold") or not isinstance(scorer, FunctionScorerConfig):
-            continue
-        here = [path for path in scorer.paths if str(path).startswith(f"{ONLY_HERE}:")]
-        if here and annotates(cfg, world_size(), on_gpu):
+        here = [] if at.startswith("gold") else scorer.only_here
+        if here and annotates(cfg, world_size(), device(cfg, this_machine()) == "cuda"):
             yield (
                 f"{at}.path must name a function of a module or a file for this run (another process scores "
                 f"the responses, see generator.annotate, and does not have the object), got {here[0]}; set "

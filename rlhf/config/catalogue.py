@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from rlhf.config.schema import SCHEMAS
+from rlhf.config.schema import SCHEMAS, dotted, section_class
 from rlhf.core.errors import UserError
 
 ORDER = (
@@ -116,36 +116,29 @@ def declared_keys() -> tuple[DeclaredKey, ...]:
     return _declared(Config, len(SCHEMAS))
 
 
+def options_of(section: type) -> list[type]:
+    """Return the classes of the options of a section."""
+    return [cls for cls in SCHEMAS.values() if issubclass(cls, section) and cls is not section]
+
+
 @cache
 def _declared(root: type, options: int) -> tuple[DeclaredKey, ...]:
     """Return the keys of a root section; `options` is the number of options that are registered."""
     found: dict[DeclaredKey, None] = {}
 
     def walk(section: type, at: str) -> None:
-        for name, hint in get_type_hints(section).items():
-            if name not in {each.name for each in fields(section)}:
-                continue
-            key = f"{at}.{name}" if at else name
-            found[DeclaredKey(key, section, name)] = None
-            below, parts = _section(hint)
-            if below is None or (parts and "*" in key):  # parts have no parts
-                continue
-            for each in (
-                below,
-                *(cls for cls in SCHEMAS.values() if issubclass(cls, below) and cls is not below),
-            ):
-                walk(each, f"{key}.*" if parts else key)
+        hints = get_type_hints(section)
+        for each in fields(section):
+            key, hint = dotted(at, each.name), hints[each.name]
+            found[DeclaredKey(key, section, each.name)] = None
+            parts = get_origin(hint) is dict
+            below = section_class(get_args(hint)[1] if parts else hint)
+            if below is not None and not (parts and "*" in key):  # parts have no parts
+                for cls in (below, *options_of(below)):
+                    walk(cls, f"{key}.*" if parts else key)
 
     walk(root, "")
     return tuple(found)
-
-
-def _section(hint: Any) -> tuple[type | None, bool]:
-    """Return the section class of a type, and whether it is that of the parts in a dictionary."""
-    for each in (hint, *get_args(hint)):
-        if isinstance(each, type) and is_dataclass(each):
-            return each, get_origin(hint) is dict
-    return None, False
 
 
 def all_keys() -> list[str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
-from types import UnionType
-from typing import Union, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, fields
+from typing import Any, get_args, get_type_hints
 
-from rlhf.config.catalogue import conf_dir, groups, options
-from rlhf.config.meanings import meaning
+from rlhf.config.catalogue import conf_dir, groups, options, options_of
 from rlhf.config.mistakes import shown
-from rlhf.config.schema import SCHEMAS, Section
+from rlhf.config.schema import Choice, fact, section_class
 from rlhf.config.suggestions import suggestion
 from rlhf.core.errors import UserError
 
@@ -186,6 +185,29 @@ def meanings(section: str, owners: Sequence[type]) -> Iterator[tuple[str, str]]:
             yield key, f"{means}{default or ''}"
 
 
+def meaning(owner: type, name: str, hint: Any) -> list[str]:
+    """Return the meaning of a key and of its choices, as one text each.
+
+    Args:
+        owner: the section class that declares the key.
+        name: the field of the key.
+        hint: the type of the field.
+    """
+    text = fact(owner, name, "means")
+    parts = [text] if text else []
+    for each in (hint, *get_args(hint)):
+        if isinstance(each, type) and issubclass(each, Choice):
+            if not parts:
+                parts.append(summary(each))
+            parts += [f"`{choice.value}`: {choice.means}" for choice in each if choice.means]
+    return parts
+
+
+def summary(cls: type) -> str:
+    """Return the first paragraph of the docstring of a class."""
+    return " ".join(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].split())
+
+
 def key_sections() -> list[str]:
     """Return the names of the sections of the config, such as `schedule`."""
     from rlhf.config.root import Config
@@ -202,15 +224,7 @@ def classes(section: str) -> list[type]:
         return [Config]
     base = section_class(get_type_hints(Config)[section])
     assert base is not None
-    return [base, *(cls for cls in SCHEMAS.values() if issubclass(cls, base))]
-
-
-def section_class(hint: object) -> type | None:
-    """Return the section class of a field that is a section or may be null; None for any other type."""
-    for each in (hint, *get_args(hint)) if get_origin(hint) in (None, Union, UnionType) else ():
-        if isinstance(each, type) and is_dataclass(each) and issubclass(each, Section):
-            return each
-    return None
+    return [base, *options_of(base)]
 
 
 def row(left: str, right: str, indent: int, width: int) -> Iterable[str]:

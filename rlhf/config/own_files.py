@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlhf.config.catalogue import conf_dir, conf_dirs
-from rlhf.config.document import read_document
+from rlhf.config.document import flat, read_document
 from rlhf.core.pasting import setting
 
 LATER = ("correction", "hardware", "experiment", "sweep", "debug")  # groups that come after all others
@@ -40,24 +40,14 @@ def own_settings(group: str, option: str) -> dict[str, Any]:
 
 def settings_of(group: str, file: Path) -> dict[str, Any]:
     """Return the settings in the file of an option of `group`, and in the user's files that it inherits."""
-    content = OmegaConf.to_container(read_document(file), resolve=False)
-    assert isinstance(content, dict)
+    content: dict[str, Any] = OmegaConf.to_container(read_document(file))  # type: ignore[assignment]
     found: dict[str, Any] = {}
     for entry in content.pop("defaults", None) or ():
         if isinstance(entry, str) and (match := re.fullmatch(r"(?:/(.+)/)?([\w-]+)(?:@.*)?", entry)):
             inner = own_file(match[1] or group, match[2])
             found |= {} if inner is None else settings_of(match[1] or group, inner)
     whole = re.search(r"^#\s*@package\s+_global_\s*$", file.read_text(encoding="utf-8"), re.M)
-    return found | dict(leaves(content, "" if whole else f"{group}."))
-
-
-def leaves(content: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of each setting in a mapping; `at` comes before each key."""
-    for key, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{at}{key}.")
-        else:
-            yield f"{at}{key}", value
+    return found | dict(flat(content, "" if whole else f"{group}."))
 
 
 def length_of(task: str, algo: str) -> str:

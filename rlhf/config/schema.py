@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, Self, TypeVar, get_args, get_type_hints
+from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 
@@ -129,6 +129,12 @@ def leaves(hint: Any) -> Iterator[Any]:
             yield from leaves(each)
     else:
         yield hint
+
+
+def section_class(hint: Any) -> type[Section] | None:
+    """Return the section class of a field that is a section or may be null; None for any other type."""
+    found = () if get_origin(hint) is dict else leaves(hint)
+    return next((each for each in found if isinstance(each, type) and issubclass(each, Section)), None)
 
 
 def option(group: str, name: str, part: str | None = None) -> Callable[[T], T]:

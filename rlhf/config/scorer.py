@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.address import function_problem, takes_lists
+from rlhf.config.address import ONLY_HERE, function_problem, takes_lists
 from rlhf.config.model import Dtype
 from rlhf.config.schema import Section, entry, number, option, sections
 from rlhf.core.pasting import setting
@@ -47,6 +47,20 @@ class ScorerConfig(Section):
     def reads_reward(self) -> bool:
         """Whether this scorer needs the model that `model.reward` names."""
         return False
+
+    def reward_model(self, at: str, reward: str | None) -> tuple[str, str] | None:
+        """Return the key and the value that name the reward model which scores; None: no key names one.
+
+        Args:
+            at: the key of this section.
+            reward: `model.reward` of the run.
+        """
+        return None
+
+    @property
+    def only_here(self) -> list[str]:
+        """The addresses of functions that exist only in the process that started the run."""
+        return []
 
     def source(self, reward: str | None) -> Hashable:
         """Return an identifier of the model, program or service that scores.
@@ -127,6 +141,12 @@ class RewardModelScorerConfig(ScorerConfig):
     pad_token: str | None = entry(
         None, means="pad token of the reward model's tokenizer; null: its own, or its end token", added=True
     )
+
+    def reward_model(self, at: str, reward: str | None) -> tuple[str, str] | None:
+        """Return `path` or else `model.reward`; None: the run makes the reward model."""
+        if self.path is not None:
+            return f"{at}.path", self.path
+        return None if reward is None else ("model.reward", reward)
 
     def rounding(self, dtype: Dtype) -> float:
         """Return the relative rounding error of scores: a unit in the last place, of float32 many units."""
@@ -290,6 +310,11 @@ class FunctionScorerConfig(ScorerConfig):
     def paths(self) -> list[Any]:
         """The addresses of the functions; [None] if none is set."""
         return self.path if isinstance(self.path, list) else [self.path]
+
+    @property
+    def only_here(self) -> list[str]:
+        """The addresses of functions that were given as objects, and whose source is not stored."""
+        return [path for path in map(str, self.paths) if path.startswith(f"{ONLY_HERE}:")]
 
     @property
     def arguments(self) -> tuple[str, str, str]:

@@ -44,6 +44,11 @@ class TaskConfig(Section):
         """The share of each part of a mixture in the training prompts, by its name; empty without parts."""
         return {}
 
+    @property
+    def for_base_models(self) -> bool:
+        """Whether the prompts ask in a form for models that are not trained on dialogues."""
+        return False
+
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the local folders that a run reads, with the columns and splits that they must contain.
 
@@ -141,6 +146,11 @@ class GSM8KConfig(TaskConfig):
     validation_size: int = number(
         473, least=1, means="last rows of train for evaluation, unless there is a validation split"
     )
+
+    @property
+    def for_base_models(self) -> bool:
+        """Whether the questions are texts that a base model continues."""
+        return not self.chat
 
     @property
     def question_format(self) -> str:

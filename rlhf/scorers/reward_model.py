@@ -80,21 +80,17 @@ class RewardModelScorer(Scorer):
         return encode_completions(prompts, responses, own, response_length=None, ended=rollouts.ended)
 
 
-def read_own(
-    config: RewardModelScorerConfig, at: str, model: ModelConfig, conversational: bool
-) -> tuple[PreTrainedTokenizerFast, str]:
-    """Return the tokenizer of the reward model at the key `at`, and the assignment that names the model.
+def read_own(key: str, path: str, model: ModelConfig, conversational: bool) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of the reward model that `key=path` names.
 
     Raises:
         UserError: the tokenizer cannot be read, or its chat template formats no dialogue.
     """
-    path, key = (config.path, f"{at}.path") if config.path else (model.reward, "model.reward")
-    assert path is not None, "validated: a reward model is named or made"
     own = read_tokenizer(path, model.trust_remote_code, key)
     set_clock(own, model.clock)
     if conversational and own.chat_template:
         end_responses_with_turns(own)
-    return own, f"{key}={path}"
+    return own
 
 
 def reads_tokens_of(own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast, dialogues: bool) -> bool:
@@ -110,8 +106,10 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
         UserError: the model or its tokenizer cannot be loaded, or do not fit each other.
     """
     model = context.model
-    own, name = read_own(config, context.at, model, context.conversational)
-    key, _, path = name.partition("=")
+    named = config.reward_model(context.at, model.reward)
+    assert named is not None, "validated: a reward model is named or made"
+    key, path = named
+    own = read_own(key, path, model, context.conversational)
 
     def load() -> RewardModel:
         loaded = load_reward_model(
@@ -127,6 +125,6 @@ def build(config: RewardModelScorerConfig, context: ScorerContext) -> RewardMode
     placed = context.place(load)
     fill_pad_token(own, config.pad_token, f"{context.at}.pad_token")
     if context.conversational and context.tokenizer.chat_template and not own.chat_template:
-        log.warning("%s has no chat template: it reads the prompts in the format of the policy", name)
+        log.warning("%s=%s has no chat template: it reads the prompts in the format of the policy", key, path)
     as_it_is = reads_tokens_of(own, context.tokenizer, context.conversational)
     return RewardModelScorer(config, context, placed, None if as_it_is else own)

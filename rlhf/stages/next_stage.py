@@ -11,7 +11,6 @@ from rlhf.config.algo import Trains
 from rlhf.config.compose import compose
 from rlhf.config.mistakes import CONFIG_ERRORS
 from rlhf.config.reproduction import options, settings
-from rlhf.config.task import PreferencesConfig
 from rlhf.core.formatting import short_path
 from rlhf.core.pasting import override
 
@@ -49,9 +48,10 @@ def next_stage(cfg: Config, folder: RunFolder, start: str | None) -> dict[str, A
         for key, value in found.items()
         if SHARED.match(key) and key not in OF_A_STAGE and (key == "task" or value != defaults.get(key))
     }
+    read_by_rl = [key for key, *_ in cfg.task.needs(pairs=False, evaluates=True)]
     for stage in candidates(cfg, short_path(folder.model), start):
-        if stage["algo"] != "reward" and not isinstance(cfg.task, PreferencesConfig):
-            shared.pop("task.preferences_path", None)  # RL reads no pairs
+        if stage["algo"] != "reward" and "task.preferences_path" not in read_by_rl:
+            shared.pop("task.preferences_path", None)
         overrides = {"algo": stage.pop("algo"), **shared, **stage}
         if REWARD_FUNCTION in stage.values() or valid(overrides):
             return overrides

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rlhf.assembly.data import build_task, part_of, reward_functions
+from rlhf.assembly.scorer import TEXT
 from rlhf.assembly.tokenizer import build_tokenizer
 from rlhf.config.algo import Data
 from rlhf.core.console import say, say_row
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from rlhf.tasks.task import Task
 
 EXAMPLES = 3
-TEXT = "This is an example of a response."
 BUDGET_S = 10.0  # no further example is tried after this time; the first one has no limit
 
 

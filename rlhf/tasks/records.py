@@ -40,7 +40,12 @@ class Wanted:
     positions: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.columns or self.optional or self.rest or any(self.parts.values()))
+        return self.asks or bool(self.positions) or any(self.parts.values())
+
+    @property
+    def asks(self) -> bool:
+        """Whether a function asks for columns, so that rows have a record."""
+        return bool(self.columns or self.optional or self.rest)
 
     def read(self, names: Collection[str], available: Collection[str], place: str) -> list[str] | None:
         """Return the columns of a file to read: `names` and those of the record; None: all columns.
@@ -78,7 +83,7 @@ class Wanted:
 
     def recording(self, convert: Callable[[Row], Row]) -> Callable[[Row], Row]:
         """Return the function `convert`, which also adds the record to a row."""
-        return lambda row: {**convert(row), RECORD: self.record(row)} if self else convert(row)
+        return lambda row: {**convert(row), RECORD: self.record(row)} if self.asks else convert(row)
 
 
 NOTHING = Wanted()

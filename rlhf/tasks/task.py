@@ -7,7 +7,6 @@ import logging
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -195,8 +194,7 @@ class Task:
         """
         pairs = data is Data.preferences
         load = self.source.preferences if pairs else self.source.prompts
-        takes = len(signature(load).parameters) > 1  # a source of a plug-in may have no columns for functions
-        stored = load(split, self.wanted) if takes or self.wanted else load(split)
+        stored = load(split, self.wanted) if self.wanted else load(split)
         column = "prompt" if pairs else "messages" if "messages" in stored.column_names else "query"
         dialogues = None if is_text(stored, column) else Dialogues(self.tokenizer)
         if dialogues is not None and not self.source.conversational:
