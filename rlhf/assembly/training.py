@@ -95,7 +95,7 @@ def assemble(
             cfg.minimised,
             cfg.tie_tolerance(cfg.scorer),
             build_collapse_rule(cfg),
-            RepetitionRule() if cfg.generator.samples else None,
+            RepetitionRule(given=not cfg.generator.samples),
         ),
         evaluator=evaluator,
         phases=engine.phases,

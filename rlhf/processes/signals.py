@@ -61,7 +61,8 @@ class Interruption:
         """Defer signals: from now on they do not raise Interrupted, but set the flag that `asked` returns.
 
         Args:
-            agree: returns whether a flag is set on any rank (`Ranks.any`), so that all ranks stop together.
+            agree: returns whether a flag is set on any rank (`Ranks.any`), so that all ranks stop together;
+                `bool`: there is one rank.
 
         Raises:
             Interrupted: a signal was received before.
@@ -90,6 +91,11 @@ class Interruption:
         """Raise Interrupted if any rank received a signal; all ranks must call this at the same point."""
         if self.agree(self.received is not None):
             raise Interrupted(f"interrupted by {self.cause}", self.received)
+
+    def check_alone(self) -> None:
+        """Raise Interrupted if a signal was received; with several ranks, which must agree first, go on."""
+        if self.agree is bool:
+            self.check_ranks()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Record the first signal, in the main thread. Later signals are ignored so that clean-up can finish.

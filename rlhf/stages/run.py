@@ -181,7 +181,7 @@ def carry_out(
             in_flight,
             parts.phases,
         )
-        interruption.defer(ranks.any)
+        interruption.defer(ranks.any if ranks.size > 1 else bool)
         try:
             train(parts, stream, state, cfg.schedule, interruption, cfg.seed)
         except NonFinite as error:

@@ -131,7 +131,6 @@ def evaluate(parts: Parts, state: TrainState, interruption: Interruption) -> Non
         Interrupted: a signal was received, and there is no result.
     """
     interruption.check_ranks()
-    alone = parts.engine.ranks.size == 1
-    with parts.phases("evaluating", between=interruption.check if alone else None):
+    with parts.phases("evaluating", between=interruption.check_alone):
         evaluation = parts.evaluator(state)
     parts.recorder.evaluation(state, evaluation)

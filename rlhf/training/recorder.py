@@ -37,7 +37,7 @@ class Recorder:
         tolerance: largest difference from `EXPECTED` without a warning; depends on the dtype.
         expected: names of the metrics in `EXPECTED` that are checked at the first update.
         collapse: the rule that warns of a collapse; None: the default rule.
-        repetition: the rule that hints at responses which repeat themselves; None: no rule.
+        repetition: the rule that hints at responses which repeat themselves; None: the default rule.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Recorder:
         self.tolerance = tolerance
         self.tie_tolerance = tie_tolerance
         self.collapse = collapse or CollapseRule()
-        self.repetition = repetition
+        self.repetition = repetition or RepetitionRule()
         self.timer = Timer()
         self.unchecked = set(expected)  # names of metrics in EXPECTED that are still to check
         self.tokens = 1.0  # mean number of tokens of a response of the first update
@@ -111,8 +111,7 @@ class Recorder:
                 "memory/peak_gib": Stat(engine.peak_gib(), 1.0, How.max),
             }
         )
-        if self.repetition is not None:
-            self.repetition.add(rollouts.response_ids, rollouts.response_mask)
+        self.repetition.add(rollouts.response_ids, rollouts.response_mask)
         # Plain floats, because a checkpoint stores floats: sums are then the same with and without a resume.
         self.figures = plain(self.figures)
         for logger in self.loggers:
@@ -128,10 +127,9 @@ class Recorder:
                 else:
                     self.warn(f"{name} is {value} at update {state.update}; the row does not contain it")
             self.figures = {}
-            if (warning := self.collapse.observe(row)) is not None:
-                self.warn(warning)
-            if self.repetition is not None and (hint := self.repetition.observe(row)) is not None:
-                self.warn(hint)
+            for rule in (self.collapse, self.repetition):
+                if (warning := rule.observe(row)) is not None:
+                    self.warn(warning)
             if self.collapse.warned:
                 row[METRIC] = 1.0
             for logger in self.loggers:
@@ -185,7 +183,7 @@ class Recorder:
             "evaluated": self.evaluated,
             "evaluated_on": self.evaluated_on,
             "collapse": self.collapse.state_dict(),
-            **({} if self.repetition is None else {"repetition": self.repetition.state_dict()}),
+            "repetition": self.repetition.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -196,10 +194,9 @@ class Recorder:
         }
         self.first, self.initial_scores = saved["first"], saved.get("initial_scores")
         self.evaluated, self.evaluated_on = saved["evaluated"], saved.get("evaluated_on", 0)
-        if "collapse" in saved:  # earlier versions had no rule
-            self.collapse.load_state_dict(saved["collapse"])
-        if self.repetition is not None and "repetition" in saved:
-            self.repetition.load_state_dict(saved["repetition"])
+        for name, rule in (("collapse", self.collapse), ("repetition", self.repetition)):
+            if name in saved:  # earlier versions had no rule
+                rule.load_state_dict(saved[name])
         self.unchecked = set()  # the first update was before the checkpoint
 
     def close(self) -> None:

@@ -71,12 +71,16 @@ def repeated(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 class RepetitionRule:
-    """The state of the rule in one run; it gives its hint once."""
+    """The state of the rule in one run; it gives its hint once.
 
-    def __init__(self) -> None:
+    Args:
+        given: whether the hint was given already, or is never due, because no response is sampled.
+    """
+
+    def __init__(self, given: bool = False) -> None:
         self.counts = [0, 0, 0, 0]  # of the unfinished row: those of `repeated`, responses measured
         self.rows: deque[tuple[float, float]] = deque(maxlen=POINTS * WIDTHS[-1])  # score, repetition
-        self.given = False
+        self.given = given
 
     def add(self, ids: Tensor, mask: Tensor) -> None:
         """Add the responses of an update to the unfinished row.

@@ -15,7 +15,7 @@ from rlhf.training.loop import evaluate
 STATE = TrainState(num_updates=2, update=1)
 
 
-def evaluated(interruption, ranks, batches=()):
+def evaluated(interruption, batches=()):
     """Evaluate with `batches`, functions called in turn, and return the evaluations that were recorded."""
     phases, recorded = Phases(), []
 
@@ -29,7 +29,6 @@ def evaluated(interruption, ranks, batches=()):
     parts = SimpleNamespace(
         phases=phases,
         evaluator=evaluator,
-        engine=SimpleNamespace(ranks=SimpleNamespace(size=ranks)),
         recorder=SimpleNamespace(evaluation=lambda state, evaluation: recorded.append(evaluation)),
     )
     evaluate(parts, STATE, interruption)
@@ -42,29 +41,30 @@ def signalled():
     return interruption
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_after_a_signal_to_any_rank_no_evaluation_starts(ranks):
-    elsewhere = Interruption()
-    elsewhere.agree = lambda flag: True  # another rank received the signal
-    for interruption in (signalled(), elsewhere):
+def test_after_a_signal_to_any_rank_no_evaluation_starts():
+    here, elsewhere = signalled(), Interruption()
+    here.agree = lambda flag: flag  # of two ranks
+    elsewhere.agree = lambda flag: True  # the other rank received the signal
+    for interruption in (signalled(), here, elsewhere):
         with pytest.raises(Interrupted):
-            evaluated(interruption, ranks, [pytest.fail])
+            evaluated(interruption, [pytest.fail])
 
 
 def test_a_signal_during_an_evaluation_ends_it_after_the_current_batch():
     interruption, seen = Interruption(), []
     batches = [lambda: setattr(interruption, "received", SIGTERM), lambda: seen.append("a later batch")]
     with pytest.raises(Interrupted):
-        evaluated(interruption, 1, batches)
+        evaluated(interruption, batches)
     assert seen == []
 
 
 def test_several_ranks_finish_an_evaluation_because_they_could_not_stop_at_the_same_batch():
     interruption = Interruption()
-    assert len(evaluated(interruption, 2, [lambda: setattr(interruption, "received", SIGTERM)] * 2)) == 1
+    interruption.agree = lambda flag: flag
+    assert len(evaluated(interruption, [lambda: setattr(interruption, "received", SIGTERM)] * 2)) == 1
 
 
 def test_a_run_that_is_asked_to_stop_by_a_hook_still_evaluates():
     interruption = Interruption()
     interruption.request()
-    assert len(evaluated(interruption, 1)) == 1
+    assert len(evaluated(interruption)) == 1
