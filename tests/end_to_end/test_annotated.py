@@ -60,16 +60,17 @@ def test_an_error_in_a_scorer_function_stops_the_run_and_names_the_log(tiny, tmp
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     file = tmp_path / "own_rewards.py"
     file.write_text(
-        "def score(prompt, response, reference):\n"
-        "    print('scoring', len(response))\n"
-        "    if response not in (reference, ''): raise ValueError('no idea')\n    return 1.0\n"
+        "calls = []\n\n\n"
+        "def score(response):\n"
+        "    print('scoring', len(response))\n    calls.append(response)\n"
+        "    if len(calls) > 9: raise ValueError('no idea')\n    return 1.0\n"  # the trial makes fewer calls
     )
     words = ["scorer=function", f"scorer.path={file}:score"]
     folder, before = RunFolder(tmp_path / "run"), workers(os.getpid())
     with pytest.raises(RunError) as stopped:
         run(tiny(*RUN, *words), folder)
     told = str(stopped.value)
-    assert f"scorer.path={file}:score raised ValueError: no idea ({file}, line 3) for row" in told
+    assert f"scorer.path={file}:score raised ValueError: no idea ({file}, line 7) for row" in told
     assert "annotator.log" in told and not folder.finished()
     log = (folder.path / "annotator.log").read_text()
     assert "scoring" in log and "ValueError: no idea" in log and "Traceback" in log

@@ -245,11 +245,11 @@ def test_train_log_ends_with_the_error_and_the_traceback_of_the_reward_function(
     (tmp_path / "own.py").write_text(source)
     own = ("algo=rloo", "scorer=function", f"scorer.path={tmp_path}/own.py:score")
     folder = RunFolder(tmp_path / "run")
-    with pytest.raises(RunError) as stopped:
+    with pytest.raises(RunError, match=rf"raised KeyError.*{tmp_path}/own.py, line 6.*row ") as stopped:
         run(tiny(*own), folder)
     text = folder.log.read_text()
     assert f"ERROR {stopped.value}\nTraceback" in text
-    assert "[response]\n" in text and "KeyError: " in text.splitlines()[-1]
+    assert f'File "{tmp_path}/own.py", line 6, in score' in text and "KeyError: " in text.splitlines()[-1]
 
 
 def test_stages_before_a_run_are_numbered_and_finished_stages_are_listed(tiny, tmp_path, done):

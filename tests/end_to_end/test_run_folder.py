@@ -170,17 +170,6 @@ def test_a_refused_run_leaves_no_folder(tiny, tmp_path):
     assert not folder.path.exists()
 
 
-def test_the_traceback_of_a_reward_function_is_in_train_log(tiny, tmp_path):
-    file = tmp_path / "own.py"
-    source = "def score(response, reference):\n    return {reference: 1.0, '': 0.0}[response]\n"
-    file.write_text(source)  # fails for sampled responses only
-    folder = RunFolder(tmp_path / "run")
-    with pytest.raises(RunError, match=f"raised KeyError.*{file}, line 2.*row "):
-        run(tiny("scorer=function", f"scorer.path={file}:score"), folder)
-    log = folder.log.read_text()
-    assert "Traceback" in log and f'File "{file}", line 2, in score' in log
-
-
 def test_a_constant_reward_gives_one_warning(tiny, tmp_path, capsys):
     file = tmp_path / "own.py"
     file.write_text("def score(prompt, response, reference):\n    return 1.0\n")

@@ -200,7 +200,7 @@ def test_an_annotator_starts_by_default_only_with_lag_and_without_gpu(
     monkeypatch.setattr("rlhf.generators.own_process.WorkerGenerator", start("generator"))
     monkeypatch.setattr("rlhf.generators.own_process.Worker", start("annotator"))
     monkeypatch.setattr("rlhf.assembly.generator.samples_with_cache", lambda *_: True)
-    engine = SimpleNamespace(module=SimpleNamespace(model=tiny_lm()), borrow_policy=None)
+    engine = SimpleNamespace(module=SimpleNamespace(model=tiny_lm()), borrow_policy=None, phases=None)
     cfg, ranks = compose(["model.policy=somewhere", *words.split()]), Ranks(torch.device(device))
     made = build_generator(cfg, engine, tiny_tokenizer(), RunFolder(tmp_path), ranks)
     assert isinstance(made, AnnotatedGenerator) == annotated
