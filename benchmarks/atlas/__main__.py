@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.atlas import page, plan, rates, record, rerun
 from benchmarks.atlas.design import SMOKE, STUDY, Design
@@ -147,20 +148,24 @@ def repeat(design: Design, cell: str) -> None:
 
 
 def draw(design: Design) -> None:
-    """Write the generated part of the page, and the figure."""
+    """Write the generated part of the page, the file of all tables, and the figure."""
     from benchmarks.atlas import figure
 
     study = Study(design, record.read(design.results), rates.read(design))
-    path = os.path.relpath(design.figure, design.document.parent)
+    figure_path, tables = (
+        Path(os.path.relpath(file, design.document.parent)).as_posix()
+        for file in (design.figure, design.tables)
+    )
     if not design.document.exists():
         design.document.parent.mkdir(parents=True, exist_ok=True)
         design.document.write_text("\n".join(["# Atlas", "", *page.MARKS, ""]), encoding="utf-8")
     document = design.document.read_text(encoding="utf-8")
-    write_atomically(design.document, fill(document, page.MARKS, page.written(study, path)))
+    write_atomically(design.document, fill(document, page.MARKS, page.written(study, figure_path, tables)))
+    write_atomically(design.tables, page.all_tables(study))
     design.figure.parent.mkdir(parents=True, exist_ok=True)
     design.figure.write_bytes(figure.png(study))
     print(page.about(study))
-    print(f"{design.document}\n{design.figure}")
+    print(f"{design.document}\n{design.tables}\n{design.figure}")
 
 
 if __name__ == "__main__":

@@ -118,6 +118,7 @@ class Design:
         results: the file of results, one row per run.
         chosen: the file of chosen learning rates.
         document: the page with the generated part.
+        tables: the file of all tables.
         figure: the figure of the page.
         outputs: the folder of run folders and models.
     """
@@ -144,6 +145,7 @@ class Design:
     results: Path
     chosen: Path
     document: Path
+    tables: Path
     figure: Path
     outputs: Path
 
@@ -230,6 +232,7 @@ STUDY = Design(
     results=DOCUMENTS / "results/off_policy_runs.jsonl",
     chosen=DOCUMENTS / "results/off_policy_rates.json",
     document=DOCUMENTS / "results/off_policy.md",
+    tables=Path(__file__).with_name("tables.md"),
     figure=DOCUMENTS / "figures/off_policy_atlas.png",
     outputs=Path("outputs/atlas"),
 )
@@ -255,6 +258,7 @@ SMOKE = Design(
     results=Path("outputs/atlas_smoke/off_policy_runs.jsonl"),
     chosen=Path("outputs/atlas_smoke/off_policy_rates.json"),
     document=Path("outputs/atlas_smoke/off_policy.md"),
+    tables=Path("outputs/atlas_smoke/tables.md"),
     figure=Path("outputs/atlas_smoke/off_policy_atlas.png"),
     outputs=Path("outputs/atlas_smoke"),
 )

@@ -75,6 +75,7 @@ def design(tmp_path):
         results=tmp_path / "results/runs.jsonl",
         chosen=tmp_path / "results/rates.json",
         document=tmp_path / "results/page.md",
+        tables=tmp_path / "tables.md",
         figure=tmp_path / "figures/atlas.png",
     )
 
@@ -413,11 +414,13 @@ def test_a_study_with_missing_runs_has_no_verdict(design):
 
 
 def test_a_partial_study_states_how_many_runs_exist(design):
-    text = page.written(study(design, lambda cell, seed: 0.5, seeds=(1,)), "figure.png")
+    part = study(design, lambda cell, seed: 0.5, seeds=(1,))
+    text = page.written(part, "figure.png", "tables.md")
     assert "50 of 250 runs of the figures and 0 of 40 runs for learning rates" in text
     assert "| `ppo` | 0.500 | 0.500 | 0.500 |" in text
     assert "Runs are missing: nothing is stated." in text
-    empty = page.written(Study(design, {}, {}), "figure.png")
+    assert "| `ppo` | 0.500 | 0.500 | 0.500 | 0.500 | 0.500 |\n" in page.all_tables(part)
+    empty = page.written(Study(design, {}, {}), "figure.png", "tables.md")
     assert "0 of 250 runs" in empty and "| `ppo` |" in empty
 
 
@@ -426,9 +429,11 @@ def test_runs_that_did_not_reach_the_kl_are_counted_and_diverged_runs_are_listed
     rows = rows_of(design, lambda cell, seed: 0.5)
     run = Run(design.cell("tldr_mini", "ppo", 16), 3, design.rates[0])
     rows[design.key(run)] = record.row(design, run, record.DIVERGED, [(0, 0.0, 0.2, 1.0)], error="nan")
-    text = page.written(Study(design, rows, chosen_rates(design, design.rates[0])), "figure.png")
+    diverged = Study(design, rows, chosen_rates(design, design.rates[0]))
+    text = page.written(diverged, "figure.png", "tables.md")
     assert "1 runs diverged and count as collapsed, with value 0: `ppo` lag 16 N 1 (tldr_mini)." in text
-    assert "| - [0/5] |" in text and "Collapsed runs: `ppo` lag 16 1/5." in text
+    assert "Collapsed runs of `tldr_mini`: `ppo` lag 16 1/5." in text
+    assert "| - [0/5] |" in page.all_tables(diverged)
 
 
 def test_the_page_keeps_its_handwritten_text_and_the_other_study(design, started):
@@ -437,6 +442,7 @@ def test_the_page_keeps_its_handwritten_text_and_the_other_study(design, started
     atlas.draw(design)
     text = design.document.read_text()
     assert text.startswith("# Title\n") and text.endswith("\n\nBy hand.\n") and "stale" not in text
+    assert "[tables.md](../tables.md)" in text and design.tables.read_text().startswith("# Tables")
     assert "../figures/atlas.png" in text and design.figure.read_bytes().startswith(b"\x89PNG")
     atlas.draw(design)
     assert design.document.read_text() == text, "a second call must not change the page"

@@ -42,7 +42,7 @@ def test_all_runs_have_the_same_number_of_episodes_and_the_same_batch_size_per_s
 def test_a_cell_is_the_mean_over_seeds_with_their_range(tmp_path):
     cells = off_policy.read(study(tmp_path))
     assert [run.seed for run in cells[Setting("dpo", 32)]] == [1, 2]
-    first, *_ = off_policy.tables(cells).split("\n\n")
+    first, *_ = off_policy.tables(cells)
     heading, _, dpo, *_, bok = first.splitlines()
     assert heading == "| Win rate | 1 | 2 | 4 | 8 | 16 | 32 | 1, lag 1 |"
     assert dpo == "| `dpo` | 0.850 (0.830, 0.870) |  |  |  |  | 0.540 (0.520, 0.560) | 0.850 (0.830, 0.870) |"
@@ -61,6 +61,7 @@ def test_unfinished_runs_are_skipped_and_duplicate_runs_are_rejected(tmp_path):
 
 def test_the_document_keeps_its_handwritten_text(tmp_path, monkeypatch, capsys):
     document, figure = tmp_path / "off_policy.md", tmp_path / "off_policy.png"
+    monkeypatch.setattr(off_policy, "TABLES", tmp_path / "tables.md")
     document.write_text(f"# Title\n{MARKS[0]}\nstale\n{MARKS[1]}\n\nA reading.\n")
     for name, value in (("DOCUMENT", document), ("FIGURE", figure), ("OUTPUTS", study(tmp_path / "runs"))):
         monkeypatch.setattr(off_policy, name, value)
@@ -68,6 +69,8 @@ def test_the_document_keeps_its_handwritten_text(tmp_path, monkeypatch, capsys):
     text = document.read_text()
     assert text.startswith("# Title\n") and text.endswith("\n\nA reading.\n") and "stale" not in text
     assert "12 of 56 runs" in text and "python -m rlhf.train -m sweep=minibatches" in text
+    every = off_policy.TABLES.read_text()
+    assert "| Gold score |" in every and "| Gold score |" not in text and "| Win rate |" in text
     assert "| `dpo` |" in capsys.readouterr().out
     assert figure.read_bytes().startswith(b"\x89PNG")
     off_policy.main(["--draw"])
