@@ -10,7 +10,8 @@ process without a GPU. Its attention kernel (FlashAttention 3) comes from the Hu
 sent by NCCL after every update. Samples come in the order of their completion, so the number of prompt tokens
 may differ a little from ours. Ours computes the log-probs of a reference, which is more work. 20 updates are
 measured after 10 updates, so that samples made in advance do not count. The phase `generate` is the time in
-which the trainer waits for samples; the memory is that of the trainer's GPU. The environment is made by hand, because its vLLM and CUDA depend on the machine:
+which the trainer waits for samples; the memory is that of the trainer's GPU. The environment is made by hand,
+because its vLLM and CUDA depend on the machine:
 
     python -m venv .venv-bench-async
     .venv-bench-async/bin/pip install "trl[vllm]==1.16.0" kernels psutil

@@ -9,5 +9,5 @@ trial.py     carries out one entry: starts the command, injects the fault, check
 processes.py the processes of a trial and their roles
 service.py   a scoring service with faults
 inside/      code that runs inside the commands: reports phases, shifts the clock, slows the disk
-table.py     the table of docs/reliability.md
+table.py     the table of results.md
 """

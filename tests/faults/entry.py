@@ -82,7 +82,7 @@ class Entry:
 
     Args:
         name: unique name.
-        group: the row of the table in docs/reliability.md, and its part, as `part: fault`.
+        group: the row of the table in results.md, and its part, as `part: fault`.
         run: name of the command (`runs.RUNS`).
         act: injects the fault. It is called at the moment `at`; without a moment, before the command starts.
         outcome: the required outcome.

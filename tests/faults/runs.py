@@ -37,7 +37,7 @@ class Run:
 
     Args:
         words: arguments, in addition to those of every run.
-        title: the command in the table of docs/reliability.md.
+        title: the command in the table of results.md.
         module: the command.
         ranks: number of ranks that torchrun starts; 0: no launcher.
         sweep: the command is a sweep.

@@ -1,4 +1,4 @@
-"""The table of the catalogue in docs/reliability.md.
+"""The table of the catalogue in results.md of this folder.
 
 python -m tests.faults.table            write the table
 python -m tests.faults.table --check    write nothing; exit with 1 if the table is out of date
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from tests.faults.catalogue import ENTRIES
 from tests.faults.entry import Entry, Outcome
 from tests.faults.trial import ROOT
 
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = Path(__file__).with_name("results.md")
 BEGIN = "<!-- begin of the table of tests/faults, written by `python -m tests.faults.table` -->\n"
 END = "<!-- end of the table of tests/faults -->\n"
 
@@ -47,7 +48,9 @@ def exit_codes(entries: Iterable[Entry]) -> str:
 
 def afterwards(entries: Iterable[Entry]) -> str:
     """Return what holds after the fault, in one phrase."""
-    return ", or ".join(dict.fromkeys(phrase(entry.outcome) for entry in entries))
+    phrases = dict.fromkeys(phrase(entry.outcome) for entry in entries)
+    implied = [one for one in phrases if any(other.startswith(f"{one}, or") for other in phrases)]
+    return ", or ".join(one for one in phrases if one not in implied)
 
 
 def phrase(outcome: Outcome) -> str:
@@ -71,7 +74,7 @@ def main() -> None:
     new = page_with_table(page)
     if "--check" in sys.argv[1:]:
         if new != page:
-            sys.exit("docs/reliability.md is out of date; run: python -m tests.faults.table")
+            sys.exit(f"{PAGE.relative_to(ROOT)} is out of date; run: python -m tests.faults.table")
     elif new != page:
         PAGE.write_text(new, encoding="utf-8")
         print(f"written: {PAGE.relative_to(ROOT)}")
