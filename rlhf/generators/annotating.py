@@ -1,8 +1,8 @@
 """Annotation of rollouts in a separate process, the annotator process.
 
 Scores and reference log-probs do not depend on trained weights, so another process can compute them before
-the trainer needs them. `Annotator` runs in the annotator process; `AnnotatedGenerator` runs in the trainer's
-process.
+the trainer needs them. The annotator does not share a process with vLLM, which changes classes of
+transformers. `Annotator` runs in the annotator process; `AnnotatedGenerator` runs in the trainer's process.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@
 Source: Hu et al., arXiv 2106.09685. A model with adapters keeps its class and config: PEFT's layers replace
 the model's linear layers, so forwards and generation work unchanged. This module adds adapters, runs a model
 without its adapters, merges adapters into whole weights, and saves and loads adapters.
+
+vLLM 0.32 can serve adapters, but gets merged weights: an adapter can only be loaded from a folder and has no
+version, so a load could not be confirmed; the prefix cache of the previous adapter is kept, and log-probs
+were off by 2; completely trained heads and ranks outside of vLLM's list are refused.
 """
 
 from __future__ import annotations

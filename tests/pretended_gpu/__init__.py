@@ -5,6 +5,17 @@ graphs, too little memory, DeepSpeed on CUDA, and the tests of `make test-gpu` t
 operation refuses tensors of two devices. The device shows nothing about kernels, numbers in 16 bits, speed,
 streams or the caching allocator: operations run one after another, and memory is counted without rounding.
 
+It shows that
+
+- every tensor of an operation is on one device, and runs of eight algorithms have the metrics of the CPU;
+- decoding steps are recorded as CUDA graphs and replayed;
+- plain torch and ZeRO 0 to 3 on two ranks equal one rank of the CPU (with Gloo in place of NCCL);
+- training needs at most the memory of the plan, and too little memory is handled;
+- an optimizer step waits for the GPU once, and at the beginning of each forward pass (`waits.py`). An
+  operation that waits, such as `.item()`, `.cpu()`, indexing by a mask or a blocking copy to the GPU, empties
+  the GPU's queue, and the GPU is idle until the CPU has launched new work;
+- stages 1 and 2 of `make test-gpu` pass. CUDA IPC, vLLM and the other stages are not shown.
+
 A process has the device if it is started with `environment()`. Torch must have been built without CUDA.
 """
 
