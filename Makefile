@@ -33,10 +33,10 @@ COMPILE = $(RESOLVE) --custom-compile-command "make lock" $(foreach extra,$(EXTR
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadscope --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-slurm test-faults test-gpu system check format snapshots bench reproduce atlas lock lock-check clean
+.PHONY: help setup train test test-all test-nightly test-slurm test-faults test-gpu system check format snapshots bench reproduce atlas lock lock-check clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## .venv with everything that the lock names; nothing where it is up to date
 
@@ -51,10 +51,13 @@ train: setup  ## the default run: online DPO of the embedded Pythia, on the CPU
 	$(BIN)/python -m rlhf.train algo=dpo model=pythia
 
 test: check  ## lint, types, import contracts, fast tests and short runs: less than 8 minutes on two cores
-	$(PYTEST) -m "smoke or not (run or process or system or gpu)" $(ARGS)
+	$(PYTEST) -m "smoke or not (run or process or system or gpu or nightly)" $(ARGS)
 
-test-all: check  ## lint, types, import contracts and all tests: about 35 minutes on two cores
-	$(PYTEST) $(ARGS)
+test-all: check  ## lint, types, import contracts and all tests but the nightly ones: about 25 minutes on two cores
+	$(PYTEST) -m "not nightly" $(ARGS)
+
+test-nightly: setup  ## the tests that test-all leaves out: long runs, further variants, tests of tools
+	$(PYTEST) -m nightly $(ARGS)
 
 system:  ## install SLURM and a browser for the tests, by apt as root; no other target calls it
 	@tests/system.sh

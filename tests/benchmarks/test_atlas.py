@@ -36,6 +36,8 @@ from rlhf.runs import environment
 from rlhf.study import statistics
 from tests.docs.snapshots import objects
 
+pytestmark = pytest.mark.nightly
+
 
 def config(cell, design=STUDY, seed=1):
     return objects(*design.overrides_of(Run(cell, seed, 1e-4)))

@@ -20,6 +20,7 @@ from tests.end_to_end.wheels import build_this_project
 from tests.hub_server import Hub, in_place_of_the_hub
 
 TINY = ["debug=tiny", "task.train_size=128", "task.validation_size=32", "task.test_size=8", "progress=off"]
+UPDATES_ONLY = ["schedule.eval_every=0", "schedule.save_every=0"]  # neither changes the weights
 VARIES = ("time/", "throughput/", "memory/")
 
 

@@ -9,9 +9,9 @@ from rlhf.config.compose import compose
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from tests.end_to_end.conftest import rows
+from tests.end_to_end.conftest import UPDATES_ONLY, rows
 
-ONLINE = ("dpo", "bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
+ONLINE = ("dpo", "bok", "ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")  # also in test_matrix.py
 STALE = ("m2po", "topr", "dppo", "scalerl", "oapl")  # for samples of an older policy
 OPTIONS = (  # of objectives, which the first update must not notice either
     *("dpo algo.weighting=wpo", "oapl algo.anchor=reference", "topr algo.level=token", "m2po algo.form=clip"),
@@ -19,7 +19,6 @@ OPTIONS = (  # of objectives, which the first update must not notice either
     *("ppo algo.covariance.kind=kl", "dapo algo.covariance.kind=clip algo.covariance.low=0"),
     "rloo algo.anchor=loglinear algo.off_policy_mask=0.1 algo.dual_clip=3",
 )
-SMOKE = pytest.mark.smoke
 # The scores of this scorer differ more than those of an untrained reward model.
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
 
@@ -28,19 +27,8 @@ def updates(folder: RunFolder) -> list[dict]:
     return [row for row in rows(folder) if "lr" in row]
 
 
-@pytest.mark.parametrize(
-    "algo",
-    [
-        pytest.param(algo, marks=SMOKE if algo in ("ppo", "grpo") else ())
-        for algo in (*ONLINE, *STALE, *OPTIONS)
-    ],
-)
-def test_policy_reference_and_sampler_agree_in_the_first_update(tiny, tmp_path, algo):
-    folder = RunFolder(tmp_path / "run")
-    run(tiny(*f"algo={algo}".split(), "algo.samples_per_prompt=4", *SCORED), folder)
-    first, second = updates(folder)
-    assert [first["lag"], second["lag"]] == [0, 0] and [first["episode"], second["episode"]] == [32, 64]
-    assert "annotator/restarts" not in first
+def assert_agreement(first: dict, folder: RunFolder) -> None:
+    """Check that policy, reference and sampler agree in the first update of a run."""
     assert first["objective/kl"] == pytest.approx(0, abs=1e-4)
     assert first["policy/ratio"] == pytest.approx(1, abs=1e-4)
     assert first["policy/clipfrac"] == 0
@@ -53,12 +41,23 @@ def test_policy_reference_and_sampler_agree_in_the_first_update(tiny, tmp_path, 
     assert "must be" not in folder.log.read_text()
 
 
+@pytest.mark.parametrize("algo", [*STALE, *OPTIONS])
+def test_policy_reference_and_sampler_agree_in_the_first_update(tiny, tmp_path, algo):
+    folder = RunFolder(tmp_path / "run")
+    words = [*f"algo={algo}".split(), "algo.samples_per_prompt=4", *SCORED, *UPDATES_ONLY]
+    run(tiny(*words), folder)
+    first, second = updates(folder)
+    assert [first["lag"], second["lag"]] == [0, 0] and [first["episode"], second["episode"]] == [32, 64]
+    assert "annotator/restarts" not in first
+    assert_agreement(first, folder)
+
+
 @pytest.mark.parametrize("algo", [*ONLINE, *STALE])
 def test_minibatches_epochs_and_lag_train_off_policy(tiny, tmp_path, algo):
     axes = ("schedule.minibatches=2", "schedule.epochs=2", "schedule.max_lag=1", "algo.samples_per_prompt=4")
     in_line = "generator.worker=false"  # the same tokens, without the start of a process
     folder = RunFolder(tmp_path / "run")
-    run(tiny(f"algo={algo}", *axes, *SCORED, "schedule.total_episodes=96", in_line), folder)
+    run(tiny(f"algo={algo}", *axes, *SCORED, *UPDATES_ONLY, "schedule.total_episodes=96", in_line), folder)
     first, *_, last = updates(folder)
     assert [row["lag"] for row in updates(folder)] == [0, 1, 1]
     assert last["mismatch/max_ratio"] > 1, "the policy has changed since the sample was drawn"
@@ -79,7 +78,7 @@ def test_wrong_sampler_logprobs_are_reported_in_the_log_with_metrics(tiny, tmp_p
 
     monkeypatch.setattr(HFGenerator, "submit", shifted)
     folder = RunFolder(tmp_path / "run")
-    run(tiny(f"algo={algo}", "algo.samples_per_prompt=2", *SCORED), folder)
+    run(tiny(f"algo={algo}", "algo.samples_per_prompt=2", *SCORED, *UPDATES_ONLY), folder)
     told = folder.log.read_text()
     for figure in ("policy/ratio", "mismatch/kl", "objective/kl"):
         assert f"{figure} is" in told, figure
@@ -115,7 +114,7 @@ def test_resumed_ppo_run_equals_uninterrupted_run(tiny, tmp_path, finished, sett
 @pytest.mark.parametrize("start", ["reward", "policy"])
 def test_value_model_starts_from_the_reward_model_or_at_zero(tiny, tmp_path, start):
     folder = RunFolder(tmp_path / "run")
-    run(tiny("algo=ppo", f"algo.value_from={start}"), folder)
+    run(tiny("algo=ppo", f"algo.value_from={start}", *UPDATES_ONLY), folder)
     first = updates(folder)[0]
     assert (first["value/mean"] == 0) == (start == "policy")
     assert first["loss/value"] > 0

@@ -175,13 +175,6 @@ def test_a_run_logs_the_start_of_its_generator_and_annotator_processes(uninterru
         assert f"starting the {name} process" in uninterrupted.log.read_text()
 
 
-def test_two_equal_runs_give_equal_rows(uninterrupted, tiny, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    run(tiny(*RUN), folder)
-    assert rows(folder) == rows(uninterrupted)
-    assert folder.completions.read_text() == uninterrupted.completions.read_text()
-
-
 def test_a_run_in_line_gives_the_same_completions_and_metrics(uninterrupted, tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
     run(tiny(*RUN, "generator.worker=false"), folder)
@@ -389,8 +382,11 @@ def test_the_generator_process_ignores_stop_signals(tiny, tmp_path, uninterrupte
     assert asked and figures(folder) == figures(uninterrupted)
 
 
-@pytest.mark.forks(False)  # start new interpreters, as a user does
-def test_ctrl_c_ends_trainer_and_worker_processes(command):
+@pytest.mark.parametrize(
+    "forked",
+    [True, pytest.param(False, marks=[pytest.mark.forks(False), pytest.mark.nightly])],  # as a user starts it
+)
+def test_ctrl_c_ends_trainer_and_worker_processes(forked, command):
     process = start([*command, *RUN, "schedule.total_episodes=8000"])
     wait_for(lambda: process.poll() is not None or len(workers(process.pid)) == len(PROCESSES))
     time.sleep(1)

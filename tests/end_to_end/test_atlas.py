@@ -10,6 +10,8 @@ from benchmarks.atlas.design import SMOKE, Run
 from rlhf.runs.folder import RunFolder
 from tests.end_to_end.conftest import TINY, rows
 
+pytestmark = pytest.mark.nightly
+
 RATE = 1e-3
 
 

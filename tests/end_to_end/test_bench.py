@@ -16,7 +16,7 @@ from benchmarks.against_trl.reward import rewards, variety
 from benchmarks.against_trl.work import ENVIRONMENTS, LENGTHS, Case, cases
 from tests import needs
 
-pytestmark = pytest.mark.forks
+pytestmark = [pytest.mark.forks, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 SMOKE = [sys.executable, "-m", "benchmarks.against_trl.bench", "--smoke", "--threads", "1"]

@@ -6,7 +6,7 @@ from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from tests.end_to_end.conftest import rows
 
-pytestmark = pytest.mark.run
+pytestmark = pytest.mark.nightly
 
 # One pass over prompts and responses, so that the compiler makes only two graphs: with and without gradients.
 SMALL = ["algo=sft", "model.shared_prefix=false", "model.hidden_size=16", "model.heads=4", "model.layers=2"]

@@ -236,6 +236,7 @@ def test_a_model_with_another_vocabulary_is_refused_beside_the_run(copied, finis
         measured(copied, models=[str(other)], of_run=False)
 
 
+@pytest.mark.nightly
 def test_vllm_evaluates_each_checkpoint_with_the_weights_of_the_checkpoint(copy_of):
     pytest.importorskip("vllm", reason=needs.VLLM)
     folder = copy_of("sft")

@@ -242,6 +242,7 @@ def test_objects_are_refused_beside_other_data_or_another_scorer_before_anything
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.forks
 @pytest.mark.process
 def test_a_sweep_returns_its_runs(command, finished, tmp_path):
     with pytest.raises(UserError, match="optim.lr must be > 0"):
@@ -264,6 +265,7 @@ def test_extend_and_evaluate_use_the_run_folder(finished, tmp_path):
     assert RunFolder(run.folder).finished()
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_the_notebook_runs(tmp_path):
     notebook = executed(NOTEBOOK, tmp_path)

@@ -47,7 +47,9 @@ def test_an_extended_run_equals_a_run_of_the_new_length(short, finished, capsys)
     assert "in this session; the updates of all sessions took 0:" in said
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly if kind == "lora" else ()) for kind in KINDS]
+)
 def test_an_extended_run_of_any_kind_equals_a_run_of_the_new_length(kind, finished, tmp_path):
     words = (*CONSTANT, *KINDS[kind])
     short = RunFolder(shutil.copytree(finished(*words).path, tmp_path / "run"))

@@ -15,6 +15,7 @@ def evaluations(folder: Path) -> list[dict]:
     return [row for row in map(json.loads, lines) if any(name.startswith("eval/") for name in row)]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2400)  # trains three models: minutes on one core
 def test_training_on_the_reward_model_raises_the_win_rate_of_the_gold_scorer(tmp_path):
     cfg = compose(["algo=dpo", "model=pythia", f"cache_dir={tmp_path / 'artefacts'}", "progress=plain"])

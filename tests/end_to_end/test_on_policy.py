@@ -4,6 +4,7 @@ import pytest
 
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from tests.end_to_end.conftest import UPDATES_ONLY
 from tests.end_to_end.test_algorithms import SCORED
 
 BANDS = ("algo.correction.reject_low=0.9", "algo.correction.reject_high=1.1")
@@ -30,8 +31,8 @@ MINIBATCHES = "schedule.minibatches=2"
     ],
 )
 def test_an_on_policy_run_is_the_uncorrected_run(finished, tiny, tmp_path, plain, corrected):
-    expected = finished(*plain, *SCORED)
+    expected = finished(*plain, *SCORED, *UPDATES_ONLY)
     folder = RunFolder(tmp_path / "run")
-    run(tiny(*corrected, *SCORED), folder)
+    run(tiny(*corrected, *SCORED, *UPDATES_ONLY), folder)
     trained, uncorrected = ((each.model / "model.safetensors").read_bytes() for each in (folder, expected))
     assert trained == uncorrected

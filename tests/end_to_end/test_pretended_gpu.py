@@ -9,7 +9,10 @@ import pytest
 from tests import pretended_gpu
 from tests.gpu.__main__ import main
 
-pytestmark = pytest.mark.skipif(bool(pretended_gpu.unavailable()), reason=str(pretended_gpu.unavailable()))
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(bool(pretended_gpu.unavailable()), reason=str(pretended_gpu.unavailable())),
+]
 
 OFF_POLICY = ("schedule.minibatches=2", "schedule.epochs=2", "algo.samples_per_prompt=4")
 RUNS = (  # of different objectives, anchors, corrections and optional outputs

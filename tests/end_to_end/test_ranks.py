@@ -45,7 +45,12 @@ RUNS = {
     "zero3 with vllm": ["algo=dpo", "algo.ties=keep", "backend=zero3", "generator=vllm"],
     "in flight": ["algo=cispo", "schedule.max_lag=1", "schedule.update=in_flight"],
 }
-REPEATABLE = [name for name in RUNS if name not in ("in flight", "zero3 with vllm")]
+NIGHTLY = ("grpo, a generator for both", "offline dpo", "reward", "zero3 with vllm", "in flight")
+REPEATABLE = [
+    pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ())
+    for name in RUNS
+    if name not in ("in flight", "zero3 with vllm")
+]
 
 
 def launched(*words: object) -> subprocess.Popen:
@@ -64,23 +69,37 @@ def ended(process: subprocess.Popen) -> str:
     return out
 
 
+class OnTwoRanks(dict):
+    """The arguments, the folder and the output of each run of RUNS on two ranks.
+
+    When a test needs a run, one command trains all nightly runs or all others.
+    """
+
+    def __init__(self, base: Path, common: list[str]) -> None:
+        super().__init__()
+        self.base, self.common = base, common
+
+    def __missing__(self, name: str) -> tuple[list[str], Path, str]:
+        names = [each for each in RUNS if (each in NIGHTLY) == (name in NIGHTLY)]
+        jobs = {each: ([*self.common, *RUNS[each]], self.base / each) for each in names}
+        listed = self.base / "jobs.json"
+        listed.write_text(json.dumps([[words, str(folder)] for words, folder in jobs.values()]))
+        process = launched("-m", "tests.end_to_end.rank_runs", listed)
+        out = ended(process)
+        assert process.returncode == 0, out
+        self.update({each: (*job, out) for each, job in jobs.items()})
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks(cache_dir, tmp_path_factory):
-    """Train the runs of RUNS on two ranks; return the arguments and folder of each run, and the output."""
-    base = tmp_path_factory.mktemp("ranks")
-    jobs = {name: ([*TINY, f"cache_dir={cache_dir}", *words], base / name) for name, words in RUNS.items()}
-    listed = base / "jobs.json"
-    listed.write_text(json.dumps([[words, str(folder)] for words, folder in jobs.values()]))
-    process = launched("-m", "tests.end_to_end.rank_runs", listed)
-    out = ended(process)
-    assert process.returncode == 0, out
-    return jobs, out
+    """Return the arguments, the folder and the output of each run of RUNS on two ranks."""
+    return OnTwoRanks(tmp_path_factory.mktemp("ranks"), [*TINY, f"cache_dir={cache_dir}"])
 
 
 @pytest.mark.parametrize("name", REPEATABLE)
 def test_two_ranks_give_the_metrics_and_weights_of_one_rank(name, on_two_ranks, finished):
-    jobs, _ = on_two_ranks
-    _, folder = jobs[name]
+    _, folder, _ = on_two_ranks[name]
     alone = finished(*RUNS[name])
     together = rows(folder)
     assert len(together) == len(rows(alone)) >= 3
@@ -92,9 +111,8 @@ def test_two_ranks_give_the_metrics_and_weights_of_one_rank(name, on_two_ranks, 
 
 
 def test_only_the_first_rank_prints_and_writes_files(on_two_ranks):
-    jobs, out = on_two_ranks
-    assert out.count("dpo of pythia on tldr_mini") == 3, "three runs of RUNS have this title"
-    _, folder = jobs["ppo"]
+    _, folder, out = on_two_ranks["ppo"]
+    assert out.count("dpo of pythia on tldr_mini") == 1
     updates = [row["update"] for row in rows(folder)]
     assert len(updates) == len(set(updates)) + 2, "an update has one row, or two rows if it is evaluated"
     assert sorted(file.name for file in (folder / "generations").iterdir()) == [
@@ -104,9 +122,9 @@ def test_only_the_first_rank_prints_and_writes_files(on_two_ranks):
     assert not list(folder.glob("checkpoint-*/.tmp*")) and (folder / "checkpoint-1" / "COMPLETE").is_file()
 
 
+@pytest.mark.nightly
 def test_vllm_samples_from_the_gathered_zero3_weights(on_two_ranks, tmp_path):
-    jobs, _ = on_two_ranks
-    words, folder = jobs["zero3 with vllm"]
+    words, folder, _ = on_two_ranks["zero3 with vllm"]
     trained = [row for row in rows(folder) if "lr" in row]
     assert len(trained) == 2
     for row in trained:  # the second update samples from weights gathered after a step
@@ -116,10 +134,10 @@ def test_vllm_samples_from_the_gathered_zero3_weights(on_two_ranks, tmp_path):
     assert (folder / "completions.jsonl").read_text() == alone.completions.read_text()
 
 
+@pytest.mark.nightly
 def test_in_flight_run_on_two_ranks_reaches_the_last_episode(on_two_ranks):
-    jobs, _ = on_two_ranks
-    last = rows(jobs["in flight"][1])[-1]
-    assert last["episode"] == 64
+    _, folder, _ = on_two_ranks["in flight"]
+    assert rows(folder)[-1]["episode"] == 64
 
 
 SURVIVES = [
@@ -149,7 +167,8 @@ def wait_for_a_checkpoint(folder: RunFolder, process: subprocess.Popen) -> None:
 # differently from one rank. Within ten sampled updates the runs may draw different tokens, and then all later
 # rows differ. Without sampling, all rows agree.
 @pytest.mark.parametrize(
-    ("generator", "alike"), [("hf", 3), pytest.param("dataset", 10, marks=pytest.mark.smoke)]
+    ("generator", "alike"),
+    [pytest.param("hf", 3, marks=pytest.mark.nightly), pytest.param("dataset", 10, marks=pytest.mark.smoke)],
 )
 def test_killed_rank_ends_the_run_and_one_rank_resumes_it(generator, alike, tiny, command, tmp_path):
     words = [*SURVIVES, f"generator={generator}"]
@@ -200,6 +219,7 @@ def test_error_of_one_rank_is_reported_with_its_rank(command, tmp_path):
     assert "rank 1: error:" in out and "only on the first rank" in out, out
 
 
+@pytest.mark.nightly
 def test_the_launcher_of_deepspeed_starts_ranks(command, tmp_path):
     launcher = Path(sys.executable).with_name("deepspeed")
     words = ["--num_accelerators", "2", "--master_port", "29617", "--module", "rlhf.train", *command]

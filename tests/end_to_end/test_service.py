@@ -38,11 +38,7 @@ class Service:
 
     def __init__(self):
         service = self
-        self.fault = None
-        self.since = 0
-        self.requests = 0
-        self.entered = threading.Event()
-        self.ended = threading.Event()
+        self.begin()
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
@@ -69,6 +65,14 @@ class Service:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/score"
 
+    def begin(self):
+        """Answer all requests, and count from 0."""
+        self.fault = None
+        self.since = 0
+        self.requests = 0
+        self.entered = threading.Event()
+        self.ended = threading.Event()
+
     def hang(self, handler):
         self.ended.wait(60)
 
@@ -93,13 +97,31 @@ class Service:
             handler.wfile.write(b" " * 10**6)
 
 
-@pytest.fixture
-def service():
+@pytest.fixture(scope="module")
+def server():
     made = Service()
     yield made
-    made.ended.set()
     made.server.shutdown()
     made.server.server_close()
+
+
+@pytest.fixture
+def service(server):
+    server.begin()
+    yield server
+    server.ended.set()
+
+
+@pytest.fixture(scope="module")
+def whole(server, finished):
+    """`whole(*words)` returns a finished run without a fault, and the number of its requests."""
+    asked = {}
+
+    def get(*words):
+        before, folder = server.requests, finished(*words)
+        return folder, asked.setdefault(words, server.requests - before)
+
+    return get
 
 
 def start(words):
@@ -111,15 +133,23 @@ def start(words):
     )
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])  # 0: the trainer scores; 1: the annotator process scores
-@pytest.mark.parametrize("fault", ["hang", "drip", "ask_to_wait"])
+# At lag 0 the trainer scores, and at lag 1 the annotator process.
+@pytest.mark.parametrize(
+    ("fault", "max_lag"),
+    [
+        ("hang", 0),
+        ("drip", 1),
+        ("ask_to_wait", 0),
+        pytest.param("hang", 1, marks=pytest.mark.nightly),
+        pytest.param("drip", 0, marks=pytest.mark.nightly),
+        pytest.param("ask_to_wait", 1, marks=pytest.mark.nightly),
+    ],
+)
 def test_sigterm_while_scores_are_awaited_writes_a_checkpoint_and_the_run_resumes(
-    tiny, command, service, tmp_path, fault, max_lag
+    tiny, command, service, whole, tmp_path, fault, max_lag
 ):
     words = [*RUN, "scorer=http", f"scorer.url={service.url}", f"schedule.max_lag={max_lag}"]
-    folder, whole = RunFolder(tmp_path / run_name(tiny(*words))), RunFolder(tmp_path / "whole")
-    run(tiny(*words), whole)
-    asked = service.requests
+    folder, (uninterrupted, asked) = RunFolder(tmp_path / run_name(tiny(*words))), whole(*words)
     service.fault, service.requests, service.since = getattr(service, fault), 0, asked // 2
     process = start([*command, *words, "schedule.save_every=0"])
     wait_for(service.entered.is_set, process)
@@ -134,17 +164,16 @@ def test_sigterm_while_scores_are_awaited_writes_a_checkpoint_and_the_run_resume
     assert "Traceback" not in told
     service.fault = None
     run(tiny(*words), folder)
-    assert_same_end(folder, whole)
+    assert_same_end(folder, uninterrupted)
 
 
-@pytest.mark.parametrize("update", [0, 2, 4])
+@pytest.mark.parametrize("update", [0, pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_a_signal_while_an_evaluation_waits_for_a_service_leaves_the_evaluation_to_the_next_session(
-    tiny, service, tmp_path, monkeypatch, update
+    tiny, service, whole, tmp_path, monkeypatch, update
 ):
     words = [*RUN, "scorer@gold=http", f"gold.url={service.url}", "schedule.save_every=0"]
-    folder, whole = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "whole")
-    run(tiny(*words), whole)
-    evaluations = [row["update"] for row in rows(whole) if "eval/gold_score" in row]
+    folder, (uninterrupted, _) = RunFolder(tmp_path / "run"), whole(*words)
+    evaluations = [row["update"] for row in rows(uninterrupted) if "eval/gold_score" in row]
     assert evaluations == [0, 2, 4]
 
     def interrupt(handler):
@@ -158,7 +187,7 @@ def test_a_signal_while_an_evaluation_waits_for_a_service_leaves_the_evaluation_
     assert (folder.last_checkpoint() is None) == (update == 0)
     service.fault = None
     run(tiny(*words), folder)
-    assert_same_end(folder, whole)
+    assert_same_end(folder, uninterrupted)
 
 
 def test_a_huge_answer_stops_the_run_with_little_memory(tiny, command, service):

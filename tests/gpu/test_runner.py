@@ -153,6 +153,7 @@ def test_a_later_command_keeps_the_results_of_other_stages(tmp_path):
     assert len({line.count("|") for line in lines}) == 1
 
 
+@pytest.mark.nightly
 def test_the_miniature_form_of_the_first_stage_passes(tmp_path, capsys):
     file = tmp_path / "gpu.json"
     assert main(["--device", "cpu", "--stages", "0", "--out", str(file)]) == 0
@@ -165,6 +166,7 @@ def test_the_miniature_form_of_the_first_stage_passes(tmp_path, capsys):
     assert "| 0. machine and rates |" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @vllm_on_cpus
 @pytest.mark.forks
 @pytest.mark.parametrize("numbers", [("1", "6"), ("3", "4", "5")])
@@ -177,6 +179,7 @@ def test_the_miniature_form_of_stages_passes_and_skips_only_parts_that_need_gpus
     assert all(reason.startswith(GPUS) for reason in reasons)
 
 
+@pytest.mark.nightly
 @vllm_on_cpus
 @pytest.mark.forks
 def test_the_miniature_form_of_the_figures_passes_and_names_what_it_cannot_measure(tmp_path):
@@ -193,6 +196,7 @@ def test_the_miniature_form_of_the_figures_passes_and_names_what_it_cannot_measu
     }
 
 
+@pytest.mark.nightly
 def test_with_a_torch_that_lacks_its_chunked_head_only_the_figure_of_the_head_is_skipped(
     tmp_path, monkeypatch
 ):
@@ -204,6 +208,7 @@ def test_with_a_torch_that_lacks_its_chunked_head_only_the_figure_of_the_head_is
     assert facts["head, 64 rows, torch"]["reason"].startswith("needs a newer torch with linear_cross_entropy")
 
 
+@pytest.mark.nightly
 def test_parts_that_need_packages_which_are_not_installed_are_skipped(tmp_path, monkeypatch):
     for name in ("vllm", "deepspeed", "bitsandbytes", "liger_kernel"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -213,6 +218,7 @@ def test_parts_that_need_packages_which_are_not_installed_are_skipped(tmp_path, 
         assert {fact["reason"] for fact in facts if fact["status"] == "skipped"} == {reason}
 
 
+@pytest.mark.nightly
 @vllm_on_cpus
 def test_without_gpus_a_vllm_for_cuda_is_not_started(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -57,6 +57,7 @@ CASES = {  # model, prompts of a micro-batch, samples, prompt and response token
     "llama, bfloat16": (LLAMA, 4, 2, 192, 40, {"dtype": Dtype.bfloat16}),
     "deep, checkpointed": (DEEP, 4, 2, 192, 40, {"checkpointing": True}),
 }
+NIGHTLY = ("14M, two samples", "llama, bfloat16", "deep, checkpointed")
 
 
 def made(config, eager=False, checkpointing=False) -> PreTrainedModel:
@@ -123,7 +124,9 @@ def size_of(config) -> ModelSize:
     return size
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.nightly if case in NIGHTLY else ()) for case in CASES]
+)
 @pytest.mark.process
 def test_estimates_are_close_to_the_memory_that_torch_allocates(case):
     config, prompts, samples, prompt, response, settings = CASES[case]

@@ -18,8 +18,8 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.generators.across_ranks import PerRankGenerator, SharedGenerator
 from rlhf.processes.ranks import Ranks, explain_lost_ranks
 
-TIMEOUT_S = 3.0  # time limit of a collective
-LATE_S = 4.0  # seconds for which a rank keeps the other rank waiting
+TIMEOUT_S = 2.0  # time limit of a collective
+LATE_S = 2.5  # seconds for which a rank keeps the other rank waiting
 SECONDS = 120  # time limit of a process
 PROGRAM = "import sys; from tests.processes import test_ranks; test_ranks.wait_for_each_other(*sys.argv[1:])"
 

@@ -289,7 +289,7 @@ def test_an_error_of_the_sampler_stops_the_run_without_a_restart(start, factory,
 
 
 def test_a_process_that_is_not_ready_in_time_is_replaced(start, tmp_path):
-    generator = start(Fake("hangs at start", once=tmp_path), replace(LIMITS, start_s=10))
+    generator = start(Fake("hangs at start", once=tmp_path), replace(LIMITS, start_s=5))
     load(generator, 0)
     assert answers([ask(generator, 0)]) == [(0, 0, 0)]
     assert generator.restarts == 1
@@ -453,12 +453,17 @@ STATES = {"launched": 1, "starting": 1, "working": 3, "waiting": 2, "answering":
 
 
 # A server of forks keeps the connection of a killed trainer open, so these states need new processes.
-REAL = [("answering", "nameless"), ("working", "named"), ("waiting", "named")]
+REAL = [("answering", "nameless"), ("working", "named")]
 FORKED = [(state, "nameless") for state in STATES if state != "answering"]
 
 
 @pytest.mark.parametrize(
-    ("state", "memory"), [*FORKED, *(pytest.param(*case, marks=pytest.mark.forks(False)) for case in REAL)]
+    ("state", "memory"),
+    [
+        *FORKED,
+        *(pytest.param(*case, marks=pytest.mark.forks(False)) for case in REAL),
+        pytest.param("waiting", "named", marks=[pytest.mark.forks(False), pytest.mark.nightly]),
+    ],
 )
 def test_a_process_ends_with_its_trainer_and_leaves_no_files(tmp_path, memory, state):
     log = tmp_path / "log"
