@@ -1,7 +1,7 @@
 """Snapshots of the resolved values of every recipe and sweep: a changed value changes a file in snapshots/.
 
 `make snapshots` (python -m tests.docs.snapshots) writes the snapshots again. Review the differences before
-you commit them.
+you commit them: a recipe of the paper has the values of the paper and of its published recipes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that recipes and sweeps are valid, have the paper's values, and state their hardware and memory."""
+"""Tests that recipes and sweeps are valid, keep their values, and state their hardware and memory."""
 
 from __future__ import annotations
 
@@ -20,260 +20,19 @@ from rlhf.memory import plan as memory
 from rlhf.memory.uses import CONTEXT, GIB
 from rlhf.stages import relabelling
 from tests.docs import snapshots
-from tests.docs.snapshots import FOLDER, RECIPES, RELABELS, SEARCHES, SWEEPS, header, objects, resolved
+from tests.docs.snapshots import FOLDER, RECIPES, RELABELS, SEARCHES, SWEEPS, header, objects
 
 DOCS = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 
-# -- values of the paper and of its published recipes, copied by hand ------------------------------
-# A batch is `micro x accumulation` items on each GPU that trains. An item is a pair for dpo and reward, a
-# response for ppo and rloo, an example for sft, and a best response for bok.
-
-POLICIES = {"410m": "mnoukhov/pythia410m-sft-tldr", "1b": "mnoukhov/pythia1b-sft-tldr"}
-POLICIES |= {"2_8b": "mnoukhov/pythia2.8b-sft-tldr"}
-REWARDS = {"410m": "mnoukhov/pythia410m-rm-tldr6.9b", "1b": "mnoukhov/pythia1b-rm-tldr6.9b"}
-REWARDS |= {"2_8b": "mnoukhov/pythia2.8b-rm-tldr6.9b"}
-BASES = {"410m": "EleutherAI/pythia-410m-deduped", "1b": "EleutherAI/pythia-1b-deduped"}
-BASES |= {"2_8b": "EleutherAI/pythia-2.8b-deduped"}
-
-TLDR = {
-    "task.name": "tldr",
-    "task.prompts_name": "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
-    "task.preferences_name": "mnoukhov/"
-    "summarize_from_feedback_oai_preprocessing_1706381144_relabel_pythia6.9b",
-    "task.max_prompt_tokens": 512,
-    "gold.path": "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr",
-    "model.pad_token": "<|padding|>",
-    "eval.temperature": 0.01,
-    "schedule.minibatches": 1,
-    "schedule.epochs": 1,
-}
-ONLINE = {
-    "generator.temperature": 0.7,
-    "generator.response_length": 53,
-    "scorer.missing_eos_score": -1,
-    "optim.lr": 3e-6,
-    "optim.schedule": "linear",
-    "schedule.save_every": 0.25,
-    "schedule.eval_every": 0.2,  # five tables of samples
-}
-DPO = {"algo.loss_type": "sigmoid", "algo.beta": 0.1, "algo.samples_per_prompt": 2}
-PPO = {
-    "algo.samples_per_prompt": 1, "algo.kl_coef": 0.05, "algo.kl_in": "reward", "algo.gamma": 1,
-    "algo.lam": 0.95,
-    "algo.clip_low": 0.2, "algo.clip_high": 0.2, "algo.clip_value": 0.2, "algo.vf_coef": 0.1,
-}  # fmt: skip
-RLOO = {"algo.samples_per_prompt": 2, "algo.kl_coef": 0.05, "algo.clip_low": 0.2, "algo.clip_high": 0.2}
-ALONE = {"backend.name": "torch", "generator.name": "hf", "backend.ranks": 1, "schedule.max_lag": 0}
-COLOCATED = {**ALONE, "generator.name": "vllm_colocated", "generator.memory": 0.2}
-FOUR = {**ALONE, "backend.name": "zero2", "backend.ranks": 4}
-ASYNC = {"backend.name": "zero2", "generator.name": "vllm", "backend.ranks": 3, "schedule.max_lag": 1}
-BF16, FP16 = {"model.dtype": "bfloat16"}, {"model.dtype": "float16"}
-SUPERVISED = {
-    "optim.lr": 1e-5, "optim.schedule": "cosine", "schedule.total_epochs": 1, "schedule.eval_every": 0.2,
-    "generator.name": "dataset", "backend.name": "torch", "backend.ranks": 1,
-}  # fmt: skip
-
-GSM8K = {
-    "task.name": "gsm8k",
-    "task.prompts_name": "openai/gsm8k",
-    "task.template": "[MATH_TASK] Problem:\n{question}\n\nSolution:",
-    "model.policy": "realtreetune/rho-1b-sft-GSM8K",
-    "scorer.name": "answer",
-    "scorer.pattern": r"#### (\-?[0-9\.\,]+)",
-    "scorer.missing_eos_score": None,
-    "generator.temperature": 0.7,
-    "generator.response_length": 512,
-    "eval.temperature": 0.01,
-    "optim.lr": 3e-6,
-    "objective_metric": "eval/gold_score",  # share of correct answers; no answer can beat the reference
-    **BF16,
-}
-BEST_AND_WORST = {**DPO, "algo.samples_per_prompt": 4, "optim.max_grad_norm": 1.0}
-CHAT = {"task.name": "chat", "task.prompts_name": "HuggingFaceH4/no_robots", "model.name": "llama_8b", **BF16}
-CHAT |= {"model.base": "meta-llama/Llama-3.1-8B", "optim.schedule": "linear"}
-CHAT_DPO = {
-    **CHAT, "optim.lr": 8e-7, "generator.temperature": 0.7, "task.max_prompt_tokens": 512,
-    "generator.response_length": 1024, "algo.beta": 0.03, "scorer.missing_eos_score": -10,
-    "schedule.prompts_per_update": 256, "generator.name": "vllm", "backend.ranks": 7,
-    "schedule.total_episodes": 2 * 100_096,  # 100,000 prompts, rounded up to whole updates
-}  # fmt: skip
+# -- values ----------------------------------------------------------------------------------------
 
 
-def models(size: str) -> dict[str, Any]:
-    return {"model.base": BASES[size], "model.policy": POLICIES[size], "model.reward": REWARDS[size]}
-
-
-def batch(per: int, micro: int, accumulation: int, gpus: int = 1, samples: int = 1) -> dict[str, Any]:
-    """Return the config values of a batch: `per` sequences per item, `samples` items per prompt."""
-    return {
-        "backend.micro_batch": per * micro,
-        "schedule.prompts_per_update": micro * accumulation * gpus // samples,
-    }
-
-
-def episodes(prompts: int, samples: int) -> dict[str, Any]:
-    return {"schedule.total_episodes": prompts * samples}
-
-
-FACTS: dict[str, dict[str, Any]] = {
-    "tldr_1b_sft": {**TLDR, **models("1b"), **SUPERVISED, **FP16, **batch(1, 8, 4)},
-    "tldr_2_8b_sft": {**TLDR, **models("2_8b"), **SUPERVISED, **FP16, **batch(1, 4, 8)},
-    "tldr_410m_reward": {
-        **TLDR,
-        **models("410m"),
-        **SUPERVISED,
-        **batch(2, 8, 8),
-        "schedule.save_every": 0.2,
-    },
-    "tldr_1b_reward": {
-        **TLDR,
-        **models("1b"),
-        **SUPERVISED,
-        **FP16,
-        **batch(2, 4, 4),
-        "schedule.save_every": 0.2,
-    },
-    "tldr_2_8b_reward": {
-        **TLDR,
-        **models("2_8b"),
-        **SUPERVISED,
-        **FP16,
-        **batch(2, 2, 8),
-        "schedule.save_every": 0.2,
-    },
-    "tldr_relabel": {
-        **TLDR,
-        **FP16,
-        "task.preferences_name": "mnoukhov/summarize_from_feedback_oai_preprocessing_1706381144",
-        "gold.batch_size": 64,
-        "backend.ranks": 1,
-    },
-    "tldr_410m_dpo_offline": {
-        **TLDR,
-        "optim.lr": 1e-6,
-        "optim.schedule": "cosine",
-        "algo.beta": 0.05,
-        "algo.name": "dpo",
-        "generator.name": "dataset",
-        "schedule.prompts_per_update": 16,
-        "generator.response_length": 128,
-    },
-    "tldr_410m_ppo": {
-        **TLDR,
-        **models("410m"),
-        **ONLINE,
-        **PPO,
-        **ALONE,
-        **FP16,
-        **batch(1, 8, 16),
-        **episodes(131_072, 1),
-    },
-    "tldr_410m_rloo": {
-        **TLDR,
-        **models("410m"),
-        **ONLINE,
-        **RLOO,
-        **ALONE,
-        **batch(1, 16, 8, samples=2),
-        **episodes(65_536, 2),
-    },
-    "tldr_410m_bok": {
-        **TLDR,
-        **models("410m"),
-        **ONLINE,
-        **ALONE,
-        **batch(1, 16, 8),
-        **episodes(131_072, 2),
-        "algo.samples_per_prompt": 2,
-    },
-    "gsm8k_1b_dpo": {**GSM8K, **BEST_AND_WORST, **ALONE, **batch(2, 4, 64), **episodes(131_072, 4)},
-    "gsm8k_1b_dpo_async": {
-        **GSM8K,
-        **BEST_AND_WORST,
-        **ASYNC,
-        **batch(2, 6, 14, gpus=3),
-        **episodes(129_024, 4),
-    },
-    "gsm8k_1b_rloo": {**GSM8K, **ALONE, "algo.samples_per_prompt": 4},
-    "gsm8k_1b_rloo_async": {
-        **GSM8K,
-        **ASYNC,
-        "algo.samples_per_prompt": 4,
-        "schedule.prompts_per_update": 63,
-    },
-    "gsm8k_1b_ppo": {**GSM8K, **PPO, **ALONE, **batch(1, 2, 128), "schedule.epochs": 2},
-    "gsm8k_1b_ppo_async": {**GSM8K, **PPO, **ASYNC, "schedule.prompts_per_update": 252, "schedule.epochs": 2},
-    "chat_8b_sft": {
-        **CHAT,
-        "optim.lr": 5e-6,
-        "optim.warmup": 0.03,
-        "optim.weight_decay": 0,
-        "schedule.total_epochs": 2,
-        "schedule.prompts_per_update": 128,
-    },
-    "chat_8b_reward": {
-        **CHAT,
-        "optim.lr": 3e-6,
-        "schedule.total_epochs": 1,
-        "schedule.prompts_per_update": 256,
-    },
-    "chat_8b_dpo": {**CHAT_DPO, "schedule.max_lag": 0},
-    "chat_8b_dpo_async": {**CHAT_DPO, "schedule.max_lag": 1},
-}
-
-ONLINE_DPO = {  # micro x accumulation, in pairs
-    ("410m", "dpo"): (8, 16), ("1b", "dpo"): (8, 16), ("2_8b", "dpo"): (2, 64),
-    ("410m", "dpo_4gpu"): (32, 4), ("1b", "dpo_4gpu"): (16, 8), ("2_8b", "dpo_4gpu"): (4, 32),
-    ("410m", "dpo_async"): (21, 8), ("1b", "dpo_async"): (8, 21), ("2_8b", "dpo_async"): (6, 28),
-    ("410m", "dpo_vllm"): (8, 64), ("1b", "dpo_vllm"): (4, 128),
-}  # fmt: skip
-ROLLOUT_BATCH = {"410m": 16, "1b": 32, "2_8b": 16}
-for (size, kind), (micro, accumulation) in ONLINE_DPO.items():
-    place = {"dpo": ALONE, "dpo_4gpu": FOUR, "dpo_async": ASYNC, "dpo_vllm": COLOCATED}[kind]
-    facts = {**TLDR, **models(size), **ONLINE, **DPO, **BF16, **place}
-    facts |= batch(2, micro, accumulation, place["backend.ranks"])
-    facts |= episodes(129_024 if kind == "dpo_async" else 131_072, 2)
-    if kind == "dpo":
-        facts["generator.batch_size"] = ROLLOUT_BATCH[size]
-    FACTS[f"tldr_{size}_{kind}"] = facts
-
-NOT_SHIPPED = {  # model sizes or GPU counts that the paper's recipes lack; other values are the paper's
-    "tldr_410m_sft": {**TLDR, **models("410m"), **SUPERVISED},
-    **{f"tldr_{s}_ppo": {**TLDR, **models(s), **ONLINE, **PPO, **ALONE} for s in ("1b", "2_8b")},
-    **{f"tldr_{s}_rloo": {**TLDR, **models(s), **ONLINE, **RLOO, **ALONE} for s in ("1b", "2_8b")},
-    **{f"tldr_{s}_bok": {**TLDR, **models(s), **ONLINE, **ALONE} for s in ("1b", "2_8b")},
-    **{f"tldr_{s}_ppo_async": {**TLDR, **models(s), **ONLINE, **PPO, **ASYNC, **BF16} for s in BASES},
-    **{f"tldr_{s}_rloo_async": {**TLDR, **models(s), **ONLINE, **RLOO, **ASYNC, **BF16} for s in BASES},
-    **{f"tldr_{s}_bok_async": {**TLDR, **models(s), **ONLINE, **ASYNC, **BF16} for s in BASES},
-}
-SEQUENCES = {  # tokens of a prompt with its response
-    **{f"tldr_{s}_sft": 580 for s in BASES}, **{f"tldr_{s}_reward": 640 for s in BASES},
-    "tldr_410m_dpo_offline": 640, "chat_8b_sft": 4096, "chat_8b_reward": 1024,
-}  # fmt: skip
-
-
-def test_every_recipe_has_expected_values():
-    assert sorted(FACTS | NOT_SHIPPED) == RECIPES and not FACTS.keys() & NOT_SHIPPED.keys()
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_has_the_papers_values(name):
-    found = resolved(f"experiment={name}")
-    facts = {**FACTS, **NOT_SHIPPED}[name]
-    assert {key: found.get(key, "no such key") for key in facts} == facts
-    if name in SEQUENCES:
-        assert found["task.max_prompt_tokens"] + found["generator.response_length"] == SEQUENCES[name]
-
-
-@pytest.mark.parametrize("size", BASES)
+@pytest.mark.parametrize("size", ["410m", "1b", "2_8b"])
 @pytest.mark.parametrize("algo", ["ppo", "rloo", "bok"])
 def test_asynchronous_batch_size_is_that_of_the_published_recipes(size, algo):
     cfg = objects(f"experiment=tldr_{size}_{algo}_async")
     assert (cfg.schedule.prompts_per_update if algo == "bok" else cfg.episodes_per_update) == 504
     assert cfg.num_updates() == 256
-
-
-# -- snapshots -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -325,7 +84,8 @@ def test_command_of_a_recipe_is_a_valid_run(name, pairs, everything_installed):
     assert chosen[0] == f"experiment={name}"
     doubts = check.warnings(typed(snapshots.compose(*chosen), chosen))
     if name in RELABELS:
-        assert relabelling.pairs_of(chosen).gold.described == TLDR["gold.path"]
+        judge = "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
+        assert relabelling.pairs_of(chosen).gold.described == judge
     if name.startswith("gsm8k"):  # as in the paper, training and evaluation check answers
         assert len(doubts) == 1 and doubts[0].startswith("scorer and scorer@gold are the same (answer)")
     else:

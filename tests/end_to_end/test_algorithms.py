@@ -84,7 +84,11 @@ def test_wrong_sampler_logprobs_are_reported_in_the_log_with_metrics(tiny, tmp_p
         assert f"{figure} is" in told, figure
 
 
-@pytest.mark.parametrize("settings", [[], ["algo.kl_target=0.5"]], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param([], marks=pytest.mark.nightly), ["algo.kl_target=0.5"]],
+    ids=["fixed", "adaptive"],
+)
 def test_resumed_ppo_run_equals_uninterrupted_run(tiny, tmp_path, finished, settings, monkeypatch):
     words = ["algo=ppo", *settings, *SCORED, "schedule.save_every=1", "schedule.total_episodes=48"]
     whole = finished(*words)

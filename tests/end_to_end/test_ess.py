@@ -6,16 +6,16 @@ from rlhf.report.__main__ import main as report
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
 from rlhf.training.collapse import METRIC, Limits
-from tests.end_to_end.conftest import rows
+from tests.end_to_end.conftest import UPDATES_ONLY, rows
 from tests.end_to_end.test_algorithms import SCORED, updates
 
-STALE = ("schedule.max_lag=2", "generator.worker=false", "schedule.total_episodes=96")
+STALE = ("schedule.max_lag=2", "generator.worker=false", "schedule.total_episodes=96", *UPDATES_ONLY)
 
 
 def test_at_lag_0_the_run_is_the_run_without_scaling(finished, tiny, tmp_path):
-    plain = finished("algo=rloo", *SCORED)
+    plain = finished("algo=rloo", *SCORED, *UPDATES_ONLY)
     folder = RunFolder(tmp_path / "run")
-    run(tiny("algo=rloo", *SCORED, "optim.ess_scaling=sqrt"), folder)
+    run(tiny("algo=rloo", *SCORED, *UPDATES_ONLY, "optim.ess_scaling=sqrt"), folder)
     scaled = rows(folder)
     assert [row.pop("policy/lr_scale") for row in scaled if "lr" in row] == [1.0] * len(updates(folder))
     assert scaled == rows(plain)
@@ -23,7 +23,7 @@ def test_at_lag_0_the_run_is_the_run_without_scaling(finished, tiny, tmp_path):
     assert trained == expected
 
 
-@pytest.mark.parametrize("algo", ["dpo", "ppo"])
+@pytest.mark.parametrize("algo", ["dpo", pytest.param("ppo", marks=pytest.mark.nightly)])
 def test_a_stale_batch_lowers_the_rate_of_its_step(finished, tiny, tmp_path, algo):
     plain = updates(finished(f"algo={algo}", *SCORED, *STALE))
     folder = RunFolder(tmp_path / "run")

@@ -73,6 +73,7 @@ def test_algorithm_task_and_scorer_of_another_package_can_be_trained_and_evaluat
     assert "finished already" in call(lab, "site/bin/rlhf", "train", *words)
 
 
+@pytest.mark.nightly
 def test_the_pipeline_runs_the_stages_of_another_package(lab):
     told = call(lab, "-m", "rlhf.pipeline", "--config-dir", "my_lab/conf", *COMMANDS[1].split(), *TINY)
     assert "[1/3] SFT model" in told and "[3/3] evaluation (validation): done" in told

@@ -17,7 +17,7 @@ from rlhf.models import loading
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.prerequisites import complete
 from rlhf.stages.run import run
-from tests.end_to_end.conftest import rows
+from tests.end_to_end.conftest import UPDATES_ONLY, rows
 
 pytestmark = pytest.mark.forks
 
@@ -104,7 +104,8 @@ def test_sft_with_adapters_trains_from_the_base_model(tiny, tmp_path):
 def test_the_generator_process_samples_the_same_tokens_as_the_trainer_with_adapters(finished):
     found = []
     for worker in ("false", "true"):
-        folder = finished(*LORA, "schedule.total_episodes=64", f"generator.worker={worker}")
+        words = [*LORA, *UPDATES_ONLY, "schedule.total_episodes=64", f"generator.worker={worker}"]
+        folder = finished(*words)
         found.append([row for row in rows(folder) if "lr" in row])
     for ours, theirs in zip(*found, strict=True):
         assert theirs["mismatch/kl"] < 1e-9
@@ -120,7 +121,10 @@ def test_gradient_checkpointing_changes_no_metric(tiny, tmp_path, rank):
     found = []
     for on in ("false", "true"):
         folder = RunFolder(tmp_path / on)
-        run(tiny(f"model.lora.rank={rank}", f"model.gradient_checkpointing={on}", "algo=ppo"), folder)
+        run(
+            tiny(f"model.lora.rank={rank}", f"model.gradient_checkpointing={on}", "algo=ppo", *UPDATES_ONLY),
+            folder,
+        )
         found.append(rows(folder))
     assert found[0] == found[1]
 

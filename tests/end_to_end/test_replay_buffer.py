@@ -24,7 +24,7 @@ def trained(folder):
     return [row for row in rows(folder) if "lr" in row]
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("algo", [pytest.param("dpo", marks=pytest.mark.nightly), "ppo"])
 def test_a_run_with_replay_that_is_interrupted_and_resumed_equals_an_uninterrupted_run(
     tiny, tmp_path, finished, monkeypatch, algo
 ):

@@ -173,9 +173,11 @@ def interrupt(monkeypatch, update):
     "overrides",
     [
         pytest.param(LONGER, marks=pytest.mark.smoke),
-        (*LONGER, "schedule.max_lag=2"),
+        pytest.param((*LONGER, "schedule.max_lag=2"), marks=pytest.mark.nightly),
         (*LONGER, "schedule.minibatches=2", "schedule.epochs=2", "schedule.log_every=2"),
-        ("algo=sft", "schedule.save_every=1", "schedule.total_episodes=32"),
+        pytest.param(
+            ("algo=sft", "schedule.save_every=1", "schedule.total_episodes=32"), marks=pytest.mark.nightly
+        ),
         (*LONGER, "model.lora.rank=4", "schedule.max_lag=1"),
     ],
     ids=["dpo", "lag", "minibatches", "sft", "lora"],
