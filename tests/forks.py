@@ -331,6 +331,7 @@ def main() -> None:
         if path != str(ROOT):
             BASE_PATH.append(path)
     subprocess.Popen = Popen  # type: ignore[misc]
+    os.fsync = lambda file: None  # as in tests/conftest.py
     for module in PRELOADED:
         __import__(module)
     send(sock, READY)

@@ -68,7 +68,7 @@ def processes(tmp_path_factory):
         generator.close()
 
 
-@pytest.mark.parametrize(("generator", "algo", "max_lag"), cases())
+@pytest.mark.parametrize(("generator", "algo", "max_lag"), list(cases()))
 def test_every_algorithm_runs_with_every_generator_at_every_lag(
     tiny, tmp_path, processes, generator, algo, max_lag
 ):
