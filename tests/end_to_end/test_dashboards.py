@@ -153,6 +153,7 @@ def test_a_store_that_mlflow_cannot_open_is_an_error_without_its_password(tiny, 
     assert SECRET not in str(refused.value) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.process
 def test_processes_that_open_a_new_mlflow_store_at_the_same_time_share_it(tmp_path):
     script = """

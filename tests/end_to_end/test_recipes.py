@@ -70,7 +70,14 @@ def test_every_recipe_with_settings_of_its_own_runs():
     assert distinct() == DISTINCT
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+# Recipes that differ in few settings from another one.
+NIGHTLY = ("chat_8b_dpo", "gsm8k_1b_ppo_async", "gsm8k_1b_rloo", "tldr_410m_bok_async")
+NIGHTLY += ("tldr_1b_bok", "tldr_1b_dpo", "tldr_1b_ppo", "tldr_1b_rloo")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in DISTINCT]
+)
 def test_a_recipe_runs_offline_and_tiny(cache_dir, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     # only one of the asynchronous recipes also starts an annotator process

@@ -348,6 +348,7 @@ def test_signal_during_a_wait_for_the_generator_interrupts_the_run(
     assert_same_end(folder, uninterrupted(*LAG))
 
 
+@pytest.mark.nightly
 def test_resume_after_a_signal_in_each_stage_equals_an_uninterrupted_run(
     tmp_path, monkeypatch, uninterrupted
 ):

@@ -157,6 +157,7 @@ def test_the_same_pipeline_twice(command, stopped, start, tmp_path, finished):
     assert models and len(models) == len(set(models))
 
 
+@pytest.mark.nightly
 def test_the_same_sweep_twice(command, stopped, start, tmp_path, finished):
     finished(*LENGTH)
     words = ["-m", *command, *LENGTH, "seed=1,2"]

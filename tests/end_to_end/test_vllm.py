@@ -437,6 +437,7 @@ def test_in_a_run_sampler_and_trainer_agree(tiny, tmp_path):
     assert "on a CPU vLLM cannot sleep" in (tmp_path / "train.log").read_text()
 
 
+@pytest.mark.nightly
 def test_a_killed_trainer_leaves_no_file_of_vllm(command):
     words = [*command, "algo=rloo", "scorer=facts", "generator=vllm", "schedule.max_lag=1"]
     words += ["generator.annotate=false"]
