@@ -2,7 +2,8 @@
 
 - Tests of `tests/end_to_end` are marked `run`. A test that starts a Python process must have one of the marks
   `process`, `run`, `system` or `gpu`. Without a mark, the test fails.
-- The longest tests run first, by the seconds in `durations.json`, which `--record-durations` writes.
+- The longest tests run first, by the seconds in `durations.json`. `--record-durations` writes the seconds of
+  the tests that ran, and keeps those of the others.
   Tests of a file with fixtures of module scope run on one worker of pytest-xdist.
 - In tests marked `forks`, Python processes are forked from a server that has imported the libraries.
 - The final report counts the tests that were skipped or not selected, with the command that enables them.
@@ -52,8 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
         if "end_to_end" in item.path.parts:
             item.add_marker("run")
     yield
-    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    units = Counter()
+    seconds, units = recorded(), Counter()
     for item in items:
         units[unit(item.nodeid)] += seconds.get(item.nodeid, 0.0)
     items.sort(key=lambda item: -units[unit(item.nodeid)])  # stable: a file's tests keep their order
@@ -136,9 +136,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):  # a worker sends its counts to the main session
         session.config.workeroutput["deselected"] = dict(session.config.stash[DESELECTED])
     elif session.config.option.record_durations:
-        seconds = session.config.stash[SECONDS]
-        kept = {name: round(took, 1) for name, took in seconds.items() if took >= SHORTEST_S}
+        took = {name: round(seconds, 1) for name, seconds in session.config.stash[SECONDS].items()}
+        known = {name: s for name, s in recorded().items() if (ROOT / name.partition("::")[0]).exists()}
+        kept = {name: seconds for name, seconds in {**known, **took}.items() if seconds >= SHORTEST_S}
         DURATIONS.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
+
+
+def recorded() -> dict[str, float]:
+    """Return the recorded seconds of tests by id."""
+    return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
 
 
 @pytest.hookimpl(optionalhook=True)
