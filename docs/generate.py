@@ -5,7 +5,8 @@
 
 commands.md is the --help of the commands. config.md has one line per config key. The meaning of a key is its
 `means=` (see `number` in rlhf/config/schema.py), else the comment behind its field, else the comment above
-the field. The range is the bound of the field. The table of coming_from.md is `rlhf.config.foreign.TABLE`.
+the field. The range is the bound of the field. The combinations are the rows of `rlhf.checks`. The table of
+coming_from.md is `rlhf.config.foreign.TABLE`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING as NOTHING
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from enum import Enum
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -30,7 +32,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from rlhf.checks import check as all_rules  # noqa: E402, F401  # registers the rules
+from rlhf.checks.rules import RULES, TRAINING_RULES, Row, When  # noqa: E402
 from rlhf.config import catalogue, help  # noqa: E402
+from rlhf.config.compose import compose  # noqa: E402
 from rlhf.config.foreign import PROJECTS, TABLE, WITHOUT  # noqa: E402
 from rlhf.config.root import Config  # noqa: E402
 from rlhf.config.schema import SCHEMAS, Section, fact, plain, section_class  # noqa: E402
@@ -172,6 +177,7 @@ def config() -> str:
     ]
     for name in sections_in_order():
         parts += ["", f"## {name}", "", *section(name)]
+    parts += ["", "## Combinations", "", *combinations()]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
 
@@ -375,6 +381,45 @@ def sentence(text: str) -> str:
 def listed(names: Sequence[str]) -> str:
     """Return names as code, separated by commas."""
     return ", ".join(f"`{name}`" for name in names)
+
+
+# -- combinations ----------------------------------------------------------------------------------
+
+
+def combinations() -> Iterator[str]:
+    """Yield a line for each rule between sections that concerns the value of one key."""
+    yield "A run that breaks one of these rules does not start. The message of the rule contains a remedy."
+    yield ""
+    for rule in (rule for rule in [*RULES, *TRAINING_RULES] if isinstance(rule, Row)):
+        condition = f"{rule.allowed.text} {holding(rule.when)}".strip()
+        yield f"- `{rule.key}` must {condition}: {rule.because}"
+
+
+def holding(when: When) -> str:
+    """Return the text of a condition, with the options for which it holds in place of `{algo}`."""
+    groups = [name for name in re.findall(r"\{(\w+)\}", when.text) if name in GROUPS]
+    found: dict[str, list[str]] = {group: [] for group in groups}
+    for chosen in product(*(registered(group) for group in groups)):
+        cfg = replace(default_config(), **dict(zip(groups, chosen, strict=True)))
+        if when.holds(cfg):
+            for group, section in zip(groups, chosen, strict=True):
+                found[group].append(section.name)
+    text = re.sub(r"[\w.]+=[\w.{}]+", r"`\g<0>`", when.text)
+    for group, names in found.items():
+        text = text.replace(f"{{{group}}}", "`, `".join(dict.fromkeys(names)))
+    return re.sub(r"=\{[\w.]+\}", "", text)  # any value of another key
+
+
+@cache
+def default_config() -> Config:
+    """Return the config of a run without overrides."""
+    return compose([])
+
+
+@cache
+def registered(group: str) -> list[Any]:
+    """Return a section with default values for each option of a group."""
+    return [cls() for name, cls in SCHEMAS.items() if name.startswith(f"schema/{group}/")]
 
 
 def options_of(group: str, cls: type, name: str) -> list[str]:

@@ -26,9 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from rlhf.checks.check import as_objects, problems, warn, warnings
 from rlhf.checks.composing import composed
 from rlhf.checks.job import check_job
-from rlhf.checks.machine import check_machine
-from rlhf.checks.publishing import check_push
-from rlhf.checks.recipes import recipes_of_other_commands
+from rlhf.checks.machine import check_machine, check_push
+from rlhf.checks.names import recipes_of_other_commands
 from rlhf.config import catalogue
 from rlhf.config.arguments import listed, readable, repeated
 from rlhf.config.cores import set_environment

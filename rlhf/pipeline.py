@@ -16,7 +16,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 
-from rlhf.checks.publishing import check_push
+from rlhf.checks.machine import check_push
 from rlhf.core.console import console, say
 from rlhf.core.launched import is_first_rank
 from rlhf.launch.command_line import Command

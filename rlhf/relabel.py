@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf.checks.publishing import check_push
+from rlhf.checks.machine import check_push
 from rlhf.core.console import console, say
 from rlhf.core.launched import is_first_rank
 from rlhf.core.pasting import setting

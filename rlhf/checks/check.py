@@ -15,24 +15,19 @@ from omegaconf.errors import OmegaConfBaseException
 # Importing a module of rules registers its rules.
 from rlhf.checks import (  # noqa: F401
     algorithms,
-    compilation,
-    dialogues,
     folders,
     generators,
-    hooks,
+    job,
     judges,
-    libraries,
     model_folders,
     models,
     names,
-    optimizer,
     schedule,
     secrets,
     tasks,
 )
 from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES
 from rlhf.config import own_files
-from rlhf.config.catalogue import options
 from rlhf.config.mistakes import explain, undefined, unknown_key
 from rlhf.config.root import Config
 from rlhf.config.schema import sections
@@ -93,7 +88,7 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
         with read_write(config), open_dict(config):
             del config["hydra"]
     found = [unknown_key(key, key, section, overrides) for key, section in undefined(config)]
-    found += [*unknown_tuning(overrides), *names.typed_names(overrides), *own_files.hidden()]
+    found += [*names.unknown_tuning(overrides), *names.typed_names(overrides), *own_files.hidden()]
     try:
         unset = sorted(OmegaConf.missing_keys(config))
         found += [f"{key} must be set (it has no default), got ???; set {key}=<value>" for key in unset]
@@ -104,19 +99,6 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
         raise UserError(explain(error, overrides)) from error
     assert isinstance(cfg, Config)
     return cfg
-
-
-def unknown_tuning(overrides: Sequence[str]) -> list[str]:
-    """Return an error for each `tuned=` that names no file.
-
-    Hydra accepts an unknown `tuned=`, because the defaults list marks the group as optional.
-    """
-    names = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("tuned=")]
-    return [
-        f"tuned must be one of {', '.join(options('tuned'))}, got {name!r}; write ~tuned for none"
-        for name in names
-        if name not in options("tuned")
-    ]
 
 
 def overrides_of(overrides: Any) -> list[str]:

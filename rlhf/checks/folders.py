@@ -18,8 +18,7 @@ CHECKPOINT_BYTES = 12  # per trained parameter: weights and two moments of AdamW
 
 
 @training_rule
-def folders_can_be_written(cfg: Config) -> Iterator[str]:
-    """Yield an error for each folder of the run in which no files can be created."""
+def _folders_can_be_written(cfg: Config) -> Iterator[str]:
     folders = {"output_dir": cfg.output_dir}
     if cfg.task.embedded:
         folders["cache_dir"] = cfg.cache_dir
@@ -38,8 +37,7 @@ def folders_can_be_written(cfg: Config) -> Iterator[str]:
 
 
 @doubt
-def disk_has_room(cfg: Config) -> Iterator[str]:
-    """Yield a warning if the disk has no room for the final model, or not for a checkpoint beside it."""
+def _disk_has_room(cfg: Config) -> Iterator[str]:
     trained = [model for model in models(cfg) if model.trained]
     if cfg.stand_ins or any(model.size is None for model in trained):
         return

@@ -5,38 +5,109 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf.checks.rules import doubt, rule
+from rlhf.checks.algorithms import SUPERVISED
+from rlhf.checks.rules import (
+    DOUBTS,
+    RULES,
+    Allowed,
+    When,
+    chosen,
+    doubt,
+    doubtful,
+    is_set,
+    must,
+    one_of,
+    rule,
+)
 from rlhf.config.backend import Device
 from rlhf.config.cores import threads
-from rlhf.config.generator import (
-    DatasetConfig,
-    Transfer,
-    VLLMColocatedConfig,
-    VLLMConfig,
-    WorkerConfig,
-    least_temperature,
-)
 from rlhf.config.root import Config
 from rlhf.core.launched import cpu_cores, local_world_size, world_size
 from rlhf.core.rollout_format import files, shared
 
+NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
+LAG_WITHOUT_PROCESS = When(NO_PROCESS.text, lambda cfg: not cfg.has_worker and cfg.schedule.max_lag > 0)
+COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
+ONE_OF_SEVERAL_RANKS = When(
+    "with generator=vllm_colocated and several ranks",
+    lambda cfg: world_size() > 1 and COLOCATED.holds(cfg) and cfg.backend.device is not Device.cpu,
+)
+ONE_OF_SEVERAL_RANKS_HERE = When(
+    "with generator=vllm_colocated and several ranks on one host",
+    lambda cfg: local_world_size() > 1 and ONE_OF_SEVERAL_RANKS.holds(cfg),
+)
+
+RULES += [
+    must(
+        "generator.annotate",
+        one_of(None, False),
+        NO_PROCESS,
+        "rollouts are scored while the trainer trains",
+        fix="generator.annotate=null, or schedule.max_lag=1",
+    ),
+    must("generator.replicas", 1, LAG_WITHOUT_PROCESS, "replicas are processes", fix="generator.worker=null"),
+    must(
+        "schedule.update",
+        "between",
+        LAG_WITHOUT_PROCESS,
+        "no other generator can load weights while it samples",
+    ),
+    must(
+        "eval.temperature",
+        Allowed("be >= 0.01", lambda value: not 0 < value < 0.01),
+        When("with generator={generator}", lambda cfg: cfg.generator.lowest_temperature > 0),
+        "vLLM raises lower values to 0.01",
+        fix="eval.temperature=0.01",
+    ),
+    must(
+        "generator.devices",
+        None,
+        When(
+            "with generator.per_rank=true and several ranks",
+            lambda cfg: world_size() > 1 and cfg.generator.on_each_rank(cfg.schedule.max_lag),
+        ),
+        "the vLLM processes of the ranks would share these GPUs",
+    ),
+    must(
+        "generator.transfer",
+        one_of("auto", "shared_memory"),
+        When("with backend.device=cpu", lambda cfg: cfg.backend.device is Device.cpu),
+        "ipc and nccl need weights on a GPU",
+        fix="generator.transfer=auto",
+    ),
+    must(
+        "schedule.max_lag", 0, COLOCATED, "it sleeps while the trainer uses the device", fix="generator=vllm"
+    ),
+    must("generator.per_rank", True, ONE_OF_SEVERAL_RANKS, "each rank shares its GPU with a generator"),
+    must(
+        "generator.tensor_parallel_size",
+        1,
+        ONE_OF_SEVERAL_RANKS_HERE,
+        "vLLM would use the GPU of another rank, whose trainer does not free its memory",
+    ),
+    must("generator.path", None, SUPERVISED, "it trains on completions of the task"),
+]
+
+DOUBTS += [
+    doubtful(
+        "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for the scores)",
+        lambda cfg: chosen(cfg, "generator.annotate") == "true" and cfg.schedule.max_lag == 0,
+    ),
+    doubtful(
+        "generator.threads={generator.threads} has no effect without a process of its own "
+        "(generator.worker=true, or schedule.max_lag above 0)",
+        lambda cfg: is_set(cfg, "generator.threads") and not cfg.has_worker,
+    ),
+]
+
 
 @rule
-def worker_process(cfg: Config) -> Iterator[str]:
-    """Yield an error for an annotator without a generator process, or for more threads than cores."""
-    generator = cfg.generator
-    if not isinstance(generator, WorkerConfig):
-        return
-    if generator.annotate and not cfg.has_worker:
-        yield (
-            "generator.annotate must be null or false without a generator in a process of its own (rollouts "
-            "are scored while the trainer trains), got true; set generator.annotate=null, or "
-            "schedule.max_lag=1"
-        )
+def _more_threads_than_cores(cfg: Config) -> Iterator[str]:
     trainer, own = (count or 0 for count in threads(cfg))
-    cores, here, n = cpu_cores(), local_world_size(), max(1, generator.replicas)
-    used = trainer * here + own * n * (here if generator.per_rank else 1)
-    typed = [name for name in ("generator", "backend") if getattr(cfg, name).threads]
+    cores, here, n = cpu_cores(), local_world_size(), max(1, cfg.generator.replicas)
+    each_rank = cfg.generator.on_each_rank(cfg.schedule.max_lag)
+    used = trainer * here + own * n * (here if each_rank else 1)
+    typed = [name for name in ("generator", "backend") if is_set(cfg, f"{name}.threads")]
     if cfg.has_worker and cfg.schedule.max_lag > 0 and typed and used > max(cores, (1 + n) * here):
         many = (" x generator.replicas", f" x {n}") if n > 1 else ("", "")
         yield (
@@ -48,141 +119,42 @@ def worker_process(cfg: Config) -> Iterator[str]:
 
 
 @rule
-def replicas(cfg: Config) -> Iterator[str]:
-    """Yield an error for replicas without processes, for more replicas than requests, or with `per_rank`."""
-    generator, lag = cfg.generator, cfg.schedule.max_lag
-    if not isinstance(generator, WorkerConfig) or generator.replicas <= 1:
-        return
-    if isinstance(generator, VLLMColocatedConfig):
-        return  # `VLLMColocatedConfig.problems` rejects replicas
-    if not cfg.has_worker and lag > 0:
-        yield (
-            "generator.replicas must be 1 without a generator in a process of its own (replicas are "
-            f"processes), got {generator.replicas}; set generator.worker=null"
-        )
-    elif generator.replicas > lag + 1:
+def _more_replicas_than_requests(cfg: Config) -> Iterator[str]:
+    n, lag = cfg.generator.replicas, cfg.schedule.max_lag
+    if n > lag + 1 and not cfg.generator.shares_gpu:
         yield (
             "generator.replicas must be <= schedule.max_lag + 1 (the largest number of requests in flight, "
-            f"and a replica samples one at a time), got {generator.replicas} with schedule.max_lag={lag}; "
-            f"set schedule.max_lag={generator.replicas - 1} or generator.replicas={lag + 1}"
-        )
-    if generator.per_rank:
-        yield (
-            "generator.per_rank must be false with generator.replicas above 1 (the replicas of rank 0 "
-            f"serve all ranks), got true with {generator.replicas}; set generator.per_rank=false, and "
-            "generator.replicas to the number of processes"
+            f"and a replica samples one at a time), got {n} with schedule.max_lag={lag}; "
+            f"set schedule.max_lag={n - 1} or generator.replicas={lag + 1}"
         )
 
 
 @doubt
-def more_threads_than_cores(cfg: Config) -> Iterator[str]:
-    """Yield a warning if the trainer has more threads than the machine has cores."""
-    threads, cores = cfg.backend.threads, cpu_cores()
+def _processes_that_wait(cfg: Config) -> Iterator[str]:
+    threads, cores, n, lag = cfg.backend.threads, cpu_cores(), cfg.generator.replicas, cfg.schedule.max_lag
     if threads is not None and threads > cores:
         yield (
             f"backend.threads={threads} is more than the {cores} cores that this process may use, so threads "
             f"wait for each other; set backend.threads={cores}"
         )
-
-
-@doubt
-def idle_processes(cfg: Config) -> Iterator[str]:
-    """Yield a warning if the annotator, `threads` or replicas save no time with the other settings."""
-    generator, lag = cfg.generator, cfg.schedule.max_lag
-    if not isinstance(generator, WorkerConfig):
-        return
-    if generator.annotate and lag == 0:
+    if n > 1 and lag < n:
         yield (
-            "generator.annotate=true saves no time with schedule.max_lag=0 (the trainer waits for the scores)"
+            f"generator.replicas={n} are not all busy while the trainer trains, with schedule.max_lag={lag} "
+            f"(the number of requests in flight); schedule.max_lag={n} keeps all busy"
         )
-    if generator.threads is not None and not cfg.has_worker:
+    if n > 1 and n + local_world_size() > cores:
         yield (
-            f"generator.threads={generator.threads} has no effect without a process of its own "
-            "(generator.worker=true, or schedule.max_lag above 0)"
-        )
-    if generator.replicas > 1 and lag < generator.replicas:
-        yield (
-            f"generator.replicas={generator.replicas} are not all busy while the trainer trains, with "
-            f"schedule.max_lag={lag} (the number of requests in flight); "
-            f"schedule.max_lag={generator.replicas} keeps all busy"
-        )
-    if generator.replicas > 1 and generator.replicas + local_world_size() > cpu_cores():
-        yield (
-            f"generator.replicas={generator.replicas} and the trainer share {cpu_cores()} CPU cores: more "
-            "processes than cores save no time unless they sample on GPUs"
+            f"generator.replicas={n} and the trainer share {cores} CPU cores: more processes than cores save "
+            "no time unless they sample on GPUs"
         )
 
 
 @rule
-def vllm(cfg: Config) -> Iterator[str]:
-    """Yield an error if vLLM cannot use the evaluation temperature or the configured transfer of weights."""
-    generator = cfg.generator
-    if not isinstance(generator, VLLMConfig):
+def _saved_rollouts_fit(cfg: Config) -> Iterator[str]:
+    generator, path = cfg.generator, cfg.generator.saved_rollouts
+    if path is None:
         return
-    yield from least_temperature(generator, "eval.temperature", cfg.eval.temperature, 0.01)
-    if generator.devices is not None and generator.per_rank and world_size() > 1:
-        yield (
-            "generator.devices must be null with generator.per_rank=true and several ranks (the vLLM "
-            f"processes of the ranks would share these GPUs), got {generator.devices}; set "
-            "generator.devices=null"
-        )
-    if generator.transfer not in (Transfer.ipc, Transfer.nccl):
-        return
-    why = None
-    if cfg.backend.device is Device.cpu:
-        why = "backend.device=cpu (the weights must be on a GPU)"
-    elif generator.transfer is Transfer.ipc and not generator.shares_gpu:
-        why = f"generator={generator.name} (CUDA IPC shares memory of one GPU, and vLLM has another)"
-    elif generator.transfer is Transfer.ipc and generator.tensor_parallel_size > 1:
-        why = "generator.tensor_parallel_size above 1 (CUDA IPC shares memory of one GPU)"
-    elif generator.transfer is Transfer.nccl and generator.shares_gpu:
-        why = f"generator={generator.name} (NCCL does not connect two processes on one GPU)"
-    elif generator.replicas > 1:
-        why = "generator.replicas above 1 (all replicas read one snapshot of the weights in shared memory)"
-    if why is not None:
-        yield (
-            f"generator.transfer must not be {generator.transfer.value} with {why}, got "
-            f"{generator.transfer.value}; set generator.transfer=auto"
-        )
-
-
-@rule
-def colocated(cfg: Config) -> Iterator[str]:
-    """Yield an error if vLLM on the trainer's GPU has a lag, or if several ranks would share its GPUs."""
-    generator = cfg.generator
-    if not isinstance(generator, VLLMColocatedConfig):
-        return
-    if cfg.schedule.max_lag > 0:
-        yield (
-            "schedule.max_lag must be 0 with generator=vllm_colocated (it sleeps while the trainer uses "
-            f"the device), got {cfg.schedule.max_lag}; set generator=vllm"
-        )
-    if world_size() > 1 and not generator.per_rank and cfg.backend.device is not Device.cpu:
-        yield (
-            "generator.per_rank must be true with generator=vllm_colocated and several ranks (each rank "
-            "shares its GPU with a generator), got false; set generator.per_rank=true"
-        )
-    many = generator.tensor_parallel_size
-    if local_world_size() > 1 and many > 1 and cfg.backend.device is not Device.cpu:
-        yield (
-            "generator.tensor_parallel_size must be 1 with generator=vllm_colocated and several ranks on one "
-            "host (vLLM would use the GPU of another rank, whose trainer does not free its memory), got "
-            f"{many}; set generator.tensor_parallel_size=1"
-        )
-
-
-@rule
-def saved_rollouts_fit(cfg: Config) -> Iterator[str]:
-    """Yield an error if saved rollouts are missing, too few, or of another shape than the config."""
-    generator = cfg.generator
-    if not isinstance(generator, DatasetConfig) or generator.path is None:
-        return
-    if cfg.algo.supervised:
-        yield (
-            f"generator.path must be null for algo={cfg.algo.name} (it trains on completions of the "
-            f"task), got {generator.path}; set generator.path=null"
-        )
-    found = files(Path(generator.path).expanduser())
+    found = files(Path(path).expanduser())
     try:
         common = shared(found[0]) if found else None
         state = "no such files"
@@ -191,7 +163,7 @@ def saved_rollouts_fit(cfg: Config) -> Iterator[str]:
     if common is None:
         yield (
             "generator.path must be a folder of saved rollouts (save_generations=true writes one to the "
-            f"run folder), got {generator.path} ({state}); set generator.path=<run folder>/generations"
+            f"run folder), got {path} ({state}); set generator.path=<run folder>/generations"
         )
         return
     for key, value, theirs in (

@@ -5,16 +5,23 @@ This module imports no torch; the user's reward functions and hooks may.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from rlhf.checks.hooks import load_hooks
-from rlhf.checks.rewards import check_rewards
-from rlhf.checks.tracking import check_tracking
+from rlhf.checks.rules import training_rule
+from rlhf.config.class_address import class_problem
+from rlhf.config.root import Config
+from rlhf.config.schema import sections
+from rlhf.core.errors import UserError
 from rlhf.core.launched import is_first_rank
+from rlhf.loggers.own_hooks import Hook, load_hooks
 
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
-    from rlhf.loggers.hooks import Hook
+
+@training_rule
+def hooks_exist(cfg: Config) -> Iterator[str]:
+    """Yield an error for each hook whose class is not found."""
+    for path in cfg.hooks:
+        if problem := class_problem("hooks", path):
+            yield problem
 
 
 def check_job(cfg: Config) -> list[Hook]:
@@ -23,6 +30,7 @@ def check_job(cfg: Config) -> list[Hook]:
     Raises:
         UserError: the code cannot be imported or called, or a service refuses connections.
     """
-    check_rewards(cfg)
-    check_tracking(cfg)
-    return load_hooks(cfg) if is_first_rank() else []
+    found = [problem for key, section in sections(cfg) for problem in section.job_problems(key)]
+    if found:
+        raise UserError(*found)
+    return load_hooks(cfg.hooks) if is_first_rank() else []

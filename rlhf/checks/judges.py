@@ -4,85 +4,87 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf.checks.rules import doubt, rule, training_rule
+from rlhf.checks.rules import (
+    ALWAYS,
+    RULES,
+    TRAINING_RULES,
+    When,
+    doubt,
+    must,
+    other_than,
+    rule,
+    training_rule,
+)
 from rlhf.config.root import Config
-from rlhf.config.scorer import MixtureScorerConfig, choice, scorers
-from rlhf.config.task import MixtureConfig
+from rlhf.config.scorer import choice, scorers
+from rlhf.config.task import TaskConfig
 from rlhf.core.launched import world_size
 from rlhf.core.machine import this_machine
 from rlhf.memory.generator import annotates
 from rlhf.memory.plan import device
 
-WITHOUT_ANSWERS = ("tldr_mini", "tldr", "chat", "preferences")  # tasks whose references contain no answer
+SAVED_ROLLOUTS = When("with saved rollouts", lambda cfg: cfg.generator.saved_rollouts is not None)
+
+RULES += [
+    must(
+        "scorer@gold",
+        other_than("labels"),
+        ALWAYS,
+        "evaluation samples responses, which have no labels",
+        fix="scorer@gold=reward_model gold.path=<hub name or folder>",
+    ),
+    must(
+        "scorer",
+        other_than("mixture"),
+        SAVED_ROLLOUTS,
+        "they do not name the part of a prompt",
+        fix="scorer=labels",
+    ),
+]
+
+TRAINING_RULES += [
+    must("scorer", other_than("none"), ALWAYS, "training needs scores", fix="scorer=reward_model")
+]
 
 
 @rule
-def judges(cfg: Config) -> Iterator[str]:
-    """Yield an error for each scorer that cannot score the responses of the task."""
+def _scorers_of_tasks(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
-        key, task = choice(at), scored_task(cfg, at)
-        if scorer.name == "facts" and task != "tldr_mini":
+        key, task = choice(at), _scored_task(cfg, at)
+        if reason := scorer.cannot_score(task):
             yield (
-                f"{key} must not be facts for task={task} (that program knows only the facts of "
-                f"task=tldr_mini), got facts; set {key}=reward_model"
+                f"{key} must not be {scorer.name} for task={task.name} ({reason}), got {scorer.name}; "
+                f"set {key}=reward_model"
             )
-        if scorer.name == "answer" and task in WITHOUT_ANSWERS:
-            yield (
-                f"{key} must not be answer for task={task} (its references contain no answer to "
-                f"compare with), got answer; set {key}=reward_model"
-            )
-    if cfg.gold.name == "labels":
-        yield (
-            "scorer@gold must not be labels (evaluation samples responses, which have no labels), got "
-            "labels; set scorer@gold=reward_model gold.path=<hub name or folder>"
-        )
 
 
-def scored_task(cfg: Config, at: str) -> str:
-    """Return the name of the task whose responses the scorer at the key `at` scores."""
+def _scored_task(cfg: Config, at: str) -> TaskConfig:
+    """Return the task whose responses the scorer at the key `at` scores: `cfg.task`, or a part of it."""
     whole, _, name = at.partition(".parts.")
     scorer = cfg.gold if whole == "gold" else cfg.scorer
-    if isinstance(cfg.task, MixtureConfig) and isinstance(scorer, MixtureScorerConfig):
-        part = cfg.task.parts.get(name.partition(".")[0])
-        return cfg.task.name if part is None else part.name
-    return cfg.task.name
+    return cfg.task.parts.get(name.partition(".")[0], cfg.task) if scorer.of_mixture else cfg.task
 
 
 @rule
-def parts_of_a_mixture_have_scorers(cfg: Config) -> Iterator[str]:
-    """Yield an error if the scorers of `scorer=mixture` are not those of the parts of `task=mixture`."""
+def _parts_of_a_mixture_have_scorers(cfg: Config) -> Iterator[str]:
+    tasks = cfg.task.parts
     for at, scorer in (("scorer", cfg.scorer), ("gold", cfg.gold)):
-        if not isinstance(scorer, MixtureScorerConfig):
+        if not scorer.of_mixture or scorer.cannot_score(cfg.task):
             continue
-        key = choice(at)
-        if not isinstance(cfg.task, MixtureConfig):
+        for name in (name for name in tasks if name not in scorer.parts):
             yield (
-                f"{key} must not be mixture for task={cfg.task.name} (only task=mixture has parts), got "
-                f"mixture; set {key}=reward_model"
+                f"{at}.parts must have a scorer for each part of the task ({', '.join(tasks)}), got "
+                f"{', '.join(scorer.parts) or 'none'}; set +scorer@{at}.parts.{name}=<scorer>"
             )
-            continue
-        for name in cfg.task.parts:
-            if name not in scorer.parts:
-                yield (
-                    f"{at}.parts must have a scorer for each part of the task ({', '.join(cfg.task.parts)}), "
-                    f"got {', '.join(scorer.parts) or 'none'}; set +scorer@{at}.parts.{name}=<scorer>"
-                )
-        for name in scorer.parts:
-            if name not in cfg.task.parts:
-                yield (
-                    f"{at}.parts must be named like the parts of the task ({', '.join(cfg.task.parts)}), got "
-                    f"{name}; leave it out"
-                )
-        if cfg.generator.rollouts and not cfg.generator.samples and at == "scorer":
+        for name in (name for name in scorer.parts if name not in tasks):
             yield (
-                "scorer must not be mixture with saved rollouts (they do not name the part of a prompt), "
-                "got mixture; set scorer=labels"
+                f"{at}.parts must be named like the parts of the task ({', '.join(tasks)}), got {name}; "
+                "leave it out"
             )
 
 
 @training_rule
-def functions_reach_the_annotator(cfg: Config) -> Iterator[str]:
-    """Yield an error for a function that exists only in this process, if another process has to call it."""
+def _functions_reach_the_annotator(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
         here = [] if at.startswith("gold") else scorer.only_here
         if here and annotates(cfg, world_size(), device(cfg, this_machine()) == "cuda"):
@@ -93,16 +95,8 @@ def functions_reach_the_annotator(cfg: Config) -> Iterator[str]:
             )
 
 
-@training_rule
-def training_needs_a_scorer(cfg: Config) -> Iterator[str]:
-    """Yield an error if the training has no scorer; an evaluation needs none."""
-    if cfg.scorer.name == "none":
-        yield "scorer must not be none (training needs scores), got none; set scorer=reward_model"
-
-
 @doubt
-def training_sees_its_judge(cfg: Config) -> Iterator[str]:
-    """Yield a warning for each training scorer (or part) that is also the judge (or a part of the judge)."""
+def _training_sees_its_judge(cfg: Config) -> Iterator[str]:
     if not cfg.generator.samples:
         return
     reward = cfg.model.reward

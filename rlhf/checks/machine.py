@@ -1,4 +1,4 @@
-"""Check of processes, GPUs, memory and downloaded models of this machine. This module imports no torch."""
+"""Check of what this machine has: processes, GPUs, memory, downloaded models, a token. No torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlhf.checks.check import warn
-from rlhf.checks.publishing import push_problems
+from rlhf.checks.rules import chosen
 from rlhf.config.backend import Device
-from rlhf.config.generator import Transfer, VLLMColocatedConfig, VLLMConfig
 from rlhf.core import hub
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_world_size, missing_variables, world_size
@@ -21,6 +20,8 @@ from rlhf.models.folders import is_local, offline_problem
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
+
+TOKEN = "HF_TOKEN"  # the environment variable with the token of the Hugging Face hub
 
 
 def check_machine(cfg: Config) -> None:
@@ -79,7 +80,8 @@ def problems(cfg: Config) -> Iterator[str]:
         )
         return
     found = len(this_machine().gpus)
-    trainer, generator = local_world_size() if started > 1 else wanted or 1, gpus_of_generator(cfg)
+    trainer = local_world_size() if started > 1 else wanted or 1
+    generator = 0 if cfg.generator.shares_gpu else len(cfg.generator.reserved_gpus(local_world_size()))
     if 0 < found < trainer + generator:  # 0: the number of GPUs is unknown
         yield (
             f"the run must have {trainer + generator} GPUs here ({trainer} to train, {generator} to sample), "
@@ -89,12 +91,7 @@ def problems(cfg: Config) -> Iterator[str]:
 
 def expandable_segments(cfg: Config) -> Iterator[str]:
     """Yield an error if torch allocates memory that cannot be sent to vLLM by CUDA IPC."""
-    generator = cfg.generator
-    if not isinstance(generator, VLLMColocatedConfig) or generator.tensor_parallel_size > 1:
-        return
-    if generator.transfer not in (Transfer.auto, Transfer.ipc):
-        return
-    if cfg.backend.device is Device.cpu or not this_machine().gpus:
+    if not cfg.generator.by_cuda_ipc or cfg.backend.device is Device.cpu or not this_machine().gpus:
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         value = os.environ.get(name, "")
@@ -103,9 +100,9 @@ def expandable_segments(cfg: Config) -> Iterator[str]:
         if len(others) < len(options):
             command = f"export {name}={shlex.quote(','.join(others))}" if others else f"unset {name}"
             yield (
-                f"{name} must not contain expandable_segments:True with generator={generator.name} and "
-                f"generator.transfer={generator.transfer.value} (another process may not map such memory by "
-                f"CUDA IPC), got {value}; run: {command}, or set generator.transfer=shared_memory"
+                f"{name} must not contain expandable_segments:True with generator={cfg.generator.name} and "
+                f"generator.transfer={chosen(cfg, 'generator.transfer')} (another process may not map such "
+                f"memory by CUDA IPC), got {value}; run: {command}, or set generator.transfer=shared_memory"
             )
 
 
@@ -124,9 +121,45 @@ def downloads(cfg: Config) -> Iterator[str]:
             yield offline_problem(key, name, reason)
 
 
-def gpus_of_generator(cfg: Config) -> int:
-    """Return the number of GPUs that the generators of this host do not share with the trainer."""
-    generator = cfg.generator
-    if not isinstance(generator, VLLMConfig) or generator.shares_gpu:
-        return 0
-    return generator.gpus * (local_world_size() if generator.per_rank else 1)
+def check_push(repository: str | None) -> None:
+    """Check the name of the repository, the token and the access to the hub, before anything is computed.
+
+    Args:
+        repository: the value of `push_to`; None: nothing is uploaded.
+
+    Raises:
+        UserError: a check failed.
+    """
+    if found := list(push_problems(repository)):
+        raise UserError(*found)
+
+
+def push_problems(repository: str | None) -> Iterator[str]:
+    """Yield an error for an invalid name, a missing token, and a hub that is turned off; see `check_push`."""
+    if repository is None:
+        return
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+        reason = None if "/" in repository else "no owner"
+    except HFValidationError as error:
+        reason = str(error).partition(": ")[0].rstrip(".")
+    if reason is not None:
+        yield (
+            f"push_to= must be <owner>/<name> (a repository on the hub; {reason}), got {repository}; "
+            "set push_to=<owner>/<name>"
+        )
+    if get_token() is None:
+        yield (
+            f"push_to= needs a token that may write to {repository} ({TOKEN}, or a login), got none; run: "
+            f"hf auth login, or: export {TOKEN}=<token>, or leave push_to out (rlhf.extend: push_to=null)"
+        )
+    if constants.is_offline_mode():
+        yield (
+            f"push_to= needs access to the hub, got HF_HUB_OFFLINE=1 and push_to={repository}; run: unset "
+            "HF_HUB_OFFLINE TRANSFORMERS_OFFLINE, or leave push_to out and upload later: the same command "
+            "with push_to uploads the model of a finished run"
+        )

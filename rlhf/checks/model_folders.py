@@ -16,8 +16,7 @@ from rlhf.checks.rules import doubt, rule, training_rule
 from rlhf.config import plugins
 from rlhf.config.algo import Trains
 from rlhf.config.root import Config
-from rlhf.config.scorer import RewardModelScorerConfig, scorers
-from rlhf.config.task import PreferencesConfig
+from rlhf.config.scorer import scorers
 from rlhf.core import hub
 from rlhf.models import kinds
 from rlhf.models.folders import folder_problem, is_local, read_config
@@ -42,21 +41,21 @@ from rlhf.tasks.dialogues import has_dialogues
 CAUSAL = ("model.base", "model.policy", "model.reference")  # keys of causal language models
 
 
-def folder_of(path: str) -> Path | None:
+def _folder_of(path: str) -> Path | None:
     """Return the folder with the files of a model; None if it is not downloaded, or has an evident defect."""
     if not is_local(path):
         return hub.cached_folder(path)
     return None if folder_problem("", path) else Path(path).expanduser()
 
 
-def folders(cfg: Config) -> Iterator[tuple[str, str, Path]]:
+def _folders(cfg: Config) -> Iterator[tuple[str, str, Path]]:
     """Yield key, value and folder of each model that the config names and that is on this machine."""
     for key, path in named_models(cfg):
-        if (folder := folder_of(path)) is not None:
+        if (folder := _folder_of(path)) is not None:
             yield key, path, folder
 
 
-def tensors_of(folder: Path) -> dict[str, TensorHeader]:
+def _tensors_of(folder: Path) -> dict[str, TensorHeader]:
     """Return the headers of the weights in `folder`; empty if they are not downloaded yet."""
     try:
         return weight_headers(folder)
@@ -66,30 +65,29 @@ def tensors_of(folder: Path) -> dict[str, TensorHeader]:
 
 def tokenizer_in(path: str | None) -> TokenizerHeader | None:
     """Return the tokenizer of the model `path`, or None if its files do not show it."""
-    folder = None if path is None else folder_of_tokenizer(path)
+    folder = None if path is None else _folder_of_tokenizer(path)
     try:
         return None if folder is None else tokenizer_header(folder)
     except DamagedFile:
         return None
 
 
-def folder_of_tokenizer(path: str) -> Path | None:
+def _folder_of_tokenizer(path: str) -> Path | None:
     """Return the folder with the files of a tokenizer, which may contain no model; None if there is none."""
     folder = Path(path).expanduser() if is_local(path) else hub.cached_folder(path)
     return folder if folder is not None and folder.is_dir() else None
 
 
-def may_register_models(cfg: Config) -> bool:
+def _may_register_models(cfg: Config) -> bool:
     """Return whether transformers may learn further types of models: from model folders or from plugins."""
     return cfg.model.trust_remote_code or bool(entry_points(group=plugins.GROUP))
 
 
 @rule
-def kinds_of_models(cfg: Config) -> Iterator[str]:
-    """Yield an error for each model of an unknown type, and for each model of another kind than required."""
-    for key, path, folder in folders(cfg):
+def _kinds_of_models(cfg: Config) -> Iterator[str]:
+    for key, path, folder in _folders(cfg):
         config = read_config(str(folder)) or {}
-        if (kind := kinds.unknown_type(config)) is not None and not may_register_models(cfg):
+        if (kind := kinds.unknown_type(config)) is not None and not _may_register_models(cfg):
             remedy = "correct model_type in its config.json, or run: pip install -U transformers"
             if "auto_map" in config:  # the model comes with code of its own
                 remedy = "set model.trust_remote_code=true to run the code in its folder"
@@ -104,7 +102,7 @@ def kinds_of_models(cfg: Config) -> Iterator[str]:
                 "quantization>"
             )
         elif key not in CAUSAL:
-            if (found := kinds.not_reward(config, tensors_of(folder))) is not None:
+            if (found := kinds.not_reward(config, _tensors_of(folder))) is not None:
                 yield (
                     f"{key} must name a reward model (a sequence classifier with one label and a head named "
                     f"score), got {path!r}, {found}; train one with algo=reward model.policy=<model>"
@@ -119,22 +117,20 @@ def kinds_of_models(cfg: Config) -> Iterator[str]:
 
 
 @doubt
-def new_head(cfg: Config) -> Iterator[str]:
-    """Yield a warning if a new reward model starts from a sequence classifier, whose head is replaced."""
+def _new_head(cfg: Config) -> Iterator[str]:
     path = cfg.model.policy
     if cfg.algo.trains is Trains.reward and path is not None and kinds.is_classifier(read_config(path) or {}):
         yield f"the head of model.policy={path} (a sequence classifier) is replaced by a random head"
 
 
 @rule
-def tokenizers_are_readable(cfg: Config) -> Iterator[str]:
-    """Yield an error for each local model that must come with a tokenizer and has none, or a damaged one."""
+def _tokenizers_are_readable(cfg: Config) -> Iterator[str]:
     key, path = tokenizer_of(cfg)
     wanted = [] if path is None else [(key, path, "set model.tokenizer=<hub name or folder>")]
-    for key, path in reward_models(cfg):
+    for key, path in _reward_models(cfg):
         wanted.append((key, path, "copy the files of its tokenizer into the folder"))
     for key, path, remedy in wanted:
-        if not is_local(path) or (folder := folder_of_tokenizer(path)) is None:
+        if not is_local(path) or (folder := _folder_of_tokenizer(path)) is None:
             continue
         if key != "model.tokenizer" and folder_problem(key, path):
             continue
@@ -145,8 +141,7 @@ def tokenizers_are_readable(cfg: Config) -> Iterator[str]:
 
 
 @rule
-def special_tokens(cfg: Config) -> Iterator[str]:
-    """Yield an error if the tokenizer of the trained model has no end token or no usable pad token."""
+def _special_tokens(cfg: Config) -> Iterator[str]:
     key, path = tokenizer_of(cfg)
     tokenizer = tokenizer_in(path)
     if path is None or tokenizer is None:
@@ -160,9 +155,9 @@ def special_tokens(cfg: Config) -> Iterator[str]:
         )
         return
     # With dialogues, the chat template determines the end token.
-    known = None if dialogues_may_end_otherwise(cfg, tokenizer) else end
+    known = None if _dialogues_may_end_otherwise(cfg, tokenizer) else end
     if wanted is None and "pad_token" in special and pad in (None, known):
-        models = (folder_of_tokenizer(each) for each in (path, cfg.start) if each is not None)
+        models = (_folder_of_tokenizer(each) for each in (path, cfg.start) if each is not None)
         files = (folder / name for folder in models if folder is not None for name in ENDS)
         template = tokenizer.template if cfg.model.chat_template is None else None
         used = {known, *end_ids(*files)}
@@ -174,14 +169,13 @@ def special_tokens(cfg: Config) -> Iterator[str]:
             yield problem
 
 
-def dialogues_may_end_otherwise(cfg: Config, tokenizer: TokenizerHeader) -> bool:
+def _dialogues_may_end_otherwise(cfg: Config, tokenizer: TokenizerHeader) -> bool:
     """Return True if the run may have dialogues, and a chat template may end a turn with another token."""
-    return (tokenizer.has_chat_template or cfg.model.chat_template is not None) and may_have_dialogues(cfg)
+    return (tokenizer.has_chat_template or cfg.model.chat_template is not None) and _may_have_dialogues(cfg)
 
 
 @doubt
-def pad_token_of_texts(cfg: Config) -> Iterator[str]:
-    """Yield a warning if `model.pad_token` is a token of ordinary texts, such as `0`."""
+def _pad_token_of_texts(cfg: Config) -> Iterator[str]:
     pad, (_, path) = cfg.model.pad_token, tokenizer_of(cfg)
     tokenizer = None if pad is None else tokenizer_in(path)
     if tokenizer is not None and pad in tokenizer.ids and not LOOKS_SPECIAL.fullmatch(str(pad)):
@@ -189,22 +183,19 @@ def pad_token_of_texts(cfg: Config) -> Iterator[str]:
         yield f"model.pad_token={pad} is a token of ordinary texts, and texts must not contain it; {remedy}"
 
 
-def may_have_dialogues(cfg: Config) -> bool:
+def _may_have_dialogues(cfg: Config) -> bool:
     """Return False if the prompts of the run are certainly texts."""
-    return cfg.reads_pairs or isinstance(cfg.task, PreferencesConfig) or has_dialogues(cfg.task) is not False
+    return cfg.reads_pairs or has_dialogues(cfg.task) is not False
 
 
 @rule
-def pad_tokens_of_reward_models(cfg: Config) -> Iterator[str]:
-    """Yield an error for each pad token of a reward model's tokenizer that is not in its vocabulary."""
+def _pad_tokens_of_reward_models(cfg: Config) -> Iterator[str]:
     for at, scorer in scorers(cfg):
-        if not isinstance(scorer, RewardModelScorerConfig) or scorer.pad_token is None:
+        named, pad = scorer.reward_model(at, cfg.model.reward), scorer.pad_token
+        if named is None or pad is None or (tokenizer := tokenizer_in(named[1])) is None:
             continue
-        path, pad = scorer.path or cfg.model.reward, scorer.pad_token
-        if path is not None and (tokenizer := tokenizer_in(path)) is not None:
-            problem = pad_problem(f"{at}.pad_token", pad, path, tokenizer.ids, pad, None)
-            if problem is not None:
-                yield problem
+        if (problem := pad_problem(f"{at}.pad_token", pad, named[1], tokenizer.ids, pad, None)) is not None:
+            yield problem
 
 
 @rule
@@ -214,8 +205,8 @@ def vocabularies(cfg: Config) -> Iterator[str]:
     A reward model has its own tokenizer. If this is the tokenizer of the policy, the reward model reads the
     ids that the policy samples, and only ids of tokens are sampled.
     """
-    for own, name, folder in folders(cfg):
-        rows = embeddings_of(folder)
+    for own, name, folder in _folders(cfg):
+        rows = _embeddings_of(folder)
         header = None if own in CAUSAL else tokenizer_in(name)
         if rows is not None and header is not None and header.largest_id >= rows:
             yield (
@@ -227,10 +218,10 @@ def vocabularies(cfg: Config) -> Iterator[str]:
     tokenizer = tokenizer_in(path)
     if tokenizer is None:
         return
-    for own, name, folder in folders(cfg):
-        if own not in (start_key(cfg), "model.reference"):
+    for own, name, folder in _folders(cfg):
+        if own not in (_start_key(cfg), "model.reference"):
             continue
-        rows = embeddings_of(folder)
+        rows = _embeddings_of(folder)
         if rows is not None and tokenizer.largest_id >= rows:
             reference = own == "model.reference"
             kind = "a model with the vocabulary of the policy" if reference else "the tokenizer of the model"
@@ -239,7 +230,7 @@ def vocabularies(cfg: Config) -> Iterator[str]:
                 f"ids up to {tokenizer.largest_id} in the tokenizer of {path!r} and {rows} embeddings in "
                 f"{name!r}; set {own if reference else 'model.tokenizer'}=<{kind}>"
             )
-        elif own == "model.reference" and (token := other_id(tokenizer, tokenizer_in(name))) is not None:
+        elif own == "model.reference" and (token := _other_id(tokenizer, tokenizer_in(name))) is not None:
             yield (
                 "model.reference must have the vocabulary of the policy (both read the same token ids), got "
                 f"{name!r}, in which {token!r} has another id than in {path!r}; set model.reference=<a model "
@@ -247,26 +238,25 @@ def vocabularies(cfg: Config) -> Iterator[str]:
             )
 
 
-def embeddings_of(folder: Path) -> int | None:
+def _embeddings_of(folder: Path) -> int | None:
     """Return the number of rows of the embeddings in a model folder, or None if config.json lacks it."""
     config = read_config(str(folder)) or {}
     rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     return rows if isinstance(rows, int) else None
 
 
-def other_id(one: TokenizerHeader, other: TokenizerHeader | None) -> str | None:
+def _other_id(one: TokenizerHeader, other: TokenizerHeader | None) -> str | None:
     """Return a token that has different ids in two tokenizers, or None; tokens of only one do not count."""
     ids = {} if other is None else other.ids
     return next((token for token, number in one.ids.items() if ids.get(token, number) != number), None)
 
 
 @training_rule
-def layers_with_adapters(cfg: Config) -> Iterator[str]:
-    """Yield an error for each name in `model.lora.targets` that is no linear layer of the trained model."""
-    lora, folder = cfg.model.lora, None if cfg.start is None else folder_of(cfg.start)
+def _layers_with_adapters(cfg: Config) -> Iterator[str]:
+    lora, folder = cfg.model.lora, None if cfg.start is None else _folder_of(cfg.start)
     if lora.rank < 1 or not lora.targets or folder is None:
         return
-    layers = linear_layers(read_config(str(folder)) or {}, tensors_of(folder))
+    layers = linear_layers(read_config(str(folder)) or {}, _tensors_of(folder))
     available = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     for target in lora.targets if layers else ():
         if not any(name == target or name.endswith(f".{target}") for name in layers):
@@ -277,9 +267,8 @@ def layers_with_adapters(cfg: Config) -> Iterator[str]:
 
 
 @doubt
-def large_adapters(cfg: Config) -> Iterator[str]:
-    """Yield a warning if the rank of the adapters is larger than the width of the model."""
-    rank, folder = cfg.model.lora.rank, None if cfg.start is None else folder_of(cfg.start)
+def _large_adapters(cfg: Config) -> Iterator[str]:
+    rank, folder = cfg.model.lora.rank, None if cfg.start is None else _folder_of(cfg.start)
     width = None if folder is None or rank < 1 else (read_config(str(folder)) or {}).get("hidden_size")
     if isinstance(width, int) and rank > width:
         yield (
@@ -288,8 +277,7 @@ def large_adapters(cfg: Config) -> Iterator[str]:
         )
 
 
-def start_key(cfg: Config) -> str:
-    """Return the key of the model that training starts from."""
+def _start_key(cfg: Config) -> str:
     return "model.base" if cfg.algo.trains is Trains.base else "model.policy"
 
 
@@ -297,14 +285,10 @@ def tokenizer_of(cfg: Config) -> tuple[str, str | None]:
     """Return the key and the value that name the tokenizer of the trained model; None: the run makes it."""
     if cfg.model.tokenizer is not None:
         return "model.tokenizer", cfg.model.tokenizer
-    return start_key(cfg), cfg.start
+    return _start_key(cfg), cfg.start
 
 
-def reward_models(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield the key and the value of each named reward model that scores responses."""
+def _reward_models(cfg: Config) -> Iterator[tuple[str, str]]:
     for at, scorer in scorers(cfg):
-        if isinstance(scorer, RewardModelScorerConfig):
-            if scorer.path is not None:
-                yield f"{at}.path", scorer.path
-            elif cfg.model.reward is not None:
-                yield "model.reward", cfg.model.reward
+        if (named := scorer.reward_model(at, cfg.model.reward)) is not None:
+            yield named

@@ -6,13 +6,12 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf.checks.rules import rule
+from rlhf.checks.rules import RULES, TRAINING_RULES, Allowed, When, chosen, must, one_of, rule
 from rlhf.config.algo import Trains
 from rlhf.config.backend import Device
-from rlhf.config.model import Dtype, NanoConfig, float16_needs_gpu
-from rlhf.config.policy_gradient import PPOConfig, ValueFrom
+from rlhf.config.model import Dtype, float16_needs_gpu
 from rlhf.config.root import Config
-from rlhf.config.scorer import RewardModelScorerConfig, scorers
+from rlhf.config.scorer import scorers
 from rlhf.core.machine import this_machine
 from rlhf.core.pasting import setting
 from rlhf.models.folders import (
@@ -28,23 +27,56 @@ from rlhf.models.folders import (
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
+def _value_model_has_no_start(cfg: Config) -> bool:
+    made = cfg.makes_models and cfg.scorer.reads_reward
+    return chosen(cfg, "algo.value_from") == "reward" and not made and cfg.value_reward is None
+
+
+RULES += [
+    must(
+        "model.dtype",
+        one_of("float32", "bfloat16"),
+        When("with backend={backend}", lambda cfg: not cfg.backend.scales_loss),
+        "it does not scale the loss, without which small gradients are 0",
+        fix="model.dtype=bfloat16",
+    ),
+    must(
+        "model.lora.rank",
+        0,
+        When(
+            "for algo={algo} without model.base",
+            lambda cfg: cfg.algo.trains is Trains.base and cfg.model.base is None,
+        ),
+        "adapters need a pretrained model",
+    ),
+    must(
+        "model.reward",
+        Allowed("name a reward model", lambda path: path is not None),
+        When("for algo.value_from=reward", _value_model_has_no_start),
+        "the value model starts from it",
+        fix="model.reward=<hub name or folder> or algo.value_from=policy",
+    ),
+]
+
+TRAINING_RULES += [
+    must(
+        "backend.compile",
+        one_of(None, False),
+        When("with backend={backend}", lambda cfg: not cfg.backend.compiles),
+        "DeepSpeed changes the modules of a model",
+        fix="backend.compile=null, or backend=torch",
+    )
+]
+
+
 @rule
-def dtype_of_backend(cfg: Config) -> Iterator[str]:
-    """Yield an error if the dtype is float16 and the device or the backend cannot train in float16."""
-    if cfg.model.dtype is not Dtype.float16:
-        return
-    if cfg.backend.device is Device.cpu:
+def _float16_has_a_gpu(cfg: Config) -> Iterator[str]:
+    if cfg.model.dtype is Dtype.float16 and cfg.backend.device is Device.cpu:
         yield float16_needs_gpu("backend.device=cpu")
-    if not cfg.backend.scales_loss:
-        yield (
-            f"model.dtype must be float32 or bfloat16 with backend={cfg.backend.name} (it does not scale "
-            "the loss, without which small gradients are 0), got float16; set model.dtype=bfloat16"
-        )
 
 
 @rule
-def flash_attention_can_run(cfg: Config) -> Iterator[str]:
-    """Yield an error if `model.attention` names a flash attention that cannot run here."""
+def _flash_attention_can_run(cfg: Config) -> Iterator[str]:
     name, device = cfg.model.attention, cfg.backend.device
     if name not in FLASH_PACKAGES:
         return
@@ -68,8 +100,7 @@ def flash_attention_can_run(cfg: Config) -> Iterator[str]:
 
 
 @rule
-def fused_head_can_run(cfg: Config) -> Iterator[str]:
-    """Yield an error if `model.fused_head` is true and Liger's kernel cannot run here."""
+def _fused_head_can_run(cfg: Config) -> Iterator[str]:
     if not cfg.model.fused_head:
         return
     reasons = {
@@ -90,8 +121,7 @@ def fused_head_can_run(cfg: Config) -> Iterator[str]:
 
 
 @rule
-def models_are_named(cfg: Config) -> Iterator[str]:
-    """Yield an error for each model that the run needs, cannot make, and the config does not name."""
+def _models_are_named(cfg: Config) -> Iterator[str]:
     if cfg.makes_models:
         return
     model = cfg.model
@@ -109,32 +139,7 @@ def models_are_named(cfg: Config) -> Iterator[str]:
 
 
 @rule
-def adapters_have_a_base(cfg: Config) -> Iterator[str]:
-    """Yield an error if adapters would be trained on a model with random weights."""
-    rank = cfg.model.lora.rank
-    if rank >= 1 and cfg.algo.trains is Trains.base and cfg.model.base is None:
-        yield (
-            f"model.lora.rank must be 0 for algo={cfg.algo.name} without model.base (adapters need a "
-            f"pretrained model), got {rank}; set model.lora.rank=0"
-        )
-
-
-@rule
-def value_model_has_a_start(cfg: Config) -> Iterator[str]:
-    """Yield an error if the value model starts from a reward model and the run has no reward model."""
-    if not isinstance(cfg.algo, PPOConfig) or cfg.algo.value_from is not ValueFrom.reward:
-        return
-    made = cfg.makes_models and cfg.scorer.reads_reward
-    if not made and cfg.value_reward is None:
-        yield (
-            "model.reward must name a reward model for algo.value_from=reward (the value model starts from "
-            "it), got null; set model.reward=<hub name or folder> or algo.value_from=policy"
-        )
-
-
-@rule
-def models(cfg: Config) -> Iterator[str]:
-    """Yield an error for each incomplete model folder, and if the context is too short for a sequence."""
+def _models(cfg: Config) -> Iterator[str]:
     contexts = []
     for key, path in named_models(cfg):
         if problem := folder_problem(key, path):
@@ -153,7 +158,7 @@ def models(cfg: Config) -> Iterator[str]:
             f"folder {tokenizer!r}), got {tokenizer!r}; {remedy}"
         )
     made = not cfg.stand_ins and cfg.model.policy is None and cfg.model.base is None
-    if isinstance(cfg.model, NanoConfig) and made and not contexts:
+    if made and not contexts:
         contexts.append(cfg.model.context)
     context = min((c for c in contexts if c is not None), default=None)
     if problem := context_problem(context, cfg.task.max_prompt_tokens, cfg.generator.response_length):
@@ -161,8 +166,7 @@ def models(cfg: Config) -> Iterator[str]:
 
 
 @rule
-def encodings_of_positions(cfg: Config) -> Iterator[str]:
-    """Yield an error if sequences may be so long that the encoding of positions depends on the batch."""
+def _encodings_of_positions(cfg: Config) -> Iterator[str]:
     lengths = cfg.task.max_prompt_tokens, cfg.generator.response_length
     for key, path in named_models(cfg):
         sound = is_local(path) and folder_problem(key, path) is None
@@ -174,9 +178,7 @@ def encodings_of_positions(cfg: Config) -> Iterator[str]:
 def named_models(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the config key and the value (hub name or folder) of every model that the config names."""
     found = {f"model.{name}": getattr(cfg.model, name) for name in ("base", "policy", "reference", "reward")}
+    yield from ((key, path) for key, path in found.items() if path is not None)
     for at, scorer in scorers(cfg):
-        if isinstance(scorer, RewardModelScorerConfig):
-            found[f"{at}.path"] = scorer.path
-    for key, path in found.items():
-        if path is not None:
-            yield key, path
+        if (named := scorer.reward_model(at, None)) is not None:
+            yield named

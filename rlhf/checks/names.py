@@ -1,39 +1,45 @@
-"""Names that become part of paths: names of sections (algorithm, task, model and so on) and of splits."""
+"""Rules for names: of sections, of `tuned` settings, of recipes, and of the user's files."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rlhf.checks.rules import rule
-from rlhf.config.catalogue import options
+from rlhf.config.catalogue import conf_dirs, options
+from rlhf.config.function_source import top_level_module
 from rlhf.config.mistakes import chosen_by, group_of, option_name, split
 from rlhf.config.root import Config
 from rlhf.config.schema import sections
 
+COMMAND = re.compile(r"^# Command:\s*(python -m rlhf\.(\w+) .*)$", re.M)  # in the head of a recipe
+# Imported by each run, directly or by transformers, with names that a file of the user may have.
+LIBRARIES = (
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "mlflow",
+    "peft",
+    "tokenizers",
+    "torch",
+    "trackio",
+    "transformers",
+    "vllm",
+    "wandb",
+)
 NAMED = ("algo", "model", "task", "generator", "backend", "scorer", "gold")
 
 
 @rule
-def names(cfg: Config) -> Iterator[str]:
-    """Yield an error for each section whose name is not that of its option, for example in a recipe."""
+def _names(cfg: Config) -> Iterator[str]:
     for key, section in sections(cfg):
         name, option = getattr(section, "name", None), option_name(type(section))
         if name is None or option is None:
             continue
         known = options("model") if key == "model" else [option]
         if name not in known:
-            yield wrong_name(key, name)
-
-
-@rule
-def splits(cfg: Config) -> Iterator[str]:
-    """Yield an error if the name of a split leads out of a folder: files of stand-ins have its name."""
-    split = getattr(cfg.task, "validation_split", "validation")
-    if not split or split.startswith(".") or "/" in split or "\0" in split:
-        yield (
-            "task.validation_split must be the name of a split (files have its name), got "
-            f"{split!r}; set task.validation_split=test"
-        )
+            yield _wrong_name(key, name)
 
 
 def typed_names(overrides: Sequence[str]) -> Iterator[str]:
@@ -41,11 +47,56 @@ def typed_names(overrides: Sequence[str]) -> Iterator[str]:
     for key, value in map(split, overrides):
         at, dot, leaf = key.lstrip("+").rpartition(".")
         if dot and leaf == "name" and (at in NAMED or ".parts." in at):
-            yield wrong_name(at, value)
+            yield _wrong_name(at, value)
 
 
-def wrong_name(at: str, name: str) -> str:
+def _wrong_name(at: str, name: str) -> str:
     """Return the message for a section `at` whose key `name` was set."""
     exists = name in options(group_of(at))
     remedy = f"set {chosen_by(at)}={name}" if exists else f"choose an option with {chosen_by(at)}=<option>"
     return f"{at}.name must not be set (the option of {chosen_by(at)} sets it), got {name}; {remedy}"
+
+
+def unknown_tuning(overrides: Sequence[str]) -> list[str]:
+    """Return an error for each `tuned=` that names no file.
+
+    Hydra accepts an unknown `tuned=`, because the defaults list marks the group as optional.
+    """
+    names = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("tuned=")]
+    return [
+        f"tuned must be one of {', '.join(options('tuned'))}, got {name!r}; write ~tuned for none"
+        for name in names
+        if name not in options("tuned")
+    ]
+
+
+def recipes_of_other_commands(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each `experiment=` of the overrides whose recipe is for `rlhf.relabel`."""
+    for key, value in map(split, overrides):
+        if key.lstrip("+") != "experiment":
+            continue
+        for folder in conf_dirs():
+            file = folder / "experiment" / f"{value}.yaml"
+            found = COMMAND.search(file.read_text(encoding="utf-8")) if file.is_file() else None
+            if found is not None and found[2] == "relabel":
+                yield (
+                    f"experiment must be a recipe that trains ({value} only labels pairs), got {value}; "
+                    f"run: {found[1]}"
+                )
+
+
+@rule
+def _libraries_are_not_hidden(cfg: Config) -> Iterator[str]:
+    for name in LIBRARIES:
+        for file in (Path(f"{name}.py"), Path(name, "__init__.py")):
+            if file.is_file() and _imports(name, file):
+                yield (
+                    f"{file} must not have the name of a library (Python imports it instead of {name}), got "
+                    f"{file.absolute()}; rename it"
+                )
+
+
+def _imports(name: str, file: Path) -> bool:
+    """Return whether `import <name>` would read `file`."""
+    found = top_level_module(name)
+    return found is not None and found.origin is not None and file.samefile(found.origin)

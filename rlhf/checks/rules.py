@@ -1,14 +1,29 @@
-"""The lists of rules over the whole config, and the decorators that add a rule to a list.
+"""Rules over the whole config. A rule is a row, if one key has a wrong value, or a function.
 
-A rule is a generator function of the config that yields error messages (or, for `@doubt`, warnings). A
-plug-in may decorate rules of its own in the module that registers its options.
+    DEEPSPEED = When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer)
+
+    RULES += [
+        must("optim.optimizer", "adamw", DEEPSPEED, "its engine has no other optimizer"),
+    ]
+
+This row yields "optim.optimizer must be adamw with backend=zero2 (its engine has no other optimizer), got
+muon; set optim.optimizer=adamw". The values after "got" and for `{backend}` are those of the config. A row
+does not apply to a config without its key. docs/reference/config.md lists the rows.
+
+A function yields error messages (or, for `@doubt`, warnings). A plug-in may add rules of both forms in the
+module that registers its options.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 from rlhf.config.root import Config
+from rlhf.config.schema import ABSENT, Section, plain, value_at
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -33,3 +48,115 @@ def doubt(check: Rule) -> Rule:
     """Add `check` to the rules whose messages are warnings."""
     DOUBTS.append(check)
     return check
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """The configs to which a row applies.
+
+    Args:
+        text: the condition in words, as it continues the message, such as "with generator={generator}".
+        holds: whether the row applies to a config.
+    """
+
+    text: str
+    holds: Callable[[Config], bool]
+
+
+ALWAYS = When("", lambda cfg: True)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The values that a row allows.
+
+    Args:
+        text: the rule in words, as it continues the message after "must", such as "be > 0".
+        holds: whether a value is allowed.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def one_of(*values: Any) -> Allowed:
+    """Allow only values that are typed like one of these; a section is typed as the name of its option."""
+    allowed = [_typed(value) for value in values]
+    return Allowed(f"be {' or '.join(allowed)}", lambda found: _typed(found) in allowed)
+
+
+def other_than(value: Any) -> Allowed:
+    """Allow every value that is typed in another way than `value`."""
+    return Allowed(f"not be {_typed(value)}", lambda found: _typed(found) != _typed(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A rule about the value of one key; see `must`."""
+
+    key: str
+    allowed: Allowed
+    when: When
+    because: str
+    fix: str
+
+    def __call__(self, cfg: Config) -> Iterator[str]:
+        """Yield the error message if the config breaks the rule."""
+        value = _read(cfg, self.key)
+        if value is ABSENT or self.allowed.holds(value) or not self.when.holds(cfg):
+            return
+        rule = f"{self.key} must {self.allowed.text} {self.when.text}".rstrip()
+        yield f"{_filled(f'{rule} ({self.because})', cfg)}, got {_typed(value)}; set {_filled(self.fix, cfg)}"
+
+
+def must(key: str, allowed: Any, when: When, because: str, fix: str | None = None) -> Row:
+    """Return the rule that a key must have a value, or one of the allowed values.
+
+    Args:
+        key: a config key, or a key that selects an option, such as "generator" or "scorer@gold".
+        allowed: the only allowed value, or an `Allowed`.
+        when: the configs to which the rule applies.
+        because: the reason.
+        fix: overrides that make the config valid; None: the key with its only allowed value.
+    """
+    if not isinstance(allowed, Allowed):
+        allowed, fix = one_of(allowed), fix or f"{key}={_typed(allowed)}"
+    assert fix is not None, key
+    return Row(key, allowed, when, because, fix)
+
+
+def doubtful(text: str, when: Callable[[Config], bool]) -> Rule:
+    """Return the rule that warns of the configs for which `when` is true; `text` may contain `{<key>}`."""
+    return lambda cfg: iter([_filled(text, cfg)] if when(cfg) else [])
+
+
+def chosen(cfg: Config, key: str) -> str:
+    """Return the value of a key as text, as it is typed; empty if the config has no such key."""
+    value = _read(cfg, key)
+    return "" if value is ABSENT else _typed(value)
+
+
+def is_set(cfg: Config, key: str) -> bool:
+    """Return whether the config has a key, and its value is not null."""
+    return _read(cfg, key) not in (ABSENT, None)
+
+
+def _read(cfg: Config, key: str) -> Any:
+    """Return the value of a key, which may be a section; `ABSENT`: the config has no such key."""
+    return value_at(cfg, key.rpartition("@")[2])
+
+
+def _typed(value: Any) -> str:
+    if isinstance(value, Section):
+        return str(value_at(value, "name"))
+    if isinstance(value, Enum):
+        return str(value.value)
+    return str(value).lower() if isinstance(value, bool) else plain(value)
+
+
+def _filled(text: str, cfg: Config) -> str:
+    """Return `text` with the value of a key in place of each `{<key>}`."""
+    return re.sub(r"\{([\w.@]+)\}", lambda found: chosen(cfg, found[1]), text)

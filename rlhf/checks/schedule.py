@@ -1,20 +1,85 @@
-"""Rules for the length of a run, for equal parts of batches, for in-flight updates and for replay."""
+"""Rules for the length of a run, for equal parts of batches, for replay, and for the optimizer."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
-from rlhf.checks.rules import doubt, rule, training_rule
+from rlhf.checks.rules import (
+    DOUBTS,
+    TRAINING_RULES,
+    Allowed,
+    When,
+    chosen,
+    doubt,
+    doubtful,
+    must,
+    training_rule,
+)
 from rlhf.config.root import Config
-from rlhf.config.schedule import MOST_EPISODES
+from rlhf.config.schedule import MOST_EPISODES, ESSScaling, Optimizer
 from rlhf.config.schema import plain
-from rlhf.config.scorer import RewardModelScorerConfig
 from rlhf.core.launched import world_size
+
+NO_SAMPLES = When("with generator={generator}", lambda cfg: not cfg.generator.samples)
+
+LOG_PROBS = "the effective sample size is computed from the sampler's log-probs"
+
+TRAINING_RULES += [
+    must(
+        "schedule.total_epochs",
+        None,
+        When("with generator.path", lambda cfg: cfg.generator.saved_rollouts is not None),
+        "saved rollouts count as episodes",
+        fix="schedule.total_epochs=null schedule.total_episodes=12800",
+    ),
+    must(
+        "schedule.eval_every",
+        Allowed("be > 0", lambda value: value != 0),
+        When(
+            "with objective_metric={objective_metric}",
+            lambda cfg: (cfg.objective_metric or "").startswith("eval/"),
+        ),
+        "only an evaluation measures that metric",
+        fix="schedule.eval_every=0.2",
+    ),
+    must("schedule.replay", 1, NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
+    must("schedule.solved_at", None, NO_SAMPLES, "its scores are those of stored responses"),
+    must(
+        "optim.optimizer",
+        "adamw",
+        When("with backend={backend}", lambda cfg: not cfg.backend.any_optimizer),
+        "its engine has no other optimizer",
+        fix="optim.optimizer=adamw or backend=torch",
+    ),
+    must("optim.ess_scaling", "none", When("with algo={algo}", lambda cfg: cfg.algo.supervised), LOG_PROBS),
+    must(
+        "optim.ess_scaling",
+        "none",
+        When(
+            "with generator={generator} without a path",
+            lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised,
+        ),
+        LOG_PROBS,
+    ),
+]
+
+DOUBTS += [
+    doubtful(
+        "schedule.solved_at={schedule.solved_at} is compared with scores of a reward model, which are not "
+        "pass rates",
+        lambda cfg: cfg.schedule.solved_at is not None and chosen(cfg, "scorer") == "reward_model",
+    ),
+    doubtful(
+        "optim.ess_on_policy={optim.ess_on_policy} has no effect with optim.ess_scaling=none; set "
+        "optim.ess_scaling=sqrt",
+        lambda cfg: cfg.optim.ess_scaling is ESSScaling.none and cfg.optim.ess_on_policy != 1,
+    ),
+]
 
 
 @training_rule
-def length(cfg: Config) -> Iterator[str]:
-    """Yield an error if the length of the run is missing, ambiguous, in a wrong unit or not divisible."""
+def _length(cfg: Config) -> Iterator[str]:
     episodes, epochs = cfg.schedule.total_episodes, cfg.schedule.total_epochs
     if cfg.epochs is None and episodes is None:
         yield (
@@ -27,11 +92,6 @@ def length(cfg: Config) -> Iterator[str]:
             f"the run), got {episodes} and {plain(epochs)}; set schedule.total_epochs=null or "
             "schedule.total_episodes=null"
         )
-    elif epochs is not None and cfg.generator.rollouts and not cfg.generator.samples:
-        yield (
-            "schedule.total_epochs must be null with generator.path (saved rollouts count as episodes), "
-            f"got {plain(epochs)}; set schedule.total_epochs=null schedule.total_episodes=12800"
-        )
     per_update = cfg.episodes_per_update
     if episodes is None or not 1 <= episodes <= MOST_EPISODES or per_update < 1:
         return
@@ -40,20 +100,25 @@ def length(cfg: Config) -> Iterator[str]:
             "schedule.total_episodes must be divisible by the episodes of an update "
             f"(schedule.prompts_per_update x algo.samples_per_prompt = {cfg.schedule.prompts_per_update} x "
             f"{cfg.algo.samples_per_prompt} = {per_update}), got {episodes}; "
-            f"set schedule.total_episodes={nearest_multiple(episodes, per_update)}"
+            f"set schedule.total_episodes={_nearest_multiple(episodes, per_update)}"
         )
 
 
 @training_rule
-def division(cfg: Config) -> Iterator[str]:
-    """Yield an error if minibatches, ranks or micro-batches cannot get whole prompts, or equal parts."""
+def _division(cfg: Config) -> Iterator[str]:
     prompts, parts = cfg.schedule.prompts_per_update, cfg.schedule.minibatches
-    if prompts >= 1 and parts >= 1 and prompts % parts:
-        yield (
-            "schedule.prompts_per_update must be divisible by schedule.minibatches (minibatches are equal "
-            f"parts of the prompts), got {prompts} and {parts}; "
-            f"set schedule.prompts_per_update={nearest_multiple(prompts, parts)}"
-        )
+    yield from _divisible(
+        "schedule.prompts_per_update",
+        prompts,
+        "schedule.minibatches (minibatches are equal parts of the prompts)",
+        parts,
+    )
+    yield from _divisible(
+        "backend.micro_batch",
+        cfg.backend.micro_batch,
+        "algo.samples_per_prompt (the samples of one prompt are never split)",
+        cfg.algo.samples_per_prompt,
+    )
     ranks = world_size()
     for key, count, meaning in (
         (
@@ -68,78 +133,44 @@ def division(cfg: Config) -> Iterator[str]:
                 f"{key} must give each of the {ranks} ranks a prompt ({meaning}), got {count}; start fewer "
                 f"ranks, or set {key}={ranks * (parts if key.startswith('schedule') else 1)}"
             )
-    sequences, group = cfg.backend.micro_batch, cfg.algo.samples_per_prompt
-    if sequences >= 1 and group >= 1 and sequences % group:
-        yield (
-            "backend.micro_batch must be divisible by algo.samples_per_prompt (the samples of one prompt are "
-            f"never split), got {sequences} and {group}; "
-            f"set backend.micro_batch={nearest_multiple(sequences, group)}"
-        )
 
 
 @training_rule
-def objective_metric(cfg: Config) -> Iterator[str]:
-    """Yield an error if `objective_metric` is a metric of evaluations and the run has no evaluations."""
-    metric = cfg.objective_metric
-    if metric is not None and metric.startswith("eval/") and cfg.schedule.eval_every == 0:
+def _bitsandbytes_is_installed(cfg: Config) -> Iterator[str]:
+    eight_bits = cfg.optim.optimizer is Optimizer.adamw_8bit and cfg.backend.any_optimizer
+    if eight_bits and importlib.util.find_spec("bitsandbytes") is None:
         yield (
-            f"schedule.eval_every must be > 0 with objective_metric={metric} (only an evaluation measures "
-            "that metric), got 0; set schedule.eval_every=0.2"
+            "optim.optimizer=adamw_8bit needs the package bitsandbytes, which is not installed; "
+            "run: pip install -e '.[bnb]', or set optim.optimizer=adamw"
         )
 
 
-@rule
-def in_flight_needs_a_process(cfg: Config) -> Iterator[str]:
-    """Yield an error if weights are updated in flight without a separate generator process."""
+@doubt
+def _never_reached(cfg: Config) -> Iterator[str]:
     schedule = cfg.schedule
-    if schedule.in_flight and schedule.max_lag >= 1 and not cfg.has_worker:
+    if schedule.total_episodes is None or cfg.episodes_per_update < 1:
+        return
+    updates = cfg.num_updates()
+    steps = updates * schedule.minibatches * schedule.epochs
+    if schedule.max_lag >= updates > 0:
+        yield f"schedule.max_lag={schedule.max_lag} is never reached in a run of {updates} updates"
+    if schedule.replay > updates > 0:
+        yield f"schedule.replay={schedule.replay} batches are never reached in a run of {updates} updates"
+    if cfg.optim.warmup >= max(1, steps):
         yield (
-            "schedule.update must be between without a generator in a process of its own (no other generator "
-            f"can load weights while it samples), got in_flight with generator={cfg.generator.name}; "
-            "set schedule.update=between"
+            f"optim.warmup={plain(cfg.optim.warmup)} lasts the whole run of {steps} optimizer steps, so "
+            "the learning rate never reaches optim.lr"
         )
 
 
-@training_rule
-def replay_needs_samples(cfg: Config) -> Iterator[str]:
-    """Yield an error if batches of a generator that samples nothing would be replayed."""
-    if cfg.schedule.replay > 1 and not cfg.generator.samples:
+def _divisible(key: str, whole: int, by: str, part: int) -> Iterator[str]:
+    if whole >= 1 and part >= 1 and whole % part:
         yield (
-            f"schedule.replay must be 1 with generator={cfg.generator.name} (nothing is sampled, and epochs "
-            f"repeat stored responses), got {cfg.schedule.replay}; set schedule.replay=1"
+            f"{key} must be divisible by {by}, got {whole} and {part}; "
+            f"set {key}={_nearest_multiple(whole, part)}"
         )
 
 
-@training_rule
-def solved_prompts_need_samples(cfg: Config) -> Iterator[str]:
-    """Yield an error if prompts would be left out that a generator without samples does not score."""
-    if cfg.schedule.solved_at is not None and not cfg.generator.samples:
-        yield (
-            f"schedule.solved_at must be null with generator={cfg.generator.name} (its scores are those of "
-            f"stored responses), got {plain(cfg.schedule.solved_at)}; set schedule.solved_at=null"
-        )
-
-
-@doubt
-def solved_by_a_reward_model(cfg: Config) -> Iterator[str]:
-    """Yield a warning if the scores that decide whether a prompt is solved are not pass rates."""
-    if cfg.schedule.solved_at is not None and isinstance(cfg.scorer, RewardModelScorerConfig):
-        yield (
-            f"schedule.solved_at={plain(cfg.schedule.solved_at)} is compared with scores of a reward model, "
-            "which are not pass rates"
-        )
-
-
-@doubt
-def replay_is_never_full(cfg: Config) -> Iterator[str]:
-    """Yield a warning if the replay buffer has more batches than the run."""
-    replay = cfg.schedule.replay
-    if cfg.schedule.total_episodes is not None and cfg.episodes_per_update >= 1:
-        updates = cfg.num_updates()
-        if replay > updates > 0:
-            yield f"schedule.replay={replay} batches are never reached in a run of {updates} updates"
-
-
-def nearest_multiple(value: int, of: int) -> int:
+def _nearest_multiple(value: int, of: int) -> int:
     """Return the multiple of `of` that is closest to `value`, at least `of` itself."""
     return max(1, round(value / of)) * of

@@ -1,15 +1,17 @@
-"""Rules between the task and the rest of the config: local data folders and preference pairs."""
+"""Rules between the task and the rest of the config: data, preference pairs and dialogues."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
-from rlhf.checks.rules import doubt, rule
-from rlhf.config.algo import Data, Trains
+from rlhf.checks.model_folders import tokenizer_in, tokenizer_of
+from rlhf.checks.rules import DOUBTS, doubt, doubtful, is_set, rule
+from rlhf.config.algo import Trains
 from rlhf.config.root import Config
-from rlhf.config.task import PREFERENCE_COLUMNS, ChatConfig, LocalConfig, MixtureConfig, PreferencesConfig
+from rlhf.config.task import PREFERENCE_COLUMNS, Need, TaskConfig
+from rlhf.core.chat_format import no_template
 from rlhf.core.errors import UserError
 from rlhf.core.pasting import setting
 from rlhf.tasks.dialogues import different_forms, has_dialogues
@@ -17,13 +19,17 @@ from rlhf.tasks.folders import folder_problems
 from rlhf.tasks.local_files import HUB_NAME, LocalFiles
 
 
+def _needs(cfg: Config) -> Iterator[Need]:
+    return cfg.task.needs(cfg.reads_pairs, cfg.algo.trains is Trains.policy)
+
+
 @rule
 def data_folders(cfg: Config) -> Iterator[str]:
     """Yield an error for each data folder that is missing, or lacks a split, column or row of the run."""
-    evaluates = cfg.algo.trains is Trains.policy
-    for key, path, columns, splits, reason in cfg.task.needs(cfg.reads_pairs, evaluates):
+    for key, path, columns, splits, reason in _needs(cfg):
         hub_key = "preferences_name" if tuple(columns) == PREFERENCE_COLUMNS else "prompts_name"
-        if is_hub_name(path) and hub_key in {each.name for each in fields(cfg.task)}:
+        of_hub = HUB_NAME.fullmatch(path) is not None and not Path(path).parent.is_dir()
+        if of_hub and hub_key in {each.name for each in fields(cfg.task)}:
             yield (
                 f"{key} must name a local folder ({reason}), got {path} (no such folder, but the form of a "
                 f"name on the hub); for a data set of the hub set {setting(f'task.{hub_key}', path)} "
@@ -33,70 +39,75 @@ def data_folders(cfg: Config) -> Iterator[str]:
             yield from folder_problems(key, path, columns, splits, reason)
 
 
-def is_hub_name(path: str) -> bool:
-    """Return whether a path has the form owner/name, and the folder `owner` does not exist."""
-    return HUB_NAME.fullmatch(path) is not None and not Path(path).parent.is_dir()
-
-
 @rule
-def local_data(cfg: Config) -> Iterator[str]:
-    """Yield an error for each problem of the files of `task=local`: columns, and rows that are no data."""
-    if (content := local_content(cfg)) is None:
+def data_of_tasks(cfg: Config) -> Iterator[str]:
+    """Yield an error for each problem of the user's files, and for missing pairs, also of parts."""
+    for name, task in (cfg.task.parts or {"": cfg.task}).items():
+        for text in (*_own_data(cfg, task), *_missing_pairs(cfg, task)):
+            yield cfg.task.own_key(name, text)
+
+
+def _own_data(cfg: Config, task: TaskConfig) -> Iterator[str]:
+    content = task.own_rows(cfg.data, evaluates=cfg.algo.trains is Trains.policy)
+    if content is None or task.own_files is None:
         return
-    assert isinstance(cfg.task, LocalConfig)
     try:
-        yield from LocalFiles(cfg.task).problems(content)
+        yield from LocalFiles(*task.own_files).problems(content)
     except UserError as error:
         yield from error.problems
 
 
-def local_content(cfg: Config) -> Data | None:
-    """Return what the rows of `task.path` must contain with `task=local`; None: they are not read."""
-    task = cfg.task
-    if not isinstance(task, LocalConfig) or task.path is None:
-        return None
-    if cfg.reads_pairs and task.preferences_path is not None:
-        return Data.prompts if cfg.algo.trains is Trains.policy else None
-    return cfg.data
-
-
-@rule
-def dialogues_have_no_pairs(cfg: Config) -> Iterator[str]:
-    """Yield an error if a run of `task=chat` trains on preference pairs and the config names no pairs."""
-    task = cfg.task
-    if not isinstance(task, ChatConfig) or not cfg.reads_pairs or cfg.stand_ins:
-        return
-    if task.preferences_path is None and task.preferences_name is None:
+def _missing_pairs(cfg: Config, task: TaskConfig) -> Iterator[str]:
+    if task.lacks_pairs and cfg.reads_pairs and not cfg.stand_ins:
         yield (
-            "task.preferences_path must name a folder of preference pairs for task=chat (No Robots has "
-            "none), got null; set task.preferences_path=<folder> or task.preferences_name=<hub name>"
+            f"task.preferences_path must name a folder of preference pairs for task={task.name} (No Robots "
+            "has none), got null; set task.preferences_path=<folder> or task.preferences_name=<hub name>"
         )
 
 
 @rule
-def data_of_parts(cfg: Config) -> Iterator[str]:
-    """Yield an error for each problem of the data of a part of `task=mixture`, and for different forms."""
-    if not isinstance(cfg.task, MixtureConfig):
-        return
+def _parts_have_one_form(cfg: Config) -> Iterator[str]:
     dialogues: dict[bool, str] = {}  # whether the prompts are dialogues -> name of the last such part
     for name, part in cfg.task.parts.items():
-        alone = replace(cfg, task=part)
-        for text in (*local_data(alone), *dialogues_have_no_pairs(alone)):
-            yield cfg.task.own_key(name, text)
-        if (form := has_dialogues(part)) is not None and not isinstance(part, PreferencesConfig):
+        if (form := has_dialogues(part)) is not None:
             dialogues[form] = name
     if len(dialogues) > 1:
         yield different_forms(dialogues[True], dialogues[False])
 
 
+@rule
+def _dialogues_have_a_template(cfg: Config) -> Iterator[str]:
+    _, path = tokenizer_of(cfg)
+    if path is None or cfg.model.chat_template is not None:
+        return
+    tokenizer = tokenizer_in(path)
+    if tokenizer is not None and not tokenizer.has_chat_template and has_dialogues(cfg.task):
+        yield no_template(path)
+
+
 @doubt
-def unused_pairs(cfg: Config) -> Iterator[str]:
-    """Yield a warning if the config names a folder of preference pairs that the run does not read."""
-    if isinstance(cfg.task, PreferencesConfig):
-        return  # its prompts and references come from the pairs
-    if cfg.task.preferences_path is not None and not cfg.reads_pairs:
+def _questions_as_text(cfg: Config) -> Iterator[str]:
+    _, path = tokenizer_of(cfg)
+    tokenizer = tokenizer_in(path) if path is not None else None
+    if cfg.task.for_base_models and tokenizer is not None and tokenizer.has_chat_template:
         yield (
-            f"task.preferences_path has no effect with algo={cfg.algo.name} and "
-            f"generator={cfg.generator.name} (no preference pairs are read), got "
-            f"{cfg.task.preferences_path}; leave it out"
+            "task.chat=false asks the questions as texts, in a form for base models, but the tokenizer of "
+            f"{path} has a chat template; if it is a chat model, set task.chat=true"
         )
+
+
+DOUBTS += [
+    doubtful(
+        "model.chat_template does not format the prompts (task.turn does), got {model.chat_template}; set "
+        "task.turn=null task.reply=null",
+        lambda cfg: cfg.model.chat_template is not None and is_set(cfg, "task.turn"),
+    ),
+    doubtful(
+        "task.preferences_path has no effect with algo={algo} and generator={generator} (no preference pairs "
+        "are read), got {task.preferences_path}; leave it out",
+        lambda cfg: (
+            cfg.task.preferences_path is not None
+            and "task.preferences_path" not in {key for key, *_ in _needs(cfg)}
+        ),
+    ),
+]

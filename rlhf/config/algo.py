@@ -72,6 +72,11 @@ class AlgoConfig(Section):
         added=True,
     )
 
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether the loss needs the log-probs of the sampler, even if the samples are stored."""
+        return False
+
     def problems(self, at: str) -> Iterator[str]:
         """Yield the errors of single fields, then an error if there are too few samples of a prompt."""
         yield from Section.problems(self, at)

@@ -33,6 +33,7 @@ class BackendConfig(Section):
     scales_loss: ClassVar[bool] = False  # True: the engine scales the loss, as float16 requires
     any_optimizer: ClassVar[bool] = False  # True: the engine has all optimizers; otherwise only AdamW
     compiles: ClassVar[bool] = False  # True: the blocks of models can be compiled
+    packages: ClassVar[tuple[str, ...]] = ()  # packages of the library that trains, besides torch
 
     name: str = MISSING
     micro_batch: int = number(16, least=1, means="sequences per forward pass and rank")
@@ -122,6 +123,7 @@ RANKS_FILE = "ranks.json"  # file in a checkpoint that contains the number of ra
 class ZeroConfig(BackendConfig):
     """DeepSpeed ZeRO: ranks share optimizer state (from stage 1), gradients (from 2) and weights (3)."""
 
+    packages: ClassVar[tuple[str, ...]] = ("deepspeed",)
     stage: ClassVar[int]
     offload_optimizer: ClassVar[bool] = False  # optimizer state and step on the CPU
     offload_weights: ClassVar[bool] = False  # weights in CPU memory until a forward pass needs them

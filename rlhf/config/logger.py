@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from rlhf.config.schema import Choice, Section, entry, option
+from rlhf.core.network import refusal
+from rlhf.core.secrets import hide
 
 
 class WandbMode(Choice):
@@ -69,6 +71,16 @@ class MlflowConfig(Section):
                     f"{at}.uri must be the address of a tracking server or a database (MLflow does not "
                     f"maintain its store of files), got {self.uri}; set {at}.uri=sqlite:///mlflow.db"
                 )
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error if the tracking server accepts no connections."""
+        uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+        key = f"{at}.uri" if self.uri else "MLFLOW_TRACKING_URI"
+        if uri.startswith(("http://", "https://")) and (reason := refusal(uri)):
+            yield (
+                f"{key} must be the address of a server that accepts connections ({reason}), got "
+                f"{hide(uri)}; start the server, correct the address, or leave logger=mlflow out"
+            )
 
 
 @option("logger", "trackio", part="rlhf.loggers.trackio:TrackioLogger")

@@ -109,6 +109,11 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = entry(False, means="run Python code that comes with a hub model")
 
+    @property
+    def context(self) -> int | None:
+        """The context length of a model with random weights; None: this section makes no such model."""
+        return None
+
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the chat template is no file with a Jinja template, or the clock is no time."""
         yield from Section.problems(self, at)

@@ -121,3 +121,8 @@ class OAPLConfig(AlgoConfig):
         1.0, above=0, means="temperature of the mean of exponentials that estimates the optimal value"
     )
     beta: float = number(1e-3, above=0, means="factor of the log-ratio that is compared with the advantage")
+
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether the regression is anchored at the sampler."""
+        return self.anchor is OAPLAnchor.behaviour

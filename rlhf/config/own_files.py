@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from yaml import YAMLError
 
 from rlhf.config.catalogue import conf_dir, conf_dirs
 from rlhf.config.document import flat, read_document
+from rlhf.config.schema import ABSENT, value_at
 from rlhf.core.pasting import setting
 
 LATER = ("correction", "hardware", "experiment", "sweep", "debug")  # groups that come after all others
@@ -97,23 +98,14 @@ def replaced(cfg: object, overrides: Sequence[str]) -> list[str]:
     found = []
     for group, option in chosen.items():
         for key, value in own_settings(group, option).items() if group not in LATER else ():
-            actual = value_of(cfg, key)
+            actual = value_at(cfg, key)
+            actual = actual.name if isinstance(actual, Enum) else actual
             same = actual == (
                 tuple(value) if isinstance(actual, tuple) and isinstance(value, list) else value
             )
-            if key not in later and not same and "${" not in str(value) and actual is not MISSING:
+            if key not in later and not same and "${" not in str(value) and actual is not ABSENT:
                 found.append(
                     f"{key} is {value} in {own_file(group, option)}, but another option sets {actual}; to "
                     f"use the value of the file, add {setting(key, value)}"
                 )
     return found
-
-
-MISSING = object()
-
-
-def value_of(cfg: object, key: str) -> Any:
-    """Return the value of a dotted key, as in YAML; `MISSING`: the config has no such key."""
-    for part in key.split("."):
-        cfg = cfg.get(part, MISSING) if isinstance(cfg, Mapping) else getattr(cfg, part, MISSING)
-    return cfg.name if isinstance(cfg, Enum) else cfg

@@ -144,6 +144,11 @@ class PolicyGradientConfig(AlgoConfig):
                 )
 
     @property
+    def needs_sampler(self) -> bool:
+        """Whether the loss needs the log-probs of the sampler: always, for ratios."""
+        return True
+
+    @property
     def reads_anchor(self) -> bool:
         """Whether the loss reads the log-probs of `anchor`."""
         return True

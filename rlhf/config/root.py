@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from rlhf.config import http_scorer as http_scorer  # registers its option
+from rlhf.config import mixture_task as mixture_task  # registers its option
 from rlhf.config import off_policy as off_policy  # registers its options
 from rlhf.config import search as search  # registers its settings
 from rlhf.config.algo import AlgoConfig, Data, Trains

@@ -22,6 +22,7 @@ from hydra.core.config_store import ConfigStore
 
 T = TypeVar("T", bound=type)
 
+ABSENT = object()  # the value of a key that a config does not have
 REQUIRED = "???"  # the value of a key that a config must set, in OmegaConf
 SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the section class registered under that name
 PARTS: dict[type, str] = {}  # section class -> address of the part that it configures, "module:name"
@@ -49,6 +50,13 @@ class Section:
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each setting of this section that has no effect, or is allowed but doubtful."""
+        return iter(())
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error for each value that fails in the process of a job.
+
+        The user's code is imported there, and the machine may be another than that of the command.
+        """
         return iter(())
 
 
@@ -89,6 +97,13 @@ def sections(section: Section, key: str = "") -> Iterator[tuple[str, Section]]:
 def dotted(at: str, name: str) -> str:
     """Return the dotted key of the field `name` of the section with the dotted key `at`."""
     return f"{at}.{name}" if at else name
+
+
+def value_at(value: Any, key: str) -> Any:
+    """Return the value of the dotted key `key` in a section or dictionary; `ABSENT`: there is no such key."""
+    for name in key.split("."):
+        value = value.get(name, ABSENT) if isinstance(value, dict) else getattr(value, name, ABSENT)
+    return value
 
 
 def values(section: Section) -> dict[str, Any]:

@@ -14,9 +14,11 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from rlhf.config.address import ONLY_HERE, function_problem, takes_lists
+from rlhf.config.address import ONLY_HERE, function_problem, load_function, takes_lists
 from rlhf.config.model import Dtype
 from rlhf.config.schema import Section, entry, number, option, sections
+from rlhf.config.task import TaskConfig
+from rlhf.core.errors import UserError
 from rlhf.core.pasting import setting
 
 # Relative difference of the scores of a reward model for one response at different places of a batch.
@@ -28,6 +30,7 @@ class ScorerConfig(Section):
     """The keys that every scorer has."""
 
     verifies: ClassVar[bool] = False  # the score is 1 for a correct response, else 0; its mean is an accuracy
+    of_mixture: ClassVar[bool] = False  # True: each part scores the responses of the task's part of its name
 
     name: str = MISSING
     missing_eos_score: float | None = number(
@@ -42,6 +45,20 @@ class ScorerConfig(Section):
     weight: float = number(
         1.0, means="factor of the score of this part in a weighted scorer; 0: the score is only logged"
     )
+
+    @property
+    def parts(self) -> dict[str, ScorerConfig]:
+        """The scorers of which this scorer consists, by their names."""
+        return {}
+
+    @property
+    def pad_token(self) -> str | None:
+        """The pad token that replaces that of the reward model's tokenizer; None: it is not replaced."""
+        return None
+
+    def cannot_score(self, task: TaskConfig) -> str | None:
+        """Return why this scorer cannot score the responses of a task; None: it can."""
+        return None
 
     @property
     def reads_reward(self) -> bool:
@@ -178,6 +195,12 @@ class FactsScorerConfig(ScorerConfig):
 
     name: str = "facts"
 
+    def cannot_score(self, task: TaskConfig) -> str | None:
+        """Return a reason for every other task."""
+        if task.name == "tldr_mini":
+            return None
+        return "that program knows only the facts of task=tldr_mini"
+
 
 @option("scorer", "answer", part="rlhf.scorers.programs:AnswerScorer")
 @dataclass(kw_only=True, slots=True)
@@ -188,6 +211,10 @@ class AnswerScorerConfig(ScorerConfig):
 
     name: str = "answer"
     pattern: str = entry(r"#### (\-?[0-9\.\,]+)", means="regular expression whose group matches the answer")
+
+    def cannot_score(self, task: TaskConfig) -> str | None:
+        """Return a reason for a task whose references contain no answer."""
+        return None if task.has_answers else "its references contain no answer to compare with"
 
 
 @option("scorer", "labels", part="rlhf.scorers.scorer:LabelsScorer")
@@ -282,8 +309,13 @@ class MixtureScorerConfig(PartsScorerConfig):
     """
 
     reason: ClassVar[str] = "each part has one"
+    of_mixture: ClassVar[bool] = True
 
     name: str = "mixture"
+
+    def cannot_score(self, task: TaskConfig) -> str | None:
+        """Return a reason for a task without parts."""
+        return None if task.name == "mixture" else "only task=mixture has parts"
 
     def rounding(self, dtype: Dtype) -> float:
         """Return the largest rounding error of the parts."""
@@ -363,6 +395,14 @@ class FunctionScorerConfig(ScorerConfig):
                     f"{path}), got {wrong}; set {at}.batched={right}"
                 )
         yield from self.problems_of_list(at)
+
+    def job_problems(self, at: str) -> Iterator[str]:
+        """Yield an error for each function that cannot be imported or called."""
+        for path in self.paths:
+            try:
+                load_function(f"{at}.path", path, self.arguments)
+            except UserError as error:
+                yield from error.problems
 
     def problems_of_list(self, at: str) -> Iterator[str]:
         """Yield an error if the list of functions is empty or repeats one, or has other weights."""

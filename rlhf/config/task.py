@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from omegaconf import MISSING
 
+from rlhf.config.algo import Data
 from rlhf.config.schema import Choice, Section, entry, number, option
 
 PROMPT_COLUMNS = ("query", "reference_response")
@@ -25,6 +24,7 @@ class TaskConfig(Section):
 
     embedded: ClassVar[bool] = False  # True: data and models are generated from a seed
     own_data: ClassVar[bool] = False  # True: the data are always those of the user
+    has_answers: ClassVar[bool] = True  # False: the references contain no answer that can be compared
     prompt_columns: ClassVar[tuple[str, ...]] = PROMPT_COLUMNS  # columns of `path`, if it contains prompts
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
 
@@ -40,14 +40,52 @@ class TaskConfig(Section):
     )
 
     @property
+    def parts(self) -> dict[str, TaskConfig]:
+        """The parts of a mixture, by their names; empty for a task without parts."""
+        return {}
+
+    @property
+    def train_size(self) -> int | None:
+        """The number of training prompts, if the config sets it."""
+        return None
+
+    @property
     def shares(self) -> dict[str, float]:
         """The share of each part of a mixture in the training prompts, by its name; empty without parts."""
         return {}
 
     @property
+    def dialogues(self) -> bool | None:
+        """Whether the prompts are dialogues; None: the rows of the data or the parts decide."""
+        return False
+
+    @property
+    def own_files(self) -> tuple[str, ColumnsConfig] | None:
+        """The path of the user's own files, and the names of their columns; None: the task reads none."""
+        return None
+
+    def own_rows(self, data: Data, evaluates: bool) -> Data | None:
+        """Return what the rows of `own_files` must contain; None: they are not read.
+
+        Args:
+            data: the content of one training example.
+            evaluates: whether the run evaluates a policy on prompts and references.
+        """
+        return None
+
+    @property
+    def lacks_pairs(self) -> bool:
+        """Whether a run that trains on preference pairs has to name them."""
+        return False
+
+    @property
     def for_base_models(self) -> bool:
         """Whether the prompts ask in a form for models that are not trained on dialogues."""
         return False
+
+    def own_key(self, name: str, text: str) -> str:
+        """Return a text in which the keys of `task` are those of the part `name`."""
+        return text
 
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the local folders that a run reads, with the columns and splits that they must contain.
@@ -98,6 +136,7 @@ class TLDRMiniConfig(EmbeddedTaskConfig):
     """TL;DR in miniature: generated posts, flawed references, and a program as judge."""
 
     vocabulary_size: ClassVar[int] = 372
+    has_answers: ClassVar[bool] = False
 
     name: str = "tldr_mini"
     train_size: int = 8192
@@ -109,6 +148,8 @@ class TLDRMiniConfig(EmbeddedTaskConfig):
 @dataclass(kw_only=True, slots=True)
 class TLDRConfig(TaskConfig):
     """Reddit posts and the summaries of their writers, with the data sets of Stiennon et al. (2020)."""
+
+    has_answers: ClassVar[bool] = False
 
     name: str = "tldr"
     prompts_name: str = entry(
@@ -148,6 +189,11 @@ class GSM8KConfig(TaskConfig):
     )
 
     @property
+    def dialogues(self) -> bool:
+        """Whether the questions are messages of the user."""
+        return self.chat
+
+    @property
     def for_base_models(self) -> bool:
         """Whether the questions are texts that a base model continues."""
         return not self.chat
@@ -185,6 +231,7 @@ class ArithmeticConfig(EmbeddedTaskConfig):
 class ChatConfig(TaskConfig):
     """Dialogues whose last turn is the reference, as in No Robots (Rajani et al., 2023)."""
 
+    has_answers: ClassVar[bool] = False
     prompt_columns: ClassVar[tuple[str, ...]] = ("messages",)
 
     name: str = "chat"
@@ -200,6 +247,16 @@ class ChatConfig(TaskConfig):
         None, means="text at the end of every prompt, before the response; set together with turn"
     )
 
+    @property
+    def dialogues(self) -> bool:
+        """Whether the chat template of the tokenizer formats the prompts, instead of `turn`."""
+        return self.turn is None
+
+    @property
+    def lacks_pairs(self) -> bool:
+        """Whether no key names preference pairs: No Robots has none."""
+        return self.preferences_path is None and self.preferences_name is None
+
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the local folders that a run reads; pairs are never in the folder of the dialogues."""
         for key, folder, columns, splits, reason in TaskConfig.needs(self, pairs, evaluates):
@@ -209,8 +266,9 @@ class ChatConfig(TaskConfig):
                 yield key, folder, columns, splits, reason
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if only one of `turn` and `reply` is set, or `turn` lacks one of its two fields."""
+        """Yield an error for an invalid split, and for a `turn` that lacks `reply` or a field."""
         yield from TaskConfig.problems(self, at)
+        yield from _split_problems(f"{at}.validation_split", self.validation_split)
         if (self.turn is None) != (self.reply is None):
             missing, given = ("turn", "reply") if self.turn is None else ("reply", "turn")
             yield (
@@ -231,10 +289,16 @@ class PreferencesConfig(TaskConfig):
     """Any data set with the columns prompt, chosen and rejected."""
 
     own_data: ClassVar[bool] = True
+    has_answers: ClassVar[bool] = False
 
     name: str = "preferences"
     preferences_name: str | None = entry(None, means="hub name")
     validation_split: str = entry("validation", means="the name of the validation split in the data set")
+
+    @property
+    def dialogues(self) -> bool | None:
+        """None: the rows of the data set decide."""
+        return None
 
     @property
     def folder(self) -> tuple[str, str] | None:
@@ -250,8 +314,9 @@ class PreferencesConfig(TaskConfig):
             yield *self.folder, PREFERENCE_COLUMNS, splits, "the run reads preference pairs from it"
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if no data set is named."""
+        """Yield an error if no data set is named, or if the name of the split is invalid."""
         yield from TaskConfig.problems(self, at)
+        yield from _split_problems(f"{at}.validation_split", self.validation_split)
         if self.folder is None and self.preferences_name is None:
             yield (
                 f"{at}.path must name a folder for task=preferences (it has no data set of its own), got "
@@ -267,6 +332,12 @@ class PreferencesConfig(TaskConfig):
             if self.folder is not None and value is not None:
                 read = self.folder[0].replace("task", at, 1)
                 yield f"{at}.{key} has no effect (the pairs come from {read}), got {value}; leave it out"
+
+
+def _split_problems(key: str, split: str) -> Iterator[str]:
+    """Yield an error if the name of a split leads out of a folder: files of stand-ins have its name."""
+    if not split or split.startswith(".") or "/" in split or "\0" in split:
+        yield f"{key} must be the name of a split (files have its name), got {split!r}; set {key}=test"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -295,6 +366,22 @@ class LocalConfig(TaskConfig):
         0.1, above=0, below=1, means="share of the rows for validation, if there is no validation file"
     )
 
+    @property
+    def dialogues(self) -> bool | None:
+        """None: the rows of the files decide."""
+        return None
+
+    @property
+    def own_files(self) -> tuple[str, ColumnsConfig] | None:
+        """The path of the files, and the names of their columns."""
+        return None if self.path is None else (self.path, self.columns)
+
+    def own_rows(self, data: Data, evaluates: bool) -> Data | None:
+        """Return `data`; if pairs are read from another folder, what an evaluation reads."""
+        if data is Data.preferences and self.preferences_path is not None:
+            return Data.prompts if evaluates else None
+        return data
+
     def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
         """Yield the folder of `preferences_path`; a rule of its own checks `path`, whose columns differ."""
         if pairs and self.preferences_path is not None:
@@ -309,84 +396,3 @@ class LocalConfig(TaskConfig):
                 f"{at}.path must name a file or folder for task=local (it has no data set of its own), got "
                 f"null; set {at}.path=<file or folder>"
             )
-
-
-PART = re.compile(r"[a-z0-9_]+")  # name of a part of a mixture, which is in the names of its metrics
-
-
-@option("task", "mixture", part="rlhf.tasks.mixture:MixtureSource")
-@dataclass(kw_only=True, slots=True)
-class MixtureConfig(TaskConfig):
-    """Several tasks with weights: the prompts of each part are drawn in proportion to its weight.
-
-    Add a part with `+schema/task@task.parts.<name>=<task>`.
-    """
-
-    own_data: ClassVar[bool] = True
-
-    name: str = "mixture"
-    parts: dict[str, TaskConfig] = entry(factory=dict, means="name chosen by the user -> task")
-    weights: dict[str, float] = entry(factory=dict, means="name of a part -> weight; 1 for other parts")
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The share of each part in the training prompts, by its name."""
-        weights = {name: self.weights.get(name, 1.0) for name in self.parts}
-        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
-
-    def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
-        """Yield the local folders that the parts read."""
-        for name, part in self.parts.items():
-            for key, folder, columns, splits, reason in part.needs(pairs, evaluates):
-                yield self.own_key(name, key), folder, columns, splits, reason
-
-    def own_key(self, name: str, text: str) -> str:
-        """Return a text in which the keys of `task` are those of the part `name`."""
-        keys = "|".join(each.name for each in fields(self.parts[name]))
-        return re.sub(rf"(?<![\w/.-])task\.(?=(?:{keys})\b)", f"task.parts.{name}.", text)
-
-    def problems(self, at: str) -> Iterator[str]:
-        """Yield an error for missing or nested parts, wrong weights, and data outside of the parts."""
-        yield from TaskConfig.problems(self, at)
-        if not self.parts:
-            yield (
-                f"{at}.parts must contain at least one task (prompts are drawn from it), got none; set "
-                f"+schema/task@{at}.parts.<name>=<task>"
-            )
-        for name, part in self.parts.items():
-            if not PART.fullmatch(name):
-                yield (
-                    f"{at}.parts must have names of lower-case letters, digits and _ (metrics have these "
-                    f"names), got {name}; rename it"
-                )
-            if isinstance(part, MixtureConfig):
-                yield (
-                    f"{at}.parts.{name} must not be a mixture (its parts would have no weights), got "
-                    f"mixture; add its parts to {at}.parts"
-                )
-        for name, weight in self.weights.items():
-            if name not in self.parts:
-                yield (
-                    f"{at}.weights must name parts of the mixture ({', '.join(self.parts) or 'none'}), got "
-                    f"{name}; leave it out, or add +schema/task@{at}.parts.{name}=<task>"
-                )
-            elif not 0 < weight < math.inf:
-                yield (
-                    f"{at}.weights.{name} must be > 0 (the share of its prompts is proportional to it), got "
-                    f"{weight:g}; set {at}.weights.{name}=1"
-                )
-        for key in ("path", "preferences_path"):
-            if (value := getattr(self, key)) is not None:
-                yield (
-                    f"{at}.{key} must be null for task=mixture (each part has its own data), got {value}; "
-                    f"set {at}.parts.<name>.{key}={value} {at}.{key}=null"
-                )
-
-    def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning for each part with a limit of prompt tokens, which has no effect."""
-        for name, part in self.parts.items():
-            if part.max_prompt_tokens != type(part)().max_prompt_tokens:
-                yield (
-                    f"{at}.parts.{name}.max_prompt_tokens has no effect ({at}.max_prompt_tokens applies to "
-                    f"all parts), got {part.max_prompt_tokens}; leave it out"
-                )

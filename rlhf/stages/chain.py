@@ -32,7 +32,7 @@ from rich.table import Table
 from rlhf.checks.check import as_objects, problems, warn, warnings
 from rlhf.checks.composing import composed
 from rlhf.checks.machine import check_memory
-from rlhf.checks.recipes import recipes_of_other_commands
+from rlhf.checks.names import recipes_of_other_commands
 from rlhf.config.algo import Data, Trains
 from rlhf.config.run import Resume
 from rlhf.core import confidence

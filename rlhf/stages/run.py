@@ -25,7 +25,6 @@ from rlhf.assembly.scorer import check_formats
 from rlhf.assembly.tokenizer import build_tokenizer, say_ends
 from rlhf.assembly.training import assemble, training_sampling
 from rlhf.checks.check import problems
-from rlhf.checks.sizes import describe, doubts
 from rlhf.config.algo import Data, Trains
 from rlhf.config.cores import threads
 from rlhf.config.identity import model_label
@@ -57,6 +56,7 @@ from rlhf.stages.model_card import model_card
 from rlhf.stages.prerequisites import complete, names
 from rlhf.stages.reward_trial import report_rewards
 from rlhf.stages.shortage import explain_full_gpu
+from rlhf.stages.summary import describe, doubts
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
 from rlhf.training.stream import Stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf.config.task import ChatConfig, GSM8KConfig, LocalConfig, MixtureConfig, TaskConfig
+from rlhf.config.task import TaskConfig
 from rlhf.core.errors import UserError
 from rlhf.tasks.local_files import LocalFiles
 
@@ -14,19 +14,15 @@ def has_dialogues(task: TaskConfig) -> bool | None:
         task: config section of the task.
 
     Returns:
-        None if local data cannot be read, or the parts of a mixture differ.
+        None if only the rows of the data set show it, if local data cannot be read, or if parts differ.
     """
-    if isinstance(task, LocalConfig) and task.path is not None:
+    if task.own_files is not None:
         try:
-            return bool(LocalFiles(task).conversational)
+            return bool(LocalFiles(*task.own_files).conversational)
         except UserError:
             return None  # the checks of the data report it
-    if isinstance(task, MixtureConfig):
-        known = {has_dialogues(part) for part in task.parts.values()}
-        return None if len(known) > 1 else any(known)
-    if isinstance(task, GSM8KConfig):
-        return task.chat
-    return isinstance(task, ChatConfig) and task.turn is None
+    known = {has_dialogues(part) for part in task.parts.values()} or {task.dialogues}
+    return None if len(known) > 1 else known.pop()
 
 
 def different_forms(dialogues: str, texts: str) -> str:

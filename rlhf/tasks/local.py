@@ -41,7 +41,8 @@ class LocalSource:
 
     def __init__(self, config: LocalConfig) -> None:
         self.config = config
-        self.files = LocalFiles(config)
+        assert config.path is not None, "checked by the section"
+        self.files = LocalFiles(config.path, config.columns)
         self._stored = lru_cache(maxsize=4)(self._load)  # splits share a file
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:

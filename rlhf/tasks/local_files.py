@@ -26,7 +26,7 @@ from rlhf.tasks.reading import FORMATS, suffix_of
 from rlhf.tasks.recognition import recognise
 
 if TYPE_CHECKING:
-    from rlhf.config.task import LocalConfig
+    from rlhf.config.task import ColumnsConfig
     from rlhf.tasks.columns import Message
     from rlhf.tasks.reading import Row
 
@@ -44,22 +44,22 @@ class LocalFiles:
     """The data that `task.path` names: a file, a folder with a file per split, or a saved data set.
 
     Args:
-        config: config section of the task.
+        path: `task.path`.
+        columns: names of columns that are not recognised.
 
     Raises:
         UserError: there is no such file or folder, or it has no training rows.
     """
 
-    def __init__(self, config: LocalConfig) -> None:
-        assert config.path is not None, "checked by the section"
-        self.config = config
-        self.path = Path(config.path).expanduser()
+    def __init__(self, path: str, columns: ColumnsConfig) -> None:
+        self.named, self.named_columns = path, columns
+        self.path = Path(path).expanduser()
         self.saved = self.path.is_dir() and is_saved(self.path)
         self.files: dict[str, list[Path]] = {}  # split -> files; empty for a saved data set
         if self.path.is_file():
             if suffix_of(self.path) is None:
                 raise UserError(
-                    f"{KEY} must name a file with a suffix that can be read ({FORMATS}), got {config.path}; "
+                    f"{KEY} must name a file with a suffix that can be read ({FORMATS}), got {path}; "
                     "save the data in one of these formats"
                 )
             self.files = {"train": [self.path]}
@@ -84,7 +84,7 @@ class LocalFiles:
         name = self.stored(split)
         assert name is not None
         place = f"{self.path} (split {name})" if self.saved else str(self.files[name][0])
-        return recognise(self.names(name), self.config.columns, data, KEY, place)
+        return recognise(self.names(name), self.named_columns, data, KEY, place)
 
     def names(self, name: str) -> list[str]:
         """Return the columns of the split that is stored as `name`; of files, those of the first row."""
@@ -141,7 +141,7 @@ class LocalFiles:
         )
 
     def _missing(self) -> str:
-        path = self.config.path
+        path = self.named
         if near := similar(self.path):
             remedy = f"did you mean {setting(KEY, near)}?"
         elif HUB_NAME.fullmatch(str(path)) and not self.path.parent.is_dir():

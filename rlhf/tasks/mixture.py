@@ -20,7 +20,8 @@ from rlhf.tasks.records import NOTHING, RECORD, Wanted
 from rlhf.tasks.storage import is_text, temporary
 
 if TYPE_CHECKING:
-    from rlhf.config.task import MixtureConfig, TaskConfig
+    from rlhf.config.mixture_task import MixtureConfig
+    from rlhf.config.task import TaskConfig
     from rlhf.core.batch import Batch
     from rlhf.core.metrics import Metrics
     from rlhf.tasks.source import Source

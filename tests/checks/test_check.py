@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.checks import check, generators, sizes
+from rlhf.checks import check, generators
 from rlhf.config import cores
 from rlhf.config.backend import TorchConfig
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
+from rlhf.stages import summary
 from tests.model_folders import write_model
 
 STORED = "generator=dataset"
@@ -236,7 +237,7 @@ def test_sizes_are_computed_from_the_config_alone():
         "backend.micro_batch=16",
         "schedule.total_episodes=1280",
     ]
-    rows = dict(sizes.counts(compose([*words, "schedule.eval_every=0.5", "schedule.save_every=4"])))
+    rows = dict(summary.counts(compose([*words, "schedule.eval_every=0.5", "schedule.save_every=4"])))
     assert rows == {
         "episodes per update": "128 = 64 prompts x 2 samples",
         "updates": "10 = 1,280 episodes / 128",
@@ -249,10 +250,10 @@ def test_sizes_are_computed_from_the_config_alone():
 
 
 def test_thread_counts_of_trainer_and_generator_processes_are_shown():
-    rows = dict(sizes.describe(compose(["schedule.max_lag=1", "backend.threads=1", "generator.threads=1"])))
+    rows = dict(summary.describe(compose(["schedule.max_lag=1", "backend.threads=1", "generator.threads=1"])))
     assert rows["CPU threads"] == "trainer 1, generator process 1"
     rows = dict(
-        sizes.describe(compose(["schedule.max_lag=2", "generator.replicas=2", "generator.threads=1"]))
+        summary.describe(compose(["schedule.max_lag=2", "generator.replicas=2", "generator.threads=1"]))
     )
     assert rows["CPU threads"].endswith(", each of 2 generator processes 1")
 
@@ -264,10 +265,10 @@ def test_updates_of_a_run_in_epochs_are_computed_from_the_size_of_the_data():
         "schedule.total_episodes=null",
         "schedule.prompts_per_update=64",
     ]
-    rows = dict(sizes.describe(compose([*sft, "schedule.total_epochs=2"])))
+    rows = dict(summary.describe(compose([*sft, "schedule.total_epochs=2"])))
     assert rows["updates"] == "20 = 2 epochs of 640 examples / 64"
-    assert "known when the data are read" in dict(sizes.describe(compose(["algo=reward"])))["updates"]
-    pairs = dict(sizes.describe(compose(["algo=reward"]), examples=128))
+    assert "known when the data are read" in dict(summary.describe(compose(["algo=reward"])))["updates"]
+    pairs = dict(summary.describe(compose(["algo=reward"]), examples=128))
     assert pairs["updates"] == "32 = 2 epochs of 128 examples / 8"
 
 

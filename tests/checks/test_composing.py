@@ -4,7 +4,6 @@ import pytest
 
 from rlhf.checks import composing, machine
 from rlhf.checks.check import as_objects
-from rlhf.checks.sizes import describe
 from rlhf.config import best_generator
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
@@ -12,6 +11,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.machine import Machine
 from rlhf.memory import loaded_models, plan
 from rlhf.memory.model_size import config_size
+from rlhf.stages.summary import describe
 from tests.memory.test_plan import PYTHIA_2_8B
 
 MODEL = ["model=pythia_410m", "task=tldr"]

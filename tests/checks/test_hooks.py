@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf.checks.hooks import hooks_exist, load_hooks
+from rlhf.checks.job import hooks_exist
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.loggers.hooks import Hook
+from rlhf.loggers.own_hooks import load_hooks
 
 FILE = """
 import rlhf
@@ -63,10 +64,10 @@ def test_a_class_that_is_no_hook_is_refused(here, path, said):
     cfg = compose([f"hooks=['{path}']"])
     assert not list(hooks_exist(cfg))
     with pytest.raises(UserError) as error:
-        load_hooks(cfg)
+        load_hooks(cfg.hooks)
     assert said in str(error.value)
 
 
 def test_hooks_are_built_in_their_order(here):
-    first, second = load_hooks(compose(["hooks=['own_hooks.py:Good','own_hooks:Good']"]))
+    first, second = load_hooks(["own_hooks.py:Good", "own_hooks:Good"])
     assert isinstance(first, Hook) and isinstance(second, Hook)

@@ -4,7 +4,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from rlhf.checks.publishing import push_problems
+from rlhf.checks.machine import push_problems
 
 
 @pytest.fixture(autouse=True)

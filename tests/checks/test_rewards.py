@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from rlhf.checks.rewards import check_rewards
+from rlhf.checks.job import check_job
 from rlhf.config.compose import compose
 from rlhf.core import network
 from rlhf.core.errors import UserError
@@ -24,14 +24,14 @@ def test_a_reward_function_is_imported_in_the_process_of_the_job(tmp_path):
     file.write_text("def score(p, r, a): return 0.0\nraise ValueError('no licence')\n")
     cfg = compose(["scorer=function", f"scorer.path={file}:score"])
     with pytest.raises(UserError, match=f"raised ValueError: no licence, in {file}, line 2"):
-        check_rewards(cfg)
+        check_job(cfg)
 
 
 def test_a_service_that_refuses_connections_is_a_user_error(listening):
-    check_rewards(compose(["scorer=http", f"scorer.url={listening}"]))
+    check_job(compose(["scorer=http", f"scorer.url={listening}"]))
     cfg = compose(["scorer@gold=http", "gold.url=http://127.0.0.1:9/score"])
     with pytest.raises(UserError) as refused:
-        check_rewards(cfg)
+        check_job(cfg)
     text = str(refused.value)
     assert "gold.url must be the address of a service that accepts connections (Connection refused)" in text
     assert ", got http://127.0.0.1:9/score; start the service" in text

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 from rlhf.checks import check
-from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES, doubt, rule, training_rule
+from rlhf.checks.rules import (
+    DOUBTS,
+    RULES,
+    TRAINING_RULES,
+    Row,
+    When,
+    chosen,
+    doubt,
+    must,
+    other_than,
+    rule,
+    training_rule,
+)
 from rlhf.config.compose import compose
 
 
@@ -34,3 +48,30 @@ def test_the_same_message_is_shown_once():
     cfg = compose(["model.dtype=float16", "backend.device=cpu", "generator.top_p=0.5"])
     problems = check.problems(cfg)
     assert len(problems) == len(set(problems)) == 2
+
+
+def test_a_row_reads_the_values_of_its_message_from_the_config():
+    small = When("with scorer={scorer}", lambda cfg: cfg.seed == 2)
+    row = must("generator", "dataset", small, "it is a test")
+    cfg = compose(["seed=2"])
+    assert list(row(cfg)) == [
+        "generator must be dataset with scorer=reward_model (it is a test), got hf; set generator=dataset"
+    ]
+    assert list(row(compose(["seed=1"]))) == [], "the condition does not hold"
+    other = must("generator", other_than("hf"), small, "it is a test", fix="generator=vllm")
+    assert "generator must not be hf with" in next(other(cfg))
+
+
+def test_a_row_does_not_apply_to_a_config_without_its_key():
+    row = must("generator.replicas", 1, When("", lambda cfg: True), "it is a test")
+    assert list(row(compose(["generator=dataset"]))) == []
+    assert list(row(compose(["generator.replicas=2"])))
+
+
+def test_the_keys_of_rows_exist():
+    configs = [compose([f"generator={name}"]) for name in ("hf", "vllm", "dataset")]
+    rows = [row for row in (*RULES, *TRAINING_RULES) if isinstance(row, Row)]
+    assert len(rows) > 30
+    for row in rows:
+        for key in (row.key, *re.findall(r"\{([\w.@]+)\}", row.when.text)):
+            assert any(chosen(cfg, key) for cfg in configs), key

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from rlhf.checks import check
-from rlhf.checks.schedule import nearest_multiple, replay_is_never_full
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name, what_counts
 
@@ -25,13 +24,6 @@ def test_batch_with_fewer_prompts_than_ranks_is_reported(monkeypatch, overrides,
     assert said in problem
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert check.problems(compose([overrides])) == []
-
-
-@pytest.mark.parametrize(
-    ("value", "of", "nearest"), [(1000, 128, 1024), (10, 128, 128), (64, 3, 63), (7, 2, 8), (1, 2, 2)]
-)
-def test_remedy_is_the_nearest_positive_multiple(value, of, nearest):
-    assert nearest_multiple(value, of) == nearest
 
 
 def test_training_metric_can_be_the_objective_without_evaluations():
@@ -55,7 +47,7 @@ def test_a_replay_buffer_that_is_larger_than_the_run_gives_a_warning():
         (3, ["schedule.replay=3 batches are never reached in a run of 2 updates"]),
     ):
         cfg = compose([length, f"schedule.replay={replay}"])
-        assert list(replay_is_never_full(cfg)) == expected
+        assert [text for text in check.warnings(cfg) if "replay" in text] == expected
 
 
 def test_solved_prompts_need_scores_of_samples():

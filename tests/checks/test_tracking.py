@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from rlhf.checks.tracking import check_tracking
+from rlhf.checks.job import check_job
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 
@@ -19,16 +19,16 @@ def closed() -> str:
 
 def test_a_tracking_server_that_refuses_connections_is_an_error(closed):
     with pytest.raises(UserError, match=f"logger.mlflow.uri must .*got http://{closed}; start the server"):
-        check_tracking(compose(["logger=mlflow", f"logger.mlflow.uri='http://{closed}'"]))
+        check_job(compose(["logger=mlflow", f"logger.mlflow.uri='http://{closed}'"]))
 
 
 def test_the_password_in_the_variable_of_the_server_is_not_shown(closed, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:hunter2@{closed}")
-    check_tracking(compose([]))
+    check_job(compose([]))
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI must") as refused:
-        check_tracking(compose(["logger=mlflow"]))
+        check_job(compose(["logger=mlflow"]))
     assert "hunter2" not in str(refused.value)
 
 
 def test_a_local_store_needs_no_server():
-    check_tracking(compose(["logger=[mlflow,trackio]"]))
+    check_job(compose(["logger=[mlflow,trackio]"]))

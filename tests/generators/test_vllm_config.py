@@ -247,7 +247,7 @@ def test_a_requested_transfer_is_used_or_rejected():
         ),
         (
             ["generator=vllm", "generator.transfer=nccl", "backend.device=cpu"],
-            "not be nccl with backend.device=cpu (the weights must be on a GPU), got nccl",
+            "be auto or shared_memory with backend.device=cpu (ipc and nccl need weights on a GPU), got nccl",
         ),
     ],
 )

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf import plan
-from rlhf.checks.sizes import describe
 from rlhf.config.backend import TorchConfig
 from rlhf.config.compose import compose
 from rlhf.config.footprint import Footprint, zero
@@ -25,6 +24,7 @@ from rlhf.models import sharing_rules
 from rlhf.models.lora import whole_weights
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE
+from rlhf.stages.summary import describe
 from tests.model_folders import write_model
 from tests.tiny_models import tiny_lm
 

@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from rlhf.assembly.parts import make
 from rlhf.checks.check import problems
-from rlhf.checks.tasks import data_folders, local_data
+from rlhf.checks.tasks import data_folders, data_of_tasks
 from rlhf.config.algo import Data, Trains
 from rlhf.config.compose import compose
 from rlhf.config.task import ColumnsConfig, LocalConfig, PreferencesConfig
@@ -48,7 +48,7 @@ def found(path: str | None, data: Data = Data.prompts, pairs: str | None = None,
     trains = Trains.reward if data is Data.preferences else Trains.policy
     algo = SimpleNamespace(name="some", trains=trains)
     cfg: Any = SimpleNamespace(task=config, data=data, reads_pairs=data is Data.preferences, algo=algo)
-    return [*config.problems("task"), *data_folders(cfg), *local_data(cfg)]
+    return [*config.problems("task"), *data_folders(cfg), *data_of_tasks(cfg)]
 
 
 def test_a_file_is_split_into_training_and_validation_rows(tmp_path):

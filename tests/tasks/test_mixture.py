@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from rlhf.config.algo import Data
+from rlhf.config.mixture_task import MixtureConfig
 from rlhf.config.schema import SCHEMAS
-from rlhf.config.task import ArithmeticConfig, LocalConfig, MixtureConfig
+from rlhf.config.task import ArithmeticConfig, LocalConfig
 from rlhf.core.batch import Batch
 from rlhf.core.errors import UserError
 from rlhf.tasks.mixture import MixtureSource, figures_of_parts, interleaved, means_of_parts, mixed_order

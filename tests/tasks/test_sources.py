@@ -11,8 +11,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from rlhf.assembly.parts import make
-from rlhf.checks.tasks import data_folders, unused_pairs
+from rlhf.checks.check import warnings
+from rlhf.checks.tasks import data_folders
 from rlhf.config.algo import Data, Trains
+from rlhf.config.compose import compose
 from rlhf.config.task import GSM8KConfig, PreferencesConfig, TaskConfig, TLDRConfig, TLDRMiniConfig
 from rlhf.tasks.dialogues import has_dialogues
 from rlhf.tasks.folders import folder_problems, split_columns
@@ -157,10 +159,13 @@ def test_a_policy_trained_on_pairs_needs_references_to_be_evaluated(tmp_path: Pa
 
 
 def test_an_unused_preferences_path_gives_a_warning():
-    (warning,) = unused_pairs(run(TLDRConfig(preferences_path="x")))
+    def found(*words: str) -> list[str]:
+        return [text for text in warnings(compose([*words, "task.preferences_path=x"])) if "_path" in text]
+
+    (warning,) = found("task=tldr")
     assert warning.startswith("task.preferences_path has no effect")
-    assert not list(unused_pairs(run(TLDRConfig(preferences_path="x"), data=Data.preferences)))
-    assert not list(unused_pairs(run(PreferencesConfig(preferences_path="x")))), "prompts come from the pairs"
+    assert not found("task=tldr", "algo=reward")
+    assert not found("task=preferences"), "prompts come from the pairs"
 
 
 def test_an_embedded_task_requires_preferences_path_for_pairs():

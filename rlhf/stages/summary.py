@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.config.algo import Trains
 from rlhf.config.cores import threads
-from rlhf.config.generator import VLLMConfig, WorkerConfig
 from rlhf.config.schema import plain
-from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.core.launched import world_size
 from rlhf.core.state import TrainState
 from rlhf.memory import advice
@@ -43,7 +41,7 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
     schedule, per_update = cfg.schedule, cfg.episodes_per_update
     prompts, group = schedule.prompts_per_update, cfg.algo.samples_per_prompt
     rows = [("episodes per update", f"{per_update:,} = {prompts:,} prompts x {group} samples")]
-    if examples is None and isinstance(cfg.task, EmbeddedTaskConfig) and not cfg.reads_pairs:
+    if examples is None and not cfg.reads_pairs:
         examples = cfg.task.train_size
     in_minibatch = prompts // schedule.minibatches * group
     ranks = world_size()
@@ -118,8 +116,8 @@ def scores(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def generator(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield the (name, value) row of the generator, if it is vLLM."""
-    if isinstance(cfg.generator, VLLMConfig):
+    """Yield the (name, value) row of the generator, if a library of its own samples."""
+    if cfg.generator.packages:
         yield "generator", cfg.generator.name
 
 
@@ -127,7 +125,6 @@ def cores(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the (name, value) row of the CPU threads, if trainer and generator run in parallel."""
     trainer, generator = threads(cfg)
     if generator is not None and cfg.schedule.max_lag > 0:
-        assert isinstance(cfg.generator, WorkerConfig), "only worker processes have threads"
         n = cfg.generator.replicas
         which = "generator process" if n == 1 else f"each of {n} generator processes"
         yield "CPU threads", f"trainer {trainer}, {which} {generator}"

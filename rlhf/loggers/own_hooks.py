@@ -1,39 +1,29 @@
-"""Check and loading of the hooks of a run. This module imports no torch; the modules of hooks may."""
+"""Loading of the user's hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
-from rlhf.checks.rules import training_rule
-from rlhf.config.class_address import class_problem, load_class
+from rlhf.config.class_address import load_class
 from rlhf.core.errors import UserError
 from rlhf.loggers.hooks import METHODS, Hook
 
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
 
+def load_hooks(paths: Sequence[str]) -> list[Hook]:
+    """Import and build hooks, in the process of the job.
 
-@training_rule
-def hooks_exist(cfg: Config) -> Iterator[str]:
-    """Yield an error for each hook whose class is not found."""
-    for path in cfg.hooks:
-        if problem := class_problem("hooks", path):
-            yield problem
-
-
-def load_hooks(cfg: Config) -> list[Hook]:
-    """Import and build the hooks of a run, in the process of the job.
+    Args:
+        paths: the addresses of their classes.
 
     Raises:
         UserError: a class cannot be imported or built, or is not a hook.
     """
     hooks: list[Hook] = []
     found: list[str] = []
-    for path in cfg.hooks:
+    for path in paths:
         try:
-            hooks.append(build(path))
+            hooks.append(_build(path))
         except UserError as error:
             found += error.problems
     if found:
@@ -41,7 +31,7 @@ def load_hooks(cfg: Config) -> list[Hook]:
     return hooks
 
 
-def build(path: str) -> Hook:
+def _build(path: str) -> Hook:
     """Return the hook at the address `path`.
 
     Raises:

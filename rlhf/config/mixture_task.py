@@ -1,0 +1,97 @@
+"""Section of the task that consists of other tasks (`task=mixture`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from rlhf.config.schema import entry, option
+from rlhf.config.task import Need, TaskConfig
+
+PART = re.compile(r"[a-z0-9_]+")  # name of a part of a mixture, which is in the names of its metrics
+
+
+@option("task", "mixture", part="rlhf.tasks.mixture:MixtureSource")
+@dataclass(kw_only=True, slots=True)
+class MixtureConfig(TaskConfig):
+    """Several tasks with weights: the prompts of each part are drawn in proportion to its weight.
+
+    Add a part with `+schema/task@task.parts.<name>=<task>`.
+    """
+
+    own_data: ClassVar[bool] = True
+
+    name: str = "mixture"
+    parts: dict[str, TaskConfig] = entry(factory=dict, means="name chosen by the user -> task")
+    weights: dict[str, float] = entry(factory=dict, means="name of a part -> weight; 1 for other parts")
+
+    @property
+    def dialogues(self) -> bool | None:
+        """None: the parts decide."""
+        return None
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each part in the training prompts, by its name."""
+        weights = {name: self.weights.get(name, 1.0) for name in self.parts}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+    def needs(self, pairs: bool, evaluates: bool) -> Iterator[Need]:
+        """Yield the local folders that the parts read."""
+        for name, part in self.parts.items():
+            for key, folder, columns, splits, reason in part.needs(pairs, evaluates):
+                yield self.own_key(name, key), folder, columns, splits, reason
+
+    def own_key(self, name: str, text: str) -> str:
+        """Return a text in which the keys of `task` are those of the part `name`."""
+        keys = "|".join(each.name for each in fields(self.parts[name]))
+        return re.sub(rf"(?<![\w/.-])task\.(?=(?:{keys})\b)", f"task.parts.{name}.", text)
+
+    def problems(self, at: str) -> Iterator[str]:
+        """Yield an error for missing or nested parts, wrong weights, and data outside of the parts."""
+        yield from TaskConfig.problems(self, at)
+        if not self.parts:
+            yield (
+                f"{at}.parts must contain at least one task (prompts are drawn from it), got none; set "
+                f"+schema/task@{at}.parts.<name>=<task>"
+            )
+        for name, part in self.parts.items():
+            if not PART.fullmatch(name):
+                yield (
+                    f"{at}.parts must have names of lower-case letters, digits and _ (metrics have these "
+                    f"names), got {name}; rename it"
+                )
+            if isinstance(part, MixtureConfig):
+                yield (
+                    f"{at}.parts.{name} must not be a mixture (its parts would have no weights), got "
+                    f"mixture; add its parts to {at}.parts"
+                )
+        for name, weight in self.weights.items():
+            if name not in self.parts:
+                yield (
+                    f"{at}.weights must name parts of the mixture ({', '.join(self.parts) or 'none'}), got "
+                    f"{name}; leave it out, or add +schema/task@{at}.parts.{name}=<task>"
+                )
+            elif not 0 < weight < math.inf:
+                yield (
+                    f"{at}.weights.{name} must be > 0 (the share of its prompts is proportional to it), got "
+                    f"{weight:g}; set {at}.weights.{name}=1"
+                )
+        for key in ("path", "preferences_path"):
+            if (value := getattr(self, key)) is not None:
+                yield (
+                    f"{at}.{key} must be null for task=mixture (each part has its own data), got {value}; "
+                    f"set {at}.parts.<name>.{key}={value} {at}.{key}=null"
+                )
+
+    def warnings(self, at: str) -> Iterator[str]:
+        """Yield a warning for each part with a limit of prompt tokens, which has no effect."""
+        for name, part in self.parts.items():
+            if part.max_prompt_tokens != type(part)().max_prompt_tokens:
+                yield (
+                    f"{at}.parts.{name}.max_prompt_tokens has no effect ({at}.max_prompt_tokens applies to "
+                    f"all parts), got {part.max_prompt_tokens}; leave it out"
+                )
