@@ -90,7 +90,8 @@ def test_wrong_sampler_logprobs_are_reported_in_the_log_with_metrics(tiny, tmp_p
     ids=["fixed", "adaptive"],
 )
 def test_resumed_ppo_run_equals_uninterrupted_run(tiny, tmp_path, finished, settings, monkeypatch):
-    words = ["algo=ppo", *settings, *SCORED, "schedule.save_every=1", "schedule.total_episodes=48"]
+    words = ["algo=ppo", *settings, *SCORED, "schedule.total_episodes=48"]
+    words += ["schedule.save_every=1", "schedule.eval_every=0"]
     whole = finished(*words)
 
     from rlhf.training.checkpoint import Checkpoints

@@ -48,7 +48,7 @@ def test_an_extended_run_equals_a_run_of_the_new_length(short, finished, capsys)
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.nightly if kind == "lora" else ()) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind == "async" else pytest.mark.nightly) for kind in KINDS]
 )
 def test_an_extended_run_of_any_kind_equals_a_run_of_the_new_length(kind, finished, tmp_path):
     words = (*CONSTANT, *KINDS[kind])

@@ -4,9 +4,10 @@ import pytest
 
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
+from tests.end_to_end.conftest import UPDATES_ONLY
 from tests.end_to_end.test_algorithms import SCORED, updates
 
-COMMON = ("algo=dpo", *SCORED)
+COMMON = ("algo=dpo", *SCORED, *UPDATES_ONLY)
 
 
 def test_the_first_update_with_importance_weights_is_that_of_plain_dpo(finished, tiny, tmp_path):
@@ -31,7 +32,7 @@ def test_pairs_of_an_older_policy_have_unequal_weights(tiny, tmp_path, weighting
 
 def test_offline_pairs_are_weighted_by_wpo(tiny, tmp_path):
     folder = RunFolder(tmp_path / "run")
-    run(tiny("algo=dpo", "generator=dataset", "algo.weighting=wpo"), folder)
+    run(tiny("algo=dpo", "generator=dataset", "algo.weighting=wpo", *UPDATES_ONLY), folder)
     assert all(0 < row["weighting/ess"] <= 1 for row in updates(folder))
 
 

@@ -16,7 +16,7 @@ from rlhf.generators.stored import ReplayGenerator, read
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.saved import write
 from rlhf.stages.run import run
-from tests.end_to_end.conftest import rows
+from tests.end_to_end.conftest import UPDATES_ONLY, rows
 from tests.tiny_models import tiny_tokenizer
 
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
@@ -65,7 +65,8 @@ def test_replayed_run_has_the_metrics_of_the_run_that_sampled(tiny, tmp_path, sa
 def test_another_algorithm_can_be_trained_on_the_same_rollouts(tiny, tmp_path, saved):
     for algo in ("dpo", "rloo", "bok"):
         folder = RunFolder(tmp_path / algo)
-        run(replayed(tiny, saved, f"algo={algo}", "generator=dataset", "scorer=facts"), folder)
+        words = [f"algo={algo}", "generator=dataset", "scorer=facts", *UPDATES_ONLY]
+        run(replayed(tiny, saved, *words), folder)
         first, *_, last = updates(folder)
         assert first["objective/scores"] == pytest.approx(updates(saved)[0]["objective/scores"])
         assert last["mismatch/max_ratio"] > 1, "the rollouts are from another policy"

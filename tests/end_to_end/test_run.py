@@ -174,7 +174,10 @@ def interrupt(monkeypatch, update):
     [
         pytest.param(LONGER, marks=pytest.mark.smoke),
         pytest.param((*LONGER, "schedule.max_lag=2"), marks=pytest.mark.nightly),
-        (*LONGER, "schedule.minibatches=2", "schedule.epochs=2", "schedule.log_every=2"),
+        pytest.param(
+            (*LONGER, "schedule.minibatches=2", "schedule.epochs=2", "schedule.log_every=2"),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             ("algo=sft", "schedule.save_every=1", "schedule.total_episodes=32"), marks=pytest.mark.nightly
         ),
