@@ -26,9 +26,9 @@ COMPOSED = {  # metric names that `in_code` does not find: built from parts, or 
 
 
 def documented() -> list[str]:
-    """Return the names in the first column of the tables of metrics.md."""
+    """Return the names in the lists of metrics.md."""
     page = (REFERENCE / "metrics.md").read_text().partition("## Checks at the first update")[0]
-    return re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    return re.findall(r"^- `([^`]+)`(?: \(.*\))?: ", page, re.M)
 
 
 def in_code() -> set[str]:
