@@ -303,14 +303,25 @@ def table(heading: str) -> dict[str, list[str]]:
 
 
 def test_the_docs_have_every_recipe_with_its_hardware_and_command():
-    found = table("Recipes")
+    text = DOCS.partition("## Recipes\n")[2].partition("\n## ")[0]
+    found: dict[str, tuple[str, str]] = {}  # recipe -> GPUs and memory
+    for part in text.split("### ")[1:]:
+        sizes = re.search(r"^\| recipe \| GPUs \| (.*) \|$", part, re.M)[1].replace("`", "").split(" | ")
+        for name, gpus, amounts in re.findall(r"^\| `(\S+)` \| ([\d +]+) \| (.*) \|$", part, re.M):
+            cells = zip(sizes, amounts.split(" | "), strict=True)
+            found |= {name.replace("<size>", size): (gpus, gib) for size, gib in cells if gib != "–"}
     assert sorted(found) == RECIPES
+    launchers = {
+        "1": "python",
+        **{n: f"torchrun --nproc-per-node {n[0]}" for n in ("4", "3 + 1", "8", "7 + 1")},
+    }
     gpus_in_words = {"1": "one GPU", "4": "four GPUs;", "3 + 1": "four GPUs, three train"}
     gpus_in_words |= {"8": "eight GPUs;", "7 + 1": "eight GPUs, seven train"}
-    for name, (gpus, amount, command) in found.items():
+    for name, (gpus, gib) in found.items():
         said = header("experiment", name)
-        assert said["Hardware"].startswith(gpus_in_words[gpus]) and f"about {amount} " in said["Hardware"]
-        assert command == f"`{said['Command']}`"
+        assert said["Hardware"].startswith(gpus_in_words[gpus]) and f"about {gib} GiB " in said["Hardware"]
+        usual = f"{launchers[gpus]} -m rlhf.train experiment={name}"
+        assert said["Command"] == usual or f"\n    {said['Command']}\n" in text
 
 
 def test_the_docs_have_every_sweep_with_its_values_and_command():
@@ -327,7 +338,9 @@ def test_the_docs_have_every_hardware_option():
     assert sorted(table("Other hardware")) == sorted(options("hardware"))
 
 
-@pytest.mark.parametrize("words", re.findall(r"^    (?:python|torchrun .*) -m rlhf\.train (.*)$", DOCS, re.M))
+@pytest.mark.parametrize(
+    "words", re.findall(r"^    (?:python|torchrun .*) -m rlhf\.train ([^<\n]*)$", DOCS, re.M)
+)
 def test_other_commands_of_the_docs_are_valid(words, everything_installed):
     chosen = [word.strip("'") for word in words.split() if word != "-m"]
     typed(snapshots.compose(*chosen), chosen)
