@@ -30,7 +30,7 @@ Columns = Sequence[tuple[str, dict[str, int]]]  # heading, and the fields of the
 
 
 def written(study: Study, figure: str, tables: str) -> str:
-    """Return the generated part in Markdown: state of the runs, findings, claims, ends of the axes.
+    """Return the generated part in Markdown: state of the runs, findings, claims, noise ceilings.
 
     Args:
         study: the study.
@@ -41,9 +41,9 @@ def written(study: Study, figure: str, tables: str) -> str:
     parts = [about(study), f"![{shown}]({figure})"]
     parts += ["### Findings", bullets(findings.findings(study))]
     parts += ["### Claims of the paper, and goals", verdicts(study), "### What the seeds can show"]
-    parts += [resolution(study), "### Final values", extremes(study)]
+    parts += [resolution(study, largest=True), lower_ceilings(study)]
     parts += [f"Collapsed runs of `{task}`: {collapsed(study, task)}." for task in study.design.tasks]
-    parts += [f"All lags and N, the tests, and the learning rates: [{Path(tables).name}]({tables})."]
+    parts += [f"Final values, tests, and all lags and N: [{Path(tables).name}]({tables})."]
     return "\n\n".join(["", *parts, ""])
 
 
@@ -54,7 +54,7 @@ def all_tables(study: Study) -> str:
         "`make atlas` writes this file. docs/results/off_policy.md explains values and verdicts.",
         COLUMNS,
     ]
-    parts += ["## Tests", *tests(study)]
+    parts += ["## What the seeds can show", resolution(study), "## Tests", *tests(study)]
     for task in study.design.tasks:
         parts += [f"## `{task}`", *of_task(study, task)]
     parts += ["## Learning rates", rates(study), chosen_by_noise(study)]
@@ -121,19 +121,6 @@ def of_task(study: Study, task: str) -> Iterator[str]:
     yield grid(study, task, "effective sample size", lags, lambda cell: ess(study, cell))
 
 
-def extremes(study: Study) -> str:
-    """Return the table of final values with lag 0, with the largest lag and with the largest N."""
-    design = study.design
-    ends = [("lag 0", {"lag": 0}), (f"lag {design.lags[-1]}", {"lag": design.lags[-1]})]
-    ends += [(f"N = {design.minibatches[-1]}", {"minibatches": design.minibatches[-1]})]
-    columns = [(f"{task}, {name}", (task, at)) for task in design.tasks for name, at in ends]
-    rows = [
-        [f"`{method}`", *(final(study, design.cell(task, method, **at)) for _, (task, at) in columns)]
-        for method in design.methods
-    ]
-    return table(["method", *(name for name, _ in columns)], rows)
-
-
 def final(study: Study, cell: Cell) -> str:
     """Return the mean final value of the runs of a cell, with its interval."""
     return text(list(study.values(cell).values()))
@@ -194,11 +181,16 @@ def tested(each: Finding) -> list[str]:
     return [text(each.values), *p, each.verdict, f"{least:.3f}", str(needed)]
 
 
-def resolution(study: Study) -> str:
-    """Return what the seeds can show in each column: noise ceilings and numbers of seeds."""
+def resolution(study: Study, *, largest: bool = False) -> str:
+    """Return what the seeds can show in each column: noise ceilings and numbers of seeds.
+
+    Args:
+        study: the study.
+        largest: only the columns with the largest lag and the largest N.
+    """
     seeds = len(study.design.seeds)
     found: dict[str, dict[str, np.ndarray]] = {}
-    for column in findings.columns(study):
+    for column in findings.columns(study, largest=largest):
         values = study.table(list(column.cells.values()))
         if values is not None:
             found.setdefault(column.label, {})[column.task] = values
@@ -206,6 +198,22 @@ def resolution(study: Study) -> str:
     heads = ["tau of halves", "ceiling", "seeds for 0.8", "detectable", "seeds for 0.02", "equal values"]
     order = " / ".join(study.design.tasks)
     return table([f"column ({order})", *heads, "tau between the tasks"], rows)
+
+
+def lower_ceilings(study: Study) -> str:
+    """Return the range of the noise ceilings of all columns but those with the largest lag and N."""
+    ends = {column.label for column in findings.columns(study, largest=True)}
+    tables = [
+        study.table(list(column.cells.values()))
+        for column in findings.columns(study)
+        if column.label not in ends
+    ]
+    found = [
+        statistics.ceiling([statistics.signal(values)], len(study.design.seeds))
+        for values in tables
+        if values is not None
+    ]
+    return f"With smaller lags and N, the ceiling is {min(found):.2f} to {max(found):.2f}." if found else ""
 
 
 def seen(tables: Sequence[np.ndarray], seeds: int) -> list[str]:
