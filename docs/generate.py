@@ -1,11 +1,11 @@
-"""Generate pages of the docs: reference/commands.md, reference/config.md, the table of coming_from.md.
+"""Generate pages of the docs: reference/commands.md, reference/config.md, the list of coming_from.md.
 
     python docs/generate.py            write the pages
     python docs/generate.py --check    write nothing; exit with 1 if a page is out of date
 
 commands.md is the --help of the commands. config.md has one line per config key. The meaning of a key is its
 `means=` (see `number` in rlhf/config/schema.py), else the comment behind its field, else the comment above
-the field. The range is the bound of the field. The combinations are the rows of `rlhf.checks`. The table of
+the field. The range is the bound of the field. The combinations are the rows of `rlhf.checks`. The list of
 coming_from.md is `rlhf.config.foreign.TABLE`.
 """
 
@@ -81,14 +81,18 @@ def main() -> None:
 
 
 def coming_from() -> str:
-    """Return the page coming_from.md with its table of keys."""
+    """Return the page coming_from.md with its list of keys."""
     page = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
     head, mark, tail = page.partition("rlhf/config/foreign.py -->\n")
-    lines = [f"| here | {' | '.join(PROJECTS)} | remark |", "|---|---|---|---|---|"]
+    lines = []
     for row in TABLE:
         key = row.key if row.value in (None, "<value>") else f"{row.key}={row.value}"
-        names = (", ".join(f"`{name}`" for name in each.split()) for each in row.names)
-        lines.append(" | ".join(["| " + ("" if key == WITHOUT else f"`{key}`"), *names, f"{row.note} |"]))
+        names = [", ".join(f"`{name}`" for name in each.split()) for each in row.names]
+        known = "; ".join(
+            f"{project} {found}" for project, found in zip(PROJECTS, names, strict=True) if found
+        )
+        note = f" ({row.note})" if row.note else ""
+        lines.append(f"- {'no key' if key == WITHOUT else f'`{key}`'}{note}: {known}")
     return head + mark + "\n" + "\n".join(lines) + "\n\n" + tail[tail.index("<!-- end -->") :]
 
 
@@ -261,7 +265,10 @@ def line(prefix: str, key: Key, users: dict[type, list[str]]) -> str:
     `<` before a letter is escaped outside of code.
     """
     at = f"{prefix}.{key.field.name}" if prefix else key.field.name
-    text = f"- `{at}` = {defaults(key.field.name, users)} ({kind(key)}): {meaning(key)}"
+    means, values = meaning(key), kind(key)
+    unexplained = [choice for choice in re.findall(r"`[^`]+`", values) if f"{choice}: " not in means]
+    shown = f" ({values})" if unexplained or "`" not in values else ""  # choices that the meaning explains
+    text = f"- `{at}` = {defaults(key.field.name, users)}{shown}: {means}"
     return re.sub(r"(`[^`]*`)|<(?=\w)", lambda found: found[1] or "&lt;", text)
 
 

@@ -40,7 +40,7 @@ def test_no_row_follows_another_one_that_has_all_of_its_names():
 def test_the_page_has_every_name():
     for row in TABLE:
         assert all(f"`{name}`" in PAGE for name, _ in row.named())
-        assert row.key == WITHOUT or f"| `{row.key}" in PAGE
+        assert row.key == WITHOUT or f"- `{row.key}" in PAGE
 
 
 @pytest.mark.parametrize(
