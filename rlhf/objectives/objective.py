@@ -36,8 +36,8 @@ NEEDS = {
     "ref_logprobs": "log-probs of the frozen reference",
     "old_logprobs": "log-probs of the trainer before this update; not computed for an on-policy batch with "
     "one optimizer step, where behaviour_logprobs are the same",
-    "ratio": "old_logprobs for ratios in the loss; not computed for a batch with one optimizer step, whose "
-    "forward gives them",
+    "ratio": "old_logprobs, for a ratio in the loss; skipped when the batch gets one optimizer step: the "
+    "training forward yields them",
     "correction": "old_logprobs for weights and limits that `credit` computes; not computed for an "
     "on-policy batch with one optimizer step whose sampler computes the same log-probs as the trainer",
     "values": "values of a value model",
