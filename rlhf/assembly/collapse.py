@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf.config.algo import DPOConfig, PairWeighting
-from rlhf.config.correction import Anchor, CorrectionKind
-from rlhf.config.policy_gradient import PolicyGradientConfig
 from rlhf.training.collapse import LIMITS, CollapseRule, Limits
 
 if TYPE_CHECKING:
@@ -21,16 +18,10 @@ def build_collapse_rule(cfg: Config) -> CollapseRule:
 
 def remedies(cfg: Config) -> list[str]:
     """Return overrides that make a collapse less likely: a lower learning rate, less lag, a correction."""
-    algo, schedule = cfg.algo, cfg.schedule
+    schedule = cfg.schedule
     found = [f"optim.lr={cfg.optim.lr / 3:.1g}"]
     if schedule.max_lag > 1:
         found.append(f"schedule.max_lag={schedule.max_lag // 4 or 1}")
     if schedule.max_lag == 0 and schedule.minibatches * schedule.epochs == 1:
         return found
-    if isinstance(algo, DPOConfig) and algo.weighting is PairWeighting.none:
-        found.append("algo.weighting=is")
-    if isinstance(algo, PolicyGradientConfig) and algo.correction.kind is CorrectionKind.none:
-        level = " algo.correction.level=sequence" if algo.sequence_ratio else ""
-        if algo.anchor is Anchor.old:
-            found.append(f"algo.correction.kind=truncate{level}")
-    return found
+    return [*found, *cfg.algo.corrections()]

@@ -11,7 +11,7 @@ from rlhf.assembly.tokenizer import declared_tokens
 from rlhf.config.address import load_function, signature_of
 from rlhf.config.algo import Trains
 from rlhf.config.parameters import Parameters, parameters_of
-from rlhf.config.scorer import FunctionScorerConfig, MixtureScorerConfig, scorers
+from rlhf.config.scorer import scorers
 from rlhf.core.state import SupervisedState, TrainState
 from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.task import Task
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from rlhf.config.algo import Data
     from rlhf.config.root import Config
+    from rlhf.config.scorer import FunctionScorerConfig
 
 
 def build_task(
@@ -73,15 +74,14 @@ def reward_functions(cfg: Config, judge: bool = False) -> Iterator[tuple[str, Fu
     judge = judge or cfg.algo.trains is not Trains.reward
     for at, section in scorers(cfg):
         used = judge if at.startswith("gold") else cfg.scores_completions
-        if used and isinstance(section, FunctionScorerConfig):
-            for each in section.functions().values():
-                yield at, each
+        if used:
+            yield from ((at, each) for each in section.functions().values())
 
 
 def part_of(cfg: Config, at: str) -> str | None:
     """Return the part of a mixture of tasks whose responses the scorer at the key `at` scores; None: all."""
     whole, _, name = at.partition(".parts.")
-    return name.partition(".")[0] if isinstance(getattr(cfg, whole), MixtureScorerConfig) else None
+    return name.partition(".")[0] if getattr(cfg, whole).of_mixture else None
 
 
 def positions(asked: Parameters, key: str, path: str) -> Iterator[tuple[str, tuple[str, str, str]]]:

@@ -12,7 +12,6 @@ from rlhf.assembly.models import build_model, build_module, build_reference, loa
 from rlhf.assembly.parts import part
 from rlhf.config.algo import Trains
 from rlhf.config.model import Dtype
-from rlhf.config.policy_gradient import PPOConfig
 from rlhf.core.console import say
 from rlhf.engines.engine import Engine
 from rlhf.engines.frozen_engine import FrozenEngine
@@ -53,7 +52,7 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
         exact_sampler=cfg.generator.exact and cfg.model.dtype is Dtype.float32,
         ranks=ranks,
         dtype=cfg.model.dtype,
-        value_lr=cfg.algo.value_lr if isinstance(cfg.algo, PPOConfig) else None,
+        value_lr=cfg.algo.value_lr,
     )
     return with_reference(with_compared_modules(engine, cfg), cfg)
 

@@ -10,7 +10,7 @@ from rlhf.assembly.agreement import samples_with_cache
 from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_scorer
 from rlhf.assembly.tokenizer import build_stop_ids
-from rlhf.config.algo import Data, DPOConfig, Trains
+from rlhf.config.algo import Data, Trains
 from rlhf.core.batch import Sampling
 from rlhf.core.encoding import encode_completions
 from rlhf.generators.across_ranks import PerRankGenerator
@@ -56,7 +56,7 @@ def build_evaluator(
         length = cfg.generator.response_length
         return RewardEvaluator(encode_completions(pairs, pairs.completions, tokenizer, length), engine)
     held_out_pairs = None
-    if isinstance(cfg.algo, DPOConfig) and cfg.reads_pairs:
+    if cfg.algo.pairwise and cfg.reads_pairs:
         pairs = task.held_out(cfg.eval.prompts, split, warn=cfg.eval.asked)
         assert pairs.completions is not None
         encoded = encode_completions(pairs, pairs.completions, tokenizer, cfg.generator.response_length)

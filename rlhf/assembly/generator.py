@@ -13,7 +13,6 @@ from rlhf.assembly.annotator import AnnotatorFactory
 from rlhf.assembly.parts import make
 from rlhf.assembly.tokenizer import build_stop_ids
 from rlhf.config.cores import threads
-from rlhf.config.generator import HFConfig
 from rlhf.generators.across_ranks import PerRankGenerator, SharedGenerator
 from rlhf.generators.generator import GeneratorContext
 from rlhf.generators.hf.generator import HFGenerator
@@ -53,7 +52,7 @@ def build_generator(
     cfg: Config, engine: Engine, tokenizer: PreTrainedTokenizerFast, folder: RunFolder, ranks: Ranks
 ) -> Generator:
     """Return the generator of the run: a generator on rank 0 for all ranks, or a generator on each rank."""
-    cached = not isinstance(cfg.generator, HFConfig) or samples_with_cache(
+    cached = not cfg.generator.decodes or samples_with_cache(
         engine.module.model, engine.borrow_policy, cfg, ranks
     )
 

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from rlhf.assembly.agreement import compared
 from rlhf.assembly.parts import part
 from rlhf.config.algo import Trains
-from rlhf.config.model import NanoConfig
-from rlhf.config.policy_gradient import PPOConfig, ValueFrom
+from rlhf.config.policy_gradient import ValueFrom
 from rlhf.core.errors import UserError
 from rlhf.core.seeding import derive
 from rlhf.engines.optimizers import trained
@@ -45,7 +44,7 @@ def loaded(build: Callable[[], N], cfg: Config, ranks: Ranks) -> N:
 def build_module(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | RewardModel | ActorCritic:
     """Return the module that the run trains, with its initial weights; trained weights are float32."""
     module = build_model(cfg, tokenizer)
-    if not isinstance(cfg.algo, PPOConfig):
+    if cfg.value_starts_as is None:
         return module
     assert isinstance(module, Policy)
     return ActorCritic(module, for_training(build_value_model(cfg, tokenizer), cfg, "value"))
@@ -71,7 +70,6 @@ def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rew
         made = new_reward_model(model.policy, tokenizer.pad_token_id, rng, **options)
         return for_training(RewardModel(made, model.shared_prefix), cfg, "reward")
     if cfg.algo.trains is Trains.base and model.base is None:
-        assert isinstance(model, NanoConfig), "validated: only the embedded model starts from nothing"
         return for_training(policy_of(new_nano(model, tokenizer), tokenizer, cfg), cfg, "policy")
     assert cfg.start is not None
     key = f"model.{cfg.algo.trains.value}"

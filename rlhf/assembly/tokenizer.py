@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from rlhf.assembly.parts import make
 from rlhf.config.algo import Trains
-from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.core.chat_format import set_format
 from rlhf.core.console import say_row
 from rlhf.models.tokenizer import declared_ends, read_tokenizer, set_pad_token, stop_ids
@@ -35,7 +34,7 @@ def build_tokenizer(cfg: Config, notes: dict[str, str] | None = None) -> PreTrai
     """
     name = cfg.model.tokenizer or cfg.start
     if name is None:
-        assert isinstance(cfg.task, EmbeddedTaskConfig), "validated: only embedded tasks start from nothing"
+        assert cfg.task.embedded, "validated: only embedded tasks start from nothing"
         made: PreTrainedTokenizerFast = make(cfg.task).tokenizer()
         return made
     start = "model.base" if cfg.algo.trains is Trains.base else "model.policy"

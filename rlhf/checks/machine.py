@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlhf.checks.check import warn
 from rlhf.checks.rules import chosen
 from rlhf.config.backend import Device
+from rlhf.config.generator import Transfer
 from rlhf.core import hub
 from rlhf.core.errors import UserError
 from rlhf.core.launched import local_world_size, missing_variables, world_size
@@ -91,7 +92,8 @@ def problems(cfg: Config) -> Iterator[str]:
 
 def expandable_segments(cfg: Config) -> Iterator[str]:
     """Yield an error if torch allocates memory that cannot be sent to vLLM by CUDA IPC."""
-    if not cfg.generator.by_cuda_ipc or cfg.backend.device is Device.cpu or not this_machine().gpus:
+    by_ipc = cfg.generator.route(gpus=True) is Transfer.ipc
+    if not by_ipc or cfg.backend.device is Device.cpu or not this_machine().gpus:
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         value = os.environ.get(name, "")

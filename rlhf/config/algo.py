@@ -61,6 +61,8 @@ class AlgoConfig(Section):
     min_samples: ClassVar[int] = 1  # smallest K
     keeps: ClassVar[int | None] = None  # number of samples of a prompt that are trained on; None: all K
 
+    pairwise: ClassVar[bool] = False  # True: the loss compares two responses of a prompt
+
     name: str = MISSING
     samples_per_prompt: int = entry(1, means="K, responses of one prompt")
     tie_tolerance: float | None = number(
@@ -76,6 +78,15 @@ class AlgoConfig(Section):
     def needs_sampler(self) -> bool:
         """Whether the loss needs the log-probs of the sampler, even if the samples are stored."""
         return False
+
+    @property
+    def value_lr(self) -> float | None:
+        """The learning rate of the value model; None: `optim.lr`, or there is no value model."""
+        return None
+
+    def corrections(self) -> list[str]:
+        """Return settings that make updates on samples of older weights more stable."""
+        return []
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield the errors of single fields, then an error if there are too few samples of a prompt."""
@@ -95,6 +106,7 @@ class DPOConfig(AlgoConfig):
 
     min_samples: ClassVar[int] = 2
     keeps: ClassVar[int | None] = 2
+    pairwise: ClassVar[bool] = True
 
     name: str = "dpo"
     samples_per_prompt: int = 2
@@ -123,6 +135,10 @@ class DPOConfig(AlgoConfig):
     weighting_clamp: float | None = number(
         1.0, above=0, means="weighting=wpo: upper bound of the weights; null: no bound", added=True
     )
+
+    def corrections(self) -> list[str]:
+        """Return the setting that weights pairs, if they have no weights."""
+        return ["algo.weighting=is"] if self.weighting is PairWeighting.none else []
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each key that is set and that the loss or the weighting does not use."""
@@ -170,6 +186,7 @@ class RewardConfig(AlgoConfig):
     data: ClassVar[Data] = Data.preferences
     supervised: ClassVar[bool] = True
     min_samples: ClassVar[int] = 2
+    pairwise: ClassVar[bool] = True
 
     name: str = "reward"
     samples_per_prompt: int = 2

@@ -4,17 +4,47 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from omegaconf import MISSING
 
+from rlhf.config.model import Dtype
 from rlhf.config.schema import Affects, Choice, Section, entry, number, option
+
+
+class Transfer(Choice):
+    """The way in which weights are sent from the trainer to the processes of a generator."""
+
+    auto = "auto", "ipc on the trainer's GPU, nccl to other GPUs, shared_memory without GPUs"
+    shared_memory = "shared_memory", "a file in RAM; works everywhere"
+    ipc = "ipc", "CUDA IPC, on the trainer's GPU"
+    nccl = "nccl", "NCCL broadcast, to other GPUs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """The memory that an inference engine reserves when it starts, for each process of a generator.
+
+    Attributes:
+        engine: name of the engine in the memory plan.
+        share: part of the memory of each GPU, or of the RAM, as set by `generator.memory`.
+        gpus: number of GPUs that share the weights of a process.
+        sequences: sequences decoded in parallel.
+    """
+
+    engine: str
+    share: float
+    gpus: int = 1
+    sequences: int = 256
 
 
 @dataclass(kw_only=True, slots=True)
 class GeneratorConfig(Section):
-    """The keys that every generator has."""
+    """The keys that every generator has, and what other modules ask a generator.
+
+    By default a generator samples in the process of the trainer, without memory of its own.
+    """
 
     samples: ClassVar[bool] = True  # False: the generator returns stored completions
     # True: the generator computes in float32 the same log-probs as a trainer with the same weights
@@ -50,21 +80,56 @@ class GeneratorConfig(Section):
         return 1
 
     @property
-    def by_cuda_ipc(self) -> bool:
-        """Whether the generator may read weights on the trainer's GPU by CUDA IPC."""
-        return False
+    def decodes(self) -> int:
+        """The sequences that the trained model or its copy decodes in parallel; 0: another engine decodes."""
+        return 0
 
     def has_worker(self, max_lag: int) -> bool:
         """Return whether the generator samples in a separate process if `schedule.max_lag` is `max_lag`."""
         return False
 
-    def on_each_rank(self, max_lag: int) -> bool:
-        """Return whether every rank has a generator; otherwise rank 0's generator serves all ranks."""
-        return not self.has_worker(max_lag)
+    def processes(self, max_lag: int) -> int:
+        """Return the number of processes that sample; 0: the process of the trainer samples."""
+        return self.replicas if self.has_worker(max_lag) else 0
+
+    def annotates(self, max_lag: int, ranks: int, on_gpu: bool) -> bool:
+        """Return whether a separate process computes scores and reference log-probs ahead of the trainer.
+
+        Args:
+            max_lag: `schedule.max_lag` of the run.
+            ranks: the number of ranks.
+            on_gpu: whether the models are on GPUs.
+        """
+        return False
 
     def reserved_gpus(self, ranks: int) -> Sequence[int]:
         """Return the GPUs of a host with `ranks` ranks that other processes must not use."""
         return ()
+
+    def reserves(self, on_gpu: bool) -> Reserved | None:
+        """Return the memory that an inference engine reserves; None: memory is allocated while it is used."""
+        return None
+
+    def weights_dtype(self, trainer: Dtype) -> str:
+        """Return the dtype of the weights in the processes; `trainer` is the dtype of forward passes."""
+        return "float32"
+
+    def route(self, gpus: bool, nccl: bool = True) -> Transfer:
+        """Return the way in which the processes get the weights; the result is never `auto`.
+
+        Args:
+            gpus: whether the trainer and the processes are on GPUs.
+            nccl: whether torch has NCCL.
+        """
+        return Transfer.shared_memory
+
+    def smaller(self) -> dict[str, GeneratorConfig]:
+        """Return settings that need less memory, `key=value` -> the section with the setting."""
+        return {}
+
+    def on_each_rank(self, max_lag: int) -> bool:
+        """Return whether every rank has a generator; otherwise rank 0's generator serves all ranks."""
+        return not self.has_worker(max_lag)
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error for each setting that truncates the distribution of samples."""
@@ -132,16 +197,15 @@ class WorkerConfig(GeneratorConfig):
         """Return whether every rank has a generator: without a separate process, or with `per_rank`."""
         return self.per_rank or not self.has_worker(max_lag)
 
+    def smaller(self) -> dict[str, GeneratorConfig]:
+        """Return the setting without an annotator, if `annotate` is true."""
+        return {"annotate=false": replace(self, annotate=False)} if self.annotate else {}
+
     def annotates(self, max_lag: int, ranks: int, on_gpu: bool) -> bool:
-        """Return whether a separate process computes scores and reference log-probs ahead of the trainer.
+        """Return `annotate`; if it is null, whether a lag gives an annotator time to work ahead.
 
         If `annotate` is null, the result is False on GPUs, because the process would load two more models
         there. It is also False with several ranks, because one process would do the work of all ranks.
-
-        Args:
-            max_lag: `schedule.max_lag` of the run.
-            ranks: the number of ranks.
-            on_gpu: whether the models are on GPUs.
         """
         if self.annotate is None:
             return max_lag > 0 and ranks == 1 and not on_gpu and self.has_worker(max_lag)
@@ -181,6 +245,11 @@ class HFConfig(WorkerConfig):
         """Return `worker`; if `worker` is null, return whether there is a lag."""
         return max_lag > 0 if self.worker is None else self.worker
 
+    @property
+    def decodes(self) -> int:
+        """The sequences that are decoded in parallel: `batch_size`."""
+        return self.batch_size
+
 
 class Precision(Choice):
     """The dtype in which a generator computes."""
@@ -188,15 +257,6 @@ class Precision(Choice):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-
-
-class Transfer(Choice):
-    """The way in which weights are sent from the trainer to vLLM."""
-
-    auto = "auto", "ipc on the trainer's GPU, nccl to other GPUs, shared_memory without GPUs"
-    shared_memory = "shared_memory", "a file in RAM; works everywhere"
-    ipc = "ipc", "CUDA IPC, on the trainer's GPU"
-    nccl = "nccl", "NCCL broadcast, to other GPUs"
 
 
 @option("generator", "vllm", part="rlhf.generators.vllm.generator:build")
@@ -236,12 +296,6 @@ class VLLMConfig(WorkerConfig):
         """The number of GPUs that all replicas use on a machine with GPUs."""
         return self.tensor_parallel_size * max(1, self.replicas)
 
-    @property
-    def by_cuda_ipc(self) -> bool:
-        """Whether weights may be read by CUDA IPC: on one GPU, which trainer and vLLM share."""
-        chosen = self.transfer in (Transfer.auto, Transfer.ipc)
-        return chosen and self.shares_gpu and self.tensor_parallel_size == 1
-
     def start_limit(self, on_gpu: bool) -> float:
         """Return `start_limit_s`; if null, 1200 on GPUs, where vLLM compiles and captures CUDA graphs."""
         return self.start_limit_s or (1200.0 if on_gpu else 300.0)
@@ -251,6 +305,26 @@ class VLLMConfig(WorkerConfig):
         if self.shares_gpu:
             return range(ranks)
         return self.devices or range(ranks, ranks + self.gpus * (ranks if self.per_rank else 1))
+
+    def reserves(self, on_gpu: bool) -> Reserved:
+        """Return the memory of vLLM: a share of its GPUs, or without GPUs of the RAM."""
+        share = self.memory or (self.on_gpu if on_gpu else self.in_ram)
+        return Reserved(
+            engine="vLLM", share=share, gpus=self.tensor_parallel_size, sequences=self.max_num_seqs
+        )
+
+    def weights_dtype(self, trainer: Dtype) -> str:
+        """Return `dtype`; if it is null, the dtype of the trainer."""
+        return str((self.dtype or trainer).value)
+
+    def route(self, gpus: bool, nccl: bool = True) -> Transfer:
+        """Return `transfer`; `auto` prefers GPU memory, unless several replicas read one snapshot."""
+        if self.transfer is not Transfer.auto:
+            return self.transfer
+        if gpus and self.shares_gpu and self.gpus == 1:
+            return Transfer.ipc
+        alone = self.replicas == 1 and not self.shares_gpu
+        return Transfer.nccl if gpus and alone and nccl else Transfer.shared_memory
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if vLLM is not installed, the temperature is too low, or `devices` is invalid."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -144,6 +145,21 @@ class ModelConfig(Section):
         """Whether the reference is the initial policy."""
         return self.reference in (None, self.policy)
 
+    def architecture(self, vocabulary: int) -> dict[str, Any]:
+        """Return the config.json of the model with random weights that a run makes; empty: it makes none."""
+        return {}
+
+    def smaller(self) -> dict[str, ModelConfig]:
+        """Return settings that need less memory, `key=value` -> the section with the setting."""
+        found = {}
+        if self.dtype is Dtype.float32:
+            found["dtype=bfloat16"] = replace(self, dtype=Dtype.bfloat16)
+        if not self.gradient_checkpointing:
+            found["gradient_checkpointing=true"] = replace(self, gradient_checkpointing=True)
+        if not self.lora.rank:
+            found["lora.rank=16"] = replace(self, lora=replace(self.lora, rank=16))
+        return found
+
 
 def syntax_error(file: Path) -> str | None:
     """Return the line and the reason of the syntax error in a Jinja template; None if there is none."""
@@ -177,6 +193,19 @@ class NanoConfig(ModelConfig):
     layers: int = entry(2, means="number of blocks")
     heads: int = entry(4, means="attention heads per block")
     context: int = entry(512, means="maximum number of tokens of prompt and response together")
+
+    def architecture(self, vocabulary: int) -> dict[str, Any]:
+        """Return the config.json of the model for a tokenizer with `vocabulary` tokens."""
+        return {
+            "model_type": "gpt_neox",
+            "vocab_size": vocabulary,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": 4 * self.hidden_size,
+            "max_position_embeddings": self.context,
+            "tie_word_embeddings": False,
+        }
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if `hidden_size` is not divisible by `heads`."""

@@ -143,6 +143,13 @@ class PolicyGradientConfig(AlgoConfig):
                     f"{value.value if isinstance(value, Choice) else plain(value)}; set algo.{key}={unset}"
                 )
 
+    def corrections(self) -> list[str]:
+        """Return the setting that weights samples of older weights, if the loss does not correct for them."""
+        if self.correction.kind is not CorrectionKind.none or self.anchor is not Anchor.old:
+            return []
+        level = " algo.correction.level=sequence" if self.sequence_ratio else ""
+        return [f"algo.correction.kind=truncate{level}"]
+
     @property
     def needs_sampler(self) -> bool:
         """Whether the loss needs the log-probs of the sampler: always, for ratios."""

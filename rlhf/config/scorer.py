@@ -75,6 +75,15 @@ class ScorerConfig(Section):
         return None
 
     @property
+    def sequences(self) -> int:
+        """The sequences per forward pass of the model that scores; 0: no model of this machine scores."""
+        return 0
+
+    def functions(self) -> dict[str, FunctionScorerConfig]:
+        """Return a section for each function of the user, by the name of its scores in metrics."""
+        return {}
+
+    @property
     def only_here(self) -> list[str]:
         """The addresses of functions that exist only in the process that started the run."""
         return []
@@ -158,6 +167,11 @@ class RewardModelScorerConfig(ScorerConfig):
     pad_token: str | None = entry(
         None, means="pad token of the reward model's tokenizer; null: its own, or its end token", added=True
     )
+
+    @property
+    def sequences(self) -> int:
+        """The sequences per forward pass of the reward model: `batch_size`."""
+        return self.batch_size
 
     def reward_model(self, at: str, reward: str | None) -> tuple[str, str] | None:
         """Return `path` or else `model.reward`; None: the run makes the reward model."""

@@ -25,6 +25,7 @@ class TaskConfig(Section):
     embedded: ClassVar[bool] = False  # True: data and models are generated from a seed
     own_data: ClassVar[bool] = False  # True: the data are always those of the user
     has_answers: ClassVar[bool] = True  # False: the references contain no answer that can be compared
+    vocabulary_size: ClassVar[int] = 0  # tokens of the task's own tokenizer; 0: a model has the tokenizer
     prompt_columns: ClassVar[tuple[str, ...]] = PROMPT_COLUMNS  # columns of `path`, if it contains prompts
     prompt_splits: ClassVar[tuple[str, ...]] = SPLITS  # splits of `path`, if it contains prompts
 
@@ -114,7 +115,6 @@ class EmbeddedTaskConfig(TaskConfig):
     """A task that is generated from a seed."""
 
     embedded: ClassVar[bool] = True
-    vocabulary_size: ClassVar[int]  # tokens of the task's tokenizer, for the memory plan
 
     data_seed: int = entry(0, means="seed of the generated data; the run's own seed does not change the data")
     train_size: int = number(MISSING, least=1, means="examples to generate", remedy="512")

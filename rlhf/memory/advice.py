@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from rlhf.config.catalogue import options
-from rlhf.config.generator import VLLMColocatedConfig, WorkerConfig
-from rlhf.config.model import Dtype, NanoConfig
 from rlhf.memory.loaded_models import models
 from rlhf.memory.plan import plan
 from rlhf.memory.uses import NEARLY, gib
@@ -52,7 +51,7 @@ def unknown_models(unknown: dict[str, str]) -> str:
 
 def problems(cfg: Config) -> list[str]:
     """Return an error for each device that certainly has too little memory for the run `cfg`."""
-    return [too_little(cfg, use) for use in plan(cfg).uses if not use.fits]
+    return [_too_little(cfg, use) for use in plan(cfg).uses if not use.fits]
 
 
 def warnings(cfg: Config) -> list[str]:
@@ -80,32 +79,47 @@ ADJUSTABLE = {  # phase -> section and name of the key that makes the phase smal
 }
 
 
-def too_little(cfg: Config, use: Use) -> str:
-    """Return the error message for a device with too little memory: key, rule, reason, value, remedy."""
+def refusal(use: Use, what: str, key: str, got: object, remedy: str) -> str:
+    """Return the error message for a device with too little memory: key, rule, reason, value, remedy.
+
+    Args:
+        use: the memory that is needed of the device.
+        what: what needs it, for example "the run".
+        key: the config key that should have a smaller value.
+        got: the value of the key.
+        remedy: what to do instead.
+    """
     assert use.total is not None
-    section, name = adjustable(cfg, use.largest.name) or ("", "")
-    fitting = smaller(cfg, use.device, section, name) if section else None
+    return (
+        f"{key} must be small enough for the {gib(use.total)} of {use.device} ({what} is estimated to need "
+        f"{gib(use.bytes)}: {in_short(use)}), got {got}; {remedy}"
+    )
+
+
+def _too_little(cfg: Config, use: Use) -> str:
+    adjusted, group = adjustable(cfg, use.largest.name), cfg.algo.samples_per_prompt
+    fitting = adjusted and smaller(cfg, *adjusted, group, lambda changed: _fits(changed, use.device))
     first = next(models(cfg))
-    together = together_fitting(cfg, use.device)
-    if fitting is not None:
-        key, got = f"{section}.{name}", getattr(getattr(cfg, section), name)
-        remedy = f"set {key}={fitting}"
-    elif (shares := fitting_share(cfg)) is not None:
+    made = cfg.model.architecture(cfg.task.vocabulary_size)
+    if adjusted and fitting:
+        key = ".".join(adjusted)
+        got, remedy = attrgetter(key)(cfg), f"set {key}={fitting}"
+    elif (shares := _fitting_share(cfg)) is not None:
         key, got = "generator.memory", shares[0]
         remedy = f"set {key}={shares[1]:g}"
-    elif first.name is None and isinstance(cfg.model, NanoConfig):
-        key, got = "model.hidden_size", cfg.model.hidden_size
-        remedy = "set model.hidden_size=128"
-    elif together:
+    elif first.name is None and made:
+        key, got, remedy = "model.hidden_size", made["hidden_size"], "set model.hidden_size=128"
+    elif together := _together_fitting(cfg, use.device):
         key, got, remedy = first.key, first.name, f"set {' '.join(together)}"
     else:
         key, got = first.key, first.name
         alternatives = [f"set {override}" for override in smaller_settings(cfg)]
         remedy = ", or ".join([f"set {key} to a smaller model", *alternatives])
-    return (
-        f"{key} must be small enough for the {gib(use.total)} of {use.device} (the run is estimated to need "
-        f"{gib(use.bytes)}: {in_short(use)}), got {got}; {remedy}"
-    )
+    return refusal(use, "the run", key, got, remedy)
+
+
+def _fits(cfg: Config, device: str) -> bool:
+    return all(use.fits for use in plan(cfg).uses if use.device == device)
 
 
 def adjustable(cfg: Config, phase: str) -> tuple[str, str] | None:
@@ -116,54 +130,52 @@ def adjustable(cfg: Config, phase: str) -> tuple[str, str] | None:
     return (section, name) if section else None
 
 
-def smaller(cfg: Config, device: str, section: str, name: str) -> int | None:
-    """Return a smaller value of a key for which the device has enough memory, or None if there is none.
+def smaller(cfg: Config, section: str, name: str, step: int, fits: Callable[[Config], bool]) -> int | None:
+    """Return a smaller value of a key with which the config `fits`, or None if there is none.
 
-    The first value is half the configured value; each following value is half the previous value. Values are
-    rounded down to multiples of `algo.samples_per_prompt`.
+    The first value is half the configured value; each following value is half the previous value.
 
     Args:
         cfg: the config of the run.
-        device: the device that has too little memory.
         section: the section of the key.
-        name: the name of the key.
+        name: the name of the key; a section without it has no smaller value.
+        step: values are rounded down to multiples of it.
+        fits: whether the memory suffices for a config.
     """
     part = getattr(cfg, section)
-    group = cfg.algo.samples_per_prompt
-    value = getattr(part, name, 0) // 2 // group * group
-    while value >= group:
-        changed = replace(cfg, **{section: replace(part, **{name: value})})
-        if all(use.fits for use in plan(changed).uses if use.device == device):
+    value = getattr(part, name, 0) // 2 // step * step
+    while value >= step:
+        if fits(replace(cfg, **{section: replace(part, **{name: value})})):
             return value
-        value = value // 2 // group * group
+        value = value // 2 // step * step
     return None
 
 
-def fitting_share(cfg: Config) -> tuple[float, float] | None:
-    """Return the configured share of vLLM on the trainer's GPU, and the nearest share that fits.
+def _fitting_share(cfg: Config) -> tuple[float, float] | None:
+    """Return the configured share of an engine on the trainer's GPU, and the nearest share that fits.
 
     Returns:
-        Two values of `generator.memory`; None without `generator=vllm_colocated` on a GPU, or if no share
-        fits.
+        Two values of `generator.memory`; None without such an engine on a GPU, or if no share fits.
     """
-    generator = cfg.generator
-    if not isinstance(generator, VLLMColocatedConfig):
+    generator, reserved = cfg.generator, cfg.generator.reserves(on_gpu=True)
+    if reserved is None or not generator.shares_gpu:
         return None
-    now = generator.memory or generator.on_gpu
+    now = reserved.share
     for share in sorted((i / 20 for i in range(1, 20)), key=lambda each: abs(each - now)):
-        uses = plan(replace(cfg, generator=replace(generator, memory=share))).uses
+        changed: dict[str, Any] = {"memory": share}
+        uses = plan(replace(cfg, generator=replace(generator, **changed))).uses
         if len(uses) > 1 and all(use.fits for use in uses):
             return now, share
     return None
 
 
-def together_fitting(cfg: Config, device: str) -> list[str]:
-    """Return the first settings of `smaller_configs` that together fit the device; empty if all do not."""
+def _together_fitting(cfg: Config, device: str) -> list[str]:
+    """Return the first settings of `_smaller_configs` that together fit the device; empty if all do not."""
     used = []
-    while found := smaller_configs(cfg):
+    while found := _smaller_configs(cfg):
         override, cfg = next(iter(found.items()))
         used.append(override)
-        if all(use.fits for use in plan(cfg).uses if use.device == device):
+        if _fits(cfg, device):
             return used
     return []
 
@@ -171,46 +183,37 @@ def together_fitting(cfg: Config, device: str) -> list[str]:
 def smaller_settings(cfg: Config) -> list[str]:
     """Return overrides that reduce the memory of the run, without overrides that the run already has."""
     backends = (name for name in ("zero3", "zero3_offload") if name in options("backend"))
-    return [*smaller_configs(cfg), *(f"backend={name}" for name in backends if name != cfg.backend.name)]
+    return [*_smaller_configs(cfg), *(f"backend={name}" for name in backends if name != cfg.backend.name)]
 
 
-def smaller_configs(cfg: Config) -> dict[str, Config]:
+def _smaller_configs(cfg: Config) -> dict[str, Config]:
     """Return overrides of single keys that reduce the memory of the run -> the config with the override."""
-    model, generator = cfg.model, cfg.generator
-    found = {}
-    if isinstance(generator, WorkerConfig) and generator.annotate:
-        found["generator.annotate=false"] = replace(cfg, generator=replace(generator, annotate=False))
-    if model.dtype is Dtype.float32:
-        found["model.dtype=bfloat16"] = replace(cfg, model=replace(model, dtype=Dtype.bfloat16))
-    if not model.gradient_checkpointing:
-        changed = replace(model, gradient_checkpointing=True)
-        found["model.gradient_checkpointing=true"] = replace(cfg, model=changed)
-    if not model.lora.rank:
-        changed = replace(model, lora=replace(model.lora, rank=16))
-        found["model.lora.rank=16"] = replace(cfg, model=changed)
-    return found
+    found = {
+        f"generator.{key}": replace(cfg, generator=each) for key, each in cfg.generator.smaller().items()
+    }
+    return found | {f"model.{key}": replace(cfg, model=each) for key, each in cfg.model.smaller().items()}
 
 
 def savings(cfg: Config) -> tuple[str, dict[str, float]]:
     """Return the fullest device of the memory plan, and settings with which it needs less: override -> bytes.
 
-    Each setting is estimated alone. The settings are `smaller_configs`, half of the sequences of a forward
+    Each setting is estimated alone. The settings are `_smaller_configs`, half of the sequences of a forward
     pass and of sampling, and half of the response length. The setting that needs the least memory is first.
     """
-    now = fullest(plan(cfg))
-    options, group = smaller_configs(cfg), cfg.algo.samples_per_prompt
+    now = _fullest(plan(cfg))
+    options, group = _smaller_configs(cfg), cfg.algo.samples_per_prompt
     keys = [each for phase in ADJUSTABLE if (each := adjustable(cfg, phase)) is not None]
     for section, name in dict.fromkeys([*keys, ("generator", "response_length")]):
         part = getattr(cfg, section)
         step = 1 if name == "response_length" else group
         if half := getattr(part, name, 0) // 2 // step * step:
             options[f"{section}.{name}={half}"] = replace(cfg, **{section: replace(part, **{name: half})})
-    sizes = {override: fullest(plan(changed), now.device).bytes for override, changed in options.items()}
+    sizes = {override: _fullest(plan(changed), now.device).bytes for override, changed in options.items()}
     least = {override: size for override, size in sizes.items() if size < WORTH * now.bytes}
     return now.device, dict(sorted(least.items(), key=lambda item: item[1]))
 
 
-def fullest(made: Plan, device: str | None = None) -> Use:
+def _fullest(made: Plan, device: str | None = None) -> Use:
     """Return the use of a device, by default of the device whose memory is used most."""
     uses = [use for use in made.uses if device in (None, use.device)]
     return max(uses, key=lambda use: use.bytes / (use.total or 1))

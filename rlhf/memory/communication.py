@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rlhf.config.generator import Transfer, VLLMConfig
 from rlhf.memory.uses import Part, parameters, times
 
 if TYPE_CHECKING:
     from rlhf.config.footprint import Footprint
-    from rlhf.config.generator import GeneratorConfig
 
 MIB = 2**20
 CHANNELS = 32  # largest number of NCCL's channels; fewer on GPUs without NVLink
@@ -23,17 +21,6 @@ def nccl(groups: int) -> Iterator[Part]:
     if groups:
         made_of = f"{CHANNELS} channels x 2 connections x {CONNECTION // MIB} MiB"
         yield times(Part("NCCL", GROUP, made_of, estimated=True), groups)
-
-
-def sends_by_nccl(generator: GeneratorConfig) -> bool:
-    """Return whether the trainer's GPU and the GPUs of vLLM form a group of NCCL to transfer weights.
-
-    The rule is that of `rlhf.generators.vllm.generator.route`, if trainer and vLLM both run on GPUs.
-    """
-    if not isinstance(generator, VLLMConfig):
-        return False
-    alone = generator.replicas == 1 and not generator.shares_gpu
-    return generator.transfer is Transfer.nccl or (generator.transfer is Transfer.auto and alone)
 
 
 def bucket(footprint: Footprint, trained: int, ranks: int) -> Iterator[Part]:

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlhf.config.algo import Trains
-from rlhf.config.model import NanoConfig
-from rlhf.config.policy_gradient import PPOConfig, ValueFrom
-from rlhf.config.scorer import RewardModelScorerConfig, scorers
-from rlhf.config.task import EmbeddedTaskConfig
-from rlhf.memory.model_size import adapter_parameters, module_parameters, named_size, nano_size
+from rlhf.config.policy_gradient import ValueFrom
+from rlhf.config.scorer import scorers
+from rlhf.memory.model_size import adapter_parameters, config_size, module_parameters, named_size
 from rlhf.memory.tokens import without_gradient
 
 if TYPE_CHECKING:
@@ -49,41 +47,41 @@ def models(cfg: Config) -> Iterator[Model]:
     """Yield the models that the trainer process of the run `cfg` loads, trained models first."""
     model, algo, batch = cfg.model, cfg.algo, without_gradient(cfg)
     start = cfg.start
-    policy = size_of(cfg, start)
+    policy = _size(cfg, start)
     key = "model.base" if algo.trains is Trains.base else "model.policy"
     if algo.trains is Trains.reward:
-        yield adapted(cfg, Model("reward model", key, start, policy and policy.scoring(), True, batch))
+        yield _adapted(cfg, Model("reward model", key, start, policy and policy.scoring(), True, batch))
         return
-    yield adapted(cfg, Model("policy", key, start, policy, True, batch))
-    if isinstance(algo, PPOConfig):
+    yield _adapted(cfg, Model("policy", key, start, policy, True, batch))
+    if cfg.value_starts_as is not None:
         value = start
         if cfg.value_starts_as is ValueFrom.reward:
             key, value = "model.reward", cfg.value_reward
-        size = size_of(cfg, value)
-        yield adapted(cfg, Model("value model", key, value, size and size.scoring(), True, batch))
+        size = _size(cfg, value)
+        yield _adapted(cfg, Model("value model", key, value, size and size.scoring(), True, batch))
     if algo.trains is Trains.policy and not (model.lora.rank and model.starts_as_reference):
         name = model.reference or model.policy
         key = "model.reference" if model.reference else "model.policy"
-        yield Model("reference", key, name, size_of(cfg, name), False, batch)
-    yield from scoring_models(cfg)
+        yield Model("reference", key, name, _size(cfg, name), False, batch)
+    yield from _scoring_models(cfg)
 
 
 def judges(cfg: Config) -> Iterator[Model]:
     """Yield the models of the judge, the only models that `rlhf.relabel` loads."""
-    return (model for model in scoring_models(cfg) if model.role == "judge")
+    return (model for model in _scoring_models(cfg) if model.role == "judge")
 
 
-def scoring_models(cfg: Config) -> Iterator[Model]:
+def _scoring_models(cfg: Config) -> Iterator[Model]:
     """Yield the models of the training scorer and of the judge."""
     for at, scorer in scorers(cfg):
-        if isinstance(scorer, RewardModelScorerConfig):
-            key, name = (f"{at}.path", scorer.path) if scorer.path else ("model.reward", cfg.model.reward)
+        if scorer.sequences:
+            key, name = scorer.reward_model(at, cfg.model.reward) or ("model.reward", None)
             role = "judge" if at.startswith("gold") else "reward model"
-            size = size_of(cfg, name)
-            yield Model(role, key, name, size and size.scoring(), False, scorer.batch_size)
+            size = _size(cfg, name)
+            yield Model(role, key, name, size and size.scoring(), False, scorer.sequences)
 
 
-def adapted(cfg: Config, model: Model) -> Model:
+def _adapted(cfg: Config, model: Model) -> Model:
     """Return a trained model with the number of parameters that are trained beside the frozen weights.
 
     These are the adapters, a trained copy of the modules in `model.lora.modules_to_save`, and the head of a
@@ -97,12 +95,12 @@ def adapted(cfg: Config, model: Model) -> Model:
     if model.size.vocabulary == 1:
         count += model.size.head
         whole = [name for name in whole if name != "score"]
-    original = size_of(cfg, model.name)
+    original = _size(cfg, model.name)
     assert original is not None, "the size of the model is known"
     return replace(model, adapters=count + module_parameters(model.name, original, whole))
 
 
-def size_of(cfg: Config, name: str | None) -> ModelSize | None:
+def _size(cfg: Config, name: str | None) -> ModelSize | None:
     """Return the size of a model, or None if it is unknown.
 
     Args:
@@ -111,11 +109,7 @@ def size_of(cfg: Config, name: str | None) -> ModelSize | None:
     """
     if name is not None:
         return named_size(name)
-    if isinstance(cfg.model, NanoConfig) and isinstance(cfg.task, EmbeddedTaskConfig):
-        return size_of(cfg, cfg.model.base) if cfg.model.base else made_size(cfg.model, cfg.task)
-    return None
-
-
-def made_size(model: NanoConfig, task: EmbeddedTaskConfig) -> ModelSize:
-    """Return the size of the model that is made from `model` with the vocabulary of the embedded task."""
-    return nano_size(model, task.vocabulary_size)
+    made = cfg.model.architecture(cfg.task.vocabulary_size)
+    if not made or not cfg.task.embedded:
+        return None
+    return named_size(cfg.model.base) if cfg.model.base else config_size(made)

@@ -12,15 +12,12 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf.core.hub import cached_folder
 from rlhf.memory.published import published_config
 from rlhf.models.folders import is_local, read_config
 from rlhf.models.headers import DamagedFile, weight_headers
-
-if TYPE_CHECKING:
-    from rlhf.config.model import NanoConfig
 
 HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
 EMBEDDINGS = ("embed_in", "embed_tokens", "wte")  # last parts of the names of input embeddings
@@ -236,23 +233,6 @@ def neox_parameters(size: ModelSize, config: dict[str, Any]) -> int:
     mlp = 2 * h * inner + inner + h
     positions = (first_number(config, ("n_positions",)) or 0) * h
     return size.vocabulary * h + positions + size.layers * (attention + mlp + 4 * h) + 2 * h
-
-
-def nano_size(nano: NanoConfig, vocabulary: int) -> ModelSize:
-    """Return the size of the embedded model that `rlhf.models.loading.new_nano` makes."""
-    size = config_size(
-        {
-            "model_type": "gpt_neox",
-            "vocab_size": vocabulary,
-            "hidden_size": nano.hidden_size,
-            "num_hidden_layers": nano.layers,
-            "num_attention_heads": nano.heads,
-            "intermediate_size": 4 * nano.hidden_size,
-            "tie_word_embeddings": False,
-        }
-    )
-    assert size is not None
-    return size
 
 
 def first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:

@@ -14,24 +14,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf.config.backend import Device
-from rlhf.config.generator import VLLMConfig
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.machine import this_machine
-from rlhf.memory.communication import nccl, sends_by_nccl
-from rlhf.memory.generator import (
-    annotates,
-    generator_parts,
-    generators,
-    on_gpu_store,
-    replicas,
-    shared_weights,
-    vllm_on_gpu,
-)
-from rlhf.memory.loaded_models import models
+from rlhf.memory import generator as sampling
+from rlhf.memory.communication import nccl
+from rlhf.memory.loaded_models import judges, models
 from rlhf.memory.tokens import longest
 from rlhf.memory.trainer import Trainer
-from rlhf.memory.uses import CONTEXT, NEARLY, PROCESS, Part, Phase, Plan, Use, kept, on_heap, times
-from rlhf.memory.workers import own_gpus, shared_with_ranks, worker_parts
+from rlhf.memory.uses import (
+    CONTEXT,
+    LIBRARIES,
+    NEARLY,
+    PROCESS,
+    Part,
+    Phase,
+    Plan,
+    Use,
+    kept,
+    on_heap,
+    times,
+)
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -46,28 +48,23 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
     models.
     """
     machine = machine or this_machine()
-    return planned(with_token_limit(cfg, machine), machine)
+    return _planned(with_token_limit(cfg, machine), machine)
 
 
-def planned(cfg: Config, machine: Machine) -> Plan:
-    """Return the memory plan of a run whose `backend.tokens` is the limit of its forward passes."""
-    if cfg.stand_ins:  # tiny models, which fit everywhere
-        return Plan((), {})
-    loaded = tuple(models(cfg))
-    if names := unknown(loaded):
-        return Plan((), names)
-    local = local_world_size()
+def plan_of_judges(cfg: Config, machine: Machine | None = None) -> Plan:
+    """Return the memory plan of ranks that only score texts, with the judges of `cfg`; see `plan`.
+
+    The plan is empty if no judge is a model.
+    """
+    machine = machine or this_machine()
+    loaded = () if cfg.stand_ins else tuple(judges(cfg))
+    if not loaded or _unknown(loaded):
+        return Plan((), _unknown(loaded))
     trainer = Trainer(cfg, loaded, world_size(), device(cfg, machine))
+    phases = [phase for phase in trainer.phases() if phase.bytes]
     if trainer.device == "cuda":
-        return Plan(tuple(on_gpus(cfg, trainer, machine, local)), {})
-    parts = [times(part, local) for part in (*trainer.parts(), *trainer.in_ram())]
-    many = generators(cfg, local)
-    parts += [times(on_heap(part), many) for part in generator_parts(cfg, trainer, machine.ram)]
-    phases = [
-        Phase(phase.name, tuple(times(on_heap(part), local) for part in phase.parts))
-        for phase in trainer.phases()
-    ]
-    return Plan((Use("RAM", machine.ram, kept(parts), tuple(phases)),), {})
+        return Plan((_on_gpus_of_ranks(trainer, machine, (), phases),), {})
+    return Plan((_without_gpus(machine, trainer.parts(), (), phases),), {})
 
 
 def fills_memory(cfg: Config, machine: Machine | None = None) -> bool:
@@ -78,14 +75,8 @@ def fills_memory(cfg: Config, machine: Machine | None = None) -> bool:
     """
     machine, tokens = machine or this_machine(), cfg.backend.tokens
     if tokens is None and device(cfg, machine) == "cpu":
-        return not passes_fit(cfg, machine)
+        return not _passes_fit(cfg, machine)
     return not tokens
-
-
-def passes_fit(cfg: Config, machine: Machine) -> bool:
-    """Return whether all phases except sampling need at most `NEARLY` of every device."""
-    uses = planned(cfg, machine).uses
-    return all(use.total is None or use.without("sampling").bytes <= NEARLY * use.total for use in uses)
 
 
 def with_token_limit(cfg: Config, machine: Machine | None = None) -> Config:
@@ -101,14 +92,9 @@ def with_token_limit(cfg: Config, machine: Machine | None = None) -> Config:
     prompts = max(1, cfg.backend.micro_batch // group)
     while True:
         found = replace(cfg, backend=replace(cfg.backend, tokens=prompts * group * longest(cfg)))
-        if prompts == 1 or passes_fit(found, machine):
+        if prompts == 1 or _passes_fit(found, machine):
             return found
         prompts //= 2
-
-
-def unknown(loaded: Iterable[Model]) -> dict[str, str]:
-    """Return the models whose size is unknown, by config key."""
-    return {model.key: str(model.name) for model in loaded if model.size is None}
 
 
 def device(cfg: Config, machine: Machine) -> str:
@@ -117,69 +103,92 @@ def device(cfg: Config, machine: Machine) -> str:
     return "cuda" if wanted is Device.cuda or (wanted is Device.auto and machine.gpus) else "cpu"
 
 
-def on_device(cfg: Config, loaded: tuple[Model, ...], machine: Machine | None = None) -> Use:
-    """Return the memory that frozen models need on the device of the ranks, to score texts.
+def _passes_fit(cfg: Config, machine: Machine) -> bool:
+    """Return whether all phases except sampling need at most `NEARLY` of every device."""
+    uses = _planned(cfg, machine).uses
+    return all(use.total is None or use.without("sampling").bytes <= NEARLY * use.total for use in uses)
 
-    Args:
-        cfg: the config.
-        loaded: the models; their sizes are known.
-        machine: the machine, by default this machine.
-    """
-    machine = machine or this_machine()
-    local, where = local_world_size(), device(cfg, machine)
-    trainer = Trainer(cfg, loaded, world_size(), where)
-    phases = [phase for phase in trainer.phases() if phase.bytes]
-    if where == "cuda":
-        parts = [Part("CUDA", CONTEXT, "one process"), *nccl(int(trainer.ranks > 1)), *trainer.parts()]
-        names = " ".join(map(str, range(local)))
-        return Use(f"GPU {names}", min(machine.gpus[:local], default=None), kept(parts), tuple(phases))
-    parts = [times(part, local) for part in trainer.parts()]
-    phases = [
+
+def _planned(cfg: Config, machine: Machine) -> Plan:
+    loaded = () if cfg.stand_ins else tuple(models(cfg))  # stand-ins are tiny models, which fit everywhere
+    if not loaded or _unknown(loaded):
+        return Plan((), _unknown(loaded))
+    trainer = Trainer(cfg, loaded, world_size(), device(cfg, machine))
+    if trainer.device == "cuda":
+        return Plan(tuple(_with_gpus(cfg, trainer, machine)), {})
+    many = sampling.generators(cfg, local_world_size())
+    others = [times(on_heap(part), many) for part in sampling.parts_in_ram(cfg, trainer, machine.ram)]
+    parts = (*trainer.parts(), *trainer.in_ram())
+    return Plan((_without_gpus(machine, parts, others, trainer.phases()),), {})
+
+
+def _unknown(loaded: Iterable[Model]) -> dict[str, str]:
+    return {model.key: str(model.name) for model in loaded if model.size is None}
+
+
+def _without_gpus(
+    machine: Machine, parts: Iterable[Part], others: Iterable[Part], phases: Iterable[Phase]
+) -> Use:
+    """Return the memory of a host without GPUs: parts and phases of each rank, parts of other processes."""
+    local = local_world_size()
+    on_host = [
         Phase(phase.name, tuple(times(on_heap(part), local) for part in phase.parts)) for phase in phases
     ]
-    return Use("RAM", machine.ram, kept(parts), tuple(phases))
+    return Use("RAM", machine.ram, kept([*(times(part, local) for part in parts), *others]), tuple(on_host))
 
 
-def on_gpus(cfg: Config, trainer: Trainer, machine: Machine, local: int) -> Iterator[Use]:
-    """Yield the memory needed on the GPUs of vLLM, on the GPUs of the trainer's ranks, and in RAM.
+def _on_gpus_of_ranks(
+    trainer: Trainer, machine: Machine, others: Iterable[Part], phases: Iterable[Phase], groups: int = 0
+) -> Use:
+    """Return the memory on the GPU of each rank.
 
     Args:
-        cfg: the config of the run.
         trainer: the memory of one rank.
         machine: the memory of this host.
-        local: the number of ranks on this host.
+        others: parts of other processes on the GPU.
+        phases: the phases of an update.
+        groups: number of groups of NCCL, besides that of the ranks.
     """
-    gpus, generator, many = machine.gpus, cfg.generator, generators(cfg, local)
-    total = min(gpus[:local], default=None)
-    groups = int(trainer.ranks > 1) + sends_by_nccl(generator)
-    parts = [Part("CUDA", CONTEXT, "one process"), *nccl(groups), *trainer.parts()]
-    phases = list(trainer.phases())
-    if isinstance(generator, VLLMConfig):
-        share = generator.memory or generator.on_gpu
-        devices = tuple(generator.reserved_gpus(local))
+    local = local_world_size()
+    messages = nccl(int(trainer.ranks > 1) + groups)
+    parts = [Part("CUDA", CONTEXT, "one process"), *messages, *trainer.parts(), *others]
+    total = min(machine.gpus[:local], default=None)
+    return Use(f"GPU {_numbers(range(local))}", total, kept(parts), tuple(phases))
+
+
+def _with_gpus(cfg: Config, trainer: Trainer, machine: Machine) -> Iterator[Use]:
+    """Yield the memory of an inference engine, of the ranks, of processes on other GPUs, and in RAM."""
+    gpus, generator, local = machine.gpus, cfg.generator, local_world_size()
+    many = sampling.generators(cfg, local)
+    others, phases = [], list(trainer.phases())
+    if reserved := generator.reserves(on_gpu=True):
+        devices = generator.reserved_gpus(local)
         if generator.shares_gpu:
-            made_of = f"{share:g} of the GPU (generator.memory), freed during training"
-            vllm = Part("vLLM", share * (total or 0), made_of)
-            phases.append(Phase("sampling", (vllm, *trainer.unreleased())))
-            parts.append(Part("vLLM: CUDA", CONTEXT, "its process"))
+            made_of = f"{reserved.share:g} of the GPU (generator.memory), freed during training"
+            share = Part(reserved.engine, reserved.share * min(gpus[:local], default=0), made_of)
+            phases.append(Phase("sampling", (share, *trainer.unreleased())))
+            others.append(Part(f"{reserved.engine}: CUDA", CONTEXT, "its process"))
         smallest = min((gpus[i] for i in devices if i < len(gpus)), default=None)
         yield Use(
-            f"vLLM's share of GPU {' '.join(map(str, devices))}",
-            None if smallest is None else int(share * smallest),
-            tuple(vllm_on_gpu(generator, trainer)),
+            f"{reserved.engine}'s share of GPU {_numbers(devices)}",
+            None if smallest is None else int(reserved.share * smallest),
+            tuple(sampling.parts_of_engine(reserved, trainer)),
         )
-    workers = worker_parts(cfg, trainer, len(gpus), local)
-    parts += shared_with_ranks(workers, local)
-    if on_gpu_store(generator):
-        parts.append(shared_weights(cfg, trainer))
-    names = " ".join(map(str, range(local)))
-    yield Use(f"GPU {names}", total, kept(parts), tuple(phases))
-    yield from own_gpus(workers, gpus, local)
-    ram = [Part("processes", PROCESS * (local + replicas(cfg) * many), "Python, torch, libraries")]
+    workers = sampling.parts_on_gpus(cfg, trainer, len(gpus), local)
+    others += sampling.shared_with_ranks(workers, local)
+    if sampling.sent_on_gpu(cfg):
+        others.append(sampling.weights_in_transfer(cfg, trainer))
+    yield _on_gpus_of_ranks(trainer, machine, others, phases, groups=int(sampling.sent_by_nccl(cfg)))
+    yield from sampling.own_gpus(workers, gpus, local)
+    ram = [Part("processes", PROCESS * (local + sampling.processes(cfg) * many), LIBRARIES)]
     ram += [times(part, local) for part in trainer.in_ram()]
-    if cfg.has_worker and not on_gpu_store(generator):
-        ram.append(times(shared_weights(cfg, trainer), many))
-    if annotates(cfg, trainer.ranks, on_gpu=True):
-        ram.append(times(Part("annotator's process", PROCESS, "Python, torch, libraries"), many))
+    if cfg.has_worker and not sampling.sent_on_gpu(cfg):
+        ram.append(times(sampling.weights_in_transfer(cfg, trainer), many))
+    if sampling.annotates(cfg, trainer.ranks, on_gpu=True):
+        ram.append(times(Part("annotator's process", PROCESS, LIBRARIES), many))
     loads = 1 if trainer.only_first_loads else local  # hosts without rank 0 then load no models
     yield Use("RAM", machine.ram, kept(ram), (Phase("loading", (times(trainer.loading(), loads),)),))
+
+
+def _numbers(gpus: Iterable[int]) -> str:
+    return " ".join(map(str, gpus))

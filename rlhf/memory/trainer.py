@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf.config.algo import Trains
-from rlhf.config.generator import HFConfig, WorkerConfig
 from rlhf.config.model import Dtype
 from rlhf.memory import activations, communication, optimizer
 from rlhf.memory.activations import AUTOCAST, BFLOAT16, FLOAT32, Tokens
 from rlhf.memory.model_size import matrix_parameters
 from rlhf.memory.tokens import with_gradient
-from rlhf.memory.uses import PROCESS, UNRELEASED, Part, Phase, in_words, parameters
+from rlhf.memory.uses import LIBRARIES, PROCESS, UNRELEASED, Part, Phase, in_words, parameters
 from rlhf.models import sharing_rules
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Trainer:
         """Yield the permanent parts on the device: weights, adapters, optimizer states."""
         footprint = self.cfg.backend.footprint()
         if self.device == "cpu":
-            yield Part("process", PROCESS, "Python, torch, libraries")
+            yield Part("process", PROCESS, LIBRARIES)
         for model in self.models:
             count, stored = self.weights(model)
             size = stored.on_device("weights", count, self.ranks)
@@ -173,26 +173,7 @@ class Trainer:
             "training",
             (
                 *gradients,
-                *(
-                    Part(
-                        f"{model.role}: activations",
-                        max(
-                            activations.training(
-                                model.counted,
-                                each,
-                                self.precision(True),
-                                eager=self.eager,
-                                device=self.device,
-                                checkpointing=cfg.model.gradient_checkpointing,
-                            )
-                            for each in self.encoded(tokens)
-                        ),
-                        in_words(tokens),
-                        estimated=True,
-                    )
-                    for model in self.models
-                    if model.trained
-                ),
+                *(self._activations(model, tokens, backward=True) for model in self.models if model.trained),
             ),
         )
         footprint = cfg.backend.footprint()
@@ -202,32 +183,33 @@ class Trainer:
             size /= self.ranks if "optimizer" in footprint.sharded else 1
             yield Phase("optimizer step", (*gradients, Part("updates", size, parameters(count, size))))
         reads = [
-            Part(
-                model.role,
-                max(
-                    activations.inference(
-                        model.counted,
-                        each,
-                        self.precision(model.trained),
-                        eager=self.eager,
-                        device=self.device,
-                    )
-                    for each in self.encoded(requested)
-                ),
-                in_words(requested),
-                estimated=True,
-            )
+            self._activations(model, requested, backward=False)
             for model in self.models
             for requested in (self.tokens(model.batch_size, samples), self.tokens(model.batch_size, 1))
         ]
         yield Phase("log-probs and scores", (max(reads, key=lambda part: part.bytes),))
         copy = tuple(self.whole_copy())
-        if cfg.algo.trains is not Trains.reward and not isinstance(cfg.generator, WorkerConfig):
-            yield Phase("sampling", (*copy, self.sampling(cfg.eval.batch_size, self.precision(True))))
-        elif isinstance(cfg.generator, HFConfig) and not cfg.has_worker:
-            yield Phase("sampling", (*copy, self.sampling(cfg.generator.batch_size, self.precision(True))))
-        elif isinstance(cfg.generator, HFConfig) and copy:  # `rlhf.assembly.agreement.samples_with_cache`
+        # Evaluations sample even if the generator does not.
+        decodes = cfg.generator.decodes if cfg.generator.samples else cfg.eval.batch_size
+        if cfg.algo.trains is Trains.reward or not decodes:
+            return
+        if not cfg.has_worker:
+            yield Phase("sampling", (*copy, self.sampling(decodes, self.precision(True))))
+        elif copy:  # `rlhf.assembly.agreement.samples_with_cache`
             yield Phase("comparison of sampling", copy)
+
+    def _activations(self, model: Model, tokens: Tokens, backward: bool) -> Part:
+        estimate: Callable[..., float] = activations.inference
+        if backward:
+            checkpointing = self.cfg.model.gradient_checkpointing
+            estimate = partial(activations.training, checkpointing=checkpointing)
+        precision = self.precision(model.trained)
+        sizes = (
+            estimate(model.counted, each, precision, eager=self.eager, device=self.device)
+            for each in self.encoded(tokens)
+        )
+        name = f"{model.role}: activations" if backward else model.role
+        return Part(name, max(sizes), in_words(tokens), estimated=True)
 
     def unreleased(self) -> Iterator[Part]:
         """Yield the memory, besides the permanent parts, that the trainer keeps while vLLM uses its GPU.

@@ -14,6 +14,7 @@ MARGIN = 2.0
 HEAP = 1.5  # bytes of RAM per byte of temporary tensors; 1.4 to 1.7 were measured with glibc
 NEARLY = 0.9  # warn above this fraction of the memory of a device
 PROCESS = 0.6 * GIB  # RAM of a process with torch and transformers, measured on a CPU
+LIBRARIES = "Python, torch, libraries"  # what a process consists of
 UNRELEASED = 0.25  # part of the largest phase that remains in segments with permanent tensors; not measured
 CONTEXT = 0.6 * GIB  # GPU memory of CUDA for a process: a common value, not measured here
 

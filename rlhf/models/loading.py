@@ -11,7 +11,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    GPTNeoXConfig,
     GPTNeoXForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -25,7 +24,7 @@ from rlhf.models.lora import is_adapted, whole_weights
 from rlhf.models.modules import score_head
 
 if TYPE_CHECKING:
-    from rlhf.config.model import NanoConfig
+    from rlhf.config.model import ModelConfig
 
 
 def load_causal_lm(
@@ -220,24 +219,20 @@ def without_dropout(config: PreTrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def new_nano(nano: NanoConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXForCausalLM:
+def new_nano(nano: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXForCausalLM:
     """Return a GPT-NeoX with random weights, in float32 and evaluation mode.
 
     Weights are drawn from torch's global generator. The weights of the projections into the residual stream
     are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
 
     Args:
-        nano: sizes of the model.
+        nano: section with the sizes of the model.
         tokenizer: source of the vocabulary size and of the special tokens.
     """
-    config = GPTNeoXConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=nano.hidden_size,
-        num_hidden_layers=nano.layers,
-        num_attention_heads=nano.heads,
-        intermediate_size=4 * nano.hidden_size,
-        max_position_embeddings=nano.context,
-        initializer_range=nano.hidden_size**-0.5,  # with 0.02, a narrow model learns to copy much later
+    made = nano.architecture(len(tokenizer))
+    config = AutoConfig.for_model(
+        **made,
+        initializer_range=made["hidden_size"] ** -0.5,  # with 0.02, a narrow model learns to copy much later
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -247,7 +242,7 @@ def new_nano(nano: NanoConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXFor
     with torch.no_grad():
         for layer in model.gpt_neox.layers:
             for product in (layer.attention.dense, layer.mlp.dense_4h_to_h):
-                product.weight.div_((2 * nano.layers) ** 0.5)
+                product.weight.div_((2 * made["num_hidden_layers"]) ** 0.5)
     return model.eval()
 
 

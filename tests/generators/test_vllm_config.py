@@ -192,7 +192,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def chosen(name, transfer, devices, trainer=CUDA, nccl=True):
-    config = compose([f"generator={name}", f"generator.transfer={transfer}"]).generator
+    size = f"generator.tensor_parallel_size={max(1, len(devices))}"
+    config = compose([f"generator={name}", f"generator.transfer={transfer}", size]).generator
     return route(config, devices, trainer, nccl).value
 
 

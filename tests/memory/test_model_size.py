@@ -20,7 +20,6 @@ from rlhf.memory.model_size import (
     folder_size,
     module_parameters,
     named_size,
-    nano_size,
 )
 from rlhf.models.loading import new_nano, new_reward_model, save
 from rlhf.models.lora import adapt
@@ -143,7 +142,7 @@ def test_a_scoring_model_has_the_backbone_and_a_head_with_one_output(name):
 def test_size_of_the_embedded_model_matches_the_created_model():
     model = compose(["model.hidden_size=64", "model.layers=3"]).model
     task = compose([]).task
-    size = nano_size(model, task.vocabulary_size)
+    size = config_size(model.architecture(task.vocabulary_size))
     assert size.parameters == sum(p.numel() for p in new_nano(model, make(task).tokenizer()).parameters())
     arithmetic = compose(["task=arithmetic"]).task
     assert arithmetic.vocabulary_size == len(make(arithmetic).tokenizer())

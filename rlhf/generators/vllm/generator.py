@@ -126,10 +126,7 @@ def route(config: VLLMConfig, devices: tuple[int, ...], trainer: torch.device, n
     """
     asked, gpus = config.transfer, bool(devices) and trainer.type == "cuda"
     if asked is Transfer.auto:
-        if gpus and config.shares_gpu and len(devices) == 1:
-            return Transfer.ipc
-        alone = config.replicas == 1  # several replicas read one snapshot in shared memory
-        return Transfer.nccl if gpus and alone and not config.shares_gpu and nccl else Transfer.shared_memory
+        return config.route(gpus, nccl)
     if asked is not Transfer.shared_memory and not gpus:
         raise UserError(
             "generator.transfer must be auto or shared_memory where trainer and vLLM are not both on GPUs "
