@@ -204,9 +204,8 @@ def section(name: str) -> Iterator[str]:
         yield "The judge, whose scores are not used for training. It has the options and keys of"
         yield "[`scorer`](#scorer): choose with `scorer@gold=<option>`, set keys with `gold.<key>=<value>`."
         return
-    yield f"Choose an option with `{group}=<option>`:"
-    yield ""
-    yield from (f"- `{option}`: {sentence(text)}" for option, text in catalogue.options(group).items())
+    yield f"Choose an option with `{group}=<option>`; `--help {group}` describes the options:"
+    yield listed(list(catalogue.options(group))) + "."
     yield ""
     registered = {
         cls: options_of(group, cls, path.rpartition("/")[2])
