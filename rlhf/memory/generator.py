@@ -145,7 +145,7 @@ def _copy_that_decodes(trainer: Trainer) -> Iterator[Part]:
     size = _weights(trainer)
     yield Part("generator: weights", size, parameters(trainer.policy.parameters, size))
     sampling = trainer.sampling(trainer.cfg.generator.decodes, trainer.precision(True))
-    yield replace(sampling, name="generator: keys, values, choice")
+    yield replace(sampling, name="generator: KV cache and logits")
 
 
 def _annotator(trainer: Trainer) -> Iterator[Part]:

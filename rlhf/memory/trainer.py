@@ -221,7 +221,7 @@ class Trainer:
             yield from (part for part in self.gradients() if part.name.endswith(": gradients"))
         largest = max(self.phases(), key=lambda phase: phase.bytes)
         made_of = f"{UNRELEASED:.0%} of the memory of {largest.name}"
-        yield Part("trainer: unreleased", UNRELEASED * largest.bytes, made_of, estimated=True)
+        yield Part("trainer: memory torch cannot return", UNRELEASED * largest.bytes, made_of, estimated=True)
 
     def whole_copy(self) -> Iterator[Part]:
         """Yield the whole copy of the policy from which a rank samples, if the weights are divided.
@@ -252,7 +252,7 @@ class Trainer:
             requests.append(replace(single, prompts=min(batch_size, cfg.eval.prompts)))
         parts = [
             Part(
-                "keys, values, choice",
+                "KV cache and logits",
                 activations.sampling(self.policy, tokens, precision, eager=self.eager, device=self.device),
                 in_words(tokens),
                 estimated=True,

@@ -166,7 +166,7 @@ def test_a_generator_process_needs_its_own_weights_and_weight_versions_in_transf
     weights = parts(use)["policy: weights"]
     assert parts(use)["generator: weights"] == weights
     assert parts(use)["weights in transfer"] == 2 * weights
-    assert "sampling" not in phases(use) and parts(use)["generator: keys, values, choice"] > 0
+    assert "sampling" not in phases(use) and parts(use)["generator: KV cache and logits"] > 0
     for words, versions in (
         ("schedule.max_lag=64", 2),
         ("schedule.max_lag=2 schedule.update=in_flight", 3),
@@ -184,7 +184,7 @@ def test_each_replica_is_a_process_with_its_own_weights(pythia):
         return {f"{use.device}: {name}": size for use in plan.uses for name, size in parts(use).items()}
 
     one, three = needs(""), needs("generator.replicas=3")
-    for name in ("generator's process", "generator: weights", "generator: keys, values, choice"):
+    for name in ("generator's process", "generator: weights", "generator: KV cache and logits"):
         assert three[f"RAM: {name}"] == 3 * one[f"RAM: {name}"]
     assert three["RAM: weights in transfer"] == 6 / 2 * one["RAM: weights in transfer"]
     one, three = needs("generator=vllm"), needs("generator=vllm generator.replicas=3")
