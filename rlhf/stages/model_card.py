@@ -228,7 +228,7 @@ def table(rows: Iterable[tuple[str, ...]]) -> str:
 def data(cfg: Config) -> tuple[list[str], list[str]]:
     """Return the names of local training data, and the hub names of training data."""
     local, hub = [], []
-    for task in getattr(cfg.task, "parts", {"": cfg.task}).values():  # the parts of a mixture
+    for task in (cfg.task.parts or {"": cfg.task}).values():  # the parts of a mixture
         path = (task.preferences_path if cfg.reads_pairs else None) or task.path
         name = getattr(task, "preferences_name" if cfg.reads_pairs else "prompts_name", None)
         if path is not None:
