@@ -1,8 +1,11 @@
 """The GPU memory of generator processes and annotators in the memory plan."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 
 from rlhf.config.compose import compose
+from rlhf.config.generator import Reserved, WorkerConfig
 from rlhf.core.machine import Machine
 from rlhf.memory import advice
 from rlhf.memory import plan as memory
@@ -69,3 +72,23 @@ def test_a_gpu_with_too_little_memory_for_the_annotator_is_refused_with_a_remedy
     assert advice.problems(compose(words)) == []
     (problem,) = advice.problems(compose([*words, ANNOTATE]))
     assert "GPU 1" in problem and "generator.annotate=false" in problem
+
+
+@dataclass(kw_only=True, slots=True)
+class OtherEngine(WorkerConfig):
+    """A generator that no module of the package knows."""
+
+    def reserves(self, on_gpu):
+        return Reserved(engine="engine", share=0.5)
+
+    def reserved_gpus(self, ranks):
+        return range(ranks, ranks + 1)
+
+
+def test_a_new_generator_is_planned_from_the_answers_of_its_section():
+    cfg = replace(compose(["backend.device=cuda"]), generator=OtherEngine(name="other"))
+    gpus = memory.plan(cfg, Machine(ram=256 * GIB, gpus=(80 * GIB,) * 2)).uses
+    assert [use.device for use in gpus] == ["engine's share of GPU 1", "GPU 0", "RAM"]
+    assert gpus[0].total == 40 * GIB
+    (ram,) = memory.plan(replace(cfg, backend=compose([]).backend), Machine(ram=16 * GIB)).uses
+    assert {part.name: part.bytes for part in ram.parts}["engine: keys and values"] == 8 * GIB
