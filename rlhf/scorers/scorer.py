@@ -85,6 +85,22 @@ class Scorer(ABC):
         scores = self.score(rollouts).double()
         return scores.gather(1, first_of_identical(rollouts).to(scores.device))
 
+    def scored(self, rollouts: Rollouts) -> list[Scored]:
+        """Return the K responses to each prompt with their scores, for `compare`."""
+        columns = self.score_once(rollouts).float().T
+        return [Scored(rollouts=rollouts, sample=k, scores=column) for k, column in enumerate(columns)]
+
+    def compare(self, a: Scored, b: Scored) -> Tensor:
+        """Return two numbers for each prompt, [N, 2] float32: the better of two responses has the higher one.
+
+        The numbers are equal if the responses tie. Here they are the scores, in which ties are equal
+        (`merge_ties`). A judge that reads both responses at once returns (1, 0), (0, 1) or (0.5, 0.5).
+
+        Args:
+            a, b: the first and the second response to each of N prompts.
+        """
+        return merge_ties(torch.stack([a.scores, b.scores], 1), self.tie_tolerance)
+
     def __call__(self, rollouts: Rollouts) -> Batch:
         """Return the rollouts with the scores for training, in which ties are equal (`merge_ties`).
 
@@ -106,6 +122,21 @@ class Scorer(ABC):
         if replacement is not None:
             return torch.where(ended, scores, replacement)
         return scores if penalty is None else torch.where(ended, scores, scores - penalty)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """One response to each of N prompts, with the scores of a scorer.
+
+    Attributes:
+        rollouts: the prompts, with K responses each.
+        sample: which of the K responses.
+        scores: [N] float32.
+    """
+
+    rollouts: Rollouts
+    sample: int
+    scores: Tensor
 
 
 def no_scorer(config: NoScorerConfig, context: ScorerContext) -> None:

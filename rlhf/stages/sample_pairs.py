@@ -19,7 +19,6 @@ from rlhf.core.batch import Sampling
 from rlhf.core.progress import progress
 from rlhf.processes.ranks import Ranks
 from rlhf.scorers.scorer import response_texts
-from rlhf.scorers.ties import merge_ties
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -66,7 +65,7 @@ def sample_pairs(cfg: Config) -> DatasetDict:
             add_pairs(
                 columns.setdefault(split, {"prompt": [], "chosen": [], "rejected": []}),
                 rollouts,
-                merge_ties(gold.score_once(rollouts), gold.tie_tolerance),
+                gold.compare(*gold.scored(rollouts)),
                 response_texts(rollouts, tokenizer),
             )
             advance(1)

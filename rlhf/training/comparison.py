@@ -23,13 +23,10 @@ def against_initial(scores: Sequence[float], initial: Sequence[float], tie_toler
         initial: score of the initial policy's completion of the same prompts.
         tie_tolerance: largest relative difference of a tie, as in `rlhf.scorers.ties`.
     """
-    points = sum(
-        0.5 if tied(now, before, tie_tolerance) else float(now > before)
-        for now, before in zip(scores, initial, strict=True)
-    )
+    import torch  # here, because commands that train nothing import this module
+
+    from rlhf.scorers.ties import merge_ties
+
+    now, before = merge_ties(torch.tensor([*zip(scores, initial, strict=True)]), tie_tolerance).T
+    points = (now > before).sum().item() + 0.5 * (now == before).sum().item()
     return rate("eval/win_rate_vs_initial", points / len(scores), len(scores))
-
-
-def tied(a: float, b: float, tolerance: float) -> bool:
-    """Return whether two scores tie: |a - b| <= tolerance * max(1, |a|, |b|)."""
-    return abs(a - b) <= tolerance * max(1.0, abs(a), abs(b))

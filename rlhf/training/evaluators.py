@@ -18,7 +18,6 @@ from rlhf.core.phases import Phases
 from rlhf.core.state import TrainState
 from rlhf.models.modules import RewardModel
 from rlhf.scorers.scorer import response_texts
-from rlhf.scorers.ties import merge_ties
 from rlhf.tasks.mixture import means_of_parts
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf.engines.engine import Engine
     from rlhf.generators.generator import Generator
     from rlhf.objectives.dpo import OnlineDPO
-    from rlhf.scorers.scorer import Scorer
+    from rlhf.scorers.scorer import Scored, Scorer
 
 POLL_S = 0.2  # seconds between checks for a signal while a generator in another process samples
 
@@ -89,7 +88,7 @@ class PolicyEvaluator:
         self.pairs = pairs
         self.parts = parts
         self.phases = phases or Phases()
-        self.reference_gold: Tensor | None = None
+        self.judged_references: Scored | None = None
 
     def __call__(self, state: TrainState) -> Evaluation:
         """Return metrics and completions of the policy with its current weights."""
@@ -107,15 +106,16 @@ class PolicyEvaluator:
             figures |= average("eval/score", scores)
         if self.gold is not None:
             with self.phases("judging"):
-                gold = self.gold.score_once(rollouts)[:, 0].float()
+                (judged,) = self.gold.scored(rollouts)
+            gold = judged.scores
             columns["gold_score"] = gold.tolist()
             figures |= average("eval/gold_score", gold.double())
             if self.gold.config.verifies:
                 figures |= rate("eval/accuracy", (gold == 1).double().mean().item(), len(rollouts))
             if self.has_references:
-                reference = self.score_references(self.gold)
-                difference = (gold - reference).double().mean().item()
-                gold, reference = merge_ties(torch.stack([gold, reference], 1), self.gold.tie_tolerance).T
+                references = self.judge_references(self.gold)
+                difference = (gold - references.scores).double().mean().item()
+                gold, reference = self.gold.compare(judged, references).T
                 columns |= {"gold_score": gold.tolist(), "reference_gold_score": reference.tolist()}
                 wins = (gold > reference).double().mean().item()
                 figures |= {
@@ -154,11 +154,11 @@ class PolicyEvaluator:
                         raise
                     done(0)
 
-    def score_references(self, gold: Scorer) -> Tensor:
-        """Return the judge's scores [N] of the reference responses; computed at the first call only."""
-        if self.reference_gold is None:
-            self.reference_gold = gold.score_once(self.references())[:, 0].float()
-        return self.reference_gold
+    def judge_references(self, gold: Scorer) -> Scored:
+        """Return the reference responses with the judge's scores; computed at the first call only."""
+        if self.judged_references is None:
+            (self.judged_references,) = gold.scored(self.references())
+        return self.judged_references
 
     def references(self) -> Rollouts:
         """Return the reference responses as rollouts, without truncation."""

@@ -24,9 +24,16 @@ from rlhf.config.scorer import (
 from rlhf.core.batch import Batch, Rollouts
 from rlhf.core.encoding import encode_completions, encode_prompts
 from rlhf.objectives.dpo import OnlineDPO
-from rlhf.scorers.scorer import LabelsScorer, Scorer, distinct_texts, first_of_identical
+from rlhf.scorers.scorer import (
+    LabelsScorer,
+    Scored,
+    Scorer,
+    distinct_texts,
+    first_of_identical,
+    response_texts,
+)
 from rlhf.scorers.ties import merge_ties
-from rlhf.training.comparison import against_initial, tied
+from rlhf.training.comparison import against_initial
 from tests.tiny_models import scorer_context, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -127,15 +134,6 @@ def test_best_and_worst_differ_unless_they_tie():
         merged, spread = merge_ties(scores, 0.25), float(scores.max() - scores.min())
         assert (merged.max() > merged.min()) == (spread > 0.25)
         assert (merged - scores).abs().max() <= 0.25
-
-
-def test_both_definitions_of_a_tie_agree():
-    draw = random.Random(0)
-    for _ in range(300):
-        a, b = (draw.choice([-1, 1]) * draw.choice([0.5, 1, 30]) + draw.uniform(-0.3, 0.3) for _ in range(2))
-        a, b = torch.tensor([a, b]).tolist()
-        merged = merge_ties(torch.tensor([[a, b]], dtype=torch.float64), 0.01)[0]
-        assert tied(a, b, 0.01) == bool(merged[0] == merged[1])
 
 
 def near_ties() -> Batch:
@@ -277,3 +275,30 @@ def test_judged_sums_tie():
     config = WeightedScorerConfig(parts={"a": part("first"), "b": part("second")})
     judged = merge_ties(make(config, context_of()).score_once(shares_of()), 0.0)
     assert len(set(judged.flatten().tolist())) == 1
+
+
+# -- comparison of two responses -------------------------------------------------------------------
+
+
+class Longer(Rounding):
+    """A judge that reads both responses at once, and prefers the longer one."""
+
+    def compare(self, a: Scored, b: Scored) -> torch.Tensor:
+        first, second = (
+            [group[each.sample] for group in response_texts(each.rollouts, TOKENIZER)] for each in (a, b)
+        )
+        return torch.tensor(
+            [[float(len(x) > len(y)), float(len(y) > len(x))] for x, y in zip(first, second, strict=True)]
+        )
+
+
+def test_two_responses_are_compared_by_their_scores_with_ties_or_by_a_judge_of_both():
+    first, second, third, _ = rounding(1e-5).scored(rollouts())
+    assert second.sample == 1 and torch.equal(second.scores, rounding().score_once(rollouts())[:, 1].float())
+    by_scores = rounding(1e-5).compare(first, second)
+    assert by_scores[:, 0].equal(by_scores[:, 1]), "scores that differ by rounding tie"
+    exact = rounding().compare(first, second)
+    assert (exact[:, 1] > exact[:, 0]).all()
+    judge = Longer(ScorerConfig(name="longer"), scorer_context(TOKENIZER))
+    assert judge.compare(first, second).tolist() == [[0, 0], [0, 1], [0, 0]]
+    assert judge.compare(second, third).tolist() == [[0, 0], [1, 0], [0, 0]]

@@ -16,6 +16,7 @@ from rlhf.core.phases import Phases
 from rlhf.core.state import TrainState
 from rlhf.models.modules import RewardModel
 from rlhf.objectives.dpo import OnlineDPO
+from rlhf.scorers.scorer import Scorer
 from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
 from tests.tiny_models import tiny_classifier, tiny_tokenizer
 
@@ -56,8 +57,11 @@ class Generator:
         return answer
 
 
-class Judge:
+class Judge(Scorer):
     """Gives the responses, then the references, the scores of `answers`."""
+
+    def score(self, rollouts):
+        raise AssertionError("callers use `score_once`")
 
     def __init__(self, *answers, tie_tolerance=0.0, verifies=False):
         self.answers = iter(answers)
