@@ -17,7 +17,6 @@ module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -90,7 +89,7 @@ class Experiment:
         with catalogue.also(config_dir):
             if dataset is not None or reward is not None:
                 words, self.functions = with_objects(words, dataset, reward)
-            self.set_up(as_objects(composed(words), words), words)
+            self.set_up(composed(words), words)
         self.hooks = hooks
 
     def set_up(self, config: Config, overrides: Sequence[str], folder: RunFolder | None = None) -> None:
@@ -206,7 +205,7 @@ class Experiment:
         """
         own = self.config
         try:
-            self.config = replace(own, resume=Resume.must)
+            self.config = own.with_({"resume": Resume.must})
             return self.run()
         finally:
             self.config = own

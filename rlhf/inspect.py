@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rlhf.checks.check import as_objects, problems, warn, warnings
+from rlhf.checks.check import checked, warn, warnings
 from rlhf.checks.composing import composed
 from rlhf.checks.machine import downloads
 from rlhf.config import own_files
@@ -52,9 +52,7 @@ def show(overrides: list[str]) -> None:
     Raises:
         UserError: the run would fail.
     """
-    cfg = as_objects(composed(overrides), overrides)
-    if found := problems(cfg):
-        raise UserError(*found)
+    cfg = checked(composed(overrides))
     if found := list(downloads(cfg)):
         raise UserError(*found)
     warn([*own_files.replaced(cfg, overrides), *warnings(cfg)])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from rlhf.checks.check import typed
+from rlhf.checks.check import checked
 from rlhf.checks.composing import composed
 from rlhf.checks.machine import check_memory
 from rlhf.core.console import console
@@ -45,7 +45,7 @@ def show(overrides: list[str]) -> None:
     Raises:
         UserError: the config is invalid, or a device has too little memory.
     """
-    cfg = typed(composed(overrides), overrides)
+    cfg = checked(composed(overrides))
     needed = plan(cfg)
     if needed.unknown:
         console.print(f"memory: {unknown_models(needed.unknown)}")

@@ -10,7 +10,7 @@ from benchmarks.atlas import rates as learning_rates
 from benchmarks.atlas.design import Cell, Design, Run
 from benchmarks.atlas.rates import Rates
 from benchmarks.atlas.record import FAILED, FINISHED, Row
-from rlhf.checks.check import as_objects, problems
+from rlhf.checks.check import problems
 from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
 
@@ -130,7 +130,7 @@ def refused(design: Design, methods: Sequence[str] | None = None) -> dict[str, l
             cell = design.cell(task, method, max(design.lags))
             overrides = design.overrides_of(Run(cell, design.seeds[0], design.rates[0]))
             try:
-                texts += problems(as_objects(composed(overrides), overrides))
+                texts += problems(composed(overrides))
             except UserError as error:
                 texts += error.problems
         if texts:

@@ -11,7 +11,7 @@ from statistics import mean
 
 from benchmarks.atlas.design import Design, Run
 from benchmarks.atlas.record import DIVERGED, FAILED, FINISHED, Row, row
-from rlhf.checks.check import typed
+from rlhf.checks.check import checked
 from rlhf.checks.composing import composed
 from rlhf.core.errors import RunError
 from rlhf.core.files import component
@@ -46,7 +46,7 @@ def carry_out(design: Design, run: Run, folder: Path | None = None) -> Row:
     commit()  # the code that this process has imported may change during the run
     try:
         overrides = design.overrides_of(run)
-        cfg = complete(typed(composed(overrides), overrides), train)
+        cfg = complete(checked(composed(overrides)), train)
         began = cpu_s()
         try:
             train(cfg, RunFolder(folder), check=False)

@@ -61,18 +61,13 @@ def warnings(cfg: Config) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def typed(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
-    """Return a composed config as an object of section objects, after all checks.
-
-    Args:
-        config: the composed config of Hydra.
-        overrides: the overrides of the command line, for messages.
+def checked(cfg: Config, training: bool = True) -> Config:
+    """Return a config unchanged, after all checks (see `problems`).
 
     Raises:
         UserError: the config is invalid; the error contains every problem.
     """
-    cfg = as_objects(config, overrides)
-    if found := problems(cfg):
+    if found := problems(cfg, training):
         raise UserError(*found)
     return cfg
 

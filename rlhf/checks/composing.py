@@ -26,7 +26,16 @@ from rlhf.memory import advice
 Job = tuple[DictConfig, Sequence[str]]  # composed config and overrides of a run
 
 
-def composed(overrides: list[str]) -> DictConfig:
+def composed(overrides: list[str]) -> Config:
+    """Return the config of `python -m rlhf.train <overrides>`, without checks of the values.
+
+    Raises:
+        UserError: an override is invalid, a key is unknown or not set, or has a value of the wrong type.
+    """
+    return as_objects(composed_node(overrides), overrides)
+
+
+def composed_node(overrides: list[str]) -> DictConfig:
     """Return the config of `python -m rlhf.train <overrides>` as an OmegaConf node (see `compose_node`).
 
     Raises:

@@ -34,6 +34,7 @@ class BackendConfig(Section):
     any_optimizer: ClassVar[bool] = False  # True: the engine has all optimizers; otherwise only AdamW
     compiles: ClassVar[bool] = False  # True: the blocks of models can be compiled
     packages: ClassVar[tuple[str, ...]] = ()  # packages of the library that trains, besides torch
+    for_stages: ClassVar[tuple[str, ...]] = ("device", "threads", "timeout_s")  # keys that stages share
 
     name: str = MISSING
     micro_batch: int = number(16, least=1, means="sequences per forward pass and rank")
@@ -127,6 +128,8 @@ class ZeroConfig(BackendConfig):
     stage: ClassVar[int]
     offload_optimizer: ClassVar[bool] = False  # optimizer state and step on the CPU
     offload_weights: ClassVar[bool] = False  # weights in CPU memory until a forward pass needs them
+
+    for_stages: ClassVar[tuple[str, ...]] = (*BackendConfig.for_stages, "deepspeed")
 
     deepspeed: dict[str, Any] = entry(
         factory=dict, means="native keys of DeepSpeed; they replace the values that this project sets"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlhf.config.document import read_document
+from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
 
@@ -60,6 +63,44 @@ def load_node(file: Path) -> DictConfig:
         raise damaged(file, error) from error
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def overridden(
+    file: Path, overrides: Sequence[str], why_one: str, apply: Callable[[DictConfig, list[Override]], None]
+) -> Config:
+    """Return the config in a file that `RunFolder.write_config` wrote, changed by overrides.
+
+    Args:
+        file: the file.
+        overrides: overrides of the command line, each `key=value`.
+        why_one: text with `{}` for the override, about a key that is not set to one value.
+        apply: function that applies the parsed overrides to the config, or raises UserError.
+
+    Raises:
+        UserError: an override is invalid or is refused, or the file is damaged.
+    """
+    from rlhf.config.root import Config
+
+    node = load_node(file)
+    OmegaConf.set_struct(node, True)
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        for each in parsed:
+            if str(each.input_line).startswith(("+", "~")) or each.is_sweep_override():
+                raise UserError(f"{key_of(each)} must be set to one value{why_one.format(each.input_line)}")
+        apply(node, parsed)
+        cfg = OmegaConf.to_object(node)
+    except CONFIG_ERRORS as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(explain(error, overrides)) from error
+    assert isinstance(cfg, Config)
+    return cfg
+
+
+def key_of(override: Override) -> str:
+    """Return the key of a parsed override, with the package after `@`."""
+    return str(override.input_line).partition("=")[0]
 
 
 def options(defaults: Iterable[Any]) -> Iterator[tuple[str, str]]:

@@ -12,8 +12,8 @@ part that a section configures. Sections never import parts, and this module imp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
@@ -58,6 +58,21 @@ class Section:
         The user's code is imported there, and the machine may be another than that of the command.
         """
         return iter(())
+
+    def with_(self, changes: Mapping[str, Any]) -> Self:
+        """Return a copy with other values, for example `cfg.with_({"model.policy": path, "seed": 2})`.
+
+        Args:
+            changes: dotted key, relative to this section -> value. A change of a section replaces it first.
+        """
+        own = {key: value for key, value in changes.items() if "." not in key}
+        below: dict[str, dict[str, Any]] = {}
+        for key, value in changes.items():
+            name, _, rest = key.partition(".")
+            if rest:
+                below.setdefault(name, {})[rest] = value
+        parts = {name: own.get(name, getattr(self, name)).with_(part) for name, part in below.items()}
+        return replace(self, **{**own, **parts})
 
 
 class Choice(Enum):

@@ -6,7 +6,6 @@ import glob
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,10 +137,8 @@ def shorter_run(folder: RunFolder, cfg: Config) -> str | None:
         if found is None or (value := float(found[1])) >= length_value(cfg):
             continue
         if value not in digests:
-            shorter = replace(cfg.schedule, total_epochs=value)
-            if unit == LENGTH[0]:
-                shorter = replace(cfg.schedule, total_episodes=int(value))
-            digests[value] = digest(replace(cfg, schedule=shorter))
+            shorter = int(value) if unit == LENGTH[0] else value
+            digests[value] = digest(cfg.with_({unit: shorter}))
         if path.name == before + digests[value]:
             return (
                 f"{path} is the same run with {unit}={found[1]}; to train that run longer instead of "

@@ -20,16 +20,15 @@ import gc
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from omegaconf import OmegaConf
 from rich import box
 from rich.table import Table
 
-from rlhf.checks.check import as_objects, problems, warn, warnings
+from rlhf.checks.check import problems, warn, warnings
 from rlhf.checks.composing import composed
 from rlhf.checks.machine import check_memory
 from rlhf.checks.names import recipes_of_other_commands
@@ -93,14 +92,13 @@ def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
     """
     if refused := [*recipes_of_other_commands(overrides)]:
         raise UserError(*refused)
-    node = composed(overrides)
+    cfg = composed(overrides)
     arguments = (override.partition("=") for override in overrides)
     values = {key.lstrip("+"): value for key, _, value in arguments}
     named = frozenset(name for name in ("policy", "reward") if values.get(f"model.{name}", "null") != "null")
-    task = OmegaConf.get_type(node, "task")
     made: list[str] = []  # models that the stages make
-    if not getattr(task, "embedded", False):
-        start = node.model.policy if "policy" in named else node.model.base
+    if not cfg.task.embedded:
+        start = cfg.model.policy if "policy" in named else cfg.model.base
         if start is None:
             raise UserError(
                 "model.base must name the model that the SFT stage starts from (only embedded tasks start "
@@ -108,8 +106,7 @@ def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
                 "model.policy=<SFT model>"
             )
         made = [name for name in ("policy", "reward") if name not in named]
-        overrides = [*overrides, *(f"model.{name}={json.dumps(start)}" for name in made)]
-    cfg = as_objects(composed(overrides), overrides)
+        cfg = composed([*overrides, *(f"model.{name}={json.dumps(start)}" for name in made)])
     found = problems(cfg)
     if "reward" in made:  # the reward stage makes the reward model from the model that this path names
         found = [text for text in found if not text.startswith("model.reward must name a reward model")]
@@ -127,7 +124,7 @@ def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
         )
     check_memory(cfg)
     # Without the path of the pairs: if only the reward stage reads the pairs, the RLHF run would warn.
-    warn(warnings(replace(cfg, task=replace(cfg.task, preferences_path=None))))
+    warn(warnings(cfg.with_({"task.preferences_path": None})))
     return cfg, named
 
 
@@ -144,7 +141,7 @@ def embedded_chain(cfg: Config) -> tuple[Config, list[Link]]:
         folder = model_folder(sft)
         links.append(training("SFT model", folder, by_first(cfg, partial(make_model, sft))))
         checked(stage(cfg, "reward"))
-        own = with_models(cfg, policy=folder.model)
+        own = cfg.with_({"model.policy": str(folder.model)})
     reward = stage(own, "reward") if cfg.scorer.reads_reward and cfg.model.reward is None else None
     reader = reward or (own if cfg.data is Data.preferences else None)
     if reader is not None and reader.task.preferences_path is None:
@@ -167,33 +164,27 @@ def stored_chain(cfg: Config, named: frozenset[str]) -> tuple[Config, list[Link]
     """
     wants_reward = cfg.scorer.reads_reward and "reward" not in named
     if not (wants_reward or "reward" in named):
-        cfg = with_models(cfg, reward=None)  # `config_of` has set the path only for its checks
+        cfg = cfg.with_({"model.reward": None})  # `config_of` has set the path only for its checks
     links = []
     if "policy" not in named:
-        sft = checked(stage(with_models(cfg, policy=None), "sft"))
+        sft = checked(stage(cfg.with_({"model.policy": None}), "sft"))
         folder = folder_of(sft)
         links.append(training("SFT model", folder, partial(train, sft, folder)))
     if wants_reward:
         checked(stage(cfg, "reward"))
     if "policy" not in named:
-        cfg = with_models(cfg, policy=folder.model)
+        cfg = cfg.with_({"model.policy": str(folder.model)})
     own = cfg
     if (wants_reward or cfg.data is Data.preferences) and cfg.gold.name != "none":
         links.append(pairs := relabelled_pairs(cfg))
-        own = replace(cfg, task=replace(cfg.task, preferences_path=str(pairs.folder)))
+        own = cfg.with_({"task.preferences_path": str(pairs.folder)})
     if wants_reward:
         reward = stage(own, "reward")
         folder = folder_of(reward)
         links.append(training("reward model", folder, partial(train, reward, folder)))
-        own = with_models(own, reward=folder.model)
+        own = own.with_({"model.reward": str(folder.model)})
     reads_pairs = cfg.data is Data.preferences
-    return own if reads_pairs else replace(own, task=cfg.task), links
-
-
-def with_models(cfg: Config, **paths: Path | None) -> Config:
-    """Return `cfg` with other paths of models: `policy=...`, `reward=...`."""
-    named: dict[str, Any] = {name: None if path is None else str(path) for name, path in paths.items()}
-    return replace(cfg, model=replace(cfg.model, **named))
+    return own if reads_pairs else own.with_({"task": cfg.task}), links
 
 
 def folder_of(cfg: Config) -> RunFolder:

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -264,9 +263,10 @@ def refuse_other_tokenizers(due: list[Candidate], cfg: Config) -> None:
 def starting_from(model: str, cfg: Config) -> Config:
     """Return the config of a run that starts from `model`, with the reference model of `cfg`."""
     if cfg.algo.trains is Trains.base:
-        return replace(cfg, model=replace(cfg.model, base=model, lora=LoRAConfig()))
+        return cfg.with_({"model.base": model, "model.lora": LoRAConfig()})
     reference = cfg.model.reference or cfg.model.policy
-    return replace(cfg, model=replace(cfg.model, policy=model, reference=reference, lora=LoRAConfig()))
+    named = {"model.policy": model, "model.reference": reference}
+    return cfg.with_({**named, "model.lora": LoRAConfig()})
 
 
 def evaluations(
@@ -311,7 +311,7 @@ def evaluations(
     cfg, engine = build_engine_for(group[0], cfg, tokenizer, ranks)
     with ExitStack() as ends:
         if cfg.model.policy is None:  # a policy from random weights; vLLM needs the files of a model
-            cfg = replace(cfg, model=replace(cfg.model, policy=str(group[0].weights)))
+            cfg = cfg.with_({"model.policy": str(group[0].weights)})
         generator = build_generator(cfg, engine, tokenizer, folder, ranks)
         ends.callback(generator.close)
         scorer = build_scorer(cfg, "scorer", tokenizer, ranks) if cfg.scores_completions else None
@@ -357,7 +357,7 @@ def build_engine_for(
         threads=own.threads,
         timeout_s=own.timeout_s,
     )
-    cfg = replace(cfg, backend=plain)
+    cfg = cfg.with_({"backend": plain})
     return cfg, build_frozen(cfg, tokenizer, ranks, named=candidate.named)
 
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.check import as_objects, problems
-from rlhf.checks.composing import composed
+from rlhf.checks.check import checked
+from rlhf.checks.composing import composed, composed_node
 from rlhf.config.algo import Trains
 from rlhf.config.catalogue import options
 from rlhf.config.generator import WorkerConfig
-from rlhf.config.mistakes import CONFIG_ERRORS, explain, one_of
+from rlhf.config.mistakes import one_of
 from rlhf.config.root import Config
-from rlhf.config.saved import load_node
+from rlhf.config.saved import key_of, overridden
 from rlhf.config.schedule import Update
 from rlhf.config.scorer import NoScorerConfig
 from rlhf.core.errors import UserError
@@ -77,43 +77,19 @@ def changed(folder: RunFolder, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: an override is invalid, or changes a setting that an evaluation does not read.
     """
-    try:
-        node = load_node(folder.config)
-        OmegaConf.set_struct(node, True)
-        for select_options in (True, False):  # an option is selected before its keys are set
-            change(node, overrides, select_options)
-        cfg = OmegaConf.to_object(node)
-    except CONFIG_ERRORS as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(explain(error, overrides)) from error
-    assert isinstance(cfg, Config)
-    if found := problems(measuring(cfg), training=False):
-        raise UserError(*found)
+    cfg = overridden(folder.config, overrides, " (an evaluation has one), got {}; leave it out", change)
+    checked(measuring(cfg), training=False)
     return cfg
 
 
-def change(node: DictConfig, overrides: Sequence[str], select_options: bool) -> None:
-    """Apply overrides to the config `node`.
-
-    Args:
-        node: the config, changed in place.
-        overrides: overrides of the command line. All overrides are checked.
-        select_options: True: apply only overrides that select an option; False: apply only all other
-            overrides.
+def change(node: DictConfig, overrides: Sequence[Override]) -> None:
+    """Apply overrides to the config `node`; an option is selected before its keys are set.
 
     Raises:
-        UserError: an override is invalid, or changes a setting that an evaluation does not read.
+        UserError: an override changes a setting that an evaluation does not read.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    for text, override in zip(overrides, parsed, strict=True):
-        key = text.partition("=")[0]
-        if text.startswith(("+", "~")) or override.is_sweep_override():
-            raise UserError(
-                f"{key} must be set to one value (an evaluation has one), got {text}; leave it out"
-            )
+    for override in overrides:
+        key, text = key_of(override), override.input_line
         first = key.partition(".")[0]
         if key not in CHOICES and (first not in (*SECTIONS, *KEYS) or key in SECTIONS):
             remedy = f"set {shlex.quote(f'scorer@{text}')}" if key == "gold" else "leave it out"
@@ -121,20 +97,29 @@ def change(node: DictConfig, overrides: Sequence[str], select_options: bool) -> 
                 f"{key} must be something that an evaluation reads ({', '.join((*SECTIONS, *KEYS))}; the run "
                 f"is already trained), got {text}; {remedy}"
             )
-        if (key in CHOICES) is not select_options:
-            continue
-        if not select_options:
-            OmegaConf.update(node, key, override.value())
-            continue
-        section = CHOICES[key]
-        chosen = composed([text])[section]
-        if section == "generator":
-            if chosen.name == "dataset":
-                samplers = [name for name in options("generator") if name != "dataset"]
-                raise UserError(one_of(key, chosen.name, samplers))
-            for kept in ("temperature", "response_length"):
-                chosen[kept] = node.generator[kept]
-        OmegaConf.update(node, section, chosen, merge=False)
+    for override in sorted(overrides, key=lambda each: key_of(each) not in CHOICES):
+        if key_of(override) in CHOICES:
+            select(node, override)
+        else:
+            OmegaConf.update(node, key_of(override), override.value())
+
+
+def select(node: DictConfig, override: Override) -> None:
+    """Select an option in the config `node`; lengths and temperature of the run's generator are kept.
+
+    Raises:
+        UserError: the option cannot be composed, or samples nothing.
+    """
+    key = key_of(override)
+    section = CHOICES[key]
+    chosen = composed_node([str(override.input_line)])[section]
+    if section == "generator":
+        if chosen.name == "dataset":
+            samplers = [name for name in options("generator") if name != "dataset"]
+            raise UserError(one_of(key, chosen.name, samplers))
+        for kept in ("temperature", "response_length"):
+            chosen[kept] = node.generator[kept]
+    OmegaConf.update(node, section, chosen, merge=False)
 
 
 def alone(models: Sequence[str], overrides: Sequence[str]) -> Config:
@@ -147,21 +132,18 @@ def alone(models: Sequence[str], overrides: Sequence[str]) -> Config:
         UserError: an override is invalid, or a model folder is not complete.
     """
     named_models(models)
-    cfg = as_objects(composed(list(overrides)), overrides)
+    cfg = composed(list(overrides))
     if cfg.start is None and cfg.algo.trains is Trains.base:
-        cfg = replace(cfg, model=replace(cfg.model, base=models[0]))
+        cfg = cfg.with_({"model.base": models[0]})
     elif cfg.start is None:
-        cfg = replace(cfg, model=replace(cfg.model, policy=models[0]))
+        cfg = cfg.with_({"model.policy": models[0]})
     if cfg.scorer.reads_reward and cfg.model.reward is None:
-        cfg = replace(cfg, scorer=NoScorerConfig())
-    if found := problems(measuring(cfg), training=False):
-        raise UserError(*found)
+        cfg = cfg.with_({"scorer": NoScorerConfig()})
+    checked(measuring(cfg), training=False)
     return cfg
 
 
 def measuring(cfg: Config) -> Config:
     """Return `cfg` without settings that only training uses: lag, in-flight updates, annotator."""
-    generator = cfg.generator
-    if isinstance(generator, WorkerConfig):
-        generator = replace(generator, annotate=None)
-    return replace(cfg, generator=generator, schedule=replace(cfg.schedule, max_lag=0, update=Update.between))
+    cfg = cfg.with_({"schedule.max_lag": 0, "schedule.update": Update.between})
+    return cfg.with_({"generator.annotate": None}) if isinstance(cfg.generator, WorkerConfig) else cfg

@@ -13,16 +13,16 @@ from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf.checks.check import problems, warn, warnings
+from rlhf.checks.check import checked, warn, warnings
 from rlhf.checks.job import check_job
 from rlhf.checks.machine import check_machine
 from rlhf.config.algo import Trains
 from rlhf.config.identity import not_in_name
-from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.root import Config
-from rlhf.config.saved import load_config, load_node
+from rlhf.config.saved import key_of, load_config, overridden
 from rlhf.config.schedule import LRSchedule
 from rlhf.core.console import say, say_loading
 from rlhf.core.errors import UserError
@@ -78,8 +78,7 @@ def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
             f"{key} must be above {old} (the length of the run so far), got "
             f"{new if new < old else 'no new length'}; set {key}={2 * old}"
         )
-    if found := problems(cfg):
-        raise UserError(*found)
+    checked(cfg)
     check_machine(cfg)
     hooks = [*check_job(cfg), *hooks]
     say_loading()
@@ -132,26 +131,15 @@ def changed(folder: RunFolder, overrides: Sequence[str], length_key: str) -> Con
     Raises:
         UserError: an override is invalid, or changes a setting that an extension cannot change.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    node = load_node(folder.config)
-    OmegaConf.set_struct(node, True)
-    try:
-        for override in OverridesParser.create().parse_overrides(list(overrides)):
-            text = str(override.input_line)
-            key = text.partition("=")[0]
-            if text.startswith(("+", "~")) or override.is_sweep_override():
-                raise UserError(f"{key} must be set to one value, got {text}; set {length_key}=<number>")
+    def change(node: DictConfig, parsed: Sequence[Override]) -> None:
+        for override in parsed:
+            key = key_of(override)
             if "@" in key or is_set(node, key):  # `update` refuses other keys, with a suggestion
-                refuse_change(text, length_key)
+                refuse_change(str(override.input_line), length_key)
             OmegaConf.update(node, key, override.value())
-        cfg = OmegaConf.to_object(node)
-    except CONFIG_ERRORS as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(explain(error, overrides)) from error
-    assert isinstance(cfg, Config)
-    return cfg
+
+    return overridden(folder.config, overrides, f", got {{}}; set {length_key}=<number>", change)
 
 
 def is_set(node: DictConfig, key: str) -> bool:

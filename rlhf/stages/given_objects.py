@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf.checks.check import as_objects
 from rlhf.checks.composing import composed
 from rlhf.config.given_functions import Function, GivenFunctions
 from rlhf.core.errors import UserError
@@ -47,7 +46,7 @@ def with_objects(
                     f"object of type {type(given).__name__}; leave {word} out"
                 )
         words = [*words, *([] if option in words else [option])]
-    cache = Path(as_objects(composed(words), words).cache_dir)
+    cache = Path(composed(words).cache_dir)
     with creating(cache, "cache_dir"):
         if dataset is not None:
             words.append(override("task.path", written(dataset, cache / "given_data")))

@@ -14,7 +14,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import datasets
@@ -65,7 +65,7 @@ def inspection(cfg: Config, width: int) -> Iterator[Line]:
     datasets.disable_caching()  # otherwise `map` writes files beside a saved data set
     with tempfile.TemporaryDirectory() as scratch:
         if cfg.stand_ins:
-            cfg = tiny_stand_ins.complete(replace(cfg, cache_dir=scratch))
+            cfg = tiny_stand_ins.complete(cfg.with_({"cache_dir": scratch}))
         yield from tokenized(cfg, width)
 
 

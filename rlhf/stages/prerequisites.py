@@ -9,7 +9,6 @@ them trains the model, and the other one waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,10 +88,10 @@ def complete(cfg: Config, run: Run, reward: bool = True, stages: Stages | None =
         sft = checked(stage(cfg, "sft"))
         folder = model_folder(sft)
         policy = made("SFT model", folder.path, bool(folder.finished()), partial(make_model, sft, run))
-        cfg = replace(cfg, model=replace(cfg.model, policy=policy))
+        cfg = cfg.with_({"model.policy": policy})
     if cfg.reads_pairs and "preference pairs" in due:
         pairs = made_pairs(cfg, made)
-        cfg = replace(cfg, task=replace(cfg.task, preferences_path=pairs))
+        cfg = cfg.with_({"task.preferences_path": pairs})
     if "reward model" in due:
         reward_run = checked(stage(cfg, "reward"))
         if reward_run.task.preferences_path is None:
@@ -100,7 +99,7 @@ def complete(cfg: Config, run: Run, reward: bool = True, stages: Stages | None =
         folder = model_folder(reward_run)
         make = partial(make_model, reward_run, run)
         model = made("reward model", folder.path, bool(folder.finished()), make)
-        cfg = replace(cfg, model=replace(cfg.model, reward=model))
+        cfg = cfg.with_({"model.reward": model})
     return cfg
 
 

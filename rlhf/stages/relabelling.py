@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from rlhf.checks.check import typed, warn, warnings
+from rlhf.checks.check import checked, warn, warnings
 from rlhf.checks.composing import composed
 from rlhf.config.algo import Data
 from rlhf.config.identity import what_counts
@@ -79,10 +79,11 @@ def pairs_of(overrides: list[str]) -> Config:
                 f"algo must not be chosen (nothing is trained here), got {override}; leave it out"
             )
     overrides = ["algo=reward", *overrides]
-    node = composed(overrides)
-    if node.model.policy is None and node.gold.get("path") is not None and node.gold.name == "reward_model":
-        overrides.append(pasting.override("model.policy", node.gold.path))  # for the judge's tokenizer
-    cfg = typed(composed(overrides), overrides)
+    cfg = composed(overrides)
+    judge = cfg.gold.reward_model("gold", None)
+    if cfg.model.policy is None and judge is not None:
+        overrides.append(pasting.override("model.policy", judge[1]))  # for the judge's tokenizer
+    cfg = checked(composed(overrides))
     refuse_no_judge(cfg)
     if cfg.task.embedded and cfg.task.preferences_path is None:
         raise UserError(
@@ -366,7 +367,6 @@ def score(
         `scores`, with all rows of the split whose prompt is not too long.
     """
     from rlhf.core.encoding import encode_completions
-    from rlhf.scorers.ties import merge_ties
 
     left, batches = task.by_length(split, memory.PAIRS, scores)
     if scores:
@@ -374,7 +374,7 @@ def score(
     for prompts in shown(batches, left, f"scoring pairs of {split}", cfg.progress.value):
         assert prompts.completions is not None
         rollouts = encode_completions(prompts, prompts.completions, tokenizer, response_length=None)
-        judged = merge_ties(gold.score_once(rollouts), gold.tie_tolerance)
+        judged = gold.compare(*gold.scored(rollouts))
         rows = zip(prompts.index.tolist(), judged.tolist(), strict=True)
         new = [{"index": index, "scores": pair} for index, pair in rows]
         scores |= {row["index"]: row["scores"] for row in new}

@@ -245,7 +245,7 @@ def at_start(cfg: Config, started: str) -> Config:
     """Return the config with the time that chat templates read, by default the time of the run's start."""
     if cfg.task.embedded or cfg.model.clock is not None:
         return cfg
-    return replace(cfg, model=replace(cfg.model, clock=started))
+    return cfg.with_({"model.clock": started})
 
 
 def quieten(ranks: Ranks) -> None:

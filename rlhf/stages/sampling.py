@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +52,8 @@ class Sampler:
                 f"the run must train a language model (a reward model writes no text), got {model}"
             )
         clock = cfg.model.clock or RunFolder(Path(model).expanduser().parent).started()
-        named = replace(cfg.model, base=model, policy=model, tokenizer=None, lora=LoRAConfig(), clock=clock)
-        cfg = replace(cfg, model=named)
+        named = {"model.base": model, "model.policy": model, "model.tokenizer": None}
+        cfg = cfg.with_({**named, "model.lora": LoRAConfig(), "model.clock": clock})
         self.tokenizer = build_tokenizer(cfg)
         self.chat = self.tokenizer.chat_template is not None if chat is None else chat
         if self.chat:

@@ -5,14 +5,12 @@ This module imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.checks.check import problems
 from rlhf.config import identity
 from rlhf.config.algo import Trains
-from rlhf.config.backend import ZeroConfig
 from rlhf.config.compose import compose
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
 from rlhf.config.model import LoRAConfig
@@ -24,6 +22,9 @@ from rlhf.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
+
+
+PLACES = ("output_dir", "cache_dir", "progress")  # keys that a stage has from its run
 
 
 def model_folder(cfg: Config) -> RunFolder:
@@ -58,25 +59,15 @@ def stage(cfg: Config, algo: str) -> Config:
         made = compose(overrides)
     except CONFIG_ERRORS as error:
         raise in_stage(algo, [explain(error, overrides)]) from error
-    model = replace(cfg.model, reference=None, reward=None)  # a stage needs neither of these models
-    backend = replace(made.backend, device=own.device, threads=own.threads, timeout_s=own.timeout_s)
+    changes = {name: getattr(cfg, name) for name in ("task", "model", "stages", *PLACES)}
+    shared = [name for name in made.backend.for_stages if name in own.for_stages]
+    changes |= {f"backend.{name}": getattr(own, name) for name in shared}
+    changes |= {"model.reference": None, "model.reward": None}  # a stage needs neither of these models
     if embedded:
-        model = replace(model, lora=LoRAConfig())
-    elif isinstance(backend, ZeroConfig) and isinstance(own, ZeroConfig):
-        backend = replace(backend, deepspeed=own.deepspeed)
-    return replace(
-        made,
-        gold=made.gold if embedded else cfg.gold,
-        task=cfg.task,
-        model=model,
-        backend=backend,
-        stages=cfg.stages,
-        seed=cfg.stages.seed,
-        output_dir=cfg.output_dir,
-        cache_dir=cfg.cache_dir,
-        progress=cfg.progress,
-        eval=replace(made.eval, samples=min(made.eval.samples, 1)),
-    )
+        changes["model.lora"] = LoRAConfig()
+    else:
+        changes["gold"] = cfg.gold
+    return made.with_({**changes, "seed": cfg.stages.seed, "eval.samples": min(made.eval.samples, 1)})
 
 
 def checked(cfg: Config) -> Config:
@@ -102,12 +93,15 @@ def stage_digest(cfg: Config) -> str:
     hashes.
     """
     policy, pairs = cfg.model.policy, cfg.task.preferences_path
-    task = replace(cfg.task, preferences_path=pairs and name_in_cache(pairs, cfg))
-    stages = StagesConfig()  # without the settings of other stages
+    changes: dict[str, Any] = {
+        "task.preferences_path": pairs and name_in_cache(pairs, cfg),
+        "model.policy": policy and name_in_cache(policy, cfg),
+    }
     if cfg.algo.trains is Trains.reward:
-        stages = replace(cfg.stages, sft=[], reward=[])
-    model = replace(cfg.model, policy=policy and name_in_cache(policy, cfg))
-    return identity.digest(replace(cfg, model=model, task=task, stages=stages))
+        changes |= {"stages.sft": [], "stages.reward": []}
+    else:
+        changes["stages"] = StagesConfig()  # without the settings of other stages
+    return identity.digest(cfg.with_(changes))
 
 
 def name_in_cache(path: str, cfg: Config) -> str:

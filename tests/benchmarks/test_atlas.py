@@ -29,7 +29,7 @@ from benchmarks.atlas.findings import BASES
 from benchmarks.atlas.plan import FIGURES, Selection
 from benchmarks.atlas.study import Study
 from benchmarks.generated import fill
-from rlhf.checks.check import as_objects, problems
+from rlhf.checks.check import problems
 from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
 from rlhf.runs import environment
@@ -111,7 +111,7 @@ def test_the_settings_of_every_method_are_valid_and_different():
 def test_the_scale_runs_are_valid():
     for cell in plan.scale_cells(STUDY):
         overrides = STUDY.overrides_of(Run(cell, 1, 1e-4))
-        cfg = as_objects(composed(overrides), overrides)
+        cfg = composed(overrides)
         assert not problems(cfg) and cfg.model.hidden_size == cell.width
 
 

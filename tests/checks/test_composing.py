@@ -3,7 +3,6 @@
 import pytest
 
 from rlhf.checks import composing, machine
-from rlhf.checks.check import as_objects
 from rlhf.config import best_generator
 from rlhf.config.compose import compose
 from rlhf.config.identity import run_name
@@ -26,7 +25,7 @@ def on_gpus(count, monkeypatch, memory=2**36):
 
 def config(overrides):
     """Return the config of a run."""
-    return as_objects(composing.composed(overrides), overrides)
+    return composing.composed(overrides)
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, "hf"), (1, "vllm_colocated"), (2, "vllm")])

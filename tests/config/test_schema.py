@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -145,3 +145,19 @@ def test_values_are_those_of_omegaconf(section):
     by_omegaconf = OmegaConf.to_container(OmegaConf.structured(section), enum_to_str=True)
     found = values(section)
     assert found == by_omegaconf and repr(found) == repr(by_omegaconf)
+
+
+def test_a_changed_config_is_a_copy_with_other_values_of_dotted_keys():
+    cfg = compose(["algo=dpo"])
+    lora = replace(cfg.model.lora, rank=8)
+    other = cfg.with_({"model.policy": "x/y", "model.lora": lora, "model.lora.alpha": 3.0, "seed": 7})
+    assert (other.model.policy, other.model.lora.rank, other.model.lora.alpha, other.seed) == (
+        "x/y",
+        8,
+        3.0,
+        7,
+    )
+    assert (cfg.model.policy, cfg.seed) == (None, 1)
+    assert other.task is cfg.task and other.with_({"model": cfg.model, "seed": 1}) == cfg
+    with pytest.raises(TypeError, match="polcy"):
+        cfg.with_({"model.polcy": "x/y"})

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from rlhf.checks.check import as_objects, problems
+from rlhf.checks.check import problems
 from rlhf.checks.composing import composed
 from rlhf.config.address import load_function
 from rlhf.config.algo import DPOConfig
@@ -113,7 +113,7 @@ def load_lazily():
 def test_a_list_without_scorer_function_is_reported_with_the_choice_of_the_scorer(here):
     words = ["task=tldr", "scorer.path=[one.py:words,two.py:words]"]
     with pytest.raises(UserError, match="set scorer=function 'scorer.path=.one.py"):
-        as_objects(composed(words), words)
+        composed(words)
 
 
 def test_a_config_with_one_function_keeps_its_digest():
