@@ -7,11 +7,11 @@ The Python API: `Experiment`, `Hook`, `StopRun`, `sweep`, and the errors `UserEr
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core import early_signals
 from rlhf.core.errors import Interrupted, RunError, UserError
+from rlhf.core.version import __version__
 
 if TYPE_CHECKING:
     from rlhf.experiment import Experiment as Experiment
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhf.loggers.hooks import StopRun as StopRun
     from rlhf.sweeping import sweep as sweep
 
-__all__ = ["Experiment", "Hook", "Interrupted", "RunError", "StopRun", "UserError", "sweep"]
+__all__ = ["Experiment", "Hook", "Interrupted", "RunError", "StopRun", "UserError", "__version__", "sweep"]
 
 # Name -> module. They are imported at their first use, so that the commands start quickly.
 LAZY = {
@@ -30,11 +30,6 @@ LAZY = {
 }
 
 early_signals.handle()
-
-try:
-    __version__ = version("rlhf-lab")  # from the tag of the commit that was installed (pyproject.toml)
-except PackageNotFoundError:  # the source is imported without an installation
-    __version__ = "unknown"
 
 
 def __getattr__(name: str) -> Any:

@@ -14,9 +14,9 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
-from rlhf import __version__
 from rlhf.core.errors import report
 from rlhf.core.output import prepare_output, print_error
+from rlhf.core.version import __version__
 
 COMMANDS = {  # command, a module of this package -> description
     "train": "Train a model; with -m a sweep of runs.",

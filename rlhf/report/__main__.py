@@ -16,12 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
 
-from rlhf import __version__
 from rlhf.checks.check import refuse
 from rlhf.core.console import console
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
 from rlhf.core.output import prepare_output
+from rlhf.core.version import __version__
 from rlhf.report.comparison import differences
 from rlhf.report.groups import sections
 from rlhf.report.runs import find_runs
