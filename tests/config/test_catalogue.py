@@ -12,7 +12,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlhf.checks.check import typed
+from rlhf.checks.check import as_objects, checked
 from rlhf.config import catalogue
 from rlhf.config.best_generator import best_generator
 from rlhf.config.catalogue import all_keys, conf_dir, groups, options
@@ -58,7 +58,7 @@ def test_every_scorer_can_be_the_judge(option):
 )
 def test_runs_of_the_readme_are_valid(overrides):
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        typed(hydra.compose("config", overrides))
+        checked(as_objects(hydra.compose("config", overrides)))
 
 
 def test_stored_completions_use_the_labels_scorer_by_default():

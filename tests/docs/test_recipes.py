@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhf.checks import check, machine
-from rlhf.checks.check import typed
+from rlhf.checks.check import as_objects, checked
 from rlhf.config.root import Config
 from rlhf.core.machine import Machine
 from rlhf.memory import activations, loaded_models, model_size
@@ -82,7 +82,7 @@ def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_of_a_recipe_is_a_valid_run(name, pairs, everything_installed):
     chosen = words(name, pairs)
     assert chosen[0] == f"experiment={name}"
-    doubts = check.warnings(typed(snapshots.compose(*chosen), chosen))
+    doubts = check.warnings(checked(as_objects(snapshots.compose(*chosen), chosen)))
     if name in RELABELS:
         judge = "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
         assert relabelling.pairs_of(chosen).gold.described == judge
@@ -343,4 +343,4 @@ def test_the_docs_have_every_hardware_option():
 )
 def test_other_commands_of_the_docs_are_valid(words, everything_installed):
     chosen = [word.strip("'") for word in words.split() if word != "-m"]
-    typed(snapshots.compose(*chosen), chosen)
+    checked(as_objects(snapshots.compose(*chosen), chosen))
