@@ -320,7 +320,7 @@ class Experiment:
         training row and its evaluation; NaN stands for a metric that was not measured at that update.
         `metrics().loc[10]` is update 10, `metrics()["eval/kl"].dropna()` the KL at all evaluations.
         """
-        rows = frame(read_lines(self.files.metrics, ["update"]))
+        rows = _frame(read_lines(self.files.metrics, ["update"]))
         if rows.empty:
             return rows
         rows["update"] = rows["update"].astype(int)
@@ -328,11 +328,11 @@ class Experiment:
 
     def completions(self) -> pandas.DataFrame:
         """Return the completions of all evaluations, one row per held-out example and evaluation."""
-        return frame(read_lines(self.files.completions, ["update"]))
+        return _frame(read_lines(self.files.completions, ["update"]))
 
     def evaluations(self) -> pandas.DataFrame:
         """Return the rows of evaluations.jsonl, one per evaluated model (see `evaluate`)."""
-        return frame(read_lines(self.files.evaluations, ["model"]))
+        return _frame(read_lines(self.files.evaluations, ["model"]))
 
     def evaluate(
         self,
@@ -355,7 +355,7 @@ class Experiment:
         Raises:
             UserError: the run has no model, or an argument is invalid.
         """
-        return frame(self.measure(listed(overrides), models, split, only))
+        return _frame(self.measure(listed(overrides), models, split, only))
 
     def measure(
         self, overrides: Sequence[str], models: Sequence[str], split: str, only: Sequence[str]
@@ -404,10 +404,10 @@ class Experiment:
         from rlhf.stages.sampling import Sampler
 
         sampler = Sampler(self.config, str(model), seed)
-        return frame(sampler(prompts, samples=samples, temperature=temperature, response_length=length))
+        return _frame(sampler(prompts, samples=samples, temperature=temperature, response_length=length))
 
 
-def frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
+def _frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     """Return rows as a pandas.DataFrame."""
     import pandas
 

@@ -23,7 +23,7 @@ from rlhf.launch.command_line import Command
 from rlhf.models.folders import folder_problem
 from rlhf.stages.evaluation_config import alone, changed, check_sampling
 
-NEW = "/new"  # the line that starts a new dialogue
+_NEW = "/new"  # the line that starts a new dialogue
 COMMAND = Command(
     name="rlhf.sample",
     usage="run=<folder> [temperature=0.7] [response_length=256] [chat=false] [seed=0] [key=value ...]",
@@ -90,7 +90,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     start = [{"role": "system", "content": own["system"]}] if "system" in own else []
     messages = list(start)
     for line in lines():
-        if sampler.chat and line.strip() == NEW:
+        if sampler.chat and line.strip() == _NEW:
             messages = list(start)
             continue
         if sampler.chat:

@@ -52,12 +52,12 @@ from rlhf.runs.naming import folder_of
 
 OmegaConf.register_new_resolver("run_name", lambda *, _root_: folder_of(_root_).name, replace=True)
 
-CONF = catalogue.conf_dir()
+_CONF = catalogue.conf_dir()
 
 composed = False  # True after the first job has started: a later exception is not about the config
 
 
-def run_job(config: DictConfig) -> float | None:
+def _run_job(config: DictConfig) -> float | None:
     """Run one job, in this process or in a process of a launcher.
 
     Returns:
@@ -109,7 +109,7 @@ def run_job(config: DictConfig) -> float | None:
         raise
 
 
-train = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_job)
+train = hydra.main(version_base="1.3", config_path=str(_CONF), config_name="config")(_run_job)
 
 
 def main() -> None:
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # `run_job` is pickled for jobs in other processes, so it must belong to rlhf.train, not to __main__.
+    # `_run_job` is pickled for jobs in other processes, so it must belong to rlhf.train, not to __main__.
     from rlhf.train import main
 
     main()

@@ -60,7 +60,7 @@ def compared(module: M, cfg: Config, ranks: Ranks) -> M:
             return sharing_fault(module, batch)
 
     if cfg.model.attention == AUTO:
-        use_flash(model, cfg, ranks, measure)
+        _use_flash(model, cfg, ranks, measure)
     fault, new = once(cfg, ranks, model, "sharing", measure)
     if module.shared_prefix and fault is not None:
         module.shared_prefix = False
@@ -73,7 +73,7 @@ def compared(module: M, cfg: Config, ranks: Ranks) -> M:
     return module
 
 
-def use_flash(model: PreTrainedModel, cfg: Config, ranks: Ranks, measure: Callable[[], str | None]) -> None:
+def _use_flash(model: PreTrainedModel, cfg: Config, ranks: Ranks, measure: Callable[[], str | None]) -> None:
     """Switch a model to the installed flash attention; if its outputs are wrong, warn and use sdpa.
 
     Args:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-REPEATS = 3  # runs of a micro-batch; the fastest counts
+_REPEATS = 3  # runs of a micro-batch; the fastest counts
 WORTH_TRYING_S = 600.0  # seconds; a run that trains for less time starts no trial, which takes minutes
 # Largest differences of outputs (relative to 1 + |output|) and of gradients (relative to their norm). In 16
 # bits, compiled blocks round less often. A wrong mask or layout changes gradients by about their norm.
@@ -188,7 +188,7 @@ def compare(engine: Engine, batch: Batch) -> Trial:
     return Trial(
         usual_s=usual_s,
         compiled_s=compiled_s,
-        compilation_s=max(0.0, time.perf_counter() - start - REPEATS * compiled_s),
+        compilation_s=max(0.0, time.perf_counter() - start - _REPEATS * compiled_s),
         outputs=float(torch.stack(gaps).max().nan_to_num(math.inf)),
         gradients=float((change / norm).nan_to_num(math.inf)),
     )
@@ -215,7 +215,7 @@ def run(engine: Engine, batch: Batch) -> tuple[list[Tensor], list[Tensor], float
 
     with shared_copies(device, dtype):
         outputs, seconds = fastest(train, device)
-    gradients = take_gradients(engine)
+    gradients = _take_gradients(engine)
     if engine.reference is None:
         return outputs, gradients, seconds
     more, more_s = fastest(refer, device)
@@ -223,9 +223,9 @@ def run(engine: Engine, batch: Batch) -> tuple[list[Tensor], list[Tensor], float
 
 
 def fastest(step: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """Call `step` `REPEATS` times; return the last result, and the seconds of the fastest call."""
+    """Call `step` `_REPEATS` times; return the last result, and the seconds of the fastest call."""
     seconds = math.inf
-    for _ in range(REPEATS):
+    for _ in range(_REPEATS):
         start = time.perf_counter()
         result = step()
         if device.type == "cuda":
@@ -234,7 +234,7 @@ def fastest(step: Callable[[], T], device: torch.device) -> tuple[T, float]:
     return result, seconds
 
 
-def take_gradients(engine: Engine) -> list[Tensor]:
+def _take_gradients(engine: Engine) -> list[Tensor]:
     """Return the gradients of the trained parameters, 0 without a gradient, and delete them."""
     found = []
     for parameter in trained(engine.module):

@@ -51,7 +51,7 @@ def build_task(
         max_prompt_tokens=cfg.task.max_prompt_tokens,
         seed=cfg.seed,
         shares=cfg.task.shares,
-        wanted=wanted_columns(cfg, judge),
+        wanted=_wanted_columns(cfg, judge),
         ends=declared_tokens(cfg, tokenizer),
     )
 
@@ -91,7 +91,7 @@ def positions(asked: Parameters, key: str, path: str) -> Iterator[tuple[str, tup
             yield name, (key, path, value)
 
 
-def wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
+def _wanted_columns(cfg: Config, judge: bool = False) -> Wanted:
     """Return the columns of the data that the reward functions of a run ask for; see `reward_functions`.
 
     Raises:

@@ -54,7 +54,7 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
         dtype=cfg.model.dtype,
         value_lr=cfg.algo.value_lr,
     )
-    return with_reference(with_compared_modules(engine, cfg), cfg)
+    return _with_reference(with_compared_modules(engine, cfg), cfg)
 
 
 def build_frozen(
@@ -80,7 +80,7 @@ def build_frozen(
         ranks=ranks,
         dtype=cfg.model.dtype,
     )
-    return with_reference(with_compared_modules(engine, cfg), cfg)
+    return _with_reference(with_compared_modules(engine, cfg), cfg)
 
 
 def with_compared_modules(engine: E, cfg: Config) -> E:
@@ -102,16 +102,16 @@ def build_second_model(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: R
         The reference. None: the run has no reference, or the reference is the policy without its adapters.
     """
     compares = cfg.algo.trains is Trains.policy
-    return build_reference(cfg, tokenizer, ranks) if compares and not reference_is_policy(cfg) else None
+    return build_reference(cfg, tokenizer, ranks) if compares and not _reference_is_policy(cfg) else None
 
 
-def with_reference(engine: E, cfg: Config) -> E:
+def _with_reference(engine: E, cfg: Config) -> E:
     """Return `engine`; if the reference is the policy without its adapters, set it in the engine."""
-    if reference_is_policy(cfg):
+    if _reference_is_policy(cfg):
         engine.reference = engine.policy.before_adapters()
     return engine
 
 
-def reference_is_policy(cfg: Config) -> bool:
+def _reference_is_policy(cfg: Config) -> bool:
     """Return whether the reference is the policy without its adapters, which is the initial policy."""
     return cfg.algo.trains is Trains.policy and bool(cfg.model.lora.rank) and cfg.model.starts_as_reference

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LIGER = "liger_kernel"  # the package
+_LIGER = "liger_kernel"  # the package
 # Largest difference of a log-prob, relative to 1 + |log-prob|, and of a gradient, relative to its norm. Older
 # versions of Liger give gradients of tokens with different weights that differ by about their norm.
 LIMITS = (5e-2, 5e-2)
 
-Logprobs = Callable[[Tensor, Tensor, Tensor | None, Tensor, float], Tensor]
+_Logprobs = Callable[[Tensor, Tensor, Tensor | None, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def may_pay_off(cfg: Config, device: torch.device) -> bool:
         and cfg.model.dtype is not Dtype.float32
         and not cfg.model.float32_head
         and not cfg.backend.footprint().gathered
-        and importlib.util.find_spec(LIGER) is not None
+        and importlib.util.find_spec(_LIGER) is not None
     )
 
 
@@ -131,7 +131,7 @@ def compare(head: LogprobHead, rows: int, temperature: float, device: torch.devi
         targets = known[targets % len(known)]
     slopes = torch.randn(rows, generator=draw, device=device)  # as advantages: a different one for each row
 
-    def run(logprobs: Logprobs) -> tuple[list[Tensor], float]:
+    def run(logprobs: _Logprobs) -> tuple[list[Tensor], float]:
         def step() -> list[Tensor]:
             weight = head.weight.detach().requires_grad_(head.weight.requires_grad)
             hidden = states.detach().requires_grad_()

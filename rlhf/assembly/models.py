@@ -47,7 +47,7 @@ def build_module(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Re
     if cfg.value_starts_as is None:
         return module
     assert isinstance(module, Policy)
-    return ActorCritic(module, for_training(build_value_model(cfg, tokenizer), cfg, "value"))
+    return ActorCritic(module, _for_training(_build_value_model(cfg, tokenizer), cfg, "value"))
 
 
 def loading(cfg: Config) -> dict[str, Any]:
@@ -68,16 +68,16 @@ def build_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rew
         assert model.policy is not None
         rng = torch.Generator().manual_seed(derive(cfg.seed, "reward head"))
         made = new_reward_model(model.policy, tokenizer.pad_token_id, rng, **options)
-        return for_training(RewardModel(made, model.shared_prefix), cfg, "reward")
+        return _for_training(RewardModel(made, model.shared_prefix), cfg, "reward")
     if cfg.algo.trains is Trains.base and model.base is None:
-        return for_training(policy_of(new_nano(model, tokenizer), tokenizer, cfg), cfg, "policy")
+        return _for_training(_policy_of(new_nano(model, tokenizer), tokenizer, cfg), cfg, "policy")
     assert cfg.start is not None
     key = f"model.{cfg.algo.trains.value}"
     made = load_causal_lm(cfg.start, key=key, **options)
-    return for_training(policy_of(made, tokenizer, cfg), cfg, "policy")
+    return _for_training(_policy_of(made, tokenizer, cfg), cfg, "policy")
 
 
-def policy_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, cfg: Config) -> Policy:
+def _policy_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, cfg: Config) -> Policy:
     """Return a causal LM as a policy over the tokens of `tokenizer`, at the temperature of the run."""
     tokens = tokenizer.get_vocab().values()
     return Policy(model, cfg.generator.temperature, cfg.model.shared_prefix, cfg.model.float32_head, tokens)
@@ -92,7 +92,7 @@ def load_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Policy | Rewa
     return RewardModel(loaded, cfg.model.shared_prefix)
 
 
-def for_training(module: M, cfg: Config, name: str) -> M:
+def _for_training(module: M, cfg: Config, name: str) -> M:
     """Return `module` with the adapters and the gradient checkpointing that the config sets."""
     if cfg.model.lora.rank:
         adapt(module.model, cfg.model.lora, derive(cfg.seed, "adapters", name))
@@ -109,7 +109,7 @@ def trained_parts(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
         yield "trained parameters", f"{ours:,} of {every:,}, in adapters and in modules trained whole"
 
 
-def build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> ValueModel:
+def _build_value_model(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> ValueModel:
     """Return the initial value model: the reward model, or the policy with a zero value head.
 
     Raises:
@@ -153,7 +153,7 @@ def build_reference(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Rank
             name, dtype, model.loaded_attention, model.trust_remote_code, key="model.reference"
         )
         check_vocabulary(frozen, tokenizer, "model.reference")
-        return policy_of(frozen, tokenizer, cfg)
+        return _policy_of(frozen, tokenizer, cfg)
 
     placed: Policy = part(cfg.backend).place(cfg.backend, loaded(build, cfg, ranks), ranks)
     return compared(placed, cfg, ranks)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf.processes.ranks import Ranks
     from rlhf.tasks.task import Task
 
-CHECKED = 200  # largest number of dialogues that are written in the format of a reward model before a run
+_CHECKED = 200  # largest number of dialogues that are written in the format of a reward model before a run
 TEXT = "This is an example of a response."  # for data without reference responses
 
 
@@ -83,7 +83,7 @@ def check_formats(
     rows = task.examples(split)
     if "messages" not in rows.column_names:
         return
-    some = rows[np.linspace(0, len(rows) - 1, min(len(rows), CHECKED)).astype(int)]
+    some = rows[np.linspace(0, len(rows) - 1, min(len(rows), _CHECKED)).astype(int)]
     some.setdefault(TOOLS, [None] * len(some["messages"]))
     judge = judge or cfg.algo.trains is not Trains.reward
     for at, section in scorers(cfg):

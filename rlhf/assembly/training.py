@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rlhf.tasks.task import Task
 
 # Tolerance of the first update's checks, by dtype.
-TOLERANCE = {Dtype.float32: 1e-4, Dtype.bfloat16: 5e-2, Dtype.float16: 1e-2}
+_TOLERANCE = {Dtype.float32: 1e-4, Dtype.bfloat16: 5e-2, Dtype.float16: 1e-2}
 
 
 def training_sampling(cfg: Config) -> Sampling:
@@ -90,7 +90,7 @@ def assemble(
         recorder=Recorder(
             cfg.schedule.log_every,
             cfg.metric,
-            TOLERANCE[cfg.model.dtype],
+            _TOLERANCE[cfg.model.dtype],
             expected(cfg.model.starts_as_reference),
             cfg.minimised,
             cfg.tie_tolerance(cfg.scorer),

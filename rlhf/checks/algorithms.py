@@ -6,27 +6,27 @@ from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES, Allowed, When, doub
 from rlhf.config.algo import Trains
 
 SUPERVISED = When("for algo={algo}", lambda cfg: cfg.algo.supervised)
-NEW_SAMPLES = When(
+_NEW_SAMPLES = When(
     "with generator={generator}", lambda cfg: cfg.generator.samples and not cfg.algo.supervised
 )
-STORED = When("with generator={generator}", lambda cfg: not cfg.generator.rollouts)
-OF_DATA = "for algo={algo} generator={generator}"
-STORED_PAIRS = When(OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
-STORED_TEXTS = When(OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
+_STORED = When("with generator={generator}", lambda cfg: not cfg.generator.rollouts)
+_OF_DATA = "for algo={algo} generator={generator}"
+_STORED_PAIRS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and cfg.reads_pairs)
+_STORED_TEXTS = When(_OF_DATA, lambda cfg: not cfg.generator.rollouts and not cfg.reads_pairs)
 
 TRAINING_RULES += [
     must("generator", "dataset", SUPERVISED, "it trains on stored responses"),
     must("scorer", "labels", SUPERVISED, "it maximises no score"),
     must(
-        "scorer", other_than("labels"), NEW_SAMPLES, "new samples have no labels", fix="scorer=reward_model"
+        "scorer", other_than("labels"), _NEW_SAMPLES, "new samples have no labels", fix="scorer=reward_model"
     ),
-    must("algo.samples_per_prompt", 2, STORED_PAIRS, "an example has a chosen and a rejected response"),
-    must("algo.samples_per_prompt", 1, STORED_TEXTS, "an example has one reference response"),
-    must("schedule.max_lag", 0, STORED, "nothing is sampled, so there is no lag"),
+    must("algo.samples_per_prompt", 2, _STORED_PAIRS, "an example has a chosen and a rejected response"),
+    must("algo.samples_per_prompt", 1, _STORED_TEXTS, "an example has one reference response"),
+    must("schedule.max_lag", 0, _STORED, "nothing is sampled, so there is no lag"),
     must(
         "algo.weighting",
         one_of("none", "wpo"),
-        STORED,
+        _STORED,
         "stored pairs have no log-probs of their sampler",
         fix="algo.weighting=wpo",
     ),

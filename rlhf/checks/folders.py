@@ -13,8 +13,8 @@ from rlhf.memory.loaded_models import models
 from rlhf.runs.disk import mib
 from rlhf.runs.writable import cannot_write, nearest, unwritable
 
-MODEL_BYTES = 4  # per parameter: the trained model is saved in float32
-CHECKPOINT_BYTES = 12  # per trained parameter: weights and two moments of AdamW, in float32
+_MODEL_BYTES = 4  # per parameter: the trained model is saved in float32
+_CHECKPOINT_BYTES = 12  # per trained parameter: weights and two moments of AdamW, in float32
 
 
 @training_rule
@@ -43,8 +43,8 @@ def _disk_has_room(cfg: Config) -> Iterator[str]:
         return
     folder = Path(cfg.output_dir)
     free = shutil.disk_usage(nearest(folder)).free
-    model = MODEL_BYTES * trained[0].counted.parameters
-    checkpoint = CHECKPOINT_BYTES * sum(each.trainable for each in trained)
+    model = _MODEL_BYTES * trained[0].counted.parameters
+    checkpoint = _CHECKPOINT_BYTES * sum(each.trainable for each in trained)
     if free < model + checkpoint:
         lost = "neither can be saved" if free < model else "checkpoints may not be saved"
         yield (

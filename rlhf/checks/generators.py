@@ -25,31 +25,33 @@ from rlhf.config.root import Config
 from rlhf.core.launched import cpu_cores, local_world_size, world_size
 from rlhf.core.rollout_format import files, shared
 
-NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
-LAG_WITHOUT_PROCESS = When(NO_PROCESS.text, lambda cfg: not cfg.has_worker and cfg.schedule.max_lag > 0)
-COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
-ONE_OF_SEVERAL_RANKS = When(
+_NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
+_LAG_WITHOUT_PROCESS = When(_NO_PROCESS.text, lambda cfg: not cfg.has_worker and cfg.schedule.max_lag > 0)
+_COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
+_ONE_OF_SEVERAL_RANKS = When(
     "with generator=vllm_colocated and several ranks",
-    lambda cfg: world_size() > 1 and COLOCATED.holds(cfg) and cfg.backend.device is not Device.cpu,
+    lambda cfg: world_size() > 1 and _COLOCATED.holds(cfg) and cfg.backend.device is not Device.cpu,
 )
-ONE_OF_SEVERAL_RANKS_HERE = When(
+_ONE_OF_SEVERAL_RANKS_HERE = When(
     "with generator=vllm_colocated and several ranks on one host",
-    lambda cfg: local_world_size() > 1 and ONE_OF_SEVERAL_RANKS.holds(cfg),
+    lambda cfg: local_world_size() > 1 and _ONE_OF_SEVERAL_RANKS.holds(cfg),
 )
 
 RULES += [
     must(
         "generator.annotate",
         one_of(None, False),
-        NO_PROCESS,
+        _NO_PROCESS,
         "rollouts are scored while the trainer trains",
         fix="generator.annotate=null, or schedule.max_lag=1",
     ),
-    must("generator.replicas", 1, LAG_WITHOUT_PROCESS, "replicas are processes", fix="generator.worker=null"),
+    must(
+        "generator.replicas", 1, _LAG_WITHOUT_PROCESS, "replicas are processes", fix="generator.worker=null"
+    ),
     must(
         "schedule.update",
         "between",
-        LAG_WITHOUT_PROCESS,
+        _LAG_WITHOUT_PROCESS,
         "no other generator can load weights while it samples",
     ),
     must(
@@ -76,13 +78,13 @@ RULES += [
         fix="generator.transfer=auto",
     ),
     must(
-        "schedule.max_lag", 0, COLOCATED, "it sleeps while the trainer uses the device", fix="generator=vllm"
+        "schedule.max_lag", 0, _COLOCATED, "it sleeps while the trainer uses the device", fix="generator=vllm"
     ),
-    must("generator.per_rank", True, ONE_OF_SEVERAL_RANKS, "each rank shares its GPU with a generator"),
+    must("generator.per_rank", True, _ONE_OF_SEVERAL_RANKS, "each rank shares its GPU with a generator"),
     must(
         "generator.tensor_parallel_size",
         1,
-        ONE_OF_SEVERAL_RANKS_HERE,
+        _ONE_OF_SEVERAL_RANKS_HERE,
         "vLLM would use the GPU of another rank, whose trainer does not free its memory",
     ),
     must("generator.path", None, SUPERVISED, "it trains on completions of the task"),

@@ -23,7 +23,7 @@ from rlhf.core.machine import this_machine
 from rlhf.memory.generator import annotates
 from rlhf.memory.plan import device
 
-SAVED_ROLLOUTS = When("with saved rollouts", lambda cfg: cfg.generator.saved_rollouts is not None)
+_SAVED_ROLLOUTS = When("with saved rollouts", lambda cfg: cfg.generator.saved_rollouts is not None)
 
 RULES += [
     must(
@@ -36,7 +36,7 @@ RULES += [
     must(
         "scorer",
         other_than("mixture"),
-        SAVED_ROLLOUTS,
+        _SAVED_ROLLOUTS,
         "they do not name the part of a prompt",
         fix="scorer=labels",
     ),

@@ -38,7 +38,7 @@ from rlhf.models.special_tokens import (
 )
 from rlhf.tasks.dialogues import has_dialogues
 
-CAUSAL = ("model.base", "model.policy", "model.reference")  # keys of causal language models
+_CAUSAL = ("model.base", "model.policy", "model.reference")  # keys of causal language models
 
 
 def _folder_of(path: str) -> Path | None:
@@ -101,7 +101,7 @@ def _kinds_of_models(cfg: Config) -> Iterator[str]:
                 f"{path!r}, whose config.json has a quantization_config; set {key}=<the model before "
                 "quantization>"
             )
-        elif key not in CAUSAL:
+        elif key not in _CAUSAL:
             if (found := kinds.not_reward(config, _tensors_of(folder))) is not None:
                 yield (
                     f"{key} must name a reward model (a sequence classifier with one label and a head named "
@@ -207,7 +207,7 @@ def vocabularies(cfg: Config) -> Iterator[str]:
     """
     for own, name, folder in _folders(cfg):
         rows = _embeddings_of(folder)
-        header = None if own in CAUSAL else tokenizer_in(name)
+        header = None if own in _CAUSAL else tokenizer_in(name)
         if rows is not None and header is not None and header.largest_id >= rows:
             yield (
                 f"{own} must have an embedding for every token of its tokenizer, got ids up to "

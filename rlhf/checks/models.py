@@ -24,7 +24,7 @@ from rlhf.models.folders import (
     similar_folder,
 )
 
-FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
 def _value_model_has_no_start(cfg: Config) -> bool:
@@ -78,9 +78,9 @@ def _float16_has_a_gpu(cfg: Config) -> Iterator[str]:
 @rule
 def _flash_attention_can_run(cfg: Config) -> Iterator[str]:
     name, device = cfg.model.attention, cfg.backend.device
-    if name not in FLASH_PACKAGES:
+    if name not in _FLASH_PACKAGES:
         return
-    package = FLASH_PACKAGES[name]
+    package = _FLASH_PACKAGES[name]
     if device is Device.cpu or not this_machine().gpus:
         yield (
             "model.attention must be sdpa without a GPU (flash attention has no kernels for CPUs), got "

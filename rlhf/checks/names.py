@@ -28,7 +28,7 @@ LIBRARIES = (
     "vllm",
     "wandb",
 )
-NAMED = ("algo", "model", "task", "generator", "backend", "scorer", "gold")
+_NAMED = ("algo", "model", "task", "generator", "backend", "scorer", "gold")
 
 
 @rule
@@ -46,7 +46,7 @@ def typed_names(overrides: Sequence[str]) -> Iterator[str]:
     """Yield an error for each override that sets the name of a section, such as `algo.name=ppo`."""
     for key, value in map(split, overrides):
         at, dot, leaf = key.lstrip("+").rpartition(".")
-        if dot and leaf == "name" and (at in NAMED or ".parts." in at):
+        if dot and leaf == "name" and (at in _NAMED or ".parts." in at):
             yield _wrong_name(at, value)
 
 

@@ -25,26 +25,26 @@ from typing import Any
 from rlhf.config.root import Config
 from rlhf.config.schema import ABSENT, Section, plain, value_at
 
-Rule = Callable[[Config], Iterator[str]]
+_Rule = Callable[[Config], Iterator[str]]
 
-RULES: list[Rule] = []  # rules for every run
-TRAINING_RULES: list[Rule] = []  # rules for a run that trains; evaluating a finished run skips them
-DOUBTS: list[Rule] = []  # rules that warn of settings without effect and of doubtful settings
+RULES: list[_Rule] = []  # rules for every run
+TRAINING_RULES: list[_Rule] = []  # rules for a run that trains; evaluating a finished run skips them
+DOUBTS: list[_Rule] = []  # rules that warn of settings without effect and of doubtful settings
 
 
-def rule(check: Rule) -> Rule:
+def rule(check: _Rule) -> _Rule:
     """Add `check` to the rules for every run, whether the run trains or is only evaluated."""
     RULES.append(check)
     return check
 
 
-def training_rule(check: Rule) -> Rule:
+def training_rule(check: _Rule) -> _Rule:
     """Add `check` to the rules for runs that train."""
     TRAINING_RULES.append(check)
     return check
 
 
-def doubt(check: Rule) -> Rule:
+def doubt(check: _Rule) -> _Rule:
     """Add `check` to the rules whose messages are warnings."""
     DOUBTS.append(check)
     return check
@@ -128,7 +128,7 @@ def must(key: str, allowed: Any, when: When, because: str, fix: str | None = Non
     return Row(key, allowed, when, because, fix)
 
 
-def doubtful(text: str, when: Callable[[Config], bool]) -> Rule:
+def doubtful(text: str, when: Callable[[Config], bool]) -> _Rule:
     """Return the rule that warns of the configs for which `when` is true; `text` may contain `{<key>}`."""
     return lambda cfg: iter([_filled(text, cfg)] if when(cfg) else [])
 

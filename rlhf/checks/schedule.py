@@ -21,9 +21,9 @@ from rlhf.config.schedule import MOST_EPISODES, ESSScaling, Optimizer
 from rlhf.config.schema import plain
 from rlhf.core.launched import world_size
 
-NO_SAMPLES = When("with generator={generator}", lambda cfg: not cfg.generator.samples)
+_NO_SAMPLES = When("with generator={generator}", lambda cfg: not cfg.generator.samples)
 
-LOG_PROBS = "the effective sample size is computed from the sampler's log-probs"
+_LOG_PROBS = "the effective sample size is computed from the sampler's log-probs"
 
 TRAINING_RULES += [
     must(
@@ -43,8 +43,8 @@ TRAINING_RULES += [
         "only an evaluation measures that metric",
         fix="schedule.eval_every=0.2",
     ),
-    must("schedule.replay", 1, NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
-    must("schedule.solved_at", None, NO_SAMPLES, "its scores are those of stored responses"),
+    must("schedule.replay", 1, _NO_SAMPLES, "nothing is sampled, and epochs repeat stored responses"),
+    must("schedule.solved_at", None, _NO_SAMPLES, "its scores are those of stored responses"),
     must(
         "optim.optimizer",
         "adamw",
@@ -52,7 +52,7 @@ TRAINING_RULES += [
         "its engine has no other optimizer",
         fix="optim.optimizer=adamw or backend=torch",
     ),
-    must("optim.ess_scaling", "none", When("with algo={algo}", lambda cfg: cfg.algo.supervised), LOG_PROBS),
+    must("optim.ess_scaling", "none", When("with algo={algo}", lambda cfg: cfg.algo.supervised), _LOG_PROBS),
     must(
         "optim.ess_scaling",
         "none",
@@ -60,7 +60,7 @@ TRAINING_RULES += [
             "with generator={generator} without a path",
             lambda cfg: not cfg.generator.rollouts and not cfg.algo.supervised,
         ),
-        LOG_PROBS,
+        _LOG_PROBS,
     ),
 ]
 

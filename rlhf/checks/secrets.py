@@ -12,7 +12,7 @@ from rlhf.config.root import Config
 from rlhf.core.errors import UserError
 from rlhf.core.secrets import NO_SECRET_VALUE, is_secret_key, secret_in
 
-REMEDY = "leave it out, and set it as an environment variable or log in to the service"
+_REMEDY = "leave it out, and set it as an environment variable or log in to the service"
 
 
 @rule
@@ -25,7 +25,7 @@ def secrets(cfg: Config) -> Iterator[str]:
         if key.endswith(".url"):
             continue
         if (secret := secret_in(value)) is not None:
-            yield f"{key} must not contain {secret} (config.yaml would show it), got one; {REMEDY}"
+            yield f"{key} must not contain {secret} (config.yaml would show it), got one; {_REMEDY}"
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
         if is_secret_key(name) and not NO_SECRET_VALUE.fullmatch(value):
             found.append(
                 f"{name} must not be set on the command line (files of the run and the list of processes "
-                f"show the command line), got a value; {REMEDY}"
+                f"show the command line), got a value; {_REMEDY}"
             )
     if found:
         raise UserError(*found)

@@ -29,11 +29,11 @@ from rlhf.core.protection import protected
 NAME = r"[^\W\d]\w*"
 FORM = re.compile(rf"(?P<place>.+\.py|{NAME}(\.{NAME})*):(?P<function>{NAME})")
 ONLY_HERE = "only_in_this_process"  # stands for the module of functions that were given as objects
-CLASS = "a class"
-ASYNC = "an async function, whose result must be awaited"
-RULE = "must be <module>:<function> or <file>.py:<function> (it names a Python function)"
+_CLASS = "a class"
+_ASYNC = "an async function, whose result must be awaited"
+_RULE = "must be <module>:<function> or <file>.py:<function> (it names a Python function)"
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})  # folders
-LAST_NAME = re.compile(rf"(?P<place>.+?)(?:::|[:./#\\])(?P<function>{NAME})")  # after the last separator
+_LAST_NAME = re.compile(rf"(?P<place>.+?)(?:::|[:./#\\])(?P<function>{NAME})")  # after the last separator
 
 
 def function_problem(key: str, path: object, arguments: tuple[str, ...]) -> str | None:
@@ -56,7 +56,7 @@ def function_problem(key: str, path: object, arguments: tuple[str, ...]) -> str 
         remedy = f"did you mean {setting(key, remedy)}?" if remedy else f"set {key}=my_module:my_function"
         if several:
             remedy = f"for several functions set {setting(key, several)}"
-        return f"{key} {RULE}, got {got}; {remedy}"
+        return f"{key} {_RULE}, got {got}; {remedy}"
     place, name = match["place"], match["function"]
     if place == ONLY_HERE and getattr(sys.modules.get(place), name, None) is None:
         return (
@@ -73,7 +73,7 @@ def function_problem(key: str, path: object, arguments: tuple[str, ...]) -> str 
         )
         return f"{key} must name a function in an existing module or file ({reason}), got {path!r}; {remedy}"
     file = file_of(place)
-    return None if file is None else source_problem(key, path, file, arguments)
+    return None if file is None else _source_problem(key, path, file, arguments)
 
 
 def addresses(value: object) -> list[str]:
@@ -83,7 +83,7 @@ def addresses(value: object) -> list[str]:
     return found if len(found) > 1 and all(map(FORM.fullmatch, found)) else []
 
 
-def source_problem(key: str, path: str, file: Path, arguments: tuple[str, ...]) -> str | None:
+def _source_problem(key: str, path: str, file: Path, arguments: tuple[str, ...]) -> str | None:
     """Return the error message for the function at the address `path`, from the source in `file`; or None.
 
     Args:
@@ -93,7 +93,7 @@ def source_problem(key: str, path: str, file: Path, arguments: tuple[str, ...]) 
         arguments: names of the arguments that the function may receive by position.
     """
     name = path.rpartition(":")[2]
-    working_directory_first()
+    _working_directory_first()
     source = readable_source(key, path, file)
     if isinstance(source, str):
         return source
@@ -117,13 +117,13 @@ def source_problem(key: str, path: str, file: Path, arguments: tuple[str, ...]) 
     definition = source.definition(name)
     if isinstance(definition, ast.Constant):
         kind = f"of type {type(definition.value).__name__}"
-        return not_a_function(key, path, f"{name} is {kind}", source.functions)
+        return _not_a_function(key, path, f"{name} is {kind}", source.functions)
     if isinstance(definition, ast.ClassDef):
-        return not_a_function(key, path, f"{name} is {CLASS}", source.functions)
+        return _not_a_function(key, path, f"{name} is {_CLASS}", source.functions)
     if isinstance(definition, ast.AsyncFunctionDef):
-        return not_a_function(key, path, f"{name} is {ASYNC}", [f for f in source.functions if f != name])
+        return _not_a_function(key, path, f"{name} is {_ASYNC}", [f for f in source.functions if f != name])
     if isinstance(definition, ast.FunctionDef | ast.Lambda):
-        return arguments_problem(key, path, function_source.signature(definition.args), arguments)
+        return _arguments_problem(key, path, function_source.signature(definition.args), arguments)
     return None
 
 
@@ -134,7 +134,7 @@ def readable_source(key: str, path: str, file: Path) -> function_source.Source |
     except OSError as error:
         return f"{key} must name a file that can be read ({error.strerror}), got {path!r}; check {file}"
     except SyntaxError as error:
-        return not_importable(key, path, error, str(file), error.lineno)
+        return _not_importable(key, path, error, str(file), error.lineno)
 
 
 def takes_lists(path: str) -> bool | None:
@@ -156,7 +156,7 @@ def suggestion(path: str) -> str | None:
     """Return a valid address that `path`, whose form is wrong, probably means; or None."""
     bare = path.strip().removesuffix("()").removesuffix(":")
     guesses: list[tuple[str, str | None]] = [(bare, None), (f"{bare}.py", None)]
-    if match := LAST_NAME.fullmatch(bare):
+    if match := _LAST_NAME.fullmatch(bare):
         guesses = [(match["place"], match["function"]), (f"{match['place']}.py", match["function"]), *guesses]
     for place, name in guesses:
         if FORM.fullmatch(f"{place}:f") is None or missing(place) or (file := file_of(place)) is None:
@@ -177,7 +177,7 @@ def missing(place: str) -> str | None:
     if place.endswith(".py"):
         return None if Path(place).expanduser().is_file() else f"no file {place!r} here"
     try:
-        spec = find_module(place)
+        spec = _find_module(place)
     except ModuleNotFoundError as error:
         return str(error)
     return f"{place!r} is a folder" if spec.origin is None and not spec.has_location else None
@@ -197,17 +197,17 @@ def similar(place: str) -> str | None:
 
 def file_of(place: str) -> Path | None:
     """Return the source file of an existing file or module; None for a module that is not a Python file."""
-    origin = place if place.endswith(".py") else find_module(place).origin
+    origin = place if place.endswith(".py") else _find_module(place).origin
     return Path(origin).expanduser() if origin and origin.endswith(".py") else None
 
 
-def find_module(name: str) -> ModuleSpec:
+def _find_module(name: str) -> ModuleSpec:
     """Return where the module `name` is. Nothing is imported, not even the packages that contain the module.
 
     Raises:
         ModuleNotFoundError: there is no such module.
     """
-    working_directory_first()
+    _working_directory_first()
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__spec__ is not None:
         return loaded.__spec__
@@ -226,7 +226,7 @@ def find_module(name: str) -> ModuleSpec:
     return spec
 
 
-def innermost(error: BaseException) -> traceback.FrameSummary:
+def _innermost(error: BaseException) -> traceback.FrameSummary:
     """Return the innermost frame of the user's code in the traceback of `error`; if none, of a library."""
     frames = [
         frame
@@ -263,15 +263,15 @@ def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[.
     if function is None:
         raise UserError(no_function(key, path, functions))
     kind = (
-        CLASS
+        _CLASS
         if inspect.isclass(function)
-        else ASYNC
+        else _ASYNC
         if inspect.iscoroutinefunction(function)
         else f"of type {type(function).__name__}"
     )
-    if kind in (CLASS, ASYNC) or not callable(function):
-        raise UserError(not_a_function(key, path, f"{name} is {kind}", functions))
-    if problem := arguments_problem(key, path, signature_of(function), arguments):
+    if kind in (_CLASS, _ASYNC) or not callable(function):
+        raise UserError(_not_a_function(key, path, f"{name} is {kind}", functions))
+    if problem := _arguments_problem(key, path, signature_of(function), arguments):
         raise UserError(problem)
     return function
 
@@ -279,7 +279,7 @@ def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[.
 # -- messages --------------------------------------------------------------------------------------
 
 
-def not_importable(key: str, path: str, error: BaseException, file: str | None, line: int | None) -> str:
+def _not_importable(key: str, path: str, error: BaseException, file: str | None, line: int | None) -> str:
     """Return the message for a module whose import raises `error` at a line of a file."""
     text = error.msg if isinstance(error, SyntaxError) else error
     return (
@@ -292,17 +292,17 @@ def no_function(key: str, path: str, functions: list[str]) -> str:
     """Return the message for a module that has `functions`, but nothing of the name in `path`."""
     place, _, name = path.rpartition(":")
     has = f"there is no {name} in it" + (f", only {', '.join(functions[:5])}" if functions else "")
-    remedy = other_function(key, path, functions)
+    remedy = _other_function(key, path, functions)
     return f"{key} must name a function of {place} ({has}), got {path!r}; {remedy}"
 
 
-def not_a_function(key: str, path: str, reason: str, functions: list[str]) -> str:
+def _not_a_function(key: str, path: str, reason: str, functions: list[str]) -> str:
     """Return the message for an address that names something else than a function."""
-    remedy = other_function(key, path, functions)
+    remedy = _other_function(key, path, functions)
     return f"{key} must name a function ({reason}), got {path!r}; {remedy}"
 
 
-def other_function(key: str, path: str, functions: list[str]) -> str:
+def _other_function(key: str, path: str, functions: list[str]) -> str:
     """Return the remedy for an address that must name another function of the module, if it has any."""
     place, _, name = path.rpartition(":")
     if close := get_close_matches(name, functions, n=1):
@@ -324,7 +324,7 @@ def relative(key: str, path: str, file: Path, line: int | None) -> str:
     )
 
 
-def arguments_problem(
+def _arguments_problem(
     key: str, path: str, signature: inspect.Signature | None, arguments: tuple[str, ...]
 ) -> str | None:
     """Return the message for a function that accepts its arguments neither by name nor by position; or None.
@@ -368,19 +368,19 @@ def load(key: str, path: str) -> ModuleType:
     place = path.rpartition(":")[0]
     try:
         with protected():
-            return load_file(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
+            return load_file(Path(place).expanduser()) if place.endswith(".py") else _load_module(place)
     except SyntaxError as error:
-        raise UserError(not_importable(key, path, error, error.filename, error.lineno)) from error
+        raise UserError(_not_importable(key, path, error, error.filename, error.lineno)) from error
     except (Exception, SystemExit) as error:  # the user's code may raise any exception
-        where = innermost(error)
+        where = _innermost(error)
         if "attempted relative import" in str(error) and place.endswith(".py"):
             raise UserError(relative(key, path, Path(place).expanduser(), where.lineno)) from error
-        raise UserError(not_importable(key, path, error, where.filename, where.lineno)) from error
+        raise UserError(_not_importable(key, path, error, where.filename, where.lineno)) from error
 
 
-def load_module(name: str) -> ModuleType:
+def _load_module(name: str) -> ModuleType:
     """Import a module by name. The working directory is searched first."""
-    working_directory_first()
+    _working_directory_first()
     return importlib.import_module(name)
 
 
@@ -390,7 +390,7 @@ def load_file(file: Path) -> ModuleType:
     The folder of the file becomes the last of the import path, so that processes that the functions start
     find the module by its name. Imports in the file search the working directory first.
     """
-    working_directory_first()
+    _working_directory_first()
     folder, name = str(file.resolve().parent), file.stem
     if folder not in sys.path:
         sys.path.append(folder)
@@ -415,7 +415,7 @@ def load_file(file: Path) -> ModuleType:
     return module
 
 
-def working_directory_first() -> None:
+def _working_directory_first() -> None:
     """Put the working directory first on the import path, if it is not on the path.
 
     `python -m` does so, but a console script does not.

@@ -33,9 +33,9 @@ from rlhf.core.formatting import shortened
 from rlhf.core.pasting import as_typed, override, setting, without_escapes
 
 SAMPLES = "algo.samples_per_prompt"
-PRINTED = ("job", "hydra", "all")  # values of --cfg
-OWN_CONFIGS = "--config-dir <folder> adds options of your own"
-STRANGE = re.compile(r"[^\w.+\-/:=\s]|[^\x00-\x7f]")  # signs that Hydra may not read without quotes
+_PRINTED = ("job", "hydra", "all")  # values of --cfg
+_OWN_CONFIGS = "--config-dir <folder> adds options of your own"
+_STRANGE = re.compile(r"[^\w.+\-/:=\s]|[^\x00-\x7f]")  # signs that Hydra may not read without quotes
 # Signs that word processors and web pages use in place of an ASCII sign
 ASCII = {
     "\u2212": "-",
@@ -60,7 +60,7 @@ def readable(arguments: Sequence[str]) -> list[str]:
     contains commas. Another value with signs that have a meaning for Hydra (quotes, brackets, commas,
     backslashes, interpolations) stays as it is.
     """
-    return [quoted(argument) if STRANGE.search(argument) else argument for argument in arguments]
+    return [_quoted(argument) if _STRANGE.search(argument) else argument for argument in arguments]
 
 
 def listed(overrides: Iterable[str | Iterable[str]]) -> list[str]:
@@ -81,12 +81,12 @@ def listed(overrides: Iterable[str | Iterable[str]]) -> list[str]:
     return found
 
 
-def quoted(argument: str) -> str:
+def _quoted(argument: str) -> str:
     """Return the override with quotes around its value, if Hydra reads the override only with quotes."""
     key, equals, value = argument.partition("=")
     if not equals or argument.startswith("-"):
         return argument
-    if names_file(value):
+    if _names_file(value):
         return override(key, value)
     if re.search(r"[\"'\\,\[\]{}()$]", value):
         return argument
@@ -97,7 +97,7 @@ def quoted(argument: str) -> str:
     return argument
 
 
-def names_file(value: str) -> bool:
+def _names_file(value: str) -> bool:
     """Return whether a value is the path of an existing file or folder, or of a function in a file."""
     place = value.rpartition(":")[0] if ".py:" in value else value
     try:
@@ -112,7 +112,7 @@ def texts(value: str) -> list[str]:
     Several texts have commas between them, with or without brackets around all. A text in quotes, and the
     path of an existing file, may contain commas.
     """
-    if names_file(value):
+    if _names_file(value):
         return [value]
     inner = value[1:-1] if re.fullmatch(r"\[.*\]", value, re.S) else value
     try:
@@ -153,19 +153,19 @@ def flag_problem(arguments: Sequence[str], flags: Collection[str], own: Collecti
         if flag in ("--config-path", "-cp"):
             got = argument if equals else " ".join(arguments[place : place + 2])
             why = "it would replace the configs of this project"
-            return f"--config-path must not be given ({why}), got {got}; {OWN_CONFIGS}"
+            return f"--config-path must not be given ({why}), got {got}; {_OWN_CONFIGS}"
         if flag in ("--cfg", "-c") and flag in flags:
-            if (value or "".join(arguments[place + 1 : place + 2])) not in PRINTED:
+            if (value or "".join(arguments[place + 1 : place + 2])) not in _PRINTED:
                 got = argument if equals else " ".join(arguments[place : place + 2])
-                rule = f"{flag} must be followed by {', '.join(PRINTED)} (the config to print)"
+                rule = f"{flag} must be followed by {', '.join(_PRINTED)} (the config to print)"
                 return f"{rule}, got {got}; write {flag} job"
             continue
         longer = [known for known in flags if flag.startswith("--") and known.startswith(flag)]
         if flag in flags or len(longer) == 1:
             continue
-        value = value_of(arguments, place)
+        value = _value_of(arguments, place)
         got = f"{flag} {value}" if value and not equals else argument
-        if remedy := as_settings(arguments, place, own):
+        if remedy := _as_settings(arguments, place, own):
             rule = (
                 f"{flag} must be written without dashes, as key=value or group=option (there is no such flag)"
             )
@@ -176,7 +176,7 @@ def flag_problem(arguments: Sequence[str], flags: Collection[str], own: Collecti
     return None
 
 
-def value_of(arguments: Sequence[str], place: int) -> str:
+def _value_of(arguments: Sequence[str], place: int) -> str:
     """Return the value of the flag at `place`: behind its `=`, or the next argument; empty: it has none."""
     _, equals, value = arguments[place].partition("=")
     following = arguments[place + 1 : place + 2]
@@ -185,7 +185,7 @@ def value_of(arguments: Sequence[str], place: int) -> str:
     return value
 
 
-def as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> str | None:
+def _as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> str | None:
     """Return the remedy for flags that are settings; None: the first of them is no setting.
 
     Names of other projects are translated, and all flags of a command of such a project are written
@@ -200,7 +200,7 @@ def as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> s
     for number, argument in enumerate(arguments):
         name = argument.partition("=")[0].lstrip("-")
         if number >= place and re.match(r"--?[A-Za-z]", argument) and len(name) > 1:
-            flags.append((name, value_of(arguments, number)))
+            flags.append((name, _value_of(arguments, number)))
     if not flags:
         return None
     online = any((found := meaning(name)) and found[0].key == SAMPLES for name, _ in flags)
@@ -213,12 +213,12 @@ def as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> s
         if found and (exact is None or found[2] != OTHERS):
             row = found[0]
             if row.key != WITHOUT:
-                word = assigned(row, value or switched(row.key, name))
+                word = assigned(row, value or _switched(row.key, name))
                 words[row.key] = word if "<value>" not in word else words.get(row.key, word)
             note = f"{name}: {row.note}" if row.key != WITHOUT else f"leave {name} out ({row.note})"
             notes += [note] if row.note else []
         elif meant := exact or key_or_group(name.removeprefix("no_")):
-            words[meant] = as_typed(meant, value or switched(meant, name) or "<value>")
+            words[meant] = as_typed(meant, value or _switched(meant, name) or "<value>")
         elif (name, value) == flags[0]:
             return None
     if "algo.kl_coef" in words and not any(
@@ -228,7 +228,7 @@ def as_settings(arguments: Sequence[str], place: int, own: Collection[str]) -> s
     return "; ".join([*([f"write {' '.join(words.values())}"] if words else []), *dict.fromkeys(notes)])
 
 
-def switched(key: str, flag: str) -> str:
+def _switched(key: str, flag: str) -> str:
     """Return the value of a flag without a value: true or false; empty if the key is no switch."""
     if not any(hint is bool for _, hint in declarations(key)):
         return ""
@@ -244,7 +244,7 @@ def unreadable(override: str, arguments: Sequence[str] = ()) -> str:
     """
     key, equals, value = override.partition("=")
     if not equals:
-        return without_equals(override, arguments)
+        return _without_equals(override, arguments)
     if in_ascii(value) != value and in_ascii(value).isascii():
         strange = ", ".join(dict.fromkeys(repr(sign) for sign in value if not sign.isascii()))
         rule = f"{key} must be written with ASCII signs (not {strange})"
@@ -271,7 +271,7 @@ def unreadable(override: str, arguments: Sequence[str] = ()) -> str:
     )
 
 
-def without_equals(argument: str, arguments: Sequence[str] = ()) -> str:
+def _without_equals(argument: str, arguments: Sequence[str] = ()) -> str:
     """Return the message for an argument without `=`.
 
     Args:
@@ -281,9 +281,9 @@ def without_equals(argument: str, arguments: Sequence[str] = ()) -> str:
     place = arguments.index(argument) if argument in arguments else len(arguments)
     before, after = arguments[max(place - 1, 0) : place], arguments[place + 1 : place + 3]
     if before and before[0].endswith("="):
-        return with_blanks([*before, argument])
+        return _with_blanks([*before, argument])
     if after and after[0].startswith("="):
-        return with_blanks([argument, *(after if after[0] == "=" else after[:1])])
+        return _with_blanks([argument, *(after if after[0] == "=" else after[:1])])
     value = after[0] if after and "=" not in after[0] else None
     if argument in groups():
         remedy = f"write {argument}=<option> ({', '.join(options(argument))})"
@@ -303,7 +303,7 @@ def without_equals(argument: str, arguments: Sequence[str] = ()) -> str:
     return f"{argument} must read key=value or group=option (it has no '='), got {argument}; {remedy}"
 
 
-def with_blanks(parts: Sequence[str]) -> str:
+def _with_blanks(parts: Sequence[str]) -> str:
     """Return the message for an override that blanks divide into several arguments."""
     override = "".join(parts)
     rule = f"{override.partition('=')[0]} must have no blanks around '=' (they end an argument)"

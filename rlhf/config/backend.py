@@ -107,7 +107,7 @@ OWNED = {  # key of DeepSpeed that must not be set -> key of this project to set
 }
 
 # Top-level keys of DeepSpeed 0.19.8, except the keys that DeepSpeed refuses.
-NATIVE = """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger
+_NATIVE = """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger
     communication_data_type compile csv_monitor data_efficiency data_types dataloader_drop_last
     datastates_ckpt disable_allgather disable_python_gc dump_state expert_parallel flops_profiler fp16
     gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
@@ -116,7 +116,7 @@ NATIVE = """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint com
     tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
     use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"""
-KNOWN = frozenset(NATIVE.split())
+KNOWN = frozenset(_NATIVE.split())
 RANKS_FILE = "ranks.json"  # file in a checkpoint that contains the number of ranks
 
 

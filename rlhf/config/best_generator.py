@@ -16,12 +16,12 @@ from rlhf.core.launched import local_world_size
 from rlhf.core.machine import this_machine
 
 SELECTED = "RLHF_GENERATOR"  # environment variable with the selected generator
-EVERYWHERE = "hf"  # the generator that needs neither a GPU nor another package
+_EVERYWHERE = "hf"  # the generator that needs neither a GPU nor another package
 
 
 def best_generator() -> str:
     """Return the selected generator; without a selection, the generator that runs everywhere."""
-    return os.environ.get(SELECTED, EVERYWHERE)
+    return os.environ.get(SELECTED, _EVERYWHERE)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def candidates(gpus: int | None = None, ranks: int | None = None) -> tuple[str, 
     if ranks is None:
         ranks = local_world_size()
     if not gpus or importlib.util.find_spec("vllm") is None:
-        return (EVERYWHERE,)
+        return (_EVERYWHERE,)
     if gpus > ranks:
-        return "vllm", EVERYWHERE
-    return ("vllm_colocated", EVERYWHERE) if ranks == 1 else (EVERYWHERE,)
+        return "vllm", _EVERYWHERE
+    return ("vllm_colocated", _EVERYWHERE) if ranks == 1 else (_EVERYWHERE,)

@@ -14,11 +14,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 from rlhf.config.schema import SCHEMAS, dotted, section_class
 from rlhf.core.errors import UserError
 
-ORDER = (
+_ORDER = (
     *("algo", "model", "task", "generator", "backend", "scorer", "logger"),
     *("correction", "hardware", "experiment", "sweep", "debug"),
 )
-NOT_LISTED = ("tuned", "length", "hydra")  # folders of conf/ that --help does not list
+_NOT_LISTED = ("tuned", "length", "hydra")  # folders of conf/ that --help does not list
 
 added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())  # folders of `also`
 
@@ -72,18 +72,18 @@ def groups() -> list[str]:
         for folder in conf_dirs()
         if folder.is_dir()
         for path in folder.iterdir()
-        if path.is_dir() and path.name not in NOT_LISTED and any(path.glob("*.yaml"))
+        if path.is_dir() and path.name not in _NOT_LISTED and any(path.glob("*.yaml"))
     }
-    return sorted(found, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+    return sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
 
 
 def options(group: str) -> dict[str, str]:
     """Return the options of a group with their descriptions (the first sentence of each file)."""
     files = {path.stem: path for folder in conf_dirs() for path in sorted((folder / group).glob("*.yaml"))}
-    return {name: first_sentence(path) for name, path in files.items()}
+    return {name: _first_sentence(path) for name, path in files.items()}
 
 
-def first_sentence(file: Path) -> str:
+def _first_sentence(file: Path) -> str:
     """Return the first comment of a YAML file that is no package directive; "" if there is none.
 
     A line that begins with a small letter continues the sentence of the line before.

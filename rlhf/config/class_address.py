@@ -35,7 +35,7 @@ def class_problem(key: str, path: str) -> str | None:
     source = readable_source(key, path, file)
     if isinstance(source, str):
         return source
-    return no_class(key, path, source.classes) if source.lacks(name) else None
+    return _no_class(key, path, source.classes) if source.lacks(name) else None
 
 
 def load_class(key: str, path: str) -> type:
@@ -49,11 +49,11 @@ def load_class(key: str, path: str) -> type:
     found = getattr(module, name, None)
     if not isinstance(found, type):
         own = [each for each, value in vars(module).items() if isinstance(value, type)]
-        raise UserError(no_class(key, path, own))
+        raise UserError(_no_class(key, path, own))
     return found
 
 
-def no_class(key: str, path: str, classes: list[str]) -> str:
+def _no_class(key: str, path: str, classes: list[str]) -> str:
     """Return the message for a module that has `classes`, but no class of the name in `path`."""
     place, _, name = path.rpartition(":")
     has = f"there is no class {name} in it" + (f", only {', '.join(classes[:5])}" if classes else "")

@@ -139,7 +139,7 @@ class CorrectionConfig(Section):
             bands = self.reject_by is Divergence.k1
             uses |= {name: (bands, by, "k1") for name in ("reject_low", "reject_high")}
             uses["reject_limit"] = (not bands, by, "k2 and k3")
-        yield from without_effect(self, at, uses)
+        yield from _without_effect(self, at, uses)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -177,10 +177,10 @@ class CovarianceConfig(Section):
             "high": (self.kind is Covariance.clip, kind, "clip"),
             "coef": (self.kind is Covariance.kl, kind, "kl"),
         }
-        yield from without_effect(self, at, uses)
+        yield from _without_effect(self, at, uses)
 
 
-def without_effect(section: Section, at: str, uses: Mapping[str, tuple[bool, str, str]]) -> Iterator[str]:
+def _without_effect(section: Section, at: str, uses: Mapping[str, tuple[bool, str, str]]) -> Iterator[str]:
     """Yield a warning for each key of a section that is not used, but differs from its default.
 
     Args:

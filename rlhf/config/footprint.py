@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KINDS = ("weights", "gradients", "optimizer")
-MESSAGE = 25_000_000  # gradients that ranks sum in one message, without ZeRO
+_MESSAGE = 25_000_000  # gradients that ranks sum in one message, without ZeRO
 REDUCE_BUCKET = 50_000_000  # the same with ZeRO: DeepSpeed's `reduce_bucket_size`
 
 
@@ -39,7 +39,7 @@ class Footprint:
     gradients: float = 4
     optimizer: float = 8
     step: float = 4
-    bucket: int = MESSAGE
+    bucket: int = _MESSAGE
     copies: int = 2
     sharded: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
@@ -81,7 +81,7 @@ def zero(stage: int, offload: bool, bfloat16: bool) -> Footprint:
         weights=each,
         gradients=4 if offloaded else each,
         optimizer=12 if bfloat16 or stage > 0 else 8,
-        bucket=REDUCE_BUCKET if stage > 0 else MESSAGE,
+        bucket=REDUCE_BUCKET if stage > 0 else _MESSAGE,
         sharded=frozenset(sharded),
         offloaded=frozenset(offloaded),
     )

@@ -198,7 +198,7 @@ def parsed(text: str) -> Iterator[Foreign]:
 TABLE = tuple(parsed(TEXT))
 
 # key here | names elsewhere | value here | remark
-OTHERS_TEXT = """
+_OTHERS_TEXT = """
 model.policy | name_or_path model_id base_model pretrained_model_name_or_path | | model.base for SFT
 model.lora.rank | use_lora peft | 16
 - | quantization quantization_config bnb_config qlora | | base weights are not quantized; to save memory set
@@ -230,7 +230,7 @@ output_dir | save_dir checkpoint_dir
 """
 
 
-def named_elsewhere(text: str) -> Iterator[Foreign]:
+def _named_elsewhere(text: str) -> Iterator[Foreign]:
     """Yield a row for each line of the table of `OTHERS`; an indented line continues the line before."""
     for line in re.sub(r"\n +", " ", text).strip().splitlines():
         key, names, value, note = (
@@ -239,7 +239,7 @@ def named_elsewhere(text: str) -> Iterator[Foreign]:
         yield Foreign(key, ("", "", ""), note, value or None, names)
 
 
-ELSEWHERE = tuple(named_elsewhere(OTHERS_TEXT))
+ELSEWHERE = tuple(_named_elsewhere(_OTHERS_TEXT))
 
 
 def meaning(word: str, known: Collection[str] = ()) -> tuple[Foreign, str, str] | None:

@@ -18,11 +18,11 @@ from typing import Any
 
 from rlhf.config.parameters import PLURAL, VALUES
 
-LISTS = ("list", "List", "Sequence", "Iterable", "Collection", "tuple", "Tuple")
+_LISTS = ("list", "List", "Sequence", "Iterable", "Collection", "tuple", "Tuple")
 
 # Words of files whose imports, or whose names, are known only after the file has run.
-CHANGES_IMPORTS = ("sys.path", "addsitedir", "meta_path", "sys.modules")
-DEFINES_AT_RUN_TIME = ("globals(", "exec(", "setattr(", "__getattr__", "sys.modules", "vars(", "import *")
+_CHANGES_IMPORTS = ("sys.path", "addsitedir", "meta_path", "sys.modules")
+_DEFINES_AT_RUN_TIME = ("globals(", "exec(", "setattr(", "__getattr__", "sys.modules", "vars(", "import *")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Source:
 
     def lacks(self, name: str) -> bool:
         """Return whether the file certainly defines nothing called `name`."""
-        return name not in names_bound(self.tree) and not any(
-            word in self.text for word in DEFINES_AT_RUN_TIME
+        return name not in _names_bound(self.tree) and not any(
+            word in self.text for word in _DEFINES_AT_RUN_TIME
         )
 
     def definition(self, name: str) -> ast.stmt | ast.expr | None:
@@ -60,7 +60,7 @@ class Source:
 
         The result is None if the definition has a decorator, is not unique, or is inside another statement.
         """
-        if names_bound(self.tree).count(name) != 1:
+        if _names_bound(self.tree).count(name) != 1:
             return None
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
@@ -78,7 +78,7 @@ class Source:
 
     def missing_import(self) -> tuple[int, str] | None:
         """Return line and name of the first module that the file imports and that is not installed."""
-        if any(word in self.text for word in CHANGES_IMPORTS):
+        if any(word in self.text for word in _CHANGES_IMPORTS):
             return None
         for node in self.tree.body:
             if isinstance(node, ast.Import):
@@ -120,7 +120,7 @@ def top_level_module(name: str) -> ModuleSpec | None:
         return None
 
 
-def names_bound(tree: ast.Module) -> list[str]:
+def _names_bound(tree: ast.Module) -> list[str]:
     """Return every name that the statements of a module bind, outside of functions and classes.
 
     A name that a function binds with `global` counts, too. A name that is bound twice is in the list twice.
@@ -164,21 +164,21 @@ def signature(arguments: ast.arguments) -> inspect.Signature:
     only = len(arguments.posonlyargs)
     defaults = [None] * (len(by_position) - len(arguments.defaults)) + list(arguments.defaults)
     parameters = [
-        parameter(each, kinds.POSITIONAL_ONLY if number < only else kinds.POSITIONAL_OR_KEYWORD, default)
+        _parameter(each, kinds.POSITIONAL_ONLY if number < only else kinds.POSITIONAL_OR_KEYWORD, default)
         for number, (each, default) in enumerate(zip(by_position, defaults, strict=True))
     ]
     if arguments.vararg:
-        parameters.append(parameter(arguments.vararg, kinds.VAR_POSITIONAL))
+        parameters.append(_parameter(arguments.vararg, kinds.VAR_POSITIONAL))
     parameters += [
-        parameter(each, kinds.KEYWORD_ONLY, default)
+        _parameter(each, kinds.KEYWORD_ONLY, default)
         for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
     if arguments.kwarg:
-        parameters.append(parameter(arguments.kwarg, kinds.VAR_KEYWORD))
+        parameters.append(_parameter(arguments.kwarg, kinds.VAR_KEYWORD))
     return inspect.Signature(parameters)
 
 
-def parameter(argument: ast.arg, kind: Any, default: ast.expr | None = None) -> inspect.Parameter:
+def _parameter(argument: ast.arg, kind: Any, default: ast.expr | None = None) -> inspect.Parameter:
     """Return a parameter of a signature; `kind` is a kind of `inspect.Parameter`."""
     empty = inspect.Parameter.empty
     return inspect.Parameter(argument.arg, kind, default=empty if default is None else Default(default))
@@ -198,6 +198,6 @@ def takes_lists(arguments: ast.arguments) -> bool | None:
     if (annotation := response.annotation) is not None:
         written = annotation.value if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
         name = str(written).partition("[")[0].rpartition(".")[2].strip()
-        if name in LISTS or name == "str":
-            return name in LISTS
+        if name in _LISTS or name == "str":
+            return name in _LISTS
     return True if response.arg in PLURAL else None

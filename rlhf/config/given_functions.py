@@ -34,7 +34,7 @@ Function = Callable[..., Any]
 HEADER = (
     '"""A reward function that was given as an object in Python."""\n\nfrom __future__ import annotations\n\n'
 )
-NUMBERS_AND_TEXTS = (int, float, str, bytes, bool, type(None))
+_NUMBERS_AND_TEXTS = (int, float, str, bytes, bool, type(None))
 
 
 class NoSource(Exception):
@@ -66,16 +66,16 @@ class GivenFunctions:
                 "reward must be a function or a list of functions, got []; write reward=<function>"
             )
         for function in functions:
-            check_function(function)
+            _check_function(function)
         self.paths = [self.address(function, folder) for function in functions]
 
     def address(self, function: Function, folder: Path) -> str:
         """Return the address of a function; write its source to `folder` if it has no place of its own."""
-        if (place := place_of(function)) is not None:
+        if (place := _place_of(function)) is not None:
             return f"{place}:{function.__name__}"
         name = name_of(function)
         try:
-            text = source_of(function, name)
+            text = _source_of(function, name)
         except NoSource as reason:
             while name in self.only_here:
                 name += "_"
@@ -105,7 +105,7 @@ class GivenFunctions:
             )
 
 
-def check_function(function: object) -> None:
+def _check_function(function: object) -> None:
     """Raise UserError if an object cannot be a reward function."""
     rule, got = "reward must be a function or a list of functions", shortened(repr(function), 80)
     if isinstance(function, str):
@@ -134,9 +134,9 @@ def name_of(function: Function) -> str:
 # -- functions of modules --------------------------------------------------------------------------
 
 
-def place_of(function: Any) -> str | None:
+def _place_of(function: Any) -> str | None:
     """Return the module or the file that defines a function, for an address; None: no place of its own."""
-    module = module_of(function)
+    module = _module_of(function)
     if module is None or function.__qualname__ != function.__name__:
         return None
     if is_found(module):
@@ -145,7 +145,7 @@ def place_of(function: Any) -> str | None:
     return file if file is not None and file.endswith(".py") and "." not in module else None
 
 
-def module_of(value: Any) -> str | None:
+def _module_of(value: Any) -> str | None:
     """Return the module that other processes may import and that has `value` under its own name, or None."""
     name = getattr(value, "__module__", None)
     module = sys.modules.get(name) if isinstance(name, str) else None
@@ -167,10 +167,10 @@ def is_found(module: str) -> bool:
     if any(file.is_relative_to(Path(each).resolve()) for each in LIBRARIES):
         return True
     here = PathFinder.find_spec(root, [str(Path.cwd())])
-    return file == (origin_of(here) or origin_elsewhere(root))
+    return file == (_origin_of(here) or origin_elsewhere(root))
 
 
-def origin_of(spec: ModuleSpec | None) -> Path | None:
+def _origin_of(spec: ModuleSpec | None) -> Path | None:
     """Return the file of a module, or None."""
     return Path(spec.origin).resolve() if spec is not None and spec.origin and spec.has_location else None
 
@@ -190,7 +190,7 @@ def origin_elsewhere(root: str) -> Path | None:
 # -- sources of other functions --------------------------------------------------------------------
 
 
-def source_of(function: Function, name: str) -> str:
+def _source_of(function: Function, name: str) -> str:
     """Return the text of a module that defines a function as `name`, with all that the function reads.
 
     Comments are left out. The text is valid for equal values of the constants that the function reads.
@@ -233,13 +233,13 @@ class Reader:
         if self.known(name, function):
             return
         node = definition(function)
-        values = {**function.__globals__, **variables_around(function)}
-        for read in names_read(function.__code__):
+        values = {**function.__globals__, **_variables_around(function)}
+        for read in _names_read(function.__code__):
             if read in values:
                 self.read(read, values[read], node)
             elif not hasattr(builtins, read):
                 raise NoSource(f"it reads {read}, which is not defined")
-        self.functions.append(ast.unparse(as_def(node, name, function)))
+        self.functions.append(ast.unparse(_as_def(node, name, function)))
 
     def known(self, name: str, value: Any) -> bool:
         """Return whether the module has this value under this name; otherwise reserve the name for it.
@@ -258,7 +258,7 @@ class Reader:
         """Add a value that a function reads under a name; `node` is the definition of the function."""
         if isinstance(value, ModuleType):
             self.add_module(name, value, node)
-        elif isinstance(value, FunctionType) and not ((module := module_of(value)) and is_found(module)):
+        elif isinstance(value, FunctionType) and not ((module := _module_of(value)) and is_found(module)):
             self.add(value, name)
         elif self.known(name, value):
             return
@@ -267,7 +267,7 @@ class Reader:
         elif isinstance(value, re.Pattern):
             self.imports.add("import re")
             self.constants.append(f"{name} = re.compile({value.pattern!r}, {value.flags})")
-        elif (module := module_of(value)) and is_found(module) and "." not in value.__qualname__:
+        elif (module := _module_of(value)) and is_found(module) and "." not in value.__qualname__:
             same = value.__qualname__ == name
             self.imports.add(f"from {module} import {value.__qualname__}" + ("" if same else f" as {name}"))
         else:
@@ -302,7 +302,7 @@ def definition(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
     except (OSError, SyntaxError, TypeError) as error:
         raise NoSource("its source is not known") from error
     nodes = [node for node in ast.walk(tree) if isinstance(node, kind) and begins(node, code)]
-    if len(nodes) != 1 or not any(same_code(each, code) for each in codes(made)):
+    if len(nodes) != 1 or not any(_same_code(each, code) for each in codes(made)):
         raise NoSource("its source is not known")
     if getattr(nodes[0], "decorator_list", None):
         raise NoSource("it has a decorator")
@@ -318,7 +318,7 @@ def begins(node: ast.FunctionDef | ast.Lambda, code: CodeType) -> bool:
     return min([node.lineno, *(each.lineno for each in node.decorator_list)]) == code.co_firstlineno
 
 
-def same_code(one: CodeType, other: CodeType) -> bool:
+def _same_code(one: CodeType, other: CodeType) -> bool:
     """Return whether two code objects have the same name, line and instructions."""
     constants = [[each for each in code.co_consts if not isinstance(each, CodeType)] for code in (one, other)]
     return (
@@ -335,7 +335,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
             yield from codes(each)
 
 
-def names_read(code: CodeType) -> list[str]:
+def _names_read(code: CodeType) -> list[str]:
     """Return the global names, and the variables of functions around it, that a function reads."""
     found = list(code.co_freevars)
     for each in codes(code):
@@ -346,7 +346,7 @@ def names_read(code: CodeType) -> list[str]:
     return [name for name in dict.fromkeys(found) if name not in own]
 
 
-def variables_around(function: FunctionType) -> dict[str, Any]:
+def _variables_around(function: FunctionType) -> dict[str, Any]:
     """Return the variables of the functions around a function that it reads."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     try:
@@ -355,7 +355,7 @@ def variables_around(function: FunctionType) -> dict[str, Any]:
         raise NoSource("it reads a variable that is not set") from error
 
 
-def as_def(node: ast.FunctionDef | ast.Lambda, name: str, function: FunctionType) -> ast.FunctionDef:
+def _as_def(node: ast.FunctionDef | ast.Lambda, name: str, function: FunctionType) -> ast.FunctionDef:
     """Return a definition under another name, with the values of its defaults.
 
     Raises:
@@ -368,14 +368,14 @@ def as_def(node: ast.FunctionDef | ast.Lambda, name: str, function: FunctionType
     if isinstance(node, ast.FunctionDef):
         made.returns = node.returns
     by_name: Mapping[str, Any] = function.__kwdefaults__ or {}
-    made.args.defaults = [as_literal(value) for value in function.__defaults__ or ()]
+    made.args.defaults = [_as_literal(value) for value in function.__defaults__ or ()]
     made.args.kw_defaults = [
-        as_literal(by_name[each.arg]) if each.arg in by_name else None for each in made.args.kwonlyargs
+        _as_literal(by_name[each.arg]) if each.arg in by_name else None for each in made.args.kwonlyargs
     ]
     return ast.fix_missing_locations(made)
 
 
-def as_literal(value: Any) -> ast.expr:
+def _as_literal(value: Any) -> ast.expr:
     """Return a default value of a parameter as source.
 
     Raises:
@@ -392,7 +392,7 @@ def literal(value: Any) -> str | None:
     The source is the same in every process: the items of a set are sorted.
     """
     kind = type(value)
-    if kind in NUMBERS_AND_TEXTS:
+    if kind in _NUMBERS_AND_TEXTS:
         return None if kind is float and not math.isfinite(value) else repr(value)
     if kind is dict:
         pairs = [(literal(key), literal(each)) for key, each in value.items()]

@@ -47,7 +47,7 @@ KEYS = {  # key -> meaning, for the overview
 }
 LONG = 20  # groups with more options are named, not listed
 
-OVERVIEW = """\
+_OVERVIEW = """\
 Train language models from human feedback, synchronously or asynchronously.
 
 Usage: python -m rlhf.train [group=option ...] [key=value ...]
@@ -79,11 +79,11 @@ def help_text(topics: Sequence[str]) -> str:
         UserError: a topic does not exist.
     """
     parts: list[str] = []
-    known = ["keys", *groups(), *key_sections()]
+    known = ["keys", *groups(), *_key_sections()]
     for topic in topics:
         if topic in known:
-            parts += every_key() if topic == "keys" else about(topic)
-        elif found := keys_named(topic):
+            parts += _every_key() if topic == "keys" else about(topic)
+        elif found := _keys_named(topic):
             parts += [line for key, means in found.items() for line in row(key, means, 2, 34)]
         else:
             group = next((group for group in groups() if topic.lower() in options(group)), None)
@@ -93,21 +93,21 @@ def help_text(topics: Sequence[str]) -> str:
                 f"--help must be followed by keys, a group ({', '.join(dict.fromkeys(known[1:]))}) or a key"
             )
             raise UserError(f"{rule}, got {topic}; {guess or 'see --help'}")
-    return "\n".join(parts) if topics else overview()
+    return "\n".join(parts) if topics else _overview()
 
 
-def overview() -> str:
+def _overview() -> str:
     """Return the text of `--help` without a topic."""
     keys = [line for key, means in KEYS.items() for line in row(key, means, 2, 30)]
     commands = textwrap.fill(", ".join(f"rlhf.{name}" for name in COMMANDS), WIDTH - 16)
-    return OVERVIEW.format(
-        groups="\n".join(line for group in groups() for line in group_lines(group)),
+    return _OVERVIEW.format(
+        groups="\n".join(line for group in groups() for line in _group_lines(group)),
         keys="\n".join(keys),
         commands=commands.replace("\n", "\n" + " " * 16),
     )
 
 
-def group_lines(group: str) -> Iterator[str]:
+def _group_lines(group: str) -> Iterator[str]:
     """Yield the lines of a group: its meaning, and its options. Of a long group, only options of the user."""
     names = list(options(group))
     if len(names) > LONG:
@@ -124,32 +124,34 @@ def about(topic: str) -> Iterator[str]:
         yield f"{topic}=<option>    {GROUPS.get(topic, '')}".rstrip()
         for name, means in options(topic).items():
             yield from row(name, means, 2, 24)
-    if topic in key_sections():
+    if topic in _key_sections():
         yield f"Keys of {topic}: {topic}.<key>=<value>"
-        yield from key_lines(topic, classes(topic))
+        yield from _key_lines(topic, classes(topic))
 
 
-def every_key() -> Iterator[str]:
+def _every_key() -> Iterator[str]:
     """Yield the lines of all keys."""
     yield "Keys: <key>=<value>. The value in brackets is the default of the first option."
-    for section in ("", *key_sections()):
-        yield from key_lines(section, classes(section))
+    for section in ("", *_key_sections()):
+        yield from _key_lines(section, classes(section))
 
 
-def key_lines(section: str, owners: Sequence[type]) -> Iterator[str]:
-    """Yield the lines of the keys of a section; see `meanings`."""
-    for key, means in meanings(section, owners):
+def _key_lines(section: str, owners: Sequence[type]) -> Iterator[str]:
+    """Yield the lines of the keys of a section; see `_meanings`."""
+    for key, means in _meanings(section, owners):
         yield from row(key, means, 2, 34)
 
 
 def all_meanings() -> Mapping[str, str]:
     """Return the meaning of every key."""
     return {
-        key: means for section in ("", *key_sections()) for key, means in meanings(section, classes(section))
+        key: means
+        for section in ("", *_key_sections())
+        for key, means in _meanings(section, classes(section))
     }
 
 
-def keys_named(topic: str) -> Mapping[str, str]:
+def _keys_named(topic: str) -> Mapping[str, str]:
     """Return the meaning of each key that a topic names: a key, a section of keys, or the end of keys.
 
     An example of a section is `model.lora`; an example of the end of a key is `max_lag`.
@@ -159,7 +161,7 @@ def keys_named(topic: str) -> Mapping[str, str]:
     return below or {key: means for key, means in found.items() if key.endswith(f".{topic}")}
 
 
-def meanings(section: str, owners: Sequence[type]) -> Iterator[tuple[str, str]]:
+def _meanings(section: str, owners: Sequence[type]) -> Iterator[tuple[str, str]]:
     """Yield the keys of a section, with their meanings, and, except for the root, of the sections below it.
 
     Args:
@@ -177,7 +179,7 @@ def meanings(section: str, owners: Sequence[type]) -> Iterator[tuple[str, str]]:
             key = f"{section}.{field.name}" if section else field.name
             if (below := section_class(hint)) is not None:
                 if section:
-                    yield from meanings(key, [below])
+                    yield from _meanings(key, [below])
                 continue
             default = None if field.default in (MISSING, "???") else f" [{shown(field.default)}]"
             owner = next(c for c in reversed(cls.__mro__) if field.name in vars(c).get("__annotations__", {}))
@@ -208,7 +210,7 @@ def summary(cls: type) -> str:
     return " ".join(inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].split())
 
 
-def key_sections() -> list[str]:
+def _key_sections() -> list[str]:
     """Return the names of the sections of the config, such as `schedule`."""
     from rlhf.config.root import Config
 

@@ -13,8 +13,8 @@ from rlhf.config.scorer import ScorerConfig
 from rlhf.core.network import refusal
 from rlhf.core.secrets import secret_in
 
-VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[a-z_]+")  # the usual form of a name of an environment variable
-VISIBLE = re.compile(r"[!-~]+")  # ASCII characters without spaces and line breaks
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[a-z_]+")  # the usual form of a name of an environment variable
+_VISIBLE = re.compile(r"[!-~]+")  # ASCII characters without spaces and line breaks
 
 
 @option("scorer", "http", part="rlhf.scorers.http:HttpScorer")
@@ -54,9 +54,9 @@ class HttpScorerConfig(ScorerConfig):
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the address is invalid, or if the variable with the token is not set."""
         yield from ScorerConfig.problems(self, at)
-        yield from url_problems(f"{at}.url", self.url, f"{at}.token_variable")
+        yield from _url_problems(f"{at}.url", self.url, f"{at}.token_variable")
         if self.token_variable is not None:
-            yield from token_problems(f"{at}.token_variable", self.token_variable)
+            yield from _token_problems(f"{at}.token_variable", self.token_variable)
 
     def job_problems(self, at: str) -> Iterator[str]:
         """Yield an error if the service accepts no connections."""
@@ -67,7 +67,7 @@ class HttpScorerConfig(ScorerConfig):
             )
 
 
-def url_problems(key: str, url: str | None, token_key: str) -> Iterator[str]:
+def _url_problems(key: str, url: str | None, token_key: str) -> Iterator[str]:
     """Yield an error if the address of a service is invalid or contains a secret.
 
     Args:
@@ -92,7 +92,7 @@ def url_problems(key: str, url: str | None, token_key: str) -> Iterator[str]:
         )
 
 
-def token_problems(key: str, variable: str) -> Iterator[str]:
+def _token_problems(key: str, variable: str) -> Iterator[str]:
     """Yield an error if the environment variable with a token is not set, or cannot be sent.
 
     Args:
@@ -101,14 +101,14 @@ def token_problems(key: str, variable: str) -> Iterator[str]:
     """
     token = os.environ.get(variable)
     rule = f"{key} must name an environment variable that contains the token (it is sent to the service)"
-    if not VARIABLE.fullmatch(variable):
+    if not _VARIABLE.fullmatch(variable):
         yield (
             f"{rule}, got text that is no name of a variable and may be the token itself; "
             f"run: export SCORE_TOKEN=<token>, and set {key}=SCORE_TOKEN"
         )
     elif not token:
         yield (f"{rule}, got {variable}, which is not set; run: export {variable}=<token>, or set {key}=null")
-    elif not VISIBLE.fullmatch(token):
+    elif not _VISIBLE.fullmatch(token):
         yield (
             f"{key} must name a variable with a token of visible ASCII characters (it is sent in a header), "
             f"got {variable}, which contains others, such as a line break; run: export {variable}=<token>"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 LONGEST_NAME = 80  # characters of a run name
-RUN_NAME = re.compile(r"[^-]+-(?P<model>.+)-(?P<algo>[^-]+)-[^-]+-lag\d+-seed\d+-[0-9a-f]{8}")
+_RUN_NAME = re.compile(r"[^-]+-(?P<model>.+)-(?P<algo>[^-]+)-[^-]+-lag\d+-seed\d+-[0-9a-f]{8}")
 MODEL_FOLDERS = ("model", "adapter")  # folders of a run that contain a model
 
 
@@ -141,6 +141,6 @@ def start_label(start: str | None, option: str, cache_dir: str) -> str:
     path = Path(start)
     if path.name in MODEL_FOLDERS or path.name.startswith("checkpoint-"):
         path = path.parent
-    if run := RUN_NAME.fullmatch(path.name):
+    if run := _RUN_NAME.fullmatch(path.name):
         return f"{run['model']}_{run['algo']}"
     return path.name or option

@@ -34,7 +34,7 @@ class WandbConfig(Section):
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the package wandb is missing."""
-        yield from missing_package("wandb")
+        yield from _missing_package("wandb")
 
 
 @option("logger", "tensorboard", part="rlhf.loggers.tensorboard:TensorboardLogger")
@@ -46,7 +46,7 @@ class TensorboardConfig(Section):
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the package tensorboard is missing."""
-        yield from missing_package("tensorboard")
+        yield from _missing_package("tensorboard")
 
 
 @option("logger", "mlflow", part="rlhf.loggers.mlflow:MlflowLogger")
@@ -63,7 +63,7 @@ class MlflowConfig(Section):
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if a package is missing, or if MLflow would write files without a database."""
-        yield from missing_package("mlflow", "mlflow", "sqlalchemy", "alembic")
+        yield from _missing_package("mlflow", "mlflow", "sqlalchemy", "alembic")
         if self.uri is not None and not self.uri.startswith("databricks"):
             scheme, separator, _ = self.uri.partition("://")
             if not separator or scheme == "file":
@@ -97,7 +97,7 @@ class TrackioConfig(Section):
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the package trackio is missing, or if a variable selects a remote store."""
-        yield from missing_package("trackio")
+        yield from _missing_package("trackio")
         for place in ("SPACE_ID", "SERVER_URL", "BUCKET_ID", "DATASET_ID"):
             if os.environ.get(variable := f"TRACKIO_{place}"):
                 yield (
@@ -117,7 +117,7 @@ class LoggersConfig(Section):
     trackio: TrackioConfig | None = None
 
 
-def missing_package(logger: str, *modules: str) -> Iterator[str]:
+def _missing_package(logger: str, *modules: str) -> Iterator[str]:
     """Yield an error if a package that a logger needs is not installed.
 
     Args:

@@ -44,9 +44,9 @@ from rlhf.core.pasting import setting
 # Exceptions of an invalid config. For some uses of null, Hydra and OmegaConf raise the last two types.
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, AssertionError, ValueError)
 
-OPTIONAL_GROUPS = ("tuned", "length", "experiment", "debug")
+_OPTIONAL_GROUPS = ("tuned", "length", "experiment", "debug")
 
-TYPE_NAMES = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+_TYPE_NAMES = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
 def explain(error: Exception, overrides: Sequence[str]) -> str:
@@ -59,7 +59,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
         return unreadable(error.override, overrides)
     if isinstance(error, MissingConfigException):
-        return missing_file(error, overrides)
+        return _missing_file(error, overrides)
     if isinstance(error, SearchPathException):
         folder = str(error).partition("'")[2].rpartition("'")[0]
         return f"--config-dir must name a folder laid out like conf/, got {folder}; fix the path"
@@ -73,9 +73,9 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         typed = match[1] if match else str(cause.full_key)
         return unknown_key(typed, str(cause.full_key), cause.object_type, overrides, where)
     if isinstance(cause, InterpolationKeyError) and cause.full_key != "_dummy_":  # a key of the defaults list
-        return unknown_reference(cause, overrides)
+        return _unknown_reference(cause, overrides)
     if isinstance(cause, ValidationError) and is_dataclass(cause.object_type):
-        return bad_value(cause, overrides, where)
+        return _bad_value(cause, overrides, where)
     parts = r"(?:Could not|Error merging) override '?\+?(?:\S+@)?((?:scorer|gold|task)\.parts\.\w+)"
     if match := re.match(rf"(?:In '\S+': )?{parts}", text):
         at = match[1]
@@ -86,7 +86,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         return f"{at} must be chosen before it is set ({why}), got {got}; {remedy}"
     no_match = r"(?:In '([^']+)': )?Could not override '([^']+)'\.\s+(?:No match|Did you mean to)"
     if match := re.match(no_match, text):
-        return unknown_group(match[2], match[1])
+        return _unknown_group(match[2], match[1])
     if match := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
         return several_values(*match.groups())
     for twice in (r"Multiple values for (?:schema/\w+@)?([\w@/]+)", r"(?:schema/)?(\w+)\S* appears more"):
@@ -106,7 +106,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{key} needs the logger {name} ({why}), got {value}; add logger={name}"
         if key.startswith("~") or (value == "null" and "." not in key):
             group = key.lstrip("~")
-            if group in OPTIONAL_GROUPS:
+            if group in _OPTIONAL_GROUPS:
                 return f"{key} must be an option, got {value}; write ~{group} to leave it out"
             got = f"{key}={value}" if value else key
             listed = f" ({', '.join(options(group))})" if options(group) else ""
@@ -115,12 +115,12 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         if isinstance(error, ValueError) and group in groups() and value not in options(group):
             return one_of(key.lstrip("+"), value, options(group))  # for example a number, or true
     if match := re.match(r"Error merging override \+*([\w.]+)=", text):
-        return bad_list(match[1], overrides)
+        return _bad_list(match[1], overrides)
     lines = [line.strip() for line in text.splitlines() if not re.search("full_key|_type=", line)]
     return (f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) else "") + " ".join(lines)
 
 
-def missing_file(error: MissingConfigException, overrides: Sequence[str]) -> str:
+def _missing_file(error: MissingConfigException, overrides: Sequence[str]) -> str:
     """Return the message for an option that does not exist in its group, or a group that does not exist."""
     match = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
     wanted = error.missing_cfg_file or (match[1] if match else "")
@@ -137,7 +137,7 @@ def missing_file(error: MissingConfigException, overrides: Sequence[str]) -> str
     return one_of(group, name, choices, f" (chosen by {where})" if where else "")
 
 
-def unknown_group(name: str, where: str | None) -> str:
+def _unknown_group(name: str, where: str | None) -> str:
     """Return the message for a group `name` that does not exist; `where` is the config file that names it."""
     place = f" in {where}.yaml" if where else ""
     group, _, section = name.partition("@")
@@ -177,7 +177,7 @@ def unknown_key(
         full = next(
             (key for key, _ in map(split, overrides) if key.lstrip("+").startswith(f"{typed}.")), typed
         )
-        guess = top_level(full.lstrip("+"), value, known, keys_of_run(overrides))
+        guess = _top_level(full.lstrip("+"), value, known, keys_of_run(overrides))
         rule = f"{typed} must be a setting or a group{place} (there is no {leaf})"
         return f"{rule}, got {got}; {guess or 'see --help'}"
     option = option_name(section)
@@ -185,9 +185,9 @@ def unknown_key(
         option = None  # a schema that several options share
     owner = f"{chosen_by(parent)}={option}" if option else parent
     own = [f"{parent}.{key}" for key in known]
-    elsewhere = [other for other in owners(parent, leaf) if other != option]
+    elsewhere = [other for other in _owners(parent, leaf) if other != option]
     found = meaning(full_key, own)
-    if found and (found[0].key in own or value in options(found[0].key) or not same_leaf(leaf)):
+    if found and (found[0].key in own or value in options(found[0].key) or not _same_leaf(leaf)):
         guess = translated(full_key, value, own)
     elif value in options(group_of(parent)):
         guess = f"set {chosen_by(parent)}={value}"
@@ -197,14 +197,14 @@ def unknown_key(
     elif found and found[2] == OTHERS:
         guess = translated(full_key, value, own)
     else:
-        guess = similar_key(parent, (leaf, typed.rpartition(".")[2]), known)
+        guess = _similar_key(parent, (leaf, typed.rpartition(".")[2]), known)
     return (
         f"{typed} must be a setting of {owner}{place} ({', '.join(known) or 'it has none'}), got {got}; "
         f"{guess or 'leave it out'}"
     )
 
 
-def top_level(typed: str, value: str, known: Sequence[str], keys: Sequence[str]) -> str | None:
+def _top_level(typed: str, value: str, known: Sequence[str], keys: Sequence[str]) -> str | None:
     """Return the remedy for a name that no setting or group has, or None.
 
     Args:
@@ -231,13 +231,13 @@ def top_level(typed: str, value: str, known: Sequence[str], keys: Sequence[str])
     )
 
 
-def same_leaf(word: str) -> str | None:
+def _same_leaf(word: str) -> str | None:
     """Return the key of this project whose last part is the last part of `word`; None: there is none."""
     leaf = simple(word.rpartition(".")[2])
     return next((key for key in all_keys() if simple(key.rpartition(".")[2]) == leaf), None)
 
 
-def similar_key(parent: str, words: Iterable[str], known: Sequence[str]) -> str | None:
+def _similar_key(parent: str, words: Iterable[str], known: Sequence[str]) -> str | None:
     """Return a question about the key that is meant: of the section, another section or another option.
 
     Args:
@@ -246,20 +246,20 @@ def similar_key(parent: str, words: Iterable[str], known: Sequence[str]) -> str 
         known: the keys of the section.
     """
     for word in words:
-        if joined := same_leaf(f"{parent}_{word}"):
+        if joined := _same_leaf(f"{parent}_{word}"):
             return f"did you mean {joined}?"
         if guess := suggestion(word, known, f"did you mean {parent}.{{}}?"):
             return guess
-        if same := same_leaf(word):
+        if same := _same_leaf(word):
             return f"did you mean {same}?"
         leaves = [key.rpartition(".")[2] for key in all_keys() if key.rpartition(".")[0] == group_of(parent)]
         if near := closest(word, leaves):
-            belongs = ", ".join(f"{chosen_by(parent)}={other}" for other in owners(parent, near))
+            belongs = ", ".join(f"{chosen_by(parent)}={other}" for other in _owners(parent, near))
             return f"did you mean {parent}.{near}, a setting of {belongs}?"
     return None
 
 
-def bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: str | None) -> str:
+def _bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: str | None) -> str:
     """Return the message for a value of the wrong type.
 
     Args:
@@ -284,20 +284,20 @@ def bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: st
             return f"{at} chooses what {key} is ({choices}), got {key}={value}; set {at}={value}"
         names = ", ".join(f"{key}.{f.name}" for f in fields(hint))
         return f"{key} is a section of settings ({names}), got {key}={value}; set one of them"
-    remedy = value_remedy(section, leaf, key, hint, value)
+    remedy = _value_remedy(section, leaf, key, hint, value)
     return f"{typed.lstrip('+')} must be {allowed(hint)}{place}, got {value!r}; {remedy}"
 
 
-def bad_list(key: str, overrides: Sequence[str]) -> str:
+def _bad_list(key: str, overrides: Sequence[str]) -> str:
     """Return the message for a list with a wrong element, such as `optim.betas=[a,b]`."""
     value = next((value for typed, value in map(split, overrides) if typed.lstrip("+") == key), "")
     for section, hint in declarations(key):
-        remedy = value_remedy(section, key.rpartition(".")[2], key, hint, value)
+        remedy = _value_remedy(section, key.rpartition(".")[2], key, hint, value)
         return f"{key} must be {allowed(hint)}, got {value!r}; {remedy}"
     return f"{key} must have a value of another type, got {value!r}; see --help keys"
 
 
-def value_remedy(section: type, leaf: str, key: str, hint: Any, value: str) -> str:
+def _value_remedy(section: type, leaf: str, key: str, hint: Any, value: str) -> str:
     """Return the remedy for a value of the wrong type.
 
     Args:
@@ -321,7 +321,7 @@ def value_remedy(section: type, leaf: str, key: str, hint: Any, value: str) -> s
     if str in alternatives and re.fullmatch(r"\[.+\]", value):
         whole = "; files of one data set belong in a folder" if key == "task.path" else ""
         return f"set {setting(key, value[1:-1].split(',')[0].strip())}, one text{whole}"
-    number = as_number(value)
+    number = _as_number(value)
     if number is not None and float in alternatives:
         return f"set {key}={in_ascii(value)}"
     if number is not None and int in alternatives and number.is_integer():
@@ -333,7 +333,7 @@ def value_remedy(section: type, leaf: str, key: str, hint: Any, value: str) -> s
     return f"set {key}={'<value>' if default in (NO_DEFAULT, MISSING) else shown(default)}"
 
 
-def as_number(value: str) -> float | None:
+def _as_number(value: str) -> float | None:
     """Return the finite number that a text means, with signs in place of ASCII signs; None: no number."""
     try:
         number = float(in_ascii(value))
@@ -342,7 +342,7 @@ def as_number(value: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def unknown_reference(error: InterpolationKeyError, overrides: Sequence[str]) -> str:
+def _unknown_reference(error: InterpolationKeyError, overrides: Sequence[str]) -> str:
     """Return the message for a value that refers to a key that does not exist, such as `${nope}`."""
     match = re.search(r"Interpolation key '([^']*)'", str(error))
     name = match[1] if match else ""
@@ -395,7 +395,7 @@ def allowed(hint: Any) -> str:
         return f"one of {', '.join(member.name for member in hint)}"
     if get_origin(hint) in (tuple, list):
         return f"a list of {'texts' if str in get_args(hint) else 'numbers'}, as [a,b]"
-    return TYPE_NAMES.get(hint, str(hint))
+    return _TYPE_NAMES.get(hint, str(hint))
 
 
 def option_name(section: type) -> str | None:
@@ -421,7 +421,7 @@ def chosen_by(section: str) -> str:
     return section if group == section else f"{group}@{section}"
 
 
-def owners(section: str, leaf: str) -> list[str]:
+def _owners(section: str, leaf: str) -> list[str]:
     """Return the options that have a key `leaf`, in the group of the section key `section`."""
     prefix = f"schema/{group_of(section).removeprefix('schema/')}/"
     return [

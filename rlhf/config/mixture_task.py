@@ -11,7 +11,7 @@ from typing import ClassVar
 from rlhf.config.schema import entry, option
 from rlhf.config.task import Need, TaskConfig
 
-PART = re.compile(r"[a-z0-9_]+")  # name of a part of a mixture, which is in the names of its metrics
+_PART = re.compile(r"[a-z0-9_]+")  # name of a part of a mixture, which is in the names of its metrics
 
 
 @option("task", "mixture", part="rlhf.tasks.mixture:MixtureSource")
@@ -59,7 +59,7 @@ class MixtureConfig(TaskConfig):
                 f"+schema/task@{at}.parts.<name>=<task>"
             )
         for name, part in self.parts.items():
-            if not PART.fullmatch(name):
+            if not _PART.fullmatch(name):
                 yield (
                     f"{at}.parts must have names of lower-case letters, digits and _ (metrics have these "
                     f"names), got {name}; rename it"

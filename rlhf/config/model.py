@@ -131,7 +131,7 @@ class ModelConfig(Section):
                 f"{at}.chat_template must be a file with a Jinja template or plain (there is no such file), "
                 f"got {chosen!r}; set {at}.chat_template=plain (a line such as <|user|> before each message)"
             )
-        elif chosen not in (None, PLAIN) and (reason := syntax_error(Path(chosen).expanduser())):
+        elif chosen not in (None, PLAIN) and (reason := _syntax_error(Path(chosen).expanduser())):
             rule = f"{at}.chat_template must be a valid Jinja template"
             yield f"{rule}, got {chosen}, {reason}; correct the file"
 
@@ -161,7 +161,7 @@ class ModelConfig(Section):
         return found
 
 
-def syntax_error(file: Path) -> str | None:
+def _syntax_error(file: Path) -> str | None:
     """Return the line and the reason of the syntax error in a Jinja template; None if there is none."""
     from jinja2 import Environment, TemplateSyntaxError
 

@@ -25,7 +25,10 @@ class DPPODivergence(Choice):
     kl = "kl", "KL(q || p) of the two outcomes"
 
 
-DEFAULT_LIMITS = {DPPODivergence.tv: 0.15, DPPODivergence.kl: 0.05}  # values of the authors, arXiv 2602.04879
+_DEFAULT_LIMITS = {
+    DPPODivergence.tv: 0.15,
+    DPPODivergence.kl: 0.05,
+}  # values of the authors, arXiv 2602.04879
 
 
 class OAPLAnchor(Choice):
@@ -91,7 +94,7 @@ class DPPOConfig(UnclippedConfig):
     @property
     def limits(self) -> tuple[float, float]:
         """The limits `limit_low` and `limit_high`; where they are null, the default of the divergence."""
-        default = DEFAULT_LIMITS[self.divergence]
+        default = _DEFAULT_LIMITS[self.divergence]
         low, high = (default if limit is None else limit for limit in (self.limit_low, self.limit_high))
         return low, high
 

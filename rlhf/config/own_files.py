@@ -17,22 +17,22 @@ from rlhf.config.document import flat, read_document
 from rlhf.config.schema import ABSENT, value_at
 from rlhf.core.pasting import setting
 
-LATER = ("correction", "hardware", "experiment", "sweep", "debug")  # groups that come after all others
+_LATER = ("correction", "hardware", "experiment", "sweep", "debug")  # groups that come after all others
 
 
-def own_file(group: str, option: str) -> Path | None:
+def _own_file(group: str, option: str) -> Path | None:
     """Return the file of an option in a folder of `--config-dir`; None: there is none."""
     files = (folder / group / f"{option}.yaml" for folder in conf_dirs()[1:])
     return next((file for file in files if file.is_file()), None)
 
 
-def own_settings(group: str, option: str) -> dict[str, Any]:
+def _own_settings(group: str, option: str) -> dict[str, Any]:
     """Return the settings in an option file of the user, by dotted key.
 
     Those of other files of the user in its defaults list are included. A file that cannot be read has none:
     its error is reported when it is composed.
     """
-    file = own_file(group, option)
+    file = _own_file(group, option)
     try:
         return {} if file is None else settings_of(group, file)
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException, RecursionError):
@@ -45,7 +45,7 @@ def settings_of(group: str, file: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for entry in content.pop("defaults", None) or ():
         if isinstance(entry, str) and (match := re.fullmatch(r"(?:/(.+)/)?([\w-]+)(?:@.*)?", entry)):
-            inner = own_file(match[1] or group, match[2])
+            inner = _own_file(match[1] or group, match[2])
             found |= {} if inner is None else settings_of(match[1] or group, inner)
     whole = re.search(r"^#\s*@package\s+_global_\s*$", file.read_text(encoding="utf-8"), re.M)
     return found | dict(flat(content, "" if whole else f"{group}."))
@@ -60,7 +60,7 @@ def length_of(task: str, algo: str) -> str:
     """
     if not (conf_dir() / "length" / f"{task}.yaml").is_file():
         return task
-    keys = own_settings("algo", algo).keys()
+    keys = _own_settings("algo", algo).keys()
     length = bool(keys & {"schedule.total_episodes", "schedule.total_epochs"})
     own = {(True, True): "none", (True, False): "own_length", (False, True): "own_prompts"}
     return own.get((length, "schedule.prompts_per_update" in keys), task)
@@ -87,17 +87,17 @@ def replaced(cfg: object, overrides: Sequence[str]) -> list[str]:
 
     Args:
         cfg: the config of the run.
-        overrides: the overrides of the command line, which may replace settings, as may the groups `LATER`.
+        overrides: the overrides of the command line, which may replace settings, as may the groups `_LATER`.
     """
     chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     later: set[str] = set(chosen)
-    for group in LATER:
+    for group in _LATER:
         shipped = conf_dir() / group / f"{chosen.get(group)}.yaml"
-        later |= own_settings(group, chosen.get(group, "")).keys()
+        later |= _own_settings(group, chosen.get(group, "")).keys()
         later |= settings_of(group, shipped).keys() if shipped.is_file() else set()
     found = []
     for group, option in chosen.items():
-        for key, value in own_settings(group, option).items() if group not in LATER else ():
+        for key, value in _own_settings(group, option).items() if group not in _LATER else ():
             actual = value_at(cfg, key)
             actual = actual.name if isinstance(actual, Enum) else actual
             same = actual == (
@@ -105,7 +105,7 @@ def replaced(cfg: object, overrides: Sequence[str]) -> list[str]:
             )
             if key not in later and not same and "${" not in str(value) and actual is not ABSENT:
                 found.append(
-                    f"{key} is {value} in {own_file(group, option)}, but another option sets {actual}; to "
+                    f"{key} is {value} in {_own_file(group, option)}, but another option sets {actual}; to "
                     f"use the value of the file, add {setting(key, value)}"
                 )
     return found

@@ -18,8 +18,8 @@ VALUES = {
 }
 GIVEN = frozenset(VALUES)
 PLURAL = frozenset({"responses", "completions"})  # names of the responses in a function that takes lists
-BY_POSITION = ("prompt", "response", "reference")
-NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_BY_POSITION = ("prompt", "response", "reference")
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +60,21 @@ def parameters_of(signature: inspect.Signature | None) -> Parameters:
         TypeError: the function cannot be called with these values.
     """
     if signature is None:
-        return Parameters(BY_POSITION, {}, (), (), rest=False)
+        return Parameters(_BY_POSITION, {}, (), (), rest=False)
     every = list(signature.parameters.values())
-    named = [each for each in every if each.kind in NAMED]
+    named = [each for each in every if each.kind in _NAMED]
     rest = any(each.kind is each.VAR_KEYWORD for each in every)
     position: tuple[str, ...] = ()
     by_position: list[inspect.Parameter] = []
     if not any(VALUES.get(each.name) == "response" for each in named):
-        position = BY_POSITION
+        position = _BY_POSITION
         signature.bind_partial(*position)
         taken = [each for each in every if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         by_position = taken[: len(position)]
         named = [each for each in named if each not in by_position]
         if any(each.kind is each.VAR_POSITIONAL for each in every):
             rest = False  # probably a wrapper around a function with other parameters
-        check_order(taken, position)
+        _check_order(taken, position)
     elif any(each.kind is each.POSITIONAL_ONLY for each in every):
         raise TypeError("arguments before / have no names")
     values = {each.name: VALUES[each.name] for each in named if each.name in VALUES}
@@ -89,7 +89,7 @@ def parameters_of(signature: inspect.Signature | None) -> Parameters:
     )
 
 
-def check_order(taken: Sequence[inspect.Parameter], position: Sequence[str]) -> None:
+def _check_order(taken: Sequence[inspect.Parameter], position: Sequence[str]) -> None:
     """Raise TypeError if a parameter by position has the name of another value, such as `messages`."""
     for each, value in zip(taken, position, strict=False):
         if VALUES.get(each.name, value) != value:

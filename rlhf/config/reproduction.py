@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 GROUPS = ("algo", "task", "model", "generator", "backend", "scorer", "gold")
-ROUNDS = 3  # a setting may follow another one (`${...}`), so that it differs only after the other is set
+_ROUNDS = 3  # a setting may follow another one (`${...}`), so that it differs only after the other is set
 
 
 def settings(cfg: Config) -> dict[str, Any] | None:
@@ -37,7 +37,7 @@ def settings(cfg: Config) -> dict[str, Any] | None:
         return None
     try:
         node = compose_node([override(key, value) for key, value in found.items()])
-        for _ in range(ROUNDS):
+        for _ in range(_ROUNDS):
             now = values(node)
             if now == wanted:
                 return found

@@ -33,7 +33,7 @@ OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), 
 OmegaConf.register_new_resolver("largest", lambda *sizes: max(sizes), replace=True)
 OmegaConf.register_new_resolver("best_generator", best_generator, replace=True)  # conf/generator/auto.yaml
 
-MINIMISED = ("eval/loss", "eval/ppl", "eval/kl")  # metrics of an evaluation whose lower values are better
+_MINIMISED = ("eval/loss", "eval/ppl", "eval/kl")  # metrics of an evaluation whose lower values are better
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,7 +155,7 @@ class Config(Section):
     @property
     def minimised(self) -> bool:
         """Whether lower values of `metric` are better."""
-        return self.metric in MINIMISED
+        return self.metric in _MINIMISED
 
     @property
     def scores_completions(self) -> bool:

@@ -29,7 +29,7 @@ def load_config(file: Path) -> Config:
     """
     from rlhf.config.root import Config
 
-    node = load_node(file)
+    node = _load_node(file)
     try:
         loaded = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
@@ -38,7 +38,7 @@ def load_config(file: Path) -> Config:
     return loaded
 
 
-def load_node(file: Path) -> DictConfig:
+def _load_node(file: Path) -> DictConfig:
     """Return the config in a file that `RunFolder.write_config` wrote, as a typed node that can be changed.
 
     Raises:
@@ -81,7 +81,7 @@ def overridden(
     """
     from rlhf.config.root import Config
 
-    node = load_node(file)
+    node = _load_node(file)
     OmegaConf.set_struct(node, True)
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))

@@ -10,7 +10,7 @@ from omegaconf import MISSING
 from rlhf.config.schema import Affects, Choice, Section, dotted, entry, number, plain
 
 MOST_EPISODES = 10**9
-MOMENTUM = 0.95
+_MOMENTUM = 0.95
 DEFAULT_EPOCHS = 3  # passes over the data of a task that reads your own data
 
 
@@ -66,7 +66,7 @@ class OptimConfig(Section):
         "clipping",
     )
     momentum: float = number(
-        MOMENTUM, least=0, below=1, means="decay rate of the momentum of Muon", added=True
+        _MOMENTUM, least=0, below=1, means="decay rate of the momentum of Muon", added=True
     )
     eps: float = number(
         1e-8,
@@ -99,7 +99,7 @@ class OptimConfig(Section):
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning if the momentum of Muon is set and the optimizer is not Muon."""
-        if self.optimizer is not Optimizer.muon and self.momentum != MOMENTUM:
+        if self.optimizer is not Optimizer.muon and self.momentum != _MOMENTUM:
             yield (
                 f"{at}.momentum={plain(self.momentum)} has no effect with {at}.optimizer="
                 f"{self.optimizer.value}; set {at}.optimizer=muon"

@@ -23,7 +23,7 @@ from hydra.core.config_store import ConfigStore
 T = TypeVar("T", bound=type)
 
 ABSENT = object()  # the value of a key that a config does not have
-REQUIRED = "???"  # the value of a key that a config must set, in OmegaConf
+_REQUIRED = "???"  # the value of a key that a config must set, in OmegaConf
 SCHEMAS: dict[str, type] = {}  # "schema/<group>/<name>" -> the section class registered under that name
 PARTS: dict[type, str] = {}  # section class -> address of the part that it configures, "module:name"
 
@@ -46,7 +46,7 @@ class Section:
         Args:
             at: the dotted key of this section in the config; empty for the root.
         """
-        yield from number_problems(self, at)
+        yield from _number_problems(self, at)
 
     def warnings(self, at: str) -> Iterator[str]:
         """Yield a warning for each setting of this section that has no effect, or is allowed but doubtful."""
@@ -128,7 +128,7 @@ def values(section: Section) -> dict[str, Any]:
     `OmegaConf.to_container(OmegaConf.structured(section), enum_to_str=True)`.
     """
     cls: type = type(section)
-    floats = float_fields(cls)
+    floats = _float_fields(cls)
     return {each.name: content(getattr(section, each.name), each.name in floats) for each in fields(section)}
 
 
@@ -146,7 +146,7 @@ def content(value: Any, floats: bool) -> Any:
 
 
 @cache
-def float_fields(cls: type) -> frozenset[str]:
+def _float_fields(cls: type) -> frozenset[str]:
     """Return the names of the fields whose numbers are floats, such as `float | None` and `list[float]`."""
     found = {name: set(leaves(hint)) for name, hint in get_type_hints(cls).items()}
     return frozenset(name for name, types in found.items() if float in types and int not in types)
@@ -250,7 +250,7 @@ class Bound:
 
 
 def entry(
-    default: Any = REQUIRED,
+    default: Any = _REQUIRED,
     *,
     factory: Callable[[], Any] | None = None,
     means: str = "",
@@ -312,14 +312,14 @@ def fact(cls: type, name: str, kind: str) -> Any:
     return None
 
 
-def number_problems(section: Section, at: str) -> Iterator[str]:
+def _number_problems(section: Section, at: str) -> Iterator[str]:
     """Yield an error message for each number of `section` that breaks its rule."""
     for each in fields(section):
         bound, value = fact(type(section), each.name, "bound"), getattr(section, each.name)
         if bound is None or value is None or (rule := bound.broken(value)) is None:
             continue
         key = dotted(at, each.name)
-        default = "<value>" if each.default in (MISSING, REQUIRED) else plain(each.default)
+        default = "<value>" if each.default in (MISSING, _REQUIRED) else plain(each.default)
         remedy = str(round(value)) if rule.startswith("be whole") else bound.remedy or default
         yield f"{key} must {rule} ({bound.means}), got {plain(value)}; set {key}={remedy}"
 

@@ -22,7 +22,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.pasting import setting
 
 # Relative difference of the scores of a reward model for one response at different places of a batch.
-ROUNDING = {Dtype.float32: 1e-5, Dtype.bfloat16: 1e-2, Dtype.float16: 1e-3}
+_ROUNDING = {Dtype.float32: 1e-5, Dtype.bfloat16: 1e-2, Dtype.float16: 1e-3}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -181,7 +181,7 @@ class RewardModelScorerConfig(ScorerConfig):
 
     def rounding(self, dtype: Dtype) -> float:
         """Return the relative rounding error of scores: a unit in the last place, of float32 many units."""
-        return ROUNDING[dtype]
+        return _ROUNDING[dtype]
 
     @property
     def reads_reward(self) -> bool:

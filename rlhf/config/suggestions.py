@@ -13,9 +13,9 @@ from rlhf.config.foreign import WITHOUT, Foreign, meaning
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.pasting import as_typed, setting
 
-MANY = 20  # with more options, a message refers to --help instead of listing them
+_MANY = 20  # with more options, a message refers to --help instead of listing them
 
-ALIASES = {  # values of other programs -> values of this project
+_ALIASES = {  # values of other programs -> values of this project
     **{"fp16": "float16", "half": "float16", "f16": "float16"},
     **{"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"},
     **{"reinforce": "rloo", "reinforce++": "rloo", "group_norm": "grpo", "gae": "ppo", "online_dpo": "dpo"},
@@ -30,7 +30,7 @@ def closest(word: str, choices: Iterable[str]) -> str | None:
     with `word`, the result is that choice.
     """
     known = list(dict.fromkeys(choices))
-    if (meant := ALIASES.get(word.lower())) in known:
+    if (meant := _ALIASES.get(word.lower())) in known:
         return meant
     by_leaf = {simple(choice.rpartition(".")[2]): choice for choice in known}
     by_name = {**by_leaf, **{simple(choice): choice for choice in known}}
@@ -55,7 +55,7 @@ def one_of(key: str, value: str, choices: Iterable[str], note: str = "") -> str:
     if not choices:
         return f"{key} must be a group with options, got {key}={value}{note}; see --help"
     listed, remedy = ", ".join(choices), "choose one of them"
-    if len(choices) > MANY and key in groups():
+    if len(choices) > _MANY and key in groups():
         listed, remedy = f"its {len(choices)} options", f"list them with --help {key}"
     elif len(choices) == 1:
         remedy = f"set {key}={choices[0]}"

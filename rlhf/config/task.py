@@ -162,8 +162,8 @@ class TLDRConfig(TaskConfig):
     )
 
 
-QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, as in the paper
-CHAT_QUESTION = "{question}\n\nSolve this step by step. End with a line that has only #### and the number."
+_QUESTION = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # for base models, as in the paper
+_CHAT_QUESTION = "{question}\n\nSolve this step by step. End with a line that has only #### and the number."
 
 
 @option("task", "gsm8k", part="rlhf.tasks.gsm8k:GSM8KSource")
@@ -182,7 +182,7 @@ class GSM8KConfig(TaskConfig):
         added=True,
     )
     template: str = entry(
-        QUESTION, means="format of a prompt with {question}; the default with chat is an instruction"
+        _QUESTION, means="format of a prompt with {question}; the default with chat is an instruction"
     )
     validation_size: int = number(
         473, least=1, means="last rows of train for evaluation, unless there is a validation split"
@@ -201,7 +201,7 @@ class GSM8KConfig(TaskConfig):
     @property
     def question_format(self) -> str:
         """The format of a prompt, which contains `{question}`."""
-        return CHAT_QUESTION if self.chat and self.template == QUESTION else self.template
+        return _CHAT_QUESTION if self.chat and self.template == _QUESTION else self.template
 
     def problems(self, at: str) -> Iterator[str]:
         """Yield an error if the template does not contain `{question}`."""

@@ -155,7 +155,7 @@ class Batch(Rollouts):
         cut: dict[str, Any] = {
             f.name: getattr(self, f.name)[rows, columns]
             for f in fields(self)
-            if f.name in PER_SAMPLE and getattr(self, f.name) is not None
+            if f.name in _PER_SAMPLE and getattr(self, f.name) is not None
         }
         for name in ("parts", "per_token"):
             if (named := getattr(self, name)) is not None:
@@ -163,7 +163,7 @@ class Batch(Rollouts):
         return replace(self, completions=None, labels=None, **cut)
 
 
-PER_SAMPLE = frozenset(  # names of the tensors with a K dimension
+_PER_SAMPLE = frozenset(  # names of the tensors with a K dimension
     {
         "response_ids",
         "response_mask",
@@ -247,7 +247,7 @@ def microbatches(batch: R, budget: Budget, rank: int = 0, size: int = 1) -> Iter
         rounds = math.ceil(len(order) / (most * size))
         parts = list(order.split(math.ceil(len(order) / (rounds * size))))
     else:
-        parts = within_tokens(batch, order, budget.sequences, budget.tokens)
+        parts = _within_tokens(batch, order, budget.sequences, budget.tokens)
         rounds = math.ceil(len(parts) / size)
     for first in range(0, rounds * size, size):
         mine = first + rank
@@ -255,7 +255,7 @@ def microbatches(batch: R, budget: Budget, rank: int = 0, size: int = 1) -> Iter
         yield rows, trim(batch.select(rows)), mine < len(parts)
 
 
-def within_tokens(batch: Rollouts, order: Tensor, sequences: int, tokens: int) -> list[Tensor]:
+def _within_tokens(batch: Rollouts, order: Tensor, sequences: int, tokens: int) -> list[Tensor]:
     """Divide the rows `order` of a batch into consecutive parts, each as large as the limits allow.
 
     Args:

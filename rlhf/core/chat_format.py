@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]  # the turns of a dialogue: "role", "content" and what else the data have
 Tools = list[dict[str, Any]] | None  # JSON schemas of the functions that the assistant may call
 
-PLAIN = "plain"  # the value of model.chat_template that selects `PLAIN_TEMPLATE`
-PLAIN_TEMPLATE = (
+PLAIN = "plain"  # the value of model.chat_template that selects `_PLAIN_TEMPLATE`
+_PLAIN_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>\\n' + message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' }}{{ '\\n' }}"
     "{% endfor %}"
     "{{ '<|assistant|>\\n' if add_generation_prompt }}"
 )
-QUESTION = "question-of-a-user"  # a text that no template contains, as these two, which end differently:
-ANSWERS = ("answer-of-an-assistant", "another-answer-of-the-assistants")
+_QUESTION = "question-of-a-user"  # a text that no template contains, as these two, which end differently:
+_ANSWERS = ("answer-of-an-assistant", "another-answer-of-the-assistants")
 MARK = "-mark-{}-"  # behind the content of a message, to see whether a template writes the content
 CALLS = "tool_calls"
 
@@ -85,7 +85,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
     """
     if chosen == PLAIN:
         starts = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-        tokenizer.chat_template = ("{{ bos_token }}" if starts else "") + PLAIN_TEMPLATE
+        tokenizer.chat_template = ("{{ bos_token }}" if starts else "") + _PLAIN_TEMPLATE
         return
     try:
         text = Path(chosen).expanduser().read_text(encoding="utf-8")
@@ -94,7 +94,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
             f"model.chat_template must be a file with a Jinja template or {PLAIN} ({error}), got {chosen!r}; "
             f"set model.chat_template={PLAIN}"
         ) from error
-    if not text.strip() or is_json(text):
+    if not text.strip() or _is_json(text):
         raise UserError(
             f"model.chat_template must be a file with a Jinja template or {PLAIN}, got {chosen}, "
             f"{'a JSON file; write its template alone to a file' if text.strip() else 'an empty file'}; "
@@ -105,7 +105,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> None:
     end_of_turn(tokenizer)  # raises an error if the file contains no template that formats a dialogue
 
 
-def is_json(text: str) -> bool:
+def _is_json(text: str) -> bool:
     """Return whether a text is a JSON object, such as tokenizer_config.json."""
     try:
         return isinstance(json.loads(text), dict)
@@ -136,10 +136,10 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 def ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str]:
     """Return the token that ends a reply (see `end_of_turn`), and the text that follows the end of a turn."""
-    turns = {"role": "user", "content": QUESTION}, {"role": "assistant"}
+    turns = {"role": "user", "content": _QUESTION}, {"role": "assistant"}
     wholes = [
         formatted(tokenizer, [turns[0], turns[1] | {"content": answer}], "a question with its answer")
-        for answer in ANSWERS
+        for answer in _ANSWERS
     ]
     if wholes[0] == wholes[1]:
         raise UserError(
@@ -237,7 +237,7 @@ def _refused(
     The template is at fault if it formats no question of a user and no question with an answer either.
     """
     other = "set model.chat_template=<file with a Jinja template>"
-    dialogue = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWERS[0]}]
+    dialogue = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWERS[0]}]
     if all(_fails(tokenizer, dialogue[:turns], options) for turns in (1, 2)):
         line = getattr(error, "lineno", None)
         own = getattr(tokenizer, "template_file", None) is not None

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from rlhf.core.formatting import figure
 
-Z95 = 1.959963984540054  # 95 % of the standard normal distribution lies between -Z95 and Z95
+_Z95 = 1.959963984540054  # 95 % of the standard normal distribution lies between -Z95 and Z95
 
 
-def wilson(part: float, count: int, z: float = Z95) -> tuple[float, float]:
+def wilson(part: float, count: int, z: float = _Z95) -> tuple[float, float]:
     """Return the Wilson score interval (Wilson 1927) of a probability.
 
     Unlike part +- z sqrt(part (1 - part) / count), the interval lies in [0, 1], and its width is not zero if
@@ -44,7 +44,7 @@ def mean_bounds(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     centre = math.fsum(values) / len(values)
     variance = math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)
-    half = Z95 * math.sqrt(variance / len(values))
+    half = _Z95 * math.sqrt(variance / len(values))
     return centre - half, centre + half
 
 

@@ -14,7 +14,7 @@ from rlhf.core.launched import is_first_rank
 from rlhf.core.output import discard_closed_output, wrapped
 from rlhf.core.secrets import hide
 
-WIDTH_OF_FILES = 132  # columns of tables if the output is not a terminal
+_WIDTH_OF_FILES = 132  # columns of tables if the output is not a terminal
 WIDTH_OF_LINES = 100  # most columns of a line of figures
 
 transcript = logging.getLogger("rlhf.transcript")  # its messages go to train.log only
@@ -35,7 +35,7 @@ console = Terminal(
     highlight=False,
     emoji=False,
     soft_wrap=IN_FILE,  # lines of a file are not wrapped; in a terminal, lines are wrapped between words
-    width=WIDTH_OF_FILES if IN_FILE else None,
+    width=_WIDTH_OF_FILES if IN_FILE else None,
     force_jupyter=False,  # a notebook is a file: otherwise each line would be a display of its own
 )
 

@@ -23,7 +23,7 @@ SCRATCH = ".tmp-"  # prefix of unfinished files and folders; a crash leaves them
 guards: list[tuple[Path, Callable[[], None]]] = []
 
 
-def check_guards(path: Path) -> None:
+def _check_guards(path: Path) -> None:
     """Raise the exception of a guard if this process must not write `path` (any more)."""
     for guarded, check in guards:
         if path.absolute().is_relative_to(guarded):
@@ -48,10 +48,10 @@ def leftovers(folder: Path) -> list[Path]:
 
     A scratch path with the process id of another process that runs on this host is not in the list.
     """
-    return [path for path in folder.glob(f"{SCRATCH}*") if not is_being_written(path)]
+    return [path for path in folder.glob(f"{SCRATCH}*") if not _is_being_written(path)]
 
 
-def is_being_written(scratch: Path) -> bool:
+def _is_being_written(scratch: Path) -> bool:
     """Return whether a private scratch path (see `whole`) belongs to another process that runs."""
     import psutil
 
@@ -79,7 +79,7 @@ def whole(
         publish: remove an old scratch path before the block, and rename the scratch path after the block. If
             several ranks write the same scratch folder, only one rank (usually the first) sets True.
     """
-    check_guards(path)
+    _check_guards(path)
     scratch = scratch_of(path)
     if private:
         scratch = scratch.with_name(f"{scratch.name}.{os.getpid()}")
@@ -91,7 +91,7 @@ def whole(
             return
         if durable:
             sync_all(scratch)
-        check_guards(path)
+        _check_guards(path)
         if scratch.is_dir():
             discard(path)  # a folder can only be renamed to an empty folder or to an absent path
         scratch.replace(path)
@@ -149,7 +149,7 @@ def write_atomically(file: Path, content: str | bytes) -> None:
 
     A reader sees the old file or the new file, also after a power failure. Text is encoded as UTF-8.
     """
-    with name_in_error(file), whole(file, private=True, durable=True) as scratch:
+    with _name_in_error(file), whole(file, private=True, durable=True) as scratch:
         scratch.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
@@ -159,7 +159,7 @@ def delete_command(path: Path) -> str:
 
 
 @contextmanager
-def name_in_error(file: Path) -> Iterator[None]:
+def _name_in_error(file: Path) -> Iterator[None]:
     """Add the name of `file` to an OSError that the block raises: the error of a full disk names no file."""
     try:
         yield
@@ -171,9 +171,9 @@ def name_in_error(file: Path) -> Iterator[None]:
 
 def append(file: Path, rows: Iterable[dict[str, Any]]) -> bytes:
     """Append rows to a JSON-lines file, and return the bytes that were appended."""
-    check_guards(file)
+    _check_guards(file)
     content = "".join(map(as_line, rows)).encode()
-    with name_in_error(file), file.open("ab") as out:
+    with _name_in_error(file), file.open("ab") as out:
         out.write(content)
     return content
 

@@ -8,8 +8,8 @@ import platform
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # man 3 mallopt
 
-KEPT = 2**27  # bytes of free memory at the end of the heap that are not returned to the kernel
-MAPPED = 2**25  # bytes: memory of larger tensors is returned to the kernel at once; maximum of glibc
+_KEPT = 2**27  # bytes of free memory at the end of the heap that are not returned to the kernel
+_MAPPED = 2**25  # bytes: memory of larger tensors is returned to the kernel at once; maximum of glibc
 
 
 def keep_freed() -> None:
@@ -27,5 +27,5 @@ def keep_freed() -> None:
     if configured or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    libc.mallopt(MMAP_THRESHOLD, MAPPED)
-    libc.mallopt(TRIM_THRESHOLD, KEPT)
+    libc.mallopt(MMAP_THRESHOLD, _MAPPED)
+    libc.mallopt(TRIM_THRESHOLD, _KEPT)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 
 # Variables that torchrun and the launcher of DeepSpeed set for a rank, and `rlhf.launch.slurm` for a task.
-OF_RANK = frozenset(
+_OF_RANK = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "CROSS_RANK", "CROSS_SIZE"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "LOCAL_SIZE"),
@@ -77,5 +77,5 @@ def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name not in OF_RANK and not name.startswith("TORCHELASTIC_")
+        if name not in _OF_RANK and not name.startswith("TORCHELASTIC_")
     }

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory.limit_in_bytes")  # files with the memory limit of a group: cgroups v2, v1
-QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
 TIMEOUT_S = 5.0  # time limit of nvidia-smi
 
 
@@ -29,7 +29,7 @@ class Machine:
 @cache
 def this_machine() -> Machine:
     """Return the memory that a run on this machine may use."""
-    limits = [psutil.virtual_memory().total, *cgroup_limits(Path("/proc/self/cgroup"), CGROUPS)]
+    limits = [psutil.virtual_memory().total, *cgroup_limits(Path("/proc/self/cgroup"), _CGROUPS)]
     return Machine(min(limits), gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if torch_has_cuda() else ())
 
 
@@ -84,7 +84,7 @@ def gpus(visible: str | None) -> tuple[int, ...]:
         An empty tuple if nvidia-smi is missing, fails or takes longer than 5 seconds: the memory is unknown.
     """
     try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
         rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
         sizes = [(index, uuid, int(float(mib) * 2**20)) for index, uuid, mib in rows]
     except (OSError, subprocess.SubprocessError, ValueError):

@@ -8,13 +8,13 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from urllib.parse import urlsplit
 
-CONNECT_S = 3.0  # seconds after which a connection counts as slow, not as refused
+_CONNECT_S = 3.0  # seconds after which a connection counts as slow, not as refused
 
 
 def refusal(url: str) -> str | None:
     """Return the system's error message if the host of a URL refuses connections, or does not exist.
 
-    The result is None if a connection is accepted, if it takes more than `CONNECT_S`, or if a proxy is used,
+    The result is None if a connection is accepted, if it takes more than `_CONNECT_S`, or if a proxy is used,
     which makes the connection. Nothing is sent.
 
     Args:
@@ -22,13 +22,13 @@ def refusal(url: str) -> str | None:
     """
     parsed = urlsplit(url)
     host, port = parsed.hostname or "", parsed.port or (443 if parsed.scheme == "https" else 80)
-    if not is_loopback(url) and behind_proxy(parsed.scheme, host):
+    if not is_loopback(url) and _behind_proxy(parsed.scheme, host):
         return None
     found: SimpleQueue[str | None] = SimpleQueue()
 
     def connect() -> None:
         try:
-            socket.create_connection((host, port), CONNECT_S).close()
+            socket.create_connection((host, port), _CONNECT_S).close()
         except TimeoutError:
             found.put(None)
         except (OSError, UnicodeError) as error:  # UnicodeError: the name of the host is too long
@@ -39,12 +39,12 @@ def refusal(url: str) -> str | None:
     # A look-up of a name has no time limit, and no signal interrupts it, so another thread waits for it.
     Thread(target=connect, daemon=True).start()
     try:
-        return found.get(timeout=CONNECT_S)
+        return found.get(timeout=_CONNECT_S)
     except Empty:
         return None
 
 
-def behind_proxy(scheme: str, host: str) -> bool:
+def _behind_proxy(scheme: str, host: str) -> bool:
     """Return whether the proxy variables of the environment apply to a host."""
     from urllib.request import getproxies, proxy_bypass
 

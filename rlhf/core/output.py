@@ -38,13 +38,13 @@ def prepare_output() -> None:
     raising OSError.
     """
     if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout = lossy(sys.stdout)
+        sys.stdout = _lossy(sys.stdout)
     for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 
 
-def lossy(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+def _lossy(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """Return a text stream to the file of `stream` that drops lines while the disk is full."""
     stream.flush()
     raw = LossyFile(stream.fileno(), "w", closefd=False)
@@ -79,12 +79,12 @@ def discard_closed_output() -> None:
     """Redirect stdout and stderr to the null device if they are pipes whose reader has gone."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):
-        if stream is not None and reader_has_gone(stream.fileno()):
+        if stream is not None and _reader_has_gone(stream.fileno()):
             os.dup2(null, stream.fileno())
     os.close(null)
 
 
-def reader_has_gone(descriptor: int) -> bool:
+def _reader_has_gone(descriptor: int) -> bool:
     """Return whether `descriptor` is a pipe without a reader."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)

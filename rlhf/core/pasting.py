@@ -15,7 +15,7 @@ from typing import Any
 
 WIDTH = 80  # a longer command is divided into lines
 PLAIN = re.compile(r"(?!\.\d)[A-Za-z_./][\w./@:+-]*", re.ASCII)  # texts that Hydra reads without quotes
-NOT_TEXT = re.compile(r"null|true|false|nan|inf", re.I)  # texts that Hydra reads as other values
+_NOT_TEXT = re.compile(r"null|true|false|nan|inf", re.I)  # texts that Hydra reads as other values
 
 
 def setting(key: str, value: Any) -> str:
@@ -49,7 +49,7 @@ def as_text(value: Any) -> str:
         case dict():
             return f"{{{','.join(f'{key}:{as_text(each)}' for key, each in value.items())}}}"
     text = str(value)
-    if PLAIN.fullmatch(text) and not NOT_TEXT.fullmatch(text):
+    if PLAIN.fullmatch(text) and not _NOT_TEXT.fullmatch(text):
         return text
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation
     # Hydra keeps a backslash in quotes, unless it is in front of the quote.

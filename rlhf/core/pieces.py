@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-Ids = list[int]
+_Ids = list[int]
 
-CONTEXTS = ("a", "x", "1", ".", "\n")  # texts that can stand before a piece
-PROBES = ("b", " b", "  b", "b c", "\nb", "\n\n b", ".", "1", "é", "", " ")
-TAIL = 32  # characters of a prompt whose tokens can influence the first token of a response
+_CONTEXTS = ("a", "x", "1", ".", "\n")  # texts that can stand before a piece
+_PROBES = ("b", " b", "  b", "b c", "\nb", "\n\n b", ".", "1", "é", "", " ")
+_TAIL = 32  # characters of a prompt whose tokens can influence the first token of a response
 
 
 class Pieces:
@@ -34,19 +34,19 @@ class Pieces:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.context: Ids = []  # tokens before a piece that is decoded
+        self.context: _Ids = []  # tokens before a piece that is decoded
         self.before = ""  # their text
-        for text in CONTEXTS:
+        for text in _CONTEXTS:
             ids = self._plain([text])[0]
             if (written := self._text(ids)).endswith(text):  # some tokenizers write a space before each text
                 self.context, self.before = ids, written
                 break
-        self.bare = without_prefix(tokenizer.backend_tokenizer)
+        self.bare = _without_prefix(tokenizer.backend_tokenizer)
         # Every piece is decoded alone exactly as behind another text, and encoded so, too
         self.simple = self.bare is None and self._keeps(self._plain)
         self.exact = self.simple or (self.bare is not None and self._keeps(self._bare))
 
-    def encode(self, texts: list[str], before: list[str]) -> list[Ids]:
+    def encode(self, texts: list[str], before: list[str]) -> list[_Ids]:
         """Return the tokens of each text behind the text of `before` at the same place."""
         found = self._plain(texts)
         if self.simple:
@@ -58,24 +58,24 @@ class Pieces:
                 )
         return found
 
-    def decode(self, ids: list[Ids]) -> list[str]:
+    def decode(self, ids: list[_Ids]) -> list[str]:
         """Return the text that each list of tokens adds to a text before it, without special tokens."""
         whole = self.tokenizer.batch_decode(
             [self.context + row for row in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return [text.removeprefix(self.before) for text in whole]
 
-    def read(self, ids: Ids) -> str:
+    def read(self, ids: _Ids) -> str:
         """Return the text that tokens add to a text before them, special tokens included."""
         return self._text(self.context + ids).removeprefix(self.before)
 
-    def _exact(self, text: str, ids: Ids) -> Ids:
+    def _exact(self, text: str, ids: _Ids) -> _Ids:
         """Return tokens of a text for a tokenizer that can write every text behind every other text."""
         if self.bare is None or self._text(self.context + ids) == self.before + text:
             return ids
         return self._bare([text])[0]
 
-    def _best(self, text: str, prompt: str, ids: Ids) -> Ids:
+    def _best(self, text: str, prompt: str, ids: _Ids) -> _Ids:
         """Return tokens of a text that read behind the prompt as in the tokens of both; else `ids`."""
         tail = self._tail(prompt)
         start, whole = self._plain([tail, tail + text])
@@ -85,11 +85,11 @@ class Pieces:
                 return each
         return ids
 
-    def _candidates(self, text: str, ids: Ids, start: Ids, whole: Ids) -> Iterator[Ids]:
+    def _candidates(self, text: str, ids: _Ids, start: _Ids, whole: _Ids) -> Iterator[_Ids]:
         yield ids
         if whole[: len(start)] == start:
             yield whole[len(start) :]
-        for marker in CONTEXTS:
+        for marker in _CONTEXTS:
             first, both = self._plain([marker, marker + text])
             if both[: len(first)] == first:
                 yield both[len(first) :]
@@ -98,36 +98,36 @@ class Pieces:
 
     def _tail(self, prompt: str) -> str:
         """Return the end of a prompt: behind its last special token, and from the start of a word on."""
-        tail = prompt[-TAIL:]
+        tail = prompt[-_TAIL:]
         for token in self._specials:
             tail = tail.rpartition(token)[2]
         head, space, rest = tail.partition(" ")
-        return rest if space and rest.strip() and len(tail) == TAIL else tail
+        return rest if space and rest.strip() and len(tail) == _TAIL else tail
 
     @cached_property
     def _specials(self) -> list[str]:
         return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if str(token)]
 
-    def _plain(self, texts: list[str]) -> list[Ids]:
-        ids: list[Ids] = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    def _plain(self, texts: list[str]) -> list[_Ids]:
+        ids: list[_Ids] = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         return ids
 
-    def _bare(self, texts: list[str]) -> list[Ids]:
+    def _bare(self, texts: list[str]) -> list[_Ids]:
         assert self.bare is not None
         return [each.ids for each in self.bare.encode_batch(texts, add_special_tokens=False)]
 
-    def _text(self, ids: Ids) -> str:
+    def _text(self, ids: _Ids) -> str:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    def _keeps(self, encode: Callable[[list[str]], list[Ids]]) -> bool:
+    def _keeps(self, encode: Callable[[list[str]], list[_Ids]]) -> bool:
         """Return whether `encode` writes each probe behind another text without a change."""
         return bool(self.context) and all(
             self._text(self.context + ids) == self.before + text
-            for text, ids in zip(PROBES, encode(list(PROBES)), strict=True)
+            for text, ids in zip(_PROBES, encode(list(_PROBES)), strict=True)
         )
 
 
-def without_prefix(core: Any) -> Any | None:
+def _without_prefix(core: Any) -> Any | None:
     """Return a copy of a tokenizer that changes nothing at the start of a text; None: it does not anyway.
 
     Args:

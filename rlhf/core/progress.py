@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from rlhf.core.phases import Phases
 
-PLAIN_EVERY_S = 5.0  # seconds between plain progress lines
+_PLAIN_EVERY_S = 5.0  # seconds between plain progress lines
 PHASE_EVERY_S = 30.0  # seconds without a plain line after which the phase of a long update is printed
-REFRESHES = 4  # of the live bar per second
-BAR = (10, 30)  # fewest columns of the bar that leave the title whole, and most columns
-ESTIMATE_AFTER = (2.0, 0.02)  # seconds and fraction of the work after which all stages are estimated
+_REFRESHES = 4  # of the live bar per second
+_BAR = (10, 30)  # fewest columns of the bar that leave the title whole, and most columns
+_ESTIMATE_AFTER = (2.0, 0.02)  # seconds and fraction of the work after which all stages are estimated
 
 
 class ProgressDisplay:
@@ -65,7 +65,7 @@ class ProgressDisplay:
         self.items: Sequence[str] = ()
         self.started = self.updated = time.monotonic()
         self.warm: tuple[int, float] | None = None  # done and time.monotonic() after the first update
-        self.last_line_at = -PLAIN_EVERY_S  # time.monotonic() of the last plain line
+        self.last_line_at = -_PLAIN_EVERY_S  # time.monotonic() of the last plain line
         self.estimated = False  # whether the time of all stages was printed
         self.live: Live | None = None
         self.closed = threading.Event()
@@ -74,7 +74,7 @@ class ProgressDisplay:
         if self.mode == "live":
             from rich.live import Live
 
-            self.live = Live(self, console=console, refresh_per_second=REFRESHES, transient=True)
+            self.live = Live(self, console=console, refresh_per_second=_REFRESHES, transient=True)
             self.live.start()
 
     @property
@@ -121,10 +121,12 @@ class ProgressDisplay:
         self.items = items
         if self.mode == "off":
             return
-        if self.mode == "plain" and (self.updated - self.last_line_at >= PLAIN_EVERY_S or done >= self.total):
+        if self.mode == "plain" and (
+            self.updated - self.last_line_at >= _PLAIN_EVERY_S or done >= self.total
+        ):
             self.last_line_at = self.updated
             say(self.line(min(console.width, WIDTH_OF_LINES)))
-        early = self.updated - self.started < ESTIMATE_AFTER[0] or done < ESTIMATE_AFTER[1] * self.total
+        early = self.updated - self.started < _ESTIMATE_AFTER[0] or done < _ESTIMATE_AFTER[1] * self.total
         if not (early or self.estimated):
             self.estimated = True
             self.say_total()
@@ -166,8 +168,8 @@ class ProgressDisplay:
         if left_s is not None and pace_s is not None:
             left_s -= min(time.monotonic() - self.updated, pace_s * self.step)
         after = GAP + GAP.join([self.count, *left(left_s)])
-        title = fitting(self.title.split(" "), width - len(after) - BAR[0] - len(GAP), " ") + GAP
-        bar = min(BAR[1], width - len(title) - len(after))
+        title = fitting(self.title.split(" "), width - len(after) - _BAR[0] - len(GAP), " ") + GAP
+        bar = min(_BAR[1], width - len(title) - len(after))
         full = bar * min(self.done, self.total) // max(1, self.total)
         done, rest = "#-" if options.ascii_only else "━─"
         yield Text.assemble(title, (done * full, "green"), (rest * (bar - full), "dim"), after, no_wrap=True)

@@ -37,21 +37,21 @@ def protected(seed: int | None = None) -> Iterator[None]:
         seed: seed of all global random states during the block; None: they are not changed before it.
     """
     loaded = "torch" in sys.modules
-    before = [(each, each.read()) for each in (*of_process(), *of_numpy(), *of_torch(), *random_states())]
+    before = [(each, each.read()) for each in (*_of_process(), *_of_numpy(), *_of_torch(), *_random_states())]
     if seed is not None:
-        seed_all(seed)
+        _seed_all(seed)
     try:
-        with same_inference_mode():
+        with _same_inference_mode():
             yield
     finally:
         if not loaded:
-            before += [(each, each.initial) for each in of_torch() if each.initial is not None]
+            before += [(each, each.initial) for each in _of_torch() if each.initial is not None]
         for setting, value in before:
             restore(setting, value)
 
 
 @contextmanager
-def same_inference_mode() -> Iterator[None]:
+def _same_inference_mode() -> Iterator[None]:
     """Run the block outside of the inference mode of torch; end one that it entered."""
     if (torch := sys.modules.get("torch")) is None:
         yield
@@ -71,13 +71,13 @@ def restore(setting: Setting, value: Any) -> None:
         setting.write(value)
 
 
-def of_process() -> Iterator[Setting]:
+def _of_process() -> Iterator[Setting]:
     """Yield settings of Python, and in the main thread the handlers of the signals that stop a run."""
     yield Setting(lambda: dict(os.environ), set_environment)
-    yield Setting(lambda: (sys.stdin, sys.stdout, sys.stderr), set_streams)
+    yield Setting(lambda: (sys.stdin, sys.stdout, sys.stderr), _set_streams)
     yield Setting(sys.getrecursionlimit, sys.setrecursionlimit)
     yield Setting(lambda: logging.root.manager.disable, logging.disable)
-    yield Setting(lambda: list(warnings.filters), set_filters)
+    yield Setting(lambda: list(warnings.filters), _set_filters)
     with suppress(FileNotFoundError):  # the working directory was deleted
         os.getcwd()
         yield Setting(os.getcwd, os.chdir)
@@ -94,24 +94,24 @@ def set_environment(value: dict[str, str]) -> None:
     os.environ.update(value)
 
 
-def set_streams(value: tuple[Any, Any, Any]) -> None:
+def _set_streams(value: tuple[Any, Any, Any]) -> None:
     """Set the standard streams."""
     sys.stdin, sys.stdout, sys.stderr = value
 
 
-def set_filters(value: list[Any]) -> None:
+def _set_filters(value: list[Any]) -> None:
     """Set the filters of warnings."""
     warnings.resetwarnings()
     warnings.filters.extend(value)  # type: ignore[attr-defined]
 
 
-def of_numpy() -> Iterator[Setting]:
+def _of_numpy() -> Iterator[Setting]:
     """Yield the settings of numpy."""
     if (numpy := sys.modules.get("numpy")) is not None:
         yield Setting(numpy.geterr, lambda value: numpy.seterr(**value))
 
 
-def of_torch() -> Iterator[Setting]:
+def _of_torch() -> Iterator[Setting]:
     """Yield the settings of torch."""
     if (torch := sys.modules.get("torch")) is None:
         return
@@ -139,7 +139,7 @@ def of_torch() -> Iterator[Setting]:
         yield Setting(partial(getattr, cudnn, name), partial(setattr, cudnn, name), name == "enabled")
 
 
-def random_states() -> Iterator[Setting]:
+def _random_states() -> Iterator[Setting]:
     """Yield the states of the global random generators."""
     yield Setting(random.getstate, random.setstate)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -150,7 +150,7 @@ def random_states() -> Iterator[Setting]:
             yield Setting(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all)
 
 
-def seed_all(seed: int) -> None:
+def _seed_all(seed: int) -> None:
     """Seed the global random generators of Python, numpy and torch (on the CPU)."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:

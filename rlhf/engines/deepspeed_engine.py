@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=RolloutModule)
 FOLDER, TAG = "deepspeed", "state"  # folder in a checkpoint, and DeepSpeed's folder inside it
-LINEAR = nn.functional.linear
+_LINEAR = nn.functional.linear
 
 
 class DeepSpeedEngine(Engine):
@@ -87,7 +87,7 @@ class DeepSpeedEngine(Engine):
         """Return a frozen model on the device: divided over the ranks at stage 3, else whole on each rank."""
         if config.stage < 3:
             return place(frozen, ranks.device).requires_grad_(False)
-        return shard(frozen, config, ranks)
+        return _shard(frozen, config, ranks)
 
     def __init__(self, *args: Any, config: ZeroConfig, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -107,7 +107,7 @@ class DeepSpeedEngine(Engine):
         self.deep, self.optimizer, *_ = deepspeed(self.ranks).initialize(
             model=self.module, optimizer=optimizer, config=native
         )
-        self.deep.checkpoint_engine.load = load_tensors
+        self.deep.checkpoint_engine.load = _load_tensors
 
     def forward(self, batch: Batch, *extras: str) -> Outputs:
         """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`."""
@@ -207,7 +207,7 @@ class DeepSpeedEngine(Engine):
             _, kept = self.deep.load_checkpoint(str(folder / FOLDER), TAG)
         else:
             say(f"dividing {folder} over {self.ranks.size} instead of {wrote} ranks")
-            files, read = folder / FOLDER / TAG, partial(load_tensors, map_location="cpu", mmap=True)
+            files, read = folder / FOLDER / TAG, partial(_load_tensors, map_location="cpu", mmap=True)
             resharding.restore(self.deep, self.stage, files, wrote, read)
             first = "zero_pp_rank_0_mp_rank_00" if self.stage == 3 else "mp_rank_00"
             kept = read(files / f"{first}_model_states.pt")
@@ -282,13 +282,13 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     This function uses DeepSpeed's function for divided weights only.
     """
     if not hasattr(weight, "ds_id"):
-        return LINEAR(rows, weight, bias)
+        return _LINEAR(rows, weight, bias)
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
     return cast(Tensor, zero3_linear_wrap(rows, weight, bias))
 
 
-def shard(frozen: M, config: ZeroConfig, ranks: Ranks) -> M:
+def _shard(frozen: M, config: ZeroConfig, ranks: Ranks) -> M:
     """Divide a frozen model over the ranks and return it; a layer is gathered only while it computes."""
     native = config.settings(Dtype.float32)
     settle(frozen.requires_grad_(False), native, ranks)
@@ -344,7 +344,7 @@ def prepare(config: ZeroConfig, dtype: Dtype, ranks: Ranks) -> None:
             "correct or leave out the setting that it names"
         ) from error
     if config.offload_optimizer:
-        ranks.from_first(lambda: build_cpu_adam(config.name))
+        ranks.from_first(lambda: _build_cpu_adam(config.name))
 
 
 @cache
@@ -377,7 +377,7 @@ def deepspeed(ranks: Ranks) -> ModuleType:
     return package
 
 
-def build_cpu_adam(name: str) -> None:
+def _build_cpu_adam(name: str) -> None:
     """Load DeepSpeed's CPU optimizer; compile the optimizer if it was not compiled before.
 
     Raises:
@@ -399,7 +399,7 @@ def build_cpu_adam(name: str) -> None:
         ) from error
 
 
-def load_tensors(path: str | Path, map_location: Any = None, mmap: bool = False) -> Any:
+def _load_tensors(path: str | Path, map_location: Any = None, mmap: bool = False) -> Any:
     """Load a file of tensors, plain values and three classes of DeepSpeed; reject any other class."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from rlhf.objectives.objective import Objective
     from rlhf.processes.ranks import Ranks
 
-INFERRED = {"logprobs": "log-probs"}  # outputs of a model, for the progress display
-ROUNDING = 1e-6  # float32 log-probs that should be equal change an effective sample size by less than this
+_INFERRED = {"logprobs": "log-probs"}  # outputs of a model, for the progress display
+_ROUNDING = 1e-6  # float32 log-probs that should be equal change an effective sample size by less than this
 
 
 class NonFinite(RuntimeError):
@@ -183,7 +183,7 @@ class Engine(ABC):
     def infer(self, module: RolloutModule, rollouts: Rollouts, field: str) -> Tensor:
         """Return the output `field` of `module` without gradient; see `rlhf.models.inference.infer`."""
         sequences = rollouts.response_ids.shape[:2].numel() // self.ranks.size
-        with self.phases(INFERRED.get(field, field), sequences) as done:
+        with self.phases(_INFERRED.get(field, field), sequences) as done:
             return infer(module, rollouts, field, self.inference, self.ranks, self.dtype, done)
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
@@ -308,6 +308,6 @@ def ess_scale(config: OptimConfig, ess: float | None) -> float:
     """
     assert ess is not None, "at least one response is trained on, so there is a sample size"
     share = ess / config.ess_on_policy
-    if not share < 1 - ROUNDING:
+    if not share < 1 - _ROUNDING:
         return 1.0
     return share if config.ess_scaling is ESSScaling.linear else math.sqrt(share)

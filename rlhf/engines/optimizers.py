@@ -37,7 +37,7 @@ def build_optimizer(module: nn.Module, optim: OptimConfig, value_lr: float | Non
     if optim.optimizer is Optimizer.muon:
         return MuonWithAdamW(parts, hidden_matrices(module), optim)
     if optim.optimizer is Optimizer.adamw_8bit:
-        return eight_bit(parts, optim)
+        return _eight_bit(parts, optim)
     return torch.optim.AdamW(parts, fused=True, **adam(optim))
 
 
@@ -124,7 +124,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
 
-def eight_bit(parts: Iterable[Group], optim: OptimConfig) -> torch.optim.Optimizer:
+def _eight_bit(parts: Iterable[Group], optim: OptimConfig) -> torch.optim.Optimizer:
     """Return the AdamW of bitsandbytes, with 8-bit moments for tensors of at least 4,096 elements."""
     from bitsandbytes.optim import AdamW8bit
 

@@ -46,7 +46,7 @@ class Part:
     state: dict[str, Any]  # state of the optimizer: moments as flat tensors, step
 
 
-Fragment = tuple[int, int, int]  # rank, start and length of a fragment in the flat tensors of a rank
+_Fragment = tuple[int, int, int]  # rank, start and length of a fragment in the flat tensors of a rank
 
 
 def joined(folder: Path, ranks: int, read: Read) -> Iterator[tuple[str, Whole]]:
@@ -81,18 +81,18 @@ def parts(state: dict[str, Any], weights: str, optimizer: str) -> Iterator[Part]
         yield Part(weight, states.get(group, {}))
 
 
-def mapped(mappings: Iterable[dict[str, Any]]) -> dict[str, list[Fragment]]:
+def mapped(mappings: Iterable[dict[str, Any]]) -> dict[str, list[_Fragment]]:
     """Return the fragments of each parameter of a group, given the mappings of all ranks (stages 1 and 2)."""
-    found: dict[str, list[Fragment]] = {}
+    found: dict[str, list[_Fragment]] = {}
     for rank, mapping in enumerate(mappings):
         for name, address in mapping.items():
             found.setdefault(name, []).append((rank, address.start, address.numel))
     return found
 
 
-def shares(shapes: dict[str, torch.Size], ranks: int) -> dict[str, list[Fragment]]:
+def shares(shapes: dict[str, torch.Size], ranks: int) -> dict[str, list[_Fragment]]:
     """Return the fragments of each parameter of a group, given the shapes of the parameters (stage 3)."""
-    found: dict[str, list[Fragment]] = {}
+    found: dict[str, list[_Fragment]] = {}
     start = 0
     for name, shape in shapes.items():
         numel = math.prod(shape)
@@ -103,7 +103,7 @@ def shares(shapes: dict[str, torch.Size], ranks: int) -> dict[str, list[Fragment
     return found
 
 
-def join(group: tuple[Part, ...], fragments: list[Fragment]) -> Whole:
+def join(group: tuple[Part, ...], fragments: list[_Fragment]) -> Whole:
     """Return the parameter that consists of `fragments`, given the parts of its group from all ranks."""
 
     def whole(flats: list[Tensor]) -> Tensor:
@@ -134,7 +134,7 @@ def restore(deep: Any, stage: int, folder: Path, ranks: int, read: Read) -> None
         if whole.moments:
             begin_state(deep.optimizer, stage, whole.step)
         for key, moment in whole.moments.items():
-            set_moment(parameter, key, moment, stage)
+            _set_moment(parameter, key, moment, stage)
     deep.optimizer.refresh_fp32_params()
 
 
@@ -153,7 +153,7 @@ def begin_state(optimizer: Any, stage: int, step: Any) -> None:
         optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def set_moment(parameter: Any, key: str, moment: Tensor, stage: int) -> None:
+def _set_moment(parameter: Any, key: str, moment: Tensor, stage: int) -> None:
     """Set the part of a moment [numel] that this rank stores."""
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 

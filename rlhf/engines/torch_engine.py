@@ -76,7 +76,7 @@ class TorchEngine(Engine):
         """Make one optimizer step with the learning rate `lr`, then delete the gradients."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["scale"]
-        lay_out(self.optimizer)
+        _lay_out(self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.discard()
@@ -133,7 +133,7 @@ class TorchEngine(Engine):
         self.step_index = state["step_index"]
 
 
-def lay_out(optimizer: torch.optim.Optimizer) -> None:
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
     """Give gradients and moments the memory layout of their parameters.
 
     The fused AdamW reads parameters, gradients and moments in memory order, without comparing their strides.

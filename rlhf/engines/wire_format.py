@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rlhf.models.modules import LogprobHead, RewardModel, ValueModel, score_head
 
-ATTRIBUTE = "comm_dtype"  # attribute of a parameter: the dtype in which DeepSpeed sends it
+_ATTRIBUTE = "comm_dtype"  # attribute of a parameter: the dtype in which DeepSpeed sends it
 
 
 def rounded_weights(module: nn.Module) -> dict[str, Any]:
@@ -56,19 +56,19 @@ def send_rounded(module: nn.Module, dtype: torch.dtype, persistent: int) -> None
     """
     for weight in rounded_weights(module).values():
         if weight.dtype == torch.float32 and weight.ds_numel > persistent:
-            setattr(weight, ATTRIBUTE, dtype)
+            setattr(weight, _ATTRIBUTE, dtype)
 
 
 @contextmanager
 def exact(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Gather parameters in the dtype in which the ranks store them, within the block."""
-    sent: dict[Any, torch.dtype] = {p: getattr(p, ATTRIBUTE) for p in parameters if hasattr(p, ATTRIBUTE)}
+    sent: dict[Any, torch.dtype] = {p: getattr(p, _ATTRIBUTE) for p in parameters if hasattr(p, _ATTRIBUTE)}
     for parameter in sent:
         if parameter.ds_status.name == "AVAILABLE":  # gathered before, in 16 bits
             parameter.partition()
-        delattr(parameter, ATTRIBUTE)
+        delattr(parameter, _ATTRIBUTE)
     try:
         yield
     finally:
         for parameter, dtype in sent.items():
-            setattr(parameter, ATTRIBUTE, dtype)
+            setattr(parameter, _ATTRIBUTE, dtype)

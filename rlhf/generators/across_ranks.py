@@ -110,7 +110,7 @@ def joined(parts: list[Any]) -> Any:
     return None if parts[0] is None else max(parts)
 
 
-def in_thread(call: Callable[[], None]) -> Future[None]:
+def _in_thread(call: Callable[[], None]) -> Future[None]:
     """Call a function in another thread and return a future of its end."""
     future: Future[None] = Future()
 
@@ -195,7 +195,7 @@ class PerRankGenerator(Generator):
 
     def wait(self) -> None:
         """Wait until the generator of every rank can take new weights."""
-        waiting = in_thread(self.generator.wait)
+        waiting = _in_thread(self.generator.wait)
         self.ranks.wait_for(waiting)
         waiting.result()
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Sampling
     from rlhf.generators.generator import GeneratorContext
 
-FILL = {"response_ids": torch.int64, "behaviour_logprobs": torch.float32, "token_versions": torch.int64}
+_FILL = {"response_ids": torch.int64, "behaviour_logprobs": torch.float32, "token_versions": torch.int64}
 
 
 def build(config: DatasetConfig, context: GeneratorContext) -> Generator:
@@ -99,13 +99,13 @@ def read(file: Path, pad_id: int) -> Rollouts:
     lengths = torch.tensor([len(ids) for ids in rows["response_ids"]]).view(N, K, 1)
 
     def grouped(column: str) -> Tensor:
-        x = torch.full((N * K, T), pad_id if column == "response_ids" else 0, dtype=FILL[column])
+        x = torch.full((N * K, T), pad_id if column == "response_ids" else 0, dtype=_FILL[column])
         for row, values in zip(x, rows[column], strict=True):
             row[: len(values)] = torch.tensor(values, dtype=x.dtype)
         return x.view(N, K, T)
 
     prompt_ids, prompt_mask = pad_prompts(rows["prompt_ids"][::K], pad_id)
-    by_token: dict[str, Any] = {column: grouped(column) for column in FILL if column in rows}
+    by_token: dict[str, Any] = {column: grouped(column) for column in _FILL if column in rows}
     return Rollouts(
         index=torch.tensor(rows["example"][::K]),
         texts=rows["prompt"][::K],

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from rlhf.generators.transfer.weights import Manifest, WeightStore
     from rlhf.processes.worker import Limits
 
-POLL_S = 0.01  # seconds between checks for loads that overtake a request
+_POLL_S = 0.01  # seconds between checks for loads that overtake a request
 
 
 class WorkerGenerator(Worker, Generator):
@@ -211,7 +211,7 @@ class WorkerGenerator(Worker, Generator):
         with self.lost("sample", self.limits.request_s) as channel:
             end = time.monotonic() + self.limits.request_s
             channel.send(("sample", (prompts, sampling, self.in_flight)))
-            while self.in_flight and not channel.answers(POLL_S):
+            while self.in_flight and not channel.answers(_POLL_S):
                 if time.monotonic() > end:
                     raise TimeoutError
                 for manifest in self.overtake():

@@ -24,11 +24,11 @@ from rlhf.core.errors import Interrupted
 from rlhf.launch.hydra_internals import joblib_settings
 from rlhf.processes import signals
 
-POLL_S = 0.5  # seconds between checks whether the process of the sweep has ended
+_POLL_S = 0.5  # seconds between checks whether the process of the sweep has ended
 
 process = ExitStack()  # in a process for jobs: its signal handlers, from its first job until its end
 serving = False  # whether this process is a process for jobs
-busy = threading.Lock()  # locked while a job runs
+_busy = threading.Lock()  # locked while a job runs
 
 
 @contextmanager
@@ -52,14 +52,14 @@ def waiting_for_jobs(launcher: Launcher, jobs: int) -> Iterator[None]:
 
     settings["n_jobs"] = min(effective_n_jobs(settings["n_jobs"]), jobs)
     interruption.defer()
-    signals.call_at_signal(pass_on)
+    signals.call_at_signal(_pass_on)
     try:
         yield
     except KeyboardInterrupt:  # from a process for jobs
         if interruption.received is None:
             raise
     finally:
-        signals.do_not_call_at_signal(pass_on)
+        signals.do_not_call_at_signal(_pass_on)
         interruption.deferred = False
     if interruption.received is not None:
         raise Interrupted(
@@ -69,7 +69,7 @@ def waiting_for_jobs(launcher: Launcher, jobs: int) -> Iterator[None]:
         )
 
 
-def pass_on() -> None:
+def _pass_on() -> None:
     """Send SIGTERM to the child processes in this process group; after Ctrl-C, it is not a second signal."""
     for child in psutil.Process().children():
         with suppress(psutil.Error, ProcessLookupError):
@@ -88,20 +88,20 @@ def job_in_child() -> Iterator[None]:
     if not serving:
         serving = True
         process.enter_context(signals.interruptible())
-        threading.Thread(target=end_with_sweep, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with_sweep, args=(os.getppid(),), daemon=True).start()
     assert signals.active is not None, "joblib runs jobs in the main thread"
     signals.active.check()
-    with busy:
+    with _busy:
         try:
             yield
         finally:
             signals.active.deferred = True
 
 
-def end_with_sweep(sweep: int) -> None:
+def _end_with_sweep(sweep: int) -> None:
     """Wait until the process `sweep`, the parent, has ended; let a running job stop; end this process."""
     while os.getppid() == sweep:
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
-    with busy:
+    with _busy:
         os._exit(os.EX_TEMPFAIL)

@@ -31,11 +31,11 @@ from rlhf.core.pasting import setting
 from rlhf.launch import slurm
 from rlhf.processes.signals import Interruption, interruptible
 
-CTRL_C = 128 + signal.SIGINT  # exit code after Ctrl-C
+_CTRL_C = 128 + signal.SIGINT  # exit code after Ctrl-C
 
 WIDTH = 80
 FLAGS = ("--help", "--config-dir", "-cd")  # flags of the commands other than rlhf.train
-OPTIONS = "Groups, options and keys: python -m rlhf.train --help"
+_OPTIONS = "Groups, options and keys: python -m rlhf.train --help"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Command:
             for name, meaning in self.own.items()
         ]
         usage = [line.replace("\0", " ") for line in usage]
-        return "\n".join([*usage, "", self.does, "", *rows, *([""] if rows else []), OPTIONS])
+        return "\n".join([*usage, "", self.does, "", *rows, *([""] if rows else []), _OPTIONS])
 
     def split(self, arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         """Return the command's own arguments (name -> value) and the overrides.
@@ -103,7 +103,7 @@ class Command:
         check_arguments(arguments)
         own: dict[str, str] = {}
         overrides: list[str] = []
-        for argument in without_config_dir(arguments, self.own):
+        for argument in _without_config_dir(arguments, self.own):
             name, _, value = argument.partition("=")
             if name not in self.own:
                 overrides += readable([argument])
@@ -155,7 +155,7 @@ def checked_arguments(arguments: Sequence[str], flags: Mapping[str, bool]) -> li
     """
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if before not in ("--config-dir", "-cd", "--config-name", "-cn"):
-            check_saved_config(argument)
+            _check_saved_config(argument)
     if problem := flag_problem(arguments, flags):
         raise UserError(problem)
     check_arguments(arguments)
@@ -165,15 +165,15 @@ def checked_arguments(arguments: Sequence[str], flags: Mapping[str, bool]) -> li
     for argument in arguments:
         is_value = flags.get(before, False) and not argument.startswith("-")
         if (is_value and before in ("--config-dir", "-cd")) or argument.startswith("--config-dir="):
-            check_config_dir(folder := argument if is_value else argument.partition("=")[2])
+            _check_config_dir(folder := argument if is_value else argument.partition("=")[2])
         if (is_value and before in ("--config-name", "-cn")) or argument.startswith("--config-name="):
-            check_config_name(argument if is_value else argument.partition("=")[2], folder)
+            _check_config_name(argument if is_value else argument.partition("=")[2], folder)
         (others if is_value or argument.startswith("-") else overrides).append(argument)
         before = argument
     return [*readable(overrides), *others]
 
 
-def without_config_dir(arguments: list[str], own: Collection[str] = ()) -> list[str]:
+def _without_config_dir(arguments: list[str], own: Collection[str] = ()) -> list[str]:
     """Return the arguments without `--config-dir <folder>`, which `rlhf.config.catalogue` reads.
 
     Args:
@@ -189,21 +189,23 @@ def without_config_dir(arguments: list[str], own: Collection[str] = ()) -> list[
     rest = iter(arguments)
     for argument in rest:
         if argument in ("--config-dir", "-cd"):
-            check_config_dir(next(rest, ""))
+            _check_config_dir(next(rest, ""))
         elif argument.startswith("--config-dir="):
-            check_config_dir(argument.partition("=")[2])
+            _check_config_dir(argument.partition("=")[2])
         else:
             kept.append(argument)
     return kept
 
 
-def check_config_dir(folder: str) -> None:
+def _check_config_dir(folder: str) -> None:
     """Raise UserError if the folder of `--config-dir` does not exist, has no options, or is that of a run."""
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"--config-dir must name a folder laid out like conf/, got {folder}; fix the path")
     own = any((path / group.name).is_dir() for group in conf_dir().iterdir())
-    if command := next(filter(None, map(saved_command, [path, *(() if own else path.glob("*.yaml"))])), None):
+    if command := next(
+        filter(None, map(_saved_command, [path, *(() if own else path.glob("*.yaml"))])), None
+    ):
         raise UserError(
             f"--config-dir must name a folder laid out like conf/, got {folder} with the config of a run "
             f"(its settings would not be used); to run its config: {command}"
@@ -215,16 +217,16 @@ def check_config_dir(folder: str) -> None:
         )
 
 
-def check_config_name(name: str, folder: str) -> None:
+def _check_config_name(name: str, folder: str) -> None:
     """Raise UserError if `--config-name` names a file in the folder of `--config-dir`."""
     file = Path(folder) / f"{name.removesuffix('.yaml')}.yaml"
     if folder and file.is_file():
-        command = saved_command(file)
+        command = _saved_command(file)
         remedy = f"to run its config: {command}" if command else f"name options in {folder}, as algo=mine"
         raise UserError(f"--config-name must be left out, got {name}; {remedy}")
 
 
-def check_saved_config(argument: str) -> None:
+def _check_saved_config(argument: str) -> None:
     """Raise UserError if an argument is the path of a run or of its config, perhaps as the value of a name.
 
     Names such as `config`, which are no settings, are meant. The message has the command of the config.
@@ -232,14 +234,14 @@ def check_saved_config(argument: str) -> None:
     name, equals, value = argument.partition("=")
     if equals and name.lstrip("-") not in ("config", "config_file", "config-file", "run", "experiment"):
         return
-    if command := saved_command(Path(value if equals else argument)):
+    if command := _saved_command(Path(value if equals else argument)):
         raise UserError(
             f"{argument} must be settings, as key=value or group=option, got the config of a run; to run its "
             f"config: {command}"
         )
 
 
-def saved_command(path: Path) -> str | None:
+def _saved_command(path: Path) -> str | None:
     """Return the command that runs a saved config: a run folder or its config.yaml; None: it is neither."""
     try:
         file = path / "config.yaml" if path.is_dir() else path
@@ -260,23 +262,23 @@ def exit_codes() -> Iterator[None]:
             signal.
     """
     try:
-        with interruptible() as interruption, not_replaced(interruption):
-            check_current_folder()
+        with interruptible() as interruption, _not_replaced(interruption):
+            _check_current_folder()
             yield
     except (UserError, RunError) as error:
         stop(error)
     except Interrupted as reason:
         if is_first_rank():
             print_error(str(reason))
-        raise SystemExit(CTRL_C if reason.received is signal.SIGINT else os.EX_TEMPFAIL) from None
+        raise SystemExit(_CTRL_C if reason.received is signal.SIGINT else os.EX_TEMPFAIL) from None
     except KeyboardInterrupt:
         if is_first_rank():
             print_error("interrupted by Ctrl-C; the same command resumes from the last checkpoint, if any")
-        raise SystemExit(CTRL_C) from None
+        raise SystemExit(_CTRL_C) from None
 
 
 @contextmanager
-def not_replaced(interruption: Interruption) -> Iterator[None]:
+def _not_replaced(interruption: Interruption) -> Iterator[None]:
     """Raise Interrupted in place of an error that a library made of the exception of a signal handler.
 
     The import of numpy, for example, turns KeyboardInterrupt into ImportError.
@@ -289,7 +291,7 @@ def not_replaced(interruption: Interruption) -> Iterator[None]:
         raise
 
 
-def check_current_folder() -> None:
+def _check_current_folder() -> None:
     """Raise UserError if the current folder was deleted, for example in another terminal."""
     try:
         Path.cwd()

@@ -15,9 +15,9 @@ from rlhf.config.mistakes import CONFIG_ERRORS
 from rlhf.launch.command_line import FLAGS
 from rlhf.launch.hydra_internals import matching_keys
 
-HYDRA_GROUPS = ("hydra/launcher", "hydra/sweeper")
+_HYDRA_GROUPS = ("hydra/launcher", "hydra/sweeper")
 
-BASH = r"""
+_BASH = r"""
 _rlhf() {
     local line=${COMP_LINE:0:COMP_POINT} words word breaks IFS=$' \t\n'
     read -ra words <<<"$line"
@@ -34,7 +34,7 @@ _rlhf() {
 }
 complete -o default -F _rlhf rlhf
 """
-ZSH = r"""#compdef rlhf
+_ZSH = r"""#compdef rlhf
 _rlhf() {
     local -a found
     found=(${(f)"$($words[1] --complete "${(@)words[2,CURRENT-1]}" "$PREFIX" 2>/dev/null)"})
@@ -48,7 +48,7 @@ _rlhf() {
 }
 compdef _rlhf rlhf
 """
-FISH = r"""
+_FISH = r"""
 function __rlhf_complete
     set -l words (commandline -opc)
     set -l program $words[1]
@@ -58,7 +58,7 @@ function __rlhf_complete
 end
 complete -c rlhf -a '(__rlhf_complete)'
 """
-SCRIPTS = {"bash": BASH.lstrip(), "zsh": ZSH, "fish": FISH.lstrip()}
+SCRIPTS = {"bash": _BASH.lstrip(), "zsh": _ZSH, "fish": _FISH.lstrip()}
 
 
 def candidates(words: Sequence[str], own: Collection[str] = ()) -> list[str]:
@@ -85,6 +85,6 @@ def candidates(words: Sequence[str], own: Collection[str] = ()) -> list[str]:
     except CONFIG_ERRORS:  # of the words before; the command explains them
         keys = []
     return [
-        *(f"{name}=" for name in (*own, *groups(), *HYDRA_GROUPS) if name.startswith(word)),
+        *(f"{name}=" for name in (*own, *groups(), *_HYDRA_GROUPS) if name.startswith(word)),
         *(key for key in keys if not key.endswith(".name=")),
     ]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def ends_command() -> Iterator[None]:
+def _ends_command() -> Iterator[None]:
     """End the command at an unexpected error. Hydra would only warn of an error in a callback, and go on.
 
     Raises:
@@ -52,7 +52,7 @@ def ends_command() -> Iterator[None]:
 class Preflight(Callback):
     """Hydra callback that rejects an invalid run or sweep, and ends the command if the run is finished."""
 
-    @ends_command()
+    @_ends_command()
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check a single run: its config, the machine and its run folder.
 
@@ -79,7 +79,7 @@ class Preflight(Callback):
                 stop(error)
             raise SystemExit(0)
 
-    @ends_command()
+    @_ends_command()
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the config of every job of a sweep before the first job starts.
 
@@ -105,7 +105,7 @@ class Preflight(Callback):
             except CONFIG_ERRORS as error:
                 problems.append(f"{label}: {explain(error, overrides)}")
             else:
-                wrong = [*wrong_direction(config, experiment.config), *uploads(experiment.config)]
+                wrong = [*_wrong_direction(config, experiment.config), *uploads(experiment.config)]
                 problems += [f"{label}: {problem}" for problem in wrong]
                 doubts += [f"{label}: {warning}" for warning in warnings(experiment.config)]
         if problems:
@@ -133,7 +133,7 @@ def folders_outside(config: DictConfig) -> Iterator[str]:
         )
 
 
-def wrong_direction(config: DictConfig, cfg: Config) -> Iterator[str]:
+def _wrong_direction(config: DictConfig, cfg: Config) -> Iterator[str]:
     """Yield an error if a search maximises a metric whose lower values are better."""
     direction = str(config.hydra.sweeper.get("direction", "")).rpartition(".")[2]
     if cfg.minimised and direction == "maximize":

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Row
     from rlhf.core.state import TrainState
 
-RESULTS = "optimization_results.yaml"
+_RESULTS = "optimization_results.yaml"
 
 
 class SearchSweeper(Sweeper):
@@ -119,7 +119,7 @@ class SearchSweeper(Sweeper):
             finally:
                 if sweeps.current is not None:
                     sweeps.current.conclusion = list(conclusion(study, cfg.metric, space))
-            write_results(study, folder)
+            _write_results(study, folder)
 
     def run(self, study: Study, settings: SearchConfig, space: SearchSpace) -> None:
         """Run trials until the study has `n_trials`, or too many fail."""
@@ -254,11 +254,11 @@ def conclusion(study: Study, metric: str, space: SearchSpace) -> Iterator[str]:
     yield f"train with these values: {command}"
 
 
-def write_results(study: Study, folder: Path) -> None:
+def _write_results(study: Study, folder: Path) -> None:
     """Write the values and the result of the best trial, if a trial is finished."""
     if (best := best_trial(study)) is not None:
         found = {"name": "optuna", "best_params": plain(best.params), "best_value": best.value}
-        write_atomically(folder / RESULTS, yaml.safe_dump(found, sort_keys=False))
+        write_atomically(folder / _RESULTS, yaml.safe_dump(found, sort_keys=False))
 
 
 def plain(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,10 +26,10 @@ def name_rank() -> None:
     and MASTER_PORT are never changed.
     """
     if "RANK" not in os.environ:
-        os.environ.update({**rank_environment(os.environ), **master_given(os.environ)})
+        os.environ.update({**rank_environment(os.environ), **_master_given(os.environ)})
 
 
-def master_given(environ: Mapping[str, str]) -> dict[str, str]:
+def _master_given(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the values of MASTER_ADDR and MASTER_PORT, without variables that `environ` lacks."""
     return {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
 
@@ -95,13 +95,13 @@ def requeue(reason: Interrupted) -> None:
         submitit's UncompletedJobError: the job reached its time limit too often.
     """
     submitit_handler = signal.getsignal(signal.SIGUSR2)
-    if not callable(submitit_handler) or not was_preempted(reason):
+    if not callable(submitit_handler) or not _was_preempted(reason):
         return
     submitit_handler(signal.SIGUSR2, None)  # ends the process of the first rank
     raise SystemExit(os.EX_TEMPFAIL)
 
 
-def was_preempted(reason: Interrupted) -> bool:
+def _was_preempted(reason: Interrupted) -> bool:
     """Return whether a job was stopped by its time limit or by another job, not cancelled by a user.
 
     SLURM would requeue a cancelled job, too, so the function asks SLURM for the reason.

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
     from rlhf.launch.jobs import Job
 
-POLL_S = 1.0  # seconds between checks for results
-ASK_SLURM_S = 10.0  # seconds between calls of squeue; SLURM's controller is shared by all users
-LINGER_S = 15.0  # seconds after the end of a SLURM job until its result file must be visible on this host
+_POLL_S = 1.0  # seconds between checks for results
+_ASK_SLURM_S = 10.0  # seconds between calls of squeue; SLURM's controller is shared by all users
+_LINGER_S = 15.0  # seconds after the end of a SLURM job until its result file must be visible on this host
 
 # Keys of hydra.launcher -> names of SBATCH_ variables, where the names differ.
-SBATCH_NAMES = {
+_SBATCH_NAMES = {
     "timeout_min": "TIMELIMIT",
     "signal_delay_s": "SIGNAL",
     "mem_gb": "MEM_PER_NODE",
@@ -75,7 +75,7 @@ def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> l
     running = {job.folder.path: there for job in jobs if (there := queue.find(job)) is not None}
     new = [job for job in jobs if job.folder.path not in running]
     if new:
-        with settings_over_environment(launcher.params), ctrl_c_ignored():
+        with _settings_over_environment(launcher.params), _ctrl_c_ignored():
             calls = zip(*submitit_calls([job.overrides for job in new], first), strict=True)
             submitted = executor(launcher).map_array(launcher, *calls)
         for job, sent in zip(new, submitted, strict=True):
@@ -118,7 +118,7 @@ def wait(jobs: Sequence[Job], submitted: Sequence[Submitted], queue: Queue) -> l
                 print(f"{job.label}: {state}, in {job.folder.path}")
         if len(results) == len(jobs):
             return [results[number] for number in range(len(jobs))]
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 class Queue:
@@ -133,7 +133,7 @@ class Queue:
         self.folder = folder.absolute()
         self.slurm = slurm
         self.known: set[str] = set()  # ids of this user's jobs that squeue listed last
-        self.asked_at = -ASK_SLURM_S  # time.monotonic() of the last successful squeue
+        self.asked_at = -_ASK_SLURM_S  # time.monotonic() of the last successful squeue
         self.missing_since: dict[str, float] = {}  # job id -> time.monotonic(), for ended jobs without result
 
     def note(self, job: Job, sent: Submitted) -> None:
@@ -157,8 +157,8 @@ class Queue:
         return SlurmJob(folder=self.folder / "%j", job_id=name, tasks=list(range(int(tasks))))
 
     def ask_slurm(self) -> None:
-        """Update `known` with squeue, at most every `ASK_SLURM_S`; if squeue fails, keep `known`."""
-        if time.monotonic() - self.asked_at < ASK_SLURM_S:
+        """Update `known` with squeue, at most every `_ASK_SLURM_S`; if squeue fails, keep `known`."""
+        if time.monotonic() - self.asked_at < _ASK_SLURM_S:
             return
         answer = subprocess.run(
             ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"],
@@ -184,7 +184,7 @@ class Queue:
             self.missing_since.pop(sent.job_id, None)
             return None
         missing_since = self.missing_since.setdefault(sent.job_id, time.monotonic())
-        if time.monotonic() - missing_since < (LINGER_S if self.slurm else POLL_S):
+        if time.monotonic() - missing_since < (_LINGER_S if self.slurm else _POLL_S):
             return None
         return failed(RunError(failure("the job ended without a result (killed, or out of memory)", sent)))
 
@@ -196,7 +196,7 @@ class Queue:
         if not self.slurm:
             return not sent.done()
         self.ask_slurm()
-        return sent.job_id in self.known or time.monotonic() - self.asked_at > ASK_SLURM_S
+        return sent.job_id in self.known or time.monotonic() - self.asked_at > _ASK_SLURM_S
 
     def cancel(self, submitted: Sequence[Submitted]) -> None:
         """Send SIGTERM to jobs; each job writes a checkpoint and ends."""
@@ -225,7 +225,7 @@ def executor(launcher: BaseSubmititLauncher) -> Any:
 
 
 @contextmanager
-def settings_over_environment(settings: dict[str, Any]) -> Iterator[None]:
+def _settings_over_environment(settings: dict[str, Any]) -> Iterator[None]:
     """Hide the SBATCH_ variables of keys that `hydra.launcher` sets, because sbatch prefers the variables.
 
     Raises:
@@ -234,7 +234,7 @@ def settings_over_environment(settings: dict[str, Any]) -> Iterator[None]:
     hidden = {
         name: os.environ.pop(name)
         for key, value in settings.items()
-        if value is not None and (name := f"SBATCH_{SBATCH_NAMES.get(key, key.upper())}") in os.environ
+        if value is not None and (name := f"SBATCH_{_SBATCH_NAMES.get(key, key.upper())}") in os.environ
     }
     try:
         yield
@@ -253,7 +253,7 @@ def settings_over_environment(settings: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def ctrl_c_ignored() -> Iterator[None]:
+def _ctrl_c_ignored() -> Iterator[None]:
     """Let processes started in this context ignore Ctrl-C in the terminal; `Queue.cancel` stops them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -35,18 +35,18 @@ def run_id(folder: RunFolder, dashboard: str) -> str:
 
 def stored_id(folder: RunFolder, dashboard: str) -> str | None:
     """Return the stored id of the run in a dashboard; None: there is none yet."""
-    file = id_file(folder, dashboard)
+    file = _id_file(folder, dashboard)
     return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
 
 def store_id(folder: RunFolder, dashboard: str, value: str) -> None:
     """Store the id of the run in a dashboard in the run folder."""
-    file = id_file(folder, dashboard)
+    file = _id_file(folder, dashboard)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, f"{value}\n")
 
 
-def id_file(folder: RunFolder, dashboard: str) -> Path:
+def _id_file(folder: RunFolder, dashboard: str) -> Path:
     """Return the file of an id: `<dashboard>/run_id` in the run folder."""
     return folder.path / dashboard / "run_id"
 

@@ -29,7 +29,7 @@ EVALUATION_METRICS = {  # metrics of an evaluation in the terminal, and their sh
     "eval/loss": "loss",
     "eval/response_tokens": "tokens",
 }
-RESULTS = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/accuracy")  # the first is in the progress line
+_RESULTS = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/accuracy")  # the first is in the progress line
 
 
 class Display(Logger):
@@ -85,7 +85,7 @@ class Display(Logger):
         """Print the metrics of an evaluation and some completions."""
         if state.update == self.progress.first:
             self.progress.begin()
-        result = next((name for name in RESULTS if name in evaluation.figures), None)
+        result = next((name for name in _RESULTS if name in evaluation.figures), None)
         if result is not None:
             value = figure(evaluation.figures[result])
             self.evaluated = [f"{EVALUATION_METRICS[result]} {value} at update {state.update}"]

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Row
     from rlhf.core.state import TrainState
 
-EQUAL_ROWS = 3  # rows with the same mean score after which scores count as equal, with one sample a prompt
-SHARE = 0.5  # share of an update's time from which scoring counts as slow
-SLOW_S = 1.0  # seconds of scoring an update, below which scoring is not slow
+_EQUAL_ROWS = 3  # rows with the same mean score after which scores count as equal, with one sample a prompt
+_SHARE = 0.5  # share of an update's time from which scoring counts as slow
+_SLOW_S = 1.0  # seconds of scoring an update, below which scoring is not slow
 
 
 class ScoreDoubts(Logger):
@@ -36,14 +36,14 @@ class ScoreDoubts(Logger):
 
     def log(self, row: Row, state: TrainState) -> None:
         """Check the row of an update."""
-        if not self.empty and all_empty(row):
+        if not self.empty and _all_empty(row):
             self.empty = True
-            say(f"warning: {empty_responses(row)}", style="yellow")
+            say(f"warning: {_empty_responses(row)}", style="yellow")
         if not self.constant and self.all_equal(row):
             self.constant = True
-            say(f"warning: {equal_scores(row, self.samples)}", style="yellow")
+            say(f"warning: {_equal_scores(row, self.samples)}", style="yellow")
         updates, self.update = state.update - self.update, state.update
-        if self.skipped and self.remedy is not None and (seconds := scoring_s(row)) > SLOW_S * updates:
+        if self.skipped and self.remedy is not None and (seconds := _scoring_s(row)) > _SLOW_S * updates:
             text = slow(seconds / updates, row["time/update_s"] / updates, self.remedy)
             say(f"warning: {text}", style="yellow")
             self.remedy = None
@@ -55,16 +55,16 @@ class ScoreDoubts(Logger):
             return False
         if self.samples > 1:
             return row["objective/tie_rate"] == 1
-        self.means = [*self.means, row["objective/scores"]][-EQUAL_ROWS:]
-        return len(self.means) == EQUAL_ROWS and len(set(self.means)) == 1
+        self.means = [*self.means, row["objective/scores"]][-_EQUAL_ROWS:]
+        return len(self.means) == _EQUAL_ROWS and len(set(self.means)) == 1
 
 
-def all_empty(row: Row) -> bool:
+def _all_empty(row: Row) -> bool:
     """Return whether all scored responses of a row are the end token alone."""
     return "objective/scores" in row and row["objective/response_tokens"] == row["objective/eos_rate"] == 1
 
 
-def empty_responses(row: Row) -> str:
+def _empty_responses(row: Row) -> str:
     """Return the warning about empty responses."""
     return (
         f"all responses of update {row['update']:.0f} are empty (the end token alone); the reward may favour "
@@ -72,7 +72,7 @@ def empty_responses(row: Row) -> str:
     )
 
 
-def equal_scores(row: Row, samples: int) -> str:
+def _equal_scores(row: Row, samples: int) -> str:
     """Return the warning about scores that do not depend on the response."""
     which = "all samples of each prompt have the same score" if samples > 1 else "all scores are equal"
     return (
@@ -82,12 +82,12 @@ def equal_scores(row: Row, samples: int) -> str:
     )
 
 
-def scoring_s(row: Row) -> float:
+def _scoring_s(row: Row) -> float:
     """Return the seconds for which scoring delayed the updates of a row; 0 if less than a share of the time.
 
     Scores of the annotator process delay an update only if the trainer waits for them.
     """
-    limit = SHARE * row["time/update_s"]
+    limit = _SHARE * row["time/update_s"]
     seconds = row.get("time/score_s", 0.0)
     if row.get("time/wait_s", 0.0) > limit:
         seconds = max(seconds, row.get("time/annotate_ahead_s", 0.0))

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from rlhf.loggers.logger import LoggerContext
     from rlhf.runs.folder import RunFolder
 
-SQLITE = "sqlite:///"
-VARIABLES = {  # read when MLflow is imported or used; the user may set other values
+_SQLITE = "sqlite:///"
+_VARIABLES = {  # read when MLflow is imported or used; the user may set other values
     "MLFLOW_DISABLE_TELEMETRY": "true",  # MLflow reports its use otherwise
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",  # about 15 seconds without a server; the default 7 take 4 minutes
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # the address may contain a password
 }
-PARAMS = 100  # largest number of parameters of a request
+_PARAMS = 100  # largest number of parameters of a request
 TABLE = re.compile(r"completions/update-(\d+)\.json")  # artifact of the completions of an evaluation
 
 
@@ -51,7 +51,7 @@ class MlflowLogger(ContinuedLogger):
     config: MlflowConfig
 
     def __init__(self, config: MlflowConfig, context: LoggerContext) -> None:
-        for variable, value in VARIABLES.items():
+        for variable, value in _VARIABLES.items():
             os.environ.setdefault(variable, value)
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
@@ -59,8 +59,8 @@ class MlflowLogger(ContinuedLogger):
 
         logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)
         self.context = context
-        uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI") or local_store(context.folder)
-        file = sqlite_file(uri)
+        uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI") or _local_store(context.folder)
+        file = _sqlite_file(uri)
         try:
             # MLflow creates the tables of a new store without a lock
             with nullcontext() if file is None else made_by_one(file):
@@ -104,7 +104,7 @@ class MlflowLogger(ContinuedLogger):
         self.client.update_run(run, status="RUNNING")
         self.client.log_dict(run, described(folder), "config.json")
         known = self.client.get_run(run).data.params  # cannot be changed
-        params = [(parameter(key), str(value)) for key, value in flat(folder.read_config())]
+        params = [(_parameter(key), str(value)) for key, value in flat(folder.read_config())]
         self.log_params(run, [(key, value) for key, value in params if key not in known])
         return run
 
@@ -120,11 +120,11 @@ class MlflowLogger(ContinuedLogger):
             raise
 
     def log_params(self, run: str, params: list[tuple[str, str]]) -> None:
-        """Send parameters in requests of at most `PARAMS` parameters."""
+        """Send parameters in requests of at most `_PARAMS` parameters."""
         from mlflow.entities import Param
 
-        for start in range(0, len(params), PARAMS):
-            self.client.log_batch(run, params=[Param(*each) for each in params[start : start + PARAMS]])
+        for start in range(0, len(params), _PARAMS):
+            self.client.log_batch(run, params=[Param(*each) for each in params[start : start + _PARAMS]])
 
     def sent(self) -> dict[str, int]:
         """Return the last update of each metric, and of the completions, in the MLflow run."""
@@ -167,16 +167,16 @@ class MlflowLogger(ContinuedLogger):
         self.client.set_terminated(self.run, "FINISHED" if done else "KILLED")
 
 
-def local_store(folder: RunFolder) -> str:
+def _local_store(folder: RunFolder) -> str:
     """Return the address of the store of all runs in the folder of a run: `mlflow/mlflow.db`."""
-    return f"{SQLITE}{folder.path.absolute().parent / 'mlflow' / 'mlflow.db'}"
+    return f"{_SQLITE}{folder.path.absolute().parent / 'mlflow' / 'mlflow.db'}"
 
 
-def sqlite_file(uri: str) -> Path | None:
+def _sqlite_file(uri: str) -> Path | None:
     """Return the absolute path of a store in a SQLite file; None: the address is that of another store."""
-    return Path(uri.removeprefix(SQLITE)).absolute() if uri.startswith(SQLITE) else None
+    return Path(uri.removeprefix(_SQLITE)).absolute() if uri.startswith(_SQLITE) else None
 
 
-def parameter(key: str) -> str:
+def _parameter(key: str) -> str:
     """Return a dotted key without the characters that MLflow forbids in the name of a parameter."""
     return re.sub(r"[^\w\-. :/]", "-", key)

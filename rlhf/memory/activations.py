@@ -116,25 +116,25 @@ def training(
         checkpointing: whether blocks store only their inputs and are recomputed in the backward pass.
     """
     encoded = sum(rows * queries for rows, queries, _ in tokens.passes(eager))
-    layer = [kept_pass(size, tokens, precision, eager, *each) for each in tokens.passes(eager)]
+    layer = [_kept_pass(size, tokens, precision, eager, *each) for each in tokens.passes(eager)]
     prompts = cache_bytes(size, tokens.prompts * tokens.prompt, precision) if tokens.apart else 0
     if checkpointing:
         kept = size.layers * encoded * size.hidden * precision.residual + prompts + sum(layer)
     else:
         kept = size.layers * sum(layer) - (layer[0] if tokens.apart else 0)
     normed = encoded - (tokens.prompts * tokens.prompt if tokens.apart else 0)  # tokens after the last layer
-    kept += mask_bytes(tokens, precision, eager)
+    kept += _mask_bytes(tokens, precision, eager)
     ends = (encoded + normed + 3 * tokens.sequences * tokens.response) * size.hidden * precision.residual
     copied = size.kv_heads < size.heads or precision.product < precision.cache
     on_top = max(
         prompts if copied else 0,  # otherwise the cache consists of tensors that autograd keeps
-        head_bytes(size, tokens, precision, device, backward=True),
+        _head_bytes(size, tokens, precision, device, backward=True),
         encoded * size.intermediate * precision.product,  # the first gradients of the backward pass
     )
-    return kept + ends + on_top + autocast_copies(size, precision)
+    return kept + ends + on_top + _autocast_copies(size, precision)
 
 
-def kept_pass(
+def _kept_pass(
     size: ModelSize, tokens: Tokens, precision: Precision, eager: bool, rows: int, queries: int, keys: int
 ) -> float:
     """Return the bytes that autograd keeps of one pass through one layer.
@@ -161,7 +161,7 @@ def kept_pass(
     return kept + (0 if tokens.apart else rows * queries * keys * a)
 
 
-def mask_bytes(tokens: Tokens, precision: Precision, eager: bool) -> float:
+def _mask_bytes(tokens: Tokens, precision: Precision, eager: bool) -> float:
     """Return the bytes of the mask that all layers share; 0 unless prompts have a separate pass."""
     if not tokens.apart or eager:
         return 0
@@ -185,10 +185,10 @@ def inference(
     largest = 0.0
     for rows, queries, keys in tokens.passes(eager):
         copy = 2 * size.kv_width * rows * keys * precision.cache if keys > queries else 0
-        largest = max(largest, cache + copy + one_layer(size, rows, queries, keys, precision, eager))
+        largest = max(largest, cache + copy + _one_layer(size, rows, queries, keys, precision, eager))
     states = 2 * tokens.sequences * tokens.response * size.hidden * precision.residual
-    head = head_bytes(size, tokens, precision, device, backward=False)
-    return max(largest, states + head) + autocast_copies(size, precision)
+    head = _head_bytes(size, tokens, precision, device, backward=False)
+    return max(largest, states + head) + _autocast_copies(size, precision)
 
 
 def sampling(
@@ -207,16 +207,16 @@ def sampling(
     cached = replace(precision, cache=precision.product)
     cache = cache_bytes(size, rows * tokens.prompt + tokens.sequences * tokens.response, cached)
     prompts = min(tokens.prompts, max(1, PROMPT_TOKENS[device] // tokens.prompt))
-    prefill = one_layer(size, prompts, tokens.prompt, tokens.prompt, precision, eager)
+    prefill = _one_layer(size, prompts, tokens.prompt, tokens.prompt, precision, eager)
     logits = tokens.sequences * size.vocabulary
     chunk = min(logits, max(CHOICE_CHUNK[device], size.vocabulary))
     choice = 4 * (logits + tokens.prompts * size.vocabulary + 2 * chunk)
     # A CUDA graph has a memory pool of its own: it cannot reuse the memory that the prefill has freed.
     most = prefill + choice if device == "cuda" else max(prefill, choice)
-    return cache + most + autocast_copies(size, precision)
+    return cache + most + _autocast_copies(size, precision)
 
 
-def one_layer(
+def _one_layer(
     size: ModelSize, rows: int, queries: int, keys: int, precision: Precision, eager: bool
 ) -> float:
     """Return the peak bytes of one layer without gradients: the larger value of its MLP and its attention.
@@ -243,7 +243,7 @@ def cache_bytes(size: ModelSize, tokens: int, precision: Precision) -> float:
     return size.layers * 2 * size.kv_width * tokens * precision.cache
 
 
-def head_bytes(size: ModelSize, tokens: Tokens, precision: Precision, device: str, backward: bool) -> float:
+def _head_bytes(size: ModelSize, tokens: Tokens, precision: Precision, device: str, backward: bool) -> float:
     """Return the bytes of the output head: two tiles of float32 logits; if `backward`, the weight's gradient.
 
     With 16-bit matrix products, there is also a 16-bit copy of a tile.
@@ -255,7 +255,7 @@ def head_bytes(size: ModelSize, tokens: Tokens, precision: Precision, device: st
     return (2.5 if low else 2) * tile + (4 * weight if backward else 0)
 
 
-def autocast_copies(size: ModelSize, precision: Precision) -> float:
+def _autocast_copies(size: ModelSize, precision: Precision) -> float:
     """Return the bytes of the copies of the layers' weights in the product dtype, which autocast caches."""
     if precision.product == precision.residual:
         return 0

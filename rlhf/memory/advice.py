@@ -28,10 +28,10 @@ def rows_of(made: Plan) -> Iterator[tuple[str, str]]:
         yield "memory (estimate)", unknown_models(made.unknown)
     for use in made.uses:
         total = "" if use.total is None else f" of {gib(use.total)}"
-        yield f"memory ({use.device})", f"about {gib(use.bytes)}{total}: {in_short(use)}"
+        yield f"memory ({use.device})", f"about {gib(use.bytes)}{total}: {_in_short(use)}"
 
 
-def in_short(use: Use, count: int = 4) -> str:
+def _in_short(use: Use, count: int = 4) -> str:
     """Return the `count` largest items of a device as text: permanent parts by model, the largest phase."""
     sizes: dict[str, float] = {}
     for part in use.parts:
@@ -67,12 +67,12 @@ def nearly_full(made: Plan) -> Iterator[str]:
     for use in made.uses:
         if use.fits and use.total is not None and use.bytes > NEARLY * use.total:
             yield (
-                f"may need about {gib(use.bytes)} of the {gib(use.total)} of {use.device} ({in_short(use)})"
+                f"may need about {gib(use.bytes)} of the {gib(use.total)} of {use.device} ({_in_short(use)})"
             )
 
 
-WORTH = 0.95  # settings that need more than this fraction of the memory are not named
-ADJUSTABLE = {  # phase -> section and name of the key that makes the phase smaller
+_WORTH = 0.95  # settings that need more than this fraction of the memory are not named
+_ADJUSTABLE = {  # phase -> section and name of the key that makes the phase smaller
     "training": ("backend", "micro_batch"),
     "log-probs and scores": ("backend", "micro_batch"),
     "sampling": ("generator", "batch_size"),
@@ -92,7 +92,7 @@ def refusal(use: Use, what: str, key: str, got: object, remedy: str) -> str:
     assert use.total is not None
     return (
         f"{key} must be small enough for the {gib(use.total)} of {use.device} ({what} is estimated to need "
-        f"{gib(use.bytes)}: {in_short(use)}), got {got}; {remedy}"
+        f"{gib(use.bytes)}: {_in_short(use)}), got {got}; {remedy}"
     )
 
 
@@ -124,7 +124,7 @@ def _fits(cfg: Config, device: str) -> bool:
 
 def adjustable(cfg: Config, phase: str) -> tuple[str, str] | None:
     """Return section and name of the key that makes a phase of the plan smaller, or None."""
-    section, name = ADJUSTABLE.get(phase, ("", ""))
+    section, name = _ADJUSTABLE.get(phase, ("", ""))
     if section == "generator" and not cfg.generator.samples:
         section = "eval"
     return (section, name) if section else None
@@ -202,14 +202,14 @@ def savings(cfg: Config) -> tuple[str, dict[str, float]]:
     """
     now = _fullest(plan(cfg))
     options, group = _smaller_configs(cfg), cfg.algo.samples_per_prompt
-    keys = [each for phase in ADJUSTABLE if (each := adjustable(cfg, phase)) is not None]
+    keys = [each for phase in _ADJUSTABLE if (each := adjustable(cfg, phase)) is not None]
     for section, name in dict.fromkeys([*keys, ("generator", "response_length")]):
         part = getattr(cfg, section)
         step = 1 if name == "response_length" else group
         if half := getattr(part, name, 0) // 2 // step * step:
             options[f"{section}.{name}={half}"] = replace(cfg, **{section: replace(part, **{name: half})})
     sizes = {override: _fullest(plan(changed), now.device).bytes for override, changed in options.items()}
-    least = {override: size for override, size in sizes.items() if size < WORTH * now.bytes}
+    least = {override: size for override, size in sizes.items() if size < _WORTH * now.bytes}
     return now.device, dict(sorted(least.items(), key=lambda item: item[1]))
 
 

@@ -10,16 +10,18 @@ from rlhf.memory.uses import Part, parameters, times
 if TYPE_CHECKING:
     from rlhf.config.footprint import Footprint
 
-MIB = 2**20
-CHANNELS = 32  # largest number of NCCL's channels; fewer on GPUs without NVLink
-CONNECTION = 10 * MIB  # buffers of one connection: 4 MiB (NCCL_BUFFSIZE), and those of the two fast protocols
-GROUP = CHANNELS * 2 * CONNECTION  # a ring has two connections per channel; 0.5 to 0.7 GiB were reported
+_MIB = 2**20
+_CHANNELS = 32  # largest number of NCCL's channels; fewer on GPUs without NVLink
+_CONNECTION = (
+    10 * _MIB
+)  # buffers of one connection: 4 MiB (NCCL_BUFFSIZE), and those of the two fast protocols
+GROUP = _CHANNELS * 2 * _CONNECTION  # a ring has two connections per channel; 0.5 to 0.7 GiB were reported
 
 
 def nccl(groups: int) -> Iterator[Part]:
     """Yield the buffers of NCCL on one GPU that is in `groups` groups of processes."""
     if groups:
-        made_of = f"{CHANNELS} channels x 2 connections x {CONNECTION // MIB} MiB"
+        made_of = f"{_CHANNELS} channels x 2 connections x {_CONNECTION // _MIB} MiB"
         yield times(Part("NCCL", GROUP, made_of, estimated=True), groups)
 
 

@@ -20,9 +20,9 @@ from rlhf.models.folders import is_local, read_config
 from rlhf.models.headers import DamagedFile, weight_headers
 
 HEADS = ("lm_head.", "embed_out.", "score.")  # prefixes of the names of tensors of an output head
-EMBEDDINGS = ("embed_in", "embed_tokens", "wte")  # last parts of the names of input embeddings
-BUFFERS = re.compile(r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$")  # tensors that are not parameters
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # config keys of a mixture of experts
+_EMBEDDINGS = ("embed_in", "embed_tokens", "wte")  # last parts of the names of input embeddings
+_BUFFERS = re.compile(r"\.(attention|attn)\.(masked_)?bias$|\.inv_freq$")  # tensors that are not parameters
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # config keys of a mixture of experts
 NAMES = {  # size -> its keys in config.json, the most common key first
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -76,14 +76,14 @@ def named_size(name: str) -> ModelSize | None:
         The size; None if config.json lacks a size, or if the model is neither on this machine nor in the
         table of published models.
     """
-    folder = named_folder(name)
+    folder = _named_folder(name)
     if folder is not None:
         return folder_size(folder)
     published = published_config(name)
     return None if published is None else config_size(published)
 
 
-def named_folder(name: str) -> Path | None:
+def _named_folder(name: str) -> Path | None:
     """Return the folder of the model `name`, a folder or a hub name; None if it is not on this machine."""
     return Path(name).expanduser() if is_local(name) else cached_folder(name)
 
@@ -131,9 +131,9 @@ def module_parameters(name: str | None, size: ModelSize, modules: list[str]) -> 
         size: the size of the model.
         modules: names of modules, or the last dotted parts of names, as in `model.lora.modules_to_save`.
     """
-    counts = tensor_counts(None if name is None else named_folder(name))
+    counts = _tensor_counts(None if name is None else _named_folder(name))
     if not counts:
-        counts = {f"{each}.weight": size.vocabulary * size.hidden for each in (*EMBEDDINGS, "lm_head")}
+        counts = {f"{each}.weight": size.vocabulary * size.hidden for each in (*_EMBEDDINGS, "lm_head")}
     if "lm_head" in modules:  # the head's name in transformers; files of GPT-NeoX name it embed_out
         modules = [*modules, "embed_out"]
     return sum(
@@ -141,13 +141,13 @@ def module_parameters(name: str | None, size: ModelSize, modules: list[str]) -> 
     )
 
 
-def tensor_counts(folder: Path | None) -> dict[str, int]:
+def _tensor_counts(folder: Path | None) -> dict[str, int]:
     """Return the number of parameters of each tensor in a model folder; empty if it has no weights."""
     try:
         tensors = {} if folder is None else weight_headers(folder)
     except DamagedFile:  # loading the model reports damaged weights
         tensors = {}
-    return {tensor: math.prod(each.shape) for tensor, each in tensors.items() if not BUFFERS.search(tensor)}
+    return {tensor: math.prod(each.shape) for tensor, each in tensors.items() if not _BUFFERS.search(tensor)}
 
 
 def folder_size(folder: Path) -> ModelSize | None:
@@ -158,7 +158,7 @@ def folder_size(folder: Path) -> ModelSize | None:
         missing.
     """
     size = config_size(read_config(str(folder)) or {})
-    counts = tensor_counts(folder)
+    counts = _tensor_counts(folder)
     if size is None or not counts:
         return None if size is None or size.backbone == 0 else size
     head = sum(count for name, count in counts.items() if name.startswith(HEADS))
@@ -172,15 +172,15 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
     """
     nested = config.get("text_config")
     config = {**config, **(nested if isinstance(nested, dict) else {})}
-    sizes = {key: first_number(config, names) for key, names in NAMES.items()}
+    sizes = {key: _first_number(config, names) for key, names in NAMES.items()}
     hidden, layers, heads = (sizes[key] for key in ("hidden", "layers", "heads"))
-    vocabulary = first_number(config, ("vocab_size",))
+    vocabulary = _first_number(config, ("vocab_size",))
     if hidden is None or layers is None or heads is None or vocabulary is None:
         return None
     kind = config.get("model_type", "")
     gated = "num_key_value_heads" in config and kind not in ("phi", "falcon", "gpt_bigcode", "starcoder2")
-    kv_heads = first_number(config, ("num_key_value_heads",)) or heads
-    head_size = first_number(config, ("head_dim",)) or hidden // heads
+    kv_heads = _first_number(config, ("num_key_value_heads",)) or heads
+    head_size = _first_number(config, ("head_dim",)) or hidden // heads
     intermediate = sizes["intermediate"] or 4 * hidden
     size = ModelSize(
         backbone=0,
@@ -199,15 +199,15 @@ def config_size(config: dict[str, Any]) -> ModelSize | None:
     )
     scores = any("SequenceClassification" in str(name) for name in config.get("architectures") or ())
     tied = config.get("tie_word_embeddings", True) is True  # true if the key is missing
-    if any(first_number(config, (name,)) for name in EXPERTS):
+    if any(_first_number(config, (name,)) for name in _EXPERTS):
         return size.scoring() if scores else size
-    backbone = llama_parameters(size, config) if gated else neox_parameters(size, config)
+    backbone = _llama_parameters(size, config) if gated else _neox_parameters(size, config)
     head = 0 if tied else vocabulary * hidden
     size = replace(size, backbone=backbone, head=head)
     return size.scoring() if scores else size
 
 
-def llama_parameters(size: ModelSize, config: dict[str, Any]) -> int:
+def _llama_parameters(size: ModelSize, config: dict[str, Any]) -> int:
     """Return the number of parameters, without the head, of a decoder with a gated MLP and RMS norms."""
     h, q, kv = size.hidden, size.query_width, size.kv_width
     kind = config.get("model_type")
@@ -221,7 +221,7 @@ def llama_parameters(size: ModelSize, config: dict[str, Any]) -> int:
     return size.vocabulary * h + size.layers * (attention + mlp + norms * h) + h
 
 
-def neox_parameters(size: ModelSize, config: dict[str, Any]) -> int:
+def _neox_parameters(size: ModelSize, config: dict[str, Any]) -> int:
     """Return the number of parameters, without the head, of a decoder with an ungated MLP and layer norms.
 
     The decoder is GPT-NeoX or, with learned positions, GPT-2.
@@ -231,10 +231,10 @@ def neox_parameters(size: ModelSize, config: dict[str, Any]) -> int:
     if config.get("attention_bias", True):
         attention += q + 2 * kv + h
     mlp = 2 * h * inner + inner + h
-    positions = (first_number(config, ("n_positions",)) or 0) * h
+    positions = (_first_number(config, ("n_positions",)) or 0) * h
     return size.vocabulary * h + positions + size.layers * (attention + mlp + 4 * h) + 2 * h
 
 
-def first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
+def _first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
     """Return the first value of `config` at a key of `names` that is a whole number, or None."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)

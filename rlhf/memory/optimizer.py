@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.memory.loaded_models import Model
 
-BLOCK = 256  # elements of a moment that have a common float32 scale
-EIGHT_BIT = 2 * (1 + 4 / BLOCK)  # bytes per parameter of two moments of 8 bits
-MOMENTUM = 4  # bytes per parameter of Muon's state
-ITERATION = 10  # bytes per element of a matrix during Muon's step: a float32 update, three bfloat16 copies
+_BLOCK = 256  # elements of a moment that have a common float32 scale
+EIGHT_BIT = 2 * (1 + 4 / _BLOCK)  # bytes per parameter of two moments of 8 bits
+_MOMENTUM = 4  # bytes per parameter of Muon's state
+_ITERATION = 10  # bytes per element of a matrix during Muon's step: a float32 update, three bfloat16 copies
 
 
 def with_state(footprint: Footprint, cfg: Config, model: Model) -> Footprint:
@@ -32,12 +32,12 @@ def with_state(footprint: Footprint, cfg: Config, model: Model) -> Footprint:
     if cfg.optim.optimizer is Optimizer.adamw_8bit:
         return replace(footprint, optimizer=EIGHT_BIT)
     if cfg.optim.optimizer is Optimizer.muon and model.trainable:
-        share = matrices(cfg, model) / model.trainable
-        return replace(footprint, optimizer=MOMENTUM * share + footprint.optimizer * (1 - share))
+        share = _matrices(cfg, model) / model.trainable
+        return replace(footprint, optimizer=_MOMENTUM * share + footprint.optimizer * (1 - share))
     return footprint
 
 
-def matrices(cfg: Config, model: Model) -> int:
+def _matrices(cfg: Config, model: Model) -> int:
     """Return the number of parameters of a model that Muon updates."""
     if not model.trained:
         return 0
@@ -55,8 +55,8 @@ def temporary(footprint: Footprint, cfg: Config, models: Sequence[Model]) -> flo
     if cfg.optim.optimizer is Optimizer.adamw_8bit:
         return 0
     if cfg.optim.optimizer is Optimizer.muon:
-        count -= sum(matrices(cfg, model) for model in models)
+        count -= sum(_matrices(cfg, model) for model in models)
         trained = [model.counted for model in models if model.trained]
         shapes = [shape for size in trained for shape in linear_shapes(size).values()]
-        return footprint.step * count + ITERATION * max(a * b for a, b in shapes)
+        return footprint.step * count + _ITERATION * max(a * b for a, b in shapes)
     return footprint.step * count

@@ -7,7 +7,7 @@ from typing import Any
 
 # Parts of names that do not change the shape, such as -Instruct, -it, -deduped and -2407.
 VARIANT = re.compile(r"-(instruct|thinking|chat|base|pt|it|deduped|\d{4})(?=-|$)")
-MEANINGS = (
+_MEANINGS = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -17,7 +17,7 @@ MEANINGS = (
     "vocab_size",
     "tie_word_embeddings",
 )
-SHAPES: dict[str, dict[str, tuple[int, ...]]] = {  # model_type -> name -> values of `MEANINGS`
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {  # model_type -> name -> values of `_MEANINGS`
     "llama": {
         "meta-llama-3-8b": (4096, 32, 32, 8, 128, 14336, 128256, False),
         "meta-llama-3-70b": (8192, 80, 64, 8, 128, 28672, 128256, False),
@@ -86,7 +86,7 @@ def published_config(name: str) -> dict[str, Any] | None:
     model = VARIANT.sub("", name.rpartition("/")[2].lower())
     for kind, shapes in SHAPES.items():
         if model in shapes:
-            sizes = dict(zip(MEANINGS, shapes[model], strict=True))
+            sizes = dict(zip(_MEANINGS, shapes[model], strict=True))
             if kind == "gpt_neox":  # the number of key and value heads marks a gated MLP
                 del sizes["num_key_value_heads"]
             return {"model_type": kind, **sizes}

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 # Estimated activations may exceed real activations by this factor, because few sequences have full length.
-MARGIN = 2.0
+_MARGIN = 2.0
 HEAP = 1.5  # bytes of RAM per byte of temporary tensors; 1.4 to 1.7 were measured with glibc
 NEARLY = 0.9  # warn above this fraction of the memory of a device
 PROCESS = 0.6 * GIB  # RAM of a process with torch and transformers, measured on a CPU
@@ -63,9 +63,9 @@ class Use:
 
     @property
     def least(self) -> float:
-        """The lowest peak memory that is plausible: estimated parts divided by `MARGIN`."""
+        """The lowest peak memory that is plausible: estimated parts divided by `_MARGIN`."""
         peaks = [self.parts + phase.parts for phase in self.phases or (self.largest,)]
-        return max(sum(part.bytes / (MARGIN if part.estimated else 1) for part in parts) for parts in peaks)
+        return max(sum(part.bytes / (_MARGIN if part.estimated else 1) for part in parts) for parts in peaks)
 
     def without(self, name: str) -> Use:
         """Return the use without the phase `name`."""
@@ -108,10 +108,10 @@ def kept(parts: list[Part]) -> tuple[Part, ...]:
 
 def parameters(count: int, size: float) -> str:
     """Return the number of parameters and the bytes per parameter as text; `size` is in bytes."""
-    return f"{millions(count)} parameters x {size / max(1, count):.3g} bytes"
+    return f"{_millions(count)} parameters x {size / max(1, count):.3g} bytes"
 
 
-def millions(count: int) -> str:
+def _millions(count: int) -> str:
     """Return a count in millions or billions as text."""
     return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.2f} million"
 

@@ -40,7 +40,7 @@ LONGEST = {"cpu": 1024, "cuda": 8192}
 # Largest difference relative to 1 + |output|. Faults that were found changed log-probs by 0.1 to 7.
 EXACT, ROUNDED = 1e-3, 3e-2
 # Settings of a config that do not change the states of a model.
-LABELS = (
+_LABELS = (
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id",
     "num_labels", "pad_token_id", "problem_type", "reward_offset", "tie_word_embeddings",
     "transformers_version", "use_cache",
@@ -91,7 +91,7 @@ def sharing_fault(module: RolloutModule, batch: Rollouts) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise UserError(unusable(module.model, f"the forward fails ({described(error)})")) from error
+        raise UserError(_unusable(module.model, f"the forward fails ({described(error)})")) from error
 
     def pairs(shared: bool) -> Iterator[tuple[Tensor, Tensor]]:
         with sharing(module, shared):
@@ -100,11 +100,11 @@ def sharing_fault(module: RolloutModule, batch: Rollouts) -> str | None:
             yield found[i, j].reshape(-1)[: alone.numel()], alone.reshape(-1)
 
     if (fault := why_not(partial(pairs, False), exact)) is not None:
-        raise UserError(unusable(module.model, fault))
+        raise UserError(_unusable(module.model, fault))
     return why_not(partial(pairs, True), exact)
 
 
-def unusable(model: PreTrainedModel, fault: str) -> str:
+def _unusable(model: PreTrainedModel, fault: str) -> str:
     """Return the error message for a model whose forwards have the fault `fault`."""
     return (
         "models must compute each output from the earlier tokens of the same sequence only, also in a batch "
@@ -212,7 +212,7 @@ def fingerprint(model: PreTrainedModel, **settings: str | int) -> str:
     return digest(
         {
             **settings,
-            "config": repr(sorted((k, v) for k, v in config.items() if k not in LABELS)),
+            "config": repr(sorted((k, v) for k, v in config.items() if k not in _LABELS)),
             "code": digest(source),
             "exact": is_exact(model),
             "attention": model.config._attn_implementation,

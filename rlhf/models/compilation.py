@@ -30,7 +30,7 @@ Forward = Callable[..., Any]
 
 # Graphs of a block: with and without gradients, with and without a cache, for batches of 1 and of more
 # sequences, of models with several dtypes. Without a graph, a block runs as usual.
-GRAPHS = 32
+_GRAPHS = 32
 
 
 class NoBlocks(RuntimeError):
@@ -50,7 +50,7 @@ class CompiledBlocks:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        torch._dynamo.config.recompile_limit = GRAPHS
+        torch._dynamo.config.recompile_limit = _GRAPHS
         torch.fx.experimental._config.use_duck_shape = False  # equal sizes may be a coincidence
         blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not blocks:
@@ -76,12 +76,12 @@ class CompiledBlocks:
 def outermost(forward: Forward, place: int) -> Forward:
     """Return the compiled form of a block's forward; checkpointing stays outside the compiled code."""
     if not isinstance(forward, partial):
-        return with_layer(forward, place)
+        return _with_layer(forward, place)
     (inner,) = forward.args  # of `run_again`
-    return partial(forward.func, with_layer(inner, place))
+    return partial(forward.func, _with_layer(inner, place))
 
 
-def with_layer(forward: Forward, place: int) -> Forward:
+def _with_layer(forward: Forward, place: int) -> Forward:
     """Return the compiled forward of the block number `place`, which gets its layer of the cache only."""
     compiled = torch.compile(forward, dynamic=True)
 

@@ -14,7 +14,7 @@ from rlhf.core.errors import UserError
 from rlhf.models.folders import is_local, offline_problem
 
 # What transformers raises for files with invalid content. RuntimeError is not in the list: too little memory.
-INVALID = (
+_INVALID = (
     OSError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError, ImportError,
     SafetensorError, StrictDataclassError,
 )  # fmt: skip
@@ -39,22 +39,22 @@ def fetch(auto: Any, path: str, key: str, **settings: Any) -> Any:
     path = os.path.expanduser(path)
     try:
         return auto.from_pretrained(path, local_files_only=True, **settings)
-    except INVALID as error:
+    except _INVALID as error:
         if is_local(path):
             folder = Path(path).is_dir()
             reason = f"{path!r} could not be read: {cause(error)}" if folder else f"no folder {path!r}"
             remedy = "correct or copy its files, or set {}=<hub name or another folder>" if folder else None
-            raise UserError(not_loaded(key, path, reason, remedy)) from error
+            raise UserError(_not_loaded(key, path, reason, remedy)) from error
     if (offline := hub.unreachable()) is not None:
         raise UserError(offline_problem(key, path, offline))
     try:
         return auto.from_pretrained(path, **settings)
-    except INVALID as error:
+    except _INVALID as error:
         reason = f"no folder {path!r}, and not found on the hub or hub not reachable: {cause(error)}"
-        raise UserError(not_loaded(key, path, reason)) from error
+        raise UserError(_not_loaded(key, path, reason)) from error
 
 
-def not_loaded(key: str, path: str, reason: str, remedy: str | None = None) -> str:
+def _not_loaded(key: str, path: str, reason: str, remedy: str | None = None) -> str:
     """Return the error message for a model that cannot be loaded.
 
     Args:

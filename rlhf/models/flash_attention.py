@@ -16,8 +16,8 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from rlhf.config.model import Dtype
 
-PREFIX = "flash_attention"  # of the names of these implementations in transformers
-SDPA = "sdpa"
+_PREFIX = "flash_attention"  # of the names of these implementations in transformers
+_SDPA = "sdpa"
 
 
 def installed(device: torch.device, dtype: Dtype) -> str | None:
@@ -29,19 +29,19 @@ def installed(device: torch.device, dtype: Dtype) -> str | None:
     return "flash_attention_2" if is_flash_attn_2_available() else None
 
 
-def uses_flash(model: PreTrainedModel) -> bool:
+def _uses_flash(model: PreTrainedModel) -> bool:
     """Return whether the model uses one of these implementations."""
-    return str(model.config._attn_implementation).startswith(PREFIX)
+    return str(model.config._attn_implementation).startswith(_PREFIX)
 
 
 @contextmanager
 def with_sdpa(model: PreTrainedModel) -> Iterator[None]:
     """Return a context in which a model with flash attention uses sdpa instead, which takes any mask."""
-    if not uses_flash(model):
+    if not _uses_flash(model):
         yield
         return
     before = model.config._attn_implementation
-    model.set_attn_implementation(SDPA)
+    model.set_attn_implementation(_SDPA)
     try:
         yield
     finally:

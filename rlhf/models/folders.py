@@ -19,7 +19,7 @@ from rlhf.models.headers import (
 )
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # context length in config.json
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")  # context length in config.json
 ADAPTER = "adapter_config.json"  # the file that marks a folder of PEFT
 CARD = "README.md"  # the model card
 
@@ -80,7 +80,7 @@ def folder_problem(key: str, path: str) -> str | None:
     if folder.is_symlink() and not folder.exists():
         missing = f"{path!r} is a link to {folder.readlink()}, which does not exist"
     elif folder.is_file() and folder.suffix.lower() == ".gguf":
-        missing, remedy = f"{path!r} is a GGUF file", from_gguf(key, Path(path))
+        missing, remedy = f"{path!r} is a GGUF file", _from_gguf(key, Path(path))
     elif not folder.is_dir():
         missing = f"{path!r} is a file" if folder.exists() else f"no folder {path!r}"
         inside = folder.is_file() and (folder.parent / "config.json").is_file()
@@ -129,7 +129,7 @@ def repair(key: str, path: str) -> str:
     rewards = key.endswith(("reward", "path"))
     auto = "AutoModelForSequenceClassification" if rewards else "AutoModelForCausalLM"
     if not (folder / "config.json").is_file() and (gguf := next(folder.glob("*.gguf"), None)):
-        return from_gguf(key, Path(path) / gguf.name)
+        return _from_gguf(key, Path(path) / gguf.name)
     if not (folder / "config.json").is_file():
         models = sorted(Path(path) / each.parent.name for each in folder.glob("*/config.json"))
         if len(models) == 1:
@@ -145,11 +145,11 @@ def repair(key: str, path: str) -> str:
         )
         return f"if you trust the files, run: {python_command(code)}, then set {setting(key, written)}"
     if (gguf := next(folder.glob("*.gguf"), None)) and not list(folder.glob("*.safetensors")):
-        return from_gguf(key, Path(path) / gguf.name)
+        return _from_gguf(key, Path(path) / gguf.name)
     return f"copy or download the model again, or set {key}=<hub name or another folder>"
 
 
-def from_gguf(key: str, file: Path) -> str:
+def _from_gguf(key: str, file: Path) -> str:
     """Return the remedy for a GGUF file: the command that writes its weights as float32."""
     written = file.parent.with_name(f"{file.stem}-safetensors")
     where = f"{literal(file.parent)}, gguf_file={literal(file.name)}"
@@ -213,7 +213,7 @@ def context_of(config: dict[str, Any]) -> int | None:
     """Return the context length, in tokens, that a model config (a dictionary) states; None if not stated."""
     nested = config.get("text_config")
     for part in (config, nested if isinstance(nested, dict) else {}):
-        for name in CONTEXT_KEYS:
+        for name in _CONTEXT_KEYS:
             if isinstance(part.get(name), int):
                 return int(part[name])
     return None
@@ -260,14 +260,14 @@ def rope_problem(config: dict[str, Any], prompt_length: int, response_length: in
         prompt_length: longest prompt in tokens.
         response_length: longest response in tokens.
     """
-    context = min(original_contexts(config), default=None)
+    context = min(_original_contexts(config), default=None)
     if context is None or prompt_length + response_length <= context:
         return None
     reason = "the original context; with rope_type=longrope, longer sequences change their whole batch"
     return too_long(context, reason, prompt_length, response_length)
 
 
-def original_contexts(config: dict[str, Any]) -> Iterator[int]:
+def _original_contexts(config: dict[str, Any]) -> Iterator[int]:
     """Yield the original context length, in tokens, for each rope_type=longrope in a config."""
     original = "original_max_position_embeddings"
     for part in (config, config.get("text_config")):

@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-LARGEST_HEADER = 10**8  # bytes; the limit of the safetensors format
-LFS_POINTER = "version https://git-lfs"  # begin of a file that stands for a large file in a Git repository
+_LARGEST_HEADER = 10**8  # bytes; the limit of the safetensors format
+_LFS_POINTER = "version https://git-lfs"  # begin of a file that stands for a large file in a Git repository
 INDEX = "model.safetensors.index.json"  # tensor -> file, for weights in several files
 # Files from which transformers builds a tokenizer, most common first.
 TOKENIZER_FILES = (
@@ -28,15 +28,19 @@ TOKENIZER_FILES = (
     "tiktoken.model",
 )
 # Tokenizer classes without special tokens of their own. Other classes have defaults, such as </s> for Llama.
-GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # Model types for which transformers replaces a generic class by a class with special tokens of its own.
-REPLACED_CLASSES = ("qwen2", "phi3")
+_REPLACED_CLASSES = ("qwen2", "phi3")
 # Model types whose blocks all have the same tensors, under the names of the modules in transformers.
-UNIFORM = (
+_UNIFORM = (
     "llama", "mistral", "gpt_neox", "gpt2", "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "olmo2",
 )  # fmt: skip
 SPECIAL = ("eos_token", "pad_token", "bos_token")  # keys of special tokens in the files of a tokenizer
-EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight")  # ends of the names of input embeddings
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "embed_in.weight",
+    "wte.weight",
+)  # ends of the names of input embeddings
 HEADS = ("lm_head.weight", "embed_out.weight")  # names of output heads
 
 
@@ -79,7 +83,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """
     try:
         content = file.read_text(encoding="utf-8")
-        if content.startswith(LFS_POINTER):
+        if content.startswith(_LFS_POINTER):
             raise DamagedFile(f"{file.name} is a pointer of Git LFS; run: git lfs pull")
         found = json.loads(content)
     except DamagedFile:
@@ -103,7 +107,7 @@ def versions(files: Iterable[Path]) -> tuple[tuple[int, int], ...]:
 # -- weights ---------------------------------------------------------------------------------------
 
 
-def weight_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files from which transformers loads the model in `folder`.
 
     Raises:
@@ -113,7 +117,7 @@ def weight_files(folder: Path) -> list[Path]:
     if whole.is_file():
         return [whole]
     if index.is_file():
-        return [folder / name for name in sorted(set(read_index(index).values()))]
+        return [folder / name for name in sorted(set(_read_index(index).values()))]
     if any(folder.glob("*.safetensors")):
         raise DamagedFile(f"neither model.safetensors nor {INDEX}")
     patterns = ("*.bin", "*.pt", "*.pth", "*.h5")
@@ -122,7 +126,7 @@ def weight_files(folder: Path) -> list[Path]:
     raise DamagedFile(f"no *.safetensors{only}; reading other formats can execute code")
 
 
-def read_index(index: Path) -> dict[str, str]:
+def _read_index(index: Path) -> dict[str, str]:
     """Return the file name of every tensor that an index lists.
 
     Raises:
@@ -140,7 +144,7 @@ def weight_headers(folder: Path) -> dict[str, TensorHeader]:
     Raises:
         DamagedFile: a file is missing, truncated or malformed, or lacks a tensor that the index lists.
     """
-    files = weight_files(folder)
+    files = _weight_files(folder)
     return _weight_headers(folder, tuple(files), versions([*files, folder / INDEX]))
 
 
@@ -152,7 +156,7 @@ def _weight_headers(
     for file in files:
         tensors |= read_header(file)
     if len(files) > 1 and (index := folder / INDEX).is_file():
-        for name, file_name in read_index(index).items():
+        for name, file_name in _read_index(index).items():
             if name not in tensors:
                 raise DamagedFile(f"{file_name} lacks the tensor {name} of {INDEX}")
     return tensors
@@ -169,12 +173,12 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            start = stream.read(len(LFS_POINTER))
-            if start == LFS_POINTER.encode():
+            start = stream.read(len(_LFS_POINTER))
+            if start == _LFS_POINTER.encode():
                 raise DamagedFile(f"{file.name} is a pointer of Git LFS, not the weights; run: git lfs pull")
             stream.seek(8)
             length = int.from_bytes(start[:8], "little")
-            if size < 8 or not 0 < length <= LARGEST_HEADER:
+            if size < 8 or not 0 < length <= _LARGEST_HEADER:
                 raise DamagedFile(f"{file.name} is not a safetensors file ({size:,} bytes)")
             if 8 + length > size:
                 raise DamagedFile(f"{file.name} is truncated: {size:,} bytes, shorter than its header")
@@ -260,10 +264,10 @@ def _content(token: Any) -> str | None:
 
 def _has_defaults(folder: Path, settings: dict[str, Any]) -> bool:
     """Return True if the class of the tokenizer may have special tokens that its files do not name."""
-    if settings.get("tokenizer_class") not in GENERIC_CLASSES:
+    if settings.get("tokenizer_class") not in _GENERIC_CLASSES:
         return True
     kind = _optional(folder / "config.json").get("model_type")
-    return kind in REPLACED_CLASSES or kind not in UNIFORM
+    return kind in _REPLACED_CLASSES or kind not in _UNIFORM
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -280,7 +284,7 @@ def missing_tensors(config: dict[str, Any], tensors: dict[str, TensorHeader]) ->
         tensors: result of `weight_headers`.
     """
     layers = config.get("num_hidden_layers", config.get("n_layer"))
-    if config.get("model_type") not in UNIFORM or not isinstance(layers, int):
+    if config.get("model_type") not in _UNIFORM or not isinstance(layers, int):
         return []
     found = set(_in_blocks(tensors))
     kinds = sorted({(prefix, rest) for prefix, _, rest in found})
@@ -307,7 +311,7 @@ def contradiction(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> s
         config: content of config.json.
         tensors: result of `weight_headers`.
     """
-    if config.get("model_type") not in UNIFORM:
+    if config.get("model_type") not in _UNIFORM:
         return None
     found = embeddings(tensors)
     last = max((number, prefix) for prefix, number, _ in [*_in_blocks(tensors), ("", -1, "")])
@@ -335,7 +339,7 @@ def architectures(config: dict[str, Any]) -> list[str]:
 
 def embeddings(tensors: dict[str, TensorHeader]) -> TensorHeader | None:
     """Return the input embeddings [vocabulary, hidden size] of a model; None if their name is not known."""
-    return next((tensor for name, tensor in tensors.items() if name.endswith(EMBEDDINGS)), None)
+    return next((tensor for name, tensor in tensors.items() if name.endswith(_EMBEDDINGS)), None)
 
 
 def _in_blocks(tensors: dict[str, TensorHeader]) -> Iterator[tuple[str, int, str]]:
@@ -357,7 +361,7 @@ def linear_layers(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> l
     Returns:
         The full module names; empty if the model type may have other names in transformers than in its files.
     """
-    if config.get("model_type") not in UNIFORM:
+    if config.get("model_type") not in _UNIFORM:
         return []
     return [
         name.removesuffix(".weight")

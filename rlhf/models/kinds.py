@@ -13,11 +13,11 @@ from rlhf.models.headers import architectures, is_causal
 if TYPE_CHECKING:
     from rlhf.models.headers import TensorHeader
 
-ENCODERS = (  # model types that read a text in both directions, unless config.json has is_decoder
+_ENCODERS = (  # model types that read a text in both directions, unless config.json has is_decoder
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet",
     "roberta", "xlm-roberta",
 )  # fmt: skip
-NO_CAUSAL_HEAD = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")  # ends of class names
+_NO_CAUSAL_HEAD = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")  # ends of class names
 
 
 def named(config: dict[str, Any]) -> str:
@@ -39,7 +39,7 @@ def labels(config: dict[str, Any]) -> int:
 def unknown_type(config: dict[str, Any]) -> str | None:
     """Return the model type in config.json if the installed transformers does not know it, else None."""
     kind = config.get("model_type")
-    known = known_types()
+    known = _known_types()
     if not kind or not known:
         return None
     return None if kind in known else str(kind)
@@ -51,11 +51,11 @@ def not_causal(config: dict[str, Any]) -> str | None:
         return f"a sequence classifier ({named(config)}), as reward models are"
     if config.get("is_encoder_decoder") or "decoder_start_token_id" in config:
         return f"an encoder-decoder ({named(config)})"
-    encodes = config.get("model_type") in ENCODERS and not config.get("is_decoder")
-    if encodes or any(name.endswith(NO_CAUSAL_HEAD) for name in architectures(config)):
+    encodes = config.get("model_type") in _ENCODERS and not config.get("is_decoder")
+    if encodes or any(name.endswith(_NO_CAUSAL_HEAD) for name in architectures(config)):
         return f"an encoder ({named(config)})"
-    kind, known = str(config.get("model_type")), causal_types()
-    if kind in known_types() and known and kind not in known and "auto_map" not in config:
+    kind, known = str(config.get("model_type")), _causal_types()
+    if kind in _known_types() and known and kind not in known and "auto_map" not in config:
         media = [part.removesuffix("_config") for part in ("vision_config", "audio_config") if part in config]
         what = f"a model of {' and '.join([*media, 'language'])}" if media else "a model of another kind"
         if not media and any(name.endswith("ForConditionalGeneration") for name in architectures(config)):
@@ -84,7 +84,7 @@ def not_reward(config: dict[str, Any], tensors: dict[str, TensorHeader]) -> str 
 
 
 @cache
-def known_types() -> frozenset[str]:
+def _known_types() -> frozenset[str]:
     """Return the model types of the installed transformers; empty if its files have an unknown layout.
 
     The source is searched for strings, because importing transformers takes seconds.
@@ -98,7 +98,7 @@ def known_types() -> frozenset[str]:
 
 
 @cache
-def causal_types() -> frozenset[str]:
+def _causal_types() -> frozenset[str]:
     """Return the model types with a causal language model in the installed transformers; empty if unknown."""
     found = find_spec("transformers")
     file = Path(found.origin).parent / "models/auto/modeling_auto.py" if found and found.origin else Path()

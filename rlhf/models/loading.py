@@ -131,9 +131,9 @@ def load(
             the attention implementation for the model, or a sequence classifier does not have exactly one
             label.
     """
-    check_folder(key, path)
+    _check_folder(key, path)
     config = fetch(AutoConfig, path, key, trust_remote_code=trust_remote_code, **settings)
-    without_dropout(config)
+    _without_dropout(config)
     try:
         model, report = fetch(
             auto,
@@ -177,7 +177,7 @@ def load(
     return model.eval()
 
 
-def check_folder(key: str, path: str) -> None:
+def _check_folder(key: str, path: str) -> None:
     """Check that the local model folder `path` can be loaded; a hub name is not checked.
 
     Raises:
@@ -212,7 +212,7 @@ def not_finite(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def without_dropout(config: PreTrainedConfig) -> None:
+def _without_dropout(config: PreTrainedConfig) -> None:
     """Set every dropout rate of a model config to 0: all numbers whose name contains "drop"."""
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, int | float):
@@ -237,7 +237,7 @@ def new_nano(nano: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> GPTNeoXFo
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    without_dropout(config)
+    _without_dropout(config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=nano.loaded_attention)
     with torch.no_grad():
         for layer in model.gpt_neox.layers:
@@ -263,7 +263,7 @@ def save(
         folder: where the files are written.
         state_dict: weights to save, for example gathered from all ranks; None: the weights of `model`.
     """
-    stop_at(model, tokenizer.eos_token_id)
+    _stop_at(model, tokenizer.eos_token_id)
     adapted = is_adapted(model)
     if state_dict is None and adapted:
         state_dict = dict(whole_weights(model))
@@ -274,7 +274,7 @@ def save(
     tokenizer.save_pretrained(folder)
 
 
-def stop_at(model: PreTrainedModel, end: int) -> None:
+def _stop_at(model: PreTrainedModel, end: int) -> None:
     """Add the token id `end` to the end tokens in the config and the generation config of a model."""
     for config in (model.config, getattr(model, "generation_config", None)):
         if config is None:

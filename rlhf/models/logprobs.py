@@ -36,7 +36,7 @@ from rlhf.models.precision import product_dtype
 
 entr = torch.special.entr  # -x log(x), 0 at 0
 
-Tile = tuple[int, int]  # rows, vocabulary entries
+_Tile = tuple[int, int]  # rows, vocabulary entries
 
 CPU_TILE_BYTES = 2**21  # bytes of logits in a tile: a tile fits in the cache of a core
 GPU_TILE_BYTES = 2**29  # bytes of logits in a tile: about 1,000 rows with a vocabulary of 128k
@@ -59,7 +59,7 @@ def token_outputs(
     bias: Tensor | None,
     targets: Tensor,
     temperature: float,
-    tile: Tile | None = None,
+    tile: _Tile | None = None,
     extras: Collection[str] = (),
     float32: bool = False,
 ) -> TokenOutputs:
@@ -82,25 +82,25 @@ def token_outputs(
     assert EXTRAS.issuperset(extras), extras
     dtype = product_dtype(hidden.device, hidden.dtype)
     if float32:
-        dtype = accumulator(dtype)
+        dtype = _accumulator(dtype)
     tile = tile or tile_for(hidden, weight, dtype)
     return TokenOutputs(
         *TokenFunction.apply(hidden, weight, bias, targets, temperature, tile, dtype, frozenset(extras))
     )
 
 
-def tile_for(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tile:
+def tile_for(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> _Tile:
     """Return rows and vocabulary entries of a tile whose logits fit in the memory bound of the device.
 
     The tile has all rows of `hidden` if all rows and `MIN_TILE_VOCABULARY` vocabulary entries fit.
     """
     bound = CPU_TILE_BYTES if weight.device.type == "cpu" else GPU_TILE_BYTES
-    numbers = bound // accumulator(dtype).itemsize
+    numbers = bound // _accumulator(dtype).itemsize
     entries = min(len(weight), max(MIN_TILE_VOCABULARY, numbers // max(1, len(hidden))))
     return max(1, numbers // entries), entries
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of softmax and sums for products in `dtype`: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -116,20 +116,20 @@ class TokenFunction(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
-        tile: Tile,
+        tile: _Tile,
         dtype: torch.dtype,
         extras: frozenset[str],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the fields of `TokenOutputs`; store the inputs, and log-sum-exp and entropy of each row."""
-        norms = torch.full((len(hidden), 1), -torch.inf, dtype=accumulator(dtype), device=hidden.device)
+        norms = torch.full((len(hidden), 1), -torch.inf, dtype=_accumulator(dtype), device=hidden.device)
         chosen = torch.zeros_like(norms)
         entropies = torch.zeros_like(norms) if "entropy" in extras else None
         squares = torch.zeros_like(norms) if "log_sum_squares" in extras else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for entries in spans(len(weight), tile[1]):
+            for entries in _spans(len(weight), tile[1]):
                 head, offset = weight[entries].to(dtype), None if bias is None else bias[entries]
-                for rows in spans(len(hidden), tile[0]):
-                    logits = tile_logits(hidden[rows].to(dtype), head, offset, temperature)
+                for rows in _spans(len(hidden), tile[0]):
+                    logits = _tile_logits(hidden[rows].to(dtype), head, offset, temperature)
                     column, inside = within(targets[rows, None], entries)
                     chosen[rows] = torch.where(inside, logits.gather(-1, column), chosen[rows])
                     norm = torch.logaddexp(norms[rows], logits.logsumexp(-1, keepdim=True))
@@ -169,11 +169,11 @@ class TokenFunction(torch.autograd.Function):
         ]
         grad_hidden, grad_weight, grad_bias = grads
         with torch.autocast(hidden.device.type, enabled=False):
-            for entries in spans(len(weight), ctx.tile[1]):
+            for entries in _spans(len(weight), ctx.tile[1]):
                 head, offset = weight[entries].to(dtype), None if bias is None else bias[entries]
-                for rows in spans(len(hidden), ctx.tile[0]):
+                for rows in _spans(len(hidden), ctx.tile[0]):
                     part = hidden[rows].to(dtype)
-                    logits = tile_logits(part, head, offset, ctx.temperature)
+                    logits = _tile_logits(part, head, offset, ctx.temperature)
                     slope = logits.sub_(norms[rows]).exp_()  # p
                     if entropies is not None:  # -p (log p + entropy)
                         entropy_slope = entr(slope).addcmul_(slope, entropies[rows], value=-1)
@@ -188,19 +188,19 @@ class TokenFunction(torch.autograd.Function):
                         grad_bias[entries] += slope.sum(0)
                     slope = slope.to(dtype)
                     if grad_hidden is not None:
-                        add_product(grad_hidden[rows], slope, head)
+                        _add_product(grad_hidden[rows], slope, head)
                     if grad_weight is not None:
-                        add_product(grad_weight[entries], slope.T, part)
+                        _add_product(grad_weight[entries], slope.T, part)
         inputs = zip(grads, (hidden, weight, bias), strict=True)
         return *(None if slope is None else slope.to(x.dtype) for slope, x in inputs), *(None,) * 5
 
 
-def tile_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _tile_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """Return logits / temperature of a tile [rows, vocabulary entries] in float32, in a new buffer."""
     logits = hidden @ weight.T
     if bias is not None:
         logits += bias.to(logits.dtype)
-    logits = logits.to(accumulator(logits.dtype))
+    logits = logits.to(_accumulator(logits.dtype))
     return logits if temperature == 1 else logits.div_(temperature)
 
 
@@ -219,7 +219,7 @@ def within(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
     return column, column == offset
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add `left @ right` to `total` in place; `total` may have a wider dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
@@ -227,7 +227,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def spans(length: int, step: int) -> Iterator[slice]:
+def _spans(length: int, step: int) -> Iterator[slice]:
     """Yield consecutive slices of `step` elements that cover `length` elements; the last may be shorter."""
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))

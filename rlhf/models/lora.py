@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from rlhf.config.model import LoRAConfig
 
 NAME = "default"  # PEFT's name for the only adapter
-FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # prefix of the tensor names in FILE
+_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # prefix of the tensor names in FILE
 
 # PEFT and the 8-bit optimizer import bitsandbytes, which warns on some CPUs that a kernel for quantized
 # models is missing; no model of this project is quantized.
 logging.getLogger("bitsandbytes.backends").setLevel(logging.ERROR)
 
-Gather = Callable[[Iterable[Tensor]], AbstractContextManager[Any]]  # returns a context with whole parameters
+_Gather = Callable[[Iterable[Tensor]], AbstractContextManager[Any]]  # returns a context with whole parameters
 
 
 def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
@@ -60,8 +60,8 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     from peft import LoraConfig, TaskType, inject_adapter_in_model
 
     classifies = model.get_output_embeddings() is None
-    targets = chosen_targets(model, config.targets)
-    whole = chosen_modules(model, config.modules_to_save, targets)
+    targets = _chosen_targets(model, config.targets)
+    whole = _chosen_modules(model, config.modules_to_save, targets)
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -83,7 +83,7 @@ def is_adapted(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def chosen_targets(model: PreTrainedModel, names: list[str] | None) -> list[str]:
+def _chosen_targets(model: PreTrainedModel, names: list[str] | None) -> list[str]:
     """Return the ends of the names of the linear layers that get adapters, sorted.
 
     Args:
@@ -103,7 +103,7 @@ def chosen_targets(model: PreTrainedModel, names: list[str] | None) -> list[str]
     if names is None:
         return available
     for target in names:
-        if not any(matches(name, target) for name in linear):
+        if not any(_matches(name, target) for name in linear):
             raise UserError(
                 "model.lora.targets must name linear layers below the model's head "
                 f"({', '.join(available)}), got {target}; set model.lora.targets=null for all layers"
@@ -111,7 +111,7 @@ def chosen_targets(model: PreTrainedModel, names: list[str] | None) -> list[str]
     return sorted(set(names))
 
 
-def chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str]) -> list[str]:
+def _chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str]) -> list[str]:
     """Return the full names of the modules that are trained whole, without duplicates.
 
     Args:
@@ -125,7 +125,7 @@ def chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str])
     chosen: list[str] = []
     tied = [model.get_input_embeddings(), model.get_output_embeddings()]
     for wanted in names:
-        matching = {name: m for name, m in model.named_modules() if matches(name, wanted)}
+        matching = {name: m for name, m in model.named_modules() if _matches(name, wanted)}
         if not matching:
             simple = sorted(
                 {
@@ -140,7 +140,7 @@ def chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str])
             )
         for name, module in matching.items():
             inside = [name, *(f"{name}.{child}" for child, _ in module.named_modules() if child)]
-            if isinstance(module, nn.ModuleList) or any(matches(i, t) for i in inside for t in targets):
+            if isinstance(module, nn.ModuleList) or any(_matches(i, t) for i in inside for t in targets):
                 raise UserError(
                     "model.lora.modules_to_save must name modules that can be trained whole (no module with "
                     f"adapters, no list of modules), got {wanted}; remove {wanted}, or set "
@@ -156,7 +156,7 @@ def chosen_modules(model: PreTrainedModel, names: list[str], targets: list[str])
     return list(dict.fromkeys(chosen))
 
 
-def matches(name: str, wanted: str) -> bool:
+def _matches(name: str, wanted: str) -> bool:
     """Return True if `wanted` is the module name `name`, or the last dotted parts of `name`."""
     return name == wanted or name.endswith(f".{wanted}")
 
@@ -182,7 +182,7 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def whole_weights(
-    model: PreTrainedModel, gather: Gather = lambda parameters: nullcontext()
+    model: PreTrainedModel, gather: _Gather = lambda parameters: nullcontext()
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of every weight of `model`, under Hugging Face's names, one tensor at a time.
 
@@ -213,7 +213,7 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     tensors = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
-    return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+    return {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -227,7 +227,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     settings.target_modules = sorted(settings.target_modules)  # a list, because PEFT keeps a set
     settings.save_pretrained(str(folder))
     tensors = {name: tensor.detach().contiguous() for name, tensor in adapter_weights(model).items()}
-    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    save_file(tensors, folder / _FILE, metadata={"format": "pt"})
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -236,11 +236,12 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         RunError: the tensor names in the file differ from those of the model's adapters.
     """
-    saved, own = load_file(folder / FILE), adapter_weights(model)
+    saved, own = load_file(folder / _FILE), adapter_weights(model)
     if different := saved.keys() ^ own.keys():
         raise RunError(
-            f"{folder / FILE} must have the tensors of the adapters of this run (file and adapters must have "
-            f"the same layers), got {min(different)} in only one of the two; set resume=never to start again"
+            f"{folder / _FILE} must have the tensors of the adapters of this run (file and adapters must "
+            f"have the same layers), got {min(different)} in only one of the two; set resume=never to start "
+            "again"
         )
     for name, tensor in own.items():
         tensor.copy_(saved[name])

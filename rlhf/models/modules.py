@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Rollouts
 
 # Names that model configs of transformers use for a factor on the logits.
-LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+_LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 class LogprobHead(nn.Linear):
@@ -283,7 +283,7 @@ def logit_scale(model: PreTrainedModel) -> float:
 
     Raises:
         UserError: the forward fails, or the logits are neither the head's output, nor this output multiplied
-            or divided by a factor in the config (`LOGIT_SCALES`).
+            or divided by a factor in the config (`_LOGIT_SCALES`).
     """
     ids = torch.tensor([[0, 1]], device=model.device)
     training = model.training
@@ -300,7 +300,7 @@ def logit_scale(model: PreTrainedModel) -> float:
             f"{model.config.model_type}, whose forward fails ({described(error)}); choose another model"
         ) from error
     model.train(training)
-    named = [float(v) for v in (getattr(model.config, name, None) for name in LOGIT_SCALES) if v]
+    named = [float(v) for v in (getattr(model.config, name, None) for name in _LOGIT_SCALES) if v]
     tolerance = 1e-4 if model.dtype == torch.float32 else 0.05
     largest = float(logits[logits.isfinite()].abs().max())  # -inf: ids without a token
     for scale in (1.0, *named, *(1 / v for v in named)):

@@ -36,11 +36,11 @@ def build_on_first(build: Callable[[], M], ranks: Ranks) -> M:
 
 def without_values(module: M) -> M:
     """Return a copy of a module with placeholders as parameters; buffers are copied."""
-    placeholders = {id(each): placeholder(each) for each in module.parameters()}
+    placeholders = {id(each): _placeholder(each) for each in module.parameters()}
     return copy.deepcopy(module, placeholders)
 
 
-def placeholder(parameter: nn.Parameter) -> nn.Parameter:
+def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter with the shape and dtype of `parameter` that stores one number."""
     return nn.Parameter(
         torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), parameter.requires_grad

@@ -81,7 +81,7 @@ def encode(
         whole=whole,
     )
     if shared_prefix and (apart or always) and prompts.shape[1] > 1:
-        return encode_shared(backbone, prompts, prompt_mask, responses, real, whole)
+        return _encode_shared(backbone, prompts, prompt_mask, responses, real, whole)
     rows = torch.cat([prompts.repeat_interleave(k, 0), responses.flatten(0, 1)], 1)
     mask = torch.cat([prompt_mask.repeat_interleave(k, 0), real.flatten(0, 1)], 1)
     ids, _ = padded_right(rows, mask)
@@ -92,7 +92,7 @@ def encode(
     return chosen.unflatten(0, (n, k))
 
 
-def encode_shared(
+def _encode_shared(
     backbone: PreTrainedModel,
     prompts: Tensor,
     prompt_mask: Tensor,
@@ -136,7 +136,7 @@ def encode_shared(
     rows = (n * k // group, group * real.shape[2])
     states = backbone(
         input_ids=tokens.reshape(rows),
-        attention_mask=mask_of_rows(
+        attention_mask=_mask_of_rows(
             backbone, known.repeat_interleave(k // group, 0), real.reshape(rows), group
         ),
         position_ids=place.reshape(rows),
@@ -169,7 +169,7 @@ def takes_any_mask(model: PreTrainedModel) -> bool:
     return model.is_backend_compatible() and model.config._attn_implementation == "sdpa"
 
 
-def mask_of_rows(model: PreTrainedModel, known: Tensor, real: Tensor, group: int) -> Tensor:
+def _mask_of_rows(model: PreTrainedModel, known: Tensor, real: Tensor, group: int) -> Tensor:
     """Return the attention mask of rows that contain several samples of one prompt.
 
     A token attends to the prompt, to the earlier tokens of its own sample, and to itself.
@@ -308,10 +308,10 @@ def checkpoint_blocks(model: PreTrainedModel) -> None:
             "does not mark blocks that can be recomputed), got true; set model.gradient_checkpointing=false"
         )
     for block in blocks:
-        setattr(block, "forward", partial(run_again, block.forward))  # noqa: B010 (mypy: it is a method)
+        setattr(block, "forward", partial(_run_again, block.forward))  # noqa: B010 (mypy: it is a method)
 
 
-def run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return `forward(*args, **kwargs)`; if gradients are enabled, store only the inputs."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
-SHALLOW = 8  # number of blocks up to which a CPU encodes the prompt in a separate pass if K = 1
-GPU_LAYER = 3e11  # FLOPs of a GPU while one layer is launched: 0.75 ms at 400 TFLOP/s
-TOGETHER = 8  # smallest target for the number of samples in one decoding row
+_SHALLOW = 8  # number of blocks up to which a CPU encodes the prompt in a separate pass if K = 1
+_GPU_LAYER = 3e11  # FLOPs of a GPU while one layer is launched: 0.75 ms at 400 TFLOP/s
+_TOGETHER = 8  # smallest target for the number of samples in one decoding row
 
 
 def prompt_apart(samples: int, tokens: int, *, layers: float, hidden: float, gpu: bool, whole: bool) -> bool:
@@ -33,21 +33,21 @@ def prompt_apart(samples: int, tokens: int, *, layers: float, hidden: float, gpu
     """
     if whole:
         return samples > 1
-    return tokens >= prompt_pass_pays_from(samples, hidden) if gpu else samples > 1 or layers <= SHALLOW
+    return tokens >= prompt_pass_pays_from(samples, hidden) if gpu else samples > 1 or layers <= _SHALLOW
 
 
 def prompt_pass_pays_from(samples: int, hidden: float) -> float:
     """Return the number of prompt tokens in a micro-batch from which a separate prompt pass pays on a GPU.
 
     Launching the operations of a layer takes the same time for any number of tokens. The pass pays if it
-    saves at least `GPU_LAYER` FLOPs per layer. A layer of hidden size H has 12 H^2 weights, so the pass saves
+    saves `_GPU_LAYER` or more FLOPs per layer. A layer of hidden size H has 12 H^2 weights, so the pass saves
     2 * 12 H^2 * (K - 1) FLOPs per prompt token.
 
     Args:
         samples: samples per prompt, K.
         hidden: hidden size of the model, H.
     """
-    return GPU_LAYER / (2 * 12 * hidden**2 * (samples - 1)) if samples > 1 else math.inf
+    return _GPU_LAYER / (2 * 12 * hidden**2 * (samples - 1)) if samples > 1 else math.inf
 
 
 def in_forward(samples: int, known: int, response: int) -> int:
@@ -63,14 +63,14 @@ def in_forward(samples: int, known: int, response: int) -> int:
         response: response tokens of one sample.
     """
     most = 1 + (known + response) // (4 * response)
-    return max(g for g in divisors(samples) if g <= most)
+    return max(g for g in _divisors(samples) if g <= most)
 
 
 def in_decoding(samples: int, prompt: int, response: int) -> int:
     """Return how many samples of a prompt are decoded in one row, and so read one copy of the prompt's keys.
 
     A sample in a shared row also computes attention to the tokens of the other samples, which are masked. The
-    target is 4 * prompt / response, but at least `TOGETHER`. The result is the divisor of `samples` whose
+    target is 4 * prompt / response, but at least `_TOGETHER`. The result is the divisor of `samples` whose
     ratio to the target is nearest to 1.
 
     Args:
@@ -78,10 +78,10 @@ def in_decoding(samples: int, prompt: int, response: int) -> int:
         prompt: prompt length in tokens.
         response: response length in tokens.
     """
-    wanted = max(TOGETHER, 4 * prompt // response)
-    return min(divisors(samples), key=lambda g: max(g / wanted, wanted / g))
+    wanted = max(_TOGETHER, 4 * prompt // response)
+    return min(_divisors(samples), key=lambda g: max(g / wanted, wanted / g))
 
 
-def divisors(samples: int) -> list[int]:
+def _divisors(samples: int) -> list[int]:
     """Return the divisors of `samples`: the group sizes that fill all rows equally."""
     return [g for g in range(1, samples + 1) if samples % g == 0]

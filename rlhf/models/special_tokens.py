@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhf.core.pasting import setting
 
 # Tokens that models reserve for padding, best first.
-PAD_TOKENS = (
+_PAD_TOKENS = (
     "<|padding|>",
     "<|finetune_right_pad_id|>",
     "<pad>",
@@ -34,11 +34,11 @@ UNUSED = (
 )
 ENDS = ("generation_config.json", "config.json")  # files of a model that declare its end tokens
 UNKNOWN = "<unk>"
-END_OF_TEXT = (
+_END_OF_TEXT = (
     "<|endoftext|>"  # ends a document in pre-training; chat models often end a turn with another token
 )
-BYTES = {f"<0x{byte:02X}>" for byte in range(256)}  # the tokens of single bytes in SentencePiece
-BYTE_LEVEL = {
+_BYTES = {f"<0x{byte:02X}>" for byte in range(256)}  # the tokens of single bytes in SentencePiece
+_BYTE_LEVEL = {
     chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))
 }  # in byte-level BPE
 
@@ -61,12 +61,12 @@ def choose_pad_token(
         The token. None: the vocabulary has no token that is certainly unused.
     """
     numbered = sorted(ids, key=lambda token: ids[token], reverse=True)
-    candidates = [*PAD_TOKENS]
+    candidates = [*_PAD_TOKENS]
     for kind in UNUSED:
         candidates += filter(kind.fullmatch, numbered)
-    if ids.keys() >= BYTES or ids.keys() >= BYTE_LEVEL:  # otherwise <unk> stands for unknown signs of texts
+    if ids.keys() >= _BYTES or ids.keys() >= _BYTE_LEVEL:  # otherwise <unk> stands for unknown signs of texts
         candidates.append(UNKNOWN)
-    candidates = [token for token in candidates if token != bos] + [END_OF_TEXT]
+    candidates = [token for token in candidates if token != bos] + [_END_OF_TEXT]
     return next(
         (t for t in candidates if t in ids and t not in used and ids[t] not in used and t not in template),
         None,

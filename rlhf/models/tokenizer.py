@@ -31,7 +31,7 @@ def read_tokenizer(
     """
     folder = Path(path).expanduser()
     if is_local(path) and folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(without_tokenizer(key, path))
+        raise UserError(_without_tokenizer(key, path))
     try:
         tokenizer = fetch(AutoTokenizer, path, key, trust_remote_code=trust_remote_code, padding_side="left")
     except UserError:
@@ -47,7 +47,7 @@ def read_tokenizer(
             f"{key} must come with a fast tokenizer (tokenizer.json), got {path!r}; choose another model"
         )
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise UserError(without_tokenizer(key, path))  # transformers returns an empty tokenizer
+        raise UserError(_without_tokenizer(key, path))  # transformers returns an empty tokenizer
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"{key} must come with a tokenizer that has an end token (it ends every response), got {path!r} "
@@ -57,7 +57,7 @@ def read_tokenizer(
     return tokenizer
 
 
-def without_tokenizer(key: str, path: str) -> str:
+def _without_tokenizer(key: str, path: str) -> str:
     """Return the error message for a model without tokenizer files."""
     return (
         f"{key} must come with its tokenizer (tokenizer.json), got {path!r} without a tokenizer; set "

@@ -16,7 +16,7 @@ from rlhf.config.policy_gradient import KLEstimator, Scale
 from rlhf.core.metrics import selected
 from rlhf.objectives.objective import bounded
 
-STD_EPS = 1e-4  # added to a standard deviation before dividing; same value as in TRL
+_STD_EPS = 1e-4  # added to a standard deviation before dividing; same value as in TRL
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -45,13 +45,13 @@ def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
 def scaled(advantages: Tensor, rewards: Tensor, scale: Scale) -> Tensor:
     """Return advantages [N, K], divided as `scale` selects.
 
-    The divisor is `STD_EPS` plus an unbiased standard deviation: with `group`, of the prompt's rewards; with
+    The divisor is `_STD_EPS` plus an unbiased standard deviation: with `group`, of the prompt's rewards; with
     `batch`, of all rewards. With `none` there is no divisor.
     """
     if scale is Scale.group:
-        return advantages / (rewards.std(1, keepdim=True) + STD_EPS)
+        return advantages / (rewards.std(1, keepdim=True) + _STD_EPS)
     if scale is Scale.batch:
-        return advantages / (rewards.std() + STD_EPS)
+        return advantages / (rewards.std() + _STD_EPS)
     return advantages
 
 

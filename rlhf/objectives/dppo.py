@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf.config.off_policy import DPPOConfig
     from rlhf.core.batch import Batch
 
-EPS = 1e-8  # keeps the logarithm of 1 - p finite
+_EPS = 1e-8  # keeps the logarithm of 1 - p finite
 
 
 class DPPO(DAPO):
@@ -43,7 +43,7 @@ class DPPO(DAPO):
         if self.config.divergence is DPPODivergence.tv:
             divergence = (p - q).abs()
         else:
-            divergence = -q * moved + (1 - q) * ((1 - q + EPS) / (1 - p + EPS)).log()
+            divergence = -q * moved + (1 - q) * ((1 - q + _EPS) / (1 - p + _EPS)).log()
         risen = (advantages > 0) & (p > q) & (divergence > high)
         fallen = (advantages < 0) & (p < q) & (divergence > low)
         masked = risen | fallen

@@ -46,9 +46,9 @@ NEEDS = {
     "training forward",
 }
 
-ROUNDING = 1e-6  # relative rounding error of sums of float32 log-probs, which batching changes
+_ROUNDING = 1e-6  # relative rounding error of sums of float32 log-probs, which batching changes
 MAX_LOG_WEIGHT = 20.0  # bound of the log of a weight or a ratio: the square of the ratio fits float32
-MIN_LOG_WEIGHT = -300.0  # lower bound of a response's log weight: the square of the weight fits float64
+_MIN_LOG_WEIGHT = -300.0  # lower bound of a response's log weight: the square of the weight fits float64
 
 
 class Objective(ABC):
@@ -143,7 +143,7 @@ def preferred(margins: Tensor, sizes: Tensor) -> Stat:
         margins: reward [N] of the chosen response minus the reward of the rejected response.
         sizes: sum [N] of the magnitudes of the float32 numbers whose differences a margin is.
     """
-    sign = margins.detach().sign() * (margins.detach().abs() > ROUNDING * sizes.detach())
+    sign = margins.detach().sign() * (margins.detach().abs() > _ROUNDING * sizes.detach())
     return mean(0.5 * (sign + 1))
 
 
@@ -251,9 +251,9 @@ def between(trainer: Tensor, batch: Batch) -> Metrics:
 def response_weights(log_ratios: Tensor, mask: Tensor) -> Tensor:
     """Return the importance weights [N, K] of responses (float64), given log-ratios [N, K, T] of tokens.
 
-    The logarithm of a weight is limited to the range from `MIN_LOG_WEIGHT` to `MAX_LOG_WEIGHT`.
+    The logarithm of a weight is limited to the range from `_MIN_LOG_WEIGHT` to `MAX_LOG_WEIGHT`.
     """
-    return selected(log_ratios.double(), mask).sum(-1).clamp(MIN_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    return selected(log_ratios.double(), mask).sum(-1).clamp(_MIN_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

@@ -223,8 +223,8 @@ class PolicyGradient(Objective):
         return self.reduce(losses, mask), {
             **mismatch(logprobs, batch),
             **metrics,
-            "policy/ratio": mean_of(ratio, mask),
-            "policy/clipfrac": mean_of(clipped.float(), mask),
+            "policy/ratio": _mean_of(ratio, mask),
+            "policy/clipfrac": _mean_of(clipped.float(), mask),
         }
 
     def observe(self, batch: Batch) -> Metrics:
@@ -276,6 +276,6 @@ def off_policy(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:
     return (batch.advantages < 0) & (over_tokens(gap, batch.response_mask, averaged=True) > limit)
 
 
-def mean_of(x: Tensor, mask: Tensor) -> Stat:
+def _mean_of(x: Tensor, mask: Tensor) -> Stat:
     """Return the mean of `x`: over response tokens if `x` is [N, K, T], over sequences if [N, K, 1]."""
     return mean(x, mask if x.shape == mask.shape else None)

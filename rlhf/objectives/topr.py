@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlhf.objectives.objective import Counts
 
 
-TAPERED = 0.999  # `policy/clipfrac` is the share of weights below this
+_TAPERED = 0.999  # `policy/clipfrac` is the share of weights below this
 
 
 class TOPR(DAPO):
@@ -54,7 +54,7 @@ class TOPR(DAPO):
         assert batch.advantages is not None
         tapered = log_ratio.detach().clamp(max=0.0).exp()
         alpha = torch.where(batch.advantages < 0, tapered, 1.0)
-        return -alpha * batch.advantages * logprobs, alpha < TAPERED
+        return -alpha * batch.advantages * logprobs, alpha < _TAPERED
 
     def count(self, batch: Batch) -> Counts:
         """Return the number of responses; with ratios of tokens, the number of tokens."""

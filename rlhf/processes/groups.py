@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import psutil
 
-TRACKER = "multiprocessing.resource_tracker"  # in the command of Python's resource tracker
-ROUNDS = 100  # a process may start another one between the search and the kill
+_TRACKER = "multiprocessing.resource_tracker"  # in the command of Python's resource tracker
+_ROUNDS = 100  # a process may start another one between the search and the kill
 
 
 def kill_group(group: int, spared: int | None = None) -> None:
@@ -22,7 +22,7 @@ def kill_group(group: int, spared: int | None = None) -> None:
         group: id of the process group.
         spared: id of a process of the group that is not killed either.
     """
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         due = [pid for pid in members(group) if pid != spared]
         for pid in due:
             with suppress(ProcessLookupError):
@@ -39,7 +39,7 @@ def members(group: int) -> list[int]:
             if os.getpgid(pid) != group:
                 continue
             process = psutil.Process(pid)
-            tracks = any(TRACKER in argument for argument in process.cmdline())
+            tracks = any(_TRACKER in argument for argument in process.cmdline())
             if not tracks and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 found.append(pid)
     return found

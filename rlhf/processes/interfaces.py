@@ -12,7 +12,7 @@ from rlhf.core.errors import UserError
 from rlhf.core.launched import local_world_size, world_size
 from rlhf.core.network import is_loopback
 
-PORT = 9  # any port: nothing is sent
+_PORT = 9  # any port: nothing is sent
 
 
 def choose_interfaces(cuda: bool) -> None:
@@ -34,12 +34,12 @@ def choose_interfaces(cuda: bool) -> None:
         return
     variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if cuda else ("GLOO_SOCKET_IFNAME",)
     if unset := [variable for variable in variables if not os.environ.get(variable)]:
-        interface = interface_to(os.environ.get("MASTER_ADDR", ""), unset)
+        interface = _interface_to(os.environ.get("MASTER_ADDR", ""), unset)
         for variable in unset:
             os.environ[variable] = f"={interface}" if variable.startswith("NCCL") else interface
 
 
-def interface_to(host: str, variables: list[str]) -> str:
+def _interface_to(host: str, variables: list[str]) -> str:
     """Return the network interface of the route from this machine to another host.
 
     Args:
@@ -63,7 +63,7 @@ def interface_to(host: str, variables: list[str]) -> str:
     raise UserError(
         f"MASTER_ADDR must be a host that all hosts of the run reach (the ranks connect over the network), "
         f"got {host} ({reason}); correct it, or export {remedy} with one of this host's interfaces: "
-        f"{', '.join(external()) or 'none is up'}"
+        f"{', '.join(_external()) or 'none is up'}"
     )
 
 
@@ -74,7 +74,7 @@ def source_address(host: str) -> str:
         OSError: the name of the host is unknown, or there is no route to the host.
         UnicodeError: the name of the host is too long.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # UDP: only chooses the route
         return str(probe.getsockname()[0]).partition("%")[0]
@@ -97,6 +97,6 @@ def loopback() -> str:
     return interface_of("127.0.0.1") or "lo"
 
 
-def external() -> list[str]:
+def _external() -> list[str]:
     """Return the network interfaces of this machine that are up, except the loopback interface."""
     return [name for name, state in psutil.net_if_stats().items() if state.isup and name != loopback()]

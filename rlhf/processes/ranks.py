@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUCKET = 25_000_000  # maximum number of gradient elements in one message
-NOTICE_S = 60.0  # longest time in seconds until a rank that other ranks wait for reports that it is alive
+_NOTICE_S = 60.0  # longest time in seconds until a rank that other ranks wait for reports that it is alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Ranks:
     device: torch.device = torch.device("cpu")
     rank: int = 0
     size: int = 1
-    notice_s: float = NOTICE_S
+    notice_s: float = _NOTICE_S
 
     @classmethod
     def join(cls, device: torch.device, timeout_s: float) -> Ranks:
@@ -69,7 +69,7 @@ class Ranks:
             choose_interfaces(cuda=device.type == "cuda")
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        return cls(device, rank, size, min(NOTICE_S, timeout_s / 4))
+        return cls(device, rank, size, min(_NOTICE_S, timeout_s / 4))
 
     @property
     def first(self) -> bool:
@@ -189,7 +189,7 @@ def together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise connection_failed(error) from error
+        raise _connection_failed(error) from error
 
 
 @contextmanager
@@ -200,10 +200,10 @@ def explain_lost_ranks() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        raise connection_failed(error) from error
+        raise _connection_failed(error) from error
 
 
-def connection_failed(error: RuntimeError) -> RunError:
+def _connection_failed(error: RuntimeError) -> RunError:
     """Return the error of a run in which a collective failed."""
     return RunError(
         "the connection between the ranks failed: a rank ended (it prints its own error, unless it was "

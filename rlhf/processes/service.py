@@ -30,9 +30,9 @@ from rlhf.processes.groups import kill_group
 from rlhf.processes.signals import SIGNALS, ignore
 
 LENGTH = struct.Struct("<Q")  # header of a message: its number of bytes
-PIECE = 1 << 20  # maximum number of bytes read at once
-POLL_S = 0.1  # seconds between checks whether the trainer has ended
-REMOVALS = 100  # number of tries to remove a folder while threads may write to it
+_PIECE = 1 << 20  # maximum number of bytes read at once
+_POLL_S = 0.1  # seconds between checks whether the trainer has ended
+_REMOVALS = 100  # number of tries to remove a folder while threads may write to it
 
 
 class Disconnected(EOFError):
@@ -111,7 +111,7 @@ class Channel:
     def take(self) -> bool:
         """Wait for bytes and add them to the inbox; return False if the other side closed the connection."""
         try:
-            data = self.socket.recv(PIECE)
+            data = self.socket.recv(_PIECE)
         except ConnectionError:
             return False
         self.inbox += data
@@ -208,11 +208,11 @@ class Server:
     def end_with_trainer(self) -> None:
         """Wait until the trainer has ended, then remove temporary files and kill the whole process group."""
         while os.getppid() == self.trainer:
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
         kill_group(os.getpgrp(), spared=os.getpid())
         if self.service is not None:
             self.service.orphaned()
-        for _ in range(REMOVALS):
+        for _ in range(_REMOVALS):
             shutil.rmtree(self.scratch, ignore_errors=True)
             if not os.path.exists(self.scratch):
                 break

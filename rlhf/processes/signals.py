@@ -154,9 +154,9 @@ class Interruption:
                 if number[0] == signal.SIGTERM:
                     terminated = terminated or now
                     if now - terminated > ECHO_S:
-                        end_now(signal.SIGTERM)
+                        _end_now(signal.SIGTERM)
                 if number[0] == signal.SIGINT and now - began > ECHO_S:
-                    end_now(signal.SIGINT)
+                    _end_now(signal.SIGINT)
 
     def install(self) -> threading.Thread:
         """Install the signal handlers, and return the thread that runs `listen`."""
@@ -214,7 +214,7 @@ def interruptible() -> Iterator[Interruption]:
             listener.join()
 
 
-def end_now(number: signal.Signals) -> NoReturn:
+def _end_now(number: signal.Signals) -> NoReturn:
     """Kill the child processes of this process and end it, even if its main thread is blocked.
 
     Worker processes are not killed: they remove their temporary files and end when their trainer has ended.
@@ -262,7 +262,7 @@ def ignore(number: int, frame: FrameType | None) -> None:
     """Do nothing. Unlike with SIG_IGN, the processes that this process starts do not ignore the signal."""
 
 
-def leave_alone() -> None:
+def _leave_alone() -> None:
     """Restore the previous signal handlers after a fork, in the child process; the defaults in place of ours.
 
     Otherwise a process that the user's code forks and terminates, such as a pool of processes, would not end.
@@ -278,7 +278,7 @@ def leave_alone() -> None:
     active = None
 
 
-os.register_at_fork(before=hold, after_in_parent=release, after_in_child=leave_alone)
+os.register_at_fork(before=hold, after_in_parent=release, after_in_child=_leave_alone)
 
 
 def name(number: signal.Signals) -> str:

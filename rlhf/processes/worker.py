@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics
     from rlhf.processes.service import ServiceFactory
 
-CLOSE_S = 10.0  # time limit in seconds for a process to release its resources
+_CLOSE_S = 10.0  # time limit in seconds for a process to release its resources
 
 
 class Lost(Exception):
@@ -168,7 +168,7 @@ class Worker:
                     self.unanswered -= 1
                 job.future.set_result(answer)
                 job = self.next()
-            self.ask("close", limit=CLOSE_S)
+            self.ask("close", limit=_CLOSE_S)
             raise Closed
         except (RunError, UserError) as error:
             self.fail(error, job)

@@ -67,18 +67,18 @@ def differences(section: Section) -> list[Difference]:
     metric = section.main
     if metric is None or not metric.evaluated or not metric.better:
         return []
-    scores = cache(partial(scores_of, name=metric.name))  # the completions of a run are read once
+    scores = cache(partial(_scores_of, name=metric.name))  # the completions of a run are read once
     found: list[Difference] = []
     finished = [group for group in section.groups if group.finished and group.value(metric) is not None]
     for _, (best, *others) in comparable(finished, metric.scale):
         compared = []
         for other in others[: LINES - 1]:
-            seeds = by_seed(best, other, metric)
+            seeds = _by_seed(best, other, metric)
             if len(seeds) >= SEEDS:
                 family = len(others[: LINES - 1])
                 p, pairs = p_value(seeds, family=family), f"{len(seeds)} seeds"
                 compared.append((other, mean_interval(seeds), p, pairs))
-            elif len(prompts := by_prompt(best, other, scores)) >= PROMPTS:
+            elif len(prompts := _by_prompt(best, other, scores)) >= PROMPTS:
                 count = min(len(best.finished), len(other.finished))
                 pairs = f"{len(prompts)} prompts of {count} seed{'s' * (count > 1)}"
                 p = p_t(prompts) if any(prompts) else 1.0
@@ -90,7 +90,7 @@ def differences(section: Section) -> list[Difference]:
     return found
 
 
-def by_seed(best: Group, other: Group, metric: Metric) -> list[float]:
+def _by_seed(best: Group, other: Group, metric: Metric) -> list[float]:
     """Return the differences of a metric, one per seed that both groups finished."""
     values = [
         {run.seed: value for run in group.finished if (value := run.last(metric.name)) is not None}
@@ -99,7 +99,7 @@ def by_seed(best: Group, other: Group, metric: Metric) -> list[float]:
     return [values[0][seed] - values[1][seed] for seed in sorted(values[0].keys() & values[1].keys())]
 
 
-def by_prompt(best: Group, other: Group, scores: Scores) -> list[float]:
+def _by_prompt(best: Group, other: Group, scores: Scores) -> list[float]:
     """Return the differences of a metric, one per held-out prompt that all runs of both groups have.
 
     The value of a group is the mean over its runs.
@@ -110,7 +110,7 @@ def by_prompt(best: Group, other: Group, scores: Scores) -> list[float]:
     return [means[0][key] - means[1][key] for key in sorted(common)]
 
 
-def scores_of(folder: Path, name: str) -> Mapping[Prompt, float]:
+def _scores_of(folder: Path, name: str) -> Mapping[Prompt, float]:
     """Return the value of a metric for each held-out prompt at the last evaluation of the run in `folder`.
 
     The result is empty if completions.jsonl has no such values, or cannot be read.
@@ -124,12 +124,12 @@ def scores_of(folder: Path, name: str) -> Mapping[Prompt, float]:
     found = {}
     for row in last:
         numbers[row["prompt"]] += 1
-        if (value := value_of(row, name)) is not None:
+        if (value := _value_of(row, name)) is not None:
             found[row["prompt"], numbers[row["prompt"]]] = value
     return found
 
 
-def value_of(row: Mapping[str, object], name: str) -> float | None:
+def _value_of(row: Mapping[str, object], name: str) -> float | None:
     """Return the value of a metric for one response; None if completions.jsonl does not determine it."""
     key = {"eval/score": "score", "eval/gold_score": "gold_score", "eval/win_rate": "gold_score"}.get(name)
     value = row.get(key or "")

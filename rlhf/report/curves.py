@@ -63,7 +63,7 @@ def curve(runs: Sequence[Run], x: Read, y: Read, interval: Bounds | None = None)
         interval: returns the bounds of the confidence interval of y; used if there is a single run.
     """
     if interval is not None and len(runs) == 1:
-        return thin(with_interval(runs[0], x, y, interval))
+        return _thin(_with_interval(runs[0], x, y, interval))
     values_by_run: list[dict[float, tuple[float, float]]] = []
     for run in runs:
         values: dict[float, tuple[float, float]] = {}
@@ -77,10 +77,10 @@ def curve(runs: Sequence[Run], x: Read, y: Read, interval: Bounds | None = None)
     for update in sorted(set.intersection(*map(set, values_by_run))) if values_by_run else []:
         xs, ys = zip(*(values[update] for values in values_by_run), strict=True)
         points.append(Point(mean(xs), mean(ys), min(ys), max(ys), min(xs), max(xs)))
-    return thin(points)
+    return _thin(points)
 
 
-def with_interval(run: Run, x: Read, y: Read, interval: Bounds) -> list[Point]:
+def _with_interval(run: Run, x: Read, y: Read, interval: Bounds) -> list[Point]:
     """Return the points of one run, whose range is the confidence interval; see `curve`."""
     points = []
     for row in run.rows:
@@ -92,7 +92,7 @@ def with_interval(run: Run, x: Read, y: Read, interval: Bounds) -> list[Point]:
     return points
 
 
-def thin(points: list[Point]) -> list[Point]:
+def _thin(points: list[Point]) -> list[Point]:
     """Return at most `POINTS` points, each the mean of a block of neighbouring points."""
     size = -(-len(points) // POINTS)
     if size <= 1:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The colour-blind-safe palette of Okabe and Ito, with a grey and a wine red instead of black and yellow.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5c5f66", "#882255")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 GLYPHS = ("\N{BLACK CIRCLE}", "\N{BLACK SQUARE}", "\N{BLACK UP-POINTING TRIANGLE}", "\N{BLACK DIAMOND}",
           "\N{BLACK DOWN-POINTING TRIANGLE}", "\N{HEAVY GREEK CROSS}", "\N{HEAVY MULTIPLICATION X}",
           "\N{BLACK STAR}")  # fmt: skip
@@ -28,7 +28,7 @@ GLYPHS = ("\N{BLACK CIRCLE}", "\N{BLACK SQUARE}", "\N{BLACK UP-POINTING TRIANGLE
 INK, FAINT, RULE, PAPER = "#1b1f24", "#636b76", "#dde1e6", "#fefefe"
 
 # Colour -> variable of page.css, which has a value for the light and the dark theme.
-VARIABLES = {
+_VARIABLES = {
     INK: "--ink",
     FAINT: "--faint",
     RULE: "--rule",
@@ -58,8 +58,8 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a "$" in a label is a character, not mathematics
 }
 
-DECIMALS = re.compile(r"(\d\.\d)\d+")  # decimals of a coordinate after the first
-UNFINISHED = (0, (2, 2))  # line style of unfinished runs
+_DECIMALS = re.compile(r"(\d\.\d)\d+")  # decimals of a coordinate after the first
+_UNFINISHED = (0, (2, 2))  # line style of unfinished runs
 WIDTH, HEIGHT = 4.8, 3.1  # inches of a panel
 LEFT, RIGHT, TOP, BOTTOM = 0.74, 0.3, 0.42, 0.5  # inches of a panel beside its axes
 LEGEND_ROW, LEGEND_COLUMN, CHARACTER = 0.22, 0.6, 0.095  # inches in the legend of a PNG file
@@ -93,7 +93,7 @@ class Key:
     @property
     def paint(self) -> str:
         """The colour as a CSS value."""
-        return f"var({VARIABLES[self.colour]})" if self.colour in VARIABLES else self.colour
+        return f"var({_VARIABLES[self.colour]})" if self.colour in _VARIABLES else self.colour
 
     def handle(self) -> Any:
         """Return the entry as an artist of matplotlib, for the legend of a PNG file."""
@@ -101,7 +101,7 @@ class Key:
         from matplotlib.patches import Patch
 
         if self.dashed:
-            return Line2D([], [], color=self.colour, linestyle=UNFINISHED, linewidth=1.0, marker="x")
+            return Line2D([], [], color=self.colour, linestyle=_UNFINISHED, linewidth=1.0, marker="x")
         return Patch(color=self.colour) if self.place is None else Line2D([], [], **look(self.place))
 
 
@@ -180,7 +180,7 @@ class Chart:
             with rc_context({**STYLE, "svg.hashsalt": salt}):
                 drawing = Figure(figsize=(WIDTH, panel.height))
                 panel.draw(axes_at(drawing, 0.0, 0.0, panel.height))
-                made.append(as_element(drawing))
+                made.append(_as_element(drawing))
         return made
 
 
@@ -198,7 +198,7 @@ def axes_at(drawing: Figure, left: float, bottom: float, height: float) -> Axes:
     return drawing.add_axes(((left + LEFT) / across, (bottom + BOTTOM) / up, *size))
 
 
-def as_element(drawing: Figure) -> str:
+def _as_element(drawing: Figure) -> str:
     """Return a figure as an SVG element that takes its colours from the style sheet of the page."""
     out = io.StringIO()
     drawing.savefig(out, format="svg", transparent=True)
@@ -206,11 +206,11 @@ def as_element(drawing: Figure) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', "", text, count=1)
-    text = re.sub(r' d="[^"]*"', lambda path: DECIMALS.sub(r"\1", path[0]), text)  # a tenth of a point
+    text = re.sub(r' d="[^"]*"', lambda path: _DECIMALS.sub(r"\1", path[0]), text)  # a tenth of a point
     text = re.sub(r'id="(series-\d+)"', r'class="series \1"', text)
     named = set(re.findall(r"#([\w-]+)", text))
     text = re.sub(r' id="([\w-]+)"', lambda match: match[0] if match[1] in named else "", text)
-    for colour, variable in VARIABLES.items():
+    for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     return text
 
@@ -240,7 +240,7 @@ def trace(axes: Axes, group: Group, points: list[Point], finished: bool, band: b
     """Draw a curve, with its range if `band`; unfinished curves are dashed and end in a cross."""
     style = look(group.place or 0)
     if not finished:
-        style |= {"linestyle": UNFINISHED, "linewidth": 1.0, "marker": ""}
+        style |= {"linestyle": _UNFINISHED, "linewidth": 1.0, "marker": ""}
     elif len(points) > 25:
         style["marker"] = ""
     xs, ys = [point.x for point in points], [point.y for point in points]
@@ -306,7 +306,7 @@ def plain_labels(axis: Axis) -> None:
 
 
 def mark(group: Group) -> str:
-    """Return the id of drawn elements of `group`; `as_element` turns the id into a class."""
+    """Return the id of drawn elements of `group`; `_as_element` turns the id into a class."""
     return f"series-{group.index}"
 
 
@@ -314,7 +314,7 @@ def look(place: int) -> dict[str, Any]:
     """Return the colour and marker of the group at `place`, as arguments of matplotlib."""
     return {
         "color": SERIES[place % len(SERIES)],
-        "marker": MARKERS[place % len(MARKERS)],
+        "marker": _MARKERS[place % len(_MARKERS)],
         "markersize": 5,
         "markeredgecolor": PAPER,
         "markeredgewidth": 0.7,

@@ -51,8 +51,8 @@ ELSEWHERE = {
 }
 
 # Metrics of each figure, in the order of the panels.
-OVER_KL = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/score", "eval/gold_score")
-LEARNING = (
+_OVER_KL = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/score", "eval/gold_score")
+_LEARNING = (
     "eval/win_rate",
     "eval/win_rate_vs_initial",
     "eval/score",
@@ -65,7 +65,7 @@ LEARNING = (
     "eval/response_tokens",
     "objective/entropy",
 )
-OPTIMIZATION = (
+_OPTIMIZATION = (
     "loss/policy",
     "loss/value",
     "rewards/accuracies",
@@ -74,7 +74,7 @@ OPTIMIZATION = (
     "lr",
     "memory/peak_gib",
 )
-OFF_POLICY = (
+_OFF_POLICY = (
     "lag",
     "mismatch/token_lag",
     "replay/age",
@@ -86,83 +86,83 @@ OFF_POLICY = (
     "policy/clipfrac",
 )
 
-PROGRESS = (("episode", "episodes"), ("examples", "examples"), ("update", "updates"))  # name in a row, label
-WIDE = 30  # ratio of largest to smallest value from which a logarithmic axis is used
-SCALES = 4  # largest number of panels of one metric, one for each scale
+_PROGRESS = (("episode", "episodes"), ("examples", "examples"), ("update", "updates"))  # name in a row, label
+_WIDE = 30  # ratio of largest to smallest value from which a logarithmic axis is used
+_SCALES = 4  # largest number of panels of one metric, one for each scale
 
 MEANS = "Lines are means over seeds, and bands are the range over seeds. "
-INTERVALS = "With a single seed, the band is the 95 % confidence interval, where the run reports one. "
+_INTERVALS = "With a single seed, the band is the 95 % confidence interval, where the run reports one. "
 
 
 def charts(section: Section) -> tuple[list[Chart], list[str]]:
     """Return the figures of a section, and a remark about each metric that no figure shows."""
-    makers = (against_kl, learning_curves, optimization, against_time, off_policyness, time_per_phase)
+    makers = (_against_kl, learning_curves, optimization, _against_time, _off_policyness, time_per_phase)
     made = [make(section) for make in makers]
     drawn = [chart for chart, _ in made if chart is not None]
     return drawn, [remark for _, remarks in made for remark in remarks]
 
 
-Made = tuple[Chart | None, list[str]]  # a figure, None without data, and remarks about metrics not drawn
+_Made = tuple[Chart | None, list[str]]  # a figure, None without data, and remarks about metrics not drawn
 
 
-def against_kl(section: Section) -> Made:
+def _against_kl(section: Section) -> _Made:
     """Return the figure of win rate, reward and judge score over the KL to the reference."""
     groups = [group for group in section.drawn if has(group, "eval/kl")]
     panels = []
-    for name in OVER_KL:
+    for name in _OVER_KL:
         shown, _ = panels_of(groups, METRICS[name], figure("eval/kl"), METRICS["eval/kl"].title, points=True)
         panels += shown
     if not panels:
         return None, []
-    first = METRICS[next(name for name in OVER_KL if any(has(group, name) for group in groups))]
+    first = METRICS[next(name for name in _OVER_KL if any(has(group, name) for group in groups))]
     chart = Chart(
         "win_rate_against_kl",
         f"{topic(first)} vs. KL",
         "Each point is an evaluation; lines join the evaluations in the order of training. The large point "
         "is the last evaluation, and its bars are the range over seeds, or the 95 % confidence interval of a "
         "single seed. The KL is estimated on samples at the training temperature (eval/kl). A higher value "
-        "at the same KL is better. " + meanings(groups, OVER_KL),
+        "at the same KL is better. " + _meanings(groups, _OVER_KL),
         panels,
         legend(groups),
     )
     return chart, []
 
 
-def learning_curves(section: Section) -> Made:
+def learning_curves(section: Section) -> _Made:
     """Return the figure of held-out metrics and training reward over the progress of training."""
     sampled = section.kind is Kind.rl  # the rows of other kinds describe stored responses
-    names = [name for name in LEARNING if sampled or not name.startswith("objective/")]
-    x, unit = progress_axis(section.drawn)
-    panels, remarks = all_panels(section.drawn, names, figure(x), unit)
+    names = [name for name in _LEARNING if sampled or not name.startswith("objective/")]
+    x, unit = _progress_axis(section.drawn)
+    panels, remarks = _all_panels(section.drawn, names, figure(x), unit)
     if not panels:
         return None, remarks
     chart = Chart(
         "learning_curves",
         "Learning curves",
-        MEANS + INTERVALS + meanings(section.drawn, names) + averaging_note(section.drawn),
+        MEANS + _INTERVALS + _meanings(section.drawn, names) + _averaging_note(section.drawn),
         panels,
         legend(section.drawn),
     )
     return chart, remarks
 
 
-def optimization(section: Section) -> Made:
+def optimization(section: Section) -> _Made:
     """Return the figure of loss, training accuracy, gradient norm, learning rate and memory."""
-    panels, remarks = all_panels(section.drawn, OPTIMIZATION, figure("update"), "updates")
+    panels, remarks = _all_panels(section.drawn, _OPTIMIZATION, figure("update"), "updates")
     if not panels:
         return None, remarks
     chart = Chart(
         "optimization",
         "Loss, gradients, learning rate, memory",
         MEANS + "All values are those of training rows. Losses and margins of different algorithms have "
-        "different scales, so each algorithm has its own axes." + averaging_note(section.drawn),
+        "different scales, so each algorithm has its own axes." + _averaging_note(section.drawn),
         panels,
         legend(section.drawn),
     )
     return chart, remarks
 
 
-def against_time(section: Section) -> Made:
+def _against_time(section: Section) -> _Made:
     """Return the figure of the main metric over the time of training."""
     main = section.main
     timed = [group for group in section.drawn if has(group, "time/update_s")]
@@ -192,11 +192,11 @@ def against_time(section: Section) -> Made:
     return chart, []
 
 
-def off_policyness(section: Section) -> Made:
+def _off_policyness(section: Section) -> _Made:
     """Return the figure of the lag of samples and of the mismatch of sampler and trainer."""
     if section.kind is not Kind.rl:
         return None, []
-    panels, remarks = all_panels(section.drawn, OFF_POLICY, figure("update"), "updates")
+    panels, remarks = _all_panels(section.drawn, _OFF_POLICY, figure("update"), "updates")
     if not panels:
         return None, remarks
     chart = Chart(
@@ -205,14 +205,14 @@ def off_policyness(section: Section) -> Made:
         "Lag is the version being trained minus the version that sampled the batch. Mismatch compares the "
         "log-probs of the sampled tokens by the trainer, just before the update, with those by the sampler "
         "(mismatch/kl, mismatch/max_ratio). The effective sample size of the weights trainer / sampler of "
-        f"responses is 1 on-policy (mismatch/ess). {MEANS}" + averaging_note(section.drawn),
+        f"responses is 1 on-policy (mismatch/ess). {MEANS}" + _averaging_note(section.drawn),
         panels,
         legend(section.drawn),
     )
     return chart, remarks
 
 
-def time_per_phase(section: Section) -> Made:
+def time_per_phase(section: Section) -> _Made:
     """Return the figure of the seconds of an update by phase."""
     groups = [group for group in section.drawn if any(run.seconds() for run in group.measured)]
     if not groups:
@@ -265,8 +265,8 @@ def times_of(group: Group) -> tuple[dict[str, float], dict[str, float]]:
 
     In a synchronous run the trainer waits for the sampling, so the sampling is a phase of the trainer.
     """
-    thick = {phase: per_update(group, phase) for phase in PHASES}
-    thin = {phase: per_update(group, phase) for phase in ELSEWHERE}
+    thick = {phase: _per_update(group, phase) for phase in PHASES}
+    thin = {phase: _per_update(group, phase) for phase in ELSEWHERE}
     if group.config.get("schedule.max_lag", 0) == 0:
         for phase in reversed(ELSEWHERE):
             inside = min(thin.pop(phase), thick["wait"])
@@ -278,13 +278,13 @@ def times_of(group: Group) -> tuple[dict[str, float], dict[str, float]]:
     )
 
 
-def per_update(group: Group, phase: str) -> float:
+def _per_update(group: Group, phase: str) -> float:
     """Return the seconds of `time/<phase>_s` per update, averaged over the runs that have updates."""
     values = [run.seconds(phase) / run.trained[-1]["update"] for run in group.measured if run.trained]
     return sum(values) / len(values) if values else 0.0
 
 
-def all_panels(
+def _all_panels(
     groups: Sequence[Group], names: Sequence[str], x: Read, unit: str
 ) -> tuple[list[Panel], list[str]]:
     """Return the panels of several metrics, and remarks about metrics that are not drawn; see `panels_of`."""
@@ -299,7 +299,7 @@ def all_panels(
 def panels_of(
     groups: Sequence[Group], metric: Metric, x: Read, unit: str, points: bool = False
 ) -> tuple[list[Panel], list[str]]:
-    """Return the panels of one metric: one for each scale of the metric (`by_scale`), at most `SCALES`.
+    """Return the panels of one metric: one for each scale of the metric (`by_scale`), at most `_SCALES`.
 
     Args:
         groups: the groups to draw; groups without the metric are left out.
@@ -317,18 +317,18 @@ def panels_of(
     if all(quiet(group, metric) for group in measured):
         return [], [f"{metric.name} (always {metric.expected:g})"]
     scales = by_scale(measured, metric.scale)
-    remarks = [f"{metric.name} of {label}" for label, _ in scales[SCALES:]]
+    remarks = [f"{metric.name} of {label}" for label, _ in scales[_SCALES:]]
     panels = []
-    for label, members in scales[:SCALES]:
+    for label, members in scales[:_SCALES]:
         if all(quiet(group, metric) for group in members):
             remarks.append(f"{metric.name} of {label} (always {metric.expected:g})")
             continue
         title = f"{metric.title}\n{label}" if label else metric.title
-        panels.append(Panel(partial(draw_metric, members, metric, x, unit, title, points)))
+        panels.append(Panel(partial(_draw_metric, members, metric, x, unit, title, points)))
     return panels, remarks
 
 
-def draw_metric(
+def _draw_metric(
     groups: Sequence[Group], metric: Metric, x: Read, unit: str, title: str, points: bool, axes: Axes
 ) -> None:
     """Draw the panel of a metric on `axes`; the other arguments are those of `panels_of`."""
@@ -347,13 +347,13 @@ def draw_metric(
         draw_all(axes, groups, x, y, interval)
     axes.set(xlabel=unit, title=title)
     low, high = axes.dataLim.intervaly
-    if metric.logarithmic and low > 0 and high > WIDE * low:
+    if metric.logarithmic and low > 0 and high > _WIDE * low:
         axes.set_yscale("log")
     else:
         widen(axes, 10.0**-metric.decimals)
     if metric.rate:
         within_a_rate(axes)
-    if unit in dict(PROGRESS).values():
+    if unit in dict(_PROGRESS).values():
         whole_numbers(axes.xaxis)
     plain_labels(axes.xaxis)
     plain_labels(axes.yaxis)
@@ -372,13 +372,13 @@ def quiet(group: Group, metric: Metric) -> bool:
     return all(abs(value - metric.expected) <= metric.noise for value in values)
 
 
-def progress_axis(groups: Sequence[Group]) -> tuple[str, str]:
-    """Return the first entry of `PROGRESS` that is in the rows of all runs: the name and its label."""
+def _progress_axis(groups: Sequence[Group]) -> tuple[str, str]:
+    """Return the first entry of `_PROGRESS` that is in the rows of all runs: the name and its label."""
     runs = [run for group in groups for run in group.runs]
-    return next((name, unit) for name, unit in PROGRESS if all(name in run.rows[0] for run in runs))
+    return next((name, unit) for name, unit in _PROGRESS if all(name in run.rows[0] for run in runs))
 
 
-def meanings(groups: Sequence[Group], names: Sequence[str]) -> str:
+def _meanings(groups: Sequence[Group], names: Sequence[str]) -> str:
     """Return sentences that explain the metrics of `names` that a group has."""
     texts = {
         "eval/win_rate": "Win rate: share of held-out prompts for which the judge scores the near-greedy "
@@ -400,7 +400,7 @@ def topic(metric: Metric) -> str:
     return text[:1].upper() + text[1:]
 
 
-def averaging_note(groups: Sequence[Group]) -> str:
+def _averaging_note(groups: Sequence[Group]) -> str:
     """Return a sentence about averaged points if a run has more than `POINTS` updates, else an empty text."""
     longest = max((len(run.trained) for group in groups for run in group.runs), default=0)
     note = f" Curves of more than {POINTS} updates are averaged over neighbouring updates."

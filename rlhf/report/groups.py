@@ -136,11 +136,11 @@ def sections(runs: Sequence[Run]) -> list[Section]:
     for kind, task, path in sorted(found, key=lambda key: list(Kind).index(key[0])):
         data = f"{task} ({names[path]})" if path else task
         index = sum(len(section.groups) for section in made)
-        made.append(section_of(kind, data, found[kind, task, path], index))
+        made.append(_section_of(kind, data, found[kind, task, path], index))
     return made
 
 
-def section_of(kind: Kind, data: str, runs: Sequence[Run], index: int) -> Section:
+def _section_of(kind: Kind, data: str, runs: Sequence[Run], index: int) -> Section:
     """Return the section of runs of one kind on one data set; `index` is that of its first group."""
     keys = differing([run.config for run in runs])
     together: dict[str, list[Run]] = {}
@@ -209,22 +209,22 @@ def by_scale(groups: Sequence[Group], scale: str, also: Sequence[str] = ()) -> l
     """
     scales: dict[str, list[Group]] = {}
     for group in groups:
-        settings = json.dumps(scale_of(group.config, scale, also), sort_keys=True, default=str)
+        settings = json.dumps(_scale_of(group.config, scale, also), sort_keys=True, default=str)
         scales.setdefault(settings, []).append(group)
     if len(scales) < 2:
         return [("", list(groups))]
     names = labels(
-        [scale_of(members[0].config, scale, also) for members in scales.values()], noun=scale or "length"
+        [_scale_of(members[0].config, scale, also) for members in scales.values()], noun=scale or "length"
     )
     return list(zip(names, scales.values(), strict=True))
 
 
-def scale_of(config: Config, scale: str, also: Sequence[str] = ()) -> Config:
+def _scale_of(config: Config, scale: str, also: Sequence[str] = ()) -> Config:
     """Return the settings of a run that determine the scale of a metric, and `also`; see `Metric.scale`."""
     if scale == "algo":
         keys = ["algo.name", "algo.loss_type"]
     elif scale:
-        keys = [key for key in config if key.startswith(f"{scale}.") and not_timing(key)]
+        keys = [key for key in config if key.startswith(f"{scale}.") and _not_timing(key)]
         if config.get(f"{scale}.name") == "reward_model" and config.get(f"{scale}.path") is None:
             keys += [key for key in ("model.reward", "stages.reward") if key in config]
     else:
@@ -232,7 +232,7 @@ def scale_of(config: Config, scale: str, also: Sequence[str] = ()) -> Config:
     return {key: config[key] for key in (*keys, *also) if config.get(key) is not None}
 
 
-def not_timing(key: str) -> bool:
+def _not_timing(key: str) -> bool:
     """Return whether a key of a scorer influences the scores."""
     return key not in not_in_name() and not key.endswith(
         ("batch_size", "concurrency", "timeout_s", "retries")

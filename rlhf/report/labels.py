@@ -14,10 +14,10 @@ Config = Mapping[str, Any]  # a flat config: dotted key -> value
 
 PAIRS = 3  # largest number of pairs of a label
 LONGEST_VALUE, LONGEST_LABEL = 28, 60  # characters
-CANDIDATES = 24  # number of keys whose combinations are tried
+_CANDIDATES = 24  # number of keys whose combinations are tried
 
 # Keys that labels and tables prefer; other keys follow in the order of the config.
-FIRST = (
+_FIRST = (
     "algo.name",
     "model.name",
     "model.base",
@@ -40,11 +40,11 @@ FIRST = (
     "algo.samples_per_prompt",
 )
 
-UNCLEAR = ("path", "url", "kind", "level", "weight", "rank")  # ends of keys that need their section
+_UNCLEAR = ("path", "url", "kind", "level", "weight", "rank")  # ends of keys that need their section
 
 
 def differing(configs: Sequence[Config]) -> list[str]:
-    """Return the keys in which configs differ, in the order of `FIRST`.
+    """Return the keys in which configs differ, in the order of `_FIRST`.
 
     Runs that differ only in the seed, or in keys that affect nothing, are one group. Keys that affect the
     speed separate groups, and come last. A missing key is equal to its value in `added_later`, or null.
@@ -53,7 +53,7 @@ def differing(configs: Sequence[Config]) -> list[str]:
     hidden, last = {"seed", *affecting(Affects.nothing)}, set(not_in_name())
     kept = [key for key in every if key not in hidden and not key.startswith("logger.")]
     found = [key for key in kept if len({identity(config, [key]) for config in configs}) > 1]
-    first = {key: place for place, key in enumerate(FIRST)}
+    first = {key: place for place, key in enumerate(_FIRST)}
     return sorted(found, key=lambda key: (key in last, first.get(key, len(first))))
 
 
@@ -80,7 +80,7 @@ def labels(configs: Sequence[Config], noun: str = "run") -> list[str]:
     shown = {key: column(configs, key) for key in keys}
     usable = [key for key in keys if all(len(value or "") <= LONGEST_VALUE for value in shown[key])]
     required = [key for key in usable if key == "algo.name"]
-    others = [key for key in usable if key not in required][:CANDIDATES]
+    others = [key for key in usable if key not in required][:_CANDIDATES]
     for count in range(PAIRS + 1 - len(required)):
         for added in combinations(others, count):
             chosen = [*required, *added]
@@ -101,7 +101,7 @@ def joined(keys: Sequence[str], values: Sequence[str | None]) -> str:
 def headings(keys: Sequence[str]) -> list[str]:
     """Return the last part of each key; the whole key if two keys end alike, or in an unclear word."""
     ends = [ending(key) for key in keys]
-    whole = [ends.count(end) > 1 or end in UNCLEAR for end in ends]
+    whole = [ends.count(end) > 1 or end in _UNCLEAR for end in ends]
     return [key if keep else end for key, end, keep in zip(keys, ends, whole, strict=True)]
 
 
@@ -113,7 +113,7 @@ def ending(key: str) -> str:
 
 def pair(key: str, value: Any) -> str:
     """Return a setting as `key=value`; folders are left out of a path."""
-    return joined([key], short([shown_value(value)]))
+    return joined([key], short([_shown_value(value)]))
 
 
 def column(configs: Sequence[Config], key: str) -> list[str | None]:
@@ -121,12 +121,12 @@ def column(configs: Sequence[Config], key: str) -> list[str | None]:
 
     Folders are left out of paths, as long as different values remain different.
     """
-    present = [shown_value(config[key]) for config in configs if key in config]
+    present = [_shown_value(config[key]) for config in configs if key in config]
     names = dict(zip(present, short(present), strict=True))
-    return [names[shown_value(config[key])] if key in config else None for config in configs]
+    return [names[_shown_value(config[key])] if key in config else None for config in configs]
 
 
-def shown_value(value: Any) -> str:
+def _shown_value(value: Any) -> str:
     """Return a value as it is written on a command line."""
     return value if isinstance(value, str) else json.dumps(value, default=str).replace('"', "")
 

@@ -25,10 +25,10 @@ class Kind(StrEnum):
     @property
     def heading(self) -> str:
         """The kind in headings."""
-        return TITLES[self]
+        return _TITLES[self]
 
 
-TITLES = {
+_TITLES = {
     Kind.rl: "RL",
     Kind.offline: "Offline training of the policy",
     Kind.reward: "Reward model",
@@ -85,7 +85,7 @@ class Metric:
         return self.name.startswith("eval/")
 
 
-NOISE = 1e-6  # rounding noise of a sum of log-probs in float32
+_NOISE = 1e-6  # rounding noise of a sum of log-probs in float32
 
 METRICS = {
     metric.name: metric
@@ -104,24 +104,24 @@ METRICS = {
         Metric("eval/score", "reward on held-out prompts", "reward", 2, 1, "scorer"),
         Metric("eval/accuracy", "accuracy on held-out data", "accuracy", 3, 1, rate=True),
         Metric("eval/loss", "held-out loss (nats)", "held-out loss", 3, -1, "algo"),
-        Metric("eval/margin", "reward margin on held-out pairs", "margin", 3, 0, "algo", noise=NOISE),
-        Metric("eval/kl", "KL to the reference (nats per response)", "KL", 2, noise=NOISE),
+        Metric("eval/margin", "reward margin on held-out pairs", "margin", 3, 0, "algo", noise=_NOISE),
+        Metric("eval/kl", "KL to the reference (nats per response)", "KL", 2, noise=_NOISE),
         Metric("eval/ppl", "perplexity under the reference", "perplexity", 2),
         Metric("eval/response_tokens", "response length (tokens)", "tokens", 1),
         Metric("objective/scores", "training reward", "training reward", 2, 1, "scorer"),
         Metric("objective/entropy", "entropy estimate (nats per response)", "entropy", 2),
-        Metric("loss/policy", "loss", "training loss", 3, -1, "algo", noise=NOISE),
+        Metric("loss/policy", "loss", "training loss", 3, -1, "algo", noise=_NOISE),
         Metric("loss/value", "loss of the value model", "value loss", 3, -1, "algo"),
         Metric("rewards/accuracies", "accuracy on training pairs", "training accuracy", 3, 1, rate=True),
-        Metric("rewards/margins", "reward margin on training pairs", "margin", 3, 0, "algo", noise=NOISE),
+        Metric("rewards/margins", "reward margin on training pairs", "margin", 3, 0, "algo", noise=_NOISE),
         Metric("policy/grad_norm", "gradient norm before clipping", "gradient norm", 3, logarithmic=True),
         Metric("lr", "learning rate", "learning rate", 9),
         Metric("memory/peak_gib", "peak memory (GiB)", "peak GiB", 1),
-        Metric("lag", "lag (updates)", "lag", 1, noise=NOISE),
-        Metric("mismatch/token_lag", "lag of a token (updates)", "token lag", 1, noise=NOISE),
-        Metric("replay/age", "lag of a prompt (updates)", "age", 1, noise=NOISE),
+        Metric("lag", "lag (updates)", "lag", 1, noise=_NOISE),
+        Metric("mismatch/token_lag", "lag of a token (updates)", "token lag", 1, noise=_NOISE),
+        Metric("replay/age", "lag of a prompt (updates)", "age", 1, noise=_NOISE),
         Metric("prompts/solved", "share of solved prompts", "solved", 3, rate=True),
-        Metric("mismatch/kl", "KL of sampler and trainer (nats per token)", "KL", 6, noise=NOISE),
+        Metric("mismatch/kl", "KL of sampler and trainer (nats per token)", "KL", 6, noise=_NOISE),
         # a log-prob in float32 has an error of up to 1e-5
         Metric(
             "mismatch/max_ratio",
@@ -138,7 +138,7 @@ METRICS = {
             3,
             1,
             expected=1.0,
-            noise=NOISE,
+            noise=_NOISE,
             rate=True,
         ),
         Metric(
@@ -148,16 +148,16 @@ METRICS = {
             3,
             1,
             expected=1.0,
-            noise=NOISE,
+            noise=_NOISE,
             rate=True,
         ),
-        Metric("policy/clipfrac", "fraction of clipped ratios", "clipped", 3, noise=NOISE, rate=True),
+        Metric("policy/clipfrac", "fraction of clipped ratios", "clipped", 3, noise=_NOISE, rate=True),
     )
 }
 
 # Metrics that state the result of a run, by kind; the first that most runs have is the result. The metrics of
 # training rows follow, for runs without evaluations.
-RESULTS = {
+_RESULTS = {
     Kind.rl: (
         "eval/win_rate",
         "eval/win_rate_vs_initial",
@@ -181,11 +181,11 @@ RESULTS = {
 
 
 def main_metric(kind: Kind, runs: Sequence[Run]) -> Metric | None:
-    """Return the metric of `RESULTS` that most runs have; None if no run has any of them.
+    """Return the metric of `_RESULTS` that most runs have; None if no run has any of them.
 
     A metric of training is returned only if no run has a metric of evaluations.
     """
-    counts = {name: sum(run.last(name) is not None for run in runs) for name in RESULTS[kind]}
+    counts = {name: sum(run.last(name) is not None for run in runs) for name in _RESULTS[kind]}
     name = max(counts, key=lambda name: (counts[name] > 0 and METRICS[name].evaluated, counts[name]))
     return METRICS[name] if counts[name] else None
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlhf.report.table import Results, Settings
 
 NAMES = 4  # largest number of algorithms in the title
-FOLDED = 8  # longer lists of runs and of commands are folded
+_FOLDED = 8  # longer lists of runs and of commands are folded
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Page:
             broken=self.found.broken,
             left_out=self.found.left_out,
             count=len(runs) + len(self.found.broken),
-            folded=FOLDED,
+            folded=_FOLDED,
             commands=Counter((run.command, run.commit) for run in runs),
             css=Markup(resource("page.css")),
             script=Markup(resource("page.js")),

@@ -203,7 +203,7 @@ def completions(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line is not a JSON object with a prompt, a response and an update.
     """
-    return read_rows(RunFolder(folder).completions, ("update", "prompt", "response"))
+    return _read_rows(RunFolder(folder).completions, ("update", "prompt", "response"))
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def find_runs(arguments: Sequence[str], own: Path | None = None) -> FoundRuns:
             left_out.append(f"{path} (not a folder of runs)")
             continue
         read, skipped = 0, {}
-        for folder in [path] if is_run(path) else run_folders(path):
+        for folder in [path] if _is_run(path) else run_folders(path):
             if ASIDE in folder.name and folder != path:
                 skipped[folder] = "moved aside by resume=never"
                 continue
@@ -249,7 +249,7 @@ def find_runs(arguments: Sequence[str], own: Path | None = None) -> FoundRuns:
             except ValueError as error:
                 broken[folder] = str(error)
                 continue
-            if folder != path and is_stage(run, path):
+            if folder != path and _is_stage(run, path):
                 skipped[folder] = "a stage of other runs"
                 continue
             read += 1
@@ -269,13 +269,13 @@ def find_runs(arguments: Sequence[str], own: Path | None = None) -> FoundRuns:
     return FoundRuns(list(runs.values()), broken, left_out)
 
 
-def is_run(folder: Path) -> bool:
+def _is_run(folder: Path) -> bool:
     """Return whether `folder` is a run folder: it contains at least two of the files of every run."""
     files = RunFolder(folder)
     return sum(file.is_file() for file in (files.config, files.environment, files.metrics, files.state)) >= 2
 
 
-def is_stage(run: Run, argument: Path) -> bool:
+def _is_stage(run: Run, argument: Path) -> bool:
     """Return whether a run found inside the folder `argument` is a stage of an embedded task."""
     cache, output = (Path(str(run.config.get(key))).name for key in ("cache_dir", "output_dir"))
     return run.folder.parent != argument and run.folder.parent.name == cache != output
@@ -286,7 +286,7 @@ def run_folders(folder: Path) -> list[Path]:
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.is_dir() and not path.is_symlink():
-            found += [path] if is_run(path) else run_folders(path)
+            found += [path] if _is_run(path) else run_folders(path)
     return found
 
 
@@ -322,7 +322,7 @@ def load(folder: Path) -> Run:
         run = Run(
             folder=folder,
             config=read_config(files),
-            rows=sorted(map(numbers, read_rows(files.metrics, ["update"])), key=lambda row: row["update"]),
+            rows=sorted(map(numbers, _read_rows(files.metrics, ["update"])), key=lambda row: row["update"]),
             state=read_json(files.state) if os.path.lexists(files.state) else {},
             environment=read_json(files.environment),
         )
@@ -370,7 +370,7 @@ def numbers(row: dict[str, Any]) -> Row:
     }
 
 
-def read_rows(file: Path, required: Sequence[str]) -> list[dict[str, Any]]:
+def _read_rows(file: Path, required: Sequence[str]) -> list[dict[str, Any]]:
     """Read the rows of a JSON-lines file; the result is empty if the file does not exist.
 
     Args:

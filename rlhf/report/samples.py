@@ -52,7 +52,7 @@ def samples(section: Section, count: int) -> tuple[list[Sample], list[str]]:
     before: dict[str, list[dict[str, Any]]] = {}
     remarks: list[str] = []
     for group in section.drawn if count else []:
-        run, rows = first_with_completions(group, remarks)
+        run, rows = _first_with_completions(group, remarks)
         if run is None:
             continue
         last = rows[-1]["update"]
@@ -75,7 +75,7 @@ def samples(section: Section, count: int) -> tuple[list[Sample], list[str]]:
     return found, remarks
 
 
-def first_with_completions(group: Group, remarks: list[str]) -> tuple[Run | None, list[dict[str, Any]]]:
+def _first_with_completions(group: Group, remarks: list[str]) -> tuple[Run | None, list[dict[str, Any]]]:
     """Return the first run of a group with completions, and its rows; add unreadable runs to `remarks`."""
     for run in group.measured:
         try:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rlhf.report.groups import Group, Section
     from rlhf.report.runs import FoundRuns
 
-SCALES = 3  # largest number of scales for which a sentence states the result
-NAMED = 8  # largest number of labels or folders in a remark
+_SCALES = 3  # largest number of scales for which a sentence states the result
+_NAMED = 8  # largest number of labels or folders in a remark
 
 
 def result(section: Section) -> str:
@@ -24,15 +24,15 @@ def result(section: Section) -> str:
         return "No evaluation and no update yet."
     measured = [group for group in section.groups if group.value(main) is not None]
     scales = comparable(measured, main.scale)
-    texts = [of_scale(members, main, label) for label, members in scales[:SCALES]]
-    if len(scales) > SCALES:
-        texts.append(f"{len(scales) - SCALES} more are in the table.")
+    texts = [_of_scale(members, main, label) for label, members in scales[:_SCALES]]
+    if len(scales) > _SCALES:
+        texts.append(f"{len(scales) - _SCALES} more are in the table.")
     if not main.evaluated:
         texts.append("There are no evaluations on held-out data.")
     return " ".join(texts)
 
 
-def of_scale(groups: Sequence[Group], main: Metric, label: str) -> str:
+def _of_scale(groups: Sequence[Group], main: Metric, label: str) -> str:
     """Return the sentence about the best of groups that can be compared.
 
     Args:
@@ -114,6 +114,6 @@ def capital(text: str) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first `NAMED` names, and the number of the others."""
-    shown = ", ".join(names[:NAMED])
-    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} more"
+    """Return the first `_NAMED` names, and the number of the others."""
+    shown = ", ".join(names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

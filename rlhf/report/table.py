@@ -32,10 +32,10 @@ COLUMNS = (
     "eval/response_tokens",
     "eval/ppl",
 )
-DETAILS = COLUMNS[6:]  # metrics whose columns follow the time
+_DETAILS = COLUMNS[6:]  # metrics whose columns follow the time
 
 # Settings that a reader looks for even if all runs have the same value.
-SETTINGS = (
+_SETTINGS = (
     "algo.name",
     "model.name",
     "model.base",
@@ -115,14 +115,14 @@ class Cost:
     show: Callable[[float], str]
 
 
-def pace(run: Run) -> float | None:
+def _pace(run: Run) -> float | None:
     """Return the episodes per second of update time; None if the run has no times."""
     return run.episodes / run.seconds() if run.seconds() else None
 
 
-COSTS = (
+_COSTS = (
     Cost("time", lambda run: run.seconds() or None, duration),
-    Cost("episodes/s", pace, lambda value: number(value, 1 if value < 10 else 0)),
+    Cost("episodes/s", _pace, lambda value: number(value, 1 if value < 10 else 0)),
     Cost("peak GiB", lambda run: run.peak_gib, lambda value: number(value, 1)),
 )
 
@@ -143,19 +143,19 @@ def results(section: Section) -> Results:
     main = [section.main.name] if section.main else []
     present = [name for name in COLUMNS if any(run.last(name) is not None for run in section.runs)]
     names = list(dict.fromkeys([*main, *present]))
-    late = [name for name in names if name in DETAILS and name not in main]
-    time, *costs = [cost for cost in COSTS if cost.read is not pace or section.kind is Kind.rl]
+    late = [name for name in names if name in _DETAILS and name not in main]
+    time, *costs = [cost for cost in _COSTS if cost.read is not _pace or section.kind is Kind.rl]
     columns: list[tuple[str, Callable[[Sequence[Run]], Cell | None]]] = [
-        *(metric_column(name) for name in names if name not in late),
-        (time.heading, partial(cost_cell, cost=time)),
-        *(metric_column(name) for name in late),
-        *((cost.heading, partial(cost_cell, cost=cost)) for cost in costs),
+        *(_metric_column(name) for name in names if name not in late),
+        (time.heading, partial(_cost_cell, cost=time)),
+        *(_metric_column(name) for name in late),
+        *((cost.heading, partial(_cost_cell, cost=cost)) for cost in costs),
     ]
     rows = [(group, [read(group.measured) for _, read in columns]) for group in section.groups]
     return Results([heading for heading, _ in columns], rows)
 
 
-def metric_column(name: str) -> tuple[str, Callable[[Sequence[Run]], Cell | None]]:
+def _metric_column(name: str) -> tuple[str, Callable[[Sequence[Run]], Cell | None]]:
     """Return the heading of a metric and the function that returns the cell of runs."""
     return METRICS[name].heading, partial(metric_cell, metric=METRICS[name])
 
@@ -171,7 +171,7 @@ def metric_cell(runs: Sequence[Run], metric: Metric) -> Cell | None:
     return Cell(mean(start) if start else None, mean(known), (min(known), max(known)), interval, metric.text)
 
 
-def cost_cell(runs: Sequence[Run], cost: Cost) -> Cell | None:
+def _cost_cell(runs: Sequence[Run], cost: Cost) -> Cell | None:
     """Return the cell of a cost, without its range; None if no run has a value."""
     known = [value for run in runs if (value := cost.read(run)) is not None]
     return Cell(None, mean(known), (0.0, 0.0), None, cost.show) if known else None
@@ -182,7 +182,7 @@ class Settings:
     """The settings of a section.
 
     Attributes:
-        shared: settings that all groups share, each as `key=value`; only those in `SETTINGS`.
+        shared: settings that all groups share, each as `key=value`; only those in `_SETTINGS`.
         keys: keys in which the groups differ.
         rows: one row per group: the value of each key, None if the group does not have the key.
     """
@@ -201,18 +201,18 @@ def settings(section: Section) -> Settings:
     """Return the settings of a section.
 
     Keys that only some algorithms have, with one value wherever they occur, are shown if they are in
-    `SETTINGS`.
+    `_SETTINGS`.
     """
     configs = [group.config for group in section.groups]
     keys = []
     for key in differing(configs):
         present = {str(config[key]) for config in configs if key in config}
-        if len(present) > 1 or key in SETTINGS:
+        if len(present) > 1 or key in _SETTINGS:
             keys.append(key)
     columns = [column(configs, key) for key in keys]
     shared = [
         pair(key, configs[0][key])
-        for key in SETTINGS
+        for key in _SETTINGS
         if key not in keys and configs[0].get(key) not in (None, "none") and configs[0].get(key) != 0
     ]
     if all(group.label == joined(keys, row) for group, *row in zip(section.groups, *columns, strict=True)):

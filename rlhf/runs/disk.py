@@ -16,8 +16,8 @@ from rlhf.core.files import SCRATCH
 if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk is full, a quota is used up, or `ulimit -f`
-PROBE_BYTES = 2**16
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk is full, a quota is used up, or `ulimit -f`
+_PROBE_BYTES = 2**16
 
 
 def full(error: BaseException, folder: Path) -> str | None:
@@ -27,21 +27,21 @@ def full(error: BaseException, folder: Path) -> str | None:
     in its message. torch leaves the disk full and names no error number in its message, so this function
     tries a small write.
     """
-    number = error.errno if isinstance(error, OSError) else number_in_text(error) or number_of_probe(folder)
-    return os.strerror(number) if number in FULL else None
+    number = error.errno if isinstance(error, OSError) else _number_in_text(error) or _number_of_probe(folder)
+    return os.strerror(number) if number in _FULL else None
 
 
-def number_in_text(error: BaseException) -> int | None:
+def _number_in_text(error: BaseException) -> int | None:
     """Return the error number of a full disk if the error message contains it."""
-    return next((number for number in FULL if f"os error {number}" in str(error)), None)
+    return next((number for number in _FULL if f"os error {number}" in str(error)), None)
 
 
-def number_of_probe(folder: Path) -> int | None:
+def _number_of_probe(folder: Path) -> int | None:
     """Return the error number of a small test write into `folder`; None if the write succeeds."""
     probe = folder / f"{SCRATCH}probe-{os.getpid()}"
     try:
         with probe.open("wb") as file:
-            file.write(bytes(PROBE_BYTES))
+            file.write(bytes(_PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
     except OSError as problem:

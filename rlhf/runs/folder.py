@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 COMPLETE = "COMPLETE"  # the marker file of a complete checkpoint
-CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)")  # name of a checkpoint, with its update
+_CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)")  # name of a checkpoint, with its update
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class RunFolder:
         """
         try:
             state = json.loads(self.state.read_text(encoding="utf-8"))
-            if (problem := state_problem(state)) is not None:
+            if (problem := _state_problem(state)) is not None:
                 raise ValueError(problem)
             return state
         except (FileNotFoundError, NotADirectoryError):
@@ -190,12 +190,12 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     updates = {
         path: int(name[1])
         for path in folder.glob("checkpoint-*")
-        if (name := CHECKPOINT.fullmatch(path.name)) and (path / COMPLETE).is_file()
+        if (name := _CHECKPOINT.fullmatch(path.name)) and (path / COMPLETE).is_file()
     }
     return sorted(updates, key=updates.__getitem__)
 
 
-def state_problem(state: object) -> str | None:
+def _state_problem(state: object) -> str | None:
     """Return why a JSON value is not the content of trainer_state.json; None if it may be."""
     if not isinstance(state, dict):
         return f"it contains {json.dumps(state)[:40]}"

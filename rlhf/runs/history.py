@@ -23,9 +23,9 @@ import xxhash
 
 from rlhf.core.files import append, as_line, discard, split_lines, sync, write_atomically
 
-COPIES = "history"  # folder of a checkpoint
-GZIP = 16 + zlib.MAX_WBITS  # the `wbits` of zlib that select the format of gzip
-FASTEST = 1  # level of compression
+_COPIES = "history"  # folder of a checkpoint
+_GZIP = 16 + zlib.MAX_WBITS  # the `wbits` of zlib that select the format of gzip
+_FASTEST = 1  # level of compression
 
 
 class History:
@@ -40,7 +40,7 @@ class History:
         self.count = 0
         self.bytes = 0
         self.checksum = xxhash.xxh3_64()
-        self.compressor = zlib.compressobj(FASTEST, wbits=GZIP)
+        self.compressor = zlib.compressobj(_FASTEST, wbits=_GZIP)
         self.compressed = bytearray()
 
     def start(self) -> None:
@@ -68,7 +68,7 @@ class History:
         Returns:
             The damage of the rows until the checkpoint, which are then restored; None if the file was intact.
         """
-        self.remember(gzip.decompress((checkpoint / COPIES / f"{self.file.name}.gz").read_bytes()))
+        self.remember(gzip.decompress((checkpoint / _COPIES / f"{self.file.name}.gz").read_bytes()))
         if self.file.is_file() and self.file.stat().st_size > self.bytes:
             os.truncate(self.file, self.bytes)
         damage = self.restore()
@@ -133,12 +133,12 @@ class History:
 
 def has_copies(checkpoint: Path) -> bool:
     """Return whether a checkpoint has copies of the rows; checkpoints of earlier versions do not."""
-    return (checkpoint / COPIES).is_dir()
+    return (checkpoint / _COPIES).is_dir()
 
 
 def save(histories: Iterable[History], checkpoint: Path) -> None:
     """Write the copies of the rows of several files into a checkpoint."""
-    folder = checkpoint / COPIES
+    folder = checkpoint / _COPIES
     folder.mkdir()
     summary = {}
     for history in histories:

@@ -24,8 +24,8 @@ WAIT_S = 3.0  # seconds for a process that is just ending
 QUIET_S = 1.0  # seconds without a message
 
 # Files and folders without results; logs are in the list because the error is in the terminal as well.
-LOGS = ("train.log", "generator.log", "annotator.log", "wandb", "mlflow", "trackio")
-WITHOUT_RESULTS = (LOCK, EVALUATION_LOCK, "config.yaml", "environment.json", *LOGS)
+_LOGS = ("train.log", "generator.log", "annotator.log", "wandb", "mlflow", "trackio")
+_WITHOUT_RESULTS = (LOCK, EVALUATION_LOCK, "config.yaml", "environment.json", *_LOGS)
 
 Claim = Callable[[Path], AbstractContextManager[object]]  # locks a folder during a block
 
@@ -48,14 +48,14 @@ def claimed(folder: Path, *, wait: bool = False, name: str = LOCK) -> Iterator[N
     """
     lock = LockFile(folder / name, folder)
     with ExitStack() as ends:
-        ends.callback(remove_empty, folder)
+        ends.callback(_remove_empty, folder)
         with creating(folder), explain_full_disk(RunFolder(folder)):
             ends.enter_context(locked(lock, wait_for if wait else refuse))
         new = all(path.name in (LOCK, EVALUATION_LOCK) for path in folder.iterdir())
         try:
             yield
         except UserError:
-            if new and not any(map(has_results, folder.iterdir())):
+            if new and not any(map(_has_results, folder.iterdir())):
                 discard(folder)
             raise
 
@@ -69,7 +69,7 @@ def made_by_one(path: Path) -> Iterator[None]:
 
     The lock file is `<path>.lock`, so the lock also protects a path that does not exist yet.
     """
-    with locked(LockFile(lock_beside(path), path), wait_for):
+    with locked(LockFile(_lock_beside(path), path), wait_for):
         yield
 
 
@@ -82,7 +82,7 @@ def written_by_one(path: Path) -> Iterator[None]:
     """
     with ExitStack() as ends:
         with creating(path.parent, "output"), explain_full_disk(RunFolder(path.parent)):
-            ends.enter_context(locked(LockFile(lock_beside(path), path, scratch_of(path)), refuse))
+            ends.enter_context(locked(LockFile(_lock_beside(path), path, scratch_of(path)), refuse))
         yield
 
 
@@ -102,7 +102,7 @@ def check_unlocked(folder: Path, *, wait: bool = False, name: str = LOCK) -> Non
             pass
 
 
-def lock_beside(path: Path) -> Path:
+def _lock_beside(path: Path) -> Path:
     """Return the lock file of a path that does not have to exist."""
     return path.with_name(f"{path.name}.lock")
 
@@ -115,7 +115,7 @@ def refuse(lock: LockFile, waited_s: float) -> None:
     if waited_s < WAIT_S:
         return
     if not lock.alive:
-        say_once(
+        _say_once(
             lock,
             f"{lock.protects[0]} is locked by {lock.owner or 'another process'}; checking for up to "
             f"{STALE_S:g} seconds whether that process still runs",
@@ -131,24 +131,24 @@ def refuse(lock: LockFile, waited_s: float) -> None:
 def wait_for(lock: LockFile, waited_s: float) -> None:
     """Say once for which process this process waits, if that takes a second or more."""
     if waited_s >= QUIET_S:
-        say_once(lock, f"waiting for {lock.owner or 'another process'}, which writes {lock.protects[0]}")
+        _say_once(lock, f"waiting for {lock.owner or 'another process'}, which writes {lock.protects[0]}")
 
 
-def say_once(lock: LockFile, text: str) -> None:
+def _say_once(lock: LockFile, text: str) -> None:
     """Print a line about a lock, unless a line about this lock was printed before."""
     if not lock.announced:
         say(text, style="yellow")
     lock.announced = True
 
 
-def remove_empty(folder: Path) -> None:
+def _remove_empty(folder: Path) -> None:
     """Remove a folder if it is empty."""
     with suppress(OSError):
         folder.rmdir()
 
 
-def has_results(path: Path) -> bool:
+def _has_results(path: Path) -> bool:
     """Return whether a file or folder of a run contains results, that is more than settings and logs."""
-    if path.name in WITHOUT_RESULTS:
+    if path.name in _WITHOUT_RESULTS:
         return False
-    return any(map(has_results, path.iterdir())) if path.is_dir() else path.stat().st_size > 0
+    return any(map(_has_results, path.iterdir())) if path.is_dir() else path.stat().st_size > 0

@@ -38,8 +38,8 @@ HEARTBEAT_S = 10.0
 STALE_S = 60.0
 HALF_WRITTEN_S = 2.0  # seconds after which a file without content has no owner: its owner was killed
 SETTLE_S = 0.2  # seconds in which another process may take over the same file at the same time
-POLL_S = 0.1  # seconds between the first attempts
-SLOWEST_POLL_S = 1.0
+_POLL_S = 0.1  # seconds between the first attempts
+_SLOWEST_POLL_S = 1.0
 
 
 # Seconds, including those in which the host was suspended
@@ -182,7 +182,7 @@ def locked(lock: LockFile, busy: Callable[[LockFile, float], None]) -> Iterator[
         while not lock.acquire():
             waited_s = time.monotonic() - started
             busy(lock, waited_s)
-            time.sleep(min(SLOWEST_POLL_S, POLL_S + waited_s / 10))
+            time.sleep(min(_SLOWEST_POLL_S, _POLL_S + waited_s / 10))
         lock.hold()
         yield
     finally:

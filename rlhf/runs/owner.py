@@ -60,12 +60,12 @@ class Owner:
         session of this SLURM job, before SLURM requeued the job.
         """
         job = os.environ.get("SLURM_JOB_ID")
-        requeued = job is not None and job == self.slurm_job and self.restarts < slurm_restarts()
+        requeued = job is not None and job == self.slurm_job and self.restarts < _slurm_restarts()
         return requeued or (self.here and not self.runs())
 
     def runs(self) -> bool:
         """Return whether the process exists on this machine; a stopped process exists, a zombie does not."""
-        fields = process_fields(self.process)
+        fields = _process_fields(self.process)
         if fields is None:
             return exists(self.process)
         return fields[STATE] not in ("Z", "X") and self.start in (None, int(fields[START]))
@@ -76,7 +76,7 @@ class Owner:
         if self.slurm_job:
             return f"stop its job: scancel {self.slurm_job}"
         how = "stop it" if self.host == socket.gethostname() else f"stop it on {self.host}"
-        fields = process_fields(self.process) if self.here else None
+        fields = _process_fields(self.process) if self.here else None
         if fields is not None and fields[STATE] == "T":
             return f"continue it (it is stopped): kill -CONT {self.process}"
         return f"{how}: kill {self.process}"
@@ -97,19 +97,19 @@ def decode(content: bytes) -> Owner | None:
 
 def this_process() -> Owner:
     """Return the description of this process as the owner of a new lock."""
-    fields = process_fields(os.getpid())
+    fields = _process_fields(os.getpid())
     return Owner(
         process=os.getpid(),
         host=socket.gethostname(),
         since=datetime.now().isoformat(" ", "seconds"),
         slurm_job=os.environ.get("SLURM_JOB_ID"),
-        restarts=slurm_restarts(),
+        restarts=_slurm_restarts(),
         machine=this_machine(),
         start=None if fields is None else int(fields[START]),
     )
 
 
-def slurm_restarts() -> int:
+def _slurm_restarts() -> int:
     """Return how often SLURM has requeued this job."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
@@ -128,7 +128,7 @@ def this_machine() -> str:
         return socket.gethostname()
 
 
-def process_fields(process: int) -> list[str] | None:
+def _process_fields(process: int) -> list[str] | None:
     """Return the fields of /proc/<pid>/stat after the program's name; None if the file cannot be read."""
     try:
         return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()

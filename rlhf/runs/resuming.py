@@ -56,7 +56,7 @@ def prepare(folder: RunFolder, cfg: Config, *, wait: bool = False) -> dict[str, 
     if cfg.resume is Resume.never:
         # A job that SLURM requeued resumes its own work, so that work is not moved aside.
         if exists and is_first_rank() and int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
-            aside = free_name(folder.path)
+            aside = _free_name(folder.path)
             folder.path.rename(aside)
             print(f"resume=never: moved the existing run {folder.path} to {aside}", file=sys.stderr)
         return None
@@ -91,7 +91,7 @@ def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
             raise UserError(
                 f"the length of the run must be that of its extension (which is not finished), got "
                 f"{' '.join(length(cfg)) or 'the default'} for {folder.path}, which was extended to "
-                f"{' '.join(now)}; resume the extension with: {extend_command(folder)}, or set resume=never "
+                f"{' '.join(now)}; resume the extension with: {_extend_command(folder)}, or set resume=never "
                 "to move that run aside"
             )
         if is_first_rank():
@@ -105,7 +105,7 @@ def refuse_another_run(cfg: Config, folder: RunFolder) -> None:
     if differ.keys() == {length_key(cfg)}:
         remedy = f"set {' '.join(length(saved))}, or set resume=never to move that run aside"
         if length_value(cfg) > length_value(saved):
-            remedy = f"extend that run with: {extend_command(folder, *length(cfg))}"
+            remedy = f"extend that run with: {_extend_command(folder, *length(cfg))}"
     shown = [f"{key}={text(there)} instead of {text(here)}" for key, (there, here) in differ.items()]
     more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     raise UserError(
@@ -142,7 +142,7 @@ def shorter_run(folder: RunFolder, cfg: Config) -> str | None:
         if path.name == before + digests[value]:
             return (
                 f"{path} is the same run with {unit}={found[1]}; to train that run longer instead of "
-                f"starting a new run: {extend_command(RunFolder(path), *length(cfg))}"
+                f"starting a new run: {_extend_command(RunFolder(path), *length(cfg))}"
             )
     return None
 
@@ -175,7 +175,7 @@ def saved_length(folder: RunFolder) -> list[str] | None:
     return [f"{key}={value}" for key, value in lengths.items() if value is not None]
 
 
-def extend_command(folder: RunFolder, *lengths: str) -> str:
+def _extend_command(folder: RunFolder, *lengths: str) -> str:
     """Return the command that trains a run until the length `lengths`, or resumes its extension."""
     return " ".join(["python -m rlhf.extend", setting("run", folder.path), *lengths])
 
@@ -187,7 +187,7 @@ def twice_as_long(folder: RunFolder) -> str | None:
         return None
     key, _, value = (lengths or [f"{LENGTH[1]}={DEFAULT_EPOCHS}"])[0].partition("=")
     twice = f"{2 * int(value)}" if key == LENGTH[0] else f"{2 * float(value):g}"
-    return extend_command(folder, f"{key}={twice}")
+    return _extend_command(folder, f"{key}={twice}")
 
 
 def text(value: Any) -> str:
@@ -195,7 +195,7 @@ def text(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def free_name(path: Path) -> Path:
+def _free_name(path: Path) -> Path:
     """Return `path` with the suffix `.old-<n>`, with the first number that is not in use."""
     count = 1
     while (aside := path.with_name(f"{path.name}{ASIDE}{count}")).exists():

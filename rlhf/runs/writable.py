@@ -95,9 +95,9 @@ def explain_file_errors(folder: Path) -> Iterator[None]:
                 f"the run folder {folder} was deleted or moved during the run ({type(error).__name__}: "
                 f"{error}); the same command starts again"
             ) from error
-        if isinstance(error, OSError) and (problem := unusable_cache(error, folder)):
+        if isinstance(error, OSError) and (problem := _unusable_cache(error, folder)):
             raise UserError(problem) from error
-        if isinstance(error, OSError) and (file := file_in(folder, error)):
+        if isinstance(error, OSError) and (file := _file_in(folder, error)):
             raise RunError(
                 f"cannot read or write {file}: {error.strerror}; when this is repaired, the same command "
                 "resumes the run from its last checkpoint"
@@ -105,7 +105,7 @@ def explain_file_errors(folder: Path) -> Iterator[None]:
         raise
 
 
-def file_in(folder: Path, error: OSError) -> Path | None:
+def _file_in(folder: Path, error: OSError) -> Path | None:
     """Return the file that an error names if it is in `folder`, else None."""
     if error.filename is None or isinstance(error.filename, int):
         return None
@@ -113,7 +113,7 @@ def file_in(folder: Path, error: OSError) -> Path | None:
     return file if folder.absolute() in file.parents else None
 
 
-def unusable_cache(error: OSError, folder: Path) -> str | None:
+def _unusable_cache(error: OSError, folder: Path) -> str | None:
     """Return the message for an error of a library that writes to a cache or a temporary folder; or None.
 
     Args:
@@ -121,17 +121,17 @@ def unusable_cache(error: OSError, folder: Path) -> str | None:
         folder: the run folder.
     """
     if error.errno == errno.ENOENT and error.filename is None:
-        return temporary_folder_problem()
+        return _temporary_folder_problem()
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
         return None
-    if error.filename is None or file_in(folder, error) is not None:
+    if error.filename is None or _file_in(folder, error) is not None:
         return None
-    return cache_problem() or temporary_folder_problem()
+    return _cache_problem() or _temporary_folder_problem()
 
 
-def cache_problem() -> str | None:
+def _cache_problem() -> str | None:
     """Return the message for a cache folder of Hugging Face in which no files can be created; or None."""
-    cache = hugging_face_cache()
+    cache = _hugging_face_cache()
     if (reason := unwritable(cache)) is None:
         return None
     return (
@@ -140,7 +140,7 @@ def cache_problem() -> str | None:
     )
 
 
-def temporary_folder_problem() -> str | None:
+def _temporary_folder_problem() -> str | None:
     """Return the message for a machine without a folder for temporary files; or None."""
     try:
         tempfile.gettempdir()
@@ -152,7 +152,7 @@ def temporary_folder_problem() -> str | None:
     return None
 
 
-def hugging_face_cache() -> Path:
+def _hugging_face_cache() -> Path:
     """Return the folder in which the libraries of Hugging Face cache models and data sets."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_HOME") or default).expanduser()

@@ -18,7 +18,7 @@ def find_answer(text: str, pattern: str) -> str | None:
     return matches[-1].group(1) if matches[-1].re.groups else matches[-1].group()
 
 
-def normalize_answer(answer: str) -> str | Decimal:
+def _normalize_answer(answer: str) -> str | Decimal:
     """Return an answer in a form in which equal answers compare as equal.
 
     Surrounding space, final dots, all commas and a leading dollar sign are removed. A finite number becomes a
@@ -37,4 +37,4 @@ def answer_matches(response: str, reference: str, pattern: str) -> bool:
     answer, expected = find_answer(response, pattern), find_answer(reference, pattern)
     if answer is None or expected is None:
         return False
-    return normalize_answer(answer) == normalize_answer(expected)
+    return _normalize_answer(answer) == _normalize_answer(expected)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Rollouts
     from rlhf.scorers.scorer import ScorerContext
 
-TRY_AGAIN = (429, *range(500, 600))
-LARGEST_KIB = 1024  # size limit of an answer in KiB, in addition to one KiB for each score
-PIECE = 1 << 16  # maximum number of bytes that are read at once
+_TRY_AGAIN = (429, *range(500, 600))
+_LARGEST_KIB = 1024  # size limit of an answer in KiB, in addition to one KiB for each score
+_PIECE = 1 << 16  # maximum number of bytes that are read at once
 
 
 class HttpScorer(Scorer):
@@ -52,7 +52,7 @@ class HttpScorer(Scorer):
         super().__init__(config, context)
         assert config.url is not None, "validated: a service is named"
         self.url = config.url
-        self.session = new_session(config, context.at)
+        self.session = _new_session(config, context.at)
         self.answered = False  # True after the first answer: from then on, a refused connection is retried
 
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -110,8 +110,8 @@ class HttpScorer(Scorer):
                 self.url, json=question, timeout=self.config.timeout_s, allow_redirects=False, stream=True
             )
             with answer:
-                limit = (LARGEST_KIB + len(responses)) * 1024
-                body = read_at_most(answer, limit, deadline)
+                limit = (_LARGEST_KIB + len(responses)) * 1024
+                body = _read_at_most(answer, limit, deadline)
         except ValueError as error:  # requests refuses to send the request, so a retry is useless
             raise RunError(
                 f"{self.at}.url={self.url} cannot be requested ({type(error).__name__}); "
@@ -143,7 +143,7 @@ class HttpScorer(Scorer):
         text = shortened(repr(body.decode(errors="replace")), 200)
         problem = f"{self.at}.url={self.url} answered with status {status} ({text})"
         error = RunError(f"{problem}; {self.remedy(status)}")
-        if status not in TRY_AGAIN:
+        if status not in _TRY_AGAIN:
             return error
         wait_s = retry_after(answer.headers.get("Retry-After", ""))
         if wait_s is not None and wait_s > self.config.timeout_s:
@@ -179,7 +179,7 @@ class HttpScorer(Scorer):
 
     def remedy(self, status: int) -> str:
         """Return the remedy for an HTTP status that is not 200, for an error message."""
-        if status in TRY_AGAIN:
+        if status in _TRY_AGAIN:
             tried = f"{self.config.retries + 1} tries were made"
             return (
                 f"{tried}: see the log of the service, lower {self.at}.concurrency or raise {self.at}.retries"
@@ -196,7 +196,7 @@ class HttpScorer(Scorer):
 EXPECTED = 'the answer must be {"scores": [...]} with one finite number per response; correct the service'
 
 
-def read_at_most(answer: requests.Response, limit: int, deadline: float) -> bytes:
+def _read_at_most(answer: requests.Response, limit: int, deadline: float) -> bytes:
     """Return the body of an answer; a body of more than `limit` bytes is cut after them.
 
     Args:
@@ -209,7 +209,7 @@ def read_at_most(answer: requests.Response, limit: int, deadline: float) -> byte
         HTTPError: the connection failed (an exception of urllib3).
     """
     body = bytearray()
-    while len(body) <= limit and (piece := answer.raw.read1(PIECE, decode_content=True)):
+    while len(body) <= limit and (piece := answer.raw.read1(_PIECE, decode_content=True)):
         body += piece
         if time.monotonic() > deadline:
             raise requests.Timeout
@@ -226,7 +226,7 @@ def retry_after(header: str) -> float | None:
         return None
 
 
-def new_session(config: HttpScorerConfig, key: str) -> requests.Session:
+def _new_session(config: HttpScorerConfig, key: str) -> requests.Session:
     """Return a session that sends the token, and bypasses proxies for a service on this machine.
 
     Args:
@@ -261,13 +261,13 @@ def cause_of(error: BaseException) -> str:
     if isinstance(error, requests.Timeout) or "timed out" in str(error):
         return "timed out"
     causes = [error]
-    while inner := [each for each in inner_errors(causes[-1]) if each not in causes]:
+    while inner := [each for each in _inner_errors(causes[-1]) if each not in causes]:
         causes.append(inner[0])
     messages = [cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror]
     return messages[-1] if messages else type(causes[-1]).__name__
 
 
-def inner_errors(error: BaseException) -> list[BaseException]:
+def _inner_errors(error: BaseException) -> list[BaseException]:
     """Return the errors inside an error of requests or urllib3."""
     inner = [getattr(error, "reason", None), error.__cause__, *error.args]
     return [each for each in inner if isinstance(each, BaseException)]

@@ -2,7 +2,7 @@
 
 A thread that is blocked in a system call cannot be stopped, for example in a connection to a host that does
 not answer. So the calling thread abandons a try at its deadline, and the thread ends when its call returns.
-Only the calling thread waits between tries, in steps of `POLL_S`. Therefore a signal ends every wait.
+Only the calling thread waits between tries, in steps of `_POLL_S`. Therefore a signal ends every wait.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rlhf.processes.signals import end_wait
 
 T = TypeVar("T")
 
-POLL_S = 0.2  # seconds between checks for a signal
-LONGEST_WAIT_S = 120.0  # longest wait before a retry, unless the error has another `wait_s`
+_POLL_S = 0.2  # seconds between checks for a signal
+_LONGEST_WAIT_S = 120.0  # longest wait before a retry, unless the error has another `wait_s`
 
 
 class Again(Exception):
@@ -115,7 +115,7 @@ def in_parallel(
                 Thread(target=attempt, args=(i, call.tries, call.due), daemon=True).start()
         wait_s = min(call.due for call in active.values()) - time.monotonic()
         try:
-            i, number, outcome = outcomes.get(timeout=min(max(wait_s, 0.0), POLL_S))
+            i, number, outcome = outcomes.get(timeout=min(max(wait_s, 0.0), _POLL_S))
         except Empty:
             continue
         if i in active and active[i].running and active[i].tries == number:  # else the try was abandoned
@@ -125,4 +125,4 @@ def in_parallel(
 
 def backoff(tries: int) -> float:
     """Return the seconds between try number `tries` and the next try: 0, 1, 2, 4, ..."""
-    return 0.0 if tries == 1 else min(2.0 ** (tries - 2), LONGEST_WAIT_S)
+    return 0.0 if tries == 1 else min(2.0 ** (tries - 2), _LONGEST_WAIT_S)

@@ -69,7 +69,7 @@ def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> li
     """
     found = []
     for path in complete_checkpoints(folder.path):
-        shards = number_of_shards(path)
+        shards = _number_of_shards(path)
         weights = path if shards else path / "model"
         found.append(Candidate(path.name, weights, path / "counters.json", path, shards))
     final_problem = adapter_problem if cfg.model.lora.rank else model_problem
@@ -98,7 +98,7 @@ def candidates(folder: RunFolder, cfg: Config, only: tuple[str, ...] = ()) -> li
     return chosen
 
 
-def number_of_shards(checkpoint: Path) -> int:
+def _number_of_shards(checkpoint: Path) -> int:
     """Return the number of ranks that DeepSpeed sharded the weights of a checkpoint over; 0: not sharded.
 
     The result is also 0 if the file with the number is damaged; the evaluation then skips the checkpoint.

@@ -139,15 +139,15 @@ def embedded_chain(cfg: Config) -> tuple[Config, list[Link]]:
     if cfg.model.policy is None:
         sft = checked(stage(cfg, "sft"))
         folder = model_folder(sft)
-        links.append(training("SFT model", folder, by_first(cfg, partial(make_model, sft))))
+        links.append(training("SFT model", folder, _by_first(cfg, partial(make_model, sft))))
         checked(stage(cfg, "reward"))
         own = cfg.with_({"model.policy": str(folder.model)})
     reward = stage(own, "reward") if cfg.scorer.reads_reward and cfg.model.reward is None else None
     reader = reward or (own if cfg.data is Data.preferences else None)
     if reader is not None and reader.task.preferences_path is None:
-        links.append(sampled_pairs(reader))
+        links.append(_sampled_pairs(reader))
     if reward is not None:
-        make = by_first(cfg, partial(make_model, reward))
+        make = _by_first(cfg, partial(make_model, reward))
         links.append(training("reward model", model_folder(reward), make))
     return cfg, links
 
@@ -176,7 +176,7 @@ def stored_chain(cfg: Config, named: frozenset[str]) -> tuple[Config, list[Link]
         cfg = cfg.with_({"model.policy": str(folder.model)})
     own = cfg
     if (wants_reward or cfg.data is Data.preferences) and cfg.gold.name != "none":
-        links.append(pairs := relabelled_pairs(cfg))
+        links.append(pairs := _relabelled_pairs(cfg))
         own = cfg.with_({"task.preferences_path": str(pairs.folder)})
     if wants_reward:
         reward = stage(own, "reward")
@@ -199,23 +199,23 @@ def training(name: str, folder: RunFolder, make: Callable[[], object]) -> Link:
         folder=folder.path,
         done=lambda: folder.finished() is not None and final_model(folder).is_dir(),
         make=make,
-        figures=lambda: result_text((folder.finished() or {"result": {}})["result"]),
+        figures=lambda: _result_text((folder.finished() or {"result": {}})["result"]),
     )
 
 
-def sampled_pairs(reader: Config) -> Link:
+def _sampled_pairs(reader: Config) -> Link:
     """Return the stage that samples the preference pairs that the config `reader` reads."""
     folder = pairs_folder(reader)
     return Link(
         name="preference pairs",
         folder=folder,
         done=(folder / COMPLETE).exists,
-        make=by_first(reader, partial(make_pairs, reader)),
+        make=_by_first(reader, partial(make_pairs, reader)),
         figures=lambda: f"ordered by {reader.gold.described}",
     )
 
 
-def relabelled_pairs(cfg: Config) -> Link:
+def _relabelled_pairs(cfg: Config) -> Link:
     """Return the stage that relabels the pairs of the task by the judge."""
     output = Path(cfg.output_dir) / component(f"{cfg.task.name}-pairs-{relabelling.fingerprint(cfg)}")
     return Link(
@@ -241,7 +241,7 @@ def evaluation(folder: RunFolder, split: str) -> Link:
 
     def figures() -> str:
         rows = evaluating.known(changed(folder), folder, split)
-        return result_text(rows[folder.model.name])
+        return _result_text(rows[folder.model.name])
 
     return Link(
         name=f"evaluation ({split})", folder=folder.evaluations, done=done, make=make, figures=figures
@@ -253,7 +253,7 @@ def carry_out(chain: list[Link], cfg: Config) -> None:
     times = []
     stages = Stages([link.name for link in chain])
     for number, link in enumerate(chain, 1):
-        done = link.done() if world_size() == 1 else by_first(cfg, link.done)()
+        done = link.done() if world_size() == 1 else _by_first(cfg, link.done)()
         started = time.monotonic()
         if done:
             stages.skip(number, link.folder)
@@ -261,7 +261,7 @@ def carry_out(chain: list[Link], cfg: Config) -> None:
             say_loading()
             with stages.run(number, link.folder):
                 link.make()
-            free_memory()
+            _free_memory()
         times.append((link, "" if done else clock(time.monotonic() - started)))
     console.print(summary(times))
 
@@ -294,7 +294,7 @@ def make_pairs(cfg: Config) -> Path:
     return make(cfg)
 
 
-def by_first(cfg: Config, make: Callable[[], T]) -> Callable[[], T]:
+def _by_first(cfg: Config, make: Callable[[], T]) -> Callable[[], T]:
     """Return a function that calls `make` on rank 0, and returns the result on every rank."""
 
     def call() -> T:
@@ -309,7 +309,7 @@ def by_first(cfg: Config, make: Callable[[], T]) -> Callable[[], T]:
     return call
 
 
-def free_memory() -> None:
+def _free_memory() -> None:
     """Free the GPU memory of a stage's models before the next stage loads its own models."""
     import torch
 
@@ -328,7 +328,7 @@ def summary(times: list[tuple[Link, str]]) -> Table:
     return made
 
 
-def result_text(figures: dict[str, Any]) -> str:
+def _result_text(figures: dict[str, Any]) -> str:
     """Return the main metrics of an evaluation as text."""
     present = [name for name in FIGURES if name in figures]
     return ", ".join(f"{EVALUATION_METRICS[name]} {confidence.text(figures, name)}" for name in present)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
     from rlhf.training.recorder import Recorder
 
-VALUE_WIDTH = 21  # columns of a value with its interval
+_VALUE_WIDTH = 21  # columns of a value with its interval
 
 
 def print_closing(
@@ -49,8 +49,8 @@ def print_closing(
     """
     stage = stages.current
     last = stage is None or stage.number == stage.count
-    lines = [*length(state, session_s, resumed), *changes(cfg, recorder), *files(folder)]
-    for line in [*lines, *next_steps(cfg, typed, folder)] if last else lines:
+    lines = [*length(state, session_s, resumed), *_changes(cfg, recorder), *files(folder)]
+    for line in [*lines, *_next_steps(cfg, typed, folder)] if last else lines:
         console.print(line, markup=False, soft_wrap=True)  # commands and paths can be copied
         transcript.info(line)
 
@@ -69,7 +69,7 @@ def trained(state: TrainState) -> str:
     return f"{state.update:,} updates, {state.episode:,} episodes"
 
 
-def changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
+def _changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
     """Yield the lines of a table: metrics of the first and of the last evaluation, with 95 % intervals."""
     first, last = recorder.first, recorder.evaluated
     if not last:
@@ -84,7 +84,7 @@ def changes(cfg: Config, recorder: Recorder) -> Iterator[str]:
     ]
     wide = max(len(text) for text, _, _ in rows)
     for text, before, after in rows:
-        yield f"  {text:{wide}}  {before:{VALUE_WIDTH}} {after}".rstrip()
+        yield f"  {text:{wide}}  {before:{_VALUE_WIDTH}} {after}".rstrip()
     if any(name in last and confidence.bounds(last, name) for name in named):
         yield "  ([low, high]: 95 % interval over these examples)"
 
@@ -115,7 +115,7 @@ def files(folder: RunFolder) -> Iterator[str]:
             yield f"  {short_path(path)}"
 
 
-def next_steps(cfg: Config, typed: Config, folder: RunFolder) -> Iterator[str]:
+def _next_steps(cfg: Config, typed: Config, folder: RunFolder) -> Iterator[str]:
     """Yield commands for a finished run, which can be pasted into a shell.
 
     Args:
@@ -131,7 +131,7 @@ def next_steps(cfg: Config, typed: Config, folder: RunFolder) -> Iterator[str]:
         evaluate += ["only=model", setting("models", short_path(Path(cfg.start)))]
     yield "next:"
     if (stage := next_stage(typed, folder, cfg.start)) is not None:
-        yield from lines(train_command(), *(setting(key, value) for key, value in stage.items()))
+        yield from lines(_train_command(), *(setting(key, value) for key, value in stage.items()))
     yield from lines("python -m rlhf.report", shlex.quote(run))
     yield from lines(*evaluate)
     # A line of Python can end within parentheses, whatever the indentation of the next line.
@@ -140,7 +140,7 @@ def next_steps(cfg: Config, typed: Config, folder: RunFolder) -> Iterator[str]:
     yield from f"  {python_command(code)}".split("\n")
 
 
-def train_command() -> str:
+def _train_command() -> str:
     """Return the start of a command that trains on as many ranks of this host as this run."""
     ranks = local_world_size()
     return "python -m rlhf.train" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m rlhf.train"

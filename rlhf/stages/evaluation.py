@@ -108,7 +108,7 @@ def evaluate(
     """
     wanted = [*named_models(models), *(candidates(folder, cfg, only) if of_run else ())]
     rows = known(cfg, folder, split)
-    due = not_evaluated(wanted, rows)
+    due = _not_evaluated(wanted, rows)
     for candidate in wanted:
         if candidate not in due and is_first_rank():
             name = candidate.name if candidate.named else folder.path / candidate.name
@@ -119,17 +119,17 @@ def evaluate(
         claim = claimed(folder.path, name=EVALUATION_LOCK) if is_first_rank() else nullcontext()
         with interruptible(), claim, explain_full_disk(folder), explain_full_gpu(cfg):
             rows = known(cfg, folder, split)  # another process may have ended since
-            due = not_evaluated(wanted, rows)
+            due = _not_evaluated(wanted, rows)
             for row in measure(due, cfg, folder, split, ranks) if due else ():
                 rows[row["model"]] = row
     initial = initial_scores(cfg, folder, split)
     found = [rows[candidate.name] for candidate in wanted if candidate.name in rows]
     # The initial policy may have been evaluated after other models.
     tolerance = cfg.tie_tolerance(cfg.scorer)
-    return [{**row, **comparison(row, saved_scores(folder, row), initial, tolerance)} for row in found]
+    return [{**row, **comparison(row, _saved_scores(folder, row), initial, tolerance)} for row in found]
 
 
-def not_evaluated(wanted: list[Candidate], rows: dict[str, dict[str, Any]]) -> list[Candidate]:
+def _not_evaluated(wanted: list[Candidate], rows: dict[str, dict[str, Any]]) -> list[Candidate]:
     """Return the models without a row; a named model whose files have changed has no row."""
     return [each for each in wanted if rows.get(each.name, {"files": ""}).get("files") != each.files]
 
@@ -168,7 +168,7 @@ def measure(
         [candidate for candidate in of_run if not candidate.shards],
         [candidate for candidate in of_run if candidate.shards],
     ]
-    with progress_by_model(cfg, len(good)) as begin:
+    with _progress_by_model(cfg, len(good)) as begin:
         for group in filter(None, groups):
             for candidate, evaluation in evaluations(group, cfg, folder, split, ranks, begin):
                 row: dict[str, Any] = {
@@ -179,7 +179,7 @@ def measure(
                     "settings": shown_settings,
                 }
                 if candidate.named:
-                    row |= {"files": candidate.files, "initial": is_start(candidate, cfg)}
+                    row |= {"files": candidate.files, "initial": _is_start(candidate, cfg)}
                 initial = ranks.from_first(lambda: initial_scores(asked, folder, split))
                 row |= comparison(row, evaluation.scores, initial, cfg.tie_tolerance(cfg.scorer))
                 if ranks.first:
@@ -188,7 +188,7 @@ def measure(
                 yield row
 
 
-def is_start(candidate: Candidate, cfg: Config) -> bool:
+def _is_start(candidate: Candidate, cfg: Config) -> bool:
     """Return whether a named model is the model that the training of `cfg` starts from."""
     start = cfg.start
     return start is not None and Path(start).expanduser().resolve() == candidate.weights.resolve()
@@ -201,20 +201,20 @@ def initial_scores(cfg: Config, folder: RunFolder, split: str) -> list[float] | 
     the initial policy was evaluated as one of `models=`.
     """
     rows = known(cfg, folder, split).values()
-    scores = next((saved_scores(folder, row) for row in rows if row.get("initial")), None)
+    scores = next((_saved_scores(folder, row) for row in rows if row.get("initial")), None)
     if scores is not None or split != "validation" or not folder.config.is_file():
         return scores
     if fingerprint(load_config(folder.config), split) != fingerprint(cfg, split):
         return None
-    return scores_of(row for row in read_lines(folder.completions, ["update"]) if row["update"] == 0)
+    return _scores_of(row for row in read_lines(folder.completions, ["update"]) if row["update"] == 0)
 
 
-def saved_scores(folder: RunFolder, row: dict[str, Any]) -> list[float] | None:
+def _saved_scores(folder: RunFolder, row: dict[str, Any]) -> list[float] | None:
     """Return the scores of the completions of a row of evaluations.jsonl; None without scores."""
-    return scores_of(read_lines(completions_file(folder, row)))
+    return _scores_of(read_lines(completions_file(folder, row)))
 
 
-def scores_of(samples: Iterable[dict[str, Any]]) -> list[float] | None:
+def _scores_of(samples: Iterable[dict[str, Any]]) -> list[float] | None:
     """Return the scores of completions; None if they have no scores."""
     scores = [sample.get("score") for sample in samples]
     known_scores = [score for score in scores if score is not None]
@@ -252,7 +252,7 @@ def refuse_other_tokenizers(due: list[Candidate], cfg: Config) -> None:
         return
     vocabulary = build_tokenizer(cfg).get_vocab()
     for candidate in named:
-        if build_tokenizer(starting_from(candidate.name, cfg)).get_vocab() != vocabulary:
+        if build_tokenizer(_starting_from(candidate.name, cfg)).get_vocab() != vocabulary:
             raise UserError(
                 f"models= must name models with the tokenizer of {cfg.start} (KL and perplexity compare the "
                 f"models token by token), got {candidate.name}; evaluate it alone: python -m rlhf.evaluate "
@@ -260,7 +260,7 @@ def refuse_other_tokenizers(due: list[Candidate], cfg: Config) -> None:
             )
 
 
-def starting_from(model: str, cfg: Config) -> Config:
+def _starting_from(model: str, cfg: Config) -> Config:
     """Return the config of a run that starts from `model`, with the reference model of `cfg`."""
     if cfg.algo.trains is Trains.base:
         return cfg.with_({"model.base": model, "model.lora": LoRAConfig()})
@@ -285,7 +285,7 @@ def evaluations(
         folder: the run folder.
         split: the held-out split.
         ranks: the ranks of the evaluation.
-        begin: starts the progress display of a model; see `progress_by_model`.
+        begin: starts the progress display of a model; see `_progress_by_model`.
     """
     import torch
 
@@ -303,12 +303,12 @@ def evaluations(
     torch.manual_seed(derive(cfg.seed, "torch"))
     named = group[0].named
     if named:
-        cfg = starting_from(group[0].name, cfg)
+        cfg = _starting_from(group[0].name, cfg)
     tokenizer = build_tokenizer(cfg)
     task = build_task(cfg, tokenizer, cfg.data, cfg.schedule.prompts_per_update)
     warn(ranks.from_first(lambda: list(check_formats(cfg, task, tokenizer, split))))
     state = TrainState(num_updates=1)
-    cfg, engine = build_engine_for(group[0], cfg, tokenizer, ranks)
+    cfg, engine = _build_engine_for(group[0], cfg, tokenizer, ranks)
     with ExitStack() as ends:
         if cfg.model.policy is None:  # a policy from random weights; vLLM needs the files of a model
             cfg = cfg.with_({"model.policy": str(group[0].weights)})
@@ -332,7 +332,7 @@ def evaluations(
             yield candidate, evaluator(state)
 
 
-def build_engine_for(
+def _build_engine_for(
     candidate: Candidate, cfg: Config, tokenizer: Any, ranks: Ranks
 ) -> tuple[Config, Engine]:
     """Build an engine that can load `candidate`.
@@ -383,7 +383,7 @@ def completions_file(folder: RunFolder, row: dict[str, Any]) -> Path:
 
 
 @contextmanager
-def progress_by_model(
+def _progress_by_model(
     cfg: Config, models: int
 ) -> Iterator[Callable[[Candidate, int], Callable[[int], None]]]:
     """Show the progress of an evaluation of several models.

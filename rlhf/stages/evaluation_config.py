@@ -29,10 +29,10 @@ from rlhf.stages.candidates import named_models
 
 SPLITS = ("validation", "test")
 # Sections and other keys that an evaluation reads.
-SECTIONS = ("eval", "generator", "scorer", "gold", "backend", "model", "task")
+_SECTIONS = ("eval", "generator", "scorer", "gold", "backend", "model", "task")
 KEYS = ("seed", "progress", "cache_dir")
 # Key that selects an option -> its section.
-CHOICES = {"generator": "generator", "scorer": "scorer", "scorer@gold": "gold"}
+_CHOICES = {"generator": "generator", "scorer": "scorer", "scorer@gold": "gold"}
 
 
 def check_split(split: str) -> None:
@@ -91,14 +91,14 @@ def change(node: DictConfig, overrides: Sequence[Override]) -> None:
     for override in overrides:
         key, text = key_of(override), override.input_line
         first = key.partition(".")[0]
-        if key not in CHOICES and (first not in (*SECTIONS, *KEYS) or key in SECTIONS):
+        if key not in _CHOICES and (first not in (*_SECTIONS, *KEYS) or key in _SECTIONS):
             remedy = f"set {shlex.quote(f'scorer@{text}')}" if key == "gold" else "leave it out"
             raise UserError(
-                f"{key} must be something that an evaluation reads ({', '.join((*SECTIONS, *KEYS))}; the run "
-                f"is already trained), got {text}; {remedy}"
+                f"{key} must be something that an evaluation reads ({', '.join((*_SECTIONS, *KEYS))}; the "
+                f"run is already trained), got {text}; {remedy}"
             )
-    for override in sorted(overrides, key=lambda each: key_of(each) not in CHOICES):
-        if key_of(override) in CHOICES:
+    for override in sorted(overrides, key=lambda each: key_of(each) not in _CHOICES):
+        if key_of(override) in _CHOICES:
             select(node, override)
         else:
             OmegaConf.update(node, key_of(override), override.value())
@@ -111,7 +111,7 @@ def select(node: DictConfig, override: Override) -> None:
         UserError: the option cannot be composed, or samples nothing.
     """
     key = key_of(override)
-    section = CHOICES[key]
+    section = _CHOICES[key]
     chosen = composed_node([str(override.input_line)])[section]
     if section == "generator":
         if chosen.name == "dataset":

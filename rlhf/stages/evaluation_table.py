@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.core.metrics import Evaluation
 
-COUNTS = ("update", "episode", "examples")
-SIDE_BY_SIDE = 3  # largest number of models in columns beside each other; more models are rows
-FIRST_WIDTH = 24  # largest width of the first column
-CELL_WIDTH = 21  # largest width of another column, which is the width of a metric with its interval
-PADDING = 2  # blanks beside a cell, and beside a table
+_COUNTS = ("update", "episode", "examples")
+_SIDE_BY_SIDE = 3  # largest number of models in columns beside each other; more models are rows
+_FIRST_WIDTH = 24  # largest width of the first column
+_CELL_WIDTH = 21  # largest width of another column, which is the width of a metric with its interval
+_PADDING = 2  # blanks beside a cell, and beside a table
 
 
 def show(row: dict[str, Any], evaluation: Evaluation, cfg: Config, last: bool) -> None:
@@ -45,7 +45,7 @@ def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
     title = ", ".join(
         f"{name} {about[name]}" for name in ("split", "generator", "scorer", "gold") if name in about
     )
-    counts = {name: name for name in COUNTS if any(name in row for row in rows)}
+    counts = {name: name for name in _COUNTS if any(name in row for row in rows)}
     names = {name: short for name, short in EVALUATION_METRICS.items() if any(name in row for row in rows)}
     models = [row["model"] for row in rows]
     by_model = [
@@ -53,24 +53,24 @@ def table(rows: list[dict[str, Any]], width: int = 80) -> Group:
         for row in rows
     ]
     headings = [*counts.values(), *names.values()]
-    if len(rows) <= SIDE_BY_SIDE:
+    if len(rows) <= _SIDE_BY_SIDE:
         first, others = ("", headings), list(zip(models, by_model, strict=True))
     else:
         by_metric = [[cells[place] for cells in by_model] for place in range(len(headings))]
         first, others = ("model", models), list(zip(headings, by_metric, strict=True))
-    return Group(title, *(part(first, group) for group in fitting_groups(first, others, width)))
+    return Group(title, *(part(first, group) for group in _fitting_groups(first, others, width)))
 
 
-Column = tuple[str, list[str]]  # heading and cells
+_Column = tuple[str, list[str]]  # heading and cells
 
 
-def fitting_groups(first: Column, others: list[Column], width: int) -> Iterator[list[Column]]:
+def _fitting_groups(first: _Column, others: list[_Column], width: int) -> Iterator[list[_Column]]:
     """Yield the columns `others` in groups, each of which fits in `width` beside the column `first`."""
-    group: list[Column] = []
-    room = width - PADDING - breadth(first, FIRST_WIDTH)
+    group: list[_Column] = []
+    room = width - _PADDING - _breadth(first, _FIRST_WIDTH)
     left = room
     for column in others:
-        needed = breadth(column, CELL_WIDTH)
+        needed = _breadth(column, _CELL_WIDTH)
         if group and needed > left:
             yield group
             group, left = [], room
@@ -79,18 +79,18 @@ def fitting_groups(first: Column, others: list[Column], width: int) -> Iterator[
     yield group
 
 
-def breadth(column: Column, limit: int) -> int:
+def _breadth(column: _Column, limit: int) -> int:
     """Return the width of a column with its padding; texts longer than `limit` are folded."""
     heading, cells = column
-    return min(max(map(len, [heading, *cells])), limit) + PADDING
+    return min(max(map(len, [heading, *cells])), limit) + _PADDING
 
 
-def part(first: Column, others: list[Column]) -> Table:
+def part(first: _Column, others: list[_Column]) -> Table:
     """Return a table of the column `first` and the columns `others`."""
     made = Table(box=box.SIMPLE)
-    made.add_column(first[0], overflow="fold", max_width=FIRST_WIDTH)
+    made.add_column(first[0], overflow="fold", max_width=_FIRST_WIDTH)
     for heading, _ in others:
-        made.add_column(heading, justify="right", overflow="fold", max_width=CELL_WIDTH)
+        made.add_column(heading, justify="right", overflow="fold", max_width=_CELL_WIDTH)
     for cells in zip(first[1], *(cells for _, cells in others), strict=True):
         made.add_row(*cells)
     return made

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
 
 # Settings that an extension cannot change, although they do not affect the result: files, loggers
-KEPT = ("hydra", "logger", "resume", "output_dir")
+_KEPT = ("hydra", "logger", "resume", "output_dir")
 
 
 def extend(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook] = ()) -> Config:
@@ -82,7 +82,7 @@ def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
     check_machine(cfg)
     hooks = [*check_job(cfg), *hooks]
     say_loading()
-    last = last_valid(folder)
+    last = _last_valid(folder)
     if last is None and new > old:
         start = f"model.{'base' if cfg.algo.trains is Trains.base else 'policy'}"
         raise UserError(
@@ -98,7 +98,7 @@ def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
         return cfg
     for line in description(cfg, folder, state, last, f"{key}={old} -> {new}" if new > old else ""):
         say(line)
-    with unchanged_if_refused(folder):
+    with _unchanged_if_refused(folder):
         if finished:
             folder.write_state({**state, "finished": False})
         folder.write_config(cfg)
@@ -107,7 +107,7 @@ def carry_out(folder: RunFolder, overrides: Sequence[str], hooks: Sequence[Hook]
 
 
 @contextmanager
-def unchanged_if_refused(folder: RunFolder) -> Iterator[None]:
+def _unchanged_if_refused(folder: RunFolder) -> Iterator[None]:
     """Restore config.yaml and trainer_state.json if the block raises UserError before it removes any row."""
     saved = {file: file.read_text() for file in (folder.config, folder.state) if file.exists()}
     rows = folder.metrics.stat() if folder.metrics.exists() else None
@@ -136,7 +136,7 @@ def changed(folder: RunFolder, overrides: Sequence[str], length_key: str) -> Con
         for override in parsed:
             key = key_of(override)
             if "@" in key or is_set(node, key):  # `update` refuses other keys, with a suggestion
-                refuse_change(str(override.input_line), length_key)
+                _refuse_change(str(override.input_line), length_key)
             OmegaConf.update(node, key, override.value())
 
     return overridden(folder.config, overrides, f", got {{}}; set {length_key}=<number>", change)
@@ -149,10 +149,10 @@ def is_set(node: DictConfig, key: str) -> bool:
     return isinstance(section, DictConfig) and leaf in section
 
 
-def refuse_change(override: str, length_key: str) -> None:
+def _refuse_change(override: str, length_key: str) -> None:
     """Raise UserError if an override changes a setting that an extension cannot change."""
     key, _, value = override.partition("=")
-    if key == length_key or any(fnmatch(key, each) for each in not_in_name() if each not in KEPT):
+    if key == length_key or any(fnmatch(key, each) for each in not_in_name() if each not in _KEPT):
         return
     if key in LENGTH:
         raise UserError(
@@ -165,7 +165,7 @@ def refuse_change(override: str, length_key: str) -> None:
     )
 
 
-def last_valid(folder: RunFolder) -> Path | None:
+def _last_valid(folder: RunFolder) -> Path | None:
     """Return the newest undamaged checkpoint of a run, or None."""
     from rlhf.training.checkpoint import damage
 

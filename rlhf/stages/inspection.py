@@ -72,18 +72,18 @@ def inspection(cfg: Config, width: int) -> Iterator[Line]:
 def tokenized(cfg: Config, width: int) -> Iterator[Line]:
     """Yield the lines of `inspection`, for a config whose data exist."""
     tokenizer = build_tokenizer(cfg)
-    yield from tokenizer_lines(cfg, tokenizer)
+    yield from _tokenizer_lines(cfg, tokenizer)
     data = cfg.data
     if data is Data.preferences and cfg.task.embedded and cfg.task.preferences_path is None:
         yield Line("The run first samples its preference pairs; these are their prompts.")
         data = Data.prompts
     task = build_task(cfg, tokenizer, data, cfg.schedule.prompts_per_update)
-    yield from data_lines(cfg, task, width)
-    yield from reward_lines(cfg, task, tokenizer, width)
+    yield from _data_lines(cfg, task, width)
+    yield from _reward_lines(cfg, task, tokenizer, width)
     yield from examples(cfg, task, tokenizer, width)
 
 
-def tokenizer_lines(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Iterator[Line]:
+def _tokenizer_lines(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Iterator[Line]:
     """Yield the lines about the vocabulary, the special tokens and the chat template."""
     yield Line("Tokenizer", "bold")
     yield Line(f"  {'name':18}{cfg.model.tokenizer or cfg.start or f'made from task={cfg.task.name}'}")
@@ -97,10 +97,10 @@ def tokenizer_lines(cfg: Config, tokenizer: PreTrainedTokenizerFast) -> Iterator
     yield Line(f"  {'chat template':18}{'yes' if tokenizer.chat_template else 'none'}")
 
 
-def data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
+def _data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
     """Yield the lines about rows, columns and lengths, and the warnings about them."""
     splits = ("train", "validation") if cfg.schedule.eval_every else ("train",)
-    with warnings_of("rlhf.tasks") as logged:
+    with _warnings_of("rlhf.tasks") as logged:
         summary = summarize(task, cfg.generator.response_length, splits)
     yield Line("")
     yield Line("Data", "bold")
@@ -112,7 +112,7 @@ def data_lines(cfg: Config, task: Task, width: int) -> Iterator[Line]:
             yield Line(text, "yellow")
 
 
-def reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:
+def _reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width: int) -> Iterator[Line]:
     """Yield the scores of reward functions for some stored responses, and warnings.
 
     Among the warnings is what reward models with a chat template of their own do not read.
@@ -133,7 +133,7 @@ def reward_lines(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, wi
 
 
 @contextmanager
-def warnings_of(name: str) -> Iterator[list[str]]:
+def _warnings_of(name: str) -> Iterator[list[str]]:
     """Return a context that yields a list, to which the warnings of a logger are added."""
     found: list[str] = []
     log, handler = logging.getLogger(name), logging.Handler(logging.WARNING)
@@ -159,7 +159,7 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
         yield Line("")
         yield Line(f"Example {i + 1} of the first update ({batch.place(i)})", "bold")
         prompt = batch.prompt_ids[i][batch.prompt_mask[i]].tolist()
-        yield from text_lines("prompt", prompt, "not in the loss", tokenizer, width, "dim")
+        yield from _text_lines("prompt", prompt, "not in the loss", tokenizer, width, "dim")
         if rollouts is None:
             until = f"until {names_of(build_stop_ids(cfg, tokenizer), tokenizer)}, at most {limit} tokens"
             yield Line(f"  {'response':10} sampled {until}; in the loss")
@@ -168,8 +168,8 @@ def examples(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast, width:
                 mask = rollouts.response_mask[i, j]
                 kept = rollouts.response_ids[i, j][mask].tolist()
                 cut = "" if bool(rollouts.ended[i, j]) else f"; cut at {limit} tokens, without EOS"
-                note = in_loss(cfg) + cut
-                yield from text_lines(name, kept, note, tokenizer, width, "green", prompt[-4:])
+                note = _in_loss(cfg) + cut
+                yield from _text_lines(name, kept, note, tokenizer, width, "green", prompt[-4:])
         yield Line(padding(batch, rollouts, i))
 
 
@@ -178,7 +178,7 @@ def names(samples: int) -> tuple[str, ...]:
     return ("response",) if samples == 1 else ("chosen", "rejected")
 
 
-def in_loss(cfg: Config) -> str:
+def _in_loss(cfg: Config) -> str:
     """Return how the loss uses a stored response."""
     return "scored at its last token" if cfg.algo.trains is Trains.reward else "in the loss"
 
@@ -193,7 +193,7 @@ def padding(batch: Prompts, rollouts: Rollouts | None, i: int) -> str:
     return text
 
 
-def text_lines(
+def _text_lines(
     name: str,
     ids: list[int],
     note: str,
@@ -215,29 +215,29 @@ def text_lines(
     """
     yield Line(f"  {name:10} {len(ids):,} tokens, {note}")
     if len(ids) <= FIRST + LAST:
-        shown = token_texts(ids, tokenizer, before)
+        shown = _token_texts(ids, tokenizer, before)
     else:
         left_out = f" ... {len(ids) - FIRST - LAST:,} tokens ... "
-        end = token_texts(ids[-LAST:], tokenizer, ids[:-LAST][-1:])
-        shown = [*token_texts(ids[:FIRST], tokenizer, before), left_out, *end]
+        end = _token_texts(ids[-LAST:], tokenizer, ids[:-LAST][-1:])
+        shown = [*_token_texts(ids[:FIRST], tokenizer, before), left_out, *end]
     for line in wrapped(shown, width - 4):
         yield Line(f"    {line}", style)
 
 
-def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast, before: Sequence[int]) -> list[str]:
+def _token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast, before: Sequence[int]) -> list[str]:
     """Return the text of each token behind the tokens `before`; special tokens are marked: `[EOS </s>]`."""
     roles = {getattr(tokenizer, f"{name}_token_id"): name.upper() for name in reversed(SPECIAL)}
     found: list[str] = []
     read = str(tokenizer.decode([*before], clean_up_tokenization_spaces=False))
     for end, number in enumerate(ids, 1):
         whole = str(tokenizer.decode([*before, *ids[:end]], clean_up_tokenization_spaces=False))
-        text = printable(whole[len(read) :])
+        text = _printable(whole[len(read) :])
         read = whole
         found.append(f"[{roles[number]} {text.strip()}]" if number in roles else text)
     return found
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """Return `text` with escapes for line breaks and other characters that cannot be printed."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rlhf.training.recorder import Recorder
 
 UNKNOWN = "unknown"  # the hub's identifier of a license that is not known
-ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
+_ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 URL = re.compile(r"\w+://\S+")
 LICENSE = ("license", "license_name", "license_link")  # keys of a model card
 
@@ -133,7 +133,7 @@ def algorithm(cfg: Config) -> str:
     """Return the first two paragraphs of the documentation of the algorithm: its name and its source."""
     documented = inspect.getdoc(sys.modules[part(cfg.algo).__module__]) or cfg.algo.name
     text = " ".join(" ".join(paragraph.split()) for paragraph in documented.split("\n\n")[:2])
-    return ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+    return _ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
 
 
 def training(cfg: Config, start: Origin, examples: int, state: TrainState) -> Iterator[tuple[str, str]]:
@@ -248,7 +248,7 @@ def origin(start: str | None) -> Origin:
         return Origin(name=None, ancestor=None, license=UNKNOWN)
     local = is_local(start)
     folder = Path(start).expanduser() if local else cached_folder(start)
-    card = {} if folder is None else card_of(folder)
+    card = {} if folder is None else _card_of(folder)
     base = card.get("base_model")
     base = base[0] if isinstance(base, list) and base else base
     if not local:
@@ -266,7 +266,7 @@ def origin(start: str | None) -> Origin:
     )
 
 
-def card_of(folder: Path) -> dict[str, Any]:
+def _card_of(folder: Path) -> dict[str, Any]:
     """Return the metadata of the model card in a folder; empty if there is none that can be read."""
     try:
         return metadata_load(folder / CARD) or {}

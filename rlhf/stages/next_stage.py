@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rlhf.runs.folder import RunFolder
 
 # Settings that all stages share: data, models, judge, device, and the length of responses.
-SHARED = re.compile(r"\+?(schema/\w+@)?(task|model|scorer@gold|gold|backend|generator\.response_length)\b")
-OF_A_STAGE = ("model.base", "model.policy", "model.reward", "model.reference")
-REWARD_FUNCTION = "<file>.py:<function>"
+_SHARED = re.compile(r"\+?(schema/\w+@)?(task|model|scorer@gold|gold|backend|generator\.response_length)\b")
+_OF_A_STAGE = ("model.base", "model.policy", "model.reward", "model.reference")
+_REWARD_FUNCTION = "<file>.py:<function>"
 
 
 def next_stage(cfg: Config, folder: RunFolder, start: str | None) -> dict[str, Any] | None:
@@ -46,14 +46,14 @@ def next_stage(cfg: Config, folder: RunFolder, start: str | None) -> dict[str, A
     shared = {
         key: value
         for key, value in found.items()
-        if SHARED.match(key) and key not in OF_A_STAGE and (key == "task" or value != defaults.get(key))
+        if _SHARED.match(key) and key not in _OF_A_STAGE and (key == "task" or value != defaults.get(key))
     }
     read_by_rl = [key for key, *_ in cfg.task.needs(pairs=False, evaluates=True)]
     for stage in candidates(cfg, short_path(folder.model), start):
         if stage["algo"] != "reward" and "task.preferences_path" not in read_by_rl:
             shared.pop("task.preferences_path", None)
         overrides = {"algo": stage.pop("algo"), **shared, **stage}
-        if REWARD_FUNCTION in stage.values() or valid(overrides):
+        if _REWARD_FUNCTION in stage.values() or valid(overrides):
             return overrides
     return None
 
@@ -74,7 +74,7 @@ def candidates(cfg: Config, model: str, start: str | None) -> Iterator[dict[str,
     if cfg.task.embedded:
         yield {"algo": "dpo", "model.policy": model}
     yield {"algo": "reward", "model.policy": model}
-    yield {"algo": "rloo", "model.policy": model, "scorer": "function", "scorer.path": REWARD_FUNCTION}
+    yield {"algo": "rloo", "model.policy": model, "scorer": "function", "scorer.path": _REWARD_FUNCTION}
 
 
 def valid(overrides: dict[str, Any]) -> bool:

@@ -90,12 +90,12 @@ def complete(cfg: Config, run: Run, reward: bool = True, stages: Stages | None =
         policy = made("SFT model", folder.path, bool(folder.finished()), partial(make_model, sft, run))
         cfg = cfg.with_({"model.policy": policy})
     if cfg.reads_pairs and "preference pairs" in due:
-        pairs = made_pairs(cfg, made)
+        pairs = _made_pairs(cfg, made)
         cfg = cfg.with_({"task.preferences_path": pairs})
     if "reward model" in due:
         reward_run = checked(stage(cfg, "reward"))
         if reward_run.task.preferences_path is None:
-            made_pairs(reward_run, made)
+            _made_pairs(reward_run, made)
         folder = model_folder(reward_run)
         make = partial(make_model, reward_run, run)
         model = made("reward model", folder.path, bool(folder.finished()), make)
@@ -103,7 +103,7 @@ def complete(cfg: Config, run: Run, reward: bool = True, stages: Stages | None =
     return cfg
 
 
-def made_pairs(cfg: Config, made: Callable[[str, Path, bool, Callable[[], Path]], str]) -> str:
+def _made_pairs(cfg: Config, made: Callable[[str, Path, bool, Callable[[], Path]], str]) -> str:
     """Make the preference pairs that `cfg` reads as a stage, and return their folder."""
     folder = pairs_folder(cfg)
     return made("preference pairs", folder, (folder / COMPLETE).exists(), partial(make_pairs, cfg))

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from rlhf.tasks.task import Task
 
 REPORT = "relabel.json"  # written last, so its presence marks the data set as complete
-ADDED = ("chosen_score", "rejected_score", "swapped")  # columns of the data set besides the pair
+_ADDED = ("chosen_score", "rejected_score", "swapped")  # columns of the data set besides the pair
 
 
 def pairs_of(overrides: list[str]) -> Config:
@@ -84,7 +84,7 @@ def pairs_of(overrides: list[str]) -> Config:
     if cfg.model.policy is None and judge is not None:
         overrides.append(pasting.override("model.policy", judge[1]))  # for the judge's tokenizer
     cfg = checked(composed(overrides))
-    refuse_no_judge(cfg)
+    _refuse_no_judge(cfg)
     if cfg.task.embedded and cfg.task.preferences_path is None:
         raise UserError(
             f"task.preferences_path must name the pairs for task={cfg.task.name} (its own pairs are already "
@@ -94,7 +94,7 @@ def pairs_of(overrides: list[str]) -> Config:
     return cfg
 
 
-def refuse_no_judge(cfg: Config) -> None:
+def _refuse_no_judge(cfg: Config) -> None:
     """Raise UserError if the gold scorer does not score texts."""
     if cfg.gold.name in ("none", "labels"):
         raise UserError(
@@ -154,11 +154,11 @@ def table(output: Path) -> Table:
         made.add_column(name, justify="left" if name == "split" else "right", no_wrap=True)
     for split, entry in report["splits"].items():
         counts = [f"{entry[name]:,}" for name in ("pairs", "agreed", "swapped", "ties", "left_out")]
-        made.add_row(split, *counts, interval_text(entry))
+        made.add_row(split, *counts, _interval_text(entry))
     return made
 
 
-def interval_text(entry: dict[str, Any]) -> str:
+def _interval_text(entry: dict[str, Any]) -> str:
     """Return the agreement of a split with its interval as text; `entry` is an entry of relabel.json."""
     if entry["agreement"] is None:
         return "all are ties"
@@ -168,7 +168,7 @@ def interval_text(entry: dict[str, Any]) -> str:
 def agreement_text(output: Path) -> str:
     """Return the agreement on the training pairs of a relabelled data set as text."""
     entry = json.loads((output / REPORT).read_text())["splits"]["train"]
-    return f"{interval_text(entry)} of {entry['pairs']:,} pairs"
+    return f"{_interval_text(entry)} of {entry['pairs']:,} pairs"
 
 
 def settings(cfg: Config) -> dict[str, Any]:
@@ -299,12 +299,12 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     splits, agreements = {}, {}
     for split in SPLITS:
         stored = task.source.preferences(split)
-        about = {**scoring_settings, "split": split, "rows": rows_digest(stored)}
+        about = {**scoring_settings, "split": split, "rows": _rows_digest(stored)}
         kept = ranks.from_first(partial(begin, work, split, about))
         scores = score(kept, work / f"{split}.jsonl", task, split, gold, tokenizer, cfg, ranks)
         agreements[split] = agreement(scores, len(stored))
         if ranks.first:
-            splits[split] = in_order(stored, scores)
+            splits[split] = _in_order(stored, scores)
     if ranks.first:
         report = {
             "gold": cfg.gold.described,
@@ -315,7 +315,7 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     ranks.any(False)  # the other ranks wait until the data set is written
 
 
-def rows_digest(stored: Dataset) -> str:
+def _rows_digest(stored: Dataset) -> str:
     """Return 16 hex digits of the rows of a data set."""
     hasher = hashlib.sha256()
     for rows in stored.iter(1000):
@@ -391,7 +391,7 @@ def shown(batches: Iterator[Prompts], total: int, title: str, mode: str) -> Iter
             advance(len(batch))
 
 
-def in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
+def _in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
     """Return the scored rows, with the better response of each pair as the chosen response.
 
     Args:
@@ -405,7 +405,7 @@ def in_order(stored: Dataset, scores: dict[int, list[float]]) -> Dataset:
     rows = stored.select(kept)
 
     def order(columns: dict[str, list[Any]], places: list[int]) -> dict[str, list[Any]]:
-        made: dict[str, list[Any]] = {name: [] for name in ("prompt", "chosen", "rejected", *ADDED)}
+        made: dict[str, list[Any]] = {name: [] for name in ("prompt", "chosen", "rejected", *_ADDED)}
         for prompt, *pair, place in zip(
             columns["prompt"], columns["chosen"], columns["rejected"], places, strict=True
         ):

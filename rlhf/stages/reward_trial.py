@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts
     from rlhf.tasks.task import Task
 
-EXAMPLES = 3
+_EXAMPLES = 3
 BUDGET_S = 10.0  # no further example is tried after this time; the first one has no limit
 
 
@@ -63,7 +63,7 @@ class Trial:
         """Yield a line for each response, and one if the calls took so long that examples were left out."""
         for response, score in zip(self.responses, self.scores, strict=True):
             yield f"{score:8.4g} for {shortened(repr(response), 48)}"
-        if len(self.scores) < EXAMPLES and self.seconds > BUDGET_S:
+        if len(self.scores) < _EXAMPLES and self.seconds > BUDGET_S:
             yield f"{len(self.scores)} tried, because this took {self.seconds:.1f} s"
 
 
@@ -127,7 +127,7 @@ def examples(cfg: Config, task: Task, at: str) -> Prompts:
     places = range(len(rows))
     if part is not None:
         places = np.flatnonzero(np.asarray(rows["part"]) == list(cfg.task.shares).index(part)).tolist()
-    return task.batch(list(places[:EXAMPLES]))
+    return task.batch(list(places[:_EXAMPLES]))
 
 
 def trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Prompts) -> Trial:
@@ -143,7 +143,7 @@ def trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Prompt
     scores: list[float] = []
     warning = None
     started = time.monotonic()
-    with patience(scorer.name):
+    with _patience(scorer.name):
         for rows in torch.arange(len(prompts)).split(size):
             scores += scorer.given(rollouts.select(rows))[:, 0].tolist()
             if (seconds := time.monotonic() - started) > BUDGET_S:
@@ -167,9 +167,9 @@ def trial(section: FunctionScorerConfig, context: ScorerContext, prompts: Prompt
 
 
 @contextmanager
-def patience(name: str) -> Iterator[None]:
+def _patience(name: str) -> Iterator[None]:
     """Return a context that prints a line if it takes longer than `BUDGET_S`."""
-    text = f"{name} has been scoring {EXAMPLES} examples for {BUDGET_S:g} s; Ctrl-C ends the run"
+    text = f"{name} has been scoring {_EXAMPLES} examples for {BUDGET_S:g} s; Ctrl-C ends the run"
     timer = Timer(BUDGET_S, say, [text])
     timer.daemon = True
     timer.start()

@@ -126,11 +126,11 @@ def carry_out(
     if (finished := ranks.from_first(folder.finished)) is not None:
         say(f"finished already: {folder.path}")
         return finished["result"].get(cfg.metric)
-    last = ranks.from_first(lambda: open_folder(cfg, folder))
+    last = ranks.from_first(lambda: _open_folder(cfg, folder))
     part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
     stages = Stages([*names(cfg), f"{cfg.algo.name} {cfg.task.name}"])
     if cfg.task.embedded:  # before the stages that make its models
-        ranks.from_first(lambda: warn_of(report_rewards(cfg)))
+        ranks.from_first(lambda: _warn_of(report_rewards(cfg)))
     typed, cfg = cfg, ranks.from_first(lambda: complete(cfg, run, stages=stages))
     started = time.monotonic()
     interruption.check()  # a signal may have come while a stage wrote its model
@@ -157,8 +157,8 @@ def carry_out(
         log.warning(doubt)
     if not cfg.task.embedded:
         report_data(cfg, task)
-        ranks.from_first(lambda: warn_of(report_rewards(cfg, task)))
-        ranks.from_first(lambda: warn_of(check_formats(cfg, task, tokenizer)))
+        ranks.from_first(lambda: _warn_of(report_rewards(cfg, task)))
+        ranks.from_first(lambda: _warn_of(check_formats(cfg, task, tokenizer)))
     with ExitStack() as ends:
         ends.enter_context(stages.enter(len(stages.names)))
         parts = assemble(cfg, task, tokenizer, data, state, folder, ranks, ends)
@@ -185,16 +185,16 @@ def carry_out(
         try:
             train(parts, stream, state, cfg.schedule, interruption, cfg.seed)
         except NonFinite as error:
-            raise not_finite(error, state, folder) from error
+            raise _not_finite(error, state, folder) from error
         except Interrupted:
-            save_unfinished(parts, stream, state, folder, ranks)
+            _save_unfinished(parts, stream, state, folder, ranks)
             raise interrupted(interruption, state, cfg, folder) from None
     failure, stopped = ranks.from_first(lambda: (hooks.failure, hooks.stopped))
     if failure is not None and not state.done:
-        raise stopped_by_hook(failure, state, folder)
+        raise _stopped_by_hook(failure, state, folder)
     if stopped is not None and not state.done:
         if ranks.first:
-            note_stop(stopped, state, folder)
+            _note_stop(stopped, state, folder)
         return parts.recorder.evaluated.get(cfg.metric)
     if not state.done:
         raise interrupted(interruption, state, cfg, folder)
@@ -208,17 +208,17 @@ def carry_out(
     session_s = time.monotonic() - started
     print_closing(cfg, typed, folder, parts.recorder, state, session_s, resumed=last is not None)
     if failure is not None:
-        raise stopped_by_hook(failure, state, folder)
+        raise _stopped_by_hook(failure, state, folder)
     return result.get(cfg.metric)
 
 
-def warn_of(found: Iterable[str]) -> None:
+def _warn_of(found: Iterable[str]) -> None:
     """Log warnings."""
     for warning in found:
         log.warning("%s", warning)
 
 
-def open_folder(cfg: Config, folder: RunFolder) -> Path | None:
+def _open_folder(cfg: Config, folder: RunFolder) -> Path | None:
     """Write config.yaml and environment.json, and return the checkpoint to resume from, if any.
 
     Raises:
@@ -295,7 +295,9 @@ def write_model(engine: Engine, folder: RunFolder, ranks: Ranks, card: str) -> N
                 raise no_room(folder, final, reason)
 
 
-def save_unfinished(parts: Parts, stream: Stream, state: TrainState, folder: RunFolder, ranks: Ranks) -> None:
+def _save_unfinished(
+    parts: Parts, stream: Stream, state: TrainState, folder: RunFolder, ranks: Ranks
+) -> None:
     """Save a checkpoint of the last update after a scorer stopped waiting for its service.
 
     The next session begins with the batch or the evaluation whose scores were awaited.
@@ -326,7 +328,7 @@ def interrupted(interruption: Interruption, state: TrainState, cfg: Config, fold
     return Interrupted(text, interruption.received)
 
 
-def stopped_by_hook(failure: str, state: TrainState, folder: RunFolder) -> RunError:
+def _stopped_by_hook(failure: str, state: TrainState, folder: RunFolder) -> RunError:
     """Return the error of a run whose hook raised an exception."""
     last = folder.last_checkpoint()
     result = "the run is finished, and its model is complete"
@@ -339,7 +341,7 @@ def stopped_by_hook(failure: str, state: TrainState, folder: RunFolder) -> RunEr
     return failed
 
 
-def note_stop(reason: str, state: TrainState, folder: RunFolder) -> None:
+def _note_stop(reason: str, state: TrainState, folder: RunFolder) -> None:
     """Store the reason why a hook stopped the run, until the run is resumed, and print it."""
     folder.write_state({**state.state_dict(), "finished": False, "stopped": reason})
     say(
@@ -348,7 +350,7 @@ def note_stop(reason: str, state: TrainState, folder: RunFolder) -> None:
     )
 
 
-def not_finite(error: NonFinite, state: TrainState, folder: RunFolder) -> RunError:
+def _not_finite(error: NonFinite, state: TrainState, folder: RunFolder) -> RunError:
     """Write the rows of the failed batch to failed_batch.json, and return the error of the run."""
     file = folder.path / "failed_batch.json"
     batch = {"what": error.what, "index": error.index, "places": error.places}

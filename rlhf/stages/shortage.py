@@ -41,7 +41,7 @@ def explain_full_gpu(cfg: Config, folder: RunFolder | None = None) -> Iterator[N
     try:
         yield
     except torch.OutOfMemoryError as error:
-        phase = phase_of(error.__traceback__)
+        phase = _phase_of(error.__traceback__)
         said = f"a GPU has too little memory for {phase} ({first_line(error)})"
         raise RunError(f"{said}; {remedies(cfg, folder, phase)}") from error
     except OutOfMemory as error:
@@ -49,7 +49,7 @@ def explain_full_gpu(cfg: Config, folder: RunFolder | None = None) -> Iterator[N
         raise RunError(f"{error}; {remedies(cfg, folder, phase)}") from error
 
 
-def phase_of(frames: TracebackType | None) -> str:
+def _phase_of(frames: TracebackType | None) -> str:
     """Return what a run did when an error was raised, from the modules of the traceback."""
     modules = tuple(frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(frames))
     found = (phase for start, phase in PHASES.items() if any(name.startswith(start) for name in modules))
@@ -62,7 +62,7 @@ def remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:
     if folder is None:
         useless.add("model.lora.rank=16")
     settings = [
-        *smaller_forwards(cfg, phase),
+        *_smaller_forwards(cfg, phase),
         *(each for each in smaller_settings(cfg) if each not in useless),
     ]
     text = f"set {', or '.join(settings)}" if settings else "choose a smaller model"
@@ -78,7 +78,7 @@ def remedies(cfg: Config, folder: RunFolder | None, phase: str) -> str:
     return f"{text}; the last checkpoint is {last}{resumes}"
 
 
-def smaller_forwards(cfg: Config, phase: str) -> list[str]:
+def _smaller_forwards(cfg: Config, phase: str) -> list[str]:
     """Return settings that halve the forward passes of a phase, without those that cannot be smaller."""
     keys = [("scorer", "batch_size"), ("gold", "batch_size")] if phase == SCORES else [adjustable(cfg, phase)]
     tokens = training_budget(cfg).tokens

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 
-PLACES = ("output_dir", "cache_dir", "progress")  # keys that a stage has from its run
+_PLACES = ("output_dir", "cache_dir", "progress")  # keys that a stage has from its run
 
 
 def model_folder(cfg: Config) -> RunFolder:
@@ -58,8 +58,8 @@ def stage(cfg: Config, algo: str) -> Config:
     try:
         made = compose(overrides)
     except CONFIG_ERRORS as error:
-        raise in_stage(algo, [explain(error, overrides)]) from error
-    changes = {name: getattr(cfg, name) for name in ("task", "model", "stages", *PLACES)}
+        raise _in_stage(algo, [explain(error, overrides)]) from error
+    changes = {name: getattr(cfg, name) for name in ("task", "model", "stages", *_PLACES)}
     shared = [name for name in made.backend.for_stages if name in own.for_stages]
     changes |= {f"backend.{name}": getattr(own, name) for name in shared}
     changes |= {"model.reference": None, "model.reward": None}  # a stage needs neither of these models
@@ -77,11 +77,11 @@ def checked(cfg: Config) -> Config:
         UserError: a check found a problem; the error lists every problem.
     """
     if found := problems(cfg):
-        raise in_stage(cfg.algo.name, found)
+        raise _in_stage(cfg.algo.name, found)
     return cfg
 
 
-def in_stage(algo: str, found: list[str]) -> UserError:
+def _in_stage(algo: str, found: list[str]) -> UserError:
     """Return the problems `found` of the stage `algo` as an error."""
     return UserError(*(f"in the stage algo={algo} that this run needs: {text}" for text in found))
 
@@ -94,8 +94,8 @@ def stage_digest(cfg: Config) -> str:
     """
     policy, pairs = cfg.model.policy, cfg.task.preferences_path
     changes: dict[str, Any] = {
-        "task.preferences_path": pairs and name_in_cache(pairs, cfg),
-        "model.policy": policy and name_in_cache(policy, cfg),
+        "task.preferences_path": pairs and _name_in_cache(pairs, cfg),
+        "model.policy": policy and _name_in_cache(policy, cfg),
     }
     if cfg.algo.trains is Trains.reward:
         changes |= {"stages.sft": [], "stages.reward": []}
@@ -104,7 +104,7 @@ def stage_digest(cfg: Config) -> str:
     return identity.digest(cfg.with_(changes))
 
 
-def name_in_cache(path: str, cfg: Config) -> str:
+def _name_in_cache(path: str, cfg: Config) -> str:
     """Return X if `path` is `<cache_dir>/X` or `<cache_dir>/X/model`; return any other path unchanged."""
     made = Path(path).parent if Path(path).name == "model" else Path(path)
     return made.name if made.parent == Path(cfg.cache_dir) else path
@@ -113,7 +113,7 @@ def name_in_cache(path: str, cfg: Config) -> str:
 def pairs_folder(cfg: Config) -> Path:
     """Return the folder of the preference pairs that are sampled from the policy of `cfg`."""
     depends = {
-        "policy": name_in_cache(cfg.model.policy or "", cfg),
+        "policy": _name_in_cache(cfg.model.policy or "", cfg),
         "task": values(cfg.task),
         "gold": values(cfg.gold),
         "pairs": [cfg.stages.pairs, cfg.stages.pairs_temperature, cfg.stages.seed],

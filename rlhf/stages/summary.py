@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
 
 
-MANY_PASSES = 10
+_MANY_PASSES = 10
 
 
 def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
@@ -69,15 +69,15 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         rows.append(("updates", f"{updates:,} = {epochs} epochs of {examples:,} {unit} / {prompts:,}"))
     steps = updates * schedule.minibatches * schedule.epochs
     parts = f"{updates:,} updates x {schedule.minibatches} minibatches x {schedule.epochs} epochs"
-    evaluated = due_updates(schedule.eval_every, updates, at_end=True)
+    evaluated = _due_updates(schedule.eval_every, updates, at_end=True)
     return [
         *rows,
         ("optimizer steps", f"{steps:,} = {parts}"),
         ("sequences per forward", forward),
         *generator(cfg),
         *cores(cfg),
-        ("evaluations", at_updates([0, *evaluated] if evaluated else [])),
-        ("checkpoints", at_updates([u for u in due_updates(schedule.save_every, updates) if u < updates])),
+        ("evaluations", _at_updates([0, *evaluated] if evaluated else [])),
+        ("checkpoints", _at_updates([u for u in _due_updates(schedule.save_every, updates) if u < updates])),
     ]
 
 
@@ -93,12 +93,12 @@ def doubts(cfg: Config, examples: int) -> Iterator[str]:
         cfg: the config of the run.
         examples: the size of the training data.
     """
-    if (often := passes(cfg, examples)) > MANY_PASSES:
+    if (often := passes(cfg, examples)) > _MANY_PASSES:
         fewer = max(1, round(3 * examples / cfg.schedule.prompts_per_update)) * cfg.episodes_per_update
         remedy = f"schedule.total_episodes={fewer}" if cfg.epochs is None else "schedule.total_epochs=3"
         yield (
             f"the run passes {often:.3g} times over its {examples:,} training rows (after about "
-            f"{MANY_PASSES} passes a model mostly memorises its data); for 3 passes set {remedy}"
+            f"{_MANY_PASSES} passes a model mostly memorises its data); for 3 passes set {remedy}"
         )
     if cfg.schedule.solved_at is not None and often <= 1:
         yield (
@@ -130,7 +130,7 @@ def cores(cfg: Config) -> Iterator[tuple[str, str]]:
         yield "CPU threads", f"trainer {trainer}, {which} {generator}"
 
 
-def due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:
+def _due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:
     """Return the updates after which an event with interval `every` is due.
 
     Args:
@@ -142,7 +142,7 @@ def due_updates(every: float, updates: int, at_end: bool = False) -> list[int]:
     return [state.update for state in states if state.due(every, at_end)]
 
 
-def at_updates(updates: list[int]) -> str:
+def _at_updates(updates: list[int]) -> str:
     """Format a list of updates as text; of more than 8 updates, the first 4 and the last are listed."""
     if not updates:
         return "none"

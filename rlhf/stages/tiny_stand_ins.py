@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from rlhf.config.task import TaskConfig
 
 Row = dict[str, Any]
-Pair = tuple[str, str]  # prompt and reference
-SIZES = {"train": 64, "validation": 32}  # rows per split
-KNOWN_ROWS = 512  # rows of a user's data whose words get tokens
+_Pair = tuple[str, str]  # prompt and reference
+_SIZES = {"train": 64, "validation": 32}  # rows per split
+_KNOWN_ROWS = 512  # rows of a user's data whose words get tokens
 WORDS = r" ?\w+|\s| ?#+| ?[^\w\s]"  # regular expression of a token
-LLAMAS = ("rho_1b", "llama_8b")  # model options with the Llama architecture; others are GPT-NeoX
-POSITIONS = 8192  # maximum sequence length, longer than the sequences of any recipe
+_LLAMAS = ("rho_1b", "llama_8b")  # model options with the Llama architecture; others are GPT-NeoX
+_POSITIONS = 8192  # maximum sequence length, longer than the sequences of any recipe
 STEPS, LEARNING_RATE = 60, 1e-2  # for the training of the policy
 
 
@@ -61,7 +61,7 @@ def complete(cfg: Config) -> Config:
 
 def stand_ins(cfg: Config) -> Path:
     """Return the folder of the stand-ins for the task and the model of `cfg`; make a missing folder first."""
-    digits = digest([values(cfg.task), cfg.model.name in LLAMAS])
+    digits = digest([values(cfg.task), cfg.model.name in _LLAMAS])
     folder = Path(cfg.cache_dir) / component(f"stand-ins-{cfg.task.name}-{digits}")
     return made_once(folder, "tiny stand-ins for models and data of the hub", partial(make, cfg))
 
@@ -72,23 +72,23 @@ def make(cfg: Config, folder: Path) -> None:
     made = task.path is None and task.name in ROWS
     if made:
         task.path = str(folder / "data")
-        write_splits(folder / "data", ROWS[task.name], task)
+        _write_splits(folder / "data", ROWS[task.name], task)
     pairs = read(task)
     if made:
-        write_splits(folder / "pairs", lambda rng: preference(rng, pairs))
-    tokenizer = make_tokenizer([text for pair in pairs for text in pair])
-    config = architecture(cfg.model.name in LLAMAS, tokenizer)
-    make_policy(config, tokenizer, pairs, folder / "policy")
+        _write_splits(folder / "pairs", lambda rng: preference(rng, pairs))
+    tokenizer = _make_tokenizer([text for pair in pairs for text in pair])
+    config = architecture(cfg.model.name in _LLAMAS, tokenizer)
+    _make_policy(config, tokenizer, pairs, folder / "policy")
     for seed, name in enumerate(("reward", "judge")):
-        make_reward_model(config, tokenizer, seed, folder / name)
+        _make_reward_model(config, tokenizer, seed, folder / name)
 
 
-def tldr_row(rng: random.Random) -> Row:
+def _tldr_row(rng: random.Random) -> Row:
     """Return a post and its summary."""
     who, where, how = (
         rng.choice(("friend", "sister", "boss")),
         rng.choice(("paris", "rome")),
-        rng.choice(MOODS),
+        rng.choice(_MOODS),
     )
     post = f"My {who} moved to {where} last week. I am {how} about it."
     return {
@@ -97,7 +97,7 @@ def tldr_row(rng: random.Random) -> Row:
     }
 
 
-def gsm8k_row(rng: random.Random) -> Row:
+def _gsm8k_row(rng: random.Random) -> Row:
     """Return a problem and its worked answer."""
     a, b = rng.randint(1, 4), rng.randint(1, 4)
     return {
@@ -106,9 +106,9 @@ def gsm8k_row(rng: random.Random) -> Row:
     }
 
 
-def chat_row(rng: random.Random) -> Row:
+def _chat_row(rng: random.Random) -> Row:
     """Return a dialogue, with or without a system prompt."""
-    what, how = rng.choice(("tea", "bread", "soup")), rng.choice(MOODS)
+    what, how = rng.choice(("tea", "bread", "soup")), rng.choice(_MOODS)
     turns = [
         ("user", f"I am {how}. What do I need for {what}?"),
         ("assistant", f"Water, and some time for {what}."),
@@ -123,35 +123,35 @@ def chat_row(rng: random.Random) -> Row:
     }
 
 
-MOODS = ("sad", "happy", "tired")
-ROWS: dict[str, Callable[[random.Random], Row]] = {"tldr": tldr_row, "gsm8k": gsm8k_row, "chat": chat_row}
+_MOODS = ("sad", "happy", "tired")
+ROWS: dict[str, Callable[[random.Random], Row]] = {"tldr": _tldr_row, "gsm8k": _gsm8k_row, "chat": _chat_row}
 
 
-def preference(rng: random.Random, pairs: list[Pair]) -> Row:
+def preference(rng: random.Random, pairs: list[_Pair]) -> Row:
     """Return a pair: the reference of a prompt is chosen, the reference of another prompt is rejected."""
     prompt, chosen = rng.choice(pairs)
     rejected = rng.choice([answer for _, answer in pairs if answer != chosen])
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def write_splits(folder: Path, row: Callable[[random.Random], Row], task: TaskConfig | None = None) -> None:
+def _write_splits(folder: Path, row: Callable[[random.Random], Row], task: TaskConfig | None = None) -> None:
     """Write a file of rows for each split; the file has the name of the split in `task`."""
     folder.mkdir(parents=True)
-    for split, size in SIZES.items():
+    for split, size in _SIZES.items():
         rng = random.Random(split)
         name = task.validation_split if split == "validation" and isinstance(task, ChatConfig) else split
         lines = (json.dumps(row(rng)) for _ in range(size))
         (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def read(task: TaskConfig) -> list[Pair]:
+def read(task: TaskConfig) -> list[_Pair]:
     """Return the first training examples of the task as pairs of prompt and reference."""
     rows = make_part(task).prompts("train")
-    rows = rows.select(range(min(KNOWN_ROWS, len(rows))))
+    rows = rows.select(range(min(_KNOWN_ROWS, len(rows))))
     if "messages" in rows.column_names:
         from rlhf.core.dialogues import Dialogues
 
-        dialogues = Dialogues(make_tokenizer([]))  # the chat template needs no vocabulary
+        dialogues = Dialogues(_make_tokenizer([]))  # the chat template needs no vocabulary
         written = [dialogues.write(row["messages"], [row["reference_response"]]) for row in rows]
         answers = [(prompt, answer) for prompt, (answer,) in written]
     else:
@@ -160,7 +160,7 @@ def read(task: TaskConfig) -> list[Pair]:
     return [(prompt, answer or " ".join(["", *prompt.split()[:4]])) for prompt, answer in answers]
 
 
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def _make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per word of `texts`, and with the plain chat template."""
     from rlhf.core.chat_format import PLAIN, set_template
     from rlhf.tasks.word_tokenizer import SPECIAL, word_tokenizer
@@ -181,7 +181,7 @@ def architecture(llama: bool, tokenizer: PreTrainedTokenizerFast) -> PreTrainedC
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "intermediate_size": 128,
-        "max_position_embeddings": POSITIONS,
+        "max_position_embeddings": _POSITIONS,
         "bos_token_id": tokenizer.eos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -189,14 +189,14 @@ def architecture(llama: bool, tokenizer: PreTrainedTokenizerFast) -> PreTrainedC
     return LlamaConfig(**sizes, num_key_value_heads=1) if llama else GPTNeoXConfig(**sizes)
 
 
-def make_policy(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair], folder: Path
+def _make_policy(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, pairs: list[_Pair], folder: Path
 ) -> None:
     """Train a causal LM on `pairs` for a few steps, and write it with the tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    texts = [prompt + answer.removesuffix(tokenizer.eos_token) for prompt, answer in pairs[: SIZES["train"]]]
+    texts = [prompt + answer.removesuffix(tokenizer.eos_token) for prompt, answer in pairs[: _SIZES["train"]]]
     rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
     batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -212,7 +212,7 @@ def make_policy(
     tokenizer.save_pretrained(folder)
 
 
-def make_reward_model(
+def _make_reward_model(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path
 ) -> None:
     """Write a sequence classifier with random weights, and the tokenizer."""

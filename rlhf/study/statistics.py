@@ -19,10 +19,10 @@ from scipy import optimize, stats
 
 LEVEL, POWER = 0.05, 0.8  # probability of a false statement; of finding a difference that exists
 HOLDS, NOT, UNDECIDED = "holds", "does not hold", "undecided"
-FEWEST = 3  # seeds without which nothing is stated
+_FEWEST = 3  # seeds without which nothing is stated
 
 Sample = Sequence[float] | np.ndarray  # one value per seed
-Side = Literal["two-sided", "less", "greater"]
+_Side = Literal["two-sided", "less", "greater"]
 
 
 class Estimate(NamedTuple):
@@ -89,7 +89,7 @@ def bootstrap_interval(
 # -- tests -----------------------------------------------------------------------------------------------
 
 
-def p_t(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
+def p_t(values: Sample, limit: float = 0.0, side: _Side = "two-sided") -> float:
     """Return the p-value of the t test of a mean against a limit; paired, if the values are differences.
 
     Equal values have no spread that a t test could use; their p-value is that of the sign-flip test.
@@ -102,7 +102,7 @@ def p_t(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
     return float(stats.ttest_1samp(x, limit, alternative=side).pvalue)
 
 
-def p_sign_flip(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
+def p_sign_flip(values: Sample, limit: float = 0.0, side: _Side = "two-sided") -> float:
     """Return the p-value of the sign-flip test, which is exact for every symmetric distribution."""
     x = np.asarray(values, float) - limit
     found = stats.permutation_test(
@@ -117,7 +117,7 @@ def smallest_p(seeds: int) -> float:
     return 2.0 / 2**seeds
 
 
-def p_value(values: Sample, limit: float = 0.0, side: Side = "two-sided", family: int = 1) -> float:
+def p_value(values: Sample, limit: float = 0.0, side: _Side = "two-sided", family: int = 1) -> float:
     """Return the p-value of the t test, or of the sign-flip test if that is larger and could reach `LEVEL`.
 
     Args:
@@ -167,9 +167,9 @@ def verdict(differences: Mapping[str, Sample], limit: float = 0.0, level: float 
 
     The claim holds if every one-sided p-value is below `level` / 2; all have to be small, so this needs no
     correction. It does not hold if the smallest Holm p-value of the other side is below `level` / 2.
-    Otherwise, or with fewer than `FEWEST` seeds, it is undecided.
+    Otherwise, or with fewer than `_FEWEST` seeds, it is undecided.
     """
-    if not differences or min(map(len, differences.values())) < FEWEST:
+    if not differences or min(map(len, differences.values())) < _FEWEST:
         return Verdict(UNDECIDED, math.nan, math.nan)
     samples, family = differences.values(), len(differences)
     holds = max(p_value(x, limit, "greater") for x in samples)

@@ -21,10 +21,10 @@ from rlhf.tasks.source import EmbeddedSource
 if TYPE_CHECKING:
     from rlhf.config.task import ArithmeticConfig
 
-TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # terms of a sum, each 1 to 9
-FORGETS_CARRY = 0.1  # times the term: probability that a carry is forgotten; 0.9 for + 9
-LARGEST = 9 * max(TERMS.values())
-TOKEN_PATTERN = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
+_TERMS = {Difficulty.easy: 2, Difficulty.medium: 3, Difficulty.hard: 5}  # terms of a sum, each 1 to 9
+_FORGETS_CARRY = 0.1  # times the term: probability that a carry is forgotten; 0.9 for + 9
+_LARGEST = 9 * max(_TERMS.values())
+_TOKEN_PATTERN = r"\n| ?[0-9]+| ?[A-Za-z]+:| ?#+| ?[^\sA-Za-z0-9#]"
 
 
 def problem(terms: list[int]) -> str:
@@ -32,7 +32,7 @@ def problem(terms: list[int]) -> str:
     return f"Problem: {' + '.join(map(str, terms))}\nSolution:"
 
 
-def solution(totals: list[int], terms: list[int]) -> str:
+def _solution(totals: list[int], terms: list[int]) -> str:
     """Return the worked solution with the running totals `totals`, which may be wrong."""
     steps = zip(totals[:-1], terms[1:], totals[1:], strict=True)
     work = ", ".join(f"{before} + {term} = {after}" for before, term, after in steps)
@@ -49,26 +49,26 @@ class ArithmeticSource(EmbeddedSource):
     """A source of sums, generated from `task.data_seed`, and of preference pairs from a folder."""
 
     config: ArithmeticConfig
-    pattern = TOKEN_PATTERN
+    pattern = _TOKEN_PATTERN
 
     @classmethod
     @cache
     def vocabulary(cls) -> tuple[str, ...]:
         """Return every token except special tokens. Operators, `####` and numbers begin with a space."""
-        numbers = (f" {number}" for number in range(LARGEST + 1))
+        numbers = (f" {number}" for number in range(_LARGEST + 1))
         return ("Problem:", "Solution:", "\n", " +", " =", ",", " ####", *numbers)
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
         """Return `size` examples: `reference_response` is correct, `demonstration` is the work of a pupil."""
-        count = TERMS[self.config.difficulty]
+        count = _TERMS[self.config.difficulty]
         rng = random.Random(f"arithmetic/{self.config.data_seed}/{split}")
         rows: dict[str, list[str]] = {"query": [], "reference_response": [], "demonstration": []}
         for _ in range(size):
             terms = [rng.randint(1, 9) for _ in range(count)]
             pupils = accumulate(
-                terms, lambda before, term: forgetful_add(before, term, rng.random() < FORGETS_CARRY * term)
+                terms, lambda before, term: forgetful_add(before, term, rng.random() < _FORGETS_CARRY * term)
             )
             rows["query"].append(problem(terms))
-            rows["reference_response"].append(solution(list(accumulate(terms)), terms))
-            rows["demonstration"].append(solution(list(pupils), terms))
+            rows["reference_response"].append(_solution(list(accumulate(terms)), terms))
+            rows["demonstration"].append(_solution(list(pupils), terms))
         return rows

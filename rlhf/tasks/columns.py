@@ -24,7 +24,7 @@ Message = dict[str, Any]  # role and content (texts), and what else the data hav
 Prompt = str | list[Message]
 Response = str | list[Message]  # one message of the assistant, or none
 
-ROLES = {  # roles in other formats -> those of chat templates
+_ROLES = {  # roles in other formats -> those of chat templates
     **dict.fromkeys(("human", "Human", "USER", "User"), "user"),
     **dict.fromkeys(("gpt", "bot", "ai", "AI", "chatbot", "model", "ASSISTANT", "Assistant"), "assistant"),
 }
@@ -174,7 +174,7 @@ class Layout:
         return f"{prompt}\n\n{text(row, str(self.context))}" if context else prompt
 
 
-def not_text(value: Any) -> str:
+def _not_text(value: Any) -> str:
     """Return the remedy for a value in place of a text."""
     if value is None or value != value:
         return "correct or remove the rows without a value"
@@ -196,7 +196,7 @@ def text(row: Row, column: str) -> str:
         if (number := number_as_text(value, column)) is not None:
             return number
         raise BadRow(
-            f"have a text in its column {column} in every row", f"with {described(value)}", not_text(value)
+            f"have a text in its column {column} in every row", f"with {described(value)}", _not_text(value)
         )
     try:
         value.encode()
@@ -245,7 +245,7 @@ def conversation(row: Row, column: str) -> list[Message]:
             parts = isinstance(message.get("content"), list)
             fix = ["write the text of its parts as one text"] if parts else []
             raise BadRow(rule, f"{error.got} in place of a text", *fix) from None
-        if (meant := ROLES.get(messages[-1]["role"])) is not None:
+        if (meant := _ROLES.get(messages[-1]["role"])) is not None:
             raise BadRow(
                 f"have messages with the roles of chat templates in its column {column}",
                 f"with a message of {messages[-1]['role']}",

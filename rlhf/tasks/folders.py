@@ -20,7 +20,7 @@ from rlhf.core.pasting import setting
 from rlhf.tasks.columns import conversion, converted
 from rlhf.tasks.reading import FORMATS, SHARD, Row, rows, stem, suffix_of
 
-ALIASES = {"train": ("training",), "validation": ("val", "valid", "dev", "eval"), "test": ("testing",)}
+_ALIASES = {"train": ("training",), "validation": ("val", "valid", "dev", "eval"), "test": ("testing",)}
 SCANNED_BYTES = 50e6  # files of a split up to this size are read completely before a run starts
 
 
@@ -70,7 +70,7 @@ def find_split(names: Iterable[str], split: str, key: str) -> str | None:
         UserError: the name itself is missing, and there are two other usual names; `key` names the data.
     """
     names = list(names)
-    usual = [name for name in names if name.lower() in (split, *ALIASES.get(split, ()))]
+    usual = [name for name in names if name.lower() in (split, *_ALIASES.get(split, ()))]
     if split in names:
         return split
     if len(usual) > 1:
@@ -145,7 +145,7 @@ def _scan(
     return scan(files, key, columns, conversion(columns))
 
 
-def place_problem(key: str, path: str, reason: str) -> str | None:
+def _place_problem(key: str, path: str, reason: str) -> str | None:
     """Return the error message for a path that is no folder, with similar names beside it; else None."""
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -195,7 +195,7 @@ def folder_problems(
         whole: check all rows of files that are not too large; False: only the columns of the first row.
     """
     folder, required = Path(path).expanduser(), tuple(columns)
-    if problem := place_problem(key, path, reason):
+    if problem := _place_problem(key, path, reason):
         yield problem
         return
     try:

@@ -17,8 +17,8 @@ from rlhf.core.errors import UserError
 from rlhf.core.files import component, whole
 from rlhf.core.formatting import shortened
 
-ERRORS = (TypeError, ValueError, RecursionError)
-RULE = "dataset must be a datasets.Dataset, a datasets.DatasetDict or a list of dicts"
+_ERRORS = (TypeError, ValueError, RecursionError)
+_RULE = "dataset must be a datasets.Dataset, a datasets.DatasetDict or a list of dicts"
 
 
 def written(dataset: object, folder: Path) -> Path:
@@ -34,7 +34,7 @@ def written(dataset: object, folder: Path) -> Path:
     Raises:
         UserError: the object is no data set, a split has no rows, or a value cannot be written as JSON.
     """
-    splits = splits_of(dataset)
+    splits = _splits_of(dataset)
     digests = {name: digest(name, rows) for name, rows in splits.items()}
     place = folder / hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
     for name, rows in splits.items():
@@ -47,7 +47,7 @@ def written(dataset: object, folder: Path) -> Path:
     return place
 
 
-def splits_of(dataset: object) -> dict[str, Rows | Sequence[Any]]:
+def _splits_of(dataset: object) -> dict[str, Rows | Sequence[Any]]:
     """Return the rows of each split of a data set.
 
     Raises:
@@ -60,7 +60,7 @@ def splits_of(dataset: object) -> dict[str, Rows | Sequence[Any]]:
             what = f"an object of type {type(dataset).__name__}"
             if isinstance(dataset, Mapping):
                 what = f"a dict whose value {name!r} is an object of type {type(split).__name__}"
-            raise UserError(f"{RULE}, got {what}; {remedy(split)}")
+            raise UserError(f"{_RULE}, got {what}; {remedy(split)}")
         if len(rows) == 0:
             raise UserError(f"dataset must have rows, got none in the split {name}; add rows")
         found[str(name)] = rows
@@ -122,12 +122,12 @@ def lines(split: str, rows: Iterable[Any]) -> Iterator[bytes]:
         place = f"row {number} of {split}"
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
             raise UserError(
-                f"{RULE} with texts as keys, got {place} with {shortened(repr(row), 60)}; write "
+                f"{_RULE} with texts as keys, got {place} with {shortened(repr(row), 60)}; write "
                 "{'prompt': '...'}"
             )
         try:
-            yield as_json(dict(row)) + b"\n"
-        except ERRORS as error:
+            yield _as_json(dict(row)) + b"\n"
+        except _ERRORS as error:
             name, reason = next((name, reason) for name in row if (reason := problem(row[name])))
             raise UserError(
                 "dataset must have texts, numbers, lists and dicts (its rows are stored as JSON), got "
@@ -136,7 +136,7 @@ def lines(split: str, rows: Iterable[Any]) -> Iterator[bytes]:
             ) from error
 
 
-def as_json(value: object) -> bytes:
+def _as_json(value: object) -> bytes:
     """Return a value as JSON in UTF-8.
 
     Raises:
@@ -148,8 +148,8 @@ def as_json(value: object) -> bytes:
 def problem(value: object) -> str | None:
     """Return why a value has no form in JSON, or None."""
     try:
-        as_json(value)
-    except ERRORS as error:
+        _as_json(value)
+    except _ERRORS as error:
         return str(error)
     return None
 

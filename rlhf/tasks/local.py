@@ -89,7 +89,7 @@ class LocalSource:
                 "train.jsonl, or set split=validation"
             )
         rows = self._stored("train", data, wanted)
-        held_out = held_out_rows(prompts_in(rows), self.config.validation_fraction)
+        held_out = held_out_rows(_prompts_in(rows), self.config.validation_fraction)
         if held_out.all():
             raise UserError(self.files.one_prompt())
         return rows.select(np.flatnonzero(held_out == (split == "validation")))
@@ -112,7 +112,7 @@ class LocalSource:
         return converted(rows, convert, KEY)
 
 
-def prompts_in(rows: Dataset) -> Iterator[str]:
+def _prompts_in(rows: Dataset) -> Iterator[str]:
     """Yield a text for each row that is equal for equal prompts."""
     column = next(name for name in ("query", "messages", "prompt") if name in rows.column_names)
     for batch in rows.select_columns([column]).iter(1000):

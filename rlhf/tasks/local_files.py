@@ -34,7 +34,7 @@ KEY = "task.path"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def prompt_of(row: Row) -> str | list[Message]:
+def _prompt_of(row: Row) -> str | list[Message]:
     """Return the prompt of a converted row, a text or messages."""
     prompt: str | list[Message] = next(row[name] for name in ("query", "messages", "prompt") if name in row)
     return prompt
@@ -129,8 +129,8 @@ class LocalFiles:
                 yield problem
             elif split == "train" and self.stored("validation") is None:
                 rows = converted(read(self.files[name], KEY, layout.names), convert, KEY)
-                first = prompt_of(next(rows)[1])
-                if all(prompt_of(row) == first for _, row in rows):
+                first = _prompt_of(next(rows)[1])
+                if all(_prompt_of(row) == first for _, row in rows):
                     yield self.one_prompt()
 
     def one_prompt(self) -> str:

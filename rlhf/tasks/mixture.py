@@ -42,7 +42,7 @@ class MixtureSource:
 
     def __init__(self, config: MixtureConfig) -> None:
         self.config = config
-        self.sources = {name: source_of(part) for name, part in config.parts.items()}
+        self.sources = {name: _source_of(part) for name, part in config.parts.items()}
 
     @property
     def conversational(self) -> bool:
@@ -73,7 +73,7 @@ class MixtureSource:
         columns = [column, "reference_response"]
         if any("demonstration" in part.column_names for part in parts):
             columns.append("demonstration")
-            parts = [with_column(part, "demonstration", part["reference_response"][:]) for part in parts]
+            parts = [_with_column(part, "demonstration", part["reference_response"][:]) for part in parts]
         return self.joined(parts, split, columns)
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
@@ -99,17 +99,17 @@ class MixtureSource:
         if any("place" in rows.column_names for rows in parts):
             columns = [*columns, "place"]
             parts = [
-                with_column(
+                _with_column(
                     rows, "place", [f"row {i + 1} of the split {split} of {name}" for i in range(len(rows))]
                 )
                 for name, rows in zip(self.sources, parts, strict=True)
             ]
         if any(RECORD in rows.column_names for rows in parts):
             columns = [*columns, RECORD]
-            parts = [with_column(rows, RECORD, ["{}"] * len(rows)) for rows in parts]
+            parts = [_with_column(rows, RECORD, ["{}"] * len(rows)) for rows in parts]
         if any(TOOLS in rows.column_names for rows in parts):
             columns = [*columns, TOOLS]
-            parts = [with_column(rows, TOOLS, ["null"] * len(rows)) for rows in parts]  # JSON
+            parts = [_with_column(rows, TOOLS, ["null"] * len(rows)) for rows in parts]  # JSON
         found = []
         for number, rows in enumerate(parts):
             rows = rows.select_columns(columns)
@@ -132,14 +132,14 @@ class MixtureSource:
             raise UserError(*(self.config.own_key(name, text) for text in error.problems)) from error
 
 
-def source_of(section: TaskConfig) -> Source:
+def _source_of(section: TaskConfig) -> Source:
     """Return the source that a section configures."""
     module, _, name = PARTS[type(section)].partition(":")
     made: Source = getattr(import_module(module), name)(section)
     return made
 
 
-def with_column(rows: Dataset, column: str, default: list[str]) -> Dataset:
+def _with_column(rows: Dataset, column: str, default: list[str]) -> Dataset:
     """Return rows with a column of texts; `default` are its texts if the rows lack it."""
     return rows if column in rows.column_names else rows.add_column(column, default)
 
@@ -169,7 +169,7 @@ def mixed_order(parts: np.ndarray, shares: Sequence[float], seed: int, epoch: in
         seed: seed of the run.
         epoch: number of the epoch, from 0.
     """
-    counts = counts_of(len(parts), shares)
+    counts = _counts_of(len(parts), shares)
     drawn = []
     for part, count in enumerate(counts):
         examples = np.flatnonzero(parts == part)
@@ -199,7 +199,7 @@ def check_parts(parts: np.ndarray, names: Sequence[str], limit: int) -> None:
             )
 
 
-def counts_of(total: int, shares: Sequence[float]) -> list[int]:
+def _counts_of(total: int, shares: Sequence[float]) -> list[int]:
     """Return whole numbers >= 1 with the sum `total` that are in proportion to `shares`, rounded."""
     counts = np.diff(np.round(np.cumsum([0, *shares]) * total)).astype(np.int64)
     counts = np.maximum(counts, 1)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Batch, Prompts
     from rlhf.core.metrics import Metrics
 
-SOLVED = "prompts/solved"  # metric
+_SOLVED = "prompts/solved"  # metric
 
 
 class Examples(Protocol):
@@ -103,7 +103,7 @@ class PromptOrder:
         solved = batch.scores.mean(1) >= self.solved_at
         self.solved.difference_update(batch.index.tolist())
         self.solved.update(batch.index[solved].tolist())
-        return figures | {SOLVED: Stat(len(self.solved) / len(self.task), 1.0, How.last)}
+        return figures | {_SOLVED: Stat(len(self.solved) / len(self.task), 1.0, How.last)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the solved examples, as JSON values."""

@@ -19,10 +19,10 @@ from typing import Any
 from rlhf.core.errors import UserError
 from rlhf.tasks.formats import Row, Written, rows_of_table
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FORMATS = ".jsonl, .json, .csv (also with .gz) or .parquet"  # for messages
-WRAPPERS = ("data", "rows", "examples", "items", "train")  # usual names of an array of rows in an object
-UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_WRAPPERS = ("data", "rows", "examples", "items", "train")  # usual names of an array of rows in an object
+_UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")  # name of a part of a split, as on the hub
 
 
@@ -31,7 +31,7 @@ def suffix_of(file: Path) -> str | None:
     name = file.name.lower()
     suffix = Path(name.removesuffix(".gz")).suffix
     compressed = name.endswith(".gz")
-    return suffix if suffix in SUFFIXES and not (compressed and suffix == ".parquet") else None
+    return suffix if suffix in _SUFFIXES and not (compressed and suffix == ".parquet") else None
 
 
 def stem(file: Path) -> str:
@@ -88,7 +88,7 @@ def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        likely = "utf-16" if number == 1 and error.object[:2] in UTF_16_MARKS else "latin1"
+        likely = "utf-16" if number == 1 and error.object[:2] in _UTF_16_MARKS else "latin1"
         raise UserError(
             f"{key} must contain text in UTF-8, got line {number} of {file} with the byte 0x{byte:02x}; save "
             f"the file as UTF-8 (it is probably {likely}: iconv -f {likely} -t utf-8 "
@@ -146,7 +146,7 @@ def _json_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
 def _wrapper(row: Any) -> str | None:
     """Return the key of an array of rows in an object that is no row itself, or None."""
     found = row.items() if isinstance(row, dict) else ()
-    arrays = (name for name, value in found if name in WRAPPERS and isinstance(value, list) and value)
+    arrays = (name for name, value in found if name in _WRAPPERS and isinstance(value, list) and value)
     return next((name for name in arrays if all(isinstance(each, dict) for each in row[name])), None)
 
 

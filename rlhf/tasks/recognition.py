@@ -20,14 +20,14 @@ NAMES = {
     "rejected": ("rejected",),
     "messages": ("messages", "conversations"),
 }
-KTO = {"completion", "label"}  # columns of single responses, good and bad ones
+_KTO = {"completion", "label"}  # columns of single responses, good and bad ones
 # Parts of names of columns that may be the chosen or the rejected responses; the latter are looked for first.
-SIMILAR = {
+_SIMILAR = {
     "rejected": ("reject", "non_prefer", "dispref", "worse", "worst", "lose", "losing", "bad", "negative"),
     "chosen": ("chosen", "prefer", "better", "best", "win", "good", "positive"),
 }
 CONTEXT = "input"  # beside `instruction`, in the format of Alpaca
-MANY = 12  # columns that a message lists
+_MANY = 12  # columns that a message lists
 NEEDS = {  # content of an example -> the columns that it needs, for messages
     Data.prompts: "a column of prompts (prompt, query, question or instruction) or of dialogues (messages)",
     Data.references: "a column of prompts (such as prompt) and a column of responses (such as response), or "
@@ -69,7 +69,7 @@ def recognise(names: Sequence[str], config: ColumnsConfig, data: Data, key: str,
         raise _lacks(names, data, key, place)
     if data is Data.references and found["response"] is None and found["chosen"] is None:
         raise _lacks(names, data, key, place)
-    if data is Data.references and set(names) >= KTO and config.response is None:
+    if data is Data.references and set(names) >= _KTO and config.response is None:
         raise UserError(
             f"{key} must have only good responses (SFT imitates all of them), got {place} with a label for "
             "each completion; keep the rows whose label is true, without the column label, or set "
@@ -118,7 +118,7 @@ def _lacks(names: Sequence[str], data: Data, key: str, place: str) -> UserError:
         Data.references: ("prompt", "response"),
         Data.preferences: ("prompt", "chosen", "rejected"),
     }[data]
-    if data is Data.preferences and set(names) >= KTO:
+    if data is Data.preferences and set(names) >= _KTO:
         return UserError(
             f"{key} must have {NEEDS[data]}, got {place} with {', '.join(names)} (single responses with a "
             "label); write a row with prompt, chosen and rejected for each prompt with a good and a bad "
@@ -131,7 +131,9 @@ def _lacks(names: Sequence[str], data: Data, key: str, place: str) -> UserError:
         meant: dict[str, str | None] = {}
         for role in sorted(missing, key=lambda role: role != "rejected"):  # "non_preferred" contains "prefer"
             left = [name for name in free if name not in meant.values()]
-            likely = (name for name in left if any(part in name.lower() for part in SIMILAR.get(role, ("",))))
+            likely = (
+                name for name in left if any(part in name.lower() for part in _SIMILAR.get(role, ("",)))
+            )
             meant[role] = next(likely, None)
         settings = [
             setting(f"task.columns.{role}", name)
@@ -140,5 +142,5 @@ def _lacks(names: Sequence[str], data: Data, key: str, place: str) -> UserError:
             for role in missing
         ]
         remedy = f"rename the columns or set, for example, {' '.join(settings)}"
-    listed = ", ".join(names[:MANY]) + (f" and {len(names) - MANY} others" if len(names) > MANY else "")
+    listed = ", ".join(names[:_MANY]) + (f" and {len(names) - _MANY} others" if len(names) > _MANY else "")
     return UserError(f"{key} must have {NEEDS[data]}, got {place} with {listed or 'none'}; {remedy}")

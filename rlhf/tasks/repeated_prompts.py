@@ -12,14 +12,14 @@ from rlhf.tasks.storage import mapped
 
 log = logging.getLogger(__name__)
 
-REPEATED = 0.9  # share of the pairs that repeat the prompt in both responses, in data that do so
-ROLES = (("prompt", "query"), ("chosen", "reference_response"), ("rejected",))  # names of the columns
+_REPEATED = 0.9  # share of the pairs that repeat the prompt in both responses, in data that do so
+_ROLES = (("prompt", "query"), ("chosen", "reference_response"), ("rejected",))  # names of the columns
 
 
 def repeating(pairs: Dataset) -> set[int]:
     """Return the parts of pairs of texts that repeat the prompt; data that are no mixture are part 0.
 
-    A part repeats the prompt if both responses of at least `REPEATED` of its rows begin with the prompt, and
+    A part repeats the prompt if both responses of at least `_REPEATED` of its rows begin with the prompt, and
     do not continue its last word. Otherwise, a response that begins with the prompt does so by accident.
 
     Args:
@@ -30,7 +30,7 @@ def repeating(pairs: Dataset) -> set[int]:
     for part, prompt, *responses in _rows(pairs):
         total[part] += 1
         found[part] += repeats(prompt, responses)
-    return {part for part in total if found[part] >= REPEATED * total[part]}
+    return {part for part in total if found[part] >= _REPEATED * total[part]}
 
 
 def repeats(prompt: str, responses: list[str]) -> bool:
@@ -66,7 +66,7 @@ def without_repeated_prompts(pairs: Dataset, parts: set[int], split: str) -> Dat
 
 
 def _names(pairs: Dataset) -> list[str]:
-    return [next(name for name in usual if name in pairs.column_names) for usual in ROLES]
+    return [next(name for name in usual if name in pairs.column_names) for usual in _ROLES]
 
 
 def _rows(pairs: Dataset) -> Iterator[tuple]:

@@ -141,7 +141,7 @@ class Stored:
             rows = read(files, self.key, kept)
         else:
             dataset = saved_split(folder, split, self.key) if self.local else self._from_hub(split)
-            check_columns(dataset, columns, self.key, f"{self.place} in its split {split}")
+            _check_columns(dataset, columns, self.key, f"{self.place} in its split {split}")
             kept = wanted.read([*columns, TOOLS], dataset.column_names, self.place)
             if not wanted.asks and all(is_text(dataset, column) for column in columns):
                 return dataset.select_columns(list(columns))  # a large data set is not copied into memory
@@ -151,7 +151,7 @@ class Stored:
     def _from_hub(self, split: str) -> Dataset:
         offline = hub.unreachable()
         try:
-            with only_cache() if offline else nullcontext():
+            with _only_cache() if offline else nullcontext():
                 return load_dataset(self.place, self.subset, split=split)
         except ValueError as error:  # the message of datasets names the existing splits or subsets
             raise UserError(
@@ -167,7 +167,7 @@ class Stored:
 
 
 @contextmanager
-def only_cache() -> Iterator[None]:
+def _only_cache() -> Iterator[None]:
     """Return a context in which data sets come from the hub's cache, without attempts to reach the hub."""
     with ExitStack() as changes:
         for settings in (datasets.config, huggingface_hub.constants):
@@ -192,7 +192,7 @@ def saved_split(folder: Path, split: str, key: str) -> Dataset:
         ) from error
 
 
-def check_columns(dataset: Dataset, columns: Collection[str], key: str, place: str) -> None:
+def _check_columns(dataset: Dataset, columns: Collection[str], key: str, place: str) -> None:
     """Raise UserError if a data set lacks one of the columns; `chosen` may contain the prompt of a pair."""
     missing = [column for column in columns if column not in dataset.column_names]
     if missing and not (missing == ["prompt"] and "chosen" in columns):

@@ -48,7 +48,7 @@ def from_rows(rows: Iterator[tuple[str, Row]]) -> Dataset:
     for table in made:
         small.append(table)
         if sum(each.nbytes for each in small) > IN_MEMORY:
-            return in_file(chain(small, made), schema)
+            return _in_file(chain(small, made), schema)
     return Dataset(pyarrow.concat_tables(small))
 
 
@@ -92,7 +92,7 @@ def temporary(rows: Dataset) -> dict[str, Any]:
     return {"cache_file_name": str(scratch() / f"{uuid4().hex}.arrow"), "load_from_cache_file": False}
 
 
-def in_file(tables: Iterator[pyarrow.Table], schema: pyarrow.Schema) -> Dataset:
+def _in_file(tables: Iterator[pyarrow.Table], schema: pyarrow.Schema) -> Dataset:
     """Return the rows of `tables` as a data set in a temporary file, which is memory-mapped.
 
     Raises:
@@ -114,11 +114,11 @@ def in_file(tables: Iterator[pyarrow.Table], schema: pyarrow.Schema) -> Dataset:
 
 def scratch() -> Path:
     """Return the folder of this process for rows that are too large for memory; removed at its end."""
-    return Path(scratch_folder().name)
+    return Path(_scratch_folder().name)
 
 
 @cache
-def scratch_folder() -> TemporaryDirectory[str]:
+def _scratch_folder() -> TemporaryDirectory[str]:
     """Create the folder of `scratch`."""
     return TemporaryDirectory(prefix="rlhf-data-")
 

@@ -20,10 +20,10 @@ from rlhf.tasks.task import Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MEASURED = 2000  # largest number of examples whose responses are tokenized for the summary
-EXAMPLES = 3
+_MEASURED = 2000  # largest number of examples whose responses are tokenized for the summary
+_EXAMPLES = 3
 WIDTH = 72  # characters of a shortened example, without the arrow
-PROMPT_WIDTH = 48  # of these for the prompt, if the response is long
+_PROMPT_WIDTH = 48  # of these for the prompt, if the response is long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Summary:
                 f"the {train.kept:,} training examples are fewer than schedule.prompts_per_update="
                 f"{self.prompts_per_update:,}, so each update uses an example "
                 f"{self.prompts_per_update / train.kept:.3g} times on average; for at most once, set "
-                f"schedule.prompts_per_update={power_of_two(train.kept)}"
+                f"schedule.prompts_per_update={_power_of_two(train.kept)}"
             )
 
 
@@ -117,7 +117,7 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
         UserError: a split cannot be loaded, or has no prompt that can be used.
     """
     train = task.examples("train")
-    some = train[np.linspace(0, len(train) - 1, min(len(train), MEASURED)).astype(int)]
+    some = train[np.linspace(0, len(train) - 1, min(len(train), _MEASURED)).astype(int)]
     stored = some.get("completions")
     responses = stored or [[text] if text else [] for text in some["reference"]]
     texts = list(chain.from_iterable(responses))
@@ -138,7 +138,7 @@ def summarize(task: Task, response_length: int, splits: Sequence[str] = ("train"
         measured=len(some["text"]),
         cut=float((lengths > response_length).mean()) if stored else 0.0,
         response_length=response_length,
-        examples=list(zip(some["text"], firsts, strict=True))[:EXAMPLES],
+        examples=list(zip(some["text"], firsts, strict=True))[:_EXAMPLES],
         altered=altered(task.tokenizer, some, "messages" in some, texts, tokens),
     )
 
@@ -172,8 +172,8 @@ def altered(
     found += [each for each in zip(texts, map(own.read, tokens), strict=True) if each[0] != each[1]]
     if not found:
         return None
-    start = max(0, len(os.path.commonprefix(found[0])) - PROMPT_WIDTH // 2)
-    text, other = (repr(each[start : start + PROMPT_WIDTH]) for each in found[0])
+    start = max(0, len(os.path.commonprefix(found[0])) - _PROMPT_WIDTH // 2)
+    text, other = (repr(each[start : start + _PROMPT_WIDTH]) for each in found[0])
     return (
         f"the tokenizer changes {len(found):,} of {len(read) + len(texts):,} measured prompts and responses; "
         f"in the first, {text} becomes {other}"
@@ -190,13 +190,13 @@ def chat_format(task: Task) -> str | None:
 def shortened(prompt: str, response: str) -> str:
     """Return the end of a prompt and the beginning of a response on one line, with visible line breaks."""
     before, after = (repr(text)[1:-1] for text in (prompt, response))
-    room = max(PROMPT_WIDTH, WIDTH - len(after)) if response else WIDTH
+    room = max(_PROMPT_WIDTH, WIDTH - len(after)) if response else WIDTH
     before = before if len(before) <= room else "..." + before[3 - room :]
     room = WIDTH - len(before)
     after = after if len(after) <= room else after[: room - 3] + "..."
     return f"{before} -> {after}" if response else before
 
 
-def power_of_two(count: int) -> int:
+def _power_of_two(count: int) -> int:
     """Return the largest power of 2 that is at most `count`, which is at least 1."""
     return 1 << (count.bit_length() - 1)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rlhf.tasks.source import Source
 
 log = logging.getLogger(__name__)
-END_TEXTS = ("<|endoftext|>",)  # end markers in published data sets; removed with any tokenizer
+_END_TEXTS = ("<|endoftext|>",)  # end markers in published data sets; removed with any tokenizer
 
 
 class Task:
@@ -87,7 +87,7 @@ class Task:
         self.seed = seed
         self.shares = shares or {}
         self.wanted = wanted
-        self.ends = (tokenizer.eos_token, *END_TEXTS, *ends)
+        self.ends = (tokenizer.eos_token, *_END_TEXTS, *ends)
         self.special = tuple(end_tokens(tokenizer))
         self.declared = tuple(token for token in ends if token in self.special)
         self._examples = lru_cache(maxsize=4)(self._tokenized)
@@ -285,12 +285,12 @@ class Task:
 
     def _bare(self, response: Response) -> Response:
         """Return a response, a text or a list of messages, without end tokens at its end."""
-        return without_end(response, self.ends) if isinstance(response, str) else self._turns(response)
+        return _without_end(response, self.ends) if isinstance(response, str) else self._turns(response)
 
     def _turns(self, messages: Messages) -> list[dict[str, Any]]:
         """Return messages; those of the assistant have no end tokens, which the template writes."""
         return [
-            {**each, "content": without_end(each["content"], self.ends)}
+            {**each, "content": _without_end(each["content"], self.ends)}
             if each["role"] == "assistant"
             else each
             for each in messages
@@ -303,7 +303,7 @@ class Task:
         kept, and takes its place. If the response ends with a special token that is no end, the end token of
         the tokenizer is written behind it.
         """
-        text = without_end(stored, self.ends)
+        text = _without_end(stored, self.ends)
         end = next((each for each in self.declared if stored.startswith(text + each)), "")
         return text + (end or self.tokenizer.eos_token * text.endswith(self.special))
 
@@ -325,7 +325,7 @@ class Task:
         )
 
 
-def without_end(text: str, ends: tuple[str, ...]) -> str:
+def _without_end(text: str, ends: tuple[str, ...]) -> str:
     """Return a text without the end tokens at its end, and without the white space behind an end token.
 
     Such white space belongs to the format of the next turn.

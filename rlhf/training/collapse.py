@@ -52,7 +52,7 @@ class Limits:
 
 LIMITS = Limits(kl=0.6, memory=2.0)  # selected by benchmarks/collapse
 
-MEANING = {
+_MEANING = {
     "kl": "KL to the reference of {value:.2g} nats per token, limit {limit:.2g}",
     "rise": "KL to the reference rises by {value:.2g} nats per token and update, limit {limit:.2g}",
     "entropy": "entropy per token at {value:.2g} of its first value, limit {limit:.2g}",
@@ -61,7 +61,7 @@ MEANING = {
 }
 
 RISING = ("kl", "rise", "gradient")  # signals that warn above their limit; the others warn below
-RELATIVE = frozenset({"entropy", "gradient"})  # signals that are divided by their first value
+_RELATIVE = frozenset({"entropy", "gradient"})  # signals that are divided by their first value
 
 
 def signals(row: Mapping[str, float]) -> dict[str, float]:
@@ -78,9 +78,9 @@ def signals(row: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def beyond(limits: Limits, values: Mapping[str, float]) -> str | None:
+def _beyond(limits: Limits, values: Mapping[str, float]) -> str | None:
     """Return the name of the first signal whose value is beyond its limit; None: there is none."""
-    for name in MEANING:
+    for name in _MEANING:
         limit, value = getattr(limits, name), values.get(name)
         if limit is not None and value is not None and (value > limit if name in RISING else value < limit):
             return name
@@ -113,7 +113,7 @@ class CollapseRule:
         self.first = {**found, **self.first}
         if "kl" in found:
             found["kl"] -= self.first["kl"]
-        for name in RELATIVE & found.keys():
+        for name in _RELATIVE & found.keys():
             found[name] /= max(self.first[name], 1e-6)
         updates = row["update"] - self.update
         share = 1 - math.exp(-updates / self.limits.memory)
@@ -123,11 +123,11 @@ class CollapseRule:
             if name == "kl" and updates > 0:
                 self.averages["rise"] = (self.averages["kl"] - before) / updates
         self.update = row["update"]
-        passed = beyond(self.limits, self.averages)
+        passed = _beyond(self.limits, self.averages)
         if self.warned or passed is None:
             return None
         self.warned = True
-        what = MEANING[passed].format(value=self.averages[passed], limit=getattr(self.limits, passed))
+        what = _MEANING[passed].format(value=self.averages[passed], limit=getattr(self.limits, passed))
         return (
             f"the policy may collapse: {what}, at update {row['update']:.0f}; compare eval/ metrics with "
             f"earlier ones, and if they fall, {self.remedy}"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlhf.objectives.dpo import OnlineDPO
     from rlhf.scorers.scorer import Scored, Scorer
 
-POLL_S = 0.2  # seconds between checks for a signal while a generator in another process samples
+_POLL_S = 0.2  # seconds between checks for a signal while a generator in another process samples
 
 Evaluator = Callable[[TrainState], Evaluation]
 
@@ -103,13 +103,13 @@ class PolicyEvaluator:
             with self.phases("scoring"):
                 scores = self.scorer(rollouts).scores[:, 0].double()
             columns["score"] = scores.tolist()
-            figures |= average("eval/score", scores)
+            figures |= _average("eval/score", scores)
         if self.gold is not None:
             with self.phases("judging"):
                 (judged,) = self.gold.scored(rollouts)
             gold = judged.scores
             columns["gold_score"] = gold.tolist()
-            figures |= average("eval/gold_score", gold.double())
+            figures |= _average("eval/gold_score", gold.double())
             if self.gold.config.verifies:
                 figures |= rate("eval/accuracy", (gold == 1).double().mean().item(), len(rollouts))
             if self.has_references:
@@ -131,7 +131,7 @@ class PolicyEvaluator:
         if self.pairs is not None:
             figures |= self.pairs.measure()
         if self.prompts.part is not None:
-            figures |= means_of_parts(self.parts, self.prompts.part, values_of(columns, rollouts))
+            figures |= means_of_parts(self.parts, self.prompts.part, _values_of(columns, rollouts))
         rows = zip(*columns.values(), strict=True)
         samples = [dict(zip(columns, row, strict=True)) for row in rows]
         return Evaluation(
@@ -148,7 +148,7 @@ class PolicyEvaluator:
         with self.phases("waiting for rollouts") as done:
             while True:
                 try:
-                    return future.result(POLL_S)
+                    return future.result(_POLL_S)
                 except TimeoutError:
                     if future.done():  # the error of the generator
                         raise
@@ -175,7 +175,7 @@ class PolicyEvaluator:
         reference = engine.infer(engine.reference, samples, "logprobs")
         nll = -engine.infer(engine.reference.at(temperature=1.0), rollouts, "logprobs").double().sum()
         return {
-            **average("eval/kl", (policy - reference).double().sum(-1)[:, 0]),
+            **_average("eval/kl", (policy - reference).double().sum(-1)[:, 0]),
             "eval/ppl": math.exp(nll.item() / int(rollouts.response_mask.sum())),
         }
 
@@ -191,7 +191,7 @@ def last_messages(dialogues: list[list[dict[str, str]]] | None) -> list[str] | N
     return None if dialogues is None else [str(turns[-1].get("content") or "") for turns in dialogues]
 
 
-def values_of(columns: dict[str, list[Any]], rollouts: Rollouts) -> dict[str, list[float]]:
+def _values_of(columns: dict[str, list[Any]], rollouts: Rollouts) -> dict[str, list[float]]:
     """Return the values of held-out prompts of which `means_of_parts` computes means.
 
     Args:
@@ -206,7 +206,7 @@ def values_of(columns: dict[str, list[Any]], rollouts: Rollouts) -> dict[str, li
     return found | {"response_tokens": rollouts.response_mask.sum(-1)[:, 0].tolist()}
 
 
-def average(name: str, values: Tensor) -> Row:
+def _average(name: str, values: Tensor) -> Row:
     """Return the mean of values [N] as metric `name`, with the bounds of its 95 % interval if N > 1."""
     return with_bounds(name, values.mean().item(), mean_bounds(values.tolist()))
 

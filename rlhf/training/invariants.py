@@ -25,7 +25,7 @@ def expected(starts_as_reference: bool) -> set[str]:
     return set(EXPECTED) - (set() if starts_as_reference else {"objective/kl"})
 
 
-SUMS = ("objective/kl", "policy/ratio")  # computed from a sum over the tokens of a response
+_SUMS = ("objective/kl", "policy/ratio")  # computed from a sum over the tokens of a response
 TOKENS = 10  # tokens of a response whose rounding errors are within the tolerance
 
 
@@ -35,11 +35,11 @@ def broken_invariants(row: Mapping[str, float], tolerance: float, tokens: float 
     Args:
         row: the metrics of the first update.
         tolerance: the largest difference without a warning, for up to `TOKENS` tokens; the bound of a metric
-            in `SUMS` grows with the number of tokens, as rounding errors do.
+            in `_SUMS` grows with the number of tokens, as rounding errors do.
         tokens: the mean number of tokens of a response.
     """
     longer = max(1.0, tokens / TOKENS)
-    bounds = {name: tolerance * (longer if name in SUMS else 1.0) for name in EXPECTED}
+    bounds = {name: tolerance * (longer if name in _SUMS else 1.0) for name in EXPECTED}
     return [
         f"{name} is {row[name]:.3g} at the first update, expected {expected:g} (within {bounds[name]:.2g}): "
         "sampler, trainer and reference disagree on the log-probs of the same tokens"

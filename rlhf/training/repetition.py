@@ -31,41 +31,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-N_GRAM = 4  # tokens
-SPAN = 64  # tokens in which an n-gram must have occurred before
-SHORTEST = 32  # tokens of a response that counts
-RESPONSES = 64  # largest number of responses of an update that are measured
-ENOUGH = 0.25  # share of the responses that must count
+_N_GRAM = 4  # tokens
+_SPAN = 64  # tokens in which an n-gram must have occurred before
+_SHORTEST = 32  # tokens of a response that counts
+_RESPONSES = 64  # largest number of responses of an update that are measured
+_ENOUGH = 0.25  # share of the responses that must count
 POINTS = 16
-WIDTHS = (1, 4, 16)  # rows per point
-TREND = 67  # rising minus falling pairs of points
+_WIDTHS = (1, 4, 16)  # rows per point
+_TREND = 67  # rising minus falling pairs of points
 LEVEL = 0.2  # smallest repetition at the end
-RISE = 0.1  # smallest increase of the repetition
+_RISE = 0.1  # smallest increase of the repetition
 ENDS = POINTS // 4  # points at the beginning and at the end that are compared
 
-FACTORS = (1, 0x9E3779B1, 0x85EBCA77C2B2AE35 - (1 << 64), 0x27D4EB2F165667C5)  # of a hash of N_GRAM tokens
+_FACTORS = (1, 0x9E3779B1, 0x85EBCA77C2B2AE35 - (1 << 64), 0x27D4EB2F165667C5)  # of a hash of N_GRAM tokens
 
 
 def repeated(ids: Tensor, mask: Tensor) -> Tensor:
-    """Count the n-grams that occurred before within `SPAN` tokens, all n-grams, and responses that count.
+    """Count the n-grams that occurred before within `_SPAN` tokens, all n-grams, and responses that count.
 
     Args:
         ids: [R, T] int64, tokens of the responses.
         mask: [R, T] bool; n-grams with a token whose mask is False do not count.
 
     Returns:
-        [3] int64: the sums over the responses with at least `SHORTEST` tokens.
+        [3] int64: the sums over the responses with at least `_SHORTEST` tokens.
     """
-    counts = mask.sum(-1) >= SHORTEST
+    counts = mask.sum(-1) >= _SHORTEST
     ids, mask = ids[counts], mask[counts]
     if len(ids) == 0:
         return torch.zeros(3, dtype=torch.int64, device=ids.device)
-    length = ids.shape[1] - N_GRAM + 1
-    grams = torch.stack([ids[:, i : i + length] * FACTORS[i] for i in range(N_GRAM)]).sum(0)
-    whole = torch.stack([mask[:, i : i + length] for i in range(N_GRAM)]).all(0)
+    length = ids.shape[1] - _N_GRAM + 1
+    grams = torch.stack([ids[:, i : i + length] * _FACTORS[i] for i in range(_N_GRAM)]).sum(0)
+    whole = torch.stack([mask[:, i : i + length] for i in range(_N_GRAM)]).all(0)
     grams, order = grams.sort(dim=1, stable=True)  # equal n-grams side by side, in the order of the text
     whole_there = whole.gather(1, order)
-    near = order[:, 1:] - order[:, :-1] <= SPAN
+    near = order[:, 1:] - order[:, :-1] <= _SPAN
     again = (grams[:, 1:] == grams[:, :-1]) & near & whole_there[:, 1:] & whole_there[:, :-1]
     return torch.stack([again.sum(), whole.sum(), counts.sum()])
 
@@ -79,7 +79,7 @@ class RepetitionRule:
 
     def __init__(self, given: bool = False) -> None:
         self.counts = [0, 0, 0, 0]  # of the unfinished row: those of `repeated`, responses measured
-        self.rows: deque[tuple[float, float]] = deque(maxlen=POINTS * WIDTHS[-1])  # score, repetition
+        self.rows: deque[tuple[float, float]] = deque(maxlen=POINTS * _WIDTHS[-1])  # score, repetition
         self.given = given
 
     def add(self, ids: Tensor, mask: Tensor) -> None:
@@ -91,7 +91,7 @@ class RepetitionRule:
         """
         if self.given:
             return
-        every = -(-ids.shape[0] * ids.shape[1] // RESPONSES)
+        every = -(-ids.shape[0] * ids.shape[1] // _RESPONSES)
         ids, mask = ids.flatten(0, 1)[::every], mask.flatten(0, 1)[::every]
         new = [*repeated(ids, mask).tolist(), len(ids)]
         self.counts = [before + more for before, more in zip(self.counts, new, strict=True)]
@@ -104,15 +104,15 @@ class RepetitionRule:
         """
         again, grams, counted, responses = self.counts
         self.counts = [0, 0, 0, 0]
-        if self.given or "objective/scores" not in row or counted < max(1, ENOUGH * responses):
+        if self.given or "objective/scores" not in row or counted < max(1, _ENOUGH * responses):
             return None
         self.rows.append((row["objective/scores"], again / grams))
-        for width in WIDTHS:
+        for width in _WIDTHS:
             if len(self.rows) >= POINTS * width and (found := hint(points(self.rows, width))):
                 self.given = True
                 rows = POINTS * width
                 return (
-                    f"{found} over the last {rows} rows of metrics, at update {row['update']:.0f}; {REMEDY}"
+                    f"{found} over the last {rows} rows of metrics, at update {row['update']:.0f}; {_REMEDY}"
                 )
         return None
 
@@ -127,7 +127,7 @@ class RepetitionRule:
         self.rows.extend((score, repetition) for score, repetition in saved["rows"])
 
 
-REMEDY = (
+_REMEDY = (
     "this is a hint: read responses (completions.jsonl), and if they degenerate, lower the reward of "
     "repetition, or strengthen the KL penalty"
 )
@@ -146,15 +146,15 @@ def hint(window: tuple[Sequence[float], Sequence[float]]) -> str | None:
     (first_score, last_score), (first, last) = (
         (sum(values[:ENDS]) / ENDS, sum(values[-ENDS:]) / ENDS) for values in window
     )
-    if last < LEVEL or last - first < RISE or not all(map(rises, window)):
+    if last < LEVEL or last - first < _RISE or not all(map(rises, window)):
         return None
     return (
-        f"responses repeat themselves more while the reward rises: {last:.0%} of their {N_GRAM}-grams "
-        f"occurred in the {SPAN} tokens before (earlier {first:.0%}), and objective/scores is "
+        f"responses repeat themselves more while the reward rises: {last:.0%} of their {_N_GRAM}-grams "
+        f"occurred in the {_SPAN} tokens before (earlier {first:.0%}), and objective/scores is "
         f"{last_score:.3g} (earlier {first_score:.3g}),"
     )
 
 
 def rises(values: Sequence[float]) -> bool:
-    """Return whether values have a rising trend: rising minus falling pairs are at least `TREND`."""
-    return sum((later > earlier) - (later < earlier) for earlier, later in combinations(values, 2)) >= TREND
+    """Return whether values have a rising trend: rising minus falling pairs are at least `_TREND`."""
+    return sum((later > earlier) - (later < earlier) for earlier, later in combinations(values, 2)) >= _TREND

@@ -63,23 +63,23 @@ class Replay:
             rows = drawn[(drawn >= first) & (drawn < first + len(batch))] - first
             first += len(batch)
             if len(rows):
-                parts.append(with_token_versions(batch.select(rows)))
+                parts.append(_with_token_versions(batch.select(rows)))
         versions = torch.tensor([part.version for part in parts for _ in range(len(part))])
-        return concatenated(parts, new, self.pad_id), {"replay/age": mean(new.trainer_version - versions)}
+        return _concatenated(parts, new, self.pad_id), {"replay/age": mean(new.trainer_version - versions)}
 
     def load(self, batches: Iterable[Batch]) -> None:
         """Fill the buffer with the batches `earlier` of a checkpoint."""
         self.earlier.extend(batches)
 
 
-def with_token_versions(batch: Batch) -> Batch:
+def _with_token_versions(batch: Batch) -> Batch:
     """Return the batch with `token_versions`."""
     if batch.token_versions is not None:
         return batch
     return replace(batch, token_versions=batch.version * batch.response_mask.long())
 
 
-def concatenated(parts: Sequence[Batch], new: Batch, pad_id: int) -> Batch:
+def _concatenated(parts: Sequence[Batch], new: Batch, pad_id: int) -> Batch:
     """Return one batch with the prompts of all parts, padded to the longest prompt and response.
 
     Args:

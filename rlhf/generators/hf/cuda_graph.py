@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STEPS = 128  # steps of one graph; before the next graph, ended rows are removed and the cache grows
-REFUSED: WeakSet[PreTrainedModel] = WeakSet()  # models whose recording failed; it is tried once per model
-LOOK = 16  # steps between checks whether any row is running; at a check the CPU waits for the GPU
+_REFUSED: WeakSet[PreTrainedModel] = WeakSet()  # models whose recording failed; it is tried once per model
+_LOOK = 16  # steps between checks whether any row is running; at a check the CPU waits for the GPU
 
 
 class GraphStep(Step):
@@ -50,7 +50,7 @@ class GraphStep(Step):
     @property
     def recordable(self) -> bool:
         """Return True unless the recording of this model or of these rows has failed."""
-        return self.fits and self.model not in REFUSED
+        return self.fits and self.model not in _REFUSED
 
     @property
     def layers(self) -> list[RoomyLayer]:
@@ -63,8 +63,8 @@ class GraphStep(Step):
         return not (self.recordable and self.left)
 
     def looks(self, t: int) -> bool:
-        """Return True every `LOOK` steps and between graphs; a check at every step would be slow."""
-        return self.settled or t % LOOK == 0
+        """Return True every `_LOOK` steps and between graphs; a check at every step would be slow."""
+        return self.settled or t % _LOOK == 0
 
     def keep(self, rows: Tensor) -> None:
         """End the graph, and remove all rows of the batch except `rows` [B']."""
@@ -84,13 +84,13 @@ class GraphStep(Step):
                 return self.fixed(token, place, numbers)
             except (RuntimeError, LengthAsked) as error:
                 self.free()
-                if out_of_memory(error):
+                if _out_of_memory(error):
                     self.fits = False
                     log.warning(
                         "too little memory for a CUDA graph of %d rows; this batch is slower", len(token)
                     )
                 else:
-                    REFUSED.add(self.model)
+                    _REFUSED.add(self.model)
                     log.warning("decoding is not recorded as a CUDA graph and is slower: %s", error)
             torch.cuda.empty_cache()  # after the handler, which keeps the memory of the failed step alive
         return super().__call__(token, place, numbers)
@@ -138,7 +138,7 @@ class GraphStep(Step):
         return self.choose(self.logits(token, place, self.seen), numbers=numbers)
 
 
-def out_of_memory(error: BaseException | None) -> bool:
+def _out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error is, or hides, an error of too little GPU memory.
 
     The end of an interrupted recording raises an error of its own, whose context is the cause.
@@ -158,7 +158,7 @@ def record(run: Callable[[], T]) -> Callable[[], T]:
 
     Every call of the function returns the same tensor objects, with new values.
     """
-    graph, side = torch.cuda.CUDAGraph(), side_stream(torch.cuda.current_device())
+    graph, side = torch.cuda.CUDAGraph(), _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the GPU meanwhile
@@ -176,7 +176,7 @@ def record(run: Callable[[], T]) -> Callable[[], T]:
 
 
 @cache
-def side_stream(device: int) -> torch.cuda.Stream:
+def _side_stream(device: int) -> torch.cuda.Stream:
     """Return the stream of `device` on which graphs are recorded.
 
     The stream is reused for all graphs, so that only one workspace for matrix products is allocated.

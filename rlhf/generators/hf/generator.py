@@ -275,10 +275,10 @@ def respond(
             parts.append(part)
             done(len(rows) * sampling.samples)
             if update is not None:
-                versions.append(pad_to(torch.tensor(held) * part[1].cpu(), length, 0))
+                versions.append(_pad_to(torch.tensor(held) * part[1].cpu(), length, 0))
     home, fill, back = prompts.prompt_ids.device, (pad_id, False, 0.0), order.argsort()
     ids, mask, logprobs = (
-        torch.cat([pad_to(part[i], length, fill[i]) for part in parts]).to(home)[back] for i in range(3)
+        torch.cat([_pad_to(part[i], length, fill[i]) for part in parts]).to(home)[back] for i in range(3)
     )
     return prompts.extend(
         Rollouts,
@@ -295,6 +295,6 @@ def note(update: Callable[[], int], held: list[int]) -> None:
     held.append(update())
 
 
-def pad_to(x: Tensor, length: int, value: float) -> Tensor:
+def _pad_to(x: Tensor, length: int, value: float) -> Tensor:
     """Pad `x` [..., T] on the right with `value` to [..., length]."""
     return torch.nn.functional.pad(x, (0, length - x.shape[-1]), value=value)

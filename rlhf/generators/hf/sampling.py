@@ -26,7 +26,7 @@ from rlhf.models.shared_prefix import ALIGNED, additive, plain, positions, takes
 F = TypeVar("F", bound=Callable[..., Any])
 
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities per step of `choose`; on a CPU a step fits in cache
-BLOCK = 128  # token ids per block in `pick`
+_BLOCK = 128  # token ids per block in `_pick`
 
 
 def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) -> Tensor:
@@ -124,7 +124,7 @@ def sample(
     pick_next = partial(choose, temperature=temperature)
     if before_forward is not None:
         before_forward()
-    begin = begin_cached if cached else begin_rereading
+    begin = _begin_cached if cached else _begin_rereading
     step, logits, place, movable = begin(model, ids, seen, k, response_length, pick_next, recorded)
     shape = (*place.shape, response_length)  # [N*K/G, G, T] with G samples per row
     numbers = uniforms.reshape(shape).to(device)
@@ -152,7 +152,7 @@ def sample(
                 if done:
                     break
                 if fewer:
-                    kept = front(active)
+                    kept = _front(active)
                     step.keep(kept)
                     rows, token, running, place = (x[kept] for x in (rows, token, running, place))
             if after_token is not None:
@@ -173,7 +173,7 @@ def sample(
     )
 
 
-def begin_cached(
+def _begin_cached(
     model: PreTrainedModel,
     ids: Tensor,
     seen: Tensor,
@@ -220,7 +220,7 @@ def begin_cached(
     return kind(model, cache, mask, group, longest, choose), logits, place, movable
 
 
-def begin_rereading(
+def _begin_rereading(
     model: PreTrainedModel,
     ids: Tensor,
     seen: Tensor,
@@ -229,14 +229,14 @@ def begin_rereading(
     choose: Callable[..., tuple[Tensor, Tensor]],
     recorded: bool,
 ) -> tuple[Step, Tensor, Tensor, bool]:
-    """Read prompts [N, P] without a cache; the results are those of `begin_cached` with G = 1."""
+    """Read prompts [N, P] without a cache; the results are those of `_begin_cached` with G = 1."""
     ids, seen = ids.repeat_interleave(samples, 0), seen.repeat_interleave(samples, 0)
     place = positions(seen)[:, -1:]
     step = RereadingStep(model, ids, seen, response_length, choose)
     return step, step.read(place), place, True
 
 
-def front(active: Tensor) -> Tensor:
+def _front(active: Tensor) -> Tensor:
     """Return the indices of the active rows, given `active` [B] bool.
 
     Active rows at the end of the batch take the positions of inactive rows at the front.
@@ -263,12 +263,12 @@ def choose(logits: Tensor, temperature: float, numbers: Tensor) -> tuple[Tensor,
     for some, own in zip(logits.flatten(0, -2).split(chunk), numbers.flatten().split(chunk), strict=True):
         some = some.float()
         probs = torch.softmax(some if temperature == 1 else some / temperature, -1)
-        tokens.append(pick(probs, own))
+        tokens.append(_pick(probs, own))
         chosen.append(probs.gather(-1, tokens[-1]))
     return torch.cat(tokens).view_as(numbers), torch.cat(chosen).log_().view_as(numbers)
 
 
-def pick(probs: Tensor, numbers: Tensor) -> Tensor:
+def _pick(probs: Tensor, numbers: Tensor) -> Tensor:
     """Return the tokens [B, 1] at the quantiles `numbers` [B] of the distributions `probs` [B, V].
 
     In a large vocabulary, the search first finds a block of token ids and then a token of the block. So the
@@ -276,18 +276,18 @@ def pick(probs: Tensor, numbers: Tensor) -> Tensor:
     running sum over 50k token ids would be too imprecise for the last token ids.
     """
     vocabulary = probs.shape[-1]
-    if vocabulary <= 8 * BLOCK:
+    if vocabulary <= 8 * _BLOCK:
         return quantile(probs, numbers)[0]
-    whole = vocabulary - vocabulary % BLOCK
-    sums = probs[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
+    whole = vocabulary - vocabulary % _BLOCK
+    sums = probs[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1)
     weights = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], -1)
     block, target, until = quantile(weights, numbers)
     own = weights.gather(-1, block)
     part = (target - until.gather(-1, block) + own) / own  # the quantile within the block
-    places = block * BLOCK + torch.arange(BLOCK, device=block.device)
+    places = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
     inside = probs.gather(-1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0.0)
     within = quantile(inside, part[:, 0].clamp(0, 1 - 2**-53))[0]
-    return (block * BLOCK + within).clamp_(max=vocabulary - 1)
+    return (block * _BLOCK + within).clamp_(max=vocabulary - 1)
 
 
 def quantile(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:

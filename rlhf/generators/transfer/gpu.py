@@ -38,9 +38,9 @@ BUFFER = 256 << 20  # minimum number of bytes packed into one broadcast; two bro
 CHUNK = 1 << 22  # elements per step of a fingerprint; a step needs two temporary tensors of 32 MiB
 
 # Integer dtype that has the bits of an element, by element size in bytes; 16 bytes count as two elements.
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 STEP = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio; STEP, FACTORS: constants of SplitMix64, signed
-FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -54,13 +54,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
     tampering. It is the same on every device. The computation takes about ten passes over 8 bytes per
     element, and copies nothing to the host.
     """
-    numbers = tensor.detach().contiguous().reshape(-1).view(INTEGERS[tensor.element_size()])
+    numbers = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     start = xxhash.xxh3_64_intdigest(f"{tensor.dtype} {tuple(tensor.shape)}".encode()) - 2**63
     total = torch.full((), start, dtype=torch.int64, device=tensor.device)
     for first in range(0, len(numbers), CHUNK):
         x = numbers[first : first + CHUNK].to(torch.int64, copy=True)
         x += torch.arange(first + 1, first + 1 + len(x), device=x.device).mul_(STEP)
-        for factor in FACTORS:
+        for factor in _FACTORS:
             x ^= (x >> 31) & (2**33 - 1)  # a logical shift: the mask clears the sign bits
             x *= factor
         x ^= (x >> 31) & (2**33 - 1)

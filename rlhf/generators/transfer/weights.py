@@ -29,7 +29,7 @@ from rlhf.core.errors import RunError
 
 HEADER = struct.Struct("<q")  # header of a shared file: the version in the file
 NOTHING = -1  # header while the file is written
-POLL_S = 0.01  # seconds between checks whether a version has been released
+_POLL_S = 0.01  # seconds between checks whether a version has been released
 ALIGNMENT = 64  # bytes; tensors start at multiples of it in the file, so that views are aligned
 
 
@@ -91,7 +91,7 @@ class WeightStore(ABC):
         """
         while self.kept >= most:
             check()
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
 
     @abstractmethod
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # its start if a smaller share of the GPU is free, but the trainer loads its models onto the same GPU at this
 # time. vLLM accepts every share above 0; this share is less than 1 kB.
 LEAST_SHARE = 1e-9
-TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward pass
+_TOKENS_ON_CPU = 8192  # prompt tokens that a CPU encodes in one forward pass
 
 
 def on_cpu(memory: float, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def on_cpu(memory: float, max_model_len: int, max_num_seqs: int) -> dict[str, An
         "kv_cache_memory_bytes": int(memory * psutil.virtual_memory().total),
         "block_size": 32,
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(TOKENS_ON_CPU, max_model_len + max_num_seqs),
+        "max_num_batched_tokens": max(_TOKENS_ON_CPU, max_model_len + max_num_seqs),
     }
 
 

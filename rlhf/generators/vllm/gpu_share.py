@@ -10,13 +10,13 @@ size of the cache is computed instead:
 from __future__ import annotations
 
 GIB = 2**30
-PREFILL_TOKENS = 8192  # maximum number of tokens of a forward pass
-FIXED = 3 * GIB // 2  # CUDA graphs, workspaces of libraries, buffers of NCCL; not measured
+_PREFILL_TOKENS = 8192  # maximum number of tokens of a forward pass
+_FIXED = 3 * GIB // 2  # CUDA graphs, workspaces of libraries, buffers of NCCL; not measured
 
 
 def forward_tokens(sequences: int) -> int:
     """Return the maximum number of tokens of a forward pass, at least one for each of `sequences`."""
-    return max(PREFILL_TOKENS, sequences)
+    return max(_PREFILL_TOKENS, sequences)
 
 
 def working_memory(
@@ -33,4 +33,4 @@ def working_memory(
     """
     layer = forward_tokens(sequences) * (4 * hidden + 3 * intermediate) * number_bytes
     choice = 5 * 4 * sequences * vocabulary  # logits, log-probs and temporary tensors in float32
-    return FIXED + layer + choice
+    return _FIXED + layer + choice

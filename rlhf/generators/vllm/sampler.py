@@ -87,7 +87,7 @@ class VLLMSampler:
 
     def __init__(self, settings: VLLMFactory) -> None:
         self.settings = settings
-        folder = config_folder(settings.model)
+        folder = _config_folder(settings.model)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
         self.tensors = tensors(config, settings.trust_remote_code)  # before vLLM, which changes classes
         from vllm import LLM
@@ -350,7 +350,7 @@ def update_info(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def config_folder(model: str) -> str:
+def _config_folder(model: str) -> str:
     """Return the folder with the config of `model`: a local folder, or the cache of the hub download."""
     file = cached_file(os.path.expanduser(model), "config.json", local_files_only=True)
     assert file is not None, "cached_file raises an error if the file does not exist"

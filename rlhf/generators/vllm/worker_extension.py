@@ -82,7 +82,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemory
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(weights))
         finalize_layerwise_reload(self.model, self.model_config)
-        check_reached(self.model, loaded)
+        _check_reached(self.model, loaded)
         self.taken = manifest.checksums()
 
     def finish_weight_update(self) -> None:
@@ -145,7 +145,7 @@ class Witnessed:
             TransferError: a parameter of vLLM's model received no tensor.
         """
         super().finish_weight_update()  # type: ignore[misc]
-        check_reached(self.model, self.witness.reached)
+        _check_reached(self.model, self.witness.reached)
         self.taken = checksums(self.witness.sums)
 
 
@@ -157,7 +157,7 @@ class NcclEngine(Witnessed, NCCLWeightTransferEngine):
     """vLLM's engine for NCCL, with recorded checksums."""
 
 
-def check_reached(model: torch.nn.Module, reached: set[str] | None) -> None:
+def _check_reached(model: torch.nn.Module, reached: set[str] | None) -> None:
     """Check that every parameter of vLLM's model was loaded.
 
     Args:
