@@ -29,7 +29,7 @@ from rlhf.checks import (  # noqa: F401
 from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES
 from rlhf.config import own_files
 from rlhf.config.mistakes import explain, undefined, unknown_key
-from rlhf.config.root import Config
+from rlhf.config.root import Config, to_config
 from rlhf.config.schema import sections
 from rlhf.core.errors import UserError, report
 from rlhf.core.launched import is_first_rank
@@ -89,11 +89,9 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
         found += [f"{key} must be set (it has no default), got ???; set {key}=<value>" for key in unset]
         if found:
             raise UserError(*found)
-        cfg = OmegaConf.to_object(config)
+        return to_config(config)
     except OmegaConfBaseException as error:
         raise UserError(explain(error, overrides)) from error
-    assert isinstance(cfg, Config)
-    return cfg
 
 
 def overrides_of(overrides: Any) -> list[str]:

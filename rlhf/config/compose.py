@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config import catalogue, plugins
 from rlhf.config.own_files import length_of
-from rlhf.config.root import Config
+from rlhf.config.root import Config, to_config
 from rlhf.core.pasting import override
 
 OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/config.yaml
@@ -19,9 +19,7 @@ OmegaConf.register_new_resolver("length_of", length_of, replace=True)  # conf/co
 
 def compose(overrides: list[str]) -> Config:
     """Return the config of `python -m rlhf.train <overrides>`, without the checks of its values."""
-    made = OmegaConf.to_object(compose_node(overrides))
-    assert isinstance(made, Config)
-    return made
+    return to_config(compose_node(overrides))
 
 
 def compose_node(overrides: list[str]) -> DictConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from omegaconf import MISSING
@@ -51,6 +51,7 @@ class GeneratorConfig(Section):
     exact: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()  # of the library that samples, if it is not transformers
     shares_gpu: ClassVar[bool] = False  # True: the generator uses the GPU of the trainer
+    only_training: ClassVar[tuple[str, ...]] = ()  # keys that are null in an evaluation
     lowest_temperature: ClassVar[float] = 0.0  # the generator raises lower temperatures to this one
 
     name: str = MISSING
@@ -147,6 +148,8 @@ class GeneratorConfig(Section):
 class WorkerConfig(GeneratorConfig):
     """The keys of a generator that can sample in a separate process."""
 
+    only_training: ClassVar[tuple[str, ...]] = ("annotate",)
+
     replicas: int = number(
         1,
         least=1,
@@ -199,7 +202,7 @@ class WorkerConfig(GeneratorConfig):
 
     def smaller(self) -> dict[str, GeneratorConfig]:
         """Return the setting without an annotator, if `annotate` is true."""
-        return {"annotate=false": replace(self, annotate=False)} if self.annotate else {}
+        return {"annotate=false": self.with_({"annotate": False})} if self.annotate else {}
 
     def annotates(self, max_lag: int, ranks: int, on_gpu: bool) -> bool:
         """Return `annotate`; if it is null, whether a lag gives an annotator time to work ahead.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -153,11 +153,11 @@ class ModelConfig(Section):
         """Return settings that need less memory, `key=value` -> the section with the setting."""
         found = {}
         if self.dtype is Dtype.float32:
-            found["dtype=bfloat16"] = replace(self, dtype=Dtype.bfloat16)
+            found["dtype=bfloat16"] = self.with_({"dtype": Dtype.bfloat16})
         if not self.gradient_checkpointing:
-            found["gradient_checkpointing=true"] = replace(self, gradient_checkpointing=True)
+            found["gradient_checkpointing=true"] = self.with_({"gradient_checkpointing": True})
         if not self.lora.rank:
-            found["lora.rank=16"] = replace(self, lora=replace(self.lora, rank=16))
+            found["lora.rank=16"] = self.with_({"lora.rank": 16})
         return found
 
 

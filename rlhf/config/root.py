@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from rlhf.config import http_scorer as http_scorer  # registers its option
 from rlhf.config import mixture_task as mixture_task  # registers its option
@@ -192,6 +192,17 @@ class Config(Section):
             return self.schedule.total_episodes // self.episodes_per_update
         assert self.epochs is not None and examples is not None
         return max(1, round(self.epochs * examples / self.schedule.prompts_per_update))
+
+
+def to_config(node: DictConfig) -> Config:
+    """Return a typed OmegaConf node as an object of section objects.
+
+    Raises:
+        OmegaConfBaseException: a required value is missing, or a value has the wrong type.
+    """
+    made = OmegaConf.to_object(node)
+    assert isinstance(made, Config)
+    return made
 
 
 ConfigStore.instance().store(name="root_schema", node=Config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -14,11 +14,9 @@ from yaml import YAMLError
 
 from rlhf.config.document import read_document
 from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.config.root import Config, to_config
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
-
-if TYPE_CHECKING:
-    from rlhf.config.root import Config
 
 
 def load_config(file: Path) -> Config:
@@ -27,15 +25,11 @@ def load_config(file: Path) -> Config:
     Raises:
         UserError: the file is damaged, or has an option of a package that is not installed.
     """
-    from rlhf.config.root import Config
-
     node = _load_node(file)
     try:
-        loaded = OmegaConf.to_object(node)
+        return to_config(node)
     except OmegaConfBaseException as error:
         raise damaged(file, error) from error
-    assert isinstance(loaded, Config)
-    return loaded
 
 
 def _load_node(file: Path) -> DictConfig:
@@ -44,8 +38,6 @@ def _load_node(file: Path) -> DictConfig:
     Raises:
         UserError: the file is damaged, or has an option of a package that is not installed.
     """
-    from rlhf.config.root import Config
-
     typed = OmegaConf.structured(Config)
     try:
         saved = read_document(file)
@@ -79,8 +71,6 @@ def overridden(
     Raises:
         UserError: an override is invalid or is refused, or the file is damaged.
     """
-    from rlhf.config.root import Config
-
     node = _load_node(file)
     OmegaConf.set_struct(node, True)
     try:
@@ -89,13 +79,11 @@ def overridden(
             if str(each.input_line).startswith(("+", "~")) or each.is_sweep_override():
                 raise UserError(f"{key_of(each)} must be set to one value{why_one.format(each.input_line)}")
         apply(node, parsed)
-        cfg = OmegaConf.to_object(node)
+        return to_config(node)
     except CONFIG_ERRORS as error:
         if isinstance(error, UserError):
             raise
         raise UserError(explain(error, overrides)) from error
-    assert isinstance(cfg, Config)
-    return cfg
 
 
 def key_of(override: Override) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf.config.catalogue import options
+from rlhf.config.schema import value_at
 from rlhf.memory.loaded_models import models
 from rlhf.memory.plan import plan
 from rlhf.memory.uses import NEARLY, gib
@@ -103,7 +102,7 @@ def _too_little(cfg: Config, use: Use) -> str:
     made = cfg.model.architecture(cfg.task.vocabulary_size)
     if adjusted and fitting:
         key = ".".join(adjusted)
-        got, remedy = attrgetter(key)(cfg), f"set {key}={fitting}"
+        got, remedy = value_at(cfg, key), f"set {key}={fitting}"
     elif (shares := _fitting_share(cfg)) is not None:
         key, got = "generator.memory", shares[0]
         remedy = f"set {key}={shares[1]:g}"
@@ -142,10 +141,9 @@ def smaller(cfg: Config, section: str, name: str, step: int, fits: Callable[[Con
         step: values are rounded down to multiples of it.
         fits: whether the memory suffices for a config.
     """
-    part = getattr(cfg, section)
-    value = getattr(part, name, 0) // 2 // step * step
+    value = getattr(getattr(cfg, section), name, 0) // 2 // step * step
     while value >= step:
-        if fits(replace(cfg, **{section: replace(part, **{name: value})})):
+        if fits(cfg.with_({f"{section}.{name}": value})):
             return value
         value = value // 2 // step * step
     return None
@@ -157,13 +155,12 @@ def _fitting_share(cfg: Config) -> tuple[float, float] | None:
     Returns:
         Two values of `generator.memory`; None without such an engine on a GPU, or if no share fits.
     """
-    generator, reserved = cfg.generator, cfg.generator.reserves(on_gpu=True)
-    if reserved is None or not generator.shares_gpu:
+    reserved = cfg.generator.reserves(on_gpu=True)
+    if reserved is None or not cfg.generator.shares_gpu:
         return None
     now = reserved.share
     for share in sorted((i / 20 for i in range(1, 20)), key=lambda each: abs(each - now)):
-        changed: dict[str, Any] = {"memory": share}
-        uses = plan(replace(cfg, generator=replace(generator, **changed))).uses
+        uses = plan(cfg.with_({"generator.memory": share})).uses
         if len(uses) > 1 and all(use.fits for use in uses):
             return now, share
     return None
@@ -188,10 +185,11 @@ def smaller_settings(cfg: Config) -> list[str]:
 
 def _smaller_configs(cfg: Config) -> dict[str, Config]:
     """Return overrides of single keys that reduce the memory of the run -> the config with the override."""
-    found = {
-        f"generator.{key}": replace(cfg, generator=each) for key, each in cfg.generator.smaller().items()
+    return {
+        f"{name}.{key}": cfg.with_({name: changed})
+        for name, section in (("generator", cfg.generator), ("model", cfg.model))
+        for key, changed in section.smaller().items()
     }
-    return found | {f"model.{key}": replace(cfg, model=each) for key, each in cfg.model.smaller().items()}
 
 
 def savings(cfg: Config) -> tuple[str, dict[str, float]]:
@@ -204,10 +202,9 @@ def savings(cfg: Config) -> tuple[str, dict[str, float]]:
     options, group = _smaller_configs(cfg), cfg.algo.samples_per_prompt
     keys = [each for phase in _ADJUSTABLE if (each := adjustable(cfg, phase)) is not None]
     for section, name in dict.fromkeys([*keys, ("generator", "response_length")]):
-        part = getattr(cfg, section)
         step = 1 if name == "response_length" else group
-        if half := getattr(part, name, 0) // 2 // step * step:
-            options[f"{section}.{name}={half}"] = replace(cfg, **{section: replace(part, **{name: half})})
+        if half := getattr(getattr(cfg, section), name, 0) // 2 // step * step:
+            options[f"{section}.{name}={half}"] = cfg.with_({f"{section}.{name}": half})
     sizes = {override: _fullest(plan(changed), now.device).bytes for override, changed in options.items()}
     least = {override: size for override, size in sizes.items() if size < _WORTH * now.bytes}
     return now.device, dict(sorted(least.items(), key=lambda item: item[1]))

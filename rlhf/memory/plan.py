@@ -10,7 +10,6 @@ This module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf.config.backend import Device
@@ -91,7 +90,7 @@ def with_token_limit(cfg: Config, machine: Machine | None = None) -> Config:
     group = cfg.algo.samples_per_prompt
     prompts = max(1, cfg.backend.micro_batch // group)
     while True:
-        found = replace(cfg, backend=replace(cfg.backend, tokens=prompts * group * longest(cfg)))
+        found = cfg.with_({"backend.tokens": prompts * group * longest(cfg)})
         if prompts == 1 or _passes_fit(found, machine):
             return found
         prompts //= 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf.config.model import Dtype
@@ -24,7 +23,7 @@ def plan(cfg: Config, machine: Machine | None = None) -> Plan:
     The plan is empty if no judge is a model. If the size of a judge is unknown, the plan lists only unknown
     models.
     """
-    return plan_of_judges(replace(cfg, schedule=replace(cfg.schedule, prompts_per_update=PAIRS)), machine)
+    return plan_of_judges(cfg.with_({"schedule.prompts_per_update": PAIRS}), machine)
 
 
 def problems(cfg: Config) -> list[str]:

@@ -16,7 +16,6 @@ from rlhf.checks.check import checked
 from rlhf.checks.composing import composed, composed_node
 from rlhf.config.algo import Trains
 from rlhf.config.catalogue import options
-from rlhf.config.generator import WorkerConfig
 from rlhf.config.mistakes import one_of
 from rlhf.config.root import Config
 from rlhf.config.saved import key_of, overridden
@@ -145,5 +144,5 @@ def alone(models: Sequence[str], overrides: Sequence[str]) -> Config:
 
 def measuring(cfg: Config) -> Config:
     """Return `cfg` without settings that only training uses: lag, in-flight updates, annotator."""
-    cfg = cfg.with_({"schedule.max_lag": 0, "schedule.update": Update.between})
-    return cfg.with_({"generator.annotate": None}) if isinstance(cfg.generator, WorkerConfig) else cfg
+    changes = {f"generator.{key}": None for key in cfg.generator.only_training}
+    return cfg.with_({**changes, "schedule.max_lag": 0, "schedule.update": Update.between})

@@ -17,7 +17,6 @@ from rlhf.memory.plan import fills_memory
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
-
 _MANY_PASSES = 10
 
 
@@ -28,7 +27,7 @@ def describe(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         cfg: the config of the run.
         examples: the size of the training data; None: not known yet.
     """
-    return [*counts(cfg, examples), *scores(cfg), *advice.rows(cfg)]
+    return [*counts(cfg, examples), *_scores(cfg), *advice.rows(cfg)]
 
 
 def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
@@ -74,8 +73,8 @@ def counts(cfg: Config, examples: int | None = None) -> list[tuple[str, str]]:
         *rows,
         ("optimizer steps", f"{steps:,} = {parts}"),
         ("sequences per forward", forward),
-        *generator(cfg),
-        *cores(cfg),
+        *_generator(cfg),
+        *_cores(cfg),
         ("evaluations", _at_updates([0, *evaluated] if evaluated else [])),
         ("checkpoints", _at_updates([u for u in _due_updates(schedule.save_every, updates) if u < updates])),
     ]
@@ -107,7 +106,7 @@ def doubts(cfg: Config, examples: int) -> Iterator[str]:
         )
 
 
-def scores(cfg: Config) -> Iterator[tuple[str, str]]:
+def _scores(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the (name, value) rows that explain the scores in the terminal: reward and judge."""
     if cfg.algo.trains is Trains.policy and cfg.generator.rollouts:
         yield "reward", f"score of {cfg.scorer.described}, which training maximizes"
@@ -115,13 +114,13 @@ def scores(cfg: Config) -> Iterator[tuple[str, str]]:
         yield "judge", f"score of {cfg.gold.described}, used only by evaluations"
 
 
-def generator(cfg: Config) -> Iterator[tuple[str, str]]:
+def _generator(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the (name, value) row of the generator, if a library of its own samples."""
     if cfg.generator.packages:
         yield "generator", cfg.generator.name
 
 
-def cores(cfg: Config) -> Iterator[tuple[str, str]]:
+def _cores(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the (name, value) row of the CPU threads, if trainer and generator run in parallel."""
     trainer, generator = threads(cfg)
     if generator is not None and cfg.schedule.max_lag > 0:
