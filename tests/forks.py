@@ -64,7 +64,7 @@ PRELOADED = (
     "rlhf.stages.chain",
     "rlhf.stages.evaluation",
     "rlhf.stages.relabelling",
-    "rlhf.assembly.annotator",
+    "rlhf.assembly.generator",
     "rlhf.generators.worker",
     "rlhf.generators.replicas",
     "rlhf.generators.hf.generator",

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.assembly.agreement import samples_with_cache
-from rlhf.assembly.annotator import AnnotatorFactory
+from rlhf.assembly.budgets import inference_budget
+from rlhf.assembly.device import build_device
+from rlhf.assembly.models import build_reference
 from rlhf.assembly.parts import make
-from rlhf.assembly.tokenizer import build_stop_ids
+from rlhf.assembly.scorer import build_training_scorer
+from rlhf.assembly.tokenizer import build_stop_ids, build_tokenizer
+from rlhf.config.backend import TorchConfig
 from rlhf.config.cores import threads
 from rlhf.generators.across_ranks import PerRankGenerator, SharedGenerator
+from rlhf.generators.annotating import Annotator
 from rlhf.generators.generator import GeneratorContext
 from rlhf.generators.hf.generator import HFGenerator
 from rlhf.models.loading import load_causal_lm
@@ -24,7 +30,31 @@ if TYPE_CHECKING:
     from rlhf.config.root import Config
     from rlhf.engines.engine import Engine
     from rlhf.generators.generator import Generator
+    from rlhf.processes.service import Channel
     from rlhf.runs.folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotatorFactory:
+    """A factory of the annotator of the run `cfg`, which has the scorer and the reference of the trainer."""
+
+    cfg: Config
+
+    def build(self, channel: Channel) -> Annotator:
+        """Return the annotator, with unsharded models.
+
+        The reference is loaded only if the objective needs its log-probs.
+
+        Args:
+            channel: the connection to the trainer; the annotator does not use it.
+        """
+        backend = TorchConfig(micro_batch=self.cfg.backend.micro_batch, tokens=self.cfg.backend.tokens)
+        cfg, alone = replace(self.cfg, backend=backend), Ranks(build_device(self.cfg))
+        tokenizer = build_tokenizer(cfg)
+        scorer = build_training_scorer(cfg, tokenizer, alone)
+        wanted = "ref_logprobs" in make(cfg.algo).needs
+        reference = build_reference(cfg, tokenizer, alone) if wanted else None
+        return Annotator(scorer, reference, inference_budget(cfg), alone, cfg.model.dtype)
 
 
 def build_sampler(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.collapse import build_collapse_rule
 from rlhf.assembly.compilation import compile_blocks
 from rlhf.assembly.engine import build_engine
 from rlhf.assembly.evaluator import build_evaluator
@@ -19,6 +18,7 @@ from rlhf.config.model import Dtype
 from rlhf.core.batch import Sampling
 from rlhf.scorers.saved import SavingScorer
 from rlhf.training.checkpoint import Checkpoints
+from rlhf.training.collapse import LIMITS, CollapseRule, Limits
 from rlhf.training.invariants import expected
 from rlhf.training.loop import Parts
 from rlhf.training.recorder import Recorder
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rlhf.processes.ranks import Ranks
     from rlhf.runs.folder import RunFolder
     from rlhf.tasks.task import Task
+
 
 # Tolerance of the first update's checks, by dtype.
 _TOLERANCE = {Dtype.float32: 1e-4, Dtype.bfloat16: 5e-2, Dtype.float16: 1e-2}
@@ -101,3 +102,20 @@ def assemble(
         phases=engine.phases,
         checkpoints=Checkpoints(folder.path, cfg.save_total_limit, objective, replay, prompts, data, ranks),
     )
+
+
+def build_collapse_rule(cfg: Config) -> CollapseRule:
+    """Return the rule of a run; the rule of a run on stored responses never warns."""
+    limits = LIMITS if cfg.generator.samples else Limits()
+    return CollapseRule(f"set {' or '.join(remedies(cfg))}", limits)
+
+
+def remedies(cfg: Config) -> list[str]:
+    """Return overrides that make a collapse less likely: a lower learning rate, less lag, a correction."""
+    schedule = cfg.schedule
+    found = [f"optim.lr={cfg.optim.lr / 3:.1g}"]
+    if schedule.max_lag > 1:
+        found.append(f"schedule.max_lag={schedule.max_lag // 4 or 1}")
+    if schedule.max_lag == 0 and schedule.minibatches * schedule.epochs == 1:
+        return found
+    return [*found, *cfg.algo.corrections()]

@@ -13,7 +13,7 @@ from rlhf.config.root import Config
 from rlhf.config.schema import sections
 from rlhf.core.errors import UserError
 from rlhf.core.launched import is_first_rank
-from rlhf.loggers.own_hooks import Hook, load_hooks
+from rlhf.loggers.hooks import Hook, load_hooks
 
 
 @training_rule

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from rlhf.config.class_address import load_class
 from rlhf.core.console import say
+from rlhf.core.errors import UserError
 from rlhf.loggers.logger import Logger
 
 if TYPE_CHECKING:
@@ -115,3 +118,52 @@ class Hooks(Logger):
                 self.failure = f"hook {name}.{method} raised {type(error).__name__}: {error}"
                 say(f"{self.failure}; the run stops after an update, with a checkpoint", style="red")
                 self.stop()
+
+
+def load_hooks(paths: Sequence[str]) -> list[Hook]:
+    """Import and build hooks, in the process of the job.
+
+    Args:
+        paths: the addresses of their classes.
+
+    Raises:
+        UserError: a class cannot be imported or built, or is not a hook.
+    """
+    hooks: list[Hook] = []
+    found: list[str] = []
+    for path in paths:
+        try:
+            hooks.append(_build(path))
+        except UserError as error:
+            found += error.problems
+    if found:
+        raise UserError(*found)
+    return hooks
+
+
+def _build(path: str) -> Hook:
+    """Return the hook at the address `path`.
+
+    Raises:
+        UserError: the class cannot be imported or built, is not a hook, or has an unknown method `after_...`.
+    """
+    cls = load_class("hooks", path)
+    if not issubclass(cls, Hook):
+        raise UserError(
+            f"hooks must name subclasses of rlhf.Hook (the run calls their methods), got {path!r}; write "
+            f"class {cls.__name__}(rlhf.Hook)"
+        )
+    unknown = sorted(name for name in dir(cls) if name.startswith("after_") and name not in METHODS)
+    if unknown:
+        close = get_close_matches(unknown[0], METHODS, n=1) or sorted(METHODS)
+        raise UserError(
+            f"hooks must have only the methods {', '.join(sorted(METHODS))} that begin with after_ (no other "
+            f"method is called), got {path!r} with {unknown[0]}; rename it {close[0]}"
+        )
+    try:
+        return cls()
+    except Exception as error:  # the user's code may raise any exception
+        raise UserError(
+            f"hooks must name classes that can be built without arguments ({type(error).__name__}: {error}), "
+            f"got {path!r}; correct {cls.__name__}.__init__"
+        ) from error

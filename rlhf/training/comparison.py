@@ -21,11 +21,11 @@ def against_initial(scores: Sequence[float], initial: Sequence[float], tie_toler
     Args:
         scores: score of the completion of each prompt.
         initial: score of the initial policy's completion of the same prompts.
-        tie_tolerance: largest relative difference of a tie, as in `rlhf.scorers.ties`.
+        tie_tolerance: largest relative difference of a tie, as in `rlhf.scorers.scorer`.
     """
     import torch  # here, because commands that train nothing import this module
 
-    from rlhf.scorers.ties import merge_ties
+    from rlhf.scorers.scorer import merge_ties
 
     now, before = merge_ties(torch.tensor([*zip(scores, initial, strict=True)]), tie_tolerance).T
     points = (now > before).sum().item() + 0.5 * (now == before).sum().item()

@@ -7,8 +7,7 @@ import pytest
 from rlhf.checks.job import hooks_exist
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
-from rlhf.loggers.hooks import Hook
-from rlhf.loggers.own_hooks import load_hooks
+from rlhf.loggers.hooks import Hook, load_hooks
 
 FILE = """
 import rlhf

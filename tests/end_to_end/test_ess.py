@@ -40,7 +40,7 @@ def test_the_warning_of_a_collapse_is_in_the_terminal_the_rows_and_the_report(
 ):
     quiet = finished("algo=dpo", *SCORED)
     assert not any(METRIC in row for row in rows(quiet))
-    monkeypatch.setattr("rlhf.assembly.collapse.LIMITS", Limits(entropy=100.0))  # every row is beyond it
+    monkeypatch.setattr("rlhf.assembly.training.LIMITS", Limits(entropy=100.0))  # every row is beyond it
     folder = RunFolder(tmp_path / "runs" / "run")
     run(tiny("algo=dpo", *SCORED), folder)
     text = "the policy may collapse: entropy per token at 1 of its first value, limit 1e+02, at update 1; "

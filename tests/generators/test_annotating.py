@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf.assembly.annotator import AnnotatorFactory
-from rlhf.assembly.generator import build_generator
+from rlhf.assembly.generator import AnnotatorFactory, build_generator
 from rlhf.config.compose import compose
 from rlhf.config.model import Dtype
 from rlhf.config.scorer import AnswerScorerConfig, LabelsScorerConfig, WeightedScorerConfig

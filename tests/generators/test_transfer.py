@@ -103,7 +103,7 @@ def overwritten(tensors):
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["cpu", "as on a gpu"])
 def test_each_tensor_is_copied_before_the_next_is_requested(shared, monkeypatch, on_host):
-    monkeypatch.setattr(shared_memory, "in_host_memory", lambda tensor: on_host)
+    monkeypatch.setattr(shared_memory, "_in_host_memory", lambda tensor: on_host)
     for version in (1, 2):
         equal(taken(shared.write(overwritten(WEIGHTS), version)), WEIGHTS)
 
@@ -115,7 +115,7 @@ def test_a_buffer_is_not_reused_before_its_tensor_is_written(shared, monkeypatch
         time.sleep(0.02)
         write_at(file, data, offset)
 
-    monkeypatch.setattr(shared_memory, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(shared_memory, "_in_host_memory", lambda tensor: False)
     monkeypatch.setattr(shared_memory, "write_at", slow)
     weights = {str(i): torch.full((100,), float(i)) for i in range(5)}
     equal(taken(shared.write(weights.items(), 1)), weights)
@@ -129,7 +129,7 @@ def test_weights_on_a_gpu_are_rounded_there_and_written_and_hashed_by_another_th
         threads.append(threading.current_thread())
         return write(*args)
 
-    monkeypatch.setattr(shared_memory, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(shared_memory, "_in_host_memory", lambda tensor: False)
     monkeypatch.setattr(shared_memory, "write_with_checksum", recorded)
     monkeypatch.setattr(shared.staging, "copy", lambda tensor: copied.append(tensor.dtype) or copy(tensor))
     shared.write([("w", torch.ones(3))], 1)

@@ -30,9 +30,9 @@ from rlhf.scorers.scorer import (
     Scorer,
     distinct_texts,
     first_of_identical,
+    merge_ties,
     response_texts,
 )
-from rlhf.scorers.ties import merge_ties
 from rlhf.training.comparison import against_initial
 from tests.tiny_models import scorer_context, tiny_tokenizer
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf.assembly.collapse import build_collapse_rule, remedies
+from rlhf.assembly.training import build_collapse_rule, remedies
 from rlhf.checks.check import problems, warnings
 from rlhf.config.compose import compose
 from rlhf.core.metrics import Stat
