@@ -1,4 +1,4 @@
-"""Advantages from rewards, whitening and KL estimates: pure functions of tensors.
+"""Advantages from rewards, and whitening: pure functions of tensors.
 
 leave one out    A_i = r_i - mean of the other K-1 rewards           Ahmadian et al., arXiv 2402.14740
 group centred    A_i = (r_i - mean) / (std + 1e-4)                   Shao et al., arXiv 2402.03300
@@ -12,9 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf.config.policy_gradient import KLEstimator, Scale
+from rlhf.config.policy_gradient import Scale
 from rlhf.core.metrics import selected
-from rlhf.objectives.objective import bounded
 
 _STD_EPS = 1e-4  # added to a standard deviation before dividing; same value as in TRL
 
@@ -93,13 +92,3 @@ def whiten(x: Tensor, mask: Tensor, shift: bool = True) -> Tensor:
     variance = selected((x - mean).square(), mask).sum() / (count - 1).clamp(min=1)
     white = (x - mean) * torch.rsqrt(variance + 1e-8)
     return selected(white if shift else white + mean, mask)
-
-
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Return the estimated KL from policy to reference at each token, for tokens sampled by the policy.
-
-    k1 = logp - ref, k3 = exp(-k1) - 1 + k1 (Schulman 2020, "Approximating KL divergence"). The exponent is
-    bounded like a log-ratio.
-    """
-    k1 = logprobs - ref_logprobs
-    return k1 if estimator is KLEstimator.k1 else torch.expm1(bounded(-k1)) + k1

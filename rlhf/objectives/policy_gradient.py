@@ -37,10 +37,10 @@ from torch import Tensor
 from rlhf.config.correction import Anchor, Covariance
 from rlhf.config.policy_gradient import KLIn
 from rlhf.core.metrics import mean, selected
-from rlhf.objectives.advantages import kl_estimate
 from rlhf.objectives.anchor import anchor_logprobs
 from rlhf.objectives.correction import corrected, importance_weights, over_tokens
 from rlhf.objectives.covariance import limited, with_limited
+from rlhf.objectives.kl import kl_estimate
 from rlhf.objectives.objective import Objective, bounded, mismatch, old_or_behaviour, sampler_logprobs
 
 if TYPE_CHECKING:

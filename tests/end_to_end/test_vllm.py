@@ -34,8 +34,9 @@ from rlhf.generators.hf.sampling import sample
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
 from rlhf.generators.transfer.weights import Manifest, TransferError
 from rlhf.generators.vllm.device_arguments import LEAST_SHARE
-from rlhf.generators.vllm.generator import build_store, visible
+from rlhf.generators.vllm.generator import build_store
 from rlhf.generators.vllm.gpu_share import GIB
+from rlhf.generators.vllm.placement import visible
 from rlhf.generators.vllm.sampler import VLLMFactory, VLLMSampler
 from rlhf.generators.worker import WorkerGenerator
 from rlhf.models.lora import adapt, whole_weights

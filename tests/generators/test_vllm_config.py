@@ -19,7 +19,8 @@ from rlhf.generators.transfer.gpu import CudaIpc, Nccl
 from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.generators.transfer.weights import TransferError
 from rlhf.generators.vllm.colocated import ColocatedGenerator
-from rlhf.generators.vllm.generator import build, build_store, factory, place, route, visible
+from rlhf.generators.vllm.generator import build, build_store, factory, route
+from rlhf.generators.vllm.placement import place, visible
 from rlhf.generators.vllm.sampler import VLLMSampler, compare, tensors
 from rlhf.generators.vllm.sequences import pad
 from rlhf.processes.ranks import ALONE

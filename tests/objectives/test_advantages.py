@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rlhf.config.policy_gradient import KLEstimator, Scale
-from rlhf.objectives.advantages import gae, group_centred, kl_estimate, leave_one_out, whiten
+from rlhf.objectives.advantages import gae, group_centred, leave_one_out, whiten
+from rlhf.objectives.kl import kl_estimate
 
 
 def test_leave_one_out_of_scores_1_and_0_is_plus_and_minus_1():
