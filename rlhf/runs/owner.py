@@ -1,6 +1,7 @@
 """The process that holds a lock: its description in the lock file, and whether the process has ended.
 
-This module imports no torch.
+psutil cannot replace /proc here: if a system hides the processes of other users (hidepid), psutil takes
+them for ended, and its start times depend on the clock. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 
-STATE, START = 0, 19  # positions in /proc/<pid>/stat after the name of the program
+_STATE, _START = 0, 19  # positions in /proc/<pid>/stat after the name of the program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Owner:
         since: local time at which the process took the lock.
         slurm_job: id of the SLURM job; None outside of SLURM.
         restarts: how often SLURM had requeued the job.
-        machine: identity of the running kernel and its process ids; see `this_machine`.
+        machine: identity of the running kernel and its process ids; see `_this_machine`.
         start: start time of the process in clock ticks since boot; None if unknown. With it, another process
             that later gets the same id is recognized.
         token: random text that identifies this lock.
@@ -50,7 +51,7 @@ class Owner:
     @property
     def here(self) -> bool:
         """Whether this process can look up the owner by its process id."""
-        return self.machine == this_machine()
+        return self.machine == _this_machine()
 
     @property
     def ended(self) -> bool:
@@ -67,8 +68,8 @@ class Owner:
         """Return whether the process exists on this machine; a stopped process exists, a zombie does not."""
         fields = _process_fields(self.process)
         if fields is None:
-            return exists(self.process)
-        return fields[STATE] not in ("Z", "X") and self.start in (None, int(fields[START]))
+            return _exists(self.process)
+        return fields[_STATE] not in ("Z", "X") and self.start in (None, int(fields[_START]))
 
     @property
     def stop(self) -> str:
@@ -77,7 +78,7 @@ class Owner:
             return f"stop its job: scancel {self.slurm_job}"
         how = "stop it" if self.host == socket.gethostname() else f"stop it on {self.host}"
         fields = _process_fields(self.process) if self.here else None
-        if fields is not None and fields[STATE] == "T":
+        if fields is not None and fields[_STATE] == "T":
             return f"continue it (it is stopped): kill -CONT {self.process}"
         return f"{how}: kill {self.process}"
 
@@ -104,8 +105,8 @@ def this_process() -> Owner:
         since=datetime.now().isoformat(" ", "seconds"),
         slurm_job=os.environ.get("SLURM_JOB_ID"),
         restarts=_slurm_restarts(),
-        machine=this_machine(),
-        start=None if fields is None else int(fields[START]),
+        machine=_this_machine(),
+        start=None if fields is None else int(fields[_START]),
     )
 
 
@@ -115,7 +116,7 @@ def _slurm_restarts() -> int:
 
 
 @cache
-def this_machine() -> str:
+def _this_machine() -> str:
     """Return the identity of the running kernel and of the namespace of process ids.
 
     Two containers on one host have the same kernel, but a process id of one means another process, or none,
@@ -136,7 +137,7 @@ def _process_fields(process: int) -> list[str] | None:
         return None
 
 
-def exists(process: int) -> bool:
+def _exists(process: int) -> bool:
     """Return whether a process with this id exists."""
     try:
         os.kill(process, 0)

@@ -114,6 +114,15 @@ def test_a_stopped_process_keeps_its_lock(path, holder):
     )
 
 
+def test_a_process_of_another_user_that_proc_hides_keeps_its_lock(path, monkeypatch):
+    def refused(process: int, signal: int) -> None:
+        raise PermissionError
+
+    path.write_bytes(owner(process=2**22 + 1).encode())  # larger than any process id: not in /proc
+    monkeypatch.setattr(os, "kill", refused)
+    assert not acquired(new(path), within_s=2 * lock_file.STALE_S)
+
+
 def test_another_process_with_the_id_of_the_owner_does_not_keep_a_lock(path):
     path.write_bytes(owner(start=1).encode())
     assert new(path).acquire()
