@@ -212,7 +212,7 @@ def by_scale(groups: Sequence[Group], scale: str, also: Sequence[str] = ()) -> l
         settings = json.dumps(_scale_of(group.config, scale, also), sort_keys=True, default=str)
         scales.setdefault(settings, []).append(group)
     if len(scales) < 2:
-        return [("", list(groups))]
+        return [("", members) for members in scales.values()]
     names = labels(
         [_scale_of(members[0].config, scale, also) for members in scales.values()], noun=scale or "length"
     )
