@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import mean
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 POINTS = 250  # largest number of points of a curve; longer curves are averaged over blocks of updates
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A point of a curve: statistics over the runs of a group at one update, or averaged over a few updates.
 
     Attributes:
@@ -62,34 +60,24 @@ def curve(runs: Sequence[Run], x: Read, y: Read, interval: Bounds | None = None)
         y: returns the y value of a row.
         interval: returns the bounds of the confidence interval of y; used if there is a single run.
     """
-    if interval is not None and len(runs) == 1:
-        return _thin(_with_interval(runs[0], x, y, interval))
-    values_by_run: list[dict[float, tuple[float, float]]] = []
-    for run in runs:
-        values: dict[float, tuple[float, float]] = {}
-        for row in run.rows:
-            y_value = y(run, row)
-            x_value = None if y_value is None else x(run, row)
-            if x_value is not None and y_value is not None:
-                values[row["update"]] = (x_value, y_value)
-        values_by_run.append(values)
-    points = []
-    for update in sorted(set.intersection(*map(set, values_by_run))) if values_by_run else []:
-        xs, ys = zip(*(values[update] for values in values_by_run), strict=True)
-        points.append(Point(mean(xs), mean(ys), min(ys), max(ys), min(xs), max(xs)))
-    return _thin(points)
+    bounds = interval if len(runs) == 1 else None
+    by_run = [dict(_points(run, x, y, bounds)) for run in runs]
+    shared = sorted(set.intersection(*map(set, by_run))) if by_run else []
+    return _thin([_merged([points[update] for points in by_run]) for update in shared])
 
 
-def _with_interval(run: Run, x: Read, y: Read, interval: Bounds) -> list[Point]:
-    """Return the points of one run, whose range is the confidence interval; see `curve`."""
-    points = []
+def _points(run: Run, x: Read, y: Read, interval: Bounds | None) -> Iterator[tuple[float, Point]]:
+    """Yield update and point of each row of a run that has x and y."""
     for row in run.rows:
-        y_value = y(run, row)
-        x_value = None if y_value is None else x(run, row)
-        if x_value is not None and y_value is not None:
-            low, high = interval(row) or (y_value, y_value)
-            points.append(Point(x_value, y_value, low, high, x_value, x_value))
-    return points
+        if (y_value := y(run, row)) is not None and (x_value := x(run, row)) is not None:
+            low, high = (interval and interval(row)) or (y_value, y_value)
+            yield row["update"], Point(x_value, y_value, low, high, x_value, x_value)
+
+
+def _merged(points: Sequence[Point]) -> Point:
+    """Return the point of a group from those of its runs."""
+    xs, ys, low, high, *_ = zip(*points, strict=True)
+    return Point(fmean(xs), fmean(ys), min(low), max(high), min(xs), max(xs))
 
 
 def _thin(points: list[Point]) -> list[Point]:
@@ -97,8 +85,5 @@ def _thin(points: list[Point]) -> list[Point]:
     size = -(-len(points) // POINTS)
     if size <= 1:
         return points
-    blocks = [points[i : i + size] for i in range(0, len(points), size)]
-    return [
-        Point(*(mean(getattr(point, name) for point in block) for name in Point.__dataclass_fields__))
-        for block in blocks
-    ]
+    blocks = (points[i : i + size] for i in range(0, len(points), size))
+    return [Point(*map(fmean, zip(*block, strict=True))) for block in blocks]

@@ -26,7 +26,7 @@ from rlhf.report.drawing import (
     within_a_rate,
 )
 from rlhf.report.groups import by_scale
-from rlhf.report.metrics import METRICS, Kind, Metric
+from rlhf.report.metrics import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, Kind, Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,43 +50,19 @@ ELSEWHERE = {
     "annotate_ahead": ("scores and log-probs computed ahead", "#228833"),
 }
 
-# Metrics of each figure, in the order of the panels.
-_OVER_KL = ("eval/win_rate", "eval/win_rate_vs_initial", "eval/score", "eval/gold_score")
-_LEARNING = (
-    "eval/win_rate",
-    "eval/win_rate_vs_initial",
-    "eval/score",
-    "eval/gold_score",
-    "eval/accuracy",
-    "eval/loss",
-    "eval/margin",
-    "objective/scores",
-    "eval/kl",
-    "eval/response_tokens",
-    "objective/entropy",
-)
-_OPTIMIZATION = (
-    "loss/policy",
-    "loss/value",
-    "rewards/accuracies",
-    "rewards/margins",
-    "policy/grad_norm",
-    "lr",
-    "memory/peak_gib",
-)
-_OFF_POLICY = (
-    "lag",
-    "mismatch/token_lag",
-    "replay/age",
-    "prompts/solved",
-    "mismatch/kl",
-    "mismatch/max_ratio",
-    "mismatch/ess",
-    "weighting/ess",
-    "policy/clipfrac",
-)
+# Metrics of the figure over the KL, in the order of the panels, and what they mean.
+_OVER_KL = {
+    "eval/win_rate": "Win rate: share of held-out prompts for which the judge scores the near-greedy "
+    "response strictly higher than the reference response (eval/win_rate). ",
+    "eval/win_rate_vs_initial": "Win rate vs. initial policy: share of held-out prompts whose reward is "
+    "higher than before training (eval/win_rate_vs_initial). ",
+    "eval/score": "Reward: mean of the training scorer (eval/score on held-out prompts, objective/scores "
+    "on training samples). ",
+    "eval/gold_score": "Judge score: mean score by the judge, which training does not use "
+    "(eval/gold_score). ",
+}
 
-_PROGRESS = (("episode", "episodes"), ("examples", "examples"), ("update", "updates"))  # name in a row, label
+_PROGRESS = {"episode": "episodes", "examples": "examples", "update": "updates"}  # name in a row -> label
 _WIDE = 30  # ratio of largest to smallest value from which a logarithmic axis is used
 _SCALES = 4  # largest number of panels of one metric, one for each scale
 
@@ -96,7 +72,7 @@ _INTERVALS = "With a single seed, the band is the 95 % confidence interval, wher
 
 def charts(section: Section) -> tuple[list[Chart], list[str]]:
     """Return the figures of a section, and a remark about each metric that no figure shows."""
-    makers = (_against_kl, learning_curves, optimization, _against_time, _off_policyness, time_per_phase)
+    makers = (_against_kl, _learning_curves, _optimization, _against_time, _off_policyness, time_per_phase)
     made = [make(section) for make in makers]
     drawn = [chart for chart, _ in made if chart is not None]
     return drawn, [remark for _, remarks in made for remark in remarks]
@@ -108,58 +84,70 @@ _Made = tuple[Chart | None, list[str]]  # a figure, None without data, and remar
 def _against_kl(section: Section) -> _Made:
     """Return the figure of win rate, reward and judge score over the KL to the reference."""
     groups = [group for group in section.drawn if has(group, "eval/kl")]
-    panels = []
-    for name in _OVER_KL:
-        shown, _ = panels_of(groups, METRICS[name], figure("eval/kl"), METRICS["eval/kl"].title, points=True)
-        panels += shown
-    if not panels:
+    metrics = [METRICS[name] for name in _OVER_KL if any(has(group, name) for group in groups)]
+    if not metrics:
         return None, []
-    first = METRICS[next(name for name in _OVER_KL if any(has(group, name) for group in groups))]
+    x, unit = figure("eval/kl"), METRICS["eval/kl"].title
     chart = Chart(
         "win_rate_against_kl",
-        f"{topic(first)} vs. KL",
+        f"{topic(metrics[0])} vs. KL",
         "Each point is an evaluation; lines join the evaluations in the order of training. The large point "
         "is the last evaluation, and its bars are the range over seeds, or the 95 % confidence interval of a "
         "single seed. The KL is estimated on samples at the training temperature (eval/kl). A higher value "
-        "at the same KL is better. " + _meanings(groups, _OVER_KL),
-        panels,
+        "at the same KL is better. " + _meanings(groups),
+        [panel for metric in metrics for panel in panels_of(groups, metric, x, unit, points=True)[0]],
         legend(groups),
     )
     return chart, []
 
 
-def learning_curves(section: Section) -> _Made:
+def _learning_curves(section: Section) -> _Made:
     """Return the figure of held-out metrics and training reward over the progress of training."""
     sampled = section.kind is Kind.rl  # the rows of other kinds describe stored responses
-    names = [name for name in _LEARNING if sampled or not name.startswith("objective/")]
-    x, unit = _progress_axis(section.drawn)
-    panels, remarks = _all_panels(section.drawn, names, figure(x), unit)
-    if not panels:
-        return None, remarks
-    chart = Chart(
-        "learning_curves",
-        "Learning curves",
-        MEANS + _INTERVALS + _meanings(section.drawn, names) + _averaging_note(section.drawn),
-        panels,
-        legend(section.drawn),
-    )
-    return chart, remarks
+    metrics = [each for each in LEARNING if sampled or not each.name.startswith("objective/")]
+    caption = MEANS + _INTERVALS + _meanings(section.drawn)
+    runs = [run for group in section.drawn for run in group.runs]
+    x = next(name for name in _PROGRESS if all(name in run.rows[0] for run in runs))
+    return _curves(section, "learning_curves", "Learning curves", caption, metrics, x)
 
 
-def optimization(section: Section) -> _Made:
+def _optimization(section: Section) -> _Made:
     """Return the figure of loss, training accuracy, gradient norm, learning rate and memory."""
-    panels, remarks = _all_panels(section.drawn, _OPTIMIZATION, figure("update"), "updates")
-    if not panels:
-        return None, remarks
-    chart = Chart(
-        "optimization",
-        "Loss, gradients, learning rate, memory",
-        MEANS + "All values are those of training rows. Losses and margins of different algorithms have "
-        "different scales, so each algorithm has its own axes." + _averaging_note(section.drawn),
-        panels,
-        legend(section.drawn),
+    caption = (
+        f"{MEANS}All values are those of training rows. Losses and margins of different algorithms have "
+        "different scales, so each algorithm has its own axes."
     )
-    return chart, remarks
+    return _curves(section, "optimization", "Loss, gradients, learning rate, memory", caption, OPTIMIZATION)
+
+
+def _off_policyness(section: Section) -> _Made:
+    """Return the figure of the lag of samples and of the mismatch of sampler and trainer."""
+    if section.kind is not Kind.rl:
+        return None, []
+    caption = (
+        "Lag is the version being trained minus the version that sampled the batch. Mismatch compares the "
+        "log-probs of the sampled tokens by the trainer, just before the update, with those by the sampler "
+        "(mismatch/kl, mismatch/max_ratio). The effective sample size of the weights trainer / sampler of "
+        f"responses is 1 on-policy (mismatch/ess). {MEANS}"
+    )
+    return _curves(section, "lag_and_mismatch", "Lag and mismatch", caption, OFF_POLICY)
+
+
+def _curves(
+    section: Section,
+    name: str,
+    title: str,
+    caption: str,
+    metrics: Sequence[Metric],
+    x: str = "update",
+) -> _Made:
+    """Return the figure of metrics over x, a name of `_PROGRESS`; without panels, there is no figure."""
+    groups = section.drawn
+    made = [panels_of(groups, metric, figure(x), _PROGRESS[x]) for metric in metrics]
+    panels = [panel for shown, _ in made for panel in shown]
+    remarks = [remark for _, skipped in made for remark in skipped]
+    chart = Chart(name, title, caption + _averaging_note(groups), panels, legend(groups))
+    return chart if panels else None, remarks
 
 
 def _against_time(section: Section) -> _Made:
@@ -190,26 +178,6 @@ def _against_time(section: Section) -> _Made:
         legend(timed),
     )
     return chart, []
-
-
-def _off_policyness(section: Section) -> _Made:
-    """Return the figure of the lag of samples and of the mismatch of sampler and trainer."""
-    if section.kind is not Kind.rl:
-        return None, []
-    panels, remarks = _all_panels(section.drawn, _OFF_POLICY, figure("update"), "updates")
-    if not panels:
-        return None, remarks
-    chart = Chart(
-        "lag_and_mismatch",
-        "Lag and mismatch",
-        "Lag is the version being trained minus the version that sampled the batch. Mismatch compares the "
-        "log-probs of the sampled tokens by the trainer, just before the update, with those by the sampler "
-        "(mismatch/kl, mismatch/max_ratio). The effective sample size of the weights trainer / sampler of "
-        f"responses is 1 on-policy (mismatch/ess). {MEANS}" + _averaging_note(section.drawn),
-        panels,
-        legend(section.drawn),
-    )
-    return chart, remarks
 
 
 def time_per_phase(section: Section) -> _Made:
@@ -284,18 +252,6 @@ def _per_update(group: Group, phase: str) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _all_panels(
-    groups: Sequence[Group], names: Sequence[str], x: Read, unit: str
-) -> tuple[list[Panel], list[str]]:
-    """Return the panels of several metrics, and remarks about metrics that are not drawn; see `panels_of`."""
-    panels, remarks = [], []
-    for name in names:
-        shown, skipped = panels_of(groups, METRICS[name], x, unit)
-        panels += shown
-        remarks += skipped
-    return panels, remarks
-
-
 def panels_of(
     groups: Sequence[Group], metric: Metric, x: Read, unit: str, points: bool = False
 ) -> tuple[list[Panel], list[str]]:
@@ -353,7 +309,7 @@ def _draw_metric(
         widen(axes, 10.0**-metric.decimals)
     if metric.rate:
         within_a_rate(axes)
-    if unit in dict(_PROGRESS).values():
+    if unit in _PROGRESS.values():
         whole_numbers(axes.xaxis)
     plain_labels(axes.xaxis)
     plain_labels(axes.yaxis)
@@ -372,26 +328,9 @@ def quiet(group: Group, metric: Metric) -> bool:
     return all(abs(value - metric.expected) <= metric.noise for value in values)
 
 
-def _progress_axis(groups: Sequence[Group]) -> tuple[str, str]:
-    """Return the first entry of `_PROGRESS` that is in the rows of all runs: the name and its label."""
-    runs = [run for group in groups for run in group.runs]
-    return next((name, unit) for name, unit in _PROGRESS if all(name in run.rows[0] for run in runs))
-
-
-def _meanings(groups: Sequence[Group], names: Sequence[str]) -> str:
-    """Return sentences that explain the metrics of `names` that a group has."""
-    texts = {
-        "eval/win_rate": "Win rate: share of held-out prompts for which the judge scores the near-greedy "
-        "response strictly higher than the reference response (eval/win_rate). ",
-        "eval/win_rate_vs_initial": "Win rate vs. initial policy: share of held-out prompts whose reward is "
-        "higher than before training (eval/win_rate_vs_initial). ",
-        "eval/score": "Reward: mean of the training scorer (eval/score on held-out prompts, objective/scores "
-        "on training samples). ",
-        "eval/gold_score": "Judge score: mean score by the judge, which training does not use "
-        "(eval/gold_score). ",
-    }
-    present = [name for name in names if any(has(group, name) for group in groups)]
-    return "".join(text for name, text in texts.items() if name in present)
+def _meanings(groups: Sequence[Group]) -> str:
+    """Return the sentences of `_OVER_KL` about the metrics that a group has."""
+    return "".join(text for name, text in _OVER_KL.items() if any(has(group, name) for group in groups))
 
 
 def topic(metric: Metric) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf.config.algo import Trains
@@ -87,73 +88,53 @@ class Metric:
 
 _NOISE = 1e-6  # rounding noise of a sum of log-probs in float32
 
-METRICS = {
-    metric.name: metric
-    for metric in (
-        Metric("eval/win_rate", "win rate vs. reference responses", "win rate", 3, 1, "gold", rate=True),
-        Metric(
-            "eval/win_rate_vs_initial",
-            "win rate vs. initial policy",
-            "win rate vs. initial",
-            3,
-            1,
-            "scorer",
-            rate=True,
-        ),
-        Metric("eval/gold_score", "judge score", "judge score", 2, 1, "gold"),
-        Metric("eval/score", "reward on held-out prompts", "reward", 2, 1, "scorer"),
-        Metric("eval/accuracy", "accuracy on held-out data", "accuracy", 3, 1, rate=True),
-        Metric("eval/loss", "held-out loss (nats)", "held-out loss", 3, -1, "algo"),
-        Metric("eval/margin", "reward margin on held-out pairs", "margin", 3, 0, "algo", noise=_NOISE),
-        Metric("eval/kl", "KL to the reference (nats per response)", "KL", 2, noise=_NOISE),
-        Metric("eval/ppl", "perplexity under the reference", "perplexity", 2),
-        Metric("eval/response_tokens", "response length (tokens)", "tokens", 1),
-        Metric("objective/scores", "training reward", "training reward", 2, 1, "scorer"),
-        Metric("objective/entropy", "entropy estimate (nats per response)", "entropy", 2),
-        Metric("loss/policy", "loss", "training loss", 3, -1, "algo", noise=_NOISE),
-        Metric("loss/value", "loss of the value model", "value loss", 3, -1, "algo"),
-        Metric("rewards/accuracies", "accuracy on training pairs", "training accuracy", 3, 1, rate=True),
-        Metric("rewards/margins", "reward margin on training pairs", "margin", 3, 0, "algo", noise=_NOISE),
-        Metric("policy/grad_norm", "gradient norm before clipping", "gradient norm", 3, logarithmic=True),
-        Metric("lr", "learning rate", "learning rate", 9),
-        Metric("memory/peak_gib", "peak memory (GiB)", "peak GiB", 1),
-        Metric("lag", "lag (updates)", "lag", 1, noise=_NOISE),
-        Metric("mismatch/token_lag", "lag of a token (updates)", "token lag", 1, noise=_NOISE),
-        Metric("replay/age", "lag of a prompt (updates)", "age", 1, noise=_NOISE),
-        Metric("prompts/solved", "share of solved prompts", "solved", 3, rate=True),
-        Metric("mismatch/kl", "KL of sampler and trainer (nats per token)", "KL", 6, noise=_NOISE),
-        # a log-prob in float32 has an error of up to 1e-5
-        Metric(
-            "mismatch/max_ratio",
-            "largest ratio of trainer to sampler",
-            "largest ratio",
-            3,
-            expected=1.0,
-            noise=1e-5,
-        ),
-        Metric(
-            "mismatch/ess",
-            "effective sample size over responses",
-            "ESS",
-            3,
-            1,
-            expected=1.0,
-            noise=_NOISE,
-            rate=True,
-        ),
-        Metric(
-            "weighting/ess",
-            "effective sample size over pairs",
-            "pair ESS",
-            3,
-            1,
-            expected=1.0,
-            noise=_NOISE,
-            rate=True,
-        ),
-        Metric("policy/clipfrac", "fraction of clipped ratios", "clipped", 3, noise=_NOISE, rate=True),
-    )
-}
+_share = partial(Metric, decimals=3, better=1, rate=True)
+_sample_size = partial(_share, expected=1.0, noise=_NOISE)
+
+# Metrics of the learning curves, in the order of the panels.
+LEARNING = (
+    _share("eval/win_rate", "win rate vs. reference responses", "win rate", scale="gold"),
+    _share("eval/win_rate_vs_initial", "win rate vs. initial policy", "win rate vs. initial", scale="scorer"),
+    Metric("eval/score", "reward on held-out prompts", "reward", 2, 1, "scorer"),
+    Metric("eval/gold_score", "judge score", "judge score", 2, 1, "gold"),
+    _share("eval/accuracy", "accuracy on held-out data", "accuracy"),
+    Metric("eval/loss", "held-out loss (nats)", "held-out loss", 3, -1, "algo"),
+    Metric("eval/margin", "reward margin on held-out pairs", "margin", 3, 0, "algo", noise=_NOISE),
+    Metric("objective/scores", "training reward", "training reward", 2, 1, "scorer"),
+    Metric("eval/kl", "KL to the reference (nats per response)", "KL", 2, noise=_NOISE),
+    Metric("eval/response_tokens", "response length (tokens)", "tokens", 1),
+    Metric("objective/entropy", "entropy estimate (nats per response)", "entropy", 2),
+)
+
+# Metrics of the figure of the optimization, in the order of the panels.
+OPTIMIZATION = (
+    Metric("loss/policy", "loss", "training loss", 3, -1, "algo", noise=_NOISE),
+    Metric("loss/value", "loss of the value model", "value loss", 3, -1, "algo"),
+    _share("rewards/accuracies", "accuracy on training pairs", "training accuracy"),
+    Metric("rewards/margins", "reward margin on training pairs", "margin", 3, 0, "algo", noise=_NOISE),
+    Metric("policy/grad_norm", "gradient norm before clipping", "gradient norm", 3, logarithmic=True),
+    Metric("lr", "learning rate", "learning rate", 9),
+    Metric("memory/peak_gib", "peak memory (GiB)", "peak GiB", 1),
+)
+
+# Metrics of the figure of lag and mismatch, in the order of the panels.
+OFF_POLICY = (
+    Metric("lag", "lag (updates)", "lag", 1, noise=_NOISE),
+    Metric("mismatch/token_lag", "lag of a token (updates)", "token lag", 1, noise=_NOISE),
+    Metric("replay/age", "lag of a prompt (updates)", "age", 1, noise=_NOISE),
+    Metric("prompts/solved", "share of solved prompts", "solved", 3, rate=True),
+    Metric("mismatch/kl", "KL of sampler and trainer (nats per token)", "KL", 6, noise=_NOISE),
+    # a log-prob in float32 has an error of up to 1e-5
+    Metric(
+        "mismatch/max_ratio", "largest ratio of trainer to sampler", "largest ratio", expected=1.0, noise=1e-5
+    ),
+    _sample_size("mismatch/ess", "effective sample size over responses", "ESS"),
+    _sample_size("weighting/ess", "effective sample size over pairs", "pair ESS"),
+    Metric("policy/clipfrac", "fraction of clipped ratios", "clipped", 3, noise=_NOISE, rate=True),
+)
+
+_PERPLEXITY = Metric("eval/ppl", "perplexity under the reference", "perplexity", 2)
+METRICS = {each.name: each for each in (*LEARNING, *OPTIMIZATION, *OFF_POLICY, _PERPLEXITY)}
 
 # Metrics that state the result of a run, by kind; the first that most runs have is the result. The metrics of
 # training rows follow, for runs without evaluations.
