@@ -13,7 +13,7 @@ from rlhf.loggers.display import Display
 from rlhf.loggers.doubts import ScoreDoubts
 from rlhf.loggers.jsonl import JsonlLogger
 from rlhf.loggers.logger import Logger, LoggerContext
-from rlhf.report.run_figures import run_figures
+from rlhf.report.figures import run_figures
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -219,9 +219,7 @@ def split_lines(file: Path, required: Sequence[str] = ()) -> tuple[list[dict[str
     """
     rows: list[dict[str, Any]] = []
     damaged: dict[int, bytes] = {}
-    # not splitlines(): texts may contain line separators other than a newline
-    *complete, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
-    for number, line in enumerate(complete, 1):
+    for number, line in enumerate(complete_lines(file) if file.exists() else [], 1):
         try:
             row = json.loads(line)
         except ValueError:
@@ -231,6 +229,12 @@ def split_lines(file: Path, required: Sequence[str] = ()) -> tuple[list[dict[str
         else:
             damaged[number] = line
     return rows, damaged
+
+
+def complete_lines(file: Path) -> list[bytes]:
+    """Return the lines of a file, without a last line that has no newline: a crash cut it off."""
+    # not splitlines(): texts may contain line separators other than a newline
+    return file.read_bytes().split(b"\n")[:-1]
 
 
 def component(text: str, fill: str = "-") -> str:

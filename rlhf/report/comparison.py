@@ -6,20 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.report.groups import LINES, comparable
-from rlhf.report.runs import completions
 
 if TYPE_CHECKING:
     from rlhf.report.groups import Group, Section
     from rlhf.report.metrics import Metric
+    from rlhf.report.runs import Run
     from rlhf.study.statistics import Estimate
 
 SEEDS, PROMPTS = 3, 20  # fewest seeds, and fewest prompts, over which a difference is estimated
 Prompt = tuple[str, int]  # text of a held-out prompt, and its number among equal texts
-Scores = Callable[[Path], Mapping[Prompt, float]]  # run folder -> values
+Scores = Callable[["Run"], Mapping[Prompt, float]]
 
 
 @dataclass(frozen=True)
@@ -104,19 +103,19 @@ def _by_prompt(best: Group, other: Group, scores: Scores) -> list[float]:
 
     The value of a group is the mean over its runs.
     """
-    values = [[scores(run.folder) for run in group.finished] for group in (best, other)]
+    values = [[scores(run) for run in group.finished] for group in (best, other)]
     common = set.intersection(*(set(each) for runs in values for each in runs))
     means = [{key: sum(each[key] for each in runs) / len(runs) for key in common} for runs in values]
     return [means[0][key] - means[1][key] for key in sorted(common)]
 
 
-def _scores_of(folder: Path, name: str) -> Mapping[Prompt, float]:
-    """Return the value of a metric for each held-out prompt at the last evaluation of the run in `folder`.
+def _scores_of(run: Run, name: str) -> Mapping[Prompt, float]:
+    """Return the value of a metric for each held-out prompt at the last evaluation of a run.
 
     The result is empty if completions.jsonl has no such values, or cannot be read.
     """
     try:
-        rows = completions(folder)
+        rows = run.completions()
     except ValueError:  # the page names the file
         return {}
     last = [row for row in rows if row["update"] == rows[-1]["update"]]

@@ -243,21 +243,13 @@ def trace(axes: Axes, group: Group, points: list[Point], finished: bool, band: b
         style |= {"linestyle": _UNFINISHED, "linewidth": 1.0, "marker": ""}
     elif len(points) > 25:
         style["marker"] = ""
-    xs, ys = [point.x for point in points], [point.y for point in points]
+    xs, ys, low, high, *_ = zip(*points, strict=True)
     axes.plot(xs, ys, gid=mark(group), **style)
     if not finished:
         cross = {"marker": "x", "markersize": 6, "markeredgecolor": style["color"]}
         axes.plot(xs[-1:], ys[-1:], gid=mark(group), **{**style, **cross})
     if band and finished and any(point.low < point.high for point in points):
-        axes.fill_between(
-            xs,
-            [point.low for point in points],
-            [point.high for point in points],
-            color=style["color"],
-            alpha=0.16,
-            linewidth=0,
-            gid=mark(group),
-        )
+        axes.fill_between(xs, low, high, color=style["color"], alpha=0.16, linewidth=0, gid=mark(group))
 
 
 def crosshair(axes: Axes, group: Group, point: Point) -> None:

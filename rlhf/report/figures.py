@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.confidence import bounds
@@ -25,14 +28,18 @@ from rlhf.report.drawing import (
     widen,
     within_a_rate,
 )
-from rlhf.report.groups import by_scale
+from rlhf.report.groups import by_scale, sections
 from rlhf.report.metrics import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, Kind, Metric
+from rlhf.report.runs import load
+from rlhf.report.summary import capital
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from rlhf.report.curves import Read
     from rlhf.report.groups import Group, Section
+
+log = logging.getLogger(__name__)
 
 # Phases of the trainer: phase -> label and colour (Paul Tol's "bright" palette). The phases and their order
 # are those of `rlhf.training.recorder.PHASES`.
@@ -335,8 +342,7 @@ def _meanings(groups: Sequence[Group]) -> str:
 
 def topic(metric: Metric) -> str:
     """Return the metric in headings "<metric> vs. KL" and "<metric> vs. time"."""
-    text = metric.heading.partition(" vs. ")[0]
-    return text[:1].upper() + text[1:]
+    return capital(metric.heading.partition(" vs. ")[0])
 
 
 def _averaging_note(groups: Sequence[Group]) -> str:
@@ -349,3 +355,22 @@ def _averaging_note(groups: Sequence[Group]) -> str:
 def named(chart: Chart, suffix: str) -> Chart:
     """Return the chart with another file name; each section of a page has its own names."""
     return replace(chart, name=f"{chart.name}_{suffix}") if suffix else chart
+
+
+def run_figures(folder: Path) -> dict[str, bytes]:
+    """Return the figures of a run whose updates are complete: name -> PNG file.
+
+    The result is empty if matplotlib is not installed, or if the files of the run cannot be read.
+
+    Args:
+        folder: the run folder; its trainer_state.json does not have to be marked as finished.
+    """
+    if find_spec("matplotlib") is None:
+        return {}
+    try:
+        run = load(folder)
+    except ValueError as error:
+        log.warning(f"the dashboards get no figures of {folder}: {error}")
+        return {}
+    finished = replace(run, state={**run.state, "finished": True})
+    return {chart.name: chart.png() for section in sections([finished]) for chart in charts(section)[0]}

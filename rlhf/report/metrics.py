@@ -6,13 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING
 
 from rlhf.config.algo import Trains
-from rlhf.config.schema import SCHEMAS
-
-if TYPE_CHECKING:
-    from rlhf.report.runs import Run
+from rlhf.report.runs import Run, trains
 
 
 class Kind(StrEnum):
@@ -39,11 +35,9 @@ _TITLES = {
 
 def kind_of(run: Run) -> Kind:
     """Return the kind of a run, given by the model that its algorithm trains and by its generator."""
-    section = SCHEMAS.get(f"schema/algo/{run.config['algo.name']}")
-    trains = getattr(section, "trains", Trains.policy)
-    if trains is not Trains.policy:
-        return Kind.sft if trains is Trains.base else Kind.reward
-    return Kind.offline if run.config.get("generator.name") == "dataset" else Kind.rl
+    offline = run.config.get("generator.name") == "dataset"
+    policy = Kind.offline if offline else Kind.rl
+    return {Trains.base: Kind.sft, Trains.reward: Kind.reward}.get(trains(run.config), policy)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -19,10 +19,11 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf.config.algo import Trains
+from rlhf.config.document import flat
 from rlhf.config.identity import start_label
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
-from rlhf.core.files import delete_command
+from rlhf.core.files import complete_lines, delete_command
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.resuming import ASIDE
 
@@ -39,7 +40,7 @@ class Status(StrEnum):
     stopped = "stopped"  # stopped by a hook, for example a pruned trial of a search
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """The contents of one run folder.
 
@@ -78,7 +79,7 @@ class Run:
         if self.state.get("finished") is True:
             return Status.finished
         failed = self.folder / "failed_batch.json"
-        if failed.is_file() and read_json(failed)["update"] >= self.state.get("update", 0):
+        if failed.is_file() and _read_json(failed)["update"] >= self.state.get("update", 0):
             return Status.failed
         return Status.stopped if "stopped" in self.state else Status.unfinished
 
@@ -193,17 +194,12 @@ class Run:
         return ", ".join([*names, cpu])
 
     def completions(self) -> list[dict[str, Any]]:
-        """Return the rows of completions.jsonl; see the function `completions`."""
-        return completions(self.folder)
+        """Return the rows of completions.jsonl; an empty list if the file does not exist.
 
-
-def completions(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of completions.jsonl of a run; an empty list if the file does not exist.
-
-    Raises:
-        ValueError: a line is not a JSON object with a prompt, a response and an update.
-    """
-    return _read_rows(RunFolder(folder).completions, ("update", "prompt", "response"))
+        Raises:
+            ValueError: a line is not a JSON object with a prompt, a response and an update.
+        """
+        return _read_rows(RunFolder(self.folder).completions, ("update", "prompt", "response"))
 
 
 @dataclass(frozen=True)
@@ -321,10 +317,10 @@ def load(folder: Path) -> Run:
     try:
         run = Run(
             folder=folder,
-            config=read_config(files),
-            rows=sorted(map(numbers, _read_rows(files.metrics, ["update"])), key=lambda row: row["update"]),
-            state=read_json(files.state) if os.path.lexists(files.state) else {},
-            environment=read_json(files.environment),
+            config=_read_config(files),
+            rows=sorted(map(_numbers, _read_rows(files.metrics, ["update"])), key=lambda row: row["update"]),
+            state=_read_json(files.state) if os.path.lexists(files.state) else {},
+            environment=_read_json(files.environment),
         )
         run.status  # noqa: B018  reads failed_batch.json
         return run
@@ -337,7 +333,7 @@ def load(folder: Path) -> Run:
         raise ValueError(at) from error
 
 
-def read_config(files: RunFolder) -> dict[str, Any]:
+def _read_config(files: RunFolder) -> dict[str, Any]:
     """Return config.yaml as a flat dictionary; `model.name` becomes the label of the model (`model_label`).
 
     Raises:
@@ -345,7 +341,7 @@ def read_config(files: RunFolder) -> dict[str, Any]:
     """
     name = files.config.name
     try:
-        config = flat(files.read_config())
+        config = dict(flat(files.read_config()))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         at = "" if line is None else f", line {line + 1}"
@@ -357,70 +353,56 @@ def read_config(files: RunFolder) -> dict[str, Any]:
     if not isinstance(config["seed"], int):
         raise ValueError(f"{name}: seed is {config['seed']!r}, not a whole number")
     if option := config.get("model.name"):
-        algo = SCHEMAS.get(f"schema/algo/{config['algo.name']}")
-        start = "model.base" if getattr(algo, "trains", None) is Trains.base else "model.policy"
+        start = "model.base" if trains(config) is Trains.base else "model.policy"
         config["model.name"] = start_label(config.get(start), option, str(config.get("cache_dir")))
     return config
 
 
-def numbers(row: dict[str, Any]) -> Row:
+def trains(config: Mapping[str, Any]) -> Trains:
+    """Return the model that the algorithm of a flat config trains; policy for an unknown algorithm."""
+    return getattr(SCHEMAS.get(f"schema/algo/{config['algo.name']}"), "trains", Trains.policy)
+
+
+def _numbers(row: dict[str, Any]) -> Row:
     """Return the values of a row that are finite numbers."""
-    return {
-        name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)
-    }
+    return {name: value for name, value in row.items() if _finite(value)}
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _read_rows(file: Path, required: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the rows of a JSON-lines file; the result is empty if the file does not exist.
-
-    Args:
-        file: the file. A last line without a newline is skipped, as in `rlhf.core.files.read_lines`.
-        required: keys that each row must have. The update, and every value of metrics.jsonl, is a number.
+    """Return the rows of a JSON-lines file, with the keys `required` and `update`; none without a file.
 
     Raises:
-        ValueError: the file cannot be read, or a line is not such a row; the message contains the name of the
-            file and the number of the line.
+        ValueError: the file cannot be read, or a line is not such a row; the message names file and line.
     """
     try:
-        *complete, _ = file.read_bytes().split(b"\n") if os.path.lexists(file) else [b""]
+        lines = complete_lines(file) if os.path.lexists(file) else []
     except OSError as error:
         raise ValueError(f"{file.name}: {error.strerror}") from error
     rows = []
-    for number, line in enumerate(complete, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{file.name}, line {number}: not valid JSON") from error
+    for number, line in enumerate(lines, 1):
+        row = _parsed(line, at := f"{file.name}, line {number}")
         if not isinstance(row, dict) or any(key not in row for key in required):
-            raise ValueError(f"{file.name}, line {number}: not a row with {', '.join(required)}")
-        if not isinstance(row["update"], int | float) or not math.isfinite(row["update"]):
-            raise ValueError(f"{file.name}, line {number}: update is {row['update']!r}, not a number")
+            raise ValueError(f"{at}: not a row with {', '.join(required)}")
+        if not _finite(row["update"]):
+            raise ValueError(f"{at}: update is {row['update']!r}, not a number")
         rows.append(row)
     return rows
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object from `file`.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file does not contain a JSON object.
-    """
-    try:
-        found = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file.name}: not valid JSON") from error
+def _read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; an OSError or a ValueError tells why not."""
+    found = _parsed(file.read_bytes(), file.name)
     if not isinstance(found, dict):
         raise ValueError(f"{file.name}: not a JSON object")
     return found
 
 
-def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dictionaries as one dictionary with dotted keys; lists are values."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves |= flat(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
+def _parsed(text: bytes, at: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{at}: not valid JSON") from error
