@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlhf.report.runs import Run
 
 # Metrics of the columns, by decreasing importance. Columns without values are left out.
-COLUMNS = (
+_COLUMNS = (
     "eval/win_rate",
     "eval/accuracy",
     "eval/loss",
@@ -32,7 +32,7 @@ COLUMNS = (
     "eval/response_tokens",
     "eval/ppl",
 )
-_DETAILS = COLUMNS[6:]  # metrics whose columns follow the time
+_DETAILS = _COLUMNS[6:]  # metrics whose columns follow the time
 
 # Settings that a reader looks for even if all runs have the same value.
 _SETTINGS = (
@@ -106,13 +106,17 @@ class Cell:
         return "" if self.interval is None else "95 %: {} to {}".format(*map(self.show, self.interval))
 
 
-@dataclass(frozen=True)
-class Cost:
-    """A column of costs: heading, function that reads the value of a run, function that formats it."""
+_Column = tuple[str, Callable[[Sequence["Run"]], Cell | None]]  # heading, and the cell of the runs of a group
 
-    heading: str
-    read: Callable[[Run], float | None]
-    show: Callable[[float], str]
+
+def _cost(heading: str, read: Callable[[Run], float | None], show: Callable[[float], str]) -> _Column:
+    """Return the column of a cost: the mean over the runs that have a value."""
+
+    def cell(runs: Sequence[Run]) -> Cell | None:
+        known = [value for run in runs if (value := read(run)) is not None]
+        return Cell(None, mean(known), (0.0, 0.0), None, show) if known else None
+
+    return heading, cell
 
 
 def _pace(run: Run) -> float | None:
@@ -120,11 +124,9 @@ def _pace(run: Run) -> float | None:
     return run.episodes / run.seconds() if run.seconds() else None
 
 
-_COSTS = (
-    Cost("time", lambda run: run.seconds() or None, duration),
-    Cost("episodes/s", _pace, lambda value: number(value, 1 if value < 10 else 0)),
-    Cost("peak GiB", lambda run: run.peak_gib, lambda value: number(value, 1)),
-)
+_TIME = _cost("time", lambda run: run.seconds() or None, duration)
+_PACE = _cost("episodes/s", _pace, lambda value: number(value, 1 if value < 10 else 0))
+_MEMORY = _cost("peak GiB", lambda run: run.peak_gib, lambda value: number(value, 1))
 
 
 @dataclass(frozen=True)
@@ -141,22 +143,18 @@ def results(section: Section) -> Results:
     If a group has no finished run, the mean is over its unfinished runs.
     """
     main = [section.main.name] if section.main else []
-    present = [name for name in COLUMNS if any(run.last(name) is not None for run in section.runs)]
+    present = [name for name in _COLUMNS if any(run.last(name) is not None for run in section.runs)]
     names = list(dict.fromkeys([*main, *present]))
     late = [name for name in names if name in _DETAILS and name not in main]
-    time, *costs = [cost for cost in _COSTS if cost.read is not _pace or section.kind is Kind.rl]
-    columns: list[tuple[str, Callable[[Sequence[Run]], Cell | None]]] = [
-        *(_metric_column(name) for name in names if name not in late),
-        (time.heading, partial(_cost_cell, cost=time)),
-        *(_metric_column(name) for name in late),
-        *((cost.heading, partial(_cost_cell, cost=cost)) for cost in costs),
-    ]
+    early = [name for name in names if name not in late]
+    costs = [_PACE, _MEMORY] if section.kind is Kind.rl else [_MEMORY]
+    columns = [*map(_metric, early), _TIME, *map(_metric, late), *costs]
     rows = [(group, [read(group.measured) for _, read in columns]) for group in section.groups]
     return Results([heading for heading, _ in columns], rows)
 
 
-def _metric_column(name: str) -> tuple[str, Callable[[Sequence[Run]], Cell | None]]:
-    """Return the heading of a metric and the function that returns the cell of runs."""
+def _metric(name: str) -> _Column:
+    """Return the column of a metric."""
     return METRICS[name].heading, partial(metric_cell, metric=METRICS[name])
 
 
@@ -169,12 +167,6 @@ def metric_cell(runs: Sequence[Run], metric: Metric) -> Cell | None:
     alone = len(runs) == 1 and runs[0].evaluations
     interval = bounds(alone[-1], metric.name) if alone else None
     return Cell(mean(start) if start else None, mean(known), (min(known), max(known)), interval, metric.text)
-
-
-def _cost_cell(runs: Sequence[Run], cost: Cost) -> Cell | None:
-    """Return the cell of a cost, without its range; None if no run has a value."""
-    known = [value for run in runs if (value := cost.read(run)) is not None]
-    return Cell(None, mean(known), (0.0, 0.0), None, cost.show) if known else None
 
 
 @dataclass(frozen=True)
