@@ -1,18 +1,23 @@
 """Data classes of the training loop: `Prompts`, its subclass `Rollouts`, and their subclass `Batch`.
 
-    N prompts, K samples per prompt, P prompt tokens, T response tokens
+    N prompts, K samples per prompt, S stored responses per prompt, P prompt tokens, T response tokens
 
 Batches are split along N only, so the K samples of a prompt stay together. Prompts are padded on the left,
 responses on the right. Masks are bool: True marks a real token. Log-probs are float32: the log-prob of each
 response token at the sampling temperature, and 0 where the response mask is False.
+
+A field that is no number declares its dimensions, such as `Annotated[Tensor, "N K T"]`. A dict of tensors
+declares the dimensions of each tensor. A name that ends in `_ids` marks token ids. The functions that select,
+move, trim and concatenate follow the declarations, so a new field needs only its own line.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Self, TypeVar
+from functools import cache
+from typing import Annotated, Any, NamedTuple, Self, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -33,20 +38,20 @@ class Prompts:
     the prompts.
     """
 
-    index: Tensor  # [N] int64, row of the example in the task's data set
-    texts: list[str]  # N prompts
-    references: list[str]  # N reference responses; "" if the data set has none
-    prompt_ids: Tensor  # [N, P] int64, padded on the left
-    prompt_mask: Tensor  # [N, P] bool
-    completions: list[list[str]] | None = None  # N lists of K stored responses
-    labels: Tensor | None = None  # [N, K] float32, stored scores of the K responses
-    # N lists of messages (role, content and further keys) that `texts` were formatted from, and the tools of
+    index: Annotated[Tensor, "N"]  # int64, row of the example in the task's data set
+    texts: Annotated[list[str], "N"]
+    references: Annotated[list[str], "N"]  # reference responses; "" if the data set has none
+    prompt_ids: Annotated[Tensor, "N P"]  # int64, padded on the left
+    prompt_mask: Annotated[Tensor, "N P"]  # bool
+    completions: Annotated[list[list[str]] | None, "N S"] = None  # stored responses
+    labels: Annotated[Tensor | None, "N S"] = None  # float32, stored scores of the stored responses
+    # Lists of messages (role, content and further keys) that `texts` were formatted from, and the tools of
     # each dialogue; None: the data are texts
-    dialogues: list[list[dict[str, Any]]] | None = None
-    tools: list[list[dict[str, Any]] | None] | None = None
-    part: Tensor | None = None  # [N] int64, number of the part of the mixture that the prompt comes from
-    records: list[dict[str, Any]] | None = None  # N rows of the data: the columns that functions ask for
-    places: list[str] | None = None  # N places in the data, such as "line 14 of tasks.jsonl", for messages
+    dialogues: Annotated[list[list[dict[str, Any]]] | None, "N"] = None
+    tools: Annotated[list[list[dict[str, Any]] | None] | None, "N"] = None
+    part: Annotated[Tensor | None, "N"] = None  # int64, number of the part of the mixture with the prompt
+    records: Annotated[list[dict[str, Any]] | None, "N"] = None  # the columns that functions ask for
+    places: Annotated[list[str] | None, "N"] = None  # places in the data ("line 14 of a.jsonl"), for messages
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -57,34 +62,58 @@ class Prompts:
             f"row {int(self.index[example]) + 1} of the data" if self.places is None else self.places[example]
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name, not copied."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
     def select(self, rows: Tensor) -> Self:
         """Return the M examples at `rows` ([M] int64), in the order of `rows`."""
         positions = rows.tolist()
-        cut: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                cut[f.name] = value[rows.to(value.device)]
-            elif isinstance(value, dict):
-                cut[f.name] = {name: part[rows.to(part.device)] for name, part in value.items()}
-            elif isinstance(value, list):
-                cut[f.name] = [value[i] for i in positions]
-        return replace(self, **cut)
+
+        def selected(shape: _Shape, x: Tensor | list[Any]) -> Tensor | list[Any]:
+            return x[rows.to(x.device)] if isinstance(x, Tensor) else [x[i] for i in positions]
+
+        return replace(self, **_mapped(selected, self))
 
     def to(self, device: torch.device) -> Self:
         """Return a copy whose tensors are on `device`."""
-        moved: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                moved[f.name] = moved_to(device, value)
-            elif isinstance(value, dict):
-                moved[f.name] = {name: moved_to(device, part) for name, part in value.items()}
-        return replace(self, **moved)
+        return replace(
+            self, **_mapped(lambda _, x: moved_to(device, x) if isinstance(x, Tensor) else x, self)
+        )
 
     def extend(self, kind: type[B], **added: Any) -> B:
         """Return an instance of the subclass `kind` with the fields of `self` and the fields `added`."""
-        return kind(**{f.name: getattr(self, f.name) for f in fields(self)}, **added)
+        return kind(**self.as_dict(), **added)
+
+
+class _Shape(NamedTuple):
+    dims: tuple[str, ...]  # ("N", "K", "T")
+    token_ids: bool  # padded with the pad token; other tensors are padded with 0
+
+
+@cache
+def _shapes(kind: type) -> dict[str, _Shape]:
+    """Return the shape of each field of a data class that is no number."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: _Shape(tuple(hint.__metadata__[0].split()), name.endswith("_ids"))
+        for name, hint in hints.items()
+        if hint not in (int, float, bool)
+    }
+
+
+def _mapped(change: Callable[..., Any], batch: Prompts, *others: Prompts) -> dict[str, Any]:
+    """Return `change(shape, *values)` of each field that is set, by name; a dict maps each of its tensors."""
+    changed: dict[str, Any] = {}
+    for name, shape in _shapes(type(batch)).items():  # type: ignore[arg-type]
+        if (first := getattr(batch, name)) is None:
+            continue
+        rest = [getattr(other, name) for other in others]
+        if isinstance(first, dict):
+            changed[name] = {key: change(shape, x, *(each[key] for each in rest)) for key, x in first.items()}
+        else:
+            changed[name] = change(shape, first, *rest)
+    return changed
 
 
 def moved_to(device: torch.device, x: Tensor) -> Tensor:
@@ -96,13 +125,13 @@ def moved_to(device: torch.device, x: Tensor) -> Tensor:
 class Rollouts(Prompts):
     """N prompts with K responses each. T is the length limit if the responses were sampled."""
 
-    response_ids: Tensor  # [N, K, T] int64, padded on the right
-    response_mask: Tensor  # [N, K, T] bool; True also for the stop token
-    ended: Tensor  # [N, K] bool: the response ends with a stop token
-    behaviour_logprobs: Tensor | None = None  # [N, K, T], from the sampler; None: stored responses
+    response_ids: Annotated[Tensor, "N K T"]  # int64, padded on the right
+    response_mask: Annotated[Tensor, "N K T"]  # bool; True also for the stop token
+    ended: Annotated[Tensor, "N K"]  # bool: the response ends with a stop token
+    behaviour_logprobs: Annotated[Tensor | None, "N K T"] = None  # from the sampler; None: stored responses
     version: int = 0  # version of the weights that sampled; the oldest version if several did
     trainer_version: int = 0  # version of the weights just before they are trained on these rollouts
-    token_versions: Tensor | None = None  # [N, K, T] int64, 0 at padding; None: all tokens have `version`
+    token_versions: Annotated[Tensor | None, "N K T"] = None  # int64, 0 at padding; None: `version` for all
     generate_s: float = 0.0  # seconds that sampling took
 
     def versions(self) -> set[int]:
@@ -121,21 +150,21 @@ class Rollouts(Prompts):
 class Batch(Rollouts):
     """Rollouts with scores, and with the tensors that the engine and the objective compute for training."""
 
-    scores: Tensor  # [N, K] float32
-    parts: dict[str, Tensor] | None = None  # scores [N, K] of the parts of a weighted scorer, unweighted
-    ref_logprobs: Tensor | None = None  # [N, K, T], of the reference model
-    # [N, K, T], of the policy just before this update. None: with one optimizer step per batch, the training
+    scores: Annotated[Tensor, "N K"]  # float32
+    parts: Annotated[dict[str, Tensor] | None, "N K"] = None  # unweighted scores of a weighted scorer's parts
+    ref_logprobs: Annotated[Tensor | None, "N K T"] = None  # of the reference model
+    # Of the policy just before this update. None: with one optimizer step per batch, the training
     # forward pass (or an on-policy sampler) gives the same values.
-    old_logprobs: Tensor | None = None
+    old_logprobs: Annotated[Tensor | None, "N K T"] = None
     # The weights just before this update have sampled, and log-probs of sampler and trainer differ only by
     # rounding: corrections use those of the trainer for both (`rlhf.objectives.objective.sampler_logprobs`).
     on_policy: bool = False
-    values: Tensor | None = None  # [N, K, T+1], position t: value of the state after t response tokens
-    value_mask: Tensor | None = None  # [N, K, T+1] bool: the value of the state is trained
-    advantages: Tensor | None = None  # [N, K, T]
-    returns: Tensor | None = None  # [N, K, T+1]
-    signal: Tensor | None = None  # [N] bool, False: the prompt is not trained on; None: all are
-    per_token: dict[str, Tensor] | None = None  # [N, K, T] by name: what else `credit` computed for the loss
+    values: Annotated[Tensor | None, "N K T+1"] = None  # position t: state after t response tokens
+    value_mask: Annotated[Tensor | None, "N K T+1"] = None  # bool: the value of the state is trained
+    advantages: Annotated[Tensor | None, "N K T"] = None
+    returns: Annotated[Tensor | None, "N K T+1"] = None
+    signal: Annotated[Tensor | None, "N"] = None  # bool, False: the prompt is not trained on; None: all are
+    per_token: Annotated[dict[str, Tensor] | None, "N K T"] = None  # what else `credit` computed for the loss
     annotate_ahead_s: float = 0.0  # seconds of the annotator process for scores and ref_logprobs
 
     def minibatches(self, count: int, epochs: int, seed: int, update: int) -> Iterator[Batch]:
@@ -150,35 +179,14 @@ class Batch(Rollouts):
 
     def samples(self, columns: Tensor) -> Batch:
         """Return a batch with J samples of each prompt: the samples at `columns` ([N, J] int64)."""
-        device = columns.device
-        rows = torch.arange(len(self), device=device)[:, None]
-        cut: dict[str, Any] = {
-            f.name: getattr(self, f.name)[rows, columns]
-            for f in fields(self)
-            if f.name in _PER_SAMPLE and getattr(self, f.name) is not None
-        }
-        for name in ("parts", "per_token"):
-            if (named := getattr(self, name)) is not None:
-                cut[name] = {key: part[rows, columns] for key, part in named.items()}
-        return replace(self, completions=None, labels=None, **cut)
+        rows = torch.arange(len(self), device=columns.device)[:, None]
 
+        def taken(shape: _Shape, x: Any) -> Any:
+            if "S" in shape.dims:
+                return None
+            return x[rows, columns] if "K" in shape.dims else x
 
-_PER_SAMPLE = frozenset(  # names of the tensors with a K dimension
-    {
-        "response_ids",
-        "response_mask",
-        "ended",
-        "behaviour_logprobs",
-        "token_versions",
-        "scores",
-        "ref_logprobs",
-        "old_logprobs",
-        "values",
-        "value_mask",
-        "advantages",
-        "returns",
-    }
-)
+        return replace(self, **_mapped(taken, self))
 
 
 def trim(batch: B) -> B:
@@ -190,21 +198,45 @@ def trim(batch: B) -> B:
     # At least two columns: with prompts of one token, a rank would skip the forward pass over shared
     # prefixes, in which all ranks of a sharded model must take part.
     longest = max(2, int(batch.prompt_mask.sum(1).max()))
-    cut: dict[str, Any] = {
-        "prompt_ids": batch.prompt_ids[:, -longest:],
-        "prompt_mask": batch.prompt_mask[:, -longest:],
-    }
+    unused = 0
     if isinstance(batch, Rollouts):
         length = batch.response_mask.shape[-1]
-        used = int(batch.response_mask.sum(-1).max())
-        unused = length - min(length, max(1, used))
-        for f in fields(batch):
-            value = getattr(batch, f.name)
-            if isinstance(value, Tensor) and value.dim() == 3:
-                cut[f.name] = value[..., : value.shape[-1] - unused]
-            elif f.name == "per_token" and value is not None:
-                cut[f.name] = {name: part[..., : part.shape[-1] - unused] for name, part in value.items()}
-    return replace(batch, **cut)
+        unused = length - min(length, max(1, int(batch.response_mask.sum(-1).max())))
+
+    def cut(shape: _Shape, x: Any) -> Any:
+        match shape.dims[-1]:
+            case "P":
+                return x[:, -longest:]
+            case "T" | "T+1":
+                return x[..., : x.shape[-1] - unused]
+        return x
+
+    return replace(batch, **_mapped(cut, batch))
+
+
+def concatenated(parts: Sequence[Rollouts], pad_id: int | None = None) -> dict[str, Any]:
+    """Return the fields of one batch with the prompts of all parts, and `version`, the lowest of the parts.
+
+    Args:
+        parts: batches with the same fields set.
+        pad_id: token id of the padding to the longest prompt and response; None: lengths must be equal.
+    """
+
+    def joined(shape: _Shape, *values: Any) -> Any:
+        if isinstance(values[0], list):
+            return [item for value in values for item in value]
+        if pad_id is not None and shape.dims[-1] in ("P", "T", "T+1"):
+            longest = max(value.shape[-1] for value in values)
+            fill = pad_id if shape.token_ids else 0
+            values = tuple(_padded(value, longest, fill, left=shape.dims[-1] == "P") for value in values)
+        return torch.cat(values)
+
+    return {"version": min(part.version for part in parts)} | _mapped(joined, *parts)
+
+
+def _padded(x: Tensor, length: int, fill: int, left: bool) -> Tensor:
+    missing = length - x.shape[-1]
+    return torch.nn.functional.pad(x, (missing, 0) if left else (0, missing), value=fill)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from rlhf.core.batch import Prompts, Rollouts
+from rlhf.core.batch import Prompts, Rollouts, concatenated
 from rlhf.generators.generator import Generator
 
 if TYPE_CHECKING:
@@ -85,29 +84,12 @@ class Gathered(Answer):
 def put_together(prompts: Prompts, parts: list[Rollouts]) -> Rollouts:
     """Return the rollouts of all `prompts`, given the rollouts of consecutive parts of the prompts.
 
-    The `version` of the result is the lowest version of the parts.
+    The `version` of the result is the lowest version of the parts; other numbers, such as seconds, are the
+    highest.
     """
-    prompt_fields = {field.name for field in fields(Prompts)}
-    added = {
-        field.name: joined([getattr(part, field.name) for part in parts])
-        for field in fields(parts[0])
-        if field.name not in prompt_fields
-    }
-    added["version"] = min(part.version for part in parts)
-    return prompts.extend(type(parts[0]), **added)
-
-
-def joined(parts: list[Any]) -> Any:
-    """Return the value of a field for all prompts, given the values of the field in all parts.
-
-    Tensors, and the tensors of dictionaries, are concatenated along their first dimension N. The result for
-    numbers (for example seconds) is the maximum. The result for None is None.
-    """
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts)
-    if isinstance(parts[0], dict):
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return None if parts[0] is None else max(parts)
+    numbers = {name for name, value in parts[0].as_dict().items() if isinstance(value, int | float)}
+    highest = {name: max(getattr(part, name) for part in parts) for name in numbers}
+    return replace(parts[0], **{**highest, **concatenated(parts), **prompts.as_dict()})
 
 
 def _in_thread(call: Callable[[], None]) -> Future[None]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +91,8 @@ class Checkpoints:
         engine writes weights and optimizer state, on the first rank or on all ranks; the first rank writes
         the other files. If the disk is full, a warning is logged and training continues.
         """
-        in_flight = [pack(rollouts) for rollouts in stream.in_flight()]
-        replay = [pack(batch) for batch in self.replay.earlier]
+        in_flight = [rollouts.as_dict() for rollouts in stream.in_flight()]
+        replay = [batch.as_dict() for batch in self.replay.earlier]
         final = self.folder / f"checkpoint-{state.update}"
         last = next(reversed(complete_checkpoints(self.folder)), None)
         counters = {
@@ -287,11 +286,6 @@ def checksum(file: Path) -> str:
     return digest.hexdigest()
 
 
-def pack(rollouts: Rollouts) -> dict[str, Any]:
-    """Return rollouts as a dict of tensors, lists and numbers, for `torch.load(weights_only=True)`."""
-    return {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
-
-
 def unpack(packed: dict[str, Any]) -> Rollouts:
-    """Return packed rollouts as `Rollouts`, or as `Batch` if they have scores."""
+    """Return saved fields as `Rollouts`, or as `Batch` if they have scores."""
     return Batch(**packed) if "scores" in packed else Rollouts(**packed)

@@ -7,14 +7,13 @@ number of samples and of optimizer steps is the same with and without a buffer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from rlhf.core.batch import Batch
+from rlhf.core.batch import Batch, concatenated
 from rlhf.core.metrics import mean
 from rlhf.core.seeding import derive
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics
 
 ONCE = frozenset({"ref_logprobs"})  # needs that are computed once per prompt: no trained weights are used
-PROMPT_TOKENS = ("prompt_ids", "prompt_mask")  # tensors that are padded on the left
 
 
 class Replay:
@@ -65,7 +63,8 @@ class Replay:
             if len(rows):
                 parts.append(_with_token_versions(batch.select(rows)))
         versions = torch.tensor([part.version for part in parts for _ in range(len(part))])
-        return _concatenated(parts, new, self.pad_id), {"replay/age": mean(new.trainer_version - versions)}
+        age = mean(new.trainer_version - versions)
+        return replace(new, **concatenated(parts, self.pad_id)), {"replay/age": age}
 
     def load(self, batches: Iterable[Batch]) -> None:
         """Fill the buffer with the batches `earlier` of a checkpoint."""
@@ -77,36 +76,3 @@ def _with_token_versions(batch: Batch) -> Batch:
     if batch.token_versions is not None:
         return batch
     return replace(batch, token_versions=batch.version * batch.response_mask.long())
-
-
-def _concatenated(parts: Sequence[Batch], new: Batch, pad_id: int) -> Batch:
-    """Return one batch with the prompts of all parts, padded to the longest prompt and response.
-
-    Args:
-        parts: batches with the same fields set.
-        new: the batch whose numbers the result gets, except `version`, which is the lowest of the parts.
-        pad_id: token id of padding.
-    """
-
-    def joined(name: str, values: Sequence[Tensor]) -> Tensor:
-        if name not in PROMPT_TOKENS and values[0].dim() < 3:
-            return torch.cat(list(values))
-        longest = max(value.shape[-1] for value in values)
-        fill = pad_id if name in ("prompt_ids", "response_ids") else 0
-        widened = []
-        for value in values:
-            missing = longest - value.shape[-1]
-            sides = (missing, 0) if name in PROMPT_TOKENS else (0, missing)
-            widened.append(torch.nn.functional.pad(value, sides, value=fill))
-        return torch.cat(widened)
-
-    whole: dict[str, Any] = {"version": min(part.version for part in parts)}
-    for field in fields(Batch):
-        values = [getattr(part, field.name) for part in parts]
-        if isinstance(values[0], Tensor):
-            whole[field.name] = joined(field.name, values)
-        elif isinstance(values[0], list):
-            whole[field.name] = [item for value in values for item in value]
-        elif isinstance(values[0], dict):
-            whole[field.name] = {name: joined(name, [value[name] for value in values]) for name in values[0]}
-    return replace(new, **whole)

@@ -1,9 +1,12 @@
-"""Micro-batches of rollouts: their order and the trimming of padding."""
+"""Fields of a batch by their declared dimensions; micro-batches: their order and the trimming of padding."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import pytest
 import torch
 
-from rlhf.core.batch import Batch, Budget, microbatches, trim
+from rlhf.core.batch import Batch, Budget, concatenated, microbatches, trim
 from tests.tiny_models import tiny_rollouts
 
 
@@ -69,3 +72,85 @@ def test_trim_keeps_at_least_two_prompt_columns_and_one_response_column():
     assert short.prompt_ids.shape[1] == 2 and short.response_ids.shape[2] == 1
     batch.response_mask[:] = False
     assert trim(batch).response_ids.shape[2] == 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Episodes(Batch):
+    """A batch with a second mask and figures of each episode: one line a field."""
+
+    environment_mask: Annotated[torch.Tensor, "N K T"]
+    state_rewards: Annotated[torch.Tensor, "N K T+1"]
+    action_ids: Annotated[torch.Tensor, "N K T"]
+    episode: Annotated[dict[str, torch.Tensor], "N K"]
+    notes: Annotated[list[str], "N"]
+    judge_s: float = 0.0
+
+
+def episodes(prompts: int, length: int, version: int) -> Episodes:
+    """Return episodes of 2 samples; the numbers tell the prompt, the sample and the position."""
+    rollouts = trim(tiny_rollouts(prompts=prompts, seed=version))
+    grid = (
+        100 * torch.arange(prompts)[:, None, None] + 10 * torch.arange(2)[:, None] + torch.arange(length + 1)
+    )
+    mask = torch.arange(length).expand(prompts, 2, length) < length - 1
+    return replace(rollouts, response_ids=grid[..., 1:], response_mask=mask, version=version).extend(
+        Episodes,
+        scores=torch.zeros(prompts, 2),
+        environment_mask=grid[..., 1:] % 2 == 0,
+        state_rewards=grid.float(),
+        action_ids=grid[..., 1:],
+        episode={"turns": grid[..., 0]},
+        notes=[f"prompt {i}" for i in range(prompts)],
+        judge_s=1.5,
+    )
+
+
+def test_a_field_of_a_subclass_is_selected_trimmed_and_moved_by_its_declared_dimensions():
+    batch, rows, columns = episodes(3, 4, 0), torch.tensor([2, 0]), torch.tensor([[1], [0], [1]])
+    chosen = batch.select(rows)
+    assert chosen.notes == ["prompt 2", "prompt 0"] and chosen.judge_s == 1.5
+    for name in ("environment_mask", "state_rewards", "action_ids"):
+        assert torch.equal(getattr(chosen, name), getattr(batch, name)[rows])
+        assert torch.equal(
+            getattr(batch.samples(columns), name)[:, 0], getattr(batch, name)[[0, 1, 2], [1, 0, 1]]
+        )
+    assert chosen.episode["turns"].tolist() == [[200, 210], [0, 10]]
+    assert batch.samples(columns).episode["turns"].tolist() == [[10], [100], [210]]
+    short = trim(batch)
+    assert torch.equal(short.environment_mask, batch.environment_mask[..., :3])
+    assert torch.equal(short.state_rewards, batch.state_rewards[..., :4])
+    assert short.episode["turns"].shape == (3, 2)
+    moved = batch.to(torch.device("meta"))
+    assert {moved.action_ids.device.type, moved.episode["turns"].device.type} == {"meta"}
+    assert moved.notes == batch.notes
+
+
+def test_a_field_of_a_subclass_is_concatenated_and_padded_by_its_declared_dimensions():
+    one, other = episodes(2, 3, version=5), episodes(1, 5, version=4)
+    fields = concatenated([one, other], pad_id=9)
+    assert fields["version"] == 4 and "judge_s" not in fields
+    assert fields["notes"] == ["prompt 0", "prompt 1", "prompt 0"]
+    assert fields["action_ids"][:, 0].tolist() == [[1, 2, 3, 9, 9], [101, 102, 103, 9, 9], [1, 2, 3, 4, 5]]
+    assert fields["state_rewards"][0, 1].tolist() == [10, 11, 12, 13, 0, 0]
+    assert fields["environment_mask"][0, 0].tolist() == [False, True, False, False, False]
+    assert fields["episode"]["turns"].tolist() == [[0, 10], [100, 110], [0, 10]]
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        concatenated([one, other])
+
+
+def test_a_field_without_declared_dimensions_is_an_error():
+    @dataclass(slots=True, kw_only=True)
+    class Forgotten(Batch):
+        extra: torch.Tensor
+
+    batch = tiny_rollouts().extend(Forgotten, scores=torch.zeros(4, 2), extra=torch.zeros(4))
+    with pytest.raises(AttributeError):
+        batch.select(torch.tensor([0]))
+
+
+def test_only_samples_are_kept_of_a_prompt_and_not_its_stored_responses():
+    batch = tiny_rollouts(prompts=2).extend(Batch, scores=torch.zeros(2, 2))
+    batch = replace(batch, completions=[["a", "b", "c"]] * 2, labels=torch.zeros(2, 3))
+    chosen = batch.samples(torch.tensor([[1], [0]]))
+    assert chosen.completions is None and chosen.labels is None
+    assert torch.equal(chosen.response_ids[:, 0], batch.response_ids[[0, 1], [1, 0]])

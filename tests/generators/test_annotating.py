@@ -28,7 +28,7 @@ from rlhf.processes.worker import Limits, Worker
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import LabelsScorer, TextScorer
 from rlhf.scorers.weighted import WeightedScorer
-from rlhf.training.checkpoint import pack, unpack
+from rlhf.training.checkpoint import unpack
 from tests.tiny_models import scorer_context, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.forks]
@@ -316,7 +316,7 @@ def test_a_scorer_error_names_the_log_and_is_written_to_it(capsys):
 
 def test_a_batch_in_flight_is_saved_and_loaded_with_its_annotations(tmp_path):
     batch = annotator(reference=Policy(tiny_lm(), 0.7, shared_prefix=True)).annotate(labelled(version=4))
-    torch.save([pack(batch), pack(tiny_rollouts())], tmp_path / "in_flight.pt")
+    torch.save([batch.as_dict(), tiny_rollouts().as_dict()], tmp_path / "in_flight.pt")
     kept, plain = map(unpack, torch.load(tmp_path / "in_flight.pt", weights_only=True))
     assert isinstance(kept, Batch) and not isinstance(plain, Batch)
     assert torch.equal(kept.scores, batch.scores) and torch.equal(kept.ref_logprobs, batch.ref_logprobs)

@@ -21,7 +21,6 @@ from rlhf.generators.worker import WorkerGenerator
 from rlhf.models.modules import Policy
 from rlhf.objectives.correction import importance_weights
 from rlhf.processes.worker import Limits
-from rlhf.training.checkpoint import pack
 from tests.tiny_models import KINDS, logprobs_in_flight, tiny_lm, tiny_rollouts
 
 pytestmark = [pytest.mark.process, pytest.mark.forks]
@@ -182,7 +181,7 @@ def test_token_versions_follow_selecting_trimming_and_saving_of_tokens(tmp_path)
     short = trim(batch.select(rows))
     longest = int(rollouts.response_mask[rows].sum(-1).max())
     assert longest < versions.shape[-1] and torch.equal(short.token_versions, versions[rows][..., :longest])
-    torch.save([pack(rollouts)], tmp_path / "in_flight.pt")
+    torch.save([rollouts.as_dict()], tmp_path / "in_flight.pt")
     (packed,) = torch.load(tmp_path / "in_flight.pt", weights_only=True)
     assert torch.equal(Rollouts(**packed).token_versions, versions) and packed["version"] == 3
 

@@ -11,7 +11,7 @@ import torch
 from rlhf.config.schedule import ScheduleConfig
 from rlhf.core.batch import Batch, trim
 from rlhf.core.state import TrainState
-from rlhf.training.checkpoint import Checkpoints, pack
+from rlhf.training.checkpoint import Checkpoints
 from rlhf.training.loop import Parts, train
 from rlhf.training.replay import Replay
 from tests.tiny_models import sequences, tiny_rollouts
@@ -154,7 +154,7 @@ def test_a_buffer_that_was_saved_and_loaded_draws_the_same_prompts():
     for update in range(4):
         one(batch(update))
     assert [each.trainer_version for each in one.earlier] == [2, 3], "the next update adds the third batch"
-    other.load([Batch(**pack(each)) for each in one.earlier])
+    other.load([Batch(**each.as_dict()) for each in one.earlier])
     a, b = one(batch(4))[0], other(batch(4))[0]
     names = [field.name for field in fields(Batch)]
     assert all(torch.equal(getattr(a, n), getattr(b, n)) for n in names if torch.is_tensor(getattr(a, n)))

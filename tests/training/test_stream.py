@@ -8,7 +8,7 @@ import torch
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.metrics import Timer
 from rlhf.generators.generator import Generator, finished
-from rlhf.training.checkpoint import pack, unpack
+from rlhf.training.checkpoint import unpack
 from rlhf.training.stream import Stream
 
 
@@ -75,7 +75,7 @@ def test_a_resumed_stream_first_yields_the_rollouts_that_were_in_flight():
     generator = FakeGenerator()
     stream = Stream(generator, prompts(0, 6), sampling(), 2, Timer())
     first = train(stream, generator, 3)
-    kept = [unpack(pack(rollouts)) for rollouts in stream.in_flight()]
+    kept = [unpack(rollouts.as_dict()) for rollouts in stream.in_flight()]
     generator = FakeGenerator()
     generator.load(None, 3)
     done = 3 + len(kept)
@@ -89,7 +89,7 @@ def test_a_resumed_stream_first_yields_the_rollouts_that_were_in_flight():
 def test_rollouts_of_a_checkpoint_without_a_trainer_version_get_it_from_the_stream():
     generator, kept = FakeGenerator(), []
     for request, given in enumerate(prompts(3, 2), start=3):
-        packed = pack(generator.submit(given, sampling(request)).result())
+        packed = generator.submit(given, sampling(request)).result().as_dict()
         del packed["trainer_version"]  # as in checkpoints of earlier versions
         kept.append(unpack(packed))
     stream = Stream(generator, prompts(5, 1), sampling(5), 2, Timer(), kept)
