@@ -108,7 +108,7 @@ def compile_blocks(engine: Engine, cfg: Config, updates: int) -> None:
         raise_errors(True)
         trial = largest([compare(engine, batch) for batch in batches])
     trial = largest(ranks.gather(trial))
-    fault = trial.fault(engine.dtype)
+    fault = trial.fault(engine.settings.dtype)
     if asked and fault is not None:
         refused = UserError(f"backend.compile must be false ({fault}), got true; set backend.compile=false")
         refused.everywhere = True
@@ -200,7 +200,7 @@ def run(engine: Engine, batch: Batch) -> tuple[list[Tensor], list[Tensor], float
     Returns:
         The outputs of both models, the gradients, and the seconds of a run.
     """
-    device, dtype = engine.ranks.device, engine.dtype
+    device, dtype = engine.ranks.device, engine.settings.dtype
 
     def train() -> list[Tensor]:
         outputs = [x for x in engine.forward(batch) if x is not None]

@@ -13,7 +13,7 @@ from rlhf.assembly.parts import part
 from rlhf.config.algo import Trains
 from rlhf.config.model import Dtype
 from rlhf.core.console import say
-from rlhf.engines.engine import Engine
+from rlhf.engines.engine import Engine, EngineSettings
 from rlhf.engines.frozen_engine import FrozenEngine
 from rlhf.models.modules import RolloutModule
 from rlhf.models.tokenizer import check_vocabulary
@@ -43,16 +43,18 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
         module=module,
         reference=build_second_model(cfg, tokenizer, ranks),
         tokenizer=tokenizer,
-        optim=cfg.optim,
-        total_steps=state.num_updates * steps,
-        steps_per_batch=steps,
-        budget=training_budget(cfg),
-        inference=inference_budget(cfg),
-        stale=cfg.schedule.stale or not cfg.generator.samples,
-        exact_sampler=cfg.generator.exact and cfg.model.dtype is Dtype.float32,
         ranks=ranks,
-        dtype=cfg.model.dtype,
-        value_lr=cfg.algo.value_lr,
+        settings=EngineSettings(
+            optim=cfg.optim,
+            total_steps=state.num_updates * steps,
+            steps_per_batch=steps,
+            budget=training_budget(cfg),
+            inference=inference_budget(cfg),
+            stale=cfg.schedule.stale or not cfg.generator.samples,
+            exact_sampler=cfg.generator.exact and cfg.model.dtype is Dtype.float32,
+            dtype=cfg.model.dtype,
+            value_lr=cfg.algo.value_lr,
+        ),
     )
     return _with_reference(with_compared_modules(engine, cfg), cfg)
 

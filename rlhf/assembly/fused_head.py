@@ -84,7 +84,7 @@ def choose_head(engine: Engine, cfg: Config) -> None:
         return
     rows = with_gradient(with_token_limit(cfg)) * cfg.generator.response_length
     with undisturbed(ranks.device):
-        trial = compare(found[0], rows, cfg.generator.temperature, ranks.device, engine.dtype)
+        trial = compare(found[0], rows, cfg.generator.temperature, ranks.device, engine.settings.dtype)
     trial = ranks.gather(trial)[0]  # the result of the first rank counts
     if asked and trial.fault is not None:
         refused = UserError(

@@ -89,21 +89,21 @@ class DeepSpeedEngine(Engine):
             return place(frozen, ranks.device).requires_grad_(False)
         return _shard(frozen, config, ranks)
 
-    def __init__(self, *args: Any, config: ZeroConfig, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, *args: Any, config: ZeroConfig, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.stage = config.stage
         self.offload = config.offload_optimizer
         # At stage 3 no rank has the whole model. To generate, `whole` fills a copy of this empty model.
         self.plan = hollow(self.module.model) if self.stage == 3 else None
-        native = config.settings(self.dtype, self.optim.max_grad_norm)
+        native = config.settings(self.settings.dtype, self.settings.optim.max_grad_norm)
         settle(self.module, native, self.ranks)
-        if self.stage == 3 and self.dtype is Dtype.bfloat16:
+        if self.stage == 3 and self.settings.dtype is Dtype.bfloat16:
             from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
             zero = DeepSpeedZeroConfig(**native["zero_optimization"])
             send_rounded(self.module, torch.bfloat16, zero.param_persistence_threshold)
-        parts = groups(self.module, self.optim.lr, self.value_lr)
-        optimizer = adamw(parts, self.optim, self.ranks.device, self.offload)
+        parts = groups(self.module, self.settings.optim.lr, self.settings.value_lr)
+        optimizer = adamw(parts, self.settings.optim, self.ranks.device, self.offload)
         self.deep, self.optimizer, *_ = deepspeed(self.ranks).initialize(
             model=self.module, optimizer=optimizer, config=native
         )
@@ -161,7 +161,7 @@ class DeepSpeedEngine(Engine):
     def borrow_policy(self) -> Iterator[PreTrainedModel]:
         """Yield the trained model; at stage 3, a whole copy that each rank can run independently."""
         model = self.module.model if self.plan is None else self.whole(self.plan)
-        with autocast(self.ranks.device, self.dtype):
+        with autocast(self.ranks.device, self.settings.dtype):
             yield model
 
     def whole(self, plan: PreTrainedModel) -> PreTrainedModel:
@@ -170,7 +170,7 @@ class DeepSpeedEngine(Engine):
         With bfloat16, weights that autocast would round are stored in bfloat16.
         """
         model = copy.deepcopy(plan)
-        narrow = rounded_weights(model) if self.dtype is Dtype.bfloat16 else {}
+        narrow = rounded_weights(model) if self.settings.dtype is Dtype.bfloat16 else {}
         state = {
             name: tensor.to(torch.bfloat16 if name in narrow else tensor.dtype, copy=True)
             for name, tensor in self.weights()

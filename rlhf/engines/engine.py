@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,20 +58,17 @@ class NonFinite(RuntimeError):
         self.places = [batch.place(i) for i in range(len(batch))]
 
 
-class Engine(ABC):
-    """A training engine on one rank; all ranks call its methods together.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The settings of an engine.
 
     Args:
-        module: the trained module. Weights that require a gradient are trained, in float32.
-        reference: the frozen policy, already placed by the backend; None if the objective needs none.
-        tokenizer: tokenizer that is saved with the model.
         optim: optimizer settings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         steps_per_batch: optimizer steps on one rollout batch. If 1, the old log-probs come from the training
             forward pass.
         budget: limits of a forward with gradients on one rank.
         inference: limits of a forward without gradients on one rank.
-        ranks: the ranks of the run, and the device of this rank.
         stale: whether batches may come from older weights.
         exact_sampler: whether the sampler computes the same log-probs as the trainer if their weights are
             equal.
@@ -79,36 +76,41 @@ class Engine(ABC):
         value_lr: learning rate of the value model, with the schedule of `optim`; None: `optim.lr`.
     """
 
+    optim: OptimConfig
+    total_steps: int
+    steps_per_batch: int
+    budget: Budget
+    inference: Budget
+    stale: bool = False
+    exact_sampler: bool = True
+    dtype: Dtype = Dtype.float32
+    value_lr: float | None = None
+
+
+class Engine(ABC):
+    """A training engine on one rank; all ranks call its methods together.
+
+    Args:
+        module: the trained module. Weights that require a gradient are trained, in float32.
+        reference: the frozen policy, already placed by the backend; None if the objective needs none.
+        tokenizer: tokenizer that is saved with the model.
+        ranks: the ranks of the run, and the device of this rank.
+        settings: the settings of the engine.
+    """
+
     def __init__(
         self,
         module: Policy | RewardModel | ActorCritic,
         reference: Policy | None,
         tokenizer: PreTrainedTokenizerFast,
-        optim: OptimConfig,
-        *,
-        total_steps: int,
-        steps_per_batch: int,
-        budget: Budget,
-        inference: Budget,
         ranks: Ranks,
-        stale: bool = False,
-        exact_sampler: bool = True,
-        dtype: Dtype = Dtype.float32,
-        value_lr: float | None = None,
+        settings: EngineSettings,
     ) -> None:
         self.module = module
         self.reference = reference
         self.tokenizer = tokenizer
-        self.optim = optim
-        self.total_steps = total_steps
-        self.steps_per_batch = steps_per_batch
-        self.budget = budget
-        self.inference = inference
         self.ranks = ranks
-        self.stale = stale
-        self.exact_sampler = exact_sampler
-        self.dtype = dtype
-        self.value_lr = value_lr
+        self.settings = settings
         self.step_index = 0
         self.phases = Phases()  # what the engine computes now, for the progress display of a run
 
@@ -184,7 +186,9 @@ class Engine(ABC):
         """Return the output `field` of `module` without gradient; see `rlhf.models.inference.infer`."""
         sequences = rollouts.response_ids.shape[:2].numel() // self.ranks.size
         with self.phases(_INFERRED.get(field, field), sequences) as done:
-            return infer(module, rollouts, field, self.inference, self.ranks, self.dtype, done)
+            return infer(
+                module, rollouts, field, self.settings.inference, self.ranks, self.settings.dtype, done
+            )
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """Return the batch with the tensors that the objective needs and the batch lacks, and `on_policy`.
@@ -202,16 +206,18 @@ class Engine(ABC):
         if "values" in needs:
             assert isinstance(self.module, ActorCritic), "the objective needs a value model"
             filled["values"] = self.infer(self.module.critic, batch, "values")
-        known = self.steps_per_batch == 1 or "old_logprobs" in filled
-        return replace(batch, on_policy=known and self.exact_sampler and not self.stale, **filled)
+        known = self.settings.steps_per_batch == 1 or "old_logprobs" in filled
+        return replace(
+            batch, on_policy=known and self.settings.exact_sampler and not self.settings.stale, **filled
+        )
 
     def needs_of_old(self) -> set[str]:
         """Return the needs for which `annotate` computes `old_logprobs` (see `NEEDS`)."""
-        if self.steps_per_batch > 1:
+        if self.settings.steps_per_batch > 1:
             return {"ratio", "old_logprobs", "correction"}
-        if self.stale:
+        if self.settings.stale:
             return {"old_logprobs", "correction"}
-        return set() if self.exact_sampler else {"correction"}
+        return set() if self.settings.exact_sampler else {"correction"}
 
     def step(self, batch: Batch, objective: Objective) -> Metrics:
         """Make one optimizer step on a minibatch and return its metrics.
@@ -226,13 +232,16 @@ class Engine(ABC):
             NonFinite: a loss is not finite, or the gradient norm is not finite and the loss scale cannot be
                 lowered. The weights have not changed.
         """
-        lr = learning_rate(self.optim, self.step_index, self.total_steps)
+        lr = learning_rate(self.settings.optim, self.step_index, self.settings.total_steps)
         counts = objective.count(batch)
         extras = sorted(objective.needs & EXTRAS)
         losses = {name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in counts}
         merged: Metrics = {}
-        micros = list(microbatches(batch, self.budget, self.ranks.rank, self.ranks.size))
-        with shared_copies(self.ranks.device, self.dtype), self.phases("micro-batch", len(micros)) as done:
+        micros = list(microbatches(batch, self.settings.budget, self.ranks.rank, self.ranks.size))
+        with (
+            shared_copies(self.ranks.device, self.settings.dtype),
+            self.phases("micro-batch", len(micros)) as done,
+        ):
             for place, (_, micro, counted) in enumerate(micros):
                 sums, stats = objective.loss(
                     lambda part: self.forward(part, *extras), micro.to(self.ranks.device)
@@ -246,8 +255,8 @@ class Engine(ABC):
                 merge(merged, stats if counted else {name: stat.emptied() for name, stat in stats.items()})
                 done()
         metrics = self.ranks.merge(merged) | objective.observe(batch)
-        if micros and self.optim.ess_scaling is not ESSScaling.none:
-            scale = ess_scale(self.optim, metrics["mismatch/step_ess"].value())
+        if micros and self.settings.optim.ess_scaling is not ESSScaling.none:
+            scale = ess_scale(self.settings.optim, metrics["mismatch/step_ess"].value())
             metrics["policy/lr_scale"] = Stat(scale)
             lr *= scale
         metrics["lr"] = Stat(lr, 1.0, How.last)
@@ -265,7 +274,7 @@ class Engine(ABC):
                     named = zip(losses, totals.tolist(), strict=True)
                     values = ", ".join(f"loss/{name} {total}" for name, total in named)
                     raise NonFinite(f"{values}, gradient norm {float(norm)}", batch)
-            if self.dtype is Dtype.float16:
+            if self.settings.dtype is Dtype.float16:
                 metrics["policy/overflows"] = Stat(float(not finite), 1.0, How.sum)
             metrics |= {f"loss/{name}": Stat(total) for name, total in zip(losses, totals, strict=True)}
         self.step_index += 1
@@ -273,7 +282,7 @@ class Engine(ABC):
 
     def clip_gradients(self) -> Tensor:
         """Scale unsharded gradients down to norm `optim.max_grad_norm`; return the norm before scaling."""
-        bound = self.optim.max_grad_norm or torch.inf
+        bound = self.settings.optim.max_grad_norm or torch.inf
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), bound).detach()
 
     def peak_gib(self) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.schedule import OptimConfig
-from rlhf.engines.engine import Engine
+from rlhf.engines.engine import Engine, EngineSettings
 from rlhf.engines.torch_engine import TorchEngine, restore
 from rlhf.models.placement import place
 
@@ -49,13 +49,15 @@ class FrozenEngine(TorchEngine):
             module,
             reference,
             tokenizer,
-            OptimConfig(lr=0.0),
-            total_steps=0,
-            steps_per_batch=0,
-            budget=inference,
-            inference=inference,
-            ranks=ranks,
-            dtype=dtype,
+            ranks,
+            EngineSettings(
+                optim=OptimConfig(lr=0.0),
+                total_steps=0,
+                steps_per_batch=0,
+                budget=inference,
+                inference=inference,
+                dtype=dtype,
+            ),
         )
         # The weights still require gradients: autocast keeps 16-bit copies only of such weights.
         place(self.module, ranks.device)

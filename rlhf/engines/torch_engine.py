@@ -49,17 +49,17 @@ class TorchEngine(Engine):
         """Return a frozen model on the device, whole on each rank."""
         return place(frozen, ranks.device).requires_grad_(False)
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         place(self.module, self.ranks.device)
-        self.optimizer = build_optimizer(self.module, self.optim, self.value_lr)
+        self.optimizer = build_optimizer(self.module, self.settings.optim, self.settings.value_lr)
         self.gradients = GradientSum(self.module.parameters(), self.ranks)
-        scaled = self.dtype is Dtype.float16
+        scaled = self.settings.dtype is Dtype.float16
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, enabled=scaled)
 
     def forward(self, batch: Batch, *extras: str) -> Outputs:
         """Run the trained module on a micro-batch, with gradients; see `Policy.forward` for `extras`."""
-        with autocast(self.ranks.device, self.dtype):
+        with autocast(self.ranks.device, self.settings.dtype):
             return cast(Outputs, self.module(batch, *extras))
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -99,7 +99,7 @@ class TorchEngine(Engine):
     @contextmanager
     def borrow_policy(self) -> Iterator[PreTrainedModel]:
         """Yield the trained Hugging Face model, to generate in this process."""
-        with autocast(self.ranks.device, self.dtype):
+        with autocast(self.ranks.device, self.settings.dtype):
             yield self.module.model
 
     def save_model(self, folder: Path) -> None:

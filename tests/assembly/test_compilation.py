@@ -13,6 +13,7 @@ from rlhf.config.model import Dtype
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.batch import Budget
 from rlhf.core.errors import UserError
+from rlhf.engines.engine import EngineSettings
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.compilation import raise_errors
 from rlhf.models.modules import Policy
@@ -41,12 +42,14 @@ def engine():
         Policy(tiny_lm(hidden_size=16), 0.7, shared_prefix=True),
         reference,
         None,  # tokenizer, which only `save` needs
-        OptimConfig(lr=1e-3),
-        total_steps=10,
-        steps_per_batch=1,
-        budget=Budget(4),
-        inference=Budget(4),
-        ranks=ALONE,
+        ALONE,
+        EngineSettings(
+            optim=OptimConfig(lr=1e-3),
+            total_steps=10,
+            steps_per_batch=1,
+            budget=Budget(4),
+            inference=Budget(4),
+        ),
     )
 
 

@@ -29,7 +29,7 @@ from rlhf.config.policy_gradient import PPOConfig
 from rlhf.config.schedule import ESSScaling, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget
-from rlhf.engines.engine import Engine, NonFinite
+from rlhf.engines.engine import Engine, EngineSettings, NonFinite
 from rlhf.models.inference import infer
 from rlhf.models.lora import adapt
 from rlhf.models.modules import ActorCritic, Policy, RewardModel, ValueModel
@@ -94,17 +94,19 @@ class Steps:
     def build(self, module: Any, reference: Policy | None, dtype: Dtype = Dtype.float32) -> Engine:
         engine: Engine = part(self.config).build(
             self.config,
-            budget=Budget(2),
-            inference=Budget(2),
             module=module,
             reference=reference,
             tokenizer=tiny_tokenizer(),
-            optim=OPTIM,
-            total_steps=10,
-            steps_per_batch=1,
             ranks=self.ranks,
-            dtype=dtype,
-            value_lr=3e-2,
+            settings=EngineSettings(
+                optim=OPTIM,
+                total_steps=10,
+                steps_per_batch=1,
+                budget=Budget(2),
+                inference=Budget(2),
+                dtype=dtype,
+                value_lr=3e-2,
+            ),
         )
         return engine
 

@@ -14,7 +14,7 @@ from rlhf.config.policy_gradient import PPOConfig
 from rlhf.config.schedule import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, microbatches
-from rlhf.engines.engine import NonFinite, learning_rate
+from rlhf.engines.engine import EngineSettings, NonFinite, learning_rate
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
 from rlhf.models.precision import autocast
@@ -47,14 +47,16 @@ def engine_of(
         module,
         Policy(reference, 0.7, shared_prefix=True).requires_grad_(False),
         None,  # tokenizer, which only `save` needs
-        OptimConfig(lr=lr, max_grad_norm=max_grad_norm, weight_decay=weight_decay),
-        total_steps=10,
-        steps_per_batch=steps_per_batch,
-        budget=Budget(micro_batch, tokens),
-        inference=Budget(micro_batch, tokens),
-        ranks=ALONE,
-        dtype=dtype,
-        **settings,
+        ALONE,
+        EngineSettings(
+            optim=OptimConfig(lr=lr, max_grad_norm=max_grad_norm, weight_decay=weight_decay),
+            total_steps=10,
+            steps_per_batch=steps_per_batch,
+            budget=Budget(micro_batch, tokens),
+            inference=Budget(micro_batch, tokens),
+            dtype=dtype,
+            **settings,
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from rlhf.config.model import Dtype
 from rlhf.config.policy_gradient import GRPOConfig
 from rlhf.config.schedule import ESSScaling, LRSchedule, OptimConfig
 from rlhf.core.batch import Batch, Budget
+from rlhf.engines.engine import EngineSettings
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
@@ -26,13 +27,15 @@ def engine_of(micro_batch=16, dtype=Dtype.float32, **optim) -> TorchEngine:
         Policy(tiny_lm(), 0.7, shared_prefix=True),
         None,
         None,  # tokenizer, which only `save` needs
-        OptimConfig(lr=LR, schedule=LRSchedule.constant, max_grad_norm=None, **optim),
-        total_steps=10,
-        steps_per_batch=1,
-        budget=Budget(micro_batch),
-        inference=Budget(micro_batch),
-        ranks=ALONE,
-        dtype=dtype,
+        ALONE,
+        EngineSettings(
+            optim=OptimConfig(lr=LR, schedule=LRSchedule.constant, max_grad_norm=None, **optim),
+            total_steps=10,
+            steps_per_batch=1,
+            budget=Budget(micro_batch),
+            inference=Budget(micro_batch),
+            dtype=dtype,
+        ),
     )
 
 

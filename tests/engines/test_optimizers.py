@@ -11,6 +11,7 @@ from rlhf.config.model import LoRAConfig
 from rlhf.config.policy_gradient import PPOConfig
 from rlhf.config.schedule import OptimConfig, Optimizer
 from rlhf.core.batch import Budget
+from rlhf.engines.engine import EngineSettings
 from rlhf.engines.optimizers import hidden_matrices
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.lora import adapt
@@ -36,13 +37,15 @@ def engine_of(name, module=None, value_lr=None, **settings):
         module,
         Policy(tiny_lm(), 0.7, shared_prefix=True).requires_grad_(False),
         tiny_tokenizer(),
-        OptimConfig(optimizer=Optimizer(name), **{"lr": 1e-2, **settings}),
-        total_steps=10,
-        steps_per_batch=1,
-        budget=Budget(16),
-        inference=Budget(16),
-        ranks=ALONE,
-        value_lr=value_lr,
+        ALONE,
+        EngineSettings(
+            optim=OptimConfig(optimizer=Optimizer(name), **{"lr": 1e-2, **settings}),
+            total_steps=10,
+            steps_per_batch=1,
+            budget=Budget(16),
+            inference=Budget(16),
+            value_lr=value_lr,
+        ),
     )
 
 

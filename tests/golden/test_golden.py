@@ -15,6 +15,7 @@ from rlhf.config.policy_gradient import Scale
 from rlhf.config.schedule import LRSchedule, OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget
+from rlhf.engines.engine import EngineSettings
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.loading import load_causal_lm, load_reward_model
 from rlhf.models.modules import ActorCritic, Policy, ValueModel
@@ -84,12 +85,14 @@ def golden_engine(optim: OptimConfig, micro_batch: int = 16, critic: bool = Fals
         module,
         policy("ref"),
         None,  # tokenizer, which only `save` needs
-        optim,
-        total_steps=100,
-        steps_per_batch=1,
-        budget=Budget(micro_batch),
-        inference=Budget(micro_batch),
-        ranks=ALONE,
+        ALONE,
+        EngineSettings(
+            optim=optim,
+            total_steps=100,
+            steps_per_batch=1,
+            budget=Budget(micro_batch),
+            inference=Budget(micro_batch),
+        ),
     )
 
 

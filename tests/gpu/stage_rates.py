@@ -22,7 +22,7 @@ from rlhf.config.model import Dtype
 from rlhf.config.schedule import OptimConfig
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.batch import Batch, Budget, Prompts
-from rlhf.engines.engine import Engine
+from rlhf.engines.engine import Engine, EngineSettings
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.transfer.gpu import GpuWeights
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
@@ -186,7 +186,7 @@ def train(report: Report, sizes: Sizes, rates: Rates) -> None:
                 report.need_gpu()  # on a CPU, the compiler takes longer than the rest of the stage
                 one = given.select(torch.arange(len(given) // 2))  # a micro-batch
                 trial = compare(engine, one.to(report.device))
-                report.equal(f"{name}, compiled: fault", trial.fault(engine.dtype), None)
+                report.equal(f"{name}, compiled: fault", trial.fault(engine.settings.dtype), None)
                 report.figure(f"{name}, compiled: differences", trial.difference())
                 report.figure(f"{name}, compiled: compilation", trial.compilation_s, "s")
                 engine.module.blocks = CompiledBlocks(engine.module.model).used
@@ -221,13 +221,15 @@ def engine_of(report: Report, sequences: int) -> Engine:
         module=Policy(model, 1.0, shared_prefix=False),
         reference=None,
         tokenizer=tiny_tokenizer(),
-        optim=OptimConfig(lr=1e-6),
-        total_steps=100,
-        steps_per_batch=1,
-        budget=Budget(sequences),
-        inference=Budget(sequences),
         ranks=Ranks(report.device),
-        dtype=Dtype.bfloat16 if report.gpu else Dtype.float32,
+        settings=EngineSettings(
+            optim=OptimConfig(lr=1e-6),
+            total_steps=100,
+            steps_per_batch=1,
+            budget=Budget(sequences),
+            inference=Budget(sequences),
+            dtype=Dtype.bfloat16 if report.gpu else Dtype.float32,
+        ),
     )
     return engine
 

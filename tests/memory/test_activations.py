@@ -15,6 +15,7 @@ from rlhf.config.model import Dtype
 from rlhf.config.policy_gradient import GRPOConfig
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.batch import Batch, Budget
+from rlhf.engines.engine import EngineSettings
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.hf import decoding, sampling
 from rlhf.generators.hf.sampling import sample, uniforms
@@ -96,13 +97,15 @@ def engine_of(model: PreTrainedModel, micro_batch: int, dtype: Dtype) -> TorchEn
         Policy(model, 1.0, shared_prefix=True),
         None,
         None,
-        OptimConfig(lr=1e-4),
-        total_steps=10,
-        steps_per_batch=1,
-        budget=Budget(micro_batch),
-        inference=Budget(micro_batch),
-        ranks=ALONE,
-        dtype=dtype,
+        ALONE,
+        EngineSettings(
+            optim=OptimConfig(lr=1e-4),
+            total_steps=10,
+            steps_per_batch=1,
+            budget=Budget(micro_batch),
+            inference=Budget(micro_batch),
+            dtype=dtype,
+        ),
     )
 
 

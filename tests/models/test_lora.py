@@ -14,6 +14,7 @@ from rlhf.config.policy_gradient import PPOConfig
 from rlhf.config.schedule import OptimConfig
 from rlhf.core.batch import Budget, Prompts, Sampling
 from rlhf.core.errors import RunError, UserError
+from rlhf.engines.engine import EngineSettings
 from rlhf.engines.optimizers import groups
 from rlhf.engines.torch_engine import OPTIMIZER_FILE, TorchEngine
 from rlhf.generators.hf.generator import HFSamplerFactory, respond
@@ -59,14 +60,14 @@ def logprobs(policy, batch=None):
 
 def engine_of(module, reference=None, **settings):
     options = {
+        "optim": OptimConfig(lr=1e-2),
         "total_steps": 10,
         "steps_per_batch": 1,
         "budget": Budget(16),
         "inference": Budget(16),
-        "ranks": ALONE,
         **settings,
     }
-    return TorchEngine(module, reference, tiny_tokenizer(), OptimConfig(lr=1e-2), **options)
+    return TorchEngine(module, reference, tiny_tokenizer(), ALONE, EngineSettings(**options))
 
 
 def actor_critic():
