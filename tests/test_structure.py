@@ -43,3 +43,11 @@ def test_every_folder_is_in_the_wheel():
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     assert set(packages) == folders | {"rlhf.conf"}
+
+
+def test_every_data_file_is_in_the_wheel():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for file in (ROOT / "rlhf").rglob("*.*"):
+        if file.is_file() and file.suffix not in (".py", ".pyc"):
+            package = ".".join(file.parent.relative_to(ROOT).parts)
+            assert any(file.match(pattern) for pattern in listed.get(package, ())), file

@@ -26,7 +26,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING
+
+import yaml
 
 from rlhf.config.task import Difficulty
 from rlhf.tasks.source import EmbeddedSource
@@ -48,167 +51,18 @@ class Slot:
     vague: str  # how a summary mentions the fact without its value
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+def _slot(name: str, values: str, facts: list[str], distractors: list[str], **texts: str) -> Slot:
+    return Slot(name, tuple(values.split()), tuple(facts), tuple(distractors), **texts)
 
 
-SLOTS = (
-    Slot(
-        name="who",
-        values=_words(
-            "sister brother mother father cousin uncle aunt boss coworker roommate neighbor landlord "
-            "girlfriend "
-            "boyfriend wife husband teacher nephew niece tenant"
-        ),
-        facts=("My _ and I were close.", "My _ is to blame.", "My _ did this to me."),
-        distractors=(
-            "Ask any _ and they will agree.",
-            "A _ of theirs took my side.",
-            "Every _ has been there.",
-        ),
-        title="Trouble with My _",
-        phrase="My _",
-        vague="Someone",
-    ),
-    Slot(
-        name="deed",
-        values=_words(
-            "stole sold broke misplaced hid burned painted borrowed scratched traded dropped pawned ruined "
-            "kept wrecked "
-            "cleaned returned rented buried drowned"
-        ),
-        facts=("They just _ it without asking.", "And then they just _ it.", "For no reason they just _ it."),
-        distractors=("Before that they never _ anything.", "They once _ a toy.", "I have not _ a thing."),
-        title="They just _ it",
-        phrase="just _",
-        vague="took",
-    ),
-    Slot(
-        name="thing",
-        values=_words(
-            "car bike laptop phone guitar watch camera couch piano ring boat tent drone desk lamp "
-            "skateboard necklace "
-            "jacket printer bracelet"
-        ),
-        facts=("I had saved up for my _.", "All I want is my _ back.", "I love my _ a lot."),
-        distractors=("They have a _ too.", "I once lent them a _.", "It was never about one _."),
-        title="About my _",
-        phrase="my _",
-        vague="my stuff",
-    ),
-    Slot(
-        name="when",
-        values=_words(
-            "monday tuesday wednesday thursday friday saturday sunday january february march april may "
-            "june july "
-            "august september october november december"
-        ),
-        facts=("It happened last _.", "All of this was last _.", "The big day was last _."),
-        distractors=("I was out of town until _.", "We had a good time in _.", "I was sick before _."),
-        title="What happened last _",
-        phrase="last _",
-        vague="recently",
-    ),
-    Slot(
-        name="where",
-        values=_words(
-            "gym office park mall airport church school beach bar library hotel hospital garage bakery "
-            "zoo station "
-            "theater lake museum farm"
-        ),
-        facts=("We were at the _.", "It took place at the _.", "They all saw it at the _."),
-        distractors=("I work in a _.", "We first met in a _.", "There is a _ next door."),
-        title="What they did at the _",
-        phrase="at the _",
-        vague="somewhere",
-    ),
-    Slot(
-        name="why",
-        values=_words(
-            "wedding divorce rent exam baby funeral debt promotion party trip illness bet storm strike "
-            "holiday puppy "
-            "concert election lottery graduation"
-        ),
-        facts=("It was because of their _.", "They blame it on their _.", "They did it for their _."),
-        distractors=("I have been busy with a _.", "I had to pay for this _.", "Nobody talks about this _."),
-        title="All for their _",
-        phrase="because of their _",
-        vague="for some reason",
-    ),
-    Slot(
-        name="worth",
-        values=_words("50 80 120 180 250 350 500 700 1000 1500 2000 3000"),
-        facts=(
-            "It was worth _ dollars.",
-            "They know that it was worth _ dollars.",
-            "I think it is worth _ dollars.",
-        ),
-        distractors=("I make _ dollars a week.", "They owe me _ dollars.", "My taxes are _ dollars."),
-        title="It was worth _ dollars",
-        phrase="worth _ dollars",
-        vague="worth a lot",
-    ),
-    Slot(
-        name="feeling",
-        values=_words(
-            "angry sad hurt furious ashamed guilty lonely confused jealous scared tired anxious "
-            "betrayed bitter numb "
-            "worried hopeless nervous annoyed shocked"
-        ),
-        facts=("Now I feel _.", "I feel _ about it.", "All of this made me feel _."),
-        distractors=("They seem _ as well.", "My friends are _ for me.", "They called me _."),
-        title="I feel _",
-        phrase="I feel _",
-        vague="I feel bad",
-    ),
-    Slot(
-        name="age",
-        values=tuple(str(age) for age in range(18, 38)),
-        facts=("I am _ years old.", "I am _ if that matters.", "I am _ now."),
-        distractors=("They are _ years old.", "They turned _ this year.", "Most people there are _ or so."),
-        title="I am _ and stuck",
-        phrase="I am _",
-        vague="I am young",
-    ),
-    Slot(
-        name="ask",
-        values=_words(
-            "forgive sue confront ignore report avoid block evict trust warn fire call fight leave "
-            "invite expose "
-            "punish dump question repay"
-        ),
-        facts=(
-            "I wonder if I should _ them.",
-            "I think that I should _ them.",
-            "I do not know if I should _ them.",
-        ),
-        distractors=("My friends would _ them.", "I could never _ them.", "They tried to _ me."),
-        title="If I should _ them",
-        phrase="Maybe I should _ them.",
-        vague="What now?",
-    ),
-)
+_TEXTS = yaml.safe_load((files("rlhf.tasks") / "tldr_mini.yaml").read_text(encoding="utf-8"))
+SLOTS = tuple(_slot(name, **texts) for name, texts in _TEXTS["slots"].items())
 BY_NAME = {slot.name: slot for slot in SLOTS}
 SLOT_OF = {value: slot for slot in SLOTS for value in slot.values}
 BACKBONE = ("who", "deed", "thing")  # slots in every summary, at least vaguely: "Someone took my stuff."
-FILLER = (
-    "Sorry for the long post.",
-    "I do not know where to start.",
-    "Please be nice.",
-    "I can not sleep at night.",
-    "It is hard to put this into words.",
-    "I typed this in a hurry.",
-    "Thank you for reading all of this.",
-    "Some of you will think that I am wrong.",
-)
-_FOCUS = {  # slots by relevance in a subreddit, most relevant first; half of a post's slots are relevant
-    "r/relationships": _words("who feeling ask why age when deed where thing worth"),
-    "r/legaladvice": _words("deed when ask thing worth where who age why feeling"),
-    "r/tifu": _words("where deed when thing age why feeling who worth ask"),
-    "r/offmychest": _words("feeling why who when age where ask thing deed worth"),
-    "r/personalfinance": _words("thing why where deed worth ask age feeling when who"),
-    "r/advice": _words("ask thing feeling where worth who deed age when why"),
-}
+FILLER = tuple(_TEXTS["filler"])
+# Slots by relevance in a subreddit, most relevant first; half of a post's slots are relevant.
+_FOCUS = {subreddit: tuple(names.split()) for subreddit, names in _TEXTS["focus"].items()}
 _RELEVANT_ODDS = -0.6  # log-odds that a reference states a relevant fact exactly
 _IRRELEVANT_ODDS = -1.8  # log-odds that a reference states any other fact exactly
 _HABIT_ODDS = 0.5  # largest change of these two log-odds by the habit of a subreddit
