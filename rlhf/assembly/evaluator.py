@@ -14,7 +14,7 @@ from rlhf.config.algo import Data, Trains
 from rlhf.core.batch import Sampling
 from rlhf.core.encoding import encode_completions
 from rlhf.generators.across_ranks import PerRankGenerator
-from rlhf.generators.hf.generator import HFGenerator
+from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
 
 if TYPE_CHECKING:
@@ -62,10 +62,14 @@ def build_evaluator(
         encoded = encode_completions(pairs, pairs.completions, tokenizer, cfg.generator.response_length)
         held_out_pairs = HeldOutPairs(encoded, make(cfg.algo), engine)
     if not cfg.generator.samples:  # the generator has no completions of held-out prompts
-        cached = samples_with_cache(engine.module.model, engine.borrow_policy, cfg, ranks)
-        ends = build_stop_ids(cfg, tokenizer)
-        batch_size, phases = cfg.eval.batch_size, engine.phases
-        sampler = HFGenerator(engine.borrow_policy, tokenizer, batch_size, cfg.seed, cached, ends, phases)
+        settings = HFSettings(
+            stop_ids=build_stop_ids(cfg, tokenizer),
+            pad_id=tokenizer.pad_token_id,
+            batch_size=cfg.eval.batch_size,
+            seed=cfg.seed,
+            cached=samples_with_cache(engine.module.model, engine.borrow_policy, cfg, ranks),
+        )
+        sampler = HFGenerator(engine.borrow_policy, settings, engine.phases)
         generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler
     return PolicyEvaluator(
         task.held_out(cfg.eval.prompts, split, Data.prompts, warn=cfg.eval.asked),

@@ -21,7 +21,7 @@ from rlhf.config.cores import threads
 from rlhf.generators.across_ranks import PerRankGenerator, SharedGenerator
 from rlhf.generators.annotating import Annotator
 from rlhf.generators.generator import GeneratorContext
-from rlhf.generators.hf.generator import HFGenerator
+from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.models.loading import load_causal_lm
 from rlhf.models.modules import set_head
 from rlhf.processes.ranks import Ranks
@@ -67,15 +67,14 @@ def build_sampler(
     )
     set_head(model, float32=False, tokens=tokenizer.get_vocab().values())
     torch.nn.Module.to(model, device)
-    cached = samples_with_cache(model, lambda: nullcontext(model), cfg, Ranks(device))
-    return HFGenerator(
-        lambda: nullcontext(model),
-        tokenizer,
+    settings = HFSettings(
+        stop_ids=build_stop_ids(cfg, tokenizer),
+        pad_id=tokenizer.pad_token_id,
         batch_size=256,
         seed=seed,
-        cached=cached,
-        stop_ids=build_stop_ids(cfg, tokenizer),
+        cached=samples_with_cache(model, lambda: nullcontext(model), cfg, Ranks(device)),
     )
+    return HFGenerator(lambda: nullcontext(model), settings)
 
 
 def build_generator(

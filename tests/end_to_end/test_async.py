@@ -23,7 +23,7 @@ from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.files import read_lines
 from rlhf.core.metrics import Timer
-from rlhf.generators.hf.generator import HFGenerator, HFSampler, HFSamplerFactory
+from rlhf.generators.hf.generator import HFGenerator, HFSampler, HFSamplerFactory, HFSettings
 from rlhf.generators.replicas import Replica
 from rlhf.generators.transfer.weights import TransferError, checksum
 from rlhf.generators.worker import WorkerGenerator
@@ -38,7 +38,7 @@ from tests.tiny_models import KINDS, tiny_lm, tiny_rollouts
 
 pytestmark = pytest.mark.forks
 
-SEED, STOP, PAD, BATCH = 7, 3, 0, 8
+SETTINGS = HFSettings(stop_ids=[3], pad_id=0, batch_size=8, seed=7)
 RUN = ["schedule.total_episodes=80", "schedule.save_every=1", "schedule.eval_every=2", "algo.ties=keep"]
 RUN += ["schedule.max_lag=1"]  # equals LAG in test_survival.py, so both files share one finished run
 
@@ -51,10 +51,6 @@ REPLICAS = [
 ]
 
 
-class Tokens:
-    eos_token_id, pad_token_id = STOP, PAD
-
-
 def factory(model, **settings):
     settings = {
         "config": model.config.to_json_string(use_diff=False),
@@ -62,10 +58,7 @@ def factory(model, **settings):
         "remote": None,
         "device": "cpu",
         "dtype": Dtype.float32,
-        "stop_ids": [STOP],
-        "pad_id": PAD,
-        "batch_size": BATCH,
-        "seed": SEED,
+        "settings": SETTINGS,
     } | settings
     return HFSamplerFactory(**settings)
 
@@ -97,7 +90,7 @@ class InLine(HFGenerator):
 
     def __init__(self, model):
         own = tiny_lm(model.config.model_type)
-        super().__init__(lambda: nullcontext(own), Tokens(), BATCH, SEED)
+        super().__init__(lambda: nullcontext(own), SETTINGS)
         self.own = own
 
     def load(self, weights, version):

@@ -310,9 +310,9 @@ def test_checkpoint_without_complete_marker_is_ignored(done, tmp_path):
 def test_sft_run_evaluates_in_batches_of_eval_batch_size(tiny, tmp_path, monkeypatch):
     asked = []
 
-    def sampler(borrow, tokenizer, batch_size, *rest):
-        asked.append(batch_size)
-        return HFGenerator(borrow, tokenizer, batch_size, *rest)
+    def sampler(borrow, settings, phases):
+        asked.append(settings.batch_size)
+        return HFGenerator(borrow, settings, phases)
 
     monkeypatch.setattr("rlhf.assembly.evaluator.HFGenerator", sampler)
     ends = []

@@ -12,7 +12,7 @@ from rlhf.config.model import Dtype
 from rlhf.core.batch import Budget, Prompts, Sampling
 from rlhf.engines import engine as engine_module
 from rlhf.engines.frozen_engine import FrozenEngine
-from rlhf.generators.hf.generator import HFGenerator
+from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.models.modules import Policy
 from rlhf.models.shared_prefix import checkpoint_blocks
 from rlhf.objectives.dpo import OnlineDPO
@@ -134,7 +134,9 @@ def test_a_frozen_engine_casts_each_weight_once_per_annotation():
 def test_a_frozen_engine_casts_each_weight_once_per_request_to_sample():
     engine = frozen()
     sampling = Sampling(samples=2, temperature=1.0, response_length=4, purpose="train")
-    generator = HFGenerator(engine.borrow_policy, engine.tokenizer, batch_size=4, seed=0)
+    ends = engine.tokenizer
+    settings = HFSettings(stop_ids=[ends.eos_token_id], pad_id=ends.pad_token_id, batch_size=4, seed=0)
+    generator = HFGenerator(engine.borrow_policy, settings)
     rollouts = tiny_rollouts()
     prompts = Prompts(**{each.name: getattr(rollouts, each.name) for each in fields(Prompts)})
     with Casts() as casts:

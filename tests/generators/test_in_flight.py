@@ -13,7 +13,7 @@ from rlhf.config.correction import CorrectionConfig, CorrectionKind
 from rlhf.config.model import Dtype
 from rlhf.core.batch import Batch, Prompts, Rollouts, Sampling, trim
 from rlhf.core.errors import RunError
-from rlhf.generators.hf.generator import HFSamplerFactory
+from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings
 from rlhf.generators.hf.sampling import sample, uniforms
 from rlhf.generators.transfer.shared_memory import SharedWeights, read
 from rlhf.generators.transfer.weights import TransferError, checksum
@@ -101,10 +101,12 @@ def test_a_sampler_reports_the_version_that_sampled_each_token(dtype):
         remote=None,
         device="cpu",
         dtype=dtype,
-        stop_ids=STOPS,
-        pad_id=PAD,
-        batch_size=9,  # two batches of three prompts
-        seed=7,
+        settings=HFSettings(
+            stop_ids=STOPS,
+            pad_id=PAD,
+            batch_size=9,  # two batches of three prompts
+            seed=7,
+        ),
     ).build()
     first, second = (shared.write(model.state_dict().items(), v) for v, model in ((3, old), (4, new)))
     sampling = Sampling(samples=3, temperature=TEMPERATURE, response_length=LENGTH, purpose="train")

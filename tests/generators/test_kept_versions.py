@@ -11,7 +11,7 @@ from rlhf.config.compose import compose
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.metrics import Timer
-from rlhf.generators.hf.generator import HFGenerator
+from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.generators.replicas import Replica, Replicas
 from rlhf.generators.transfer.gpu import GpuWeights
 from rlhf.generators.transfer.kept_versions import most_versions
@@ -160,15 +160,14 @@ def test_a_trainer_that_waits_to_send_weights_gets_the_error_of_the_generator(tm
 
 
 def test_a_generator_in_the_trainers_process_copies_no_weights_at_lag_64():
-    class Tokens:
-        eos_token_id, pad_token_id = 3, 0
-
     def unread():
         raise AssertionError("the weights must not be copied")
         yield
 
     model = tiny_lm()
-    generator = HFGenerator(lambda: nullcontext(model), Tokens(), batch_size=8, seed=1)
+    generator = HFGenerator(
+        lambda: nullcontext(model), HFSettings(stop_ids=[3], pad_id=0, batch_size=8, seed=1)
+    )
     sampling = Sampling(samples=1, temperature=1.0, response_length=2, purpose="train")
     stream = Stream(generator, (prompts() for _ in range(66)), sampling, LAG, Timer())
     generator.load(unread(), 0)

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.generators.hf import cuda_graph, decoding, sampling
 from rlhf.generators.hf.decoding import GROUPED, grouped_attention
-from rlhf.generators.hf.generator import respond
+from rlhf.generators.hf.generator import HFSettings, respond
 from rlhf.generators.hf.sampling import choose, sample, uniforms
 from rlhf.memory.activations import Tokens
 from rlhf.models import sharing_rules
@@ -21,6 +21,10 @@ from tests.tiny_models import KINDS, VOCABULARY, tiny_lm, tiny_rollouts
 
 LENGTH = 12
 STOPS = [3, 4, 5, 6, 7, 8, 9, 10]  # many, so that rows end at different steps
+
+
+def settings(batch_size: int) -> HFSettings:
+    return HFSettings(stop_ids=STOPS, pad_id=0, batch_size=batch_size, seed=1)
 
 
 def run(model, rows=slice(None), samples=2, temperature=0.7, stops=STOPS, length=LENGTH, numbers=None):
@@ -109,15 +113,15 @@ def test_an_answer_keeps_the_order_of_prompts_for_all_lengths_and_batch_sizes():
     batch, model, versions = tiny_rollouts(prompts=6, seed=1), tiny_lm(), iter(range(99))
     prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
     asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
-    whole, parts = (respond(model, prompts, asked, STOPS, 0, size, 1) for size in (256, 4))
+    whole, parts = (respond(model, prompts, asked, settings(size)) for size in (256, 4))
     assert len({tuple(row) for row in whole.response_ids.flatten(1).tolist()}) == 6
     for name in ("response_ids", "response_mask", "ended"):
         assert torch.equal(getattr(parts, name), getattr(whole, name))
     torch.testing.assert_close(parts.behaviour_logprobs, whole.behaviour_logprobs, rtol=0, atol=1e-5)
     for i in range(6):
-        alone = respond(model, prompts.select(torch.tensor([i])), asked, STOPS, 0, 256, 1)
+        alone = respond(model, prompts.select(torch.tensor([i])), asked, settings(256))
         assert torch.equal(alone.response_ids[0], whole.response_ids[i])
-    followed = respond(model, prompts, asked, STOPS, 0, 4, 1, update=lambda: next(versions))
+    followed = respond(model, prompts, asked, settings(4), update=lambda: next(versions))
     order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
     begun = followed.token_versions[order, :, 0]  # prompts are decoded in batches of two
     assert torch.equal(begun[::2], begun[1::2]) and (begun[::2].diff(dim=0) > 0).all()
@@ -150,7 +154,7 @@ def test_sampled_rollouts_can_be_trained_on(batch_size):
     batch, model, versions = tiny_rollouts(prompts=6), tiny_lm(), iter(range(99))
     prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
     asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
-    sampled = respond(model, prompts, asked, STOPS, 0, batch_size, 1, update=lambda: next(versions))
+    sampled = respond(model, prompts, asked, settings(batch_size), update=lambda: next(versions))
     tensors = [value for f in fields(sampled) if isinstance(value := getattr(sampled, f.name), torch.Tensor)]
     assert len(tensors) == 8 and not any(x.is_inference() for x in tensors)
     Policy(model, 0.7, True)(sampled).logprobs.sum().backward()
@@ -434,7 +438,7 @@ def test_requests_of_different_purposes_draw_different_random_numbers():
     drawn = {}
     for purpose in ("train", "eval", "eval-kl"):
         asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose=purpose)
-        first, again = (respond(model, prompts, asked, [1], 0, 16, 7).response_ids for _ in range(2))
+        first, again = (respond(model, prompts, asked, settings(16)).response_ids for _ in range(2))
         assert torch.equal(first, again)
         drawn[purpose] = first
     assert not torch.equal(drawn["train"], drawn["eval"])

@@ -11,7 +11,7 @@ from rlhf.core.errors import RunError
 from rlhf.core.rollout_format import vocabulary
 from rlhf.engines.deepspeed_engine import hollow
 from rlhf.generators.hf.agreement import sampling_fault
-from rlhf.generators.hf.generator import HFSamplerFactory, respond
+from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, respond
 from rlhf.generators.stored import ReplayGenerator
 from rlhf.models.agreement import comparing, example, sharing_fault
 from rlhf.models.logprobs import token_outputs
@@ -20,6 +20,7 @@ from rlhf.scorers.saved import write
 from tests.tiny_models import VOCABULARY, sequences, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 TEMPERATURE = 0.7
+SETTINGS = HFSettings(stop_ids=[5], pad_id=0, batch_size=16, seed=1)
 TOKENS = {
     "none": range(VOCABULARY),
     "few at the end": range(VOCABULARY - 3),
@@ -119,7 +120,7 @@ def test_a_model_whose_ids_all_have_tokens_computes_what_it_did_without_the_toke
 def test_samples_consist_of_tokens_and_their_logprobs_are_those_of_the_trainer(tokens, cached):
     policy, batch = policy_over(tokens), prompts()
     sampling = Sampling(samples=8, temperature=TEMPERATURE, response_length=10, purpose="train")
-    sampled = respond(policy.model, batch, sampling, [tokens[-1]], 0, 16, seed=1, cached=cached)
+    sampled = respond(policy.model, batch, sampling, replace(SETTINGS, stop_ids=[tokens[-1]], cached=cached))
     assert set(sampled.response_ids[sampled.response_mask].tolist()) <= {*tokens}
     with torch.no_grad():
         trained = policy(sampled).logprobs
@@ -135,16 +136,13 @@ def test_a_sampler_in_its_own_process_samples_the_same_tokens():
         remote=None,
         device="cpu",
         dtype=Dtype.float32,
-        stop_ids=[5],
-        pad_id=0,
-        batch_size=16,
-        seed=1,
+        settings=SETTINGS,
         absent_ids=absent_ids(policy.model),
     )
     sampler = factory.build()
     sampler.model.load_state_dict(policy.model.state_dict())  # the mask is no tensor of the checkpoint
     found = sampler.sample(batch, sampling)
-    wanted = respond(policy.model, batch, sampling, [5], 0, 16, seed=1)
+    wanted = respond(policy.model, batch, sampling, SETTINGS)
     assert torch.equal(found.response_ids, wanted.response_ids)
     assert absent_ids(hollow(policy.model)) == absent_ids(policy.model)  # the copy that ZeRO-3 samples with
 

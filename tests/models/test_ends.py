@@ -8,7 +8,7 @@ import torch
 
 from rlhf.core.batch import Sampling
 from rlhf.core.chat_format import set_format
-from rlhf.generators.hf.generator import HFGenerator
+from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.models.modules import Policy
 from rlhf.models.tokenizer import read_tokenizer, stop_ids
 from rlhf.scorers.scorer import response_texts
@@ -60,7 +60,8 @@ def test_the_end_token_of_a_document_still_ends_a_response_of_a_dialogue(tmp_pat
 def test_a_response_ends_at_the_first_of_the_end_tokens_and_its_text_has_none_of_them(tmp_path):
     tokenizer = read_tokenizer(model_folder(tmp_path / "model"))
     model = Policy(tiny_lm(), 0.7, True, tokens=range(6)).model
-    generator = HFGenerator(lambda: nullcontext(model), tokenizer, 64, seed=3, stop_ids=[1, 4, 5])
+    settings = HFSettings(stop_ids=[1, 4, 5], pad_id=tokenizer.pad_token_id, batch_size=64, seed=3)
+    generator = HFGenerator(lambda: nullcontext(model), settings)
     sampling = Sampling(samples=32, temperature=0.7, response_length=6, purpose="train")
     found = generator.submit(prompts(), sampling).result()
     ids, mask = found.response_ids, found.response_mask

@@ -17,7 +17,7 @@ from rlhf.core.errors import RunError, UserError
 from rlhf.engines.engine import EngineSettings
 from rlhf.engines.optimizers import groups
 from rlhf.engines.torch_engine import OPTIMIZER_FILE, TorchEngine
-from rlhf.generators.hf.generator import HFSamplerFactory, respond
+from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, respond
 from rlhf.generators.transfer.shared_memory import SharedWeights
 from rlhf.models.loading import save
 from rlhf.models.lora import (
@@ -255,16 +255,14 @@ def test_loading_adapters_with_other_target_modules_is_refused(tmp_path):
 
 def test_a_sampler_with_merged_weights_matches_the_trained_policy():
     policy, shared, end = adapted(modules_to_save=["lm_head"]), SharedWeights(), 7
+    settings = HFSettings(stop_ids=[end], pad_id=0, batch_size=16, seed=7)
     sampler = HFSamplerFactory(
         config=policy.model.config.to_json_string(use_diff=False),
         attention="sdpa",
         remote=None,
         device="cpu",
         dtype=Dtype.float32,
-        stop_ids=[end],
-        pad_id=0,
-        batch_size=16,
-        seed=7,
+        settings=settings,
     ).build()
     manifest = shared.write(engine_of(policy).weights(), 3)
     assert sampler.load(manifest) == manifest.checksums()
@@ -274,9 +272,9 @@ def test_a_sampler_with_merged_weights_matches_the_trained_policy():
     found = sampler.sample(prompts, sampling)
     torch.testing.assert_close(found.behaviour_logprobs, logprobs(policy, found), rtol=0, atol=2e-5)
     with torch.no_grad():  # in the trainer's process
-        ours = respond(policy.model, prompts, sampling, [end], 0, 16, 7)
+        ours = respond(policy.model, prompts, sampling, settings)
     assert torch.equal(ours.response_ids, found.response_ids)
-    before = respond(tiny_lm(), prompts, sampling, [end], 0, 16, 7)
+    before = respond(tiny_lm(), prompts, sampling, settings)
     assert not torch.equal(before.response_ids, found.response_ids)
     shared.close()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf.core.batch import Rollouts, moved_to
 from rlhf.core.launched import local_rank
@@ -41,16 +41,15 @@ if TYPE_CHECKING:
 
 def build(config: HFConfig, context: GeneratorContext) -> Generator:
     """Return a generator that samples with the trained model, or with a copy in a separate process."""
+    settings = HFSettings(
+        stop_ids=list(context.stop_ids),
+        pad_id=context.tokenizer.pad_token_id,
+        batch_size=config.batch_size,
+        seed=context.seed,
+        cached=context.cached,
+    )
     if not config.has_worker(context.max_lag):
-        return HFGenerator(
-            context.borrow,
-            context.tokenizer,
-            config.batch_size,
-            context.seed,
-            context.cached,
-            context.stop_ids,
-            context.phases,
-        )
+        return HFGenerator(context.borrow, settings, context.phases)
     model = context.policy
     factory = HFSamplerFactory(
         config=model.config.to_json_string(use_diff=False),
@@ -59,16 +58,31 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
         device=model.device.type,
         dtype=context.model.dtype,
         float32_head=context.model.float32_head,
-        stop_ids=list(context.stop_ids),
-        pad_id=context.tokenizer.pad_token_id,
         absent_ids=absent_ids(model),
-        batch_size=config.batch_size,
-        seed=context.seed,
-        cached=context.cached,
+        settings=settings,
     )
     first = local_rank() if config.per_rank else 0
     variables = [environment(context.threads, model.device, first + i) for i in range(config.replicas)]
     return start(config, context, factory, variables)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFSettings:
+    """The settings of sampling with a Hugging Face model that are the same for all requests.
+
+    Args:
+        stop_ids: ids of the tokens that end a response.
+        pad_id: id of the pad token.
+        batch_size: sequences decoded in parallel.
+        seed: the seed of the run.
+        cached: whether sampling uses a cache of keys and values; see `sample`.
+    """
+
+    stop_ids: list[int]
+    pad_id: int
+    batch_size: int
+    seed: int
+    cached: bool = True
 
 
 class HFGenerator(Generator):
@@ -79,48 +93,26 @@ class HFGenerator(Generator):
 
     Args:
         borrow: returns a context that yields the trained model (`engine.borrow_policy`).
-        tokenizer: the policy's tokenizer, for the ids of end token and pad token.
-        batch_size: sequences decoded in parallel.
-        seed: the seed of the run.
-        cached: whether sampling uses a cache of keys and values; see `sample`.
-        stop_ids: ids of the tokens that end a response; None: only the end token of the tokenizer.
+        settings: the settings of sampling.
         phases: the phases of the run, for its progress display.
     """
 
     def __init__(
         self,
         borrow: Callable[[], AbstractContextManager[PreTrainedModel]],
-        tokenizer: PreTrainedTokenizerBase,
-        batch_size: int,
-        seed: int,
-        cached: bool = True,
-        stop_ids: Sequence[int] | None = None,
+        settings: HFSettings,
         phases: Phases | None = None,
     ) -> None:
         self.borrow = borrow
+        self.settings = settings
         self.phases = phases or Phases()
-        self.stop_ids = [tokenizer.eos_token_id] if stop_ids is None else list(stop_ids)
-        self.pad_id = tokenizer.pad_token_id
-        self.batch_size = batch_size
-        self.seed = seed
-        self.cached = cached
         self.version = 0
 
     def submit(self, prompts: Prompts, sampling: Sampling) -> Future[Rollouts]:
         """Sample K responses to each prompt, and return a finished future."""
         start = time.perf_counter()
         with self.borrow() as model:
-            rollouts = respond(
-                model,
-                prompts,
-                sampling,
-                self.stop_ids,
-                self.pad_id,
-                self.batch_size,
-                self.seed,
-                cached=self.cached,
-                phases=self.phases,
-            )
+            rollouts = respond(model, prompts, sampling, self.settings, phases=self.phases)
         seconds = time.perf_counter() - start
         return finished(replace(rollouts, version=self.version, generate_s=seconds))
 
@@ -142,12 +134,8 @@ class HFSamplerFactory:
         device: the type of the device, "cpu" or "cuda".
         dtype: the dtype of forward passes; bfloat16 is autocast over the float32 weights.
         float32_head: whether logits are computed in float32, also with a 16-bit dtype.
-        stop_ids: ids of the tokens that end a response.
-        pad_id: id of the pad token.
+        settings: the settings of sampling.
         absent_ids: ids of the model that no token has; they are not sampled.
-        batch_size: sequences decoded in parallel.
-        seed: the seed of the run.
-        cached: whether sampling uses a cache of keys and values; see `sample`.
     """
 
     config: str
@@ -155,11 +143,7 @@ class HFSamplerFactory:
     remote: str | None
     device: str
     dtype: Dtype
-    stop_ids: list[int]
-    pad_id: int
-    batch_size: int
-    seed: int
-    cached: bool = True
+    settings: HFSettings
     float32_head: bool = False
     absent_ids: list[int] = field(default_factory=list)
 
@@ -168,8 +152,8 @@ class HFSamplerFactory:
         if self.remote is not None:
             config = AutoConfig.from_pretrained(self.remote, trust_remote_code=True)
         else:
-            settings = json.loads(self.config)
-            config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+            values = json.loads(self.config)
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
         model = AutoModelForCausalLM.from_config(
             config,
             attn_implementation=self.attention,
@@ -193,22 +177,11 @@ class HFSampler:
         self, prompts: Prompts, sampling: Sampling, update: Callable[[], int] | None = None
     ) -> Rollouts:
         """Return K responses to each prompt; `update` may load weights before each forward pass."""
-        made_by = self.made_by
         # Autocast caches 16-bit copies of weights that require a gradient. Weights that change during a
         # request must not be cached.
         self.model.requires_grad_(update is None)
-        with autocast(self.model.device, made_by.dtype):
-            return respond(
-                self.model,
-                prompts,
-                sampling,
-                made_by.stop_ids,
-                made_by.pad_id,
-                made_by.batch_size,
-                made_by.seed,
-                update,
-                made_by.cached,
-            )
+        with autocast(self.model.device, self.made_by.dtype):
+            return respond(self.model, prompts, sampling, self.made_by.settings, update)
 
     def load(self, manifest: Manifest) -> dict[str, int]:
         """Copy the weights of a manifest into the model; return the checksums of the model's tensors.
@@ -234,22 +207,18 @@ def respond(
     model: PreTrainedModel,
     prompts: Prompts,
     sampling: Sampling,
-    stop_ids: list[int],
-    pad_id: int,
-    batch_size: int,
-    seed: int,
+    settings: HFSettings,
     update: Callable[[], int] | None = None,
-    cached: bool = True,
     phases: Phases | None = None,
 ) -> Rollouts:
     """Sample K responses to each prompt, in chunks of `batch_size` sequences, the longest prompts first.
 
     `update` is called before each forward pass; it may change the model's weights, and returns their version.
-    `cached` is that of `sample`. The phase in `phases` counts the finished sequences.
+    The phase in `phases` counts the finished sequences.
     """
-    chunk = max(1, batch_size // sampling.samples)
+    chunk = max(1, settings.batch_size // sampling.samples)
     length = sampling.response_length
-    purpose = derive(seed, "sample", sampling.purpose)
+    purpose = derive(settings.seed, "sample", sampling.purpose)
     numbers = uniforms(purpose, sampling.request, prompts.index, sampling.samples, length)
     phases = phases or Phases()
     parts, versions = [], []
@@ -266,17 +235,17 @@ def respond(
                     response_length=length,
                     temperature=sampling.temperature,
                     uniforms=numbers[rows.cpu()],
-                    stop_ids=stop_ids,
-                    pad_id=pad_id,
+                    stop_ids=settings.stop_ids,
+                    pad_id=settings.pad_id,
                     before_forward=None if update is None else partial(note, update, held),
                     after_token=next_token,
-                    cached=cached,
+                    cached=settings.cached,
                 )
             parts.append(part)
             done(len(rows) * sampling.samples)
             if update is not None:
                 versions.append(_pad_to(torch.tensor(held) * part[1].cpu(), length, 0))
-    home, fill, back = prompts.prompt_ids.device, (pad_id, False, 0.0), order.argsort()
+    home, fill, back = prompts.prompt_ids.device, (settings.pad_id, False, 0.0), order.argsort()
     ids, mask, logprobs = (
         torch.cat([_pad_to(part[i], length, fill[i]) for part in parts]).to(home)[back] for i in range(3)
     )
