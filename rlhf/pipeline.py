@@ -24,15 +24,8 @@ from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import claimed
 from rlhf.runs.naming import folder_of
 from rlhf.stages import hub
-from rlhf.stages.chain import (
-    carry_out,
-    config_of,
-    embedded_chain,
-    evaluation,
-    stored_chain,
-    train,
-    training,
-)
+from rlhf.stages.artefacts import trained
+from rlhf.stages.chain import carry_out, config_of, embedded_chain, evaluation, stored_chain, train
 from rlhf.stages.evaluation_config import check_split
 
 COMMAND = Command(
@@ -75,7 +68,7 @@ def command(own: dict[str, str], overrides: list[str]) -> None:
     folder = RunFolder(folder_of(cfg))
     chain = [
         *before,
-        training(f"RLHF ({cfg.algo.name})", folder, partial(train, cfg, folder, claim=nullcontext)),
+        trained(f"RLHF ({cfg.algo.name})", folder, partial(train, cfg, folder, claim=nullcontext)),
         evaluation(folder, split),
     ]
     with claimed(folder.path) if is_first_rank() else nullcontext():

@@ -51,6 +51,11 @@ class TaskConfig(Section):
         return None
 
     @property
+    def validation_split(self) -> str:
+        """The name of the validation split in the data set."""
+        return "validation"
+
+    @property
     def shares(self) -> dict[str, float]:
         """The share of each part of a mixture in the training prompts, by its name; empty without parts."""
         return {}

@@ -20,7 +20,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,53 +32,30 @@ from rlhf.checks.check import problems, warn, warnings
 from rlhf.checks.composing import composed
 from rlhf.checks.machine import check_memory
 from rlhf.checks.names import recipes_of_other_commands
-from rlhf.config.algo import Data, Trains
+from rlhf.config.algo import Trains
 from rlhf.config.run import Resume
-from rlhf.core import confidence
 from rlhf.core.console import console, say_loading
 from rlhf.core.errors import UserError
 from rlhf.core.files import component
 from rlhf.core.formatting import clock
 from rlhf.core.launched import world_size
 from rlhf.core.stages import Stages
-from rlhf.loggers.display import EVALUATION_METRICS
-from rlhf.runs import naming
-from rlhf.runs.folder import COMPLETE, RunFolder
+from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import Claim, waiting_claim
+from rlhf.runs.naming import folder_of
 from rlhf.stages import evaluation as evaluating
 from rlhf.stages import relabelling
+from rlhf.stages.artefacts import Artefact, result_text, trained
 from rlhf.stages.candidates import candidates
 from rlhf.stages.evaluation_config import changed
 from rlhf.stages.evaluation_table import table
-from rlhf.stages.final_model import final_model
-from rlhf.stages.stage_config import checked, model_folder, pairs_folder, stage
+from rlhf.stages.prerequisites import PAIRS, REWARD, SFT, prerequisites
+from rlhf.stages.stage_config import checked, stage
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
 
-T = TypeVar("T")
-
-# Metrics of a stage that the summary shows.
-FIGURES = ("eval/win_rate", "eval/accuracy", "eval/gold_score", "eval/kl", "eval/loss")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A stage of the chain.
-
-    Attributes:
-        name: name for messages.
-        folder: where the stage writes.
-        done: returns whether the stage is finished.
-        make: runs the stage; resumes it if it was interrupted.
-        figures: returns the results of the finished stage as text.
-    """
-
-    name: str
-    folder: Path
-    done: Callable[[], bool]
-    make: Callable[[], object]
-    figures: Callable[[], str]
+_T = TypeVar("_T")
 
 
 def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
@@ -128,31 +105,17 @@ def config_of(overrides: list[str]) -> tuple[Config, frozenset[str]]:
     return cfg, named
 
 
-def embedded_chain(cfg: Config) -> tuple[Config, list[Link]]:
-    """Return the stages before the RLHF run of an embedded task.
+def embedded_chain(cfg: Config) -> tuple[Config, list[Artefact]]:
+    """Return the stages before the RLHF run of an embedded task; rank 0 alone makes them.
 
     Returns:
         `cfg` unchanged (the RLHF run finds the models of the stages in `cache_dir`), and the stages in order.
     """
-    links = []
-    own = cfg
-    if cfg.model.policy is None:
-        sft = checked(stage(cfg, "sft"))
-        folder = model_folder(sft)
-        links.append(training("SFT model", folder, _by_first(cfg, partial(make_model, sft))))
-        checked(stage(cfg, "reward"))
-        own = cfg.with_({"model.policy": str(folder.model)})
-    reward = stage(own, "reward") if cfg.scorer.reads_reward and cfg.model.reward is None else None
-    reader = reward or (own if cfg.data is Data.preferences else None)
-    if reader is not None and reader.task.preferences_path is None:
-        links.append(_sampled_pairs(reader))
-    if reward is not None:
-        make = _by_first(cfg, partial(make_model, reward))
-        links.append(training("reward model", model_folder(reward), make))
-    return cfg, links
+    _, found = prerequisites(cfg, _run)
+    return cfg, [replace(each, make=_by_first(cfg, each.make)) for each in found]
 
 
-def stored_chain(cfg: Config, named: frozenset[str]) -> tuple[Config, list[Link]]:
+def stored_chain(cfg: Config, named: frozenset[str]) -> tuple[Config, list[Artefact]]:
     """Return the stages before the RLHF run of a task that is not embedded.
 
     Args:
@@ -162,64 +125,38 @@ def stored_chain(cfg: Config, named: frozenset[str]) -> tuple[Config, list[Link]
     Returns:
         `cfg` with the models and pairs that the stages make, and the stages in order.
     """
-    wants_reward = cfg.scorer.reads_reward and "reward" not in named
-    if not (wants_reward or "reward" in named):
+    makes_reward = cfg.scorer.reads_reward and "reward" not in named
+    if not (makes_reward or "reward" in named):
         cfg = cfg.with_({"model.reward": None})  # `config_of` has set the path only for its checks
-    links = []
+    found: list[Artefact] = []
+    paths: dict[str, str] = {}
     if "policy" not in named:
         sft = checked(stage(cfg.with_({"model.policy": None}), "sft"))
-        folder = folder_of(sft)
-        links.append(training("SFT model", folder, partial(train, sft, folder)))
-    if wants_reward:
-        checked(stage(cfg, "reward"))
-    if "policy" not in named:
-        cfg = cfg.with_({"model.policy": str(folder.model)})
-    own = cfg
-    if (wants_reward or cfg.data is Data.preferences) and cfg.gold.name != "none":
-        links.append(pairs := _relabelled_pairs(cfg))
-        own = cfg.with_({"task.preferences_path": str(pairs.folder)})
-    if wants_reward:
-        reward = stage(own, "reward")
-        folder = folder_of(reward)
-        links.append(training("reward model", folder, partial(train, reward, folder)))
-        own = own.with_({"model.reward": str(folder.model)})
-    reads_pairs = cfg.data is Data.preferences
-    return own if reads_pairs else own.with_({"task": cfg.task}), links
+        found.append(_model(SFT, sft))
+        paths["model.policy"] = str(RunFolder(found[-1].folder).model)
+    reward = checked(stage(cfg, "reward")) if makes_reward else None
+    if (makes_reward or cfg.reads_pairs) and cfg.gold.name != "none":
+        found.append(_relabelled_pairs(cfg.with_(paths)))
+        paths["task.preferences_path"] = str(found[-1].folder)
+    if reward is not None:
+        found.append(_model(REWARD, reward.with_(paths)))
+        paths["model.reward"] = str(RunFolder(found[-1].folder).model)
+    if not cfg.reads_pairs:
+        paths.pop("task.preferences_path", None)
+    return cfg.with_(paths), found
 
 
-def folder_of(cfg: Config) -> RunFolder:
-    """Return the run folder of `cfg`."""
-    return RunFolder(naming.folder_of(cfg))
+def _model(name: str, cfg: Config) -> Artefact:
+    """Return the model that the run `cfg` trains on all ranks."""
+    folder = RunFolder(folder_of(cfg))
+    return trained(name, folder, partial(train, cfg, folder))
 
 
-def training(name: str, folder: RunFolder, make: Callable[[], object]) -> Link:
-    """Return a stage that trains a model in `folder`."""
-    return Link(
-        name=name,
-        folder=folder.path,
-        done=lambda: folder.finished() is not None and final_model(folder).is_dir(),
-        make=make,
-        figures=lambda: _result_text((folder.finished() or {"result": {}})["result"]),
-    )
-
-
-def _sampled_pairs(reader: Config) -> Link:
-    """Return the stage that samples the preference pairs that the config `reader` reads."""
-    folder = pairs_folder(reader)
-    return Link(
-        name="preference pairs",
-        folder=folder,
-        done=(folder / COMPLETE).exists,
-        make=_by_first(reader, partial(make_pairs, reader)),
-        figures=lambda: f"ordered by {reader.gold.described}",
-    )
-
-
-def _relabelled_pairs(cfg: Config) -> Link:
+def _relabelled_pairs(cfg: Config) -> Artefact:
     """Return the stage that relabels the pairs of the task by the judge."""
     output = Path(cfg.output_dir) / component(f"{cfg.task.name}-pairs-{relabelling.fingerprint(cfg)}")
-    return Link(
-        name="preference pairs",
+    return Artefact(
+        name=PAIRS,
         folder=output,
         done=lambda: relabelling.finished(cfg, output),
         make=partial(relabelling.relabel, cfg, output),
@@ -227,7 +164,7 @@ def _relabelled_pairs(cfg: Config) -> Link:
     )
 
 
-def evaluation(folder: RunFolder, split: str) -> Link:
+def evaluation(folder: RunFolder, split: str) -> Artefact:
     """Return the stage that evaluates the checkpoints and the model of the run in `folder`."""
 
     def done() -> bool:
@@ -241,29 +178,29 @@ def evaluation(folder: RunFolder, split: str) -> Link:
 
     def figures() -> str:
         rows = evaluating.known(changed(folder), folder, split)
-        return _result_text(rows[folder.model.name])
+        return result_text(rows[folder.model.name])
 
-    return Link(
+    return Artefact(
         name=f"evaluation ({split})", folder=folder.evaluations, done=done, make=make, figures=figures
     )
 
 
-def carry_out(chain: list[Link], cfg: Config) -> None:
+def carry_out(chain: list[Artefact], cfg: Config) -> None:
     """Run the unfinished stages in order, and print a summary of all stages."""
     times = []
-    stages = Stages([link.name for link in chain])
-    for number, link in enumerate(chain, 1):
-        done = link.done() if world_size() == 1 else _by_first(cfg, link.done)()
+    stages = Stages([artefact.name for artefact in chain])
+    for number, artefact in enumerate(chain, 1):
+        done = artefact.done() if world_size() == 1 else _by_first(cfg, artefact.done)()
         started = time.monotonic()
         if done:
-            stages.skip(number, link.folder)
+            stages.skip(number, artefact.folder)
         else:
             say_loading()
-            with stages.run(number, link.folder):
-                link.make()
+            with stages.run(number, artefact.folder):
+                artefact.make()
             _free_memory()
-        times.append((link, "" if done else clock(time.monotonic() - started)))
-    console.print(summary(times))
+        times.append((artefact, "" if done else clock(time.monotonic() - started)))
+    console.print(_summary(times))
 
 
 def train(cfg: Config, folder: RunFolder, claim: Claim = waiting_claim) -> None:
@@ -274,30 +211,20 @@ def train(cfg: Config, folder: RunFolder, claim: Claim = waiting_claim) -> None:
         folder: the run folder.
         claim: locks the folder. By default, another process that makes the same model is waited for.
     """
+    _run(cfg, folder, check=False, claim=claim)  # `config_of` has checked it
+
+
+def _run(*given: Any, **settings: Any) -> None:
+    """Call `rlhf.stages.run.run`, which imports torch."""
     from rlhf.stages.run import run
 
-    run(cfg, folder, check=False, claim=claim)  # `config_of` has checked it
+    run(*given, **settings)
 
 
-def make_model(cfg: Config) -> Path:
-    """Return the folder of the model of the stage `cfg`; run the stage first if it is not finished."""
-    from rlhf.stages.prerequisites import make_model as make
-    from rlhf.stages.run import run
-
-    return make(cfg, run)
-
-
-def make_pairs(cfg: Config) -> Path:
-    """Return the folder of the preference pairs that `cfg` reads; sample them first if it does not exist."""
-    from rlhf.stages.prerequisites import make_pairs as make
-
-    return make(cfg)
-
-
-def _by_first(cfg: Config, make: Callable[[], T]) -> Callable[[], T]:
+def _by_first(cfg: Config, make: Callable[[], _T]) -> Callable[[], _T]:
     """Return a function that calls `make` on rank 0, and returns the result on every rank."""
 
-    def call() -> T:
+    def call() -> _T:
         from rlhf.assembly.device import build_device
         from rlhf.processes.ranks import Ranks
         from rlhf.stages.run import quieten
@@ -318,17 +245,11 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def summary(times: list[tuple[Link, str]]) -> Table:
+def _summary(times: list[tuple[Artefact, str]]) -> Table:
     """Return a table of the stages with time, result and folder; the time of a skipped stage is empty."""
     made = Table(box=box.SIMPLE)
     for name in ("stage", "time", "result", "folder"):
         made.add_column(name, justify="right" if name == "time" else "left", overflow="fold")
-    for link, took in times:
-        made.add_row(link.name, took or "skipped", link.figures(), str(link.folder))
+    for artefact, took in times:
+        made.add_row(artefact.name, took or "skipped", artefact.figures(), str(artefact.folder))
     return made
-
-
-def _result_text(figures: dict[str, Any]) -> str:
-    """Return the main metrics of an evaluation as text."""
-    present = [name for name in FIGURES if name in figures]
-    return ", ".join(f"{EVALUATION_METRICS[name]} {confidence.text(figures, name)}" for name in present)

@@ -4,6 +4,8 @@ Prerequisites are made for a run that names no models (`model.policy=null`, `mod
 training loop trains each model (`algo=sft`, `algo=reward`) once, in a folder of `cache_dir` whose name
 contains a hash of all settings that the result depends on. If two runs need a model at the same time, one of
 them trains the model, and the other one waits.
+
+This module imports torch only to make an artefact.
 """
 
 from __future__ import annotations
@@ -13,16 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.assembly.device import build_device
 from rlhf.config.algo import Trains
 from rlhf.core.stages import Stages
-from rlhf.processes.ranks import Ranks
-from rlhf.runs.folder import COMPLETE
+from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.lock import waiting_claim
 from rlhf.stages import tiny_stand_ins
-from rlhf.stages.final_model import final_model
-from rlhf.stages.once import made_once
-from rlhf.stages.sample_pairs import sample_pairs
+from rlhf.stages.artefacts import Artefact, made_once, trained
 from rlhf.stages.stage_config import checked, model_folder, pairs_folder, stage
 
 if TYPE_CHECKING:
@@ -30,28 +28,57 @@ if TYPE_CHECKING:
 
 Run = Callable[..., object]  # rlhf.stages.run.run, which carries out a run
 
+SFT, PAIRS, REWARD = "SFT model", "preference pairs", "reward model"
+
 
 def names(cfg: Config, reward: bool = True) -> list[str]:
-    """Return the names of the stages before the run `cfg`, finished or not, in their order.
+    """Return the names of the prerequisites of the run `cfg`, finished or not, in their order.
 
     Args:
         cfg: the config of a run.
-        reward: whether to make also the reward model that the scorer reads.
+        reward: whether the run needs the reward model that the scorer reads.
     """
     if cfg.stand_ins or not cfg.task.embedded or cfg.algo.trains is Trains.base:
         return []
-    makes_reward = reward and reads_reward(cfg)
-    found = {
-        "SFT model": cfg.model.policy is None,
-        "preference pairs": (cfg.reads_pairs or makes_reward) and cfg.task.preferences_path is None,
-        "reward model": makes_reward,
+    reads_reward = cfg.algo.trains is Trains.policy and cfg.scorer.reads_reward
+    makes_reward = reward and reads_reward and cfg.model.reward is None
+    due = {
+        SFT: cfg.model.policy is None,
+        PAIRS: (cfg.reads_pairs or makes_reward) and cfg.task.preferences_path is None,
+        REWARD: makes_reward,
     }
-    return [name for name, due in found.items() if due]
+    return [name for name, needed in due.items() if needed]
 
 
-def reads_reward(cfg: Config) -> bool:
-    """Return whether the scorer of the run reads a reward model that the config does not name."""
-    return cfg.algo.trains is Trains.policy and cfg.scorer.reads_reward and cfg.model.reward is None
+def prerequisites(cfg: Config, run: Run, reward: bool = True) -> tuple[Config, list[Artefact]]:
+    """Return `cfg` with the paths of its prerequisites, and the prerequisites of `names(cfg, reward)`.
+
+    Args:
+        cfg: the config of a run.
+        run: function that trains a model (`rlhf.stages.run.run`).
+        reward: whether the run needs the reward model that the scorer reads.
+
+    Raises:
+        UserError: the config of a stage has a problem.
+    """
+    due = names(cfg, reward)
+    stages = {
+        name: checked(stage(cfg, algo)) for name, algo in ((SFT, "sft"), (REWARD, "reward")) if name in due
+    }
+    found: list[Artefact] = []
+    paths: dict[str, str] = {}
+    if SFT in due:
+        found.append(_model(SFT, stages[SFT], run))
+        paths["model.policy"] = str(RunFolder(found[-1].folder).model)
+    if PAIRS in due:
+        reader = cfg if cfg.reads_pairs else stages[REWARD]
+        found.append(_sampled_pairs(reader.with_(paths)))
+        if cfg.reads_pairs:  # otherwise the reward stage itself finds the pairs
+            paths["task.preferences_path"] = str(found[-1].folder)
+    if REWARD in due:
+        found.append(_model(REWARD, stages[REWARD].with_(paths), run))
+        paths["model.reward"] = str(RunFolder(found[-1].folder).model)
+    return cfg.with_(paths), found
 
 
 def complete(cfg: Config, run: Run, reward: bool = True, stages: Stages | None = None) -> Config:
@@ -62,7 +89,7 @@ def complete(cfg: Config, run: Run, reward: bool = True, stages: Stages | None =
     Args:
         cfg: the config of a run.
         run: function that trains a model (`rlhf.stages.run.run`).
-        reward: whether to make also the reward model that the scorer reads.
+        reward: whether the run needs the reward model that the scorer reads.
         stages: stages that begin with `names(cfg, reward)`; finished stages are then printed, too.
 
     Raises:
@@ -72,54 +99,46 @@ def complete(cfg: Config, run: Run, reward: bool = True, stages: Stages | None =
     """
     if cfg.stand_ins:
         return tiny_stand_ins.complete(cfg)
-    due = names(cfg, reward)
-    numbering = stages or Stages(due)
-
-    def made(name: str, folder: Path, finished: bool, make: Callable[[], Path]) -> str:
-        number = due.index(name) + 1
-        if not finished:
-            with numbering.run(number, folder):
-                return str(make())
-        if stages is not None:
-            stages.skip(number, folder)
-        return str(make())
-
-    if "SFT model" in due:
-        sft = checked(stage(cfg, "sft"))
-        folder = model_folder(sft)
-        policy = made("SFT model", folder.path, bool(folder.finished()), partial(make_model, sft, run))
-        cfg = cfg.with_({"model.policy": policy})
-    if cfg.reads_pairs and "preference pairs" in due:
-        pairs = _made_pairs(cfg, made)
-        cfg = cfg.with_({"task.preferences_path": pairs})
-    if "reward model" in due:
-        reward_run = checked(stage(cfg, "reward"))
-        if reward_run.task.preferences_path is None:
-            _made_pairs(reward_run, made)
-        folder = model_folder(reward_run)
-        make = partial(make_model, reward_run, run)
-        model = made("reward model", folder.path, bool(folder.finished()), make)
-        cfg = cfg.with_({"model.reward": model})
+    cfg, found = prerequisites(cfg, run, reward)
+    numbering = stages or Stages([artefact.name for artefact in found])
+    for number, artefact in enumerate(found, 1):
+        if not artefact.done():
+            with numbering.run(number, artefact.folder):
+                artefact.make()
+        elif stages is not None:
+            stages.skip(number, artefact.folder)
     return cfg
 
 
-def _made_pairs(cfg: Config, made: Callable[[str, Path, bool, Callable[[], Path]], str]) -> str:
-    """Make the preference pairs that `cfg` reads as a stage, and return their folder."""
-    folder = pairs_folder(cfg)
-    return made("preference pairs", folder, (folder / COMPLETE).exists(), partial(make_pairs, cfg))
+def _model(name: str, cfg: Config, run: Run) -> Artefact:
+    """Return the model that the stage `cfg` trains on this rank alone."""
 
+    def make() -> None:
+        from rlhf.assembly.device import build_device
+        from rlhf.processes.ranks import Ranks
 
-def make_model(cfg: Config, run: Run) -> Path:
-    """Return the folder of the model of the stage `cfg`; run the stage first if it is not finished."""
-    folder = model_folder(cfg)
-    if not folder.finished():
         run(cfg, folder, Ranks(build_device(cfg)), claim=waiting_claim)
-    return final_model(folder)
+
+    folder = model_folder(cfg)
+    return trained(name, folder, make)
 
 
-def make_pairs(cfg: Config) -> Path:
-    """Return the folder of preference pairs; if it does not exist, sample the pairs first.
+def _sampled_pairs(cfg: Config) -> Artefact:
+    """Return the preference pairs that are sampled from the policy of `cfg`.
 
     A pair consists of two samples for a prompt, ordered by gold score. Ties are skipped.
     """
-    return made_once(pairs_folder(cfg), None, lambda folder: sample_pairs(cfg).save_to_disk(str(folder)))
+
+    def write(folder: Path) -> None:
+        from rlhf.stages.sample_pairs import sample_pairs
+
+        sample_pairs(cfg).save_to_disk(str(folder))
+
+    folder = pairs_folder(cfg)
+    return Artefact(
+        name=PAIRS,
+        folder=folder,
+        done=(folder / COMPLETE).exists,
+        make=partial(made_once, folder, write),
+        figures=lambda: f"ordered by {cfg.gold.described}",
+    )

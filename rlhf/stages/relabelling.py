@@ -29,8 +29,8 @@ from rlhf.checks.check import checked, warn, warnings
 from rlhf.checks.composing import composed
 from rlhf.config.algo import Data
 from rlhf.config.identity import what_counts
-from rlhf.config.scorer import RewardModelScorerConfig, choice
-from rlhf.config.task import SPLITS, EmbeddedTaskConfig
+from rlhf.config.scorer import choice
+from rlhf.config.task import SPLITS
 from rlhf.core import pasting
 from rlhf.core.confidence import wilson
 from rlhf.core.console import say, say_loading, say_row
@@ -52,6 +52,7 @@ from rlhf.memory import relabelling as memory
 from rlhf.memory.advice import rows_of
 from rlhf.processes.signals import interruptible
 from rlhf.runs.lock import written_by_one
+from rlhf.stages import tiny_stand_ins
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -195,20 +196,19 @@ def tokenizer_of(cfg: Config) -> PreTrainedTokenizerFast:
     from rlhf.core.chat_format import set_format
     from rlhf.models.tokenizer import fill_pad_token, read_tokenizer
 
-    model, gold = cfg.model, cfg.gold
-    judge = (gold.path, gold.pad_token) if isinstance(gold, RewardModelScorerConfig) else (None, None)
-    named = {
-        "model.tokenizer": (model.tokenizer, model.pad_token),
-        "gold.path": judge,
-        "model.policy": (model.policy, model.pad_token),
-    }
-    for key, (path, pad) in named.items():
+    model, judge = cfg.model, cfg.gold.reward_model("gold", None)
+    named = (
+        ("model.tokenizer", model.tokenizer, model.pad_token),
+        (*(judge or ("gold.path", None)), cfg.gold.pad_token),
+        ("model.policy", model.policy, model.pad_token),
+    )
+    for key, path, pad in named:
         if path is not None:
             tokenizer = read_tokenizer(path, model.trust_remote_code, key)
             set_format(tokenizer, model.chat_template, make(cfg.task).conversational, model.clock)
             fill_pad_token(tokenizer, pad, f"{key.partition('.')[0]}.pad_token")
             return tokenizer
-    assert isinstance(cfg.task, EmbeddedTaskConfig), "validated: other tasks have a policy"
+    assert cfg.task.embedded, "validated: other tasks have a policy"
     made: PreTrainedTokenizerFast = make(cfg.task).tokenizer()
     return made
 
@@ -282,14 +282,13 @@ def carry_out(cfg: Config, output: Path, ranks: Ranks | None) -> None:
     from rlhf.assembly.device import build_device
     from rlhf.assembly.scorer import build_scorer, check_formats
     from rlhf.processes.ranks import Ranks
-    from rlhf.stages.prerequisites import complete
-    from rlhf.stages.run import quieten, run
+    from rlhf.stages.run import quieten
 
     ranks = ranks or Ranks.join(build_device(cfg), cfg.backend.timeout_s)
     quieten(ranks)
     scoring_settings = settings(cfg)  # before stand-ins replace paths
     if cfg.stand_ins:
-        cfg = ranks.from_first(partial(complete, cfg, run))
+        cfg = ranks.from_first(partial(tiny_stand_ins.complete, cfg))
     work = scratch_of(output)
     tokenizer = tokenizer_of(cfg)
     task = build_task(cfg, tokenizer, Data.preferences, 1, judge=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,6 @@ from rlhf.assembly.generator import build_sampler
 from rlhf.assembly.scorer import build_scorer
 from rlhf.assembly.tokenizer import build_tokenizer
 from rlhf.config.algo import Data
-from rlhf.config.task import EmbeddedTaskConfig
 from rlhf.core.batch import Sampling
 from rlhf.core.progress import progress
 from rlhf.processes.ranks import Ranks
@@ -22,7 +20,7 @@ from rlhf.scorers.scorer import response_texts
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
-    from rlhf.core.batch import Prompts, Rollouts
+    from rlhf.core.batch import Rollouts
 
 CHUNK = 256  # prompts per request
 
@@ -39,21 +37,13 @@ def sample_pairs(cfg: Config) -> DatasetDict:
     assert gold is not None, "an embedded task has a judge"
     task = build_task(cfg, tokenizer, Data.prompts, min(CHUNK, cfg.stages.pairs), judge=True)
 
-    def requests() -> Iterator[tuple[str, Prompts]]:
-        batches = task.prompts()
-        for _ in range(-(-cfg.stages.pairs // task.prompts_per_update)):
-            yield "train", next(batches)
-        assert isinstance(cfg.task, EmbeddedTaskConfig)
-        held_out = task.held_out(
-            min(2 * cfg.eval.prompts, cfg.task.validation_size)
-        )  # twice the needed number, because tied pairs are skipped
-        for rows in torch.arange(len(held_out)).split(CHUNK):
-            yield "validation", held_out.select(rows)
-
+    batches, updates = task.prompts(), -(-cfg.stages.pairs // task.prompts_per_update)
+    requests = [("train", next(batches)) for _ in range(updates)]
+    held_out = task.held_out(2 * cfg.eval.prompts)  # twice the needed number, because tied pairs are skipped
+    requests += [("validation", held_out.select(rows)) for rows in torch.arange(len(held_out)).split(CHUNK)]
     columns: dict[str, dict[str, list[str]]] = {}
-    all_requests = list(requests())
-    with progress("sampling pairs", len(all_requests), cfg.progress.value) as advance:
-        for request, (split, prompts) in enumerate(all_requests):
+    with progress("sampling pairs", len(requests), cfg.progress.value) as advance:
+        for request, (split, prompts) in enumerate(requests):
             sampling = Sampling(
                 samples=2,
                 temperature=cfg.stages.pairs_temperature,

@@ -12,17 +12,16 @@ import json
 import random
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.assembly.parts import make as make_part
 from rlhf.config.schema import values
 from rlhf.config.scorer import RewardModelScorerConfig, scorers
-from rlhf.config.task import ChatConfig
+from rlhf.core.console import say
 from rlhf.core.files import component, digest
 from rlhf.models.folders import is_local
-from rlhf.stages.once import made_once
+from rlhf.stages.artefacts import made_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -63,7 +62,12 @@ def stand_ins(cfg: Config) -> Path:
     """Return the folder of the stand-ins for the task and the model of `cfg`; make a missing folder first."""
     digits = digest([values(cfg.task), cfg.model.name in _LLAMAS])
     folder = Path(cfg.cache_dir) / component(f"stand-ins-{cfg.task.name}-{digits}")
-    return made_once(folder, "tiny stand-ins for models and data of the hub", partial(make, cfg))
+
+    def write(scratch: Path) -> None:
+        say(f"making tiny stand-ins for models and data of the hub (once; kept in {folder})", style="bold")
+        make(cfg, scratch)
+
+    return made_once(folder, write)
 
 
 def make(cfg: Config, folder: Path) -> None:
@@ -72,7 +76,7 @@ def make(cfg: Config, folder: Path) -> None:
     made = task.path is None and task.name in ROWS
     if made:
         task.path = str(folder / "data")
-        _write_splits(folder / "data", ROWS[task.name], task)
+        _write_splits(folder / "data", ROWS[task.name], task.validation_split)
     pairs = read(task)
     if made:
         _write_splits(folder / "pairs", lambda rng: preference(rng, pairs))
@@ -134,13 +138,12 @@ def preference(rng: random.Random, pairs: list[_Pair]) -> Row:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def _write_splits(folder: Path, row: Callable[[random.Random], Row], task: TaskConfig | None = None) -> None:
-    """Write a file of rows for each split; the file has the name of the split in `task`."""
+def _write_splits(folder: Path, row: Callable[[random.Random], Row], validation: str = "validation") -> None:
+    """Write a file of rows for each split; the file of the validation split has the name `validation`."""
     folder.mkdir(parents=True)
-    for split, size in _SIZES.items():
+    for split, name in (("train", "train"), ("validation", validation)):
         rng = random.Random(split)
-        name = task.validation_split if split == "validation" and isinstance(task, ChatConfig) else split
-        lines = (json.dumps(row(rng)) for _ in range(size))
+        lines = (json.dumps(row(rng)) for _ in range(_SIZES[split]))
         (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 

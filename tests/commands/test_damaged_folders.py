@@ -21,7 +21,7 @@ from rlhf.report.summary import remarks
 from rlhf.runs.folder import COMPLETE, RunFolder
 from rlhf.runs.resuming import prepare
 from rlhf.stages import relabelling
-from rlhf.stages.chain import training
+from rlhf.stages.artefacts import trained
 from rlhf.stages.evaluation import evaluate, settings
 from rlhf.stages.evaluation_config import changed, run_folder
 from rlhf.stages.extending import extend
@@ -194,7 +194,7 @@ def test_a_folder_without_config_is_refused_unless_its_name_identifies_the_run(r
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])
 def test_a_finished_stage_without_a_complete_model_stops_the_pipeline(run, damage):
-    stage = training("SFT model", RunFolder(run), lambda: None)
+    stage = trained("SFT model", RunFolder(run), lambda: None)
     assert stage.done()
     DAMAGE[f"model {damage}"][0](run)
     with pytest.raises(

@@ -165,7 +165,7 @@ def test_models_and_data_set_by_the_user_are_not_replaced_by_stand_ins(cache_dir
 
 def test_without_debug_no_hub_model_is_replaced_by_a_stand_in():
     cfg = compose(["experiment=tldr_410m_dpo"])
-    assert complete(cfg, run) is cfg and cfg.model.policy == "mnoukhov/pythia410m-sft-tldr"
+    assert complete(cfg, run) == cfg and cfg.model.policy == "mnoukhov/pythia410m-sft-tldr"
 
 
 def test_embedded_tasks_need_no_stand_ins():
