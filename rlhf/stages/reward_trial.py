@@ -7,6 +7,7 @@ models are not called.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from rlhf.config.scorer import FunctionScorerConfig
     from rlhf.core.batch import Prompts
     from rlhf.tasks.task import Task
+
+log = logging.getLogger(__name__)
 
 _EXAMPLES = 3
 BUDGET_S = 10.0  # no further example is tried after this time; the first one has no limit
@@ -67,8 +70,8 @@ class Trial:
             yield f"{len(self.scores)} tried, because this took {self.seconds:.1f} s"
 
 
-def report_rewards(cfg: Config, task: Task | None = None) -> list[str]:
-    """Try the reward functions of a run, print their scores, and return warnings.
+def report_rewards(cfg: Config, task: Task | None = None) -> None:
+    """Try the reward functions of a run, print their scores, and log warnings.
 
     Args:
         cfg: the config of the run.
@@ -78,7 +81,7 @@ def report_rewards(cfg: Config, task: Task | None = None) -> list[str]:
         UserError: a function fails, or returns something that is not a score.
     """
     if not any(reward_functions(cfg)):
-        return []
+        return
     tokenizer = build_tokenizer(cfg)
     task = task or build_task(cfg, tokenizer, Data.prompts, cfg.schedule.prompts_per_update)
     trials = tried(cfg, task, tokenizer)
@@ -88,7 +91,9 @@ def report_rewards(cfg: Config, task: Task | None = None) -> list[str]:
         say_row(
             "reward tried", f"{each.path.rpartition(':')[2]}: {scores} for {len(each.scores)} examples{slow}"
         )
-    return [each.warning for each in trials if each.warning is not None]
+    for each in trials:
+        if each.warning is not None:
+            log.warning("%s", each.warning)
 
 
 def tried(cfg: Config, task: Task, tokenizer: PreTrainedTokenizerFast) -> list[Trial]:

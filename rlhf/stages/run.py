@@ -21,15 +21,14 @@ from rlhf.assembly.data import build_state, build_task
 from rlhf.assembly.device import build_device
 from rlhf.assembly.loggers import build_loggers
 from rlhf.assembly.parts import part
-from rlhf.assembly.scorer import check_formats
-from rlhf.assembly.tokenizer import build_tokenizer, say_ends
+from rlhf.assembly.tokenizer import build_tokenizer
 from rlhf.assembly.training import assemble, training_sampling
 from rlhf.checks.check import problems
 from rlhf.config.algo import Data, Trains
 from rlhf.config.cores import threads
 from rlhf.config.identity import model_label
 from rlhf.config.run import Resume
-from rlhf.core.console import console, say, say_row, transcript
+from rlhf.core.console import console, say, transcript
 from rlhf.core.encoding import encode_completions
 from rlhf.core.errors import Interrupted, RunError, UserError
 from rlhf.core.files import whole
@@ -51,20 +50,20 @@ from rlhf.runs.resuming import refuse_another_run, saved_length
 from rlhf.runs.transcript import run_log, setup_logging
 from rlhf.runs.writable import explain_file_errors
 from rlhf.stages.closing import print_closing
-from rlhf.stages.data_report import report_data
 from rlhf.stages.model_card import model_card
+from rlhf.stages.opening import print_opening
 from rlhf.stages.prerequisites import complete, names
 from rlhf.stages.reward_trial import report_rewards
 from rlhf.stages.shortage import explain_full_gpu
-from rlhf.stages.summary import describe, doubts
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
 from rlhf.training.stream import Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from rlhf.config.root import Config
+    from rlhf.core.batch import Rollouts
     from rlhf.core.state import TrainState
     from rlhf.engines.engine import Engine
     from rlhf.loggers.hooks import Hook
@@ -130,7 +129,7 @@ def carry_out(
     part(cfg.backend).prepare(cfg.backend, cfg.model.dtype, ranks)
     stages = Stages([*names(cfg), f"{cfg.algo.name} {cfg.task.name}"])
     if cfg.task.embedded:  # before the stages that make its models
-        ranks.from_first(lambda: _warn_of(report_rewards(cfg)))
+        ranks.from_first(lambda: report_rewards(cfg))
     typed, cfg = cfg, ranks.from_first(lambda: complete(cfg, run, stages=stages))
     started = time.monotonic()
     interruption.check()  # a signal may have come while a stage wrote its model
@@ -146,19 +145,8 @@ def carry_out(
     if last is not None:
         compare(last, data)
     state = build_state(cfg, task)
-    number = stages.prefix(len(stages.names))
-    say(f"{number}{cfg.algo.name} of {model_label(cfg)} on {cfg.task.name}", style="bold")
-    if stages.outermost:
-        say_row("run folder", short_path(folder.path))
-    for name, value in [*describe(cfg, len(task)), *notes.items()]:
-        say_row(name, value)
-    say_ends(cfg, tokenizer)
-    for doubt in doubts(cfg, len(task)):
-        log.warning(doubt)
-    if not cfg.task.embedded:
-        report_data(cfg, task)
-        ranks.from_first(lambda: _warn_of(report_rewards(cfg, task)))
-        ranks.from_first(lambda: _warn_of(check_formats(cfg, task, tokenizer)))
+    print_opening(cfg, folder, stages, task, tokenizer, notes, ranks)
+
     with ExitStack() as ends:
         ends.enter_context(stages.enter(len(stages.names)))
         parts = assemble(cfg, task, tokenizer, data, state, folder, ranks, ends)
@@ -170,52 +158,65 @@ def carry_out(
         parts.recorder.open(loggers, parts.generator)
         ends.callback(parts.recorder.close)
         parts.generator.load(parts.engine.weights(), state.version)
-
-        first = state.update + len(in_flight)
-        stream = Stream(
-            parts.generator,
-            itertools.islice(parts.prompts, state.num_updates - first),
-            replace(training_sampling(cfg), request=first),
-            cfg.schedule.max_lag,
-            parts.recorder.timer,
-            in_flight,
-            parts.phases,
-        )
-        interruption.defer(ranks.any if ranks.size > 1 else bool)
-        try:
-            train(parts, stream, state, cfg.schedule, interruption, cfg.seed)
-        except NonFinite as error:
-            raise _not_finite(error, state, folder) from error
-        except Interrupted:
-            _save_unfinished(parts, stream, state, folder, ranks)
-            raise interrupted(interruption, state, cfg, folder) from None
+        _train(cfg, parts, in_flight, state, folder, ranks, interruption)
     failure, stopped = ranks.from_first(lambda: (hooks.failure, hooks.stopped))
-    if failure is not None and not state.done:
-        raise _stopped_by_hook(failure, state, folder)
-    if stopped is not None and not state.done:
+
+    if state.done:
+        if cfg.algo.trains is Trains.reward:
+            centre(cfg, parts.engine, tokenizer)
+        card = model_card(cfg, typed, folder.path, len(task), parts.recorder, state) if ranks.first else ""
+        write_model(parts.engine, folder, ranks, card)
         if ranks.first:
-            _note_stop(stopped, state, folder)
-        return parts.recorder.evaluated.get(cfg.metric)
-    if not state.done:
-        raise interrupted(interruption, state, cfg, folder)
-    if cfg.algo.trains is Trains.reward:
-        centre(cfg, parts.engine, tokenizer)
-    card = model_card(cfg, typed, folder.path, len(task), parts.recorder, state) if ranks.first else ""
-    write_model(parts.engine, folder, ranks, card)
-    result = parts.recorder.evaluated
-    if ranks.first:
-        folder.write_state({**state.state_dict(), "finished": True, "result": result})
-    session_s = time.monotonic() - started
-    print_closing(cfg, typed, folder, parts.recorder, state, session_s, resumed=last is not None)
+            done = {"finished": True, "result": parts.recorder.evaluated}
+            folder.write_state({**state.state_dict(), **done})
+        session_s = time.monotonic() - started
+        print_closing(cfg, typed, folder, parts.recorder, state, session_s, resumed=last is not None)
     if failure is not None:
         raise _stopped_by_hook(failure, state, folder)
-    return result.get(cfg.metric)
+    if not state.done:
+        if stopped is None:
+            raise interrupted(interruption, state, cfg, folder)
+        if ranks.first:
+            _note_stop(stopped, state, folder)
+    return parts.recorder.evaluated.get(cfg.metric)
 
 
-def _warn_of(found: Iterable[str]) -> None:
-    """Log warnings."""
-    for warning in found:
-        log.warning("%s", warning)
+def _train(
+    cfg: Config,
+    parts: Parts,
+    in_flight: list[Rollouts],
+    state: TrainState,
+    folder: RunFolder,
+    ranks: Ranks,
+    interruption: Interruption,
+) -> None:
+    """Train until the run is done or asked to stop.
+
+    Args:
+        in_flight: the batches that a checkpoint has stored; see `Stream`.
+
+    Raises:
+        RunError: a loss or a gradient is not finite.
+        Interrupted: a signal arrived before training, or while a scorer waited for its service.
+    """
+    first = state.update + len(in_flight)
+    stream = Stream(
+        parts.generator,
+        itertools.islice(parts.prompts, state.num_updates - first),
+        replace(training_sampling(cfg), request=first),
+        cfg.schedule.max_lag,
+        parts.recorder.timer,
+        in_flight,
+        parts.phases,
+    )
+    interruption.defer(ranks.any if ranks.size > 1 else bool)
+    try:
+        train(parts, stream, state, cfg.schedule, interruption, cfg.seed)
+    except NonFinite as error:
+        raise _not_finite(error, state, folder) from error
+    except Interrupted:
+        _save_unfinished(parts, stream, state, folder, ranks)
+        raise interrupted(interruption, state, cfg, folder) from None
 
 
 def _open_folder(cfg: Config, folder: RunFolder) -> Path | None:
