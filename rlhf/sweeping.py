@@ -22,7 +22,7 @@ from rlhf.config import catalogue
 from rlhf.config.arguments import listed, readable
 from rlhf.config.best_generator import selecting
 from rlhf.config.compose import initialized
-from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.config.mistakes import explained
 from rlhf.core.errors import RunError, UserError
 from rlhf.experiment import Experiment
 from rlhf.launch.hydra_internals import multirun_config, uses_basic_sweeper
@@ -68,22 +68,17 @@ def jobs(overrides: Sequence[str]) -> list[Experiment]:
     Raises:
         UserError: an override is invalid, or the sweeper chooses values during the sweep.
     """
-    try:
-        with initialized() as search:
-            config = multirun_config([*search, *overrides])
-            if not uses_basic_sweeper(config):
-                raise UserError(
-                    "hydra/sweeper must be basic in Python (a search chooses its runs while it goes on), got "
-                    f"{config.hydra.sweeper._target_}; run: python -m rlhf.train -m {shlex.join(overrides)}"
-                )
-            loader = GlobalHydra.instance().config_loader()
-            jobs = sweep_jobs(config)
-            with selecting(generator_of_jobs(config, jobs)):
-                return [Experiment.composed(loader.load_sweep_config(config, job), job) for job in jobs]
-    except CONFIG_ERRORS as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(explain(error, overrides)) from error
+    with explained(overrides, sweep=True), initialized() as search:
+        config = multirun_config([*search, *overrides])
+        if not uses_basic_sweeper(config):
+            raise UserError(
+                "hydra/sweeper must be basic in Python (a search chooses its runs while it goes on), got "
+                f"{config.hydra.sweeper._target_}; run: python -m rlhf.train -m {shlex.join(overrides)}"
+            )
+        loader = GlobalHydra.instance().config_loader()
+        jobs = sweep_jobs(config)
+        with selecting(generator_of_jobs(config, jobs)):
+            return [Experiment.composed(loader.load_sweep_config(config, job), job) for job in jobs]
 
 
 def follow(command: list[str]) -> int:

@@ -130,8 +130,7 @@ def main() -> None:
                 return
             sys.argv[1:] = checked_arguments(sys.argv[1:], flags())
             search.register()
-            overrides = list(takewhile(lambda argument: not argument.startswith("-"), sys.argv[1:]))
-            with selecting(generator_of(overrides)), sweep.watching():
+            with selecting(generator_of(_overrides())), sweep.watching():
                 try:
                     train()
                 except (Interrupted, KeyboardInterrupt):
@@ -144,7 +143,13 @@ def main() -> None:
     except CONFIG_ERRORS as error:
         if composed:
             raise
-        refuse([explain(error, [argument for argument in sys.argv[1:] if not argument.startswith("-")])])
+        multirun = any(word[:3] in ("-m", "--m") for word in sys.argv)  # --multirun may be abbreviated
+        refuse([explain(error, _overrides(), multirun)])
+
+
+def _overrides() -> list[str]:
+    """Return the overrides of the command line, which `checked_arguments` puts before the flags."""
+    return list(takewhile(lambda argument: not argument.startswith("-"), sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -75,6 +75,10 @@ def own_conf(tmp_path: Path) -> Path:
     """Return a folder laid out like conf/: one valid experiment file, and files with one error each."""
     files = {
         "typo": "algo:\n  beat: 1\n",
+        "chain": "defaults:\n  - typo\n  - _self_\nseed: 2\n",
+        "list": "optim:\n  betas: [0.9, high]\n",
+        "reference": "algo:\n  beta: ${nope}\n",
+        "two": "defaults:\n  - /algo: dpo\n",
         "wrong_type": "algo:\n  beta: high\n",
         "wrong_group": "defaults:\n  - override /algoo: dpo\n",
         "wrong_option": "defaults:\n  - override /algo: dpoo\n",

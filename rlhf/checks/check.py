@@ -28,7 +28,7 @@ from rlhf.checks import (  # noqa: F401
 )
 from rlhf.checks.rules import DOUBTS, RULES, TRAINING_RULES
 from rlhf.config import own_files
-from rlhf.config.mistakes import explain, undefined, unknown_key
+from rlhf.config.mistakes import explain, unknown_keys
 from rlhf.config.root import Config, to_config
 from rlhf.config.schema import sections
 from rlhf.core.errors import UserError, report
@@ -82,7 +82,7 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
     if "hydra" in config:
         with read_write(config), open_dict(config):
             del config["hydra"]
-    found = [unknown_key(key, key, section, overrides) for key, section in undefined(config)]
+    found = unknown_keys(config, overrides)
     found += [*names.unknown_tuning(overrides), *names.typed_names(overrides), *own_files.hidden()]
     try:
         unset = sorted(OmegaConf.missing_keys(config))

@@ -17,9 +17,8 @@ from rlhf.checks.machine import expandable_segments
 from rlhf.config.backend import Device
 from rlhf.config.best_generator import SELECTED, best_generator, candidates, selecting
 from rlhf.config.compose import compose_node
-from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.config.mistakes import CONFIG_ERRORS, explained
 from rlhf.config.root import Config
-from rlhf.core.errors import UserError
 from rlhf.core.machine import this_machine
 from rlhf.memory import advice
 
@@ -41,11 +40,8 @@ def composed_node(overrides: list[str]) -> DictConfig:
     Raises:
         UserError: an override is invalid.
     """
-    with selecting(generator_of(overrides)):
-        try:
-            return compose_node(overrides)
-        except CONFIG_ERRORS as error:
-            raise UserError(explain(error, overrides)) from error
+    with selecting(generator_of(overrides)), explained(overrides):
+        return compose_node(overrides)
 
 
 def generator_of(overrides: list[str]) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf.checks.rules import rule
-from rlhf.config.catalogue import conf_dirs, options
+from rlhf.config.catalogue import option_files, options
 from rlhf.config.function_source import top_level_module
-from rlhf.config.mistakes import chosen_by, group_of, option_name, split
+from rlhf.config.mistakes import chosen_by, group_of, option_name
+from rlhf.config.overrides import read_overrides
 from rlhf.config.root import Config
 from rlhf.config.schema import sections
 
@@ -44,10 +45,10 @@ def _names(cfg: Config) -> Iterator[str]:
 
 def typed_names(overrides: Sequence[str]) -> Iterator[str]:
     """Yield an error for each override that sets the name of a section, such as `algo.name=ppo`."""
-    for key, value in map(split, overrides):
-        at, dot, leaf = key.lstrip("+").rpartition(".")
+    for each in read_overrides(overrides):
+        at, dot, leaf = each.key.rpartition(".")
         if dot and leaf == "name" and (at in _NAMED or ".parts." in at):
-            yield _wrong_name(at, value)
+            yield _wrong_name(at, each.value)
 
 
 def _wrong_name(at: str, name: str) -> str:
@@ -72,17 +73,14 @@ def unknown_tuning(overrides: Sequence[str]) -> list[str]:
 
 def recipes_of_other_commands(overrides: Sequence[str]) -> Iterator[str]:
     """Yield an error for each `experiment=` of the overrides whose recipe is for `rlhf.relabel`."""
-    for key, value in map(split, overrides):
-        if key.lstrip("+") != "experiment":
-            continue
-        for folder in conf_dirs():
-            file = folder / "experiment" / f"{value}.yaml"
-            found = COMMAND.search(file.read_text(encoding="utf-8")) if file.is_file() else None
-            if found is not None and found[2] == "relabel":
-                yield (
-                    f"experiment must be a recipe that trains ({value} only labels pairs), got {value}; "
-                    f"run: {found[1]}"
-                )
+    for each in read_overrides(overrides):
+        file = option_files("experiment").get(each.value) if each.key == "experiment" else None
+        found = COMMAND.search(file.read_text(encoding="utf-8")) if file is not None else None
+        if found is not None and found[2] == "relabel":
+            yield (
+                f"experiment must be a recipe that trains ({each.value} only labels pairs), got "
+                f"{each.value}; run: {found[1]}"
+            )
 
 
 @rule

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rlhf.checks.rules import rule
-from rlhf.config.mistakes import split
+from rlhf.config.overrides import read_overrides
 from rlhf.config.root import Config
 from rlhf.core.errors import UserError
 from rlhf.core.secrets import NO_SECRET_VALUE, is_secret_key, secret_in
@@ -35,11 +35,10 @@ def check_arguments(arguments: Sequence[str]) -> None:
         UserError: an argument is like `+logger.wandb.api_key=...`; the error does not contain the value.
     """
     found = []
-    for key, value in map(split, arguments):
-        name = key.lstrip("+~")
-        if is_secret_key(name) and not NO_SECRET_VALUE.fullmatch(value):
+    for each in read_overrides(arguments):
+        if is_secret_key(each.key) and not NO_SECRET_VALUE.fullmatch(each.value):
             found.append(
-                f"{name} must not be set on the command line (files of the run and the list of processes "
+                f"{each.key} must not be set on the command line (files of the run and the list of processes "
                 f"show the command line), got a value; {_REMEDY}"
             )
     if found:

@@ -79,8 +79,12 @@ def groups() -> list[str]:
 
 def options(group: str) -> dict[str, str]:
     """Return the options of a group with their descriptions (the first sentence of each file)."""
-    files = {path.stem: path for folder in conf_dirs() for path in sorted((folder / group).glob("*.yaml"))}
-    return {name: _first_sentence(path) for name, path in files.items()}
+    return {name: _first_sentence(path) for name, path in option_files(group).items()}
+
+
+def option_files(group: str) -> dict[str, Path]:
+    """Return the file of each option of a group."""
+    return {path.stem: path for folder in conf_dirs() for path in sorted((folder / group).glob("*.yaml"))}
 
 
 def _first_sentence(file: Path) -> str:

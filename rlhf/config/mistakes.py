@@ -1,4 +1,4 @@
-"""Messages about invalid configs, made from errors of Hydra and OmegaConf.
+"""Messages about invalid configs: which override, or which key of a config file, is wrong, and why.
 
 Each message contains the key as typed, the rule, the value and a remedy. This module imports no torch.
 """
@@ -8,26 +8,30 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException, SearchPathException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    ConfigTypeError,
     InterpolationKeyError,
     OmegaConfBaseException,
     ValidationError,
 )
 
 from rlhf.config.arguments import in_ascii, several_values, unreadable
-from rlhf.config.catalogue import all_keys, declarations, groups, options
+from rlhf.config.catalogue import all_keys, declared_keys, groups, options
 from rlhf.config.foreign import OTHERS, meaning
+from rlhf.config.overrides import Override, files_that_set, read_overrides, selected_files
 from rlhf.config.schema import SCHEMAS, fact, schema_of
 from rlhf.config.suggestions import (
     closest,
@@ -39,6 +43,7 @@ from rlhf.config.suggestions import (
     suggestion,
     translated,
 )
+from rlhf.core.errors import UserError
 from rlhf.core.pasting import setting
 
 # Exceptions of an invalid config. For some uses of null, Hydra and OmegaConf raise the last two types.
@@ -46,127 +51,165 @@ CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, Asserti
 
 _OPTIONAL_GROUPS = ("tuned", "length", "experiment", "debug")
 
+_SECTIONS = ("algo", "model", "task", "generator", "backend", "scorer")  # groups that take no list
+
 _TYPE_NAMES = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
-def explain(error: Exception, overrides: Sequence[str]) -> str:
+@contextmanager
+def explained(overrides: Sequence[str], sweep: bool = False) -> Iterator[None]:
+    """Raise UserError with the message of `explain` for an error of the block that composes a config."""
+    try:
+        yield
+    except UserError:
+        raise
+    except CONFIG_ERRORS as error:
+        raise UserError(explain(error, overrides, sweep)) from error
+
+
+def explain(error: Exception, overrides: Sequence[str], sweep: bool = False) -> str:
     """Return the message for an error that composing a config raised.
+
+    The mistake is searched in the overrides, and in the config files that they select. The texts of Hydra and
+    OmegaConf appear only if no mistake is found.
 
     Args:
         error: one of `CONFIG_ERRORS`.
         overrides: the overrides of the command line.
+        sweep: whether commas in overrides separate the values of a sweep.
     """
     if isinstance(error, OverrideParseException):
         return unreadable(error.override, overrides)
+    typed = read_overrides(overrides)
     if isinstance(error, MissingConfigException):
-        return _missing_file(error, overrides)
-    if isinstance(error, SearchPathException):
-        folder = str(error).partition("'")[2].rpartition("'")[0]
-        return f"--config-dir must name a folder laid out like conf/, got {folder}; fix the path"
+        return _missing_file(error, typed)
     if isinstance(error, yaml.YAMLError):
         return f"a config file is not YAML: {' '.join(str(error).split())}; fix the file"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-    text = str(error)
-    where = match[1] if (match := re.match(r"In '([^']+)': \w+ raised while composing", text)) else None
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
-        match = re.match(r"Could not override '([^']+)'", text)
-        typed = match[1] if match else str(cause.full_key)
-        return unknown_key(typed, str(cause.full_key), cause.object_type, overrides, where)
-    if isinstance(cause, InterpolationKeyError) and cause.full_key != "_dummy_":  # a key of the defaults list
-        return _unknown_reference(cause, overrides)
-    if isinstance(cause, ValidationError) and is_dataclass(cause.object_type):
-        return _bad_value(cause, overrides, where)
-    parts = r"(?:Could not|Error merging) override '?\+?(?:\S+@)?((?:scorer|gold|task)\.parts\.\w+)"
-    if match := re.match(rf"(?:In '\S+': )?{parts}", text):
-        at = match[1]
-        kind = "task" if at.startswith("task.") else "scorer"
-        why = f"the parts of a {kind} are {kind}s, under names of your choice"
-        got = next((override for override in overrides if at in override), at)
-        remedy = f"choose it by {chosen_by(at)}=<{kind}>, with + in front if it is new"
-        return f"{at} must be chosen before it is set ({why}), got {got}; {remedy}"
-    no_match = r"(?:In '([^']+)': )?Could not override '([^']+)'\.\s+(?:No match|Did you mean to)"
-    if match := re.match(no_match, text):
-        return _unknown_group(match[2], match[1])
-    if match := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", text):
-        return several_values(*match.groups())
-    for twice in (r"Multiple values for (?:schema/\w+@)?([\w@/]+)", r"(?:schema/)?(\w+)\S* appears more"):
-        if match := re.match(twice, text):
-            rule = f"{match[1]} must have one option, got more than one"
-            return f"{rule}; write {match[1]}=<option>, without + or brackets"
-    if match := re.match(r"Could not delete from config. '([^']+)' does not exist", text):
-        return f"~{match[1]} must name an existing key, got {match[1]}; list the keys with --cfg job"
-    if match := re.match(r"Could not override '([^']+)'\.\s+To append to your config use (\+.+)", text):
-        key, remedy = match.groups()
-        return f"{key} must be added with + (the config has no such key), got {remedy[1:]}; write '{remedy}'"
-    for key, value in map(split, overrides):
-        section, _, rest = key.lstrip("+").partition(".")
-        if section == "logger" and "." in rest:
-            name = rest.partition(".")[0]
-            why = "a logger that is off has no settings"
-            return f"{key} needs the logger {name} ({why}), got {value}; add logger={name}"
-        if key.startswith("~") or (value == "null" and "." not in key):
-            group = key.lstrip("~")
-            if group in _OPTIONAL_GROUPS:
-                return f"{key} must be an option, got {value}; write ~{group} to leave it out"
-            got = f"{key}={value}" if value else key
-            listed = f" ({', '.join(options(group))})" if options(group) else ""
-            return f"{group} must be chosen (every run has one), got {got}; set {group}=<option>{listed}"
-        group = key.lstrip("+").partition("@")[0]
-        if isinstance(error, ValueError) and group in groups() and value not in options(group):
-            return one_of(key.lstrip("+"), value, options(group))  # for example a number, or true
-    if match := re.match(r"Error merging override \+*([\w.]+)=", text):
-        return _bad_list(match[1], overrides)
-    lines = [line.strip() for line in text.splitlines() if not re.search("full_key|_type=", line)]
+    found = _wrong_setting(cause, typed) if isinstance(cause, OmegaConfBaseException) else None
+    if found := found or next(_wrong_choices(typed, sweep), None):
+        return found
+    lines = [line.strip() for line in str(error).splitlines() if not re.search("full_key|_type=", line)]
     return (f"{error.full_key}: " if isinstance(error, OmegaConfBaseException) else "") + " ".join(lines)
 
 
-def _missing_file(error: MissingConfigException, overrides: Sequence[str]) -> str:
-    """Return the message for an option that does not exist in its group, or a group that does not exist."""
-    match = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
-    wanted = error.missing_cfg_file or (match[1] if match else "")
+def _missing_file(error: MissingConfigException, overrides: Sequence[Override]) -> str:
+    """Return the message for an option that does not exist in its group."""
+    wanted = error.missing_cfg_file or ""
     group, _, name = wanted.rpartition("/")
     if not group:
         return f"--config-name must name a file of the config folder, got {wanted}; leave it out"
-    for key, value in map(split, overrides):
-        at = key.lstrip("+~").partition("@")[0]
-        if wanted in [f"{at}/{option}" for option in re.split(r"[\[\],\s]+", value)]:
-            named = options(at.removeprefix("schema/"))
-            return one_of(key.lstrip("+~"), wanted.removeprefix(f"{at}/"), named)
+    for each in overrides:
+        if wanted in [f"{each.group}/{option}" for option in each.options]:
+            known = options(each.group.removeprefix("schema/"))
+            return one_of(each.key, wanted.removeprefix(f"{each.group}/"), known)
     choices = [option for option in error.options or () if option] or list(options(group))
-    where = next((f"{k}={v}" for k, v in map(split, overrides) if k.lstrip("+") == "experiment"), None)
+    where = next((each.text.lstrip("+") for each in overrides if each.key == "experiment"), None)
     return one_of(group, name, choices, f" (chosen by {where})" if where else "")
 
 
-def _unknown_group(name: str, where: str | None) -> str:
-    """Return the message for a group `name` that does not exist; `where` is the config file that names it."""
-    place = f" in {where}.yaml" if where else ""
+def _wrong_setting(error: OmegaConfBaseException, overrides: Sequence[Override]) -> str | None:
+    """Return the message for a key, value or reference that OmegaConf refuses; None: of no section."""
+    key = str(error.full_key).partition("[")[0]  # of a list, if an element is wrong
+    section = error.object_type
+    unknown = isinstance(error, ConfigAttributeError | ConfigKeyError)
+    if unknown and section is dict and ".parts." not in key:
+        added = (each.text for each in overrides if each.key == key)
+        why = "the config has no such key"
+        return next(
+            (f"{key} must be added with + ({why}), got {text}; write '+{text}'" for text in added), None
+        )
+    if not is_dataclass(section):
+        section = next((each.section for each in declared_keys() if each.key == key), None)
+    if section is None or not key:
+        return None
+    if unknown:
+        where = next((name for name, _ in files_that_set(key, overrides)), None)
+        return _unknown_key(key, section, overrides, where)
+    if isinstance(error, InterpolationKeyError):
+        return _unknown_reference(key, overrides)
+    if isinstance(error, ValidationError | ConfigTypeError):
+        return _bad_value(error, key, section, overrides)
+    return None
+
+
+def _wrong_choices(overrides: Sequence[Override], sweep: bool) -> Iterator[str]:
+    """Yield a message for each override, or entry of a defaults list, that chooses no option of a group."""
+    for each in overrides:
+        if not sweep and OverridesParser.create().parse_override(each.text).is_sweep_override():
+            yield several_values(each.key, each.value)
+    chosen = {each.key for each in overrides if each.sign == "+"}
+    for each in overrides:
+        yield from _wrong_choice(each, chosen)
+    for file in selected_files(overrides):
+        for entry, _ in file.defaults:
+            group = entry.split(" ")[-1].removeprefix("/")
+            if entry.startswith("override "):
+                yield from _unknown_group(group, f" in {file.name}.yaml")
+            elif group in _SECTIONS:
+                rule = f"{group} must have one option, got another one in {file.name}.yaml"
+                yield f"{rule}; write override /{group}: <option>"
+
+
+def _wrong_choice(override: Override, chosen: Collection[str]) -> Iterator[str]:
+    """Yield a message if an override chooses no option of a group; `chosen`: the keys that `+` adds."""
+    key, group, value, typed = override.key, override.group, override.value, override.typed
+    several = value[:1] == "[" and (group in _SECTIONS or len({*override.options}) < len(override.options))
+    part = re.match(r"(?:\S+@)?((?:scorer|gold|task)\.parts\.\w+)", key)
+    if part and chosen_by(part[1]) not in chosen:
+        kind = "task" if part[1].startswith("task.") else "scorer"
+        why = f"the parts of a {kind} are {kind}s, under names of your choice"
+        remedy = f"choose it by {chosen_by(part[1])}=<{kind}>, with + in front if it is new"
+        yield f"{part[1]} must be chosen before it is set ({why}), got {override.text}; {remedy}"
+    elif re.match(r"logger\.\w+\.", key):
+        name, why = key.split(".")[1], "a logger that is off has no settings"
+        yield f"{typed} needs the logger {name} ({why}), got {value}; add logger={name}"
+    elif group in _OPTIONAL_GROUPS and (override.sign == "~" or value == "null"):
+        yield f"{typed} must be an option, got {value}; write ~{group} to leave it out"
+    elif options(group) and (override.sign == "~" or value == "null"):
+        got, listed = f"{typed}={value}" if value else typed, ", ".join(options(group))
+        yield f"{key} must be chosen (every run has one), got {got}; set {key}=<option> ({listed})"
+    elif override.sign == "~":
+        yield f"{typed} must name an existing key, got {key}; list the keys with --cfg job"
+    elif group in groups() and not part and (override.sign or several):
+        yield f"{key} must have one option, got more than one; write {key}=<option>, without + or brackets"
+    elif group in groups() and not {*override.options} <= {*options(group), ""}:
+        yield one_of(key, value, options(group))  # for example a number, or true
+    elif "@" in key or "/" in key:
+        yield from _unknown_group(key)
+
+
+def _unknown_group(name: str, place: str = "") -> Iterator[str]:
+    """Yield a message if there is no group, or no section, of a name such as `scorer@gold`."""
     group, _, section = name.partition("@")
+    if name in groups() or (section and chosen_by(section) == name):
+        return
     if section and group in groups():
         guess = "did you mean scorer@gold?" if group == "scorer" else f"choose by {group}=<option>"
         rule = f"{name} must name a section with options of {group}{place} (there is no {section})"
-        return f"{rule}, got {name}; {guess}"
-    return f"{name} must be a group{place} (one of {', '.join(groups())}), got {name}; " + (
-        suggestion(name, groups(), "did you mean {}?") or "see --help"
-    )
+        yield f"{rule}, got {name}; {guess}"
+    else:
+        guess = suggestion(name, groups(), "did you mean {}?") or "see --help"
+        yield f"{name} must be a group{place} (one of {', '.join(groups())}), got {name}; {guess}"
 
 
-def unknown_key(
-    typed: str, full_key: str, section: type, overrides: Sequence[str] = (), where: str | None = None
-) -> str:
-    """Return the message for a key that its section does not have.
+def unknown_keys(config: DictConfig, overrides: Iterable[str]) -> list[str]:
+    """Return a message for each key that `+` added to a section without such a key."""
+    typed = read_overrides(overrides)
+    return [_unknown_key(key, section, typed) for key, section in _undefined(config)]
 
-    Args:
-        typed: the key as typed.
-        full_key: the dotted key from the root of the config.
-        section: class of the section.
-        overrides: the overrides of the command line.
-        where: the config file that sets the key; None for the command line.
-    """
-    parent, _, leaf = full_key.rpartition(".")
+
+def _unknown_key(key: str, section: type, overrides: Sequence[Override], where: str | None = None) -> str:
+    """Return the message for a key that its section does not have."""
+    parent, _, leaf = key.rpartition(".")
     known = [f.name for f in fields(section) if f.name != "name"]
-    got = next((override for override in overrides if split(override)[0].lstrip("+~") == typed), typed)
-    value = got.partition("=")[2]
     place = f" in {where}.yaml" if where else ""
+    typed = got = key
+    for each in () if where else overrides:
+        if f"{each.key}.".startswith(f"{key}."):
+            typed, got = each.key, each.text
+            break
+    value = got.partition("=")[2]
     if where and not parent and where.startswith(f"{leaf}/"):
         return (
             f"{where}.yaml must begin with # @package _global_ (its settings belong to several sections), "
@@ -174,28 +217,25 @@ def unknown_key(
         )
     if not parent:
         known = sorted({*known, *groups()})
-        full = next(
-            (key for key, _ in map(split, overrides) if key.lstrip("+").startswith(f"{typed}.")), typed
-        )
-        guess = _top_level(full.lstrip("+"), value, known, keys_of_run(overrides))
+        guess = _top_level(typed, value, known, keys_of_run(each.text for each in overrides))
         rule = f"{typed} must be a setting or a group{place} (there is no {leaf})"
         return f"{rule}, got {got}; {guess or 'see --help'}"
     option = option_name(section)
     if option not in options(group_of(parent)):
         option = None  # a schema that several options share
     owner = f"{chosen_by(parent)}={option}" if option else parent
-    own = [f"{parent}.{key}" for key in known]
+    own = [f"{parent}.{name}" for name in known]
     elsewhere = [other for other in _owners(parent, leaf) if other != option]
-    found = meaning(full_key, own)
+    found = meaning(key, own)
     if found and (found[0].key in own or value in options(found[0].key) or not _same_leaf(leaf)):
-        guess = translated(full_key, value, own)
+        guess = translated(key, value, own)
     elif value in options(group_of(parent)):
         guess = f"set {chosen_by(parent)}={value}"
     elif elsewhere:
         belongs = ", ".join(f"{chosen_by(parent)}={other}" for other in elsewhere)
         guess = f"it belongs to {belongs}: choose that option, or leave it out"
     elif found and found[2] == OTHERS:
-        guess = translated(full_key, value, own)
+        guess = translated(key, value, own)
     else:
         guess = _similar_key(parent, (leaf, typed.rpartition(".")[2]), known)
     return (
@@ -205,14 +245,7 @@ def unknown_key(
 
 
 def _top_level(typed: str, value: str, known: Sequence[str], keys: Sequence[str]) -> str | None:
-    """Return the remedy for a name that no setting or group has, or None.
-
-    Args:
-        typed: the name, perhaps with sections before it that do not exist.
-        value: its value as typed.
-        known: the settings and groups of the root.
-        keys: the keys that the run has.
-    """
+    """Return the remedy for a name that no setting or group has, or None."""
     leaf = simple(typed.rpartition(".")[2])
     found = meaning(typed, keys)
     if same := [key for key in keys if simple(key) == simple(typed)]:
@@ -238,13 +271,7 @@ def _same_leaf(word: str) -> str | None:
 
 
 def _similar_key(parent: str, words: Iterable[str], known: Sequence[str]) -> str | None:
-    """Return a question about the key that is meant: of the section, another section or another option.
-
-    Args:
-        parent: the dotted key of the section.
-        words: the key without its section, as read and as typed.
-        known: the keys of the section.
-    """
+    """Return a question about the key that is meant: of the section, another section or another option."""
     for word in words:
         if joined := _same_leaf(f"{parent}_{word}"):
             return f"did you mean {joined}?"
@@ -259,54 +286,29 @@ def _similar_key(parent: str, words: Iterable[str], known: Sequence[str]) -> str
     return None
 
 
-def _bad_value(error: OmegaConfBaseException, overrides: Sequence[str], where: str | None) -> str:
-    """Return the message for a value of the wrong type.
-
-    Args:
-        error: the error of OmegaConf.
-        overrides: the overrides of the command line.
-        where: the config file that sets the value; None for the command line.
-    """
-    key = str(error.full_key)
-    section = error.object_type
-    assert section is not None
-    leaf = str(error.key)
-    hint = get_type_hints(section).get(leaf)
-    typed, got = next(((k, v) for k, v in map(split, overrides) if k.lstrip("+") == key), (key, None))
-    value = got if got is not None else shown(error.value)
-    if inner := next((o for o in overrides if split(o)[0].lstrip("+").startswith(f"{key}.")), None):
-        return f"{key} must be {allowed(hint)}, with nothing inside it, got {inner}; leave {inner} out"
+def _bad_value(error: OmegaConfBaseException, key: str, section: type, overrides: Sequence[Override]) -> str:
+    """Return the message for a value of the wrong type."""
+    leaf = key.rpartition(".")[2]
+    hint = get_type_hints(section).get(leaf, section)
+    files = files_that_set(key, overrides)
+    wrong = (name for name, found in files if error.value in [found, *(found if type(found) is list else ())])
+    where = next(wrong, None)
     place = f" in {where}.yaml" if where else ""
+    value = next((each.value for each in overrides if each.key == key and not where), shown(error.value))
+    if inner := next((each.text for each in overrides if each.key.startswith(f"{key}.")), None):
+        return f"{key} must be {allowed(hint)}, with nothing inside it, got {inner}; leave {inner} out"
     if is_dataclass(hint):
         if (group := group_of(key)) in groups():
-            at = chosen_by(key)
-            choices = ", ".join(options(group))
-            return f"{at} chooses what {key} is ({choices}), got {key}={value}; set {at}={value}"
+            at, choices = chosen_by(key), ", ".join(options(group))
+            return f"{at} chooses what {key} is ({choices}){place}, got {key}={value}; set {at}={value}"
         names = ", ".join(f"{key}.{f.name}" for f in fields(hint))
-        return f"{key} is a section of settings ({names}), got {key}={value}; set one of them"
+        return f"{key} is a section of settings{place} ({names}), got {key}={value}; set one of them"
     remedy = _value_remedy(section, leaf, key, hint, value)
-    return f"{typed.lstrip('+')} must be {allowed(hint)}{place}, got {value!r}; {remedy}"
-
-
-def _bad_list(key: str, overrides: Sequence[str]) -> str:
-    """Return the message for a list with a wrong element, such as `optim.betas=[a,b]`."""
-    value = next((value for typed, value in map(split, overrides) if typed.lstrip("+") == key), "")
-    for section, hint in declarations(key):
-        remedy = _value_remedy(section, key.rpartition(".")[2], key, hint, value)
-        return f"{key} must be {allowed(hint)}, got {value!r}; {remedy}"
-    return f"{key} must have a value of another type, got {value!r}; see --help keys"
+    return f"{key} must be {allowed(hint)}{place}, got {value!r}; {remedy}"
 
 
 def _value_remedy(section: type, leaf: str, key: str, hint: Any, value: str) -> str:
-    """Return the remedy for a value of the wrong type.
-
-    Args:
-        section: class of the section.
-        leaf: name of the field.
-        key: dotted key of the field.
-        hint: type of the field.
-        value: the value as typed.
-    """
+    """Return the remedy for a value of the wrong type."""
     at = key.rpartition(".")[0]
     if leaf == "path" and group_of(at) == "scorer" and (own := own_value(chosen_by(at), value)):
         return own
@@ -342,23 +344,19 @@ def _as_number(value: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _unknown_reference(error: InterpolationKeyError, overrides: Sequence[str]) -> str:
+def _unknown_reference(key: str, overrides: Sequence[Override]) -> str | None:
     """Return the message for a value that refers to a key that does not exist, such as `${nope}`."""
-    match = re.search(r"Interpolation key '([^']*)'", str(error))
-    name = match[1] if match else ""
-    key = str(error.full_key)
-    got = next((value for typed, value in map(split, overrides) if typed.lstrip("+") == key), f"${{{name}}}")
-    guess = suggestion(name, all_keys(), "did you mean ${{{}}}?") or f"set {key}=<value>"
-    return f"{key} must refer to a key of the config (there is no {name}), got {got}; {guess}"
+    typed = [each.value for each in overrides if each.key == key]
+    for value in map(str, [*typed, *(found for _, found in files_that_set(key, overrides))]):
+        for name in re.findall(r"\$\{([\w.]+)", value.replace("\\", "")):
+            if name not in all_keys():
+                guess = suggestion(name, all_keys(), "did you mean ${{{}}}?") or f"set {key}=<value>"
+                return f"{key} must refer to a key of the config (there is no {name}), got {value}; {guess}"
+    return None
 
 
-def undefined(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Yield each key that `+` added to a section without such a key, with the class of the section.
-
-    Args:
-        cfg: the config, or a section of the config.
-        prefix: the dotted key of `cfg` with a dot at its end; empty for the root.
-    """
+def _undefined(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Yield each key that `+` added to a section without such a key, with the class of the section."""
     section = OmegaConf.get_type(cfg)
     known = {f.name for f in fields(section)} if is_dataclass(section) else None
     for key in map(str, cfg):
@@ -366,13 +364,7 @@ def undefined(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
             assert section is not None
             yield f"{prefix}{key}", section
         elif isinstance(child := cfg._get_node(key), DictConfig) and child._content.__class__ is dict:
-            yield from undefined(child, f"{prefix}{key}.")
-
-
-def split(override: str) -> tuple[str, str]:
-    """Return the key and the value of an override, without quotes around the value."""
-    key, _, value = override.partition("=")
-    return key, value[1:-1] if re.fullmatch('"[^"]*"', value) else value
+            yield from _undefined(child, f"{prefix}{key}.")
 
 
 def shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlhf.config.document import read_document
-from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.config.mistakes import explained
 from rlhf.config.root import Config, to_config
 from rlhf.config.schema import SCHEMAS
 from rlhf.core.errors import UserError
@@ -73,17 +73,13 @@ def overridden(
     """
     node = _load_node(file)
     OmegaConf.set_struct(node, True)
-    try:
+    with explained(overrides):
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         for each in parsed:
             if str(each.input_line).startswith(("+", "~")) or each.is_sweep_override():
                 raise UserError(f"{key_of(each)} must be set to one value{why_one.format(each.input_line)}")
         apply(node, parsed)
         return to_config(node)
-    except CONFIG_ERRORS as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(explain(error, overrides)) from error
 
 
 def key_of(override: Override) -> str:

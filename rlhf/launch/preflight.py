@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlhf.checks.check import overrides_of, refuse, warn, warnings
 from rlhf.checks.composing import Job, selected
 from rlhf.config.best_generator import SELECTED, candidates
-from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.config.mistakes import explained
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import is_first_rank
 from rlhf.experiment import Experiment
@@ -97,13 +97,12 @@ class Preflight(Callback):
         for overrides, distinct in zip(jobs, distinct_overrides(jobs), strict=True):
             label = distinct or "every job"
             try:
-                job = GlobalHydra.instance().config_loader().load_sweep_config(config, overrides)
-                experiment = Experiment.composed(job, overrides)
-                experiment.validate()
+                with explained(overrides):
+                    job = GlobalHydra.instance().config_loader().load_sweep_config(config, overrides)
+                    experiment = Experiment.composed(job, overrides)
+                    experiment.validate()
             except UserError as error:
                 problems += [f"{label}: {problem}" for problem in error.problems]
-            except CONFIG_ERRORS as error:
-                problems.append(f"{label}: {explain(error, overrides)}")
             else:
                 wrong = [*_wrong_direction(config, experiment.config), *uploads(experiment.config)]
                 problems += [f"{label}: {problem}" for problem in wrong]

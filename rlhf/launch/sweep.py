@@ -17,7 +17,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from rlhf.config.mistakes import CONFIG_ERRORS, explain
+from rlhf.config.mistakes import explained
 from rlhf.config.run import Resume
 from rlhf.core import stages
 from rlhf.core.console import console, say
@@ -225,7 +225,7 @@ class WatchedLauncher(Launcher):
         Raises:
             UserError: the config is invalid, for example because the sweeper chose an invalid value.
         """
-        try:
+        with explained(overrides):
             config = self.loader.load_sweep_config(self.config, overrides)
             with open_dict(config):
                 config.hydra.job.id = config.hydra.job.num = number
@@ -235,8 +235,4 @@ class WatchedLauncher(Launcher):
             cfg = experiment.config
             if cfg.resume is not Resume.never:
                 refuse_another_run(cfg, folder)
-        except UserError:
-            raise
-        except CONFIG_ERRORS as error:
-            raise UserError(explain(error, overrides)) from error
         return Job(overrides, folder, cfg.metric, label), cfg.resume

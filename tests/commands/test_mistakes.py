@@ -47,6 +47,17 @@ MISTAKES = {  # wrong arguments: texts that the message must contain
     "algo=dpo,sft": [
         "algo must have one value in a single run (commas separate the values of a sweep), got dpo,sft; add"
     ],
+    "seed=range(1,3)": ["seed must have one value in a single run", "got range(1,3); add -m to run each\n"],
+    "++algo=sft": ["algo must have one option"],
+    "foo@bar=1": ["foo@bar must be a group (one of algo, "],
+    "algo={beat:1}": ["algo.beat must be a setting of algo=dpo", "did you mean algo.beta?"],
+    "optim=[1]": ["optim is a section of settings (optim.optimizer, ", "got optim=[1]"],
+    "hydra.job.env_set.X=1": ["must be added with +", "write '+hydra.job.env_set.X=1'"],
+    "~algo.beat": ["~algo.beat must name an existing key"],
+    "scorer=weighted scorer.parts.a.x=1": [
+        "scorer.parts.a must be chosen before it is set",
+        "got scorer.parts.a.x=1; choose it by scorer@scorer.parts.a=",
+    ],
     "optim.lr=1,000": ["got 1,000; set optim.lr=1000, or add -m to run each"],
     "optim.lr=0,001": ["got 0,001; set optim.lr=0.001, or add -m to run each"],
     "optim.betas=0.9,0.99": ["write 'optim.betas=[0.9,0.99]' for a list, or add -m to run each"],
@@ -179,6 +190,10 @@ MISTAKES = {  # wrong arguments: texts that the message must contain
 IN_FILES = {  # experiment file of `own_conf`: texts that the message must contain
     "typo": ["algo.beat must be a setting of algo=dpo in experiment/typo.yaml", "did you mean algo.beta?"],
     "wrong_type": ["algo.beta must be a number in experiment/wrong_type.yaml, got 'high'"],
+    "chain": ["algo.beat must be a setting of algo=dpo in experiment/typo.yaml"],
+    "list": ["optim.betas must be a list of numbers, as [a,b] in experiment/list.yaml, got 'high'"],
+    "reference": ["algo.beta must refer to a key of the config (there is no nope), got ${nope}"],
+    "two": ["algo must have one option, got another one in experiment/two.yaml; write override /algo: "],
     "wrong_group": ["algoo must be a group in experiment/wrong_group.yaml", "did you mean algo?"],
     "wrong_option": ["got 'dpoo' (chosen by experiment=wrong_option); did you mean algo=dpo?"],
     "named": ["algo.name must not be set (the option of algo sets it), got ppo; set algo=ppo"],
