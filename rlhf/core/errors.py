@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from signal import Signals
 
 
@@ -51,6 +53,23 @@ class Interrupted(BaseException):
     def __init__(self, text: str, received: Signals | None = None) -> None:
         super().__init__(text)
         self.received = received
+
+
+@contextmanager
+def explained(*explanations: Callable[[Exception], Exception | None]) -> Iterator[None]:
+    """Raise the explanation of an error of the block instead of the error.
+
+    Args:
+        explanations: functions from an error to the error with a remedy, or to None if the function does not
+            know the error; the first explanation counts.
+    """
+    try:
+        yield
+    except Exception as error:
+        for explain in explanations:
+            if (explanation := explain(error)) is not None:
+                raise explanation from error
+        raise
 
 
 def report(problems: tuple[str, ...] | list[str]) -> str:

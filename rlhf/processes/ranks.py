@@ -192,18 +192,14 @@ def together() -> Iterator[None]:
         raise _connection_failed(error) from error
 
 
-@contextmanager
-def explain_lost_ranks() -> Iterator[None]:
-    """Raise RunError for an error of a collective that a library ran, for example DeepSpeed's backward."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            raise
-        raise _connection_failed(error) from error
+def lost_rank(error: Exception) -> RunError | None:
+    """Explain an error of a collective that a library ran, for example DeepSpeed's backward."""
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        return _connection_failed(error)
+    return None
 
 
-def _connection_failed(error: RuntimeError) -> RunError:
+def _connection_failed(error: Exception) -> RunError:
     """Return the error of a run in which a collective failed."""
     return RunError(
         "the connection between the ranks failed: a rank ended (it prints its own error, unless it was "

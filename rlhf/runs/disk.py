@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,15 +64,11 @@ def mib(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
 
 
-@contextmanager
-def explain_full_disk(folder: RunFolder) -> Iterator[None]:
-    """Raise RunError instead of OSError if the block fails because the disk of the run's folder is full."""
-    try:
-        yield
-    except OSError as error:
-        if why := full(error, folder.path):
-            raise no_room(folder, error.filename or "files of the run", why) from error
-        raise
+def full_disk(folder: RunFolder, error: Exception) -> RunError | None:
+    """Explain an OSError of a full disk of the run's folder."""
+    if isinstance(error, OSError) and (why := full(error, folder.path)):
+        return no_room(folder, error.filename or "files of the run", why)
+    return None
 
 
 def no_room(folder: RunFolder, what: object, why: str) -> RunError:

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.core.console import say
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, explained
 from rlhf.core.files import discard, scratch_of
-from rlhf.runs.disk import explain_full_disk
+from rlhf.runs.disk import full_disk
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock_file import STALE_S, LockFile, locked
 from rlhf.runs.writable import creating
@@ -49,7 +49,7 @@ def claimed(folder: Path, *, wait: bool = False, name: str = LOCK) -> Iterator[N
     lock = LockFile(folder / name, folder)
     with ExitStack() as ends:
         ends.callback(_remove_empty, folder)
-        with creating(folder), explain_full_disk(RunFolder(folder)):
+        with creating(folder), explained(partial(full_disk, RunFolder(folder))):
             ends.enter_context(locked(lock, wait_for if wait else refuse))
         new = all(path.name in (LOCK, EVALUATION_LOCK) for path in folder.iterdir())
         try:
@@ -81,7 +81,7 @@ def written_by_one(path: Path) -> Iterator[None]:
         UserError: another process writes `path`, or the folder above cannot be created.
     """
     with ExitStack() as ends:
-        with creating(path.parent, "output"), explain_full_disk(RunFolder(path.parent)):
+        with creating(path.parent, "output"), explained(partial(full_disk, RunFolder(path.parent))):
             ends.enter_context(locked(LockFile(_lock_beside(path), path, scratch_of(path)), refuse))
         yield
 

@@ -73,36 +73,31 @@ def cannot_write(key: str, folder: Path, reason: str) -> str:
     return f"{key} must be a folder that can be written ({reason}), got {folder}; set {key}=<folder>"
 
 
-@contextmanager
-def explain_file_errors(folder: Path) -> Iterator[None]:
-    """Raise an error with a remedy if the block fails because of folders, not because of the run itself.
+def deleted_folder(folder: Path, error: Exception) -> RunError | None:
+    """Explain an error of a run whose folder does not exist any more."""
+    if isinstance(error, (UserError, RunError)) or folder.is_dir():
+        return None
+    return RunError(
+        f"the run folder {folder} was deleted or moved during the run ({type(error).__name__}: "
+        f"{error}); the same command starts again"
+    )
 
-    Args:
-        folder: the run folder, which exists when the block begins.
 
-    Raises:
-        RunError: the block failed and the run folder does not exist any more, or because a file of the run
-            could not be read or written, for example because a folder replaced the file.
-        UserError: a library could not create a file outside of the run folder, for example in a cache.
+def unusable_file(folder: Path, error: Exception) -> UserError | RunError | None:
+    """Explain an OSError of a cache that cannot be written, or of a file in the run folder.
+
+    A file of the run cannot be read or written for example because a folder replaced the file.
     """
-    try:
-        yield
-    except (UserError, RunError):
-        raise
-    except Exception as error:
-        if not folder.is_dir():
-            raise RunError(
-                f"the run folder {folder} was deleted or moved during the run ({type(error).__name__}: "
-                f"{error}); the same command starts again"
-            ) from error
-        if isinstance(error, OSError) and (problem := _unusable_cache(error, folder)):
-            raise UserError(problem) from error
-        if isinstance(error, OSError) and (file := _file_in(folder, error)):
-            raise RunError(
-                f"cannot read or write {file}: {error.strerror}; when this is repaired, the same command "
-                "resumes the run from its last checkpoint"
-            ) from error
-        raise
+    if not isinstance(error, OSError):
+        return None
+    if problem := _unusable_cache(error, folder):
+        return UserError(problem)
+    if file := _file_in(folder, error):
+        return RunError(
+            f"cannot read or write {file}: {error.strerror}; when this is repaired, the same command "
+            "resumes the run from its last checkpoint"
+        )
+    return None
 
 
 def _file_in(folder: Path, error: OSError) -> Path | None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +25,14 @@ from rlhf.config.model import LoRAConfig
 from rlhf.config.run import Progress
 from rlhf.config.saved import load_config
 from rlhf.core.console import say, say_loading
-from rlhf.core.errors import UserError
+from rlhf.core.errors import UserError, explained
 from rlhf.core.files import append, as_line, component, read_lines, write_atomically
 from rlhf.core.launched import is_first_rank
 from rlhf.core.pasting import setting
 from rlhf.core.progress import progress
 from rlhf.core.state import TrainState
 from rlhf.processes.signals import interruptible
-from rlhf.runs.disk import explain_full_disk
+from rlhf.runs.disk import full_disk
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import EVALUATION_LOCK, claimed
 from rlhf.runs.transcript import setup_logging
@@ -114,10 +115,11 @@ def evaluate(
             name = candidate.name if candidate.named else folder.path / candidate.name
             say(f"evaluated already with these settings: {name}")
     if due:
-        from rlhf.stages.shortage import explain_full_gpu  # imports torch
+        from rlhf.stages.shortage import full_gpu  # imports torch
 
         claim = claimed(folder.path, name=EVALUATION_LOCK) if is_first_rank() else nullcontext()
-        with interruptible(), claim, explain_full_disk(folder), explain_full_gpu(cfg):
+        explanations = partial(full_gpu, cfg, None), partial(full_disk, folder)
+        with interruptible(), claim, explained(*explanations):
             rows = known(cfg, folder, split)  # another process may have ended since
             due = _not_evaluated(wanted, rows)
             for row in measure(due, cfg, folder, split, ranks) if due else ():

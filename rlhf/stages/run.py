@@ -9,6 +9,7 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from rlhf.config.identity import model_label
 from rlhf.config.run import Resume
 from rlhf.core.console import console, say, transcript
 from rlhf.core.encoding import encode_completions
-from rlhf.core.errors import Interrupted, RunError, UserError
+from rlhf.core.errors import Interrupted, RunError, UserError, explained
 from rlhf.core.files import whole
 from rlhf.core.formatting import short_path
 from rlhf.core.heap import keep_freed
@@ -41,20 +42,20 @@ from rlhf.loggers.hooks import Hooks
 from rlhf.models.folders import CARD
 from rlhf.models.lora import is_adapted
 from rlhf.models.modules import RewardModel
-from rlhf.processes.ranks import Ranks, explain_lost_ranks
+from rlhf.processes.ranks import Ranks, lost_rank
 from rlhf.processes.signals import interruptible
-from rlhf.runs.disk import explain_full_disk, no_room
+from rlhf.runs.disk import full_disk, no_room
 from rlhf.runs.folder import COMPLETE
 from rlhf.runs.lock import Claim, claimed
 from rlhf.runs.resuming import refuse_another_run, saved_length
 from rlhf.runs.transcript import run_log, setup_logging
-from rlhf.runs.writable import explain_file_errors
+from rlhf.runs.writable import deleted_folder, unusable_file
 from rlhf.stages.closing import print_closing
 from rlhf.stages.model_card import model_card
 from rlhf.stages.opening import print_opening
 from rlhf.stages.prerequisites import complete, names
 from rlhf.stages.reward_trial import report_rewards
-from rlhf.stages.shortage import explain_full_gpu
+from rlhf.stages.shortage import full_gpu
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
 from rlhf.training.stream import Stream
@@ -109,10 +110,13 @@ def run(
         ranks.from_first(lambda: ends.enter_context(claim(folder.path)))
         with (
             run_log(),
-            explain_file_errors(folder.path),
-            explain_full_disk(folder),
-            explain_full_gpu(cfg, folder),
-            explain_lost_ranks(),
+            explained(
+                lost_rank,
+                partial(full_gpu, cfg, folder),
+                partial(deleted_folder, folder.path),
+                partial(full_disk, folder),
+                partial(unusable_file, folder.path),
+            ),
         ):
             return carry_out(cfg, folder, ranks, interruption, Hooks(hooks, interruption.request))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,23 +28,23 @@ PHASES = {  # beginning of the name of a module -> phase; the first that is in a
 }
 
 
-@contextmanager
-def explain_full_gpu(cfg: Config, folder: RunFolder | None = None) -> Iterator[None]:
-    """Raise RunError with settings that need less memory, if the block or a process of it has too little.
+def full_gpu(cfg: Config, folder: RunFolder | None, error: Exception) -> RunError | None:
+    """Explain that a GPU of this process, or of another process of the run, has too little memory.
 
     Args:
         cfg: the config of the run.
         folder: the folder of the run; None: nothing is trained, so there is no checkpoint to resume from.
+        error: any error.
     """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
+    if isinstance(error, torch.OutOfMemoryError):
         phase = _phase_of(error.__traceback__)
         said = f"a GPU has too little memory for {phase} ({first_line(error)})"
-        raise RunError(f"{said}; {remedies(cfg, folder, phase)}") from error
-    except OutOfMemory as error:
+    elif isinstance(error, OutOfMemory):
         phase = "sampling" if error.process == "generator" else "log-probs and scores"
-        raise RunError(f"{error}; {remedies(cfg, folder, phase)}") from error
+        said = str(error)
+    else:
+        return None
+    return RunError(f"{said}; {remedies(cfg, folder, phase)}")
 
 
 def _phase_of(frames: TracebackType | None) -> str:

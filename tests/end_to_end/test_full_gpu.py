@@ -3,12 +3,13 @@
 import os
 import pickle
 import shutil
+from functools import partial
 
 import pytest
 import torch
 
 from rlhf.config.compose import compose
-from rlhf.core.errors import RunError
+from rlhf.core.errors import RunError, explained
 from rlhf.engines.torch_engine import TorchEngine
 from rlhf.generators.hf import generator as hf
 from rlhf.models import inference
@@ -17,7 +18,7 @@ from rlhf.runs.folder import RunFolder
 from rlhf.stages.evaluation import evaluate
 from rlhf.stages.evaluation_config import changed
 from rlhf.stages.run import run
-from rlhf.stages.shortage import explain_full_gpu
+from rlhf.stages.shortage import full_gpu
 
 SCORED = ("scorer=facts", "scorer.missing_eos_score=null")
 BY_A_MODEL = ("scorer=reward_model", "scorer.missing_eos_score=null")
@@ -112,7 +113,7 @@ def test_the_error_of_another_process_gets_settings_too(tiny, tmp_path):
     failure = pickle.loads(pickle.dumps(process.answer("sample", ())))  # as it is sent to the trainer
     with (
         pytest.raises(RunError) as error,
-        explain_full_gpu(tiny("algo=dpo", "generator=hf", "generator.annotate=true")),
+        explained(partial(full_gpu, tiny("algo=dpo", "generator=hf", "generator.annotate=true"), None)),
     ):
         raise failure
     said = str(error.value)

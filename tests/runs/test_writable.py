@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rlhf.core.errors import RunError, UserError
+from rlhf.core.errors import RunError, UserError, explained
 from rlhf.runs import writable
-from rlhf.runs.writable import creating, explain_file_errors, unwritable
+from rlhf.runs.writable import creating, deleted_folder, unusable_file, unwritable
 
 
 def test_a_folder_below_a_file_is_not_writable(tmp_path):
@@ -43,7 +44,7 @@ def test_a_folder_without_permission_or_on_a_full_or_read_only_disk_is_not_writa
 def test_a_folder_that_was_deleted_during_the_run_is_named_in_one_sentence(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    with pytest.raises(RunError) as stopped, explain_file_errors(run):
+    with pytest.raises(RunError) as stopped, explained(partial(deleted_folder, run)):
         shutil.rmtree(run)
         (run / "metrics.jsonl").open("a")
     assert str(stopped.value).startswith(f"the run folder {run} was deleted or moved during the run")
@@ -54,7 +55,7 @@ def test_an_unusable_cache_of_hugging_face_is_a_user_error_that_names_hf_home(tm
     monkeypatch.setenv("HF_HOME", "/proc/nowhere")
     with (
         pytest.raises(UserError, match="HF_HOME must be a folder.*export HF_HOME="),
-        explain_file_errors(tmp_path),
+        explained(partial(unusable_file, tmp_path)),
     ):
         raise OSError(number, os.strerror(number), "/proc/nowhere/hub")
 
@@ -69,7 +70,7 @@ def test_a_machine_without_a_temporary_folder_is_a_user_error_that_names_tmpdir(
     monkeypatch.setattr(writable.tempfile, "gettempdir", missing)
     with (
         pytest.raises(UserError, match="TMPDIR must be a folder.*got /nowhere; run: export TMPDIR="),
-        explain_file_errors(tmp_path),
+        explained(partial(unusable_file, tmp_path)),
     ):
         missing()
 
@@ -77,6 +78,7 @@ def test_a_machine_without_a_temporary_folder_is_a_user_error_that_names_tmpdir(
 def test_other_errors_of_the_block_are_not_changed(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     for error in (KeyError("x"), UserError("x"), FileNotFoundError(errno.ENOENT, "no such file", "/data/x")):
-        with pytest.raises(type(error)) as raised, explain_file_errors(Path(tmp_path)):
+        known = explained(partial(deleted_folder, tmp_path), partial(unusable_file, tmp_path))
+        with pytest.raises(type(error)) as raised, known:
             raise error
         assert raised.value is error

@@ -3,15 +3,16 @@
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlhf.core.errors import RunError, UserError
+from rlhf.core.errors import RunError, UserError, explained
 from rlhf.core.files import sync
 from rlhf.core.state import TrainState
-from rlhf.runs.disk import explain_full_disk, full
+from rlhf.runs.disk import full, full_disk
 from rlhf.runs.environment import versions
 from rlhf.runs.folder import COMPLETE, RunFolder, complete_checkpoints
 from rlhf.training import checkpoint
@@ -264,10 +265,10 @@ def test_a_full_disk_is_explained_and_another_error_is_not(tmp_path):
     folder = RunFolder(tmp_path)
     with (
         pytest.raises(RunError, match=r"cannot write x.jsonl: No space left .* MiB free .*: none;"),
-        explain_full_disk(folder),
+        explained(partial(full_disk, folder)),
     ):
         raise OSError(errno.ENOSPC, "no room", "x.jsonl")
-    with pytest.raises(PermissionError), explain_full_disk(folder):
+    with pytest.raises(PermissionError), explained(partial(full_disk, folder)):
         raise PermissionError(errno.EACCES, "no")
 
 
