@@ -83,7 +83,12 @@ def as_objects(config: DictConfig, overrides: Sequence[str] = ()) -> Config:
         with read_write(config), open_dict(config):
             del config["hydra"]
     found = unknown_keys(config, overrides)
-    found += [*names.unknown_tuning(overrides), *names.typed_names(overrides), *own_files.hidden()]
+    found += [
+        *names.unknown_tuning(overrides),
+        *names.typed_names(overrides),
+        *names.removed(overrides),
+        *own_files.hidden(),
+    ]
     try:
         unset = sorted(OmegaConf.missing_keys(config))
         found += [f"{key} must be set (it has no default), got ???; set {key}=<value>" for key in unset]

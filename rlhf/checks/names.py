@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf.checks.rules import rule
-from rlhf.config.catalogue import option_files, options
+from rlhf.config.catalogue import all_keys, option_files, options
 from rlhf.config.function_source import top_level_module
 from rlhf.config.mistakes import chosen_by, group_of, option_name
 from rlhf.config.overrides import read_overrides
@@ -49,6 +49,14 @@ def typed_names(overrides: Sequence[str]) -> Iterator[str]:
         at, dot, leaf = each.key.rpartition(".")
         if dot and leaf == "name" and (at in _NAMED or ".parts." in at):
             yield _wrong_name(at, each.value)
+
+
+def removed(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each override that removes what every run has, such as `~seed`."""
+    needed = [key for key in all_keys() if not key.startswith("logger.")]
+    for each in read_overrides(overrides):
+        if each.sign == "~" and any(key == each.key or key.startswith(f"{each.key}.") for key in needed):
+            yield f"{each.key} must not be removed (every run has it), got {each.text}; leave {each.text} out"
 
 
 def _wrong_name(at: str, name: str) -> str:

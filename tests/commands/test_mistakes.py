@@ -54,6 +54,8 @@ MISTAKES = {  # wrong arguments: texts that the message must contain
     "optim=[1]": ["optim is a section of settings (optim.optimizer, ", "got optim=[1]"],
     "hydra.job.env_set.X=1": ["must be added with +", "write '+hydra.job.env_set.X=1'"],
     "~algo.beat": ["~algo.beat must name an existing key"],
+    "~seed": ["seed must not be removed", "leave ~seed out"],
+    "~gold": ["gold must not be removed"],
     "scorer=weighted scorer.parts.a.x=1": [
         "scorer.parts.a must be chosen before it is set",
         "got scorer.parts.a.x=1; choose it by scorer@scorer.parts.a=",
