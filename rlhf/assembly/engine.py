@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.agreement import compared
 from rlhf.assembly.budgets import inference_budget, training_budget
 from rlhf.assembly.models import build_model, build_module, build_reference, load_model, loaded, trained_parts
 from rlhf.assembly.parts import part
@@ -17,6 +16,7 @@ from rlhf.engines.engine import Engine, EngineSettings
 from rlhf.engines.frozen_engine import FrozenEngine
 from rlhf.models.modules import RolloutModule
 from rlhf.models.tokenizer import check_vocabulary
+from rlhf.trials.forwards import compared
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

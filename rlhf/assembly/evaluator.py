@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.agreement import samples_with_cache
 from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_scorer
 from rlhf.assembly.tokenizer import build_stop_ids
@@ -16,6 +15,7 @@ from rlhf.core.encoding import encode_completions
 from rlhf.generators.across_ranks import PerRankGenerator
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.training.evaluators import HeldOutPairs, PolicyEvaluator, RewardEvaluator
+from rlhf.trials.sampling import samples_with_cache
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -67,7 +67,7 @@ def build_evaluator(
             pad_id=tokenizer.pad_token_id,
             batch_size=cfg.eval.batch_size,
             seed=cfg.seed,
-            cached=samples_with_cache(engine.module.model, engine.borrow_policy, cfg, ranks),
+            cached=samples_with_cache(engine.module.model, cfg, ranks, engine.borrow_policy),
         )
         sampler = HFGenerator(engine.borrow_policy, settings, engine.phases)
         generator = PerRankGenerator(sampler, ranks) if ranks.size > 1 else sampler

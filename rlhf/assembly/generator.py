@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.agreement import samples_with_cache
 from rlhf.assembly.budgets import inference_budget
 from rlhf.assembly.device import build_device
 from rlhf.assembly.models import build_reference
@@ -25,6 +24,7 @@ from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.models.loading import load_causal_lm
 from rlhf.models.modules import set_head
 from rlhf.processes.ranks import Ranks
+from rlhf.trials.sampling import samples_with_cache
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config
@@ -72,7 +72,7 @@ def build_sampler(
         pad_id=tokenizer.pad_token_id,
         batch_size=256,
         seed=seed,
-        cached=samples_with_cache(model, lambda: nullcontext(model), cfg, Ranks(device)),
+        cached=samples_with_cache(model, cfg, Ranks(device)),
     )
     return HFGenerator(lambda: nullcontext(model), settings)
 
@@ -82,7 +82,7 @@ def build_generator(
 ) -> Generator:
     """Return the generator of the run: a generator on rank 0 for all ranks, or a generator on each rank."""
     cached = not cfg.generator.decodes or samples_with_cache(
-        engine.module.model, engine.borrow_policy, cfg, ranks
+        engine.module.model, cfg, ranks, engine.borrow_policy
     )
 
     def build() -> Generator:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from rlhf.assembly.agreement import compared
 from rlhf.assembly.parts import part
 from rlhf.config.algo import Trains
 from rlhf.config.policy_gradient import ValueFrom
@@ -21,6 +20,7 @@ from rlhf.models.modules import ActorCritic, Policy, RewardModel, RolloutModule,
 from rlhf.models.placeholders import build_on_first
 from rlhf.models.shared_prefix import checkpoint_blocks
 from rlhf.models.tokenizer import check_vocabulary, read_tokenizer
+from rlhf.trials.forwards import compared
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

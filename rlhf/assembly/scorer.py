@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.agreement import compared
 from rlhf.assembly.models import loaded
 from rlhf.assembly.parts import make, part
 from rlhf.config.algo import Trains
@@ -18,6 +17,7 @@ from rlhf.core.errors import UserError
 from rlhf.scorers.reward_model import read_own, reads_tokens_of
 from rlhf.scorers.scorer import Scorer, ScorerContext
 from rlhf.tasks.columns import TOOLS
+from rlhf.trials.forwards import compared
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.assembly.compilation import compile_blocks
 from rlhf.assembly.engine import build_engine
 from rlhf.assembly.evaluator import build_evaluator
-from rlhf.assembly.fused_head import choose_head
 from rlhf.assembly.generator import build_generator
 from rlhf.assembly.parts import make
 from rlhf.assembly.scorer import build_training_scorer
@@ -24,6 +22,8 @@ from rlhf.training.loop import Parts
 from rlhf.training.recorder import Recorder
 from rlhf.training.repetition import RepetitionRule
 from rlhf.training.replay import Replay
+from rlhf.trials.compilation import compile_blocks
+from rlhf.trials.fused_head import choose_head
 
 if TYPE_CHECKING:
     from rlhf.config.root import Config

@@ -16,7 +16,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from rlhf.assembly import fused_head
 from rlhf.config.model import Dtype, LoRAConfig
 from rlhf.core.batch import Rollouts
 from rlhf.core.errors import RunError
@@ -27,6 +26,7 @@ from rlhf.models import flash_attention
 from rlhf.models.lora import adapt
 from rlhf.models.modules import Policy
 from rlhf.models.shared_prefix import checkpoint_blocks
+from rlhf.trials import fused_head
 from tests.gpu.report import Report, Skip, difference, relative
 from tests.gpu.shapes import HEADS, KINDS, PAD, large, tiny
 from tests.tiny_models import tiny_rollouts
@@ -145,8 +145,8 @@ def check_fused_head(report: Report) -> None:
     model = large(report.full, report.device, torch.float32)
     head = Policy(model, TEMPERATURE, shared_prefix=False).model.get_output_embeddings()
     trial = fused_head.compare(head, 4096, TEMPERATURE, report.device, Dtype.bfloat16)
-    report.equal("fault of the fused head", trial.fault, None)
-    report.figure("fused head", str(trial))
+    report.equal("fault of the fused head", fused_head.fault(trial), None)
+    report.figure("fused head", fused_head.summary(trial))
 
 
 def check_lora(report: Report) -> None:

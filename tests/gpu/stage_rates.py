@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from benchmarks.against_trl.roofline import Flops, Rates, measure
 from benchmarks.against_trl.roofline import rows as roofline_rows
-from rlhf.assembly.compilation import compare
 from rlhf.assembly.parts import part
 from rlhf.config.algo import DPOConfig
 from rlhf.config.model import Dtype
@@ -31,6 +30,7 @@ from rlhf.models.compilation import CompiledBlocks
 from rlhf.models.modules import Policy
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.processes.ranks import Ranks
+from rlhf.trials.compilation import compare, fault
 from tests.gpu.kernel_rates import attentions, copies, heads, roomy
 from tests.gpu.report import NO_GPU, Report, Skip
 from tests.gpu.samplers import ask, need_vllm, started
@@ -186,9 +186,9 @@ def train(report: Report, sizes: Sizes, rates: Rates) -> None:
                 report.need_gpu()  # on a CPU, the compiler takes longer than the rest of the stage
                 one = given.select(torch.arange(len(given) // 2))  # a micro-batch
                 trial = compare(engine, one.to(report.device))
-                report.equal(f"{name}, compiled: fault", trial.fault(engine.settings.dtype), None)
-                report.figure(f"{name}, compiled: differences", trial.difference())
-                report.figure(f"{name}, compiled: compilation", trial.compilation_s, "s")
+                report.equal(f"{name}, compiled: fault", fault(trial, engine.settings.dtype), None)
+                report.figure(f"{name}, compiled: differences", trial.differences("output"))
+                report.figure(f"{name}, compiled: compilation", trial.preparation_s, "s")
                 engine.module.blocks = CompiledBlocks(engine.module.model).used
                 engine.step(given, objective)
                 training_figures(report, f"{name}, compiled", engine, given, objective, flops.total, rates)

@@ -10,13 +10,14 @@ from rlhf.core.batch import Batch, Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.rollout_format import vocabulary
 from rlhf.engines.deepspeed_engine import hollow
-from rlhf.generators.hf.agreement import sampling_fault
 from rlhf.generators.hf.generator import HFSamplerFactory, HFSettings, respond
 from rlhf.generators.stored import ReplayGenerator
-from rlhf.models.agreement import comparing, example, sharing_fault
 from rlhf.models.logprobs import token_outputs
 from rlhf.models.modules import Policy, absent_ids, logit_scale, set_head, token_ids
 from rlhf.scorers.saved import write
+from rlhf.trials.agreement import comparing, ragged_example
+from rlhf.trials.forwards import sharing_fault
+from rlhf.trials.sampling import sampling_fault
 from tests.tiny_models import VOCABULARY, sequences, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 TEMPERATURE = 0.7
@@ -150,7 +151,7 @@ def test_a_sampler_in_its_own_process_samples_the_same_tokens():
 @pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
 def test_comparisons_with_plain_forwards_agree(tokens):
     policy = policy_over(tokens)
-    batch = example(policy.model, 40, torch.device("cpu"))
+    batch = ragged_example(policy.model, 40, torch.device("cpu"))
     assert set(batch.response_ids[batch.response_mask].tolist()) <= {*tokens}
     assert logit_scale(policy.model) == 1
     with comparing(policy.model, torch.device("cpu"), Dtype.float32):

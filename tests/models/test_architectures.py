@@ -5,10 +5,11 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlhf.core.errors import UserError
-from rlhf.generators.hf.agreement import sampling_fault
 from rlhf.generators.hf.sampling import sample
-from rlhf.models.agreement import example, sharing_fault
 from rlhf.models.modules import Policy
+from rlhf.trials.agreement import ragged_example
+from rlhf.trials.forwards import sharing_fault
+from rlhf.trials.sampling import sampling_fault
 from tests.models.architectures import CANNOT_BE_BUILT, tiny
 
 LONGEST = 26  # tokens of prompt and response: more than all windows of the tiny models
@@ -32,7 +33,7 @@ def outcome(kind: str) -> tuple[str, float]:
     The first result is "refused", or the settings of forward and sampling.
     """
     model = tiny(kind)
-    batch = example(model, LONGEST, torch.device("cpu"))
+    batch = ragged_example(model, LONGEST, torch.device("cpu"))
     with torch.no_grad():
         try:
             policy = Policy(model, TEMPERATURE, shared_prefix=True)

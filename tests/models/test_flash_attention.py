@@ -13,8 +13,6 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
 
-from rlhf.assembly import agreement
-from rlhf.assembly.agreement import compared
 from rlhf.config.compose import compose
 from rlhf.config.model import Dtype
 from rlhf.generators.hf.sampling import sample, uniforms
@@ -22,6 +20,8 @@ from rlhf.models import flash_attention
 from rlhf.models.flash_attention import installed
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE
+from rlhf.trials import agreement
+from rlhf.trials.forwards import compared
 from tests.tiny_models import tiny_lm, tiny_rollouts
 
 KIND = "flash_attention_plain"

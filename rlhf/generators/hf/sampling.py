@@ -107,7 +107,7 @@ def sample(
         after_token: function that is called after each response token of all samples. On a GPU the token may
             not be computed yet.
         cached: False: read each sequence again for every token, without a cache. This is slow, and right for
-            every model (`rlhf.generators.hf.agreement`).
+            every model (`rlhf.trials.sampling`).
 
     Returns:
         response_ids [N, K, T] int64, padded right with `pad_id`; response_mask [N, K, T] bool; log-probs

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from rlhf.config.model import Dtype
-from rlhf.models.agreement import LONGEST, comparing, example, fingerprint, is_exact, sharing_fault, why_not
 from rlhf.models.modules import Policy, RewardModel, ValueModel
+from rlhf.trials.agreement import LONGEST, comparing, fingerprint, is_exact, ragged_example, why_not
+from rlhf.trials.forwards import sharing_fault
 from tests.tiny_models import KINDS, tiny_classifier, tiny_lm
 
 CPU = torch.device("cpu")
@@ -13,7 +14,7 @@ CPU = torch.device("cpu")
 
 def fault_of(module, longest=26):
     with comparing(module.model, CPU, Dtype.float32):
-        return sharing_fault(module, example(module.model, longest, CPU))
+        return sharing_fault(module, ragged_example(module.model, longest, CPU))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -42,7 +43,7 @@ def test_a_window_that_only_long_sequences_exceed_is_found():
 def test_the_longest_sequence_has_the_given_length_up_to_a_limit():
     model = tiny_lm()
     for longest, expected in ((1, 2), (2, 2), (10, 10), (26, 26), (10**6, LONGEST["cpu"])):
-        batch = example(model, longest, CPU)
+        batch = ragged_example(model, longest, CPU)
         lengths = batch.prompt_mask.sum(1)[:, None] + batch.response_mask.sum(2)
         assert lengths.max() == expected and lengths.min() >= 2
 
@@ -52,7 +53,7 @@ def test_a_comparison_uses_no_random_number_of_the_run():
     before = torch.get_rng_state()
     with comparing(policy.model, CPU, Dtype.float32):
         torch.rand(3)  # as a model might
-        sharing_fault(policy, example(policy.model, 26, CPU))
+        sharing_fault(policy, ragged_example(policy.model, 26, CPU))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -63,16 +64,16 @@ def test_a_comparison_uses_no_random_number_of_the_run():
 )
 def test_the_largest_difference_counts_in_float32_and_the_median_in_16_bits(found, exact, wrong):
     pairs = [(torch.tensor(found), torch.zeros(3))]
-    assert (why_not(lambda: iter(pairs), exact) is not None) == wrong
+    assert (why_not(pairs, exact) is not None) == wrong
 
 
 def test_an_exception_of_the_model_is_a_fault_and_a_full_memory_is_not():
-    def fails():
-        raise TypeError("no argument 'position_ids'\nmore")
+    def pairs(error):
+        raise error
+        yield
 
-    def full():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+    fails = pairs(TypeError("no argument 'position_ids'\nmore"))
+    full = pairs(torch.OutOfMemoryError("CUDA out of memory"))
     assert why_not(fails, True) == "the forward fails (TypeError: no argument 'position_ids')"
     with pytest.raises(torch.OutOfMemoryError):
         why_not(full, True)
@@ -91,7 +92,7 @@ def test_a_model_with_16_bit_weights_or_flash_attention_is_compared_as_the_run_c
 
 def test_a_bfloat16_model_has_no_fault():
     policy = Policy(tiny_lm("llama").to(torch.bfloat16), 0.7, True)
-    batch = example(policy.model, 26, CPU)
+    batch = ragged_example(policy.model, 26, CPU)
     with comparing(policy.model, CPU, Dtype.bfloat16):
         assert sharing_fault(policy, batch) is None
 

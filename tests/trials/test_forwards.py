@@ -1,19 +1,19 @@
-"""The comparison of models before a run uses them: its consequences, and where its result is kept."""
+"""The trials of forwards and of sampling before a run uses a model: consequences, and stored results."""
 
 import logging
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rlhf.assembly import agreement
-from rlhf.assembly.agreement import compared, samples_with_cache
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE
+from rlhf.trials import agreement, forwards
+from rlhf.trials.forwards import compared
+from rlhf.trials.sampling import samples_with_cache
 from tests.models.architectures import tiny
 from tests.tiny_models import tiny_lm
 
@@ -33,9 +33,9 @@ def nothing_known(monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """Return the list of modules whose forwards were compared."""
-    found, measure = [], agreement.sharing_fault
+    found, measure = [], forwards.sharing_fault
     monkeypatch.setattr(
-        agreement, "sharing_fault", lambda module, batch: found.append(module) or measure(module, batch)
+        forwards, "sharing_fault", lambda module, batch: found.append(module) or measure(module, batch)
     )
     return found
 
@@ -124,7 +124,7 @@ def test_a_sequence_longer_than_the_context_of_a_model_is_refused(cfg):
 def test_a_model_whose_cache_gives_other_samples_is_sampled_without_cache(cfg, caplog):
     def cached(kind):
         model = tiny(kind)
-        return samples_with_cache(model, lambda: nullcontext(model), cfg, ALONE)
+        return samples_with_cache(model, cfg, ALONE)
 
     assert cached("llama") and not caplog.messages
     assert not cached("bart")
@@ -137,6 +137,6 @@ def test_the_weights_and_the_random_state_are_as_before(cfg):
     weights = {name: weight.clone() for name, weight in policy.model.state_dict().items()}
     random = torch.get_rng_state()
     compared(policy, cfg, ALONE)
-    samples_with_cache(policy.model, lambda: nullcontext(policy.model), cfg, ALONE)
+    samples_with_cache(policy.model, cfg, ALONE)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(weight, weights[name]) for name, weight in policy.model.state_dict().items())

@@ -6,8 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf.assembly import compilation
-from rlhf.assembly.compilation import Trial, compile_blocks, work
 from rlhf.config.compose import compose
 from rlhf.config.model import Dtype
 from rlhf.config.schedule import OptimConfig
@@ -18,9 +16,12 @@ from rlhf.engines.torch_engine import TorchEngine
 from rlhf.models.compilation import raise_errors
 from rlhf.models.modules import Policy
 from rlhf.processes.ranks import ALONE, Ranks
+from rlhf.trials import compilation
+from rlhf.trials.compilation import compile_blocks, fault, work
+from rlhf.trials.trial import Trial
 from tests.tiny_models import tiny_lm
 
-GOOD = Trial(usual_s=2.0, compiled_s=1.0, compilation_s=60.0, outputs=1e-6, gradients=1e-6)
+GOOD = Trial(usual_s=2.0, faster_s=1.0, preparation_s=60.0, outputs=1e-6, gradients=1e-6)
 
 
 def config(*words):
@@ -162,7 +163,7 @@ def test_by_default_an_error_of_the_compiler_gives_a_warning(engine, compiler, o
 @pytest.mark.parametrize(("left", "pays"), [(60, False), (61, True)])
 def test_blocks_are_compiled_if_they_save_more_time_than_the_compilation_took(left, pays):
     assert GOOD.pays_off(left) is pays
-    assert not replace(GOOD, compiled_s=2.5, compilation_s=0.0).pays_off(left)
+    assert not replace(GOOD, faster_s=2.5, preparation_s=0.0).pays_off(left)
 
 
 @pytest.mark.parametrize(("updates", "word"), [(10, "no, too little gain"), (100, "yes; ")])
@@ -189,10 +190,10 @@ def test_a_cpu_compiles_only_on_request(engine, monkeypatch):
 
 @pytest.mark.parametrize("dtype", Dtype)
 def test_differences_that_are_not_numbers_are_a_fault(dtype):
-    assert GOOD.fault(dtype) is None
+    assert fault(GOOD, dtype) is None
     for name in ("outputs", "gradients"):
         for value in (float("nan"), float("inf"), 2.0):
-            assert "wrong results" in replace(GOOD, **{name: value}).fault(dtype)
+            assert "wrong results" in fault(replace(GOOD, **{name: value}), dtype)
 
 
 def test_micro_batches_are_counted_per_rank_and_with_every_epoch():

@@ -1,13 +1,15 @@
-"""Comparison of sampling with a forward of each sampled sequence alone.
+"""The trial of sampling with a cache (`generator=hf`), by the log-probs of the sampled tokens.
 
 The log-probs that `sample` returns come from a batch with padding, from a cache, and on a GPU from a CUDA
-graph. The plain forward of a sequence has none of these. `rlhf.models.agreement` explains why the difference
-is measured.
+graph. They are compared with a plain forward of each sequence alone, which has none of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,8 +17,37 @@ from transformers import PreTrainedModel
 
 from rlhf.core.batch import Rollouts
 from rlhf.generators.hf.sampling import sample
-from rlhf.models.agreement import is_exact, why_not
 from rlhf.models.modules import backbone, logit_scale
+from rlhf.trials.agreement import is_exact, once, why_not
+
+if TYPE_CHECKING:
+    from rlhf.config.root import Config
+    from rlhf.processes.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+
+def samples_with_cache(
+    model: PreTrainedModel,
+    cfg: Config,
+    ranks: Ranks,
+    borrow: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
+) -> bool:
+    """Return whether the Hugging Face sampler can use a cache with a causal LM; if not, warn.
+
+    Args:
+        model: the causal LM, whole or divided over the ranks.
+        cfg: the config of the run.
+        ranks: the ranks of the run, which all call this function.
+        borrow: returns a context that yields this model, whole and on the device of the rank; None: it is.
+    """
+    fault, new = once("sampling", model, cfg, ranks, sampling_fault, borrow)
+    if fault is not None and new:
+        log.warning(
+            f"sampling from a {model.config.model_type} model uses no cache ({fault}): every token takes a "
+            "forward of the whole sequence, which is slow; generator=vllm is faster if vLLM has this model"
+        )
+    return fault is None
 
 
 def sampling_fault(model: PreTrainedModel, batch: Rollouts, cached: bool = True) -> str | None:
@@ -46,12 +77,12 @@ def sampling_fault(model: PreTrainedModel, batch: Rollouts, cached: bool = True)
         )
         for i in range(len(ids)):
             for j in range(count):
-                yield logprobs[i, j], alone(model, batch.prompt_ids[i][batch.prompt_mask[i]], ids[i, j])
+                yield logprobs[i, j], _alone(model, batch.prompt_ids[i][batch.prompt_mask[i]], ids[i, j])
 
-    return why_not(pairs, is_exact(model))
+    return why_not(pairs(), is_exact(model))
 
 
-def alone(model: PreTrainedModel, prompt: Tensor, response: Tensor) -> Tensor:
+def _alone(model: PreTrainedModel, prompt: Tensor, response: Tensor) -> Tensor:
     """Return the log-probs [T] of a response [T] to a prompt [P], from one forward without padding."""
     states = backbone(model)(input_ids=torch.cat([prompt, response])[None], use_cache=False).last_hidden_state
     logits = model.get_output_embeddings()(states[:, len(prompt) - 1 : -1]) * logit_scale(model)

@@ -5,11 +5,13 @@ import logging
 import pytest
 import torch
 
-from rlhf.assembly import fused_head
-from rlhf.assembly.fused_head import choose_head, heads
 from rlhf.config.compose import compose
 from rlhf.core.errors import UserError
 from rlhf.models.logprobs import token_outputs
+from rlhf.models.modules import LogprobHead
+from rlhf.trials import fused_head
+from rlhf.trials.fused_head import choose_head
+from rlhf.trials.trial import parts
 from tests.engines.test_engine import engine_of
 
 
@@ -43,10 +45,11 @@ def fused(monkeypatch):
         engine = engine_of()
         cfg = compose([f"model.fused_head={setting}", "backend.micro_batch=4"])
         choose_head(engine, cfg)
-        assert len(heads(engine)) == 2, "policy and reference"
-        assert all(head.weight.grad is None for head in heads(engine))
-        assert len({head.fused for head in heads(engine)}) == 1
-        return heads(engine)[0].fused
+        heads = parts(engine, LogprobHead)
+        assert len(heads) == 2, "policy and reference"
+        assert all(head.weight.grad is None for head in heads)
+        assert len({head.fused for head in heads}) == 1
+        return heads[0].fused
 
     return choose
 
