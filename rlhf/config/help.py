@@ -183,7 +183,7 @@ def _meanings(section: str, owners: Sequence[type]) -> Iterator[tuple[str, str]]
                 continue
             default = None if field.default in (MISSING, "???") else f" [{shown(field.default)}]"
             owner = next(c for c in reversed(cls.__mro__) if field.name in vars(c).get("__annotations__", {}))
-            means = "; ".join(meaning(owner, field.name, hint)).replace("`", "")
+            means = "; ".join(part.rstrip(".") for part in meaning(owner, field.name, hint)).replace("`", "")
             yield key, f"{means}{default or ''}"
 
 

@@ -124,7 +124,7 @@ def test_engine_of_a_backend_accepts_the_arguments_of_the_assembly_and_the_run(o
     indirect=["passed"],
 )
 def test_only_the_hf_generator_in_float32_computes_the_log_probs_of_the_trainer(passed, exact):
-    assert passed["exact_sampler"] is exact
+    assert passed["settings"].exact_sampler is exact
 
 
 def test_every_option_that_chooses_a_part_has_an_address():
