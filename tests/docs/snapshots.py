@@ -17,6 +17,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+import rlhf.config.compose  # noqa: F401  registers the resolver of conf/config.yaml
 from rlhf.config.catalogue import conf_dir, options
 from rlhf.config.root import Config
 
