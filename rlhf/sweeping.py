@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hydra.core.global_hydra import GlobalHydra
-
 from rlhf.config import catalogue
 from rlhf.config.arguments import listed, readable
 from rlhf.config.best_generator import selecting
@@ -26,6 +24,7 @@ from rlhf.config.mistakes import explained
 from rlhf.core.errors import RunError, UserError
 from rlhf.experiment import Experiment
 from rlhf.launch.hydra_internals import multirun_config, uses_basic_sweeper
+from rlhf.launch.jobs import experiment_of
 from rlhf.launch.preflight import generator_of_jobs, sweep_jobs
 
 
@@ -75,10 +74,9 @@ def jobs(overrides: Sequence[str]) -> list[Experiment]:
                 "hydra/sweeper must be basic in Python (a search chooses its runs while it goes on), got "
                 f"{config.hydra.sweeper._target_}; run: python -m rlhf.train -m {shlex.join(overrides)}"
             )
-        loader = GlobalHydra.instance().config_loader()
         jobs = sweep_jobs(config)
         with selecting(generator_of_jobs(config, jobs)):
-            return [Experiment.composed(loader.load_sweep_config(config, job), job) for job in jobs]
+            return [experiment_of(config, job, number) for number, job in enumerate(jobs, 1)]
 
 
 def follow(command: list[str]) -> int:

@@ -14,21 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.checks.check import overrides_of, refuse, warn, warnings
 from rlhf.checks.composing import Job, selected
 from rlhf.config.best_generator import SELECTED, candidates
-from rlhf.config.mistakes import explained
 from rlhf.core.errors import RunError, UserError
 from rlhf.core.launched import is_first_rank
 from rlhf.experiment import Experiment
 from rlhf.launch.command_line import stop
 from rlhf.launch.hydra_internals import combinations, submits_to_slurm, uses_basic_sweeper
-from rlhf.launch.jobs import announce, distinct_overrides
-from rlhf.launch.search_space import check_search, is_search, search_space
+from rlhf.launch.jobs import announce, distinct_overrides, experiment_of
+from rlhf.launch.search_space import check_search, is_search, parsed_overrides, search_space
 from rlhf.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -94,17 +92,15 @@ class Preflight(Callback):
         except UserError as error:
             refuse([*problems, *error.problems])
         os.environ[SELECTED] = generator_of_jobs(config, jobs)  # for this process and the jobs
-        for overrides, distinct in zip(jobs, distinct_overrides(jobs), strict=True):
+        for number, (overrides, distinct) in enumerate(zip(jobs, distinct_overrides(jobs), strict=True), 1):
             label = distinct or "every job"
             try:
-                with explained(overrides):
-                    job = GlobalHydra.instance().config_loader().load_sweep_config(config, overrides)
-                    experiment = Experiment.composed(job, overrides)
-                    experiment.validate()
+                experiment = experiment_of(config, overrides, number)
+                experiment.validate()
             except UserError as error:
                 problems += [f"{label}: {problem}" for problem in error.problems]
             else:
-                wrong = [*_wrong_direction(config, experiment.config), *uploads(experiment.config)]
+                wrong = [*_wrong_direction(config, experiment.config), *_uploads(experiment.config)]
                 problems += [f"{label}: {problem}" for problem in wrong]
                 doubts += [f"{label}: {warning}" for warning in warnings(experiment.config)]
         if problems:
@@ -112,7 +108,7 @@ class Preflight(Callback):
         warn(doubts)
 
 
-def uploads(cfg: Config) -> Iterator[str]:
+def _uploads(cfg: Config) -> Iterator[str]:
     """Yield an error if the job of a sweep uploads its model."""
     if cfg.push_to is not None:
         yield (
@@ -177,10 +173,6 @@ def sweep_jobs(config: DictConfig) -> list[list[str]]:
     """
     if is_search(config.hydra.sweeper):
         return [search_space(config).example]
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    arguments = overrides_of(config.hydra.overrides)
-    if not uses_basic_sweeper(config):
-        overrides = parser.parse_overrides(arguments)
-        return [[each.input_line or "" for each in overrides if not each.is_sweep_override()]]
-    swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    return combinations(parser.parse_overrides([*swept, *arguments]))
+    if uses_basic_sweeper(config):
+        return combinations(parsed_overrides(config, config.hydra.sweeper.params))
+    return [[each.input_line or "" for each in parsed_overrides(config) if not each.is_sweep_override()]]

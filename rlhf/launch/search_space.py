@@ -76,16 +76,20 @@ def settings_of(sweeper: DictConfig) -> SearchConfig:
     return settings
 
 
+def parsed_overrides(config: DictConfig, params: Mapping[str, Any] | None = None) -> list[Override]:
+    """Return the overrides of a sweep: `params`, which are those of its recipe, then the command line."""
+    words = [f"{key}={value}" for key, value in (params or {}).items()]
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    return parser.parse_overrides([*words, *overrides_of(config.hydra.overrides)])
+
+
 def search_space(config: DictConfig) -> SearchSpace:
     """Return the search space of `hydra.sweeper.params` and of the command line, which takes precedence.
 
     Raises:
         UserError: no key is swept, or an interval is invalid.
     """
-    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    parsed = parser.parse_overrides([*params, *overrides_of(config.hydra.overrides)])
-    last = {each.get_key_element(): each for each in parsed}
+    last = {each.get_key_element(): each for each in parsed_overrides(config, config.hydra.sweeper.params)}
     swept = {key: each for key, each in last.items() if each.is_sweep_override()}
     if not swept:
         raise UserError(

@@ -26,12 +26,8 @@ def name_rank() -> None:
     and MASTER_PORT are never changed.
     """
     if "RANK" not in os.environ:
-        os.environ.update({**rank_environment(os.environ), **_master_given(os.environ)})
-
-
-def _master_given(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of MASTER_ADDR and MASTER_PORT, without variables that `environ` lacks."""
-    return {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
+        given = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+        os.environ.update(rank_environment(os.environ) | given)
 
 
 def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:

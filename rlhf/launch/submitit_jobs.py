@@ -71,22 +71,22 @@ def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> l
             "hydra/launcher=slurm needs SLURM (sbatch is not found here), got a machine without SLURM; run "
             "the command on a login node, or choose hydra/launcher=local"
         )
-    queue = Queue(Path(launcher.params["submitit_folder"].partition("%")[0]), slurm)
-    running = {job.folder.path: there for job in jobs if (there := queue.find(job)) is not None}
-    new = [job for job in jobs if job.folder.path not in running]
+    queue = _Queue(Path(launcher.params["submitit_folder"].partition("%")[0]), slurm)
+    running = {job.path: there for job in jobs if (there := queue.find(job)) is not None}
+    new = [job for job in jobs if job.path not in running]
     if new:
         with _settings_over_environment(launcher.params), _ctrl_c_ignored():
             calls = zip(*submitit_calls([job.overrides for job in new], first), strict=True)
-            submitted = executor(launcher).map_array(launcher, *calls)
+            submitted = _executor(launcher).map_array(launcher, *calls)
         for job, sent in zip(new, submitted, strict=True):
             queue.note(job, sent)
-            running[job.folder.path] = sent
-    waited = [running[job.folder.path] for job in jobs]
+            running[job.path] = sent
+    waited = [running[job.path] for job in jobs]
     try:
         for job, sent in zip(jobs, waited, strict=True):
             state = "submitted" if job in new else "still in the queue"
-            print(f"{job.label}: {state} as job {sent.job_id}; output: {output(sent)}", flush=True)
-        return wait(jobs, waited, queue)
+            print(f"{job.label}: {state} as job {sent.job_id}; output: {_output(sent)}", flush=True)
+        return _wait(jobs, waited, queue)
     except KeyboardInterrupt:
         queue.cancel(waited)
         print(f"cancelled {len(waited)} jobs; each writes a checkpoint, and the same command resumes them")
@@ -97,11 +97,11 @@ def submit(launcher: BaseSubmititLauncher, jobs: Sequence[Job], first: int) -> l
         else:
             queue.cancel(waited)
             with suppress(KeyboardInterrupt):
-                wait(jobs, waited, queue)
+                _wait(jobs, waited, queue)
         raise
 
 
-def wait(jobs: Sequence[Job], submitted: Sequence[Submitted], queue: Queue) -> list[JobReturn]:
+def _wait(jobs: Sequence[Job], submitted: Sequence[Submitted], queue: _Queue) -> list[JobReturn]:
     """Wait until all jobs have ended, and return a result for each job.
 
     Args:
@@ -115,13 +115,13 @@ def wait(jobs: Sequence[Job], submitted: Sequence[Submitted], queue: Queue) -> l
             if number not in results and (result := queue.result(sent)) is not None:
                 results[number] = result
                 state = "failed" if result.status is JobStatus.FAILED else "done"
-                print(f"{job.label}: {state}, in {job.folder.path}")
+                print(f"{job.label}: {state}, in {job.path}")
         if len(results) == len(jobs):
             return [results[number] for number in range(len(jobs))]
         time.sleep(_POLL_S)
 
 
-class Queue:
+class _Queue:
     """A queue of submitted jobs, which reports whether a job runs and the result of each job.
 
     Args:
@@ -142,7 +142,7 @@ class Queue:
 
     def record(self, job: Job) -> Path:
         """Return the file that stores the id of a job."""
-        return self.folder / f"{job.folder.path.name}.job"
+        return self.folder / f"{job.path.name}.job"
 
     def find(self, job: Job) -> Submitted | None:
         """Return the SLURM job of an earlier call for `job`, if it is still in the queue; else None."""
@@ -178,7 +178,7 @@ class Queue:
         if result.is_file():
             with suppress(EOFError), result.open("rb") as stream:
                 outcome, value = pickle.load(stream)
-                return value if outcome == "success" else failed(RunError(failure(str(value), sent)))
+                return value if outcome == "success" else failed(RunError(_failure(str(value), sent)))
             return None
         if self.alive(sent):
             self.missing_since.pop(sent.job_id, None)
@@ -186,7 +186,7 @@ class Queue:
         missing_since = self.missing_since.setdefault(sent.job_id, time.monotonic())
         if time.monotonic() - missing_since < (_LINGER_S if self.slurm else _POLL_S):
             return None
-        return failed(RunError(failure("the job ended without a result (killed, or out of memory)", sent)))
+        return failed(RunError(_failure("the job ended without a result (killed, or out of memory)", sent)))
 
     def alive(self, sent: Submitted) -> bool:
         """Return whether a job is running or queued.
@@ -208,7 +208,7 @@ class Queue:
                 os.kill(int(sent.job_id), signal.SIGTERM)  # submitit's controller process forwards SIGTERM
 
 
-def executor(launcher: BaseSubmititLauncher) -> Any:
+def _executor(launcher: BaseSubmititLauncher) -> Any:
     """Return submitit's executor with the settings of `hydra.launcher`."""
     from submitit import AutoExecutor
 
@@ -254,7 +254,7 @@ def _settings_over_environment(settings: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _ctrl_c_ignored() -> Iterator[None]:
-    """Let processes started in this context ignore Ctrl-C in the terminal; `Queue.cancel` stops them."""
+    """Let processes started in this context ignore Ctrl-C in the terminal; `_Queue.cancel` stops them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -262,13 +262,13 @@ def _ctrl_c_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def output(sent: Submitted) -> Path:
+def _output(sent: Submitted) -> Path:
     """Return the file with the output of a job's first rank."""
     return Path(sent.task(0).paths.stdout)
 
 
-def failure(text: str, sent: Submitted) -> str:
+def _failure(text: str, sent: Submitted) -> str:
     """Return the last line of `text` with the job id and the file that has the details."""
     last = text.strip().splitlines()[-1]
     errors = sent.task(0).paths.stderr
-    return f"job {sent.job_id}: {last}; see {errors if errors.is_file() else output(sent)}"
+    return f"job {sent.job_id}: {last}; see {errors if errors.is_file() else _output(sent)}"

@@ -40,7 +40,7 @@ def test_a_sweep_of_the_docs_launches(command, monkeypatch, tmp_path, given):
         launched.extend((watched.launcher, job) for job in jobs)
         return [completed(0.5) for _ in jobs]
 
-    monkeypatch.setattr(sweep.WatchedLauncher, "run", launch)
+    monkeypatch.setattr(sweep.Sweep, "run", launch)
     answer = command(*given)
     assert answer.code == 0, answer.err
     trials = 20 if "hydra/sweeper=search" in given else 10 if "sweep=lr" in given else None

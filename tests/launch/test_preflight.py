@@ -10,6 +10,7 @@ from rlhf.config.compose import initialized
 from rlhf.core.machine import Machine
 from rlhf.launch.hydra_internals import multirun_config
 from rlhf.launch.preflight import folders_outside, generator_of_jobs, sweep_jobs
+from rlhf.sweeping import jobs
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,13 @@ def test_a_sweep_must_not_upload_the_model_of_each_job(command, tmp_path):
     answer = command("-m", "seed=1,2", "push_to=me/it")
     assert answer.code == 2 and not answer.runs and not list(tmp_path.iterdir())
     assert "push_to must be null in a sweep" in answer.err
+
+
+def test_the_folder_of_each_job_is_known_before_the_sweep(command, tmp_path):
+    found = jobs(["seed=1,2", f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=seeds/${seed}"])
+    assert [run.folder for run in found] == [tmp_path / "seeds" / "1", tmp_path / "seeds" / "2"]
+    answer = command("-m", "seed=1,2", "hydra.sweep.subdir=seeds/${sed}")
+    assert answer.code == 2 and not answer.runs and "seed=1: " in answer.err and not list(tmp_path.iterdir())
 
 
 SLURM = ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=8"]

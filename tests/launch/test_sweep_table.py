@@ -3,9 +3,12 @@
 import json
 
 from rlhf.core import stages
+from rlhf.core.errors import RunError
 from rlhf.launch import sweep
-from rlhf.launch.sweep import Sweep, begin_job, job_title
-from rlhf.launch.sweep_table import Row, lines
+from rlhf.launch.jobs import Job
+from rlhf.launch.sweep import Sweep
+from rlhf.launch.sweep_job import begin_job
+from rlhf.launch.sweep_table import lines
 from rlhf.runs.folder import RunFolder
 
 
@@ -14,7 +17,7 @@ def row(number, folder, win_rate=None, **more):
     if win_rate is not None:
         state = {"finished": True, "result": {"eval/win_rate": win_rate}}
         (folder / "trainer_state.json").write_text(json.dumps(state))
-    return Row(
+    return Job(
         number=number, label=f"seed={number}", folder=RunFolder(folder), metric="eval/win_rate", **more
     )
 
@@ -22,10 +25,10 @@ def row(number, folder, win_rate=None, **more):
 def test_the_table_has_result_status_values_and_folder_of_every_job(tmp_path):
     rows = [
         row(1, tmp_path / "a", 0.8478),
-        row(2, tmp_path / "b", failed=True),
+        row(2, tmp_path / "b", error=RunError("it stopped")),
         row(3, tmp_path / "c"),
         row(4, tmp_path / "d", 0.5, status="finished before"),
-        Row(number=5, label="seed=5 optim.lr=0", failed=True),
+        Job(number=5, label="seed=5 optim.lr=0", error=RunError("it stopped")),
     ]
     assert list(lines(rows)) == [
         "job  eval/win_rate  status           values",
@@ -54,24 +57,21 @@ def test_jobs_with_different_metrics_name_the_metric_in_each_row(tmp_path):
     assert "eval/win_rate 0.500" in list(lines([row(3, tmp_path / "c", 0.5), other]))[1]
 
 
-def test_the_title_of_a_job_has_its_number_and_the_values_that_differ(monkeypatch):
+def test_the_title_of_a_job_has_its_number_and_the_values_that_differ():
     made = Sweep()
     made.total = 4
-    made.rows = [
-        Row(number=number, label=f"seed={number}", overrides=("algo=dpo", f"seed={number}"))
+    made.jobs = [
+        Job(number=number, label=f"seed={number}", overrides=["algo=dpo", f"seed={number}"])
         for number in (3, 6)
     ]
-    monkeypatch.setattr(sweep, "current", made)
-    assert job_title(0, ["algo=dpo", "seed=3"]) == "job 3 of 4: seed=3"
-    assert job_title(1, ["algo=dpo", "seed=6"]) == "job 6: seed=6", "the number of trials is not known"
-    monkeypatch.setattr(sweep, "current", None)
-    assert job_title(0, ["algo=dpo", "seed=1"]) == "job 1: algo=dpo seed=1", "in another process"
+    assert made.title(["algo=dpo", "seed=3"]) == "job 3 of 4: seed=3"
+    assert made.title(["algo=dpo", "seed=6"]) == "job 6: seed=6", "the number of trials is not known"
 
 
 def test_jobs_that_share_a_terminal_have_numbers_in_their_titles(monkeypatch, capsys):
     monkeypatch.setattr(stages, "job", "")
-    begin_job(1, ["seed=2"])  # in a process of a launcher
-    assert stages.prefix() == "job 2 " and capsys.readouterr().out == "job 2: seed=2\n"
+    begin_job(1, ["algo=dpo", "seed=2"])  # in a process of a launcher
+    assert stages.prefix() == "job 2 " and capsys.readouterr().out == "job 2: algo=dpo seed=2\n"
     monkeypatch.setattr(sweep, "current", Sweep())
     begin_job(1, ["seed=2"])
     assert stages.prefix() == ""
