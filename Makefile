@@ -87,7 +87,7 @@ snapshots: setup  ## write down what recipes and sweeps resolve to, after a chan
 bench: setup $(RIVALS:%=.venv-%/.installed)  ## this project and TRL on the same work; ARGS=--help for what to choose
 	$(BIN)/python -m benchmarks.against_trl.bench $(ARGS)
 
-reproduce: setup  ## the paper's off-policy study in miniature: missing runs, docs/results/off_policy.md
+reproduce: setup  ## the paper's off-policy study in miniature: missing runs, benchmarks/off_policy.md
 	$(BIN)/python -m benchmarks.off_policy $(ARGS)
 
 atlas: setup  ## off-policy methods x lag with intervals: missing runs, tables and figure; ARGS=--plan, ARGS=--help

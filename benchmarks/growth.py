@@ -11,7 +11,9 @@ system) of each phase.
 
 For comparison the table gives the work of each phase, in multiply-adds (`work`). An exponent is a slope in
 log-log. `FLAG` marks a phase whose exponent is higher than the exponent of its work. Fixed costs of small
-updates reduce the exponents.
+updates reduce the exponents. Expected growth: linear in prompts and layers; slightly less than linear in
+samples, because a prompt is encoded once; between linear and quadratic in lengths and width; linear in the
+vocabulary, except for the reward model, which has no output head over it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,18 @@ COLUMNS = """\
 - **Gold score at a KL**: the gold score at the first time that the KL to the reference rises to the value,
   interpolated linearly in the square root of the KL. Brackets: how many runs reach the KL.
 - **Effective sample size**: `mismatch/ess`, mean over the last quarter of the updates.
-- **Learning rates**: a star marks the smallest or the largest of the compared rates."""
+- **Learning rates**: a star marks the smallest or the largest of the compared rates.
+- **Detectable**: the smallest difference that a paired t test finds with probability 0.8, given the spread
+  between seeds. **Seeds for 0.02**: the number of seeds for such a difference. Both use the spread of the
+  seeds of the study; that of five seeds may be 1.6 times as large.
+- **Tau of halves**: Kendall's tau between the rankings of the methods by two halves of the seeds, mean over
+  all splits. **Ceiling**: the tau that two rankings by all seeds would have if only noise separated them, and
+  for two tasks, if the methods had the same order in both. **Seeds for 0.8**: seeds for a ceiling of 0.8.
+  Values are whole prompts, so equal values are ties.
+- **Cannot be decided**: a run of the cell collapsed. With such outliers, t intervals contain the mean in 79 %
+  of simulated studies.
+- **Equal values**: share of methods that have exactly the most common value of their seed. Above 0.3 the task
+  does not separate the methods."""
 
 Columns = Sequence[tuple[str, dict[str, int]]]  # heading, and the fields of the cell
 

@@ -8,9 +8,10 @@
 A run counts if it sampled, has at least `EVALUATIONS` evaluations, and has more than `EARLY` updates; rows of
 single updates (schedule.log_every=1) give exact leads. A run has collapsed if its loss became not finite, or
 if its win rate (the accuracy, of tasks with right and wrong answers) ends `FALL` or more below its best
-value. The collapse is at the first evaluation after which it stays that low. The runs are ordered by a hash
-of the names of their folders; the first half selects the constants. In the page, only the part between the
-two marks is generated.
+value. The collapse is at the first evaluation after which it stays that low, so evaluations that are far
+apart make the lead look longer. The runs are ordered by a hash of the names of their folders; the first half
+selects the constants, so that the larger of the two error rates (missed collapses, false alarms) is smallest.
+In the page, only the part between the two marks is generated.
 
 The rule is `rlhf.training.collapse.CollapseRule`; this program replays its averages row by row.
 """

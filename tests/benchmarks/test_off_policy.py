@@ -61,7 +61,6 @@ def test_unfinished_runs_are_skipped_and_duplicate_runs_are_rejected(tmp_path):
 
 def test_the_document_keeps_its_handwritten_text(tmp_path, monkeypatch, capsys):
     document, figure = tmp_path / "off_policy.md", tmp_path / "off_policy.png"
-    monkeypatch.setattr(off_policy, "TABLES", tmp_path / "tables.md")
     document.write_text(f"# Title\n{MARKS[0]}\nstale\n{MARKS[1]}\n\nA reading.\n")
     for name, value in (("DOCUMENT", document), ("FIGURE", figure), ("OUTPUTS", study(tmp_path / "runs"))):
         monkeypatch.setattr(off_policy, name, value)
@@ -69,8 +68,7 @@ def test_the_document_keeps_its_handwritten_text(tmp_path, monkeypatch, capsys):
     text = document.read_text()
     assert text.startswith("# Title\n") and text.endswith("\n\nA reading.\n") and "stale" not in text
     assert "12 of 56 runs" in text and "python -m rlhf.train -m sweep=minibatches" in text
-    every = off_policy.TABLES.read_text()
-    assert "| Gold score |" in every and "| Gold score |" not in text and "| Win rate |" in text
+    assert "| Gold score |" in text and "| Win rate |" in text
     assert "| `dpo` |" in capsys.readouterr().out
     assert figure.read_bytes().startswith(b"\x89PNG")
     off_policy.main(["--draw"])
