@@ -1,5 +1,6 @@
 """Tests of corrections and objectives against losses and gradients of other implementations.
 
+These are verl, OpenRLHF, TRL, AReaL, slime, Trinity-RFT and the code of the authors, or formulas in float64.
 The golden values are functions of fixed log-probs, so no model is needed (see the README of the folder).
 """
 
