@@ -177,7 +177,7 @@ class SFTConfig(AlgoConfig):
     name: str = "sft"
 
 
-@option("algo", "reward", part="rlhf.objectives.reward:RewardModelling")
+@option("algo", "reward", part="rlhf.objectives.reward_modelling:RewardModelling")
 @dataclass(kw_only=True, slots=True)
 class RewardConfig(AlgoConfig):
     """Reward modelling: Bradley-Terry loss on chosen and rejected responses."""

@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config.algo import Trains
 from rlhf.config.catalogue import declared_keys
-from rlhf.config.document import flat
 from rlhf.config.model import AUTO
 from rlhf.config.schema import SCHEMAS, Affects, Section, fact, values
+from rlhf.config.yaml_file import flat
 from rlhf.core import files
 
 if TYPE_CHECKING:

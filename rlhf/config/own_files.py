@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlhf.config.catalogue import conf_dir, conf_dirs
-from rlhf.config.document import flat, read_document
 from rlhf.config.schema import ABSENT, value_at
+from rlhf.config.yaml_file import flat, read_document
 from rlhf.core.pasting import setting
 
 _LATER = ("correction", "hardware", "experiment", "sweep", "debug")  # groups that come after all others

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf.config.compose import compose_node
-from rlhf.config.document import flat
 from rlhf.config.identity import leave_out, not_in_name
 from rlhf.config.mistakes import CONFIG_ERRORS, chosen_by, option_name
 from rlhf.config.schema import sections
+from rlhf.config.yaml_file import flat
 from rlhf.core.pasting import override
 
 if TYPE_CHECKING:

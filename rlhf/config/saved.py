@@ -12,10 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rlhf.config.document import read_document
 from rlhf.config.mistakes import explained
 from rlhf.config.root import Config, to_config
 from rlhf.config.schema import SCHEMAS
+from rlhf.config.yaml_file import read_document
 from rlhf.core.errors import UserError
 
 

@@ -1,4 +1,8 @@
-"""Sections of the schedule, the optimizer and evaluation during training."""
+"""Sections of the schedule, the optimizer and evaluation during training.
+
+A new key is one field: `entry` and `number` (`rlhf.config.schema`) declare its meaning, default and bounds,
+and whether it is part of the name of a run.
+"""
 
 from __future__ import annotations
 

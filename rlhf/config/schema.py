@@ -264,7 +264,7 @@ def entry(
     Args:
         default: the value of a config that does not set the key.
         factory: a function that returns the default, for lists and dictionaries.
-        means: the meaning of the key, for `--help` and the reference of config keys.
+        means: the meaning of the key, for `--help` and docs/reference/config.md (docs/generate.py writes it).
         affects: what of a run depends on the key.
         added: an earlier version has no such key, and does what the default says. A key with its default is
             then not part of the name of a run, so that earlier runs keep their names.

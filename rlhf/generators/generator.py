@@ -1,4 +1,8 @@
-"""The interface of a generator, which processes requests and weight loads first in, first out."""
+"""The interface of a generator, which processes requests and weight loads first in, first out.
+
+A new generator needs four files: a section in `rlhf/config/generator.py` that names its part
+(`@option("generator", "mine", part="module:function")`), the part, `conf/generator/mine.yaml`, and a test.
+"""
 
 from __future__ import annotations
 

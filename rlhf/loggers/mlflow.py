@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rlhf.config.document import flat
+from rlhf.config.yaml_file import flat
 from rlhf.core.errors import UserError
 from rlhf.core.secrets import hide
 from rlhf.loggers.continued import COMPLETIONS, ContinuedLogger, Samples

@@ -19,9 +19,9 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf.config.algo import Trains
-from rlhf.config.document import flat
 from rlhf.config.identity import start_label
 from rlhf.config.schema import SCHEMAS
+from rlhf.config.yaml_file import flat
 from rlhf.core.errors import UserError
 from rlhf.core.files import complete_lines, delete_command
 from rlhf.runs.folder import RunFolder

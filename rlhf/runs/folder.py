@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from rlhf.config.document import as_document, read_document
 from rlhf.config.schema import schema_of, sections, values
+from rlhf.config.yaml_file import as_document, read_document
 from rlhf.core.errors import UserError
 from rlhf.core.files import delete_command, write_atomically, write_json
 from rlhf.runs.environment import environment

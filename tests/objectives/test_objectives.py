@@ -10,7 +10,7 @@ from rlhf.core.batch import Batch, Outputs
 from rlhf.objectives.bok import BestOfK
 from rlhf.objectives.dpo import OnlineDPO
 from rlhf.objectives.objective import drift
-from rlhf.objectives.reward import RewardModelling
+from rlhf.objectives.reward_modelling import RewardModelling
 from rlhf.objectives.sft import SFT
 
 
