@@ -8,13 +8,12 @@ Dataset, which counts as the split `train`. Or the folder has one file per split
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
-from rlhf.config.task import PREFERENCE_COLUMNS
 from rlhf.core.errors import UserError
 from rlhf.core.pasting import setting
 from rlhf.tasks.columns import conversion, converted
@@ -24,98 +23,158 @@ _ALIASES = {"train": ("training",), "validation": ("val", "valid", "dev", "eval"
 SCANNED_BYTES = 50e6  # files of a split up to this size are read completely before a run starts
 
 
-def is_saved(folder: Path) -> bool:
-    """Return True if `datasets.save_to_disk` wrote this folder."""
-    return (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file()
-
-
-def split_files(folder: Path, key: str) -> dict[str, list[Path]]:
-    """Return the data files of a folder: split -> its file, or the parts of the split in their order.
+class Splits:
+    """The splits of local data. One file in place of a folder is the split `train`.
 
     Args:
-        folder: the folder.
-        key: config key that names the folder, for error messages.
+        path: the folder or file, as the user names it.
+        key: config key that names the data, for error messages.
+
+    Attributes:
+        path: the folder or file.
+        saved: `datasets.save_to_disk` wrote the folder.
+        files: split -> its file, or its parts in their order; empty for a saved data set.
 
     Raises:
-        UserError: a split has two files, or lacks a part.
+        UserError: a split has two files, or lacks a part, or a saved data set is damaged.
     """
-    found: dict[str, list[Path]] = {}
-    totals: dict[str, int] = {}
-    for file in sorted(folder.iterdir()):
-        if suffix_of(file) is None or not file.is_file():
-            continue
-        part = SHARD.fullmatch(stem(file))
-        split = part[1] if part else stem(file)
-        if split in found and not (part and split in totals):
-            raise UserError(
-                f"{key} must contain one file per split, got {folder} with {found[split][0].name} and "
-                f"{file.name}; remove or rename one of them"
-            )
-        found.setdefault(split, []).append(file)
-        if part:
-            totals[split] = int(part[3])
-    for split, total in totals.items():
-        if len(found[split]) != total:
-            raise UserError(
-                f"{key} must contain all parts of a split, got {folder} with {len(found[split])} of {total} "
-                f"parts of {split}; copy the missing files"
-            )
-    return found
 
+    def __init__(self, path: str, key: str) -> None:
+        self.named, self.key = path, key
+        self.path = Path(path).expanduser()
+        self.saved = any((self.path / f"dataset_{each}.json").is_file() for each in ("dict", "info"))
+        self.files = {} if self.saved else self._files()
+        self._saved_columns = self._columns_of_saved() if self.saved else {}
 
-def find_split(names: Iterable[str], split: str, key: str) -> str | None:
-    """Return the name of a split among `names`: the name itself, or another usual name; None: not there.
+    def _files(self) -> dict[str, list[Path]]:
+        if self.path.is_file():
+            return {"train": [self.path]}
+        found: dict[str, list[Path]] = {}
+        totals: dict[str, int] = {}
+        for file in sorted(self.path.iterdir()):
+            if suffix_of(file) is None or not file.is_file():
+                continue
+            part = SHARD.fullmatch(stem(file))
+            split = part[1] if part else stem(file)
+            if split in found and not (part and split in totals):
+                raise UserError(
+                    f"{self.key} must contain one file per split, got {self.path} with "
+                    f"{found[split][0].name} and {file.name}; remove or rename one of them"
+                )
+            found.setdefault(split, []).append(file)
+            if part:
+                totals[split] = int(part[3])
+        for split, total in totals.items():
+            if len(found[split]) != total:
+                raise UserError(
+                    f"{self.key} must contain all parts of a split, got {self.path} with "
+                    f"{len(found[split])} of {total} parts of {split}; copy the missing files"
+                )
+        return found
 
-    Raises:
-        UserError: the name itself is missing, and there are two other usual names; `key` names the data.
-    """
-    names = list(names)
-    usual = [name for name in names if name.lower() in (split, *_ALIASES.get(split, ()))]
-    if split in names:
-        return split
-    if len(usual) > 1:
-        raise UserError(
-            f"{key} must contain one split for {split}, got {' and '.join(usual)}; rename one to {split}"
-        )
-    return usual[0] if usual else None
+    def _columns_of_saved(self) -> dict[str, list[str]]:
+        try:
+            folders = {"train": self.path}
+            if (listed := self.path / "dataset_dict.json").is_file():
+                folders = {split: self.path / split for split in json.loads(listed.read_text())["splits"]}
+            return {
+                split: list(json.loads((folder / "dataset_info.json").read_text())["features"])
+                for split, folder in folders.items()
+            }
+        except (OSError, ValueError, KeyError) as error:
+            raise self.damaged(error) from error
 
-
-def split_columns(folder: Path, key: str = "task.path") -> dict[str, list[str]]:
-    """Return the column names of each split of a folder: split -> names.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    if not is_saved(folder):
-        return {split: file_columns(files, key) for split, files in split_files(folder, key).items()}
-    try:
-        if (folder / "dataset_dict.json").is_file():
-            splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-            return {split: _saved_columns(folder / split) for split in splits}
-        return {"train": _saved_columns(folder)}
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"{key} must contain a complete data set of datasets.save_to_disk, got {folder} "
+    def damaged(self, error: Exception) -> UserError:
+        """Return the error for a saved data set that cannot be read because of `error`."""
+        return UserError(
+            f"{self.key} must contain a complete data set of datasets.save_to_disk, got {self.path} "
             f"({type(error).__name__}: {error}); save the data set again"
-        ) from error
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The names under which splits are stored."""
+        return list(self._saved_columns or self.files)
+
+    def stored(self, split: str) -> str | None:
+        """Return the name under which a split is stored: its own, or another usual one; None: not stored.
+
+        Raises:
+            UserError: its own name is missing, and there are two other usual names.
+        """
+        usual = [name for name in self.names if name.lower() in (split, *_ALIASES.get(split, ()))]
+        if split in self.names:
+            return split
+        if len(usual) > 1:
+            raise UserError(
+                f"{self.key} must contain one split for {split}, got {' and '.join(usual)}; rename one to "
+                f"{split}"
+            )
+        return usual[0] if usual else None
+
+    def columns(self, name: str) -> list[str]:
+        """Return the columns of the split that is stored as `name`; of files, those of the first row.
+
+        Raises:
+            UserError: the first row cannot be read.
+        """
+        return self._saved_columns[name] if self.saved else list(next(self.rows(name))[1])
+
+    def rows(self, name: str, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
+        """Yield the rows of all files of a split, each with its place; see `rlhf.tasks.reading.rows`."""
+        return _read(self.files[name], self.key, columns)
+
+    def present(self, names: Iterable[str]) -> str:
+        """Return what is stored, `names`, and what is not read, for a message about a missing split."""
+        found = ", ".join(names) or "no data file"
+        return found if self.saved else found + _ignored(self.path)
+
+    def problems_with(
+        self, columns: Iterable[str], splits: Iterable[str], reason: str, whole: bool = True
+    ) -> Iterator[str]:
+        """Yield an error message for each problem of a reader with fixed columns.
+
+        Args:
+            columns: required columns of every split.
+            splits: required splits.
+            reason: why the run needs the folder, for error messages.
+            whole: check all rows of files that are not too large; False: only the columns of the first row.
+
+        Raises:
+            UserError: the first row of a split cannot be read, or the choice of a split is not clear.
+        """
+        required, key = tuple(columns), self.key
+        available = {name: self.columns(name) for name in self.names}
+        for split, name in {split: self.stored(split) for split in splits}.items():
+            if name is None:
+                remedy = f"add {split}.jsonl with the columns {', '.join(required)}"
+                if key == "task.path" and split != "train" and available:
+                    remedy += ", or set task=local, which splits off rows"
+                yield (
+                    f"{key} must contain the split {split} ({reason}), got {self.named} with "
+                    f"{self.present(available)}; {remedy}"
+                )
+            elif missing := lacking(required, available[name]):
+                place = self.named if self.saved else self.files[name][0]
+                other = ", or set task=local, which recognizes other names" if key == "task.path" else ""
+                yield (
+                    f"{key} must have the columns {', '.join(required)} in its split {split} ({reason}), got "
+                    f"{place} with {', '.join(available[name]) or 'none'}; rename or add "
+                    f"{', '.join(missing)}{other}"
+                )
+            elif whole and not self.saved:
+                files = tuple(self.files[name])
+                if problem := _scan(files, tuple(file.stat().st_mtime for file in files), key, required):
+                    yield problem
 
 
-def _saved_columns(folder: Path) -> list[str]:
-    return list(json.loads((folder / "dataset_info.json").read_text())["features"])
+def lacking(required: Collection[str], present: Collection[str]) -> list[str]:
+    """Return the required columns that are not present; `chosen` may contain the prompt of a pair."""
+    missing = [column for column in required if column not in present]
+    return [] if missing == ["prompt"] and "chosen" in required else missing
 
 
-def file_columns(files: Sequence[Path], key: str) -> list[str]:
-    """Return the column names of the first row of a split.
-
-    Raises:
-        UserError: the first row cannot be read.
-    """
-    _, row = next(rows(files[0], key))
-    return list(row)
-
-
-def read(files: Sequence[Path], key: str, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of all files of a split, each with its place; see `rlhf.tasks.reading.rows`."""
+def _read(files: Iterable[Path], key: str, columns: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
     return chain.from_iterable(rows(file, key, columns) for file in files)
 
 
@@ -131,7 +190,7 @@ def scan(
     if size > SCANNED_BYTES:
         return None
     try:
-        for _ in converted(read(files, key, columns), convert, key):
+        for _ in converted(_read(files, key, columns), convert, key):
             pass
     except UserError as error:
         return error.problems[0]
@@ -145,11 +204,20 @@ def _scan(
     return scan(files, key, columns, conversion(columns))
 
 
-def _place_problem(key: str, path: str, reason: str) -> str | None:
-    """Return the error message for a path that is no folder, with similar names beside it; else None."""
+def data_folder(key: str, path: str, reason: str) -> Splits:
+    """Return the splits of a data folder.
+
+    Args:
+        key: config key that names the folder, for error messages.
+        path: the folder.
+        reason: why the run needs the folder, for error messages.
+
+    Raises:
+        UserError: there is no such folder, or see `Splits`.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        return None
+        return Splits(path, key)
     state, remedy = "no such folder", f"set {key}=<folder>"
     if folder.exists():
         state = "a file"
@@ -157,7 +225,7 @@ def _place_problem(key: str, path: str, reason: str) -> str | None:
             remedy = f"set task=local {setting('task.path', path)}, or {key}=<folder>"
     elif near := similar(folder):
         remedy = f"did you mean {setting(key, near)}?"
-    return (
+    raise UserError(
         f"{key} must be a folder with one .jsonl, .json, .parquet or .csv file per split, or a folder "
         f"written by datasets.save_to_disk ({reason}), got {path} ({state}); {remedy}"
     )
@@ -171,8 +239,7 @@ def similar(path: Path) -> Path | None:
     return path.parent / close[0] if close else None
 
 
-def ignored(folder: Path) -> str:
-    """Return the names of files and folders that are not read, for a message about a missing split."""
+def _ignored(folder: Path) -> str:
     found = [each for each in sorted(folder.iterdir()) if each.suffix != ".md" and each.name[0] != "."]
     names = [each.name for each in found if each.is_file() and suffix_of(each) is None]
     others = {"a folder": Path.is_dir, "a broken link": lambda each: not each.exists()}
@@ -182,48 +249,10 @@ def ignored(folder: Path) -> str:
 
 
 def folder_problems(
-    key: str, path: str, columns: Iterable[str], splits: Iterable[str], reason: str, whole: bool = True
+    key: str, path: str, columns: Iterable[str], splits: Iterable[str], reason: str
 ) -> Iterator[str]:
-    """Yield an error message for each problem of a data folder.
-
-    Args:
-        key: config key that names the folder, for error messages.
-        path: the folder.
-        columns: required columns of every split.
-        splits: required splits.
-        reason: why the run needs the folder, for error messages.
-        whole: check all rows of files that are not too large; False: only the columns of the first row.
-    """
-    folder, required = Path(path).expanduser(), tuple(columns)
-    if problem := _place_problem(key, path, reason):
-        yield problem
-        return
+    """Yield an error message for each problem of a data folder; see `data_folder`, `Splits.problems_with`."""
     try:
-        available = split_columns(folder, key)
-        names = {split: find_split(available, split, key) for split in splits}
+        yield from data_folder(key, path, reason).problems_with(columns, splits, reason)
     except UserError as error:
         yield from error.problems
-        return
-    for split, name in names.items():
-        if name is None:
-            present = (", ".join(available) or "no data file") + ("" if is_saved(folder) else ignored(folder))
-            remedy = f"add {split}.jsonl with the columns {', '.join(required)}"
-            if key == "task.path" and split != "train" and available:
-                remedy += ", or set task=local, which splits off rows"
-            yield f"{key} must contain the split {split} ({reason}), got {path} with {present}; {remedy}"
-            continue
-        missing = [column for column in required if column not in available[name]]
-        if required == PREFERENCE_COLUMNS and missing == ["prompt"]:
-            missing = []  # messages in chosen and rejected may contain the prompt
-        if missing:
-            present = ", ".join(available[name]) or "none"
-            place = path if is_saved(folder) else split_files(folder, key)[name][0]
-            other = ", or set task=local, which recognizes other names" if key == "task.path" else ""
-            yield (
-                f"{key} must have the columns {', '.join(required)} in its split {split} ({reason}), "
-                f"got {place} with {present}; rename or add {', '.join(missing)}{other}"
-            )
-        elif whole and not is_saved(folder):
-            files = tuple(split_files(folder, key)[name])
-            if problem := _scan(files, tuple(file.stat().st_mtime for file in files), key, required):
-                yield problem

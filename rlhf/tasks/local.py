@@ -15,7 +15,6 @@ from rlhf.config.algo import Data
 from rlhf.config.task import PREFERENCE_COLUMNS
 from rlhf.core.errors import UserError
 from rlhf.tasks.columns import converted
-from rlhf.tasks.folders import read
 from rlhf.tasks.local_files import KEY, LocalFiles
 from rlhf.tasks.records import NOTHING, Wanted
 from rlhf.tasks.source import load_pairs, pairs_of, saved_split, selected
@@ -66,8 +65,7 @@ class LocalSource:
     @property
     def conversational(self) -> bool:
         """Whether the prompts of the training rows are dialogues. Of files, only the first row is read."""
-        known = self.files.conversational
-        return "messages" in next(self._rows("train", Data.prompts, NOTHING))[1] if known is None else known
+        return "messages" in next(self._rows("train", Data.prompts, NOTHING))[1]
 
     @property
     def splits_off_validation(self) -> bool:
@@ -102,13 +100,13 @@ class LocalSource:
         name = self.files.stored(split)
         assert name is not None
         layout = self.files.layout(split, data)
-        columns = wanted.read(layout.names, self.files.names(name), str(self.files.path))
+        columns = wanted.read(layout.names, self.files.columns(name), str(self.files.path))
         convert = wanted.recording(layout.pair if data is Data.preferences else layout.example)
         if self.files.saved:
-            dataset = saved_split(self.files.path, name, KEY)
+            dataset = saved_split(self.files, name)
             rows = numbered(selected(dataset, columns), f"the split {name} of {self.files.path}")
         else:
-            rows = read(self.files.files[name], KEY, columns)
+            rows = self.files.rows(name, columns)
         return converted(rows, convert, KEY)
 
 

@@ -11,17 +11,7 @@ from rlhf.config.algo import Data
 from rlhf.core.errors import UserError
 from rlhf.core.pasting import literal, python_command, setting
 from rlhf.tasks.columns import Layout, converted
-from rlhf.tasks.folders import (
-    file_columns,
-    find_split,
-    ignored,
-    is_saved,
-    read,
-    scan,
-    similar,
-    split_columns,
-    split_files,
-)
+from rlhf.tasks.folders import Splits, scan, similar
 from rlhf.tasks.reading import FORMATS, suffix_of
 from rlhf.tasks.recognition import recognise
 
@@ -40,7 +30,7 @@ def _prompt_of(row: Row) -> str | list[Message]:
     return prompt
 
 
-class LocalFiles:
+class LocalFiles(Splits):
     """The data that `task.path` names: a file, a folder with a file per split, or a saved data set.
 
     Args:
@@ -52,28 +42,18 @@ class LocalFiles:
     """
 
     def __init__(self, path: str, columns: ColumnsConfig) -> None:
-        self.named, self.named_columns = path, columns
-        self.path = Path(path).expanduser()
-        self.saved = self.path.is_dir() and is_saved(self.path)
-        self.files: dict[str, list[Path]] = {}  # split -> files; empty for a saved data set
-        if self.path.is_file():
-            if suffix_of(self.path) is None:
-                raise UserError(
-                    f"{KEY} must name a file with a suffix that can be read ({FORMATS}), got {path}; "
-                    "save the data in one of these formats"
-                )
-            self.files = {"train": [self.path]}
-        elif self.path.is_dir():
-            self.files = {} if self.saved else split_files(self.path, KEY)
-        else:
-            raise UserError(self._missing())
-        self.columns = split_columns(self.path, KEY) if self.saved else {}  # split -> columns, if saved
+        self.named_columns = columns
+        place = Path(path).expanduser()
+        if not (place.is_file() or place.is_dir()):
+            raise UserError(_missing(path, place))
+        if place.is_file() and suffix_of(place) is None:
+            raise UserError(
+                f"{KEY} must name a file with a suffix that can be read ({FORMATS}), got {path}; "
+                "save the data in one of these formats"
+            )
+        super().__init__(path, KEY)
         if self.stored("train") is None:
             raise UserError(self._no_rows())
-
-    def stored(self, split: str) -> str | None:
-        """Return the name under which a split is stored; None: the split is not stored."""
-        return find_split(self.columns or self.files, split, KEY)
 
     def layout(self, split: str, data: Data) -> Layout:
         """Return the columns of a stored split by their role.
@@ -84,11 +64,7 @@ class LocalFiles:
         name = self.stored(split)
         assert name is not None
         place = f"{self.path} (split {name})" if self.saved else str(self.files[name][0])
-        return recognise(self.names(name), self.named_columns, data, KEY, place)
-
-    def names(self, name: str) -> list[str]:
-        """Return the columns of the split that is stored as `name`; of files, those of the first row."""
-        return self.columns[name] if self.saved else file_columns(self.files[name], KEY)
+        return recognise(self.columns(name), self.named_columns, data, KEY, place)
 
     @property
     def conversational(self) -> bool | None:
@@ -99,8 +75,8 @@ class LocalFiles:
         """
         if self.saved:
             return None
-        layout, files = self.layout("train", Data.prompts), self.files[self.stored("train") or "train"]
-        _, first = next(converted(read(files, KEY, layout.names), layout.example, KEY))
+        layout, name = self.layout("train", Data.prompts), self.stored("train") or "train"
+        _, first = next(converted(self.rows(name, layout.names), layout.example, KEY))
         return "messages" in first
 
     def problems(self, data: Data) -> Iterator[str]:
@@ -128,7 +104,7 @@ class LocalFiles:
             if problem := scan(self.files[name], KEY, layout.names, convert):
                 yield problem
             elif split == "train" and self.stored("validation") is None:
-                rows = converted(read(self.files[name], KEY, layout.names), convert, KEY)
+                rows = converted(self.rows(name, layout.names), convert, KEY)
                 first = _prompt_of(next(rows)[1])
                 if all(_prompt_of(row) == first for _, row in rows):
                     yield self.one_prompt()
@@ -140,22 +116,21 @@ class LocalFiles:
             f"got {self.path} with one prompt; add rows, or a file validation.jsonl beside train.jsonl"
         )
 
-    def _missing(self) -> str:
-        path = self.named
-        if near := similar(self.path):
-            remedy = f"did you mean {setting(KEY, near)}?"
-        elif HUB_NAME.fullmatch(str(path)) and not self.path.parent.is_dir():
-            saved = f"data/{self.path.name}"
-            code = f"load_dataset({literal(path)}).save_to_disk({literal(saved)})"
-            command = python_command(f"from datasets import load_dataset; {code}")
-            remedy = f"a data set of the hub must be saved first: {command}, then set {setting(KEY, saved)}"
-        else:
-            remedy = f"set {KEY}=<file or folder>"
-        return f"{KEY} must name a file or folder of data, got {path} (no such file or folder); {remedy}"
-
     def _no_rows(self) -> str:
         names = [file.name for files in self.files.values() for file in files]
-        present = ", ".join(names or self.columns) or "no data file"
-        present += "" if self.saved else ignored(self.path)
         remedy = f"set {setting(KEY, self.path / names[0])}" if len(names) == 1 else "add a file train.jsonl"
+        present = self.present(names or self.names)
         return f"{KEY} must contain the split train, got {self.path} with {present}; {remedy}"
+
+
+def _missing(named: str, path: Path) -> str:
+    if near := similar(path):
+        remedy = f"did you mean {setting(KEY, near)}?"
+    elif HUB_NAME.fullmatch(named) and not path.parent.is_dir():
+        saved = f"data/{path.name}"
+        code = f"load_dataset({literal(named)}).save_to_disk({literal(saved)})"
+        command = python_command(f"from datasets import load_dataset; {code}")
+        remedy = f"a data set of the hub must be saved first: {command}, then set {setting(KEY, saved)}"
+    else:
+        remedy = f"set {KEY}=<file or folder>"
+    return f"{KEY} must name a file or folder of data, got {named} (no such file or folder); {remedy}"

@@ -20,15 +20,7 @@ from rlhf.config.task import PREFERENCE_COLUMNS, PROMPT_COLUMNS
 from rlhf.core import hub
 from rlhf.core.errors import UserError
 from rlhf.tasks.columns import TOOLS, converted, pair, text
-from rlhf.tasks.folders import (
-    file_columns,
-    find_split,
-    folder_problems,
-    is_saved,
-    read,
-    split_columns,
-    split_files,
-)
+from rlhf.tasks.folders import Splits, data_folder, lacking
 from rlhf.tasks.records import NOTHING, RECORD, Wanted
 from rlhf.tasks.storage import from_rows, is_text, numbered
 from rlhf.tasks.word_tokenizer import word_tokenizer
@@ -80,7 +72,7 @@ class Stored:
 
     def splits(self) -> list[str]:
         """Return the splits of a local folder."""
-        return list(split_columns(Path(self.place).expanduser(), self.key))
+        return Splits(self.place, self.key).names
 
     def load(self, split: str, columns: Sequence[str], wanted: Wanted = NOTHING) -> Dataset:
         """Return one split with the text columns `columns`; from files also with the column `place`.
@@ -129,18 +121,17 @@ class Stored:
         Raises:
             UserError: the data, the split or a column is missing, or `convert` refuses a row.
         """
-        folder = Path(self.place).expanduser()
         if self.local:
             reason = "training reads the folder"
-            for problem in folder_problems(self.key, self.place, columns, [split], reason, whole=False):
+            data = data_folder(self.key, self.place, reason)
+            for problem in data.problems_with(columns, [split], reason, whole=False):
                 raise UserError(problem)
-        if self.local and not is_saved(folder):
-            splits = split_files(folder, self.key)
-            files = splits[find_split(splits, split, self.key) or split]
-            kept = wanted.read([*columns, TOOLS], file_columns(files, self.key), self.place)
-            rows = read(files, self.key, kept)
+            name = data.stored(split) or split
+        if self.local and not data.saved:
+            kept = wanted.read([*columns, TOOLS], data.columns(name), self.place)
+            rows = data.rows(name, kept)
         else:
-            dataset = saved_split(folder, split, self.key) if self.local else self._from_hub(split)
+            dataset = saved_split(data, name) if self.local else self._from_hub(split)
             _check_columns(dataset, columns, self.key, f"{self.place} in its split {split}")
             kept = wanted.read([*columns, TOOLS], dataset.column_names, self.place)
             if not wanted.asks and all(is_text(dataset, column) for column in columns):
@@ -176,26 +167,21 @@ def _only_cache() -> Iterator[None]:
         yield
 
 
-def saved_split(folder: Path, split: str, key: str) -> Dataset:
-    """Return a split of a folder that `datasets.save_to_disk` wrote.
+def saved_split(data: Splits, name: str) -> Dataset:
+    """Return the split that is stored as `name` in a folder that `datasets.save_to_disk` wrote.
 
     Raises:
         UserError: the files of the folder are damaged.
     """
     try:
-        saved = load_from_disk(str(folder))
-        return saved[find_split(saved, split, key) or split] if isinstance(saved, DatasetDict) else saved
+        saved = load_from_disk(str(data.path))
+        return saved[name] if isinstance(saved, DatasetDict) else saved
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{key} must contain a complete data set of datasets.save_to_disk, got {folder} "
-            f"({type(error).__name__}: {error}); save the data set again"
-        ) from error
+        raise data.damaged(error) from error
 
 
 def _check_columns(dataset: Dataset, columns: Collection[str], key: str, place: str) -> None:
-    """Raise UserError if a data set lacks one of the columns; `chosen` may contain the prompt of a pair."""
-    missing = [column for column in columns if column not in dataset.column_names]
-    if missing and not (missing == ["prompt"] and "chosen" in columns):
+    if missing := lacking(columns, dataset.column_names):
         raise UserError(
             f"{key} must have the columns {', '.join(columns)}, got {place} with "
             f"{', '.join(dataset.column_names)}; rename or add {', '.join(missing)}"

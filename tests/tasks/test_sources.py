@@ -17,7 +17,7 @@ from rlhf.config.algo import Data, Trains
 from rlhf.config.compose import compose
 from rlhf.config.task import GSM8KConfig, PreferencesConfig, TaskConfig, TLDRConfig, TLDRMiniConfig
 from rlhf.tasks.dialogues import has_dialogues
-from rlhf.tasks.folders import folder_problems, split_columns
+from rlhf.tasks.folders import Splits, folder_problems
 from tests import needs
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
@@ -46,6 +46,11 @@ def write(folder: Path, kind: str, columns: dict[str, list[str]]) -> Path:
 
 
 KINDS = ["jsonl", "json", "parquet", "csv", "saved"]
+
+
+def split_columns(folder: Path) -> dict[str, list[str]]:
+    splits = Splits(str(folder), "task.path")
+    return {name: splits.columns(name) for name in splits.names}
 
 
 def content(dataset: Dataset) -> dict[str, list[str]]:
@@ -205,10 +210,9 @@ def test_preferences_without_a_data_set_are_a_problem():
 def test_checking_a_folder_imports_neither_torch_nor_datasets(tmp_path: Path):
     write(tmp_path, "parquet", ROWS)
     code = (
-        "import sys; from rlhf.tasks.folders import split_columns; from pathlib import Path; import "
-        "rlhf.config.task;"
-        f"split_columns(Path({str(tmp_path)!r})); print([m for m in ('torch', 'datasets') if m in "
-        "sys.modules])"
+        "import sys; from rlhf.tasks.folders import Splits; import rlhf.config.task;"
+        f"Splits({str(tmp_path)!r}, 'task.path').columns('train');"
+        "print([m for m in ('torch', 'datasets') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
