@@ -42,8 +42,7 @@ class ChatSource:
             UserError: a dialogue has only one turn, or does not end with a turn of the assistant.
         """
         stored = self.config.validation_split if split == "validation" else split
-        convert = wanted.recording(self._example)
-        return self.dialogues.converted(stored, ["messages"], convert, wanted=wanted)
+        return self.dialogues.load(stored, ["messages"], wanted, self._example)
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split of the pairs: `prompt`, `chosen` and `rejected`, texts or lists of messages.

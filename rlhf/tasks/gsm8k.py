@@ -71,8 +71,8 @@ class GSM8KSource:
     def _rows(self, split: str, wanted: Wanted) -> Dataset:
         whole = split == "test" or (self.problems.local and "validation" in self.problems.splits())
         if whole:
-            return self.problems.load(split, COLUMNS, wanted=wanted)
-        rows = self.problems.load("train", COLUMNS, wanted=wanted)
+            return self.problems.load(split, COLUMNS, wanted)
+        rows = self.problems.load("train", COLUMNS, wanted)
         if self.config.validation_size >= len(rows):
             raise UserError(
                 f"task.validation_size must leave some of the {len(rows)} training rows (the last rows are "

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.config.task import PREFERENCE_COLUMNS, PROMPT_COLUMNS
 from rlhf.core import hub
 from rlhf.core.errors import UserError
-from rlhf.tasks.columns import TOOLS, converted, pair, text
+from rlhf.tasks.columns import TOOLS, conversion, converted
 from rlhf.tasks.folders import Splits, data_folder, lacking
 from rlhf.tasks.records import NOTHING, RECORD, Wanted
 from rlhf.tasks.storage import from_rows, is_text, numbered
@@ -74,49 +74,23 @@ class Stored:
         """Return the splits of a local folder."""
         return Splits(self.place, self.key).names
 
-    def load(self, split: str, columns: Sequence[str], wanted: Wanted = NOTHING) -> Dataset:
-        """Return one split with the text columns `columns`; from files also with the column `place`.
-
-        Args:
-            split: the split to load.
-            columns: the names of the columns.
-            wanted: further columns, which become the column `record`.
-
-        Raises:
-            UserError: the data, the split or a column is missing, or a row has another content.
-        """
-        convert = wanted.recording(lambda row: {column: text(row, column) for column in columns})
-        return self.converted(split, columns, convert, wanted=wanted)
-
-    def load_pairs(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
-        """Return one split with the columns `prompt`, `chosen` and `rejected`; dialogues also with `tools`.
-
-        Raises:
-            UserError: the data, the split or a column is missing, or a row has another content.
-        """
-        return self.converted(split, PREFERENCE_COLUMNS, wanted.recording(pair), wanted=wanted)
-
-    def pairs_are_dialogues(self, split: str) -> bool:
-        """Return whether the prompts of the pairs are lists of messages. Of files, only one row is read."""
-        first = self.converted(split, PREFERENCE_COLUMNS, pair, limit=1)
-        return not isinstance(first.features["prompt"], Value)
-
-    def converted(
+    def load(
         self,
         split: str,
         columns: Sequence[str],
-        convert: Callable[[Row], Row],
-        limit: int | None = None,
         wanted: Wanted = NOTHING,
+        convert: Callable[[Row], Row] | None = None,
+        limit: int | None = None,
     ) -> Dataset:
         """Return one split after `convert`; from files also with the column `place`.
 
         Args:
             split: the split to load.
             columns: the required columns.
-            convert: returns the new columns of a row; does not change rows of texts only.
+            wanted: further columns, which become the column `record`.
+            convert: returns the new columns of a row; does not change rows of texts only. None: the function
+                for these columns, which also checks data before a run.
             limit: largest number of rows; None: all rows.
-            wanted: further columns, which `convert` makes the column `record`.
 
         Raises:
             UserError: the data, the split or a column is missing, or `convert` refuses a row.
@@ -137,7 +111,13 @@ class Stored:
             if not wanted.asks and all(is_text(dataset, column) for column in columns):
                 return dataset.select_columns(list(columns))  # a large data set is not copied into memory
             rows = numbered(selected(dataset, kept), f"the split {split} of {self.place}")
+        convert = wanted.recording(convert or conversion(columns))
         return from_rows(islice(converted(rows, convert, self.key), limit))
+
+    def pairs_are_dialogues(self, split: str) -> bool:
+        """Return whether the prompts of the pairs are lists of messages. Of files, only one row is read."""
+        first = self.load(split, PREFERENCE_COLUMNS, limit=1)
+        return not isinstance(first.features["prompt"], Value)
 
     def _from_hub(self, split: str) -> Dataset:
         offline = hub.unreachable()
@@ -241,7 +221,7 @@ def load_pairs(pairs: Stored | None, split: str, task: str, reason: str, wanted:
             f"task.preferences_path must name a folder of preference pairs for task={task} ({reason}), got "
             "null; set task.preferences_path=<folder>"
         )
-    return pairs.load_pairs(split, wanted)
+    return pairs.load(split, PREFERENCE_COLUMNS, wanted)
 
 
 def prompts_of_pairs(pairs: Dataset) -> Dataset:
@@ -269,7 +249,7 @@ class StoredSource:
 
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the text columns `query` and `reference_response`."""
-        return self.stored_prompts.load(split, PROMPT_COLUMNS, wanted=wanted)
+        return self.stored_prompts.load(split, PROMPT_COLUMNS, wanted)
 
     def preferences(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the split with the columns `prompt`, `chosen` and `rejected`."""
@@ -308,7 +288,7 @@ class EmbeddedSource(ABC):
     def prompts(self, split: str, wanted: Wanted = NOTHING) -> Dataset:
         """Return the columns `query` and `reference_response` of a split, generated or from `task.path`."""
         if self.config.path is not None:
-            return Stored(key="task.path", place=self.config.path).load(split, PROMPT_COLUMNS, wanted=wanted)
+            return Stored(key="task.path", place=self.config.path).load(split, PROMPT_COLUMNS, wanted)
         rows = Dataset.from_dict(self.generate(split, getattr(self.config, f"{split}_size")))
         if not wanted:
             return rows
