@@ -17,17 +17,9 @@ from rlhf.tasks.recognition import recognise
 
 if TYPE_CHECKING:
     from rlhf.config.task import ColumnsConfig
-    from rlhf.tasks.columns import Message
-    from rlhf.tasks.reading import Row
 
 KEY = "task.path"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def _prompt_of(row: Row) -> str | list[Message]:
-    """Return the prompt of a converted row, a text or messages."""
-    prompt: str | list[Message] = next(row[name] for name in ("query", "messages", "prompt") if name in row)
-    return prompt
 
 
 class LocalFiles(Splits):
@@ -105,8 +97,10 @@ class LocalFiles(Splits):
                 yield problem
             elif split == "train" and self.stored("validation") is None:
                 rows = converted(self.rows(name, layout.names), convert, KEY)
-                first = _prompt_of(next(rows)[1])
-                if all(_prompt_of(row) == first for _, row in rows):
+                names = ("query", "messages", "prompt")
+                prompts = (next(row[name] for name in names if name in row) for _, row in rows)
+                first = next(prompts)
+                if all(prompt == first for prompt in prompts):
                     yield self.one_prompt()
 
     def one_prompt(self) -> str:

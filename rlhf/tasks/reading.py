@@ -13,6 +13,7 @@ import shlex
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,7 @@ def _lines(file: Path, key: str) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         with gzip.open(file, "rb") if file.name.lower().endswith(".gz") else file.open("rb") as stream:
-            for raw in stream:
-                number += 1
+            for number, raw in enumerate(stream, 1):
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
@@ -233,16 +233,13 @@ def _csv_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
 def _parquet_rows(file: Path, key: str, columns: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
     import pyarrow.parquet
 
-    number = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
             names = opened.schema_arrow.names
             read = names if columns is None else [name for name in names if name in columns]
-            for batch in opened.iter_batches(1000, columns=read):
-                for row in batch.to_pylist():
-                    number += 1
-                    nested = {name: without_nulls(value) for name, value in row.items()}
-                    yield f"row {number} of {file}", nested
+            batches = opened.iter_batches(1000, columns=read)
+            for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+                yield f"row {number} of {file}", {name: without_nulls(value) for name, value in row.items()}
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(
             f"{key} must contain readable Parquet files, got {file} ({str(error).splitlines()[0]}); write or "
