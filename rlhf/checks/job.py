@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf.checks.rules import training_rule
-from rlhf.config.class_address import class_problem
+from rlhf.config.address import class_problem
 from rlhf.config.root import Config
 from rlhf.config.schema import sections
 from rlhf.core.errors import UserError

@@ -11,10 +11,10 @@ import inspect
 import sys
 import warnings
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rlhf.config.parameters import PLURAL, VALUES
 
@@ -32,10 +32,12 @@ class Source:
     Args:
         text: the content of the file.
         tree: the syntax tree of `text`.
+        bound: see `_names_bound`.
     """
 
     text: str
     tree: ast.Module
+    bound: list[str]
 
     @property
     def functions(self) -> list[str]:
@@ -51,16 +53,14 @@ class Source:
 
     def lacks(self, name: str) -> bool:
         """Return whether the file certainly defines nothing called `name`."""
-        return name not in _names_bound(self.tree) and not any(
-            word in self.text for word in _DEFINES_AT_RUN_TIME
-        )
+        return name not in self.bound and not any(word in self.text for word in _DEFINES_AT_RUN_TIME)
 
     def definition(self, name: str) -> ast.stmt | ast.expr | None:
         """Return what `name` certainly is: its `def` or `class` statement, or the expression assigned to it.
 
         The result is None if the definition has a decorator, is not unique, or is inside another statement.
         """
-        if _names_bound(self.tree).count(name) != 1:
+        if self.bound.count(name) != 1:
             return None
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
@@ -101,15 +101,20 @@ def read(file: Path) -> Source:
         SyntaxError: Python cannot compile the file.
         OSError: the file cannot be read.
     """
-    content = file.read_bytes()
+    return _parsed(file.read_bytes(), str(file))
+
+
+@lru_cache(maxsize=8)
+def _parsed(content: bytes, file: str) -> Source:
+    """Return the source with this content, which several rules read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import of the file shows its warnings
         try:
-            compile(content, str(file), "exec", dont_inherit=True)
-            tree = ast.parse(content, str(file))
+            tree = ast.parse(content, file)
+            compile(tree, file, "exec", dont_inherit=True)
         except ValueError as error:  # null bytes, for some versions of Python
-            raise SyntaxError(str(error), (str(file), 1, None, None)) from error
-    return Source(content.decode(errors="replace"), tree)
+            raise SyntaxError(str(error), (file, 1, None, None)) from error
+    return Source(content.decode(errors="replace"), tree, _names_bound(tree))
 
 
 def top_level_module(name: str) -> ModuleSpec | None:
@@ -147,41 +152,35 @@ def _names_bound(tree: ast.Module) -> list[str]:
     return names
 
 
-class Default:
+@dataclass(frozen=True, slots=True)
+class _AsWritten:
     """A default value of an argument, shown as it is written in the file."""
 
-    def __init__(self, value: ast.expr) -> None:
-        self.value = value
+    text: str
 
     def __repr__(self) -> str:
-        return ast.unparse(self.value)
+        return self.text
 
 
 def signature(arguments: ast.arguments) -> inspect.Signature:
     """Return the signature of a function from the syntax tree of its arguments, without annotations."""
     kinds = inspect.Parameter
     by_position = [*arguments.posonlyargs, *arguments.args]
-    only = len(arguments.posonlyargs)
-    defaults = [None] * (len(by_position) - len(arguments.defaults)) + list(arguments.defaults)
-    parameters = [
-        _parameter(each, kinds.POSITIONAL_ONLY if number < only else kinds.POSITIONAL_OR_KEYWORD, default)
-        for number, (each, default) in enumerate(zip(by_position, defaults, strict=True))
-    ]
-    if arguments.vararg:
-        parameters.append(_parameter(arguments.vararg, kinds.VAR_POSITIONAL))
-    parameters += [
-        _parameter(each, kinds.KEYWORD_ONLY, default)
-        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    ]
-    if arguments.kwarg:
-        parameters.append(_parameter(arguments.kwarg, kinds.VAR_KEYWORD))
-    return inspect.Signature(parameters)
-
-
-def _parameter(argument: ast.arg, kind: Any, default: ast.expr | None = None) -> inspect.Parameter:
-    """Return a parameter of a signature; `kind` is a kind of `inspect.Parameter`."""
-    empty = inspect.Parameter.empty
-    return inspect.Parameter(argument.arg, kind, default=empty if default is None else Default(default))
+    written = (
+        *zip(reversed(by_position), reversed(arguments.defaults), strict=False),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    )
+    defaults = {each: _AsWritten(ast.unparse(value)) for each, value in written if value is not None}
+    parameters = (
+        *((each, kinds.POSITIONAL_ONLY) for each in arguments.posonlyargs),
+        *((each, kinds.POSITIONAL_OR_KEYWORD) for each in arguments.args),
+        (arguments.vararg, kinds.VAR_POSITIONAL),
+        *((each, kinds.KEYWORD_ONLY) for each in arguments.kwonlyargs),
+        (arguments.kwarg, kinds.VAR_KEYWORD),
+    )
+    return inspect.Signature(
+        [kinds(each.arg, kind, default=defaults.get(each, kinds.empty)) for each, kind in parameters if each]
+    )
 
 
 def takes_lists(arguments: ast.arguments) -> bool | None:

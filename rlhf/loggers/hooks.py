@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.class_address import load_class
+from rlhf.config.address import load_class
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
 from rlhf.loggers.logger import Logger
