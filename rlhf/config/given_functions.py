@@ -31,13 +31,13 @@ from rlhf.core.formatting import shortened
 
 Function = Callable[..., Any]
 
-HEADER = (
+_HEADER = (
     '"""A reward function that was given as an object in Python."""\n\nfrom __future__ import annotations\n\n'
 )
 _NUMBERS_AND_TEXTS = (int, float, str, bytes, bool, type(None))
 
 
-class NoSource(Exception):
+class _NoSource(Exception):
     """The reason why the source of a function cannot be stored."""
 
 
@@ -73,10 +73,10 @@ class GivenFunctions:
         """Return the address of a function; write its source to `folder` if it has no place of its own."""
         if (place := _place_of(function)) is not None:
             return f"{place}:{function.__name__}"
-        name = name_of(function)
+        name = _name_of(function)
         try:
             text = _source_of(function, name)
-        except NoSource as reason:
+        except _NoSource as reason:
             while name in self.only_here:
                 name += "_"
             self.only_here[name], self.reasons[name] = function, str(reason)
@@ -125,7 +125,7 @@ def _check_function(function: object) -> None:
         raise UserError(f"{rule}, got {got} of type {type(function).__name__}; write reward=<function>")
 
 
-def name_of(function: Function) -> str:
+def _name_of(function: Function) -> str:
     """Return the name of a function in its address: its own, that of its class, or `reward` for a lambda."""
     name = getattr(function, "__name__", type(function).__name__)
     return name if re.fullmatch(NAME, name) else "reward"
@@ -167,12 +167,9 @@ def is_found(module: str) -> bool:
     if any(file.is_relative_to(Path(each).resolve()) for each in LIBRARIES):
         return True
     here = PathFinder.find_spec(root, [str(Path.cwd())])
-    return file == (_origin_of(here) or origin_elsewhere(root))
-
-
-def _origin_of(spec: ModuleSpec | None) -> Path | None:
-    """Return the file of a module, or None."""
-    return Path(spec.origin).resolve() if spec is not None and spec.origin and spec.has_location else None
+    if here is not None and here.origin and here.has_location:
+        return file == Path(here.origin).resolve()
+    return file == origin_elsewhere(root)
 
 
 @cache
@@ -196,19 +193,19 @@ def _source_of(function: Function, name: str) -> str:
     Comments are left out. The text is valid for equal values of the constants that the function reads.
 
     Raises:
-        NoSource: the source is not known, or the function reads something that has no source.
+        _NoSource: the source is not known, or the function reads something that has no source.
     """
-    reader = Reader()
+    reader = _Reader()
     reader.add(function, name)
-    text = HEADER + reader.text()
+    text = _HEADER + reader.text()
     try:
         compile(text, name, "exec", dont_inherit=True)
     except SyntaxError as error:
-        raise NoSource("it changes a variable of the function around it") from error
+        raise _NoSource("it changes a variable of the function around it") from error
     return text
 
 
-class Reader:
+class _Reader:
     """A collection of the functions of a stored module, and of all that they read."""
 
     def __init__(self) -> None:
@@ -226,30 +223,30 @@ class Reader:
         """Add a function under a name, and what it reads.
 
         Raises:
-            NoSource: it has no source, or reads something that has none.
+            _NoSource: it has no source, or reads something that has none.
         """
         if not isinstance(function, FunctionType):
-            raise NoSource(f"it is an object of type {type(function).__name__}")
+            raise _NoSource(f"it is an object of type {type(function).__name__}")
         if self.known(name, function):
             return
-        node = definition(function)
+        node = _definition(function)
         values = {**function.__globals__, **_variables_around(function)}
         for read in _names_read(function.__code__):
             if read in values:
                 self.read(read, values[read], node)
             elif not hasattr(builtins, read):
-                raise NoSource(f"it reads {read}, which is not defined")
+                raise _NoSource(f"it reads {read}, which is not defined")
         self.functions.append(ast.unparse(_as_def(node, name, function)))
 
     def known(self, name: str, value: Any) -> bool:
         """Return whether the module has this value under this name; otherwise reserve the name for it.
 
         Raises:
-            NoSource: the name has another value.
+            _NoSource: the name has another value.
         """
         if name in self.values:
             if self.values[name] is not value:
-                raise NoSource(f"{name} has two meanings")
+                raise _NoSource(f"{name} has two meanings")
             return True
         self.values[name] = value
         return False
@@ -271,12 +268,12 @@ class Reader:
             same = value.__qualname__ == name
             self.imports.add(f"from {module} import {value.__qualname__}" + ("" if same else f" as {name}"))
         else:
-            raise NoSource(f"it reads {name}, an object of type {type(value).__name__}")
+            raise _NoSource(f"it reads {name}, an object of type {type(value).__name__}")
 
     def add_module(self, name: str, module: ModuleType, node: ast.AST) -> None:
         """Add the import of a module, and of its modules that a function reads as attributes."""
         if not is_found(module.__name__):
-            raise NoSource(f"it reads the module {module.__name__}, which other processes do not find")
+            raise _NoSource(f"it reads the module {module.__name__}, which other processes do not find")
         if not self.known(name, module):
             same = module.__name__ == name
             self.imports.add(f"import {module.__name__}" + ("" if same else f" as {name}"))
@@ -287,11 +284,11 @@ class Reader:
                     self.imports.add(f"import {inner}")
 
 
-def definition(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
+def _definition(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
     """Return the syntax tree of a function.
 
     Raises:
-        NoSource: the source is not known, is not that of the function (a file may have changed since it was
+        _NoSource: the source is not known, is not that of the function (a file may have changed since it was
             imported), or has a decorator.
     """
     code = function.__code__
@@ -300,16 +297,16 @@ def definition(function: FunctionType) -> ast.FunctionDef | ast.Lambda:
         text = "".join(inspect.findsource(code)[0])
         tree, made = ast.parse(text), compile(text, "<source>", "exec", dont_inherit=True)
     except (OSError, SyntaxError, TypeError) as error:
-        raise NoSource("its source is not known") from error
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kind) and begins(node, code)]
-    if len(nodes) != 1 or not any(_same_code(each, code) for each in codes(made)):
-        raise NoSource("its source is not known")
+        raise _NoSource("its source is not known") from error
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kind) and _begins(node, code)]
+    if len(nodes) != 1 or _content(code) not in map(_content, _codes(made)):
+        raise _NoSource("its source is not known")
     if getattr(nodes[0], "decorator_list", None):
-        raise NoSource("it has a decorator")
+        raise _NoSource("it has a decorator")
     return nodes[0]
 
 
-def begins(node: ast.FunctionDef | ast.Lambda, code: CodeType) -> bool:
+def _begins(node: ast.FunctionDef | ast.Lambda, code: CodeType) -> bool:
     """Return whether a definition is at the place of a code object."""
     if isinstance(node, ast.Lambda):  # a line may have several
         body = node.body
@@ -318,27 +315,25 @@ def begins(node: ast.FunctionDef | ast.Lambda, code: CodeType) -> bool:
     return min([node.lineno, *(each.lineno for each in node.decorator_list)]) == code.co_firstlineno
 
 
-def _same_code(one: CodeType, other: CodeType) -> bool:
-    """Return whether two code objects have the same name, line and instructions."""
-    constants = [[each for each in code.co_consts if not isinstance(each, CodeType)] for code in (one, other)]
-    return (
-        (one.co_name, one.co_firstlineno, one.co_code, one.co_names, one.co_varnames)
-        == (other.co_name, other.co_firstlineno, other.co_code, other.co_names, other.co_varnames)
-    ) and repr(constants[0]) == repr(constants[1])
+def _content(code: CodeType) -> tuple[object, ...]:
+    """Return the name, the line and the instructions of a code object."""
+    constants = [each for each in code.co_consts if not isinstance(each, CodeType)]
+    instructions = (code.co_code, code.co_names, code.co_varnames, repr(constants))
+    return code.co_name, code.co_firstlineno, *instructions
 
 
-def codes(code: CodeType) -> Iterator[CodeType]:
+def _codes(code: CodeType) -> Iterator[CodeType]:
     """Yield a code object, and those of the functions inside."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
-            yield from codes(each)
+            yield from _codes(each)
 
 
 def _names_read(code: CodeType) -> list[str]:
     """Return the global names, and the variables of functions around it, that a function reads."""
     found = list(code.co_freevars)
-    for each in codes(code):
+    for each in _codes(code):
         for step in dis.get_instructions(each):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
                 found.append(step.argval)
@@ -352,14 +347,14 @@ def _variables_around(function: FunctionType) -> dict[str, Any]:
     try:
         return {name: cell.cell_contents for name, cell in cells}
     except ValueError as error:
-        raise NoSource("it reads a variable that is not set") from error
+        raise _NoSource("it reads a variable that is not set") from error
 
 
 def _as_def(node: ast.FunctionDef | ast.Lambda, name: str, function: FunctionType) -> ast.FunctionDef:
     """Return a definition under another name, with the values of its defaults.
 
     Raises:
-        NoSource: a default is an object without a source.
+        _NoSource: a default is an object without a source.
     """
     (made,) = ast.parse(f"def {name}(): pass").body
     assert isinstance(made, ast.FunctionDef)
@@ -379,10 +374,10 @@ def _as_literal(value: Any) -> ast.expr:
     """Return a default value of a parameter as source.
 
     Raises:
-        NoSource: the value is no literal.
+        _NoSource: the value is no literal.
     """
     if (text := literal(value)) is None:
-        raise NoSource(f"it has a parameter whose default is an object of type {type(value).__name__}")
+        raise _NoSource(f"it has a parameter whose default is an object of type {type(value).__name__}")
     return ast.parse(text, mode="eval").body
 
 

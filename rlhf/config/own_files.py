@@ -34,19 +34,19 @@ def _own_settings(group: str, option: str) -> dict[str, Any]:
     """
     file = _own_file(group, option)
     try:
-        return {} if file is None else settings_of(group, file)
+        return {} if file is None else _settings_of(group, file)
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException, RecursionError):
         return {}
 
 
-def settings_of(group: str, file: Path) -> dict[str, Any]:
+def _settings_of(group: str, file: Path) -> dict[str, Any]:
     """Return the settings in the file of an option of `group`, and in the user's files that it inherits."""
     content: dict[str, Any] = OmegaConf.to_container(read_document(file))  # type: ignore[assignment]
     found: dict[str, Any] = {}
     for entry in content.pop("defaults", None) or ():
         if isinstance(entry, str) and (match := re.fullmatch(r"(?:/(.+)/)?([\w-]+)(?:@.*)?", entry)):
             inner = _own_file(match[1] or group, match[2])
-            found |= {} if inner is None else settings_of(match[1] or group, inner)
+            found |= {} if inner is None else _settings_of(match[1] or group, inner)
     whole = re.search(r"^#\s*@package\s+_global_\s*$", file.read_text(encoding="utf-8"), re.M)
     return found | dict(flat(content, "" if whole else f"{group}."))
 
@@ -94,7 +94,7 @@ def replaced(cfg: object, overrides: Sequence[str]) -> list[str]:
     for group in _LATER:
         shipped = conf_dir() / group / f"{chosen.get(group)}.yaml"
         later |= _own_settings(group, chosen.get(group, "")).keys()
-        later |= settings_of(group, shipped).keys() if shipped.is_file() else set()
+        later |= _settings_of(group, shipped).keys() if shipped.is_file() else set()
     found = []
     for group, option in chosen.items():
         for key, value in _own_settings(group, option).items() if group not in _LATER else ():
