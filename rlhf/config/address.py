@@ -124,9 +124,9 @@ def load_function(key: str, path: str, arguments: tuple[str, ...]) -> Callable[.
     kind = _CLASS if inspect.isclass(function) else _ASYNC if inspect.iscoroutinefunction(function) else None
     if not callable(function):
         kind = f"of type {type(function).__name__}"
-    if problem := (
-        at.no_function(kind, functions) if kind else at.arguments_problem(signature_of(function), arguments)
-    ):
+    if kind is not None:
+        raise UserError(at.no_function(kind, functions))
+    if problem := at.arguments_problem(signature_of(function), arguments):
         raise UserError(problem)
     return function
 
