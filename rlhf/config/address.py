@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -374,30 +373,10 @@ def _file_of(place: str) -> Path | None:
         if not Path(place).expanduser().is_file():
             raise ModuleNotFoundError(f"no file {place!r} here")
         return Path(place).expanduser()
-    spec = _find_module(place)
+    spec = function_source.find_module(place)
     if spec.origin is None and not spec.has_location:
         raise ModuleNotFoundError(f"{place!r} is a folder")
     return Path(spec.origin).expanduser() if spec.origin and spec.origin.endswith(".py") else None
-
-
-def _find_module(name: str) -> ModuleSpec:
-    """Return where the module `name` is. Nothing is imported, not even the packages that contain the module.
-
-    Raises:
-        ModuleNotFoundError: there is no such module.
-    """
-    loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__spec__ is not None:
-        return loaded.__spec__
-    package = name.rpartition(".")[0]
-    if package:
-        folders = _find_module(package).submodule_search_locations
-        spec = None if folders is None else PathFinder.find_spec(name, folders)
-    else:
-        spec = function_source.top_level_module(name)
-    if spec is None:
-        raise ModuleNotFoundError(f"no module {name!r}")
-    return spec
 
 
 # -- imports ---------------------------------------------------------------------------------------

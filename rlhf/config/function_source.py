@@ -12,7 +12,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -123,6 +123,26 @@ def top_level_module(name: str) -> ModuleSpec | None:
         return find_spec(name)
     except (ImportError, ValueError):  # ValueError: a loaded module, such as __main__, without a spec
         return None
+
+
+def find_module(name: str) -> ModuleSpec:
+    """Return where the module `name` is. Nothing is imported, not even the packages that contain the module.
+
+    Raises:
+        ModuleNotFoundError: there is no such module.
+    """
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__spec__ is not None:
+        return loaded.__spec__
+    package = name.rpartition(".")[0]
+    if package:
+        folders = find_module(package).submodule_search_locations
+        spec = None if folders is None else PathFinder.find_spec(name, folders)
+    else:
+        spec = top_level_module(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"no module {name!r}")
+    return spec
 
 
 def _names_bound(tree: ast.Module) -> list[str]:
