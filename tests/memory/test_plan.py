@@ -415,7 +415,8 @@ def test_the_whole_copy_of_zero_3_is_as_large_as_that_of_the_engine(tmp_path, se
     tiny_lm(**settings).save_pretrained(tmp_path)
     cfg = compose([f"model.policy={tmp_path}", "scorer=facts", "backend=zero3", f"model.dtype={dtype}", head])
     model = Policy(tiny_lm(**settings), 0.7, True, float32_head=cfg.model.float32_head).model
-    engine = SimpleNamespace(dtype=cfg.model.dtype, ranks=ALONE, weights=lambda: whole_weights(model))
+    engine_settings = SimpleNamespace(dtype=cfg.model.dtype)
+    engine = SimpleNamespace(settings=engine_settings, ranks=ALONE, weights=lambda: whole_weights(model))
     copy = DeepSpeedEngine.whole(engine, hollow(model))
     assert copies(cfg, LAPTOP) == {"sampling": [sum(each.nbytes for each in copy.parameters())]}
 
