@@ -95,7 +95,7 @@ def build_generator(
             model=cfg.model,
             prompt_tokens=cfg.task.max_prompt_tokens,
             seed=cfg.seed,
-            max_lag=cfg.schedule.max_lag,
+            max_lag=cfg.worker_lag,
             in_flight=cfg.schedule.in_flight,
             threads=threads(cfg)[1],
             annotator=AnnotatorFactory(cfg),

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 # Importing a module of rules registers its rules.
 from rlhf.checks import (  # noqa: F401
     algorithms,
+    asynchrony,
     folders,
     generators,
     job,

@@ -27,6 +27,9 @@ from rlhf.core.rollout_format import files, shared
 
 _NO_PROCESS = When("without a generator in a process of its own", lambda cfg: not cfg.has_worker)
 _LAG_WITHOUT_PROCESS = When(_NO_PROCESS.text, lambda cfg: not cfg.has_worker and cfg.schedule.max_lag > 0)
+_NO_SECOND_SAMPLER = When(
+    _NO_PROCESS.text, lambda cfg: _LAG_WITHOUT_PROCESS.holds(cfg) and not cfg.clock.virtual
+)
 _COLOCATED = When("with generator=vllm_colocated", lambda cfg: cfg.generator.shares_gpu)
 _ONE_OF_SEVERAL_RANKS = When(
     "with generator=vllm_colocated and several ranks",
@@ -51,7 +54,7 @@ RULES += [
     must(
         "schedule.update",
         "between",
-        _LAG_WITHOUT_PROCESS,
+        _NO_SECOND_SAMPLER,
         "no other generator can load weights while it samples",
     ),
     must(

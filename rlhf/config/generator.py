@@ -47,6 +47,7 @@ class GeneratorConfig(Section):
     """
 
     samples: ClassVar[bool] = True  # False: the generator returns stored completions
+    samples_parts: ClassVar[bool] = False  # True: in the trainer's process, it can sample parts of responses
     # True: the generator computes in float32 the same log-probs as a trainer with the same weights
     exact: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()  # of the library that samples, if it is not transformers
@@ -235,6 +236,7 @@ class HFConfig(WorkerConfig):
     """Sampling with the Hugging Face model that is trained, or with its copy in a separate process."""
 
     exact: ClassVar[bool] = True
+    samples_parts: ClassVar[bool] = True
 
     name: str = "hf"
     batch_size: int = number(256, least=1, means="sequences decoded in parallel")

@@ -20,6 +20,7 @@ GROUPS = {  # group -> meaning
     "model": "The models. model.policy=<hub name or folder> sets your own.",
     "task": "The data. task=local task.path=<file or folder> reads your own.",
     "generator": "What samples responses: Hugging Face, vLLM or stored data.",
+    "clock": "The time of this machine, or the virtual time of a cluster.",
     "backend": "What trains: plain torch or DeepSpeed ZeRO.",
     "scorer": "The reward. scorer@gold=<option> is the judge of evaluations.",
     "logger": "Where metrics go, in addition to metrics.jsonl.",
@@ -41,9 +42,7 @@ KEYS = {  # key -> meaning, for the overview
     "backend.micro_batch": "sequences per forward pass",
     "model.policy": "hub name or folder; for SFT model.base",
     "scorer.path": "reward model, or <file>.py:<function>",
-    "seed": "seed of everything random",
     "resume": "auto, never (start again) or must",
-    "output_dir": "folder of the run folders",
 }
 LONG = 20  # groups with more options are named, not listed
 

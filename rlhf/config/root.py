@@ -18,6 +18,7 @@ from rlhf.config import search as search  # registers its settings
 from rlhf.config.algo import AlgoConfig, Data, Trains
 from rlhf.config.backend import BackendConfig
 from rlhf.config.best_generator import best_generator
+from rlhf.config.clock import ClockConfig
 from rlhf.config.generator import GeneratorConfig
 from rlhf.config.logger import LoggersConfig
 from rlhf.config.model import ModelConfig
@@ -47,6 +48,7 @@ class Config(Section):
     gold: ScorerConfig = MISSING
     generator: GeneratorConfig = MISSING
     backend: BackendConfig = MISSING
+    clock: ClockConfig = field(default_factory=ClockConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -117,7 +119,12 @@ class Config(Section):
     @property
     def has_worker(self) -> bool:
         """Whether the generator samples in a separate process."""
-        return self.generator.has_worker(self.schedule.max_lag)
+        return self.generator.has_worker(self.worker_lag)
+
+    @property
+    def worker_lag(self) -> int:
+        """The batches that generators in processes of their own run ahead; 0 with a virtual clock."""
+        return 0 if self.clock.virtual else self.schedule.max_lag
 
     @property
     def value_reward(self) -> str | None:

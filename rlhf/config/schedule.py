@@ -25,6 +25,35 @@ class Update(Choice):
     in_flight = "in_flight", "at once, even during a request"
 
 
+class Order(Choice):
+    """Which groups (a prompt with its samples) are trained next."""
+
+    fifo = "fifo", "in the order of their starts, in whole batches"
+    completed = "completed", "complete groups"
+
+
+class Stale(Choice):
+    """What happens to a group that would be older than the bound when it is trained."""
+
+    wait = "wait", "the trainer waits for it, before it is too old"
+    drop = "drop", "it is discarded"
+    cut = "cut", "it ends at once, with the tokens that it has"
+
+
+class Unit(Choice):
+    """What starts together when slots of the generators are free."""
+
+    group = "group", "all samples of a prompt"
+    sequence = "sequence", "one sample"
+
+
+class Dropped(Choice):
+    """What happens to the prompt of a discarded group."""
+
+    again = "again", "it starts again, before new prompts"
+    skip = "skip", "it is left out"
+
+
 class LRSchedule(Choice):
     """The learning rate after warm-up. Decays end at 0; skipped and overflowed steps count."""
 
@@ -133,6 +162,17 @@ class ScheduleConfig(Section):
         0, least=0, means="later rollout batches in flight while a batch is trained on; 0: synchronous"
     )
     update: Update = entry(Update.between, means="when the generator loads new weights")
+    order: Order = entry(Order.fifo, means="which groups are trained next", added=True)
+    max_age: int | None = number(
+        None,
+        least=1,
+        means="largest age of a trained group, in updates, with order=completed; null: no bound",
+        remedy="8",
+        added=True,
+    )
+    stale: Stale = entry(Stale.wait, means="what happens to a group at max_age", added=True)
+    unit: Unit = entry(Unit.group, means="what starts together when slots are free", added=True)
+    dropped: Dropped = entry(Dropped.again, means="the prompt of a discarded group", added=True)
     replay: int = number(
         1,
         least=1,
@@ -169,7 +209,7 @@ class ScheduleConfig(Section):
     )
 
     @property
-    def stale(self) -> bool:
+    def off_policy(self) -> bool:
         """Whether a batch may contain samples of older weights than those that are trained."""
         return self.max_lag > 0 or self.replay > 1
 
@@ -185,14 +225,6 @@ class ScheduleConfig(Section):
             yield (
                 "schedule.max_lag must be >= 1 with schedule.update=in_flight (otherwise no request is "
                 f"running when the weights change), got {self.max_lag}; set schedule.max_lag=1"
-            )
-
-    def warnings(self, at: str) -> Iterator[str]:
-        """Yield a warning if `update=in_flight`, because the run is then not reproducible."""
-        if self.in_flight:
-            yield (
-                "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two "
-                "runs with the same config will differ, and so will a resumed run"
             )
 
 

@@ -214,7 +214,7 @@ def trim(batch: B) -> B:
     return replace(batch, **_mapped(cut, batch))
 
 
-def concatenated(parts: Sequence[Rollouts], pad_id: int | None = None) -> dict[str, Any]:
+def concatenated(parts: Sequence[Prompts], pad_id: int | None = None) -> dict[str, Any]:
     """Return the fields of one batch with the prompts of all parts, and `version`, the lowest of the parts.
 
     Args:
@@ -231,7 +231,8 @@ def concatenated(parts: Sequence[Rollouts], pad_id: int | None = None) -> dict[s
             values = tuple(_padded(value, longest, fill, left=shape.dims[-1] == "P") for value in values)
         return torch.cat(values)
 
-    return {"version": min(part.version for part in parts)} | _mapped(joined, *parts)
+    versions = [part.version for part in parts if isinstance(part, Rollouts)]
+    return ({"version": min(versions)} if versions else {}) | _mapped(joined, *parts)
 
 
 def _padded(x: Tensor, length: int, fill: int, left: bool) -> Tensor:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
@@ -22,8 +20,9 @@ from rlhf.assembly.data import build_state, build_task
 from rlhf.assembly.device import build_device
 from rlhf.assembly.loggers import build_loggers
 from rlhf.assembly.parts import part
+from rlhf.assembly.stream import build_stream
 from rlhf.assembly.tokenizer import build_tokenizer
-from rlhf.assembly.training import assemble, training_sampling
+from rlhf.assembly.training import assemble
 from rlhf.checks.check import problems
 from rlhf.config.algo import Data, Trains
 from rlhf.config.cores import threads
@@ -58,18 +57,17 @@ from rlhf.stages.reward_trial import report_rewards
 from rlhf.stages.shortage import full_gpu
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
-from rlhf.training.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rlhf.config.root import Config
-    from rlhf.core.batch import Rollouts
     from rlhf.core.state import TrainState
     from rlhf.engines.engine import Engine
     from rlhf.loggers.hooks import Hook
     from rlhf.processes.signals import Interruption
     from rlhf.runs.folder import RunFolder
+    from rlhf.training.stream import RolloutStream
 
 log = logging.getLogger(__name__)
 
@@ -154,15 +152,15 @@ def carry_out(
     with ExitStack() as ends:
         ends.enter_context(stages.enter(len(stages.names)))
         parts = assemble(cfg, task, tokenizer, data, state, folder, ranks, ends)
-        in_flight = []
+        saved = None
         if last is not None:
-            in_flight = parts.checkpoints.load(last, state, parts.engine, parts.recorder)
+            saved = parts.checkpoints.load(last, state, parts.engine, parts.recorder)
             say(f"resumed from update {state.update} of {state.num_updates}: {last}")
         loggers = [*build_loggers(cfg, folder, state, last, parts.phases), hooks] if ranks.first else []
         parts.recorder.open(loggers, parts.generator)
         ends.callback(parts.recorder.close)
         parts.generator.load(parts.engine.weights(), state.version)
-        _train(cfg, parts, in_flight, state, folder, ranks, interruption)
+        _train(cfg, parts, saved, state, folder, ranks, interruption)
     failure, stopped = ranks.from_first(lambda: (hooks.failure, hooks.stopped))
 
     if state.done:
@@ -188,7 +186,7 @@ def carry_out(
 def _train(
     cfg: Config,
     parts: Parts,
-    in_flight: list[Rollouts],
+    saved: Any,
     state: TrainState,
     folder: RunFolder,
     ranks: Ranks,
@@ -197,22 +195,13 @@ def _train(
     """Train until the run is done or asked to stop.
 
     Args:
-        in_flight: the batches that a checkpoint has stored; see `Stream`.
+        saved: the state of the stream in a checkpoint; None: the run begins.
 
     Raises:
         RunError: a loss or a gradient is not finite.
         Interrupted: a signal arrived before training, or while a scorer waited for its service.
     """
-    first = state.update + len(in_flight)
-    stream = Stream(
-        parts.generator,
-        itertools.islice(parts.prompts, state.num_updates - first),
-        replace(training_sampling(cfg), request=first),
-        cfg.schedule.max_lag,
-        parts.recorder.timer,
-        in_flight,
-        parts.phases,
-    )
+    stream = build_stream(cfg, parts, state, saved)
     interruption.defer(ranks.any if ranks.size > 1 else bool)
     try:
         train(parts, stream, state, cfg.schedule, interruption, cfg.seed)
@@ -301,7 +290,7 @@ def write_model(engine: Engine, folder: RunFolder, ranks: Ranks, card: str) -> N
 
 
 def _save_unfinished(
-    parts: Parts, stream: Stream, state: TrainState, folder: RunFolder, ranks: Ranks
+    parts: Parts, stream: RolloutStream, state: TrainState, folder: RunFolder, ranks: Ranks
 ) -> None:
     """Save a checkpoint of the last update after a scorer stopped waiting for its service.
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rlhf.tasks.prompt_order import PromptOrder
     from rlhf.training.recorder import Recorder
     from rlhf.training.replay import Replay
-    from rlhf.training.stream import Stream
+    from rlhf.training.stream import RolloutStream
 
 DAMAGED = "DAMAGED"  # in a damaged checkpoint, the marker file COMPLETE is renamed to this name
 _COUNTERS = "counters.json"
@@ -83,7 +83,7 @@ class Checkpoints:
         for leftover in leftovers(self.folder):
             discard(leftover)
 
-    def save(self, state: TrainState, engine: Engine, stream: Stream, recorder: Recorder) -> None:
+    def save(self, state: TrainState, engine: Engine, stream: RolloutStream, recorder: Recorder) -> None:
         """Write a checkpoint, and remove all checkpoints except the newest `limit`.
 
         A checkpoint contains weights, optimizer state, random state, counters, the state of the objective,
@@ -91,7 +91,7 @@ class Checkpoints:
         engine writes weights and optimizer state, on the first rank or on all ranks; the first rank writes
         the other files. If the disk is full, a warning is logged and training continues.
         """
-        in_flight = [rollouts.as_dict() for rollouts in stream.in_flight()]
+        in_flight = stream.state_dict()
         replay = [batch.as_dict() for batch in self.replay.earlier]
         final = self.folder / f"checkpoint-{state.update}"
         last = next(reversed(complete_checkpoints(self.folder)), None)
@@ -152,8 +152,8 @@ class Checkpoints:
             discard(scratch)
         return None
 
-    def load(self, path: Path, state: TrainState, engine: Engine, recorder: Recorder) -> list[Rollouts]:
-        """Restore the state of the run from the checkpoint `path`, and return the rollouts in flight."""
+    def load(self, path: Path, state: TrainState, engine: Engine, recorder: Recorder) -> Any:
+        """Restore the state of the run from the checkpoint `path`, and return the state of the stream."""
         counters = json.loads((path / _COUNTERS).read_text())
         state.load_state_dict(counters["state"])
         recorder.load_state_dict(counters["recorder"])
@@ -162,7 +162,7 @@ class Checkpoints:
         torch.set_rng_state(torch.load(path / "random.pt", weights_only=True)["torch"])
         if (path / _REPLAY).exists():  # earlier versions had no replay buffer
             self.replay.load(Batch(**packed) for packed in torch.load(path / _REPLAY, weights_only=True))
-        in_flight = [unpack(packed) for packed in torch.load(path / "in_flight.pt", weights_only=True)]
+        in_flight = torch.load(path / "in_flight.pt", weights_only=True)
         if "prompts" in counters:
             self.prompts.load_state_dict(counters["prompts"])
         else:  # earlier versions drew all examples in each epoch

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rlhf.training.evaluators import Evaluator
     from rlhf.training.recorder import Recorder
     from rlhf.training.replay import Replay
-    from rlhf.training.stream import Stream
+    from rlhf.training.stream import RolloutStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Parts:
 
 def train(
     parts: Parts,
-    stream: Stream,
+    stream: RolloutStream,
     state: TrainState,
     schedule: ScheduleConfig,
     interruption: Interruption,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf.core.phases import Phases
 from rlhf.generators.generator import finished
@@ -15,6 +15,23 @@ if TYPE_CHECKING:
     from rlhf.core.batch import Prompts, Rollouts, Sampling
     from rlhf.core.metrics import Timer
     from rlhf.generators.generator import Generator
+
+
+class RolloutStream(Protocol):
+    """A stream of rollouts: an iterator that a checkpoint can save."""
+
+    def __iter__(self) -> Iterator[Rollouts]:
+        """Yield the rollouts of each update."""
+
+    @property
+    def taken(self) -> int:
+        """Return the number of batches that were yielded since the first update of the run."""
+
+    def put_back(self) -> None:
+        """Yield the rollouts yielded last again, because they were not used."""
+
+    def state_dict(self) -> Any:
+        """Return what a checkpoint saves, for `torch.load(weights_only=True)`."""
 
 
 class Stream:
@@ -78,6 +95,6 @@ class Stream:
         assert self.current is not None
         self.pending.appendleft(finished(self.current))
 
-    def in_flight(self) -> list[Rollouts]:
-        """Wait for all requests in flight, and return their rollouts in order, for a checkpoint."""
-        return [future.result() for future in self.pending]
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Wait for all requests in flight, and return the fields of their rollouts in order."""
+        return [future.result().as_dict() for future in self.pending]

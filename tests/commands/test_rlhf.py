@@ -101,7 +101,7 @@ def test_the_first_word_is_completed_to_a_command_or_an_option(call, word, expec
 
 def test_arguments_of_the_command_itself_are_completed_and_are_no_overrides(call):
     assert call("--complete", "evaluate", "ru")[1] == "run=\n"
-    assert call("--complete", "evaluate", "run=outputs/x", "schedule.max")[1] == "schedule.max_lag=\n"
+    assert call("--complete", "evaluate", "run=outputs/x", "schedule.max_l")[1] == "schedule.max_lag=\n"
     assert call("--complete", "report", "outp")[1] == ""
 
 

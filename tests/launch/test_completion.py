@@ -17,17 +17,17 @@ from rlhf.launch.completion import candidates
         (["schedule.max_lag="], {"schedule.max_lag=0"}),
         (["model.policy="], set()),
         (["model.policy=./mo"], set()),
-        (["schedule.max"], {"schedule.max_lag="}),
+        (["schedule.max_l"], {"schedule.max_lag="}),
         (["algo=ppo", "algo.clip_v"], {"algo.clip_value="}),
         (["algo=dpo", "algo.clip_v"], set()),
         (["algo=ppo", "algo.correction.c"], {"algo.correction.cap="}),
         (["scorer@gold=fa"], {"scorer@gold=facts"}),
-        (["-m", "algo=dpo,ppo", "seed=1,2", "schedule.max"], {"schedule.max_lag="}),
+        (["-m", "algo=dpo,ppo", "seed=1,2", "schedule.max_l"], {"schedule.max_lag="}),
         (["--conf"], {"--config-dir"}),
         (["--config-dir", "co"], set()),
-        (["algo=zzz", "schedule.max"], set()),
+        (["algo=zzz", "schedule.max_l"], set()),
         (["algo=zzz", "alg"], {"algo="}),
-        (["algo=[", "schedule.max"], set()),
+        (["algo=[", "schedule.max_l"], set()),
         (["algo.nam"], set()),
     ],
 )
@@ -45,7 +45,7 @@ def test_the_empty_word_has_all_groups_and_sections_except_those_that_help_does_
 def test_own_arguments_of_a_command_are_candidates_and_have_no_values():
     assert candidates(["run"], own=["run", "models"]) == ["run="]
     assert candidates(["run=outputs/algo=dpo"], own=["run"]) == []
-    assert candidates(["run=x", "schedule.max"], own=["run"]) == ["schedule.max_lag="]
+    assert candidates(["run=x", "schedule.max_l"], own=["run"]) == ["schedule.max_lag="]
 
 
 def test_options_of_a_config_dir_are_candidates(own_conf, monkeypatch):

@@ -59,7 +59,7 @@ class FakeRecorder:
 
 
 class NothingInFlight:
-    def in_flight(self):
+    def state_dict(self):
         return []
 
 

@@ -75,7 +75,7 @@ def test_a_resumed_stream_first_yields_the_rollouts_that_were_in_flight():
     generator = FakeGenerator()
     stream = Stream(generator, prompts(0, 6), sampling(), 2, Timer())
     first = train(stream, generator, 3)
-    kept = [unpack(rollouts.as_dict()) for rollouts in stream.in_flight()]
+    kept = [unpack(packed) for packed in stream.state_dict()]
     generator = FakeGenerator()
     generator.load(None, 3)
     done = 3 + len(kept)
@@ -105,6 +105,6 @@ def test_a_batch_that_was_put_back_is_the_first_one_in_flight(lag):
     assert stream.taken == 2
     stream.put_back()
     assert stream.taken == 1
-    assert [int(rollouts.index) for rollouts in stream.in_flight()] == [1, 2, 3][: lag + 1]
+    assert [int(packed["index"]) for packed in stream.state_dict()] == [1, 2, 3][: lag + 1]
     again = next(batches)
     assert int(again.index) == 1 and again.trainer_version == 1

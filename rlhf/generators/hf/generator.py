@@ -23,7 +23,8 @@ from rlhf.core.launched import local_rank
 from rlhf.core.phases import Phases
 from rlhf.core.seeding import derive
 from rlhf.generators.generator import Generator, GeneratorContext, finished
-from rlhf.generators.hf.sampling import sample, uniforms
+from rlhf.generators.hf.parts import HFParts
+from rlhf.generators.hf.sampling import HFSettings, sample, uniforms
 from rlhf.generators.own_process import start
 from rlhf.generators.transfer.shared_memory import read
 from rlhf.generators.transfer.weights import TransferError, checksum
@@ -66,25 +67,6 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
     return start(config, context, factory, variables)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HFSettings:
-    """The settings of sampling with a Hugging Face model that are the same for all requests.
-
-    Args:
-        stop_ids: ids of the tokens that end a response.
-        pad_id: id of the pad token.
-        batch_size: sequences decoded in parallel.
-        seed: the seed of the run.
-        cached: whether sampling uses a cache of keys and values; see `sample`.
-    """
-
-    stop_ids: list[int]
-    pad_id: int
-    batch_size: int
-    seed: int
-    cached: bool = True
-
-
 class HFGenerator(Generator):
     """A generator that samples with the trained model in the trainer's process.
 
@@ -115,6 +97,10 @@ class HFGenerator(Generator):
             rollouts = respond(model, prompts, sampling, self.settings, phases=self.phases)
         seconds = time.perf_counter() - start
         return finished(replace(rollouts, version=self.version, generate_s=seconds))
+
+    def parts(self) -> HFParts:
+        """Return a sampler of parts of responses."""
+        return HFParts(self.borrow, self.settings)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Record the version of the borrowed weights."""

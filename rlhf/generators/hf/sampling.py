@@ -8,6 +8,7 @@ the order of the rows or on the rank that decodes the sample (up to float roundi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -27,6 +28,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 CPU_CHUNK, GPU_CHUNK = 2**20, 2**24  # probabilities per step of `choose`; on a CPU a step fits in cache
 _BLOCK = 128  # token ids per block in `_pick`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFSettings:
+    """The settings of sampling with a Hugging Face model that are the same for all requests.
+
+    Args:
+        stop_ids: ids of the tokens that end a response.
+        pad_id: id of the pad token.
+        batch_size: sequences decoded in parallel.
+        seed: the seed of the run.
+        cached: whether sampling uses a cache of keys and values; see `sample`.
+    """
+
+    stop_ids: list[int]
+    pad_id: int
+    batch_size: int
+    seed: int
+    cached: bool = True
 
 
 def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) -> Tensor:
@@ -83,6 +103,7 @@ def sample(
     before_forward: Callable[[], object] | None = None,
     after_token: Callable[[], object] | None = None,
     cached: bool = True,
+    most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample K responses for each prompt.
 
@@ -108,6 +129,7 @@ def sample(
             not be computed yet.
         cached: False: read each sequence again for every token, without a cache. This is slow, and right for
             every model (`rlhf.trials.sampling`).
+        most: largest number of tokens of each sample, [N, K]; None: `response_length`.
 
     Returns:
         response_ids [N, K, T] int64, padded right with `pad_id`; response_mask [N, K, T] bool; log-probs
@@ -133,6 +155,7 @@ def sample(
     real = torch.zeros(shape, dtype=torch.bool, device=device)
     rows = torch.arange(len(place), device=device)  # output rows that are still being decoded
     running = torch.ones(shape[:2], dtype=torch.bool, device=device)
+    most = None if most is None else most.reshape(shape[:2]).to(device)
     steps: list[tuple[Tensor, Tensor, Tensor]] = []  # results for `rows` that are not in the outputs yet
     token, logprob = pick_next(logits.expand(-1, shape[1], -1), numbers=numbers[..., 0])
     del logits
@@ -140,6 +163,8 @@ def sample(
         for t in range(response_length):
             steps.append((token, logprob, running))
             running = running & ~torch.isin(token, stops)
+            if most is not None:
+                running = running & (t + 1 < most[rows])
             done = t + 1 == response_length
             if done or step.looks(t):
                 active = running.any(1)

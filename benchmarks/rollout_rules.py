@@ -1,0 +1,178 @@
+"""What each rule for stale rollouts costs: tables of the virtual clock without a model.
+
+    python -m benchmarks.rollout_rules rules       each rule at one and four batches ahead
+    python -m benchmarks.rollout_rules ages        larger bounds on the age
+    python -m benchmarks.rollout_rules scale       the same ratios for 64 to 4,096 slots
+
+A response has 50 tokens, and its duration is lognormal (log-sd 1, 0.8 of it from the prompt). Training takes
+as long as the ideal generation of its batch. A figure is the mean over seeds of the steady part of a run,
+with the standard deviation over seeds in parentheses.
+
+    use             share of the time in which the trainer works
+    age, oldest     updates between the weights at the start of a group and its update
+    thrown away     share of the slots' time for discarded groups
+    cut off         share of the decoding steps of the trained groups that `cut` saved
+    longest tenth   share of the trained groups that last longer than 90 % of all groups
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+from rlhf.config.clock import VirtualConfig
+from rlhf.config.schedule import Order, Stale
+from rlhf.training import sequences
+from rlhf.training.clock import Clock, factors
+from rlhf.training.rules import Group, Rules
+from rlhf.training.sequences import Piece, Start
+
+TOKENS = 50
+RULES = {
+    "fifo": (Order.fifo, Stale.wait),
+    "pace": (Order.completed, Stale.wait),
+    "wait": (Order.completed, Stale.wait),
+    "drop": (Order.completed, Stale.drop),
+    "cut": (Order.completed, Stale.cut),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A cluster and a rule; `age` None: the bound is `lag`, and pace and fifo have none."""
+
+    rule: str
+    lag: int
+    age: int | None = None
+    slots: int = 64
+    batch: int = 16
+    samples: int = 4
+    late: bool = False  # drop only complete groups
+
+
+class LateDrop(Rules):
+    """Rules that discard complete groups only, so a running group keeps its slots until it ends."""
+
+    def loaded(self) -> list[Group]:
+        """Note an update, and stop no group."""
+        self.version += 1
+        return []
+
+
+class Responses:
+    """A sampler of responses of equal length; a discarded prompt is the next to start again."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, int] = {}
+        self.again: list[int] = []
+        self.new = 0
+
+    def begin(self, starts: Sequence[Start], most: Sequence[int]) -> list[Piece]:
+        """Return a whole response for each start."""
+        return [Piece([0] * TOKENS, [0.0] * TOKENS, True) for _ in starts]
+
+    def go_on(self, sequences: Sequence[sequences.Sequence], most: Sequence[int]) -> list[Piece]:
+        """No response is sampled in parts."""
+        raise NotImplementedError
+
+    def prompt(self, group: int) -> tuple[int, int]:
+        """Return the row of the prompt; prompts have no tokens."""
+        if group not in self.rows:
+            self.new += not self.again
+            self.rows[group] = self.again.pop(0) if self.again else self.new
+        return self.rows[group], 0
+
+    def discarded(self, group: int) -> None:
+        """Let the prompt start again."""
+        self.again.append(self.rows.pop(group))
+
+
+def run(setting: Setting, seed: int, updates: int, warm: int) -> dict[str, float]:
+    """Return the figures of the updates after the first `warm` ones."""
+    order, stale = RULES[setting.rule]
+    rules = (LateDrop if setting.late else Rules)(
+        order=order,
+        batch=setting.batch,
+        samples=setting.samples,
+        max_lag=setting.lag,
+        max_age=None if setting.rule in ("fifo", "pace") else setting.age or setting.lag,
+        stale=stale,
+    )
+    costs = VirtualConfig(slots=setting.slots, step_s=1 / TOKENS, spread=1.0)
+    made = Clock(rules, costs, Responses(), length=TOKENS, seed=seed)
+    of_group = factors(costs, setting.samples, seed + 1000)
+    longest = sorted(max(of_group(group, group)) for group in range(4000))[3600]
+    span = busy = trained = wasted = steps = whole = 0.0
+    ages, long = [], 0
+    for update in range(updates):
+        groups = made.next_batch()
+        if update >= warm:
+            usage = made.usage
+            span, busy = span + usage.span, busy + usage.busy
+            trained, wasted = trained + usage.trained, wasted + usage.wasted
+            ages += [rules.version - own[0].group.version for own in groups]
+            long += sum(max(len(each.ids) * each.factor for each in own) > longest * TOKENS for own in groups)
+            steps += sum(len(each.ids) * each.factor for own in groups for each in own)
+            whole += sum(TOKENS * each.factor for own in groups for each in own)
+        made.loaded()
+    return {
+        "use": trained / span,
+        "age": mean(ages),
+        "oldest": max(ages),
+        "thrown away": wasted / busy,
+        "cut off": 1 - steps / whole,
+        "longest tenth": long / len(ages),
+    }
+
+
+def settings(table: str) -> Iterator[tuple[Setting, int, int]]:
+    """Yield the rows of a table: setting, seeds, updates."""
+    if table == "rules":
+        for lag in (4, 1):
+            for rule in RULES:
+                yield Setting(rule, lag, late=rule == "drop"), 12, 125
+    if table == "ages":
+        for slots, lag, ages in ((64, 4, (4, 6, 8, 12, 16, 24)), (256, 8, (8, 16, 32))):
+            for rule in ("wait", "cut", "drop"):
+                for age in ages:
+                    yield Setting(rule, lag, age, slots), 4, 120
+    if table == "scale":
+        for rule, lag, ratio in (
+            ("pace", 4, 1),
+            ("pace", 4, 4),
+            ("pace", 8, 4),
+            ("drop", 4, 1),
+            ("drop", 4, 4),
+        ):
+            for batch in (16, 64, 256):
+                few = 1 if batch == 256 else 3
+                yield Setting(rule, lag, slots=4 * ratio * batch, batch=batch, late=True), few, 50
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", choices=["rules", "ages", "scale"])
+    asked = parser.parse_args(argv)
+    print("| rule | L | A | slots | B | seeds | use | age | oldest | thrown away | cut off | longest tenth |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for setting, seeds, updates in settings(asked.table):
+        found = [run(setting, seed, updates, updates // 5) for seed in range(seeds)]
+        cells = [_cell(name, [each[name] for each in found]) for name in found[0]]
+        bound = "" if setting.rule in ("fifo", "pace") else str(setting.age or setting.lag)
+        row = (setting.rule, setting.lag, bound, setting.slots, setting.batch, seeds, *cells)
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def _cell(name: str, values: Sequence[float]) -> str:
+    digits = {"age": 1, "oldest": 0}.get(name, 3)
+    spread = f" ({stdev(values):.{digits}f})" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Rules for the order of rollouts and for the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf.checks.rules import (
+    DOUBTS,
+    TRAINING_RULES,
+    Allowed,
+    When,
+    chosen,
+    doubtful,
+    is_set,
+    must,
+    training_rule,
+)
+from rlhf.config.clock import VirtualConfig
+from rlhf.config.root import Config
+from rlhf.config.schedule import Dropped, Order, Stale, Unit
+from rlhf.core.launched import world_size
+
+_VIRTUAL = When("with clock=virtual", lambda cfg: cfg.clock.virtual)
+_WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
+_IN_WALL_TIME = Allowed("be wall", lambda clock: not clock.virtual)
+_FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
+_SEVERAL_RANKS = When("with several ranks", lambda cfg: world_size() > 1)
+
+TRAINING_RULES += [
+    must(
+        "clock",
+        _IN_WALL_TIME,
+        When("with generator={generator}", lambda cfg: not cfg.generator.samples),
+        "nothing is sampled",
+        fix="clock=wall",
+    ),
+    must(
+        "generator",
+        Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples),
+        _VIRTUAL,
+        "responses are sampled in parts, with the trained model itself",
+        fix="generator=hf",
+    ),
+    must(
+        "generator.worker",
+        Allowed("be false", lambda worker: worker is not True),
+        _VIRTUAL,
+        "the generators are simulated in the trainer's process",
+        fix="generator.worker=null",
+    ),
+    must(
+        "clock",
+        _IN_WALL_TIME,
+        _SEVERAL_RANKS,
+        "one process simulates all generators",
+        fix="clock=wall",
+    ),
+    must(
+        "schedule.order",
+        "fifo",
+        _WALL,
+        "processes take whole batches, in the order of the requests",
+        fix="schedule.order=fifo or clock=virtual",
+    ),
+    must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
+]
+
+DOUBTS += [
+    doubtful(
+        "schedule.stale={schedule.stale} has no effect without schedule.max_age",
+        lambda cfg: cfg.schedule.stale is not Stale.wait and cfg.schedule.max_age is None,
+    ),
+    doubtful(
+        "schedule.unit={schedule.unit} has no effect with clock=wall",
+        lambda cfg: cfg.schedule.unit is not Unit.group and not cfg.clock.virtual,
+    ),
+    doubtful(
+        "schedule.dropped={schedule.dropped} has no effect without schedule.stale=drop",
+        lambda cfg: cfg.schedule.dropped is not Dropped.again and cfg.schedule.stale is not Stale.drop,
+    ),
+    doubtful(
+        "clock.train_token_s={clock.train_token_s} has no effect without clock.train_s",
+        lambda cfg: chosen(cfg, "clock.train_token_s") not in ("", "0") and not is_set(cfg, "clock.train_s"),
+    ),
+    doubtful(
+        "schedule.stale=cut ends responses before their end token, and scorer.missing_eos_score or "
+        "scorer.missing_eos_penalty punishes them; set both to null, or schedule.stale=wait",
+        lambda cfg: (
+            cfg.schedule.stale is Stale.cut
+            and cfg.schedule.max_age is not None
+            and (is_set(cfg, "scorer.missing_eos_score") or is_set(cfg, "scorer.missing_eos_penalty"))
+        ),
+    ),
+    doubtful(
+        "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two runs "
+        "with the same config will differ, and so will a resumed run",
+        lambda cfg: cfg.schedule.in_flight and not cfg.clock.virtual,
+    ),
+]
+
+
+@training_rule
+def _age_is_possible(cfg: Config) -> Iterator[str]:
+    age, lag = cfg.schedule.max_age, cfg.schedule.max_lag
+    if age is not None and age < lag:
+        yield (
+            "schedule.max_age must be >= schedule.max_lag (groups start up to that many updates ahead), got "
+            f"{age} with schedule.max_lag={lag}; set schedule.max_age={lag}"
+        )
+
+
+@training_rule
+def _slots_hold_a_group(cfg: Config) -> Iterator[str]:
+    if not isinstance(cfg.clock, VirtualConfig) or cfg.clock.slots is None:
+        return
+    slots, samples = cfg.clock.slots, cfg.algo.samples_per_prompt
+    if cfg.schedule.unit is Unit.group and slots < samples:
+        yield (
+            f"clock.slots must be >= algo.samples_per_prompt ({samples}) with schedule.unit=group (the "
+            f"samples of a prompt start together), got {slots}; set "
+            f"clock.slots={samples} or schedule.unit=sequence"
+        )

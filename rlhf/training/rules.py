@@ -1,0 +1,198 @@
+"""Which groups of rollouts may start, which are trained next, and which are given up.
+
+A group is a prompt with its K samples; B groups are a batch. The version counts finished updates. The age of
+a group is the version that trains on it minus the version of the weights at its start. `Rules` knows no
+clock, no model and no process: a virtual clock and a pool of servers call the same methods.
+
+    room() -> n          groups that may start now; start() -> group for each that gets slots
+    complete(group)      the last sample of the group has ended
+    expired() -> groups  (drop) complete groups that are too old, when the trainer is idle
+    due() -> groups      (wait, cut) running groups that the next batch needs
+    take() -> groups     the next batch of the idle trainer, or None if it must wait
+    loaded() -> groups   the generators have the weights of one more update; (drop) running groups to stop
+
+| order, stale    | trained next                                                       | age       |
+|-----------------|--------------------------------------------------------------------|-----------|
+| fifo            | batch t has the groups tB to (t + 1)B - 1 in the order of starts   | <= L      |
+| completed       | complete groups, oldest version first                              | no bound  |
+| completed, wait | the same; the trainer waits for running groups that are due        | <= A      |
+| completed, cut  | the same; running groups that are due end with the tokens they have | <= A     |
+| completed, drop | complete groups in the order of completion; older ones are given up | <= A     |
+
+L is `max_lag`, A is `max_age`. Admission: at most B (version + L + 1) groups have started (AReaL, Fu et al.,
+arXiv 2505.24298); with `drop`, at most B (L + 1) groups exist that are neither trained nor discarded. So at
+most B (L + 2) groups are in memory. L bounds admission, not age: only A bounds the age of a long response.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from rlhf.config.schedule import Order, Stale
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A prompt with its samples.
+
+    Attributes:
+        number: number in the order of starts, from 0.
+        version: version of the weights when its first sample started.
+        left: samples that have not ended.
+    """
+
+    number: int
+    version: int
+    left: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Rules:
+    """The state of admission and choice.
+
+    Attributes:
+        order: which groups are trained next.
+        batch: B, groups of a batch.
+        samples: K, samples of a group.
+        max_lag: L, batches that generation may be ahead of training.
+        max_age: A, at least L; None: ages have no bound. It needs `Order.completed`.
+        stale: what happens at `max_age`.
+        total: groups that the run trains; None: no end.
+        version: finished updates.
+        started: groups that have started.
+        trained: groups that were taken for training.
+        running: groups with samples that have not ended, by number, in the order of their starts.
+        ready: complete groups that wait for the trainer, in the order of completion.
+    """
+
+    order: Order
+    batch: int
+    samples: int
+    max_lag: int
+    max_age: int | None = None
+    stale: Stale = Stale.wait
+    total: int | None = None
+    version: int = 0
+    started: int = 0
+    trained: int = 0
+    running: dict[int, Group] = field(default_factory=dict)
+    ready: list[Group] = field(default_factory=list)
+
+    @property
+    def drops(self) -> bool:
+        """Whether groups older than `max_age` are discarded."""
+        return self.max_age is not None and self.stale is Stale.drop
+
+    @property
+    def cuts(self) -> bool:
+        """Whether running groups that are due end at once."""
+        return self.max_age is not None and self.stale is Stale.cut
+
+    def room(self) -> int:
+        """Return how many groups may start now.
+
+        A group that is discarded makes room for another, so with `drop` more groups start than are trained.
+        """
+        if self.drops:
+            return self.batch * (self.max_lag + 1) - len(self.running) - len(self.ready)
+        most = self.batch * (self.version + self.max_lag + 1)
+        return (most if self.total is None else min(most, self.total)) - self.started
+
+    def start(self) -> Group:
+        """Return the next group, which starts now."""
+        group = Group(self.started, self.version, self.samples)
+        self.running[group.number] = group
+        self.started += 1
+        return group
+
+    def complete(self, group: Group) -> None:
+        """Note that the last sample of a running group has ended."""
+        self.ready.append(self.running.pop(group.number))
+
+    def expired(self) -> list[Group]:
+        """Remove and return the complete groups that are too old to be trained."""
+        if not self.drops:
+            return []
+        old = [group for group in self.ready if self._too_old(group)]
+        self.ready = [group for group in self.ready if not self._too_old(group)]
+        return old
+
+    def due(self) -> list[Group]:
+        """Return the running groups without which a later batch would exceed the age A, oldest first.
+
+        A group of version s must be trained at version s + A or before. For each j from 0 to A - 1, let c be
+        the number of groups with s + A <= version + j. The j batches after the next one take at most B j of
+        them, so the next one needs c - B j. It is not enough to look at j = 0: with more slots than a batch
+        has sequences, too many groups of one version would be left for one batch.
+        """
+        if self.max_age is None or self.stale is Stale.drop:
+            return []
+        running = [group.version for group in self.running.values()]  # ascending: in the order of starts
+        ready = sorted(group.version for group in self.ready)
+        most = 0
+        for j in range(self.max_age):
+            newest = self.version + j - self.max_age  # newest version that is due within j further batches
+            complete = bisect_right(ready, newest)
+            due = complete + bisect_right(running, newest)
+            most = max(most, min(due - self.batch * j, self.batch) - min(complete, self.batch))
+        return list(islice(self.running.values(), most))
+
+    def to_cut(self) -> list[Group]:
+        """Return the groups with running samples that must end now, so that the idle trainer gets a batch."""
+        due = self.due() if self.cuts else []
+        return [group for group in due if group.left] if len(self.ready) + len(due) >= self.batch else []
+
+    def take(self) -> list[Group] | None:
+        """Return the groups of the next batch, or None if the trainer must wait."""
+        if len(self.ready) < self.batch:
+            return None
+        if self.order is Order.fifo:
+            self.ready.sort(key=lambda group: group.number)
+            if self.ready[self.batch - 1].number >= self.trained + self.batch:
+                return None
+        elif not self.drops:
+            if self.due():
+                return None
+            self.ready.sort(key=_age)
+        taken, self.ready = self.ready[: self.batch], self.ready[self.batch :]
+        self.trained += self.batch
+        return taken
+
+    def loaded(self) -> list[Group]:
+        """Note that the generators have the weights of one more update.
+
+        Returns:
+            The running groups that can no longer be trained; they are removed.
+        """
+        self.version += 1
+        old = [group for group in self.running.values() if self.drops and self._too_old(group)]
+        for group in old:
+            del self.running[group.number]
+        return old
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters and the groups, as JSON values."""
+        groups = [*self.running.values(), *self.ready]
+        return {
+            "counters": [self.version, self.started, self.trained],
+            "groups": [[group.number, group.version, group.left] for group in groups],
+            "running": len(self.running),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> dict[int, Group]:
+        """Continue from a saved state, and return its groups by number."""
+        self.version, self.started, self.trained = saved["counters"]
+        groups = [Group(*values) for values in saved["groups"]]
+        self.running = {group.number: group for group in groups[: saved["running"]]}
+        self.ready = groups[saved["running"] :]
+        return {group.number: group for group in groups}
+
+    def _too_old(self, group: Group) -> bool:
+        return self.max_age is not None and self.version - group.version > self.max_age
+
+
+def _age(group: Group) -> tuple[int, int]:
+    return group.version, group.number

@@ -1,0 +1,249 @@
+"""The stream of rollouts in the order of virtual time; it takes the place of `rlhf.training.stream.Stream`.
+
+The clock decides which weights sample which tokens and which groups the trainer gets. This module gives the
+clock prompts and a sampler, makes batches of the trained groups, and keeps the state for checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlhf.core.batch import Prompts, Rollouts, concatenated
+from rlhf.core.encoding import pad_prompts
+from rlhf.core.metrics import How, Stat
+from rlhf.core.phases import Phases
+from rlhf.training import sequences
+from rlhf.training.clock import Clock
+from rlhf.training.rules import Group, Rules
+from rlhf.training.sequences import Piece, Start
+
+if TYPE_CHECKING:
+    from rlhf.config.clock import VirtualConfig
+    from rlhf.core.batch import Sampling
+    from rlhf.core.metrics import Metrics
+    from rlhf.generators.generator import PartSampler
+    from rlhf.training.recorder import Recorder
+
+
+class VirtualStream:
+    """An iterator over the rollouts of the updates of a run, in virtual time.
+
+    Args:
+        parts: samples parts of responses.
+        prompts: endless batches of B prompts.
+        sampling: sampling settings; `sampling.samples` is K.
+        rules: which groups start, and which are trained.
+        costs: virtual seconds.
+        recorder: measures, under the name `wait`, the time of sampling, and gets the figures of the clock.
+        updates: updates of the whole run.
+        seed: the seed of the run.
+        in_flight: whether running responses go on with new weights.
+        whole: whether the samples of a group start together.
+        again: whether the prompt of a discarded group starts again before new prompts.
+        phases: the phases of the run, for its progress display.
+    """
+
+    def __init__(
+        self,
+        parts: PartSampler,
+        prompts: Iterator[Prompts],
+        sampling: Sampling,
+        rules: Rules,
+        costs: VirtualConfig,
+        recorder: Recorder,
+        *,
+        updates: int,
+        seed: int,
+        in_flight: bool,
+        whole: bool,
+        again: bool,
+        phases: Phases | None = None,
+    ) -> None:
+        self.parts, self.prompts, self.sampling = parts, prompts, sampling
+        self.recorder, self.updates, self.again = recorder, updates, again
+        self.phases = phases or Phases()
+        self.rules = rules
+        self.clock = Clock(
+            rules, costs, self, length=sampling.response_length, seed=seed, in_flight=in_flight, whole=whole
+        )
+        self.known: dict[int, Prompts] = {}  # prompt [1] of each group that has started or is sampled ahead
+        self.next: deque[Prompts] = deque()  # prompts [1] that were drawn and have no group
+        self.discards: deque[Prompts] = deque()  # prompts [1] of discarded groups, which start again
+        self.current: Rollouts | None = None  # the rollouts yielded last
+        self.taken = 0  # batches that were yielded since the first update of the run
+        self.trained = False  # whether the weights of an update were loaded and the clock does not know it
+        self._numbers: dict[int, Tensor] = {}  # uniform numbers [K, T] of the groups in `known`
+
+    def __iter__(self) -> Iterator[Rollouts]:
+        while self.taken < self.updates:
+            with self.recorder.timer("wait"), self.phases("waiting for rollouts"):
+                if self.trained:
+                    self.clock.loaded()
+                    self.trained = False
+                if self.current is None:
+                    self.current = self._next()
+            self.taken += 1
+            self.trained = True
+            yield self.current
+            self.current = None
+
+    def put_back(self) -> None:
+        """Yield the rollouts yielded last again after a resume, because they were not used."""
+        self.taken -= 1
+        self.trained = False
+
+    # -- what the clock asks -----------------------------------------------------------------------
+
+    def begin(self, starts: Sequence[Start], most: Sequence[int]) -> list[Piece]:
+        """Return the first tokens of sequences, at most `most` of each.
+
+        Whole requests are sampled as `Stream` samples them; other sequences are sampled in one call.
+        """
+        k, size = self.sampling.samples, self.rules.batch
+        if len(starts) % (k * size) == 0 and starts[0] == (starts[0].group // size * size, 0):
+            return [
+                piece
+                for at in range(0, len(starts), k * size)
+                for piece in self._sampled(starts[at : at + k * size], most[at : at + k * size])
+            ]
+        return self._sampled(starts, most)
+
+    def go_on(self, sequences: Sequence[sequences.Sequence], most: Sequence[int]) -> list[Piece]:
+        """Return the next tokens of sequences, at most `most` of each."""
+        rows, limit = [], max(most)
+        numbers = torch.zeros(len(sequences), 1, limit, dtype=torch.float64)
+        for i, each in enumerate(sequences):
+            prompt = self._prompt(each.group.number)
+            rows.append(prompt.prompt_ids[0][prompt.prompt_mask[0]].tolist() + each.ids)
+            own = self._uniforms(each.group.number)[each.sample, len(each.ids) :][:limit]
+            numbers[i, 0, : len(own)] = own
+        ids, mask = pad_prompts(rows, self.parts.pad_id)
+        limits = torch.tensor(most)[:, None]
+        found = self.parts.extend(ids, mask, numbers, limits, self.sampling.temperature)
+        return [Piece(*own[0]) for own in found]
+
+    def prompt(self, group: int) -> tuple[int, int]:
+        """Return the row of the prompt of a group in the data, and its number of tokens."""
+        prompt = self._prompt(group)
+        return int(prompt.index), int(prompt.prompt_mask.sum())
+
+    def discarded(self, group: int) -> None:
+        """Forget a group that was given up; its prompt may start again."""
+        prompt = self.known.pop(group)
+        self._numbers.pop(group, None)
+        if self.again:
+            self.discards.append(prompt)
+
+    # -- prompts and samples -----------------------------------------------------------------------
+
+    def _prompt(self, group: int) -> Prompts:
+        """Return the prompt [1] of a group; new groups get discarded prompts first, then new ones."""
+        while group not in self.known:
+            number = max(self.rules.started, max(self.known, default=-1) + 1)
+            if not self.discards and not self.next:
+                drawn = next(self.prompts)
+                self.next.extend(drawn.select(torch.tensor([i])) for i in range(len(drawn)))
+            self.known[number] = (self.discards or self.next).popleft()
+        return self.known[group]
+
+    def _uniforms(self, group: int) -> Tensor:
+        """Return the uniform numbers [K, T] of a group: those that `Stream` would use for its prompt."""
+        if group not in self._numbers:
+            request = replace(self.sampling, request=group // self.rules.batch)
+            self._numbers[group] = self.parts.numbers(request, self._prompt(group).index)[0]
+        return self._numbers[group]
+
+    def _sampled(self, starts: Sequence[Start], most: Sequence[int]) -> list[Piece]:
+        """Return the first tokens of sequences, sampled in one call."""
+        k, limit = self.sampling.samples, max(most)
+        groups = [(group, [each.sample for each in own]) for group, own in groupby(starts, lambda x: x.group)]
+        if any(len(samples) < k for _, samples in groups):  # each sample is a row
+            groups, k = [(group, [sample]) for group, sample in starts], 1
+        prompts = concatenated([self._prompt(group) for group, _ in groups], self.parts.pad_id)
+        numbers = torch.stack([self._uniforms(group)[samples, :limit] for group, samples in groups])
+        limits = None if min(most) == self.sampling.response_length else torch.tensor(most).view(-1, k)
+        found = self.parts.extend(
+            prompts["prompt_ids"], prompts["prompt_mask"], numbers, limits, self.sampling.temperature
+        )
+        return [Piece(*piece) for own in found for piece in own]
+
+    def _next(self) -> Rollouts:
+        """Run the clock until the next load, and return the batch of its update."""
+        groups = self.clock.next_batch()
+        numbers = [own[0].group.number for own in groups]
+        prompts = [self.known.pop(number) for number in numbers]
+        for number in numbers:
+            self._numbers.pop(number, None)
+        shape = (len(groups), self.sampling.samples, self.sampling.response_length)
+        ids, mask = torch.full(shape, self.parts.pad_id), torch.zeros(shape, dtype=torch.bool)
+        logprobs, versions = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
+        ended = torch.zeros(shape[:2], dtype=torch.bool)
+        for i, own in enumerate(groups):
+            for each in own:
+                place = i, each.sample, slice(len(each.ids))
+                ids[place], mask[place] = torch.tensor(each.ids), True
+                logprobs[place], versions[place] = torch.tensor(each.logprobs), torch.tensor(each.versions)
+                ended[i, each.sample] = each.ended
+        seen = versions[mask].unique()
+        self.recorder.add(self._figures([own[0].group for own in groups]))
+        return Rollouts(
+            **concatenated(prompts, self.parts.pad_id),
+            response_ids=ids,
+            response_mask=mask,
+            ended=ended,
+            behaviour_logprobs=logprobs,
+            version=int(seen.min()),
+            trainer_version=self.rules.version,
+            token_versions=versions if len(seen) > 1 else None,
+        )
+
+    def _figures(self, groups: Sequence[Group]) -> Metrics:
+        """Return the metrics of an update, at its load."""
+        made, usage = self.clock, self.clock.usage
+        span = max(usage.span, 1e-9)
+        busy, trainer = usage.busy / span / made.slots, usage.trained / span
+        ages = sorted(self.rules.version - group.version for group in groups)
+        return {
+            "rollouts/time_s": Stat(made.now, 1.0, How.last),
+            "rollouts/update_s": Stat(usage.span),
+            "rollouts/generators_busy": Stat(busy),
+            "rollouts/trainer_busy": Stat(trainer),
+            "rollouts/lag": Stat(mean(ages)),
+            "rollouts/lag_p90": Stat(float(ages[-1 - len(ages) // 10])),
+            "rollouts/oldest": Stat(float(ages[-1]), 1.0, How.max),
+            "rollouts/queue": Stat(usage.queue / span),
+            "rollouts/wasted": Stat(usage.wasted / span / made.slots),
+            "rollouts/dropped": Stat(float(usage.dropped), 1.0, How.sum),
+            "rollouts/cut": Stat(float(usage.cut), 1.0, How.sum),
+        }
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the load of an update, for `torch.load(weights_only=True)`."""
+        return {
+            "clock": self.clock.state_dict(),
+            "known": {group: self.known[group].as_dict() for group in sorted(self.known)},
+            "next": [prompt.as_dict() for prompt in self.next],
+            "discards": [prompt.as_dict() for prompt in self.discards],
+            "current": None if self.trained or self.current is None else self.current.as_dict(),
+            "taken": self.taken,
+            "trained": self.trained,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.clock.load_state_dict(saved["clock"])
+        self.known = {group: Prompts(**prompt) for group, prompt in saved["known"].items()}
+        self.next = deque(Prompts(**prompt) for prompt in saved["next"])
+        self.discards = deque(Prompts(**prompt) for prompt in saved["discards"])
+        self.current = None if saved["current"] is None else Rollouts(**saved["current"])
+        self.taken, self.trained = saved["taken"], saved["trained"]

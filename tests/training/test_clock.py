@@ -1,0 +1,295 @@
+"""Tests of the virtual clock and the rules without a model: bounds for random settings, and closed forms."""
+
+from collections import Counter
+from math import inf, log
+from random import Random
+from statistics import mean
+
+import pytest
+
+from rlhf.config.clock import VirtualConfig
+from rlhf.config.schedule import Order, Stale
+from rlhf.training.clock import Clock, factors
+from rlhf.training.rules import Rules
+from rlhf.training.sequences import Piece
+
+LENGTH = 20
+
+
+class Lengths:
+    """A sampler of responses of given lengths, in pieces as the clock asks for them."""
+
+    def __init__(self, length=lambda start: LENGTH):
+        self.length = length
+        self.rows, self.again, self.new, self.calls = {}, [], 0, 0
+
+    def begin(self, starts, most):
+        self.calls += 1
+        return [self._piece(start, 0, limit) for start, limit in zip(starts, most, strict=True)]
+
+    def go_on(self, sequences, most):
+        self.calls += 1
+        return [
+            self._piece((each.group.number, each.sample), len(each.ids), limit)
+            for each, limit in zip(sequences, most, strict=True)
+        ]
+
+    def _piece(self, start, done, most):
+        left = self.length(start) - done
+        count = min(left, most)
+        assert count >= 1
+        return Piece([*range(done, done + count)], [0.0] * count, count == left)
+
+    def prompt(self, group):
+        if group not in self.rows:
+            self.new += not self.again
+            self.rows[group] = self.again.pop(0) if self.again else self.new
+        return self.rows[group], 10
+
+    def discarded(self, group):
+        self.again.append(self.rows.pop(group))
+
+
+def clock(rule="pace", *, lag=1, batch=4, samples=2, slots=8, total=None, length=None, **settings):
+    """Return a clock with one of five rules; further settings are those of `Clock` and `VirtualConfig`."""
+    own = {name: settings.pop(name) for name in ("in_flight", "whole") if name in settings}
+    age = settings.pop("age", lag)
+    rules = Rules(
+        order=Order.fifo if rule == "fifo" else Order.completed,
+        batch=batch,
+        samples=samples,
+        max_lag=lag,
+        max_age=age if rule in ("wait", "drop", "cut") else None,
+        stale=Stale(rule) if rule in ("wait", "drop", "cut") else Stale.wait,
+        total=total,
+    )
+    sampler = Lengths(length) if length else Lengths()
+    return Clock(rules, VirtualConfig(slots=slots, **settings), sampler, length=LENGTH, seed=0, **own)
+
+
+def updates(made, count):
+    """Run updates, and return the virtual time of each load."""
+    times = []
+    for _ in range(count):
+        made.next_batch()
+        made.loaded()
+        times.append(made.now)
+    return times
+
+
+def drawn(seed):
+    """Return random settings of a clock, with responses of random lengths."""
+    draw = Random(seed)
+    lag, batch, samples = draw.choice([0, 1, 2, 4]), draw.choice([1, 3, 4]), draw.choice([1, 2, 4])
+    slots = draw.choice([1, 2, 2 * lag + 2]) * batch * samples
+    lengths = {}
+    return draw, {
+        "lag": lag,
+        "age": lag + draw.choice([0, 1, 3]),
+        "batch": batch,
+        "samples": samples,
+        "slots": slots + draw.choice([0, 1]),
+        "spread": draw.choice([0.0, 1.0, 2.0]),
+        "longest": draw.choice([None, 4.0]),
+        "step_growth": draw.choice([0.0, 0.1]),
+        "prefill": draw.choice([0.0, 0.2]),
+        "balance": draw.choice([0.2, 1.0, 3.0]),
+        "score_s": draw.choice([0.0, 3.0]),
+        "sync_s": draw.choice([0.0, 2.0]),
+        "pause_s": draw.choice([0.0, 1.0]),
+        "in_flight": draw.choice([False, True]),
+        "whole": draw.choice([False, True]),
+        "length": lambda start: lengths.setdefault(start, Random(f"{seed} {start}").randint(1, LENGTH)),
+    }
+
+
+@pytest.mark.parametrize("rule", ["fifo", "pace", "wait", "drop", "cut"])
+def test_bounds_hold_for_random_settings(rule):
+    """Age, memory and slots are bounded, slot time is the sum of durations, and nothing deadlocks."""
+    for seed in range(25):
+        draw, settings = drawn(seed)
+        total = settings["batch"] * 25
+        bound = {"fifo": settings["lag"], "pace": inf}.get(rule, settings["age"])
+        made = clock(rule, total=total, **settings)
+        rules, trained, busy, slot_s, now = made.rules, Counter(), 0.0, 0.0, 0.0
+        for _ in range(25):
+            groups = made.next_batch()
+            assert made.now >= now, "time never falls"
+            now, busy, wasted = made.now, busy + made.usage.busy, made.usage.wasted
+            slot_s += wasted
+            assert len(groups) == settings["batch"]
+            assert len(made.running) <= settings["slots"]
+            alive = len(rules.running) + len(rules.ready) + len(groups)
+            assert alive <= settings["batch"] * (settings["lag"] + 2), (seed, settings)
+            for sequences in groups:
+                assert len(sequences) == settings["samples"]
+                trained[sequences[0].group.number] += 1
+                versions = [each.versions for each in sequences]
+                oldest = rules.version - sequences[0].group.version
+                assert oldest <= bound, (seed, settings)
+                assert min(map(min, versions)) >= sequences[0].group.version
+                assert all(each == sorted(each) for each in versions)
+                assert settings["in_flight"] or all(len(set(each)) == 1 for each in versions)
+                slot_s += sum(each.end - each.start for each in sequences)
+                whole = [settings["length"]((each.group.number, each.sample)) for each in sequences]
+                ids = [[*range(n)] for n in whole]
+                if rule != "cut":
+                    assert [each.ids for each in sequences] == ids
+                    assert not any(each.cut for each in sequences)
+                else:
+                    for each, n in zip(sequences, whole, strict=True):
+                        assert each.ids == [*range(len(each.ids))]
+                        assert each.cut == (len(each.ids) < n)
+            made.loaded()
+        slot_s += made.usage.wasted
+        for sequences in made.sequences.values():  # not trained
+            slot_s += sum(min(each.end, made.now) - each.start for each in sequences)
+        assert busy == pytest.approx(slot_s), (seed, settings)
+        assert set(trained.values()) == {1}
+        if rule != "drop":
+            assert sorted(trained) == [*range(total)], "every group that started is trained, once"
+
+
+@pytest.mark.parametrize("slots", [64, 160, 320])
+@pytest.mark.parametrize("rule", ["wait", "cut", "drop"])
+def test_age_is_bounded_with_more_slots_than_a_batch_has_sequences(rule, slots):
+    """To wait for groups of age A only is not enough: too many groups would be due for one batch."""
+    made = clock(rule, lag=4, batch=16, samples=4, slots=slots, spread=1.0)
+    for _ in range(60):
+        groups = made.next_batch()
+        assert max(made.rules.version - own[0].group.version for own in groups) <= 4
+        made.loaded()
+
+
+def test_updates_of_equal_responses_take_the_longer_of_training_and_generation():
+    """Closed form, with slots for one batch: L = 0 takes the sum, a larger L the maximum."""
+    for train_s in (5.0, 20.0, 50.0):
+        for lag, expected in ((0, LENGTH + train_s), (1, max(LENGTH, train_s)), (3, max(LENGTH, train_s))):
+            for rule in ("fifo", "pace", "wait", "drop"):
+                times = updates(clock(rule, lag=lag, train_s=train_s), 8)
+                assert times[-1] - times[-2] == pytest.approx(expected), (rule, lag, train_s)
+
+
+def test_time_of_a_step_grows_with_the_running_sequences():
+    """Eight sequences of 20 tokens, a step of 1 + 0.1 * 8 seconds, then 5 seconds of training."""
+    made = clock(lag=0, step_growth=0.1, train_s=5.0)
+    assert updates(made, 2) == pytest.approx([20 * 1.8 + 5, 2 * (20 * 1.8 + 5)])
+
+
+def test_prefill_delays_the_first_token_and_every_load_in_flight():
+    """A prompt of 10 tokens takes 5 steps. At the load at 30 (5 tokens since 25) all 15 take 7.5 steps."""
+    first = clock(lag=0, prefill=0.5, train_s=5.0)
+    assert updates(first, 1) == pytest.approx([5 + 20 + 5])
+    made = clock(lag=1, prefill=0.5, train_s=10.0, in_flight=True, batch=4, samples=2, slots=8)
+    assert updates(made, 1) == pytest.approx([5 + 20 + 10])  # the next groups began at 25 and have 5 tokens
+    assert [each.kept for each in made.running.values()] == [5] * 8
+    made.next_batch()
+    assert made.now == pytest.approx(25 + 5 + 20 + 0.5 * (10 + 5) + 10)
+
+
+def test_scores_and_loads_take_time():
+    """Groups wait for their scores, and the trainer for the load of its weights; slots pause after it."""
+    assert updates(clock(lag=0, train_s=5.0, score_s=3.0), 1) == pytest.approx([20 + 3 + 5])
+    assert updates(clock(lag=0, train_s=5.0, sync_s=2.0), 2) == pytest.approx([27, 54])
+    assert updates(clock(lag=0, train_s=5.0, pause_s=4.0), 2) == pytest.approx([25, 25 + 4 + 25])
+
+
+def test_training_takes_as_long_as_the_ideal_generation_or_as_configured():
+    """`balance` counts the tokens of the batch in all slots; `train_s` and `train_token_s` are seconds."""
+    assert updates(clock(lag=0, slots=16, balance=2.0), 1) == pytest.approx([20 + 2 * 8 * 20 / 16])
+    assert updates(clock(lag=0, train_s=1.0, train_token_s=0.1), 1) == pytest.approx([20 + 1 + 0.1 * 160])
+
+
+def test_tokens_in_progress_at_a_load_are_sampled_by_the_new_weights():
+    """Groups that began at 20 have 7 tokens at the load at 27.5; the eighth is in progress."""
+    made = clock(lag=1, train_s=7.5, in_flight=True)
+    updates(made, 1)
+    (first, *_) = made.next_batch()
+    assert first[0].versions == [0] * 7 + [1] * 13
+
+
+def test_samples_start_one_by_one():
+    """With 3 slots and groups of 2: the first sample of the second group starts at once, or waits."""
+    lengths = {(0, 0): 5, (0, 1): 10, (1, 0): 4, (1, 1): 4}
+    settings = {"lag": 0, "batch": 2, "samples": 2, "slots": 3, "length": lengths.get, "train_s": 1.0}
+    times = {}
+    for whole in (True, False):
+        groups = clock(**settings, whole=whole).next_batch()
+        times[whole] = [[(each.start, each.end) for each in own] for own in groups]
+    assert times == {
+        True: [[(0, 5), (0, 10)], [(5, 9), (5, 9)]],
+        False: [[(0, 5), (0, 10)], [(0, 4), (4, 8)]],
+    }
+
+
+def test_cut_ends_due_groups_with_the_tokens_that_they_have():
+    """One long response holds up `wait`; `cut` ends it when its group is due."""
+    length = {(0, 0): 20}
+    settings = {"lag": 1, "batch": 2, "samples": 1, "slots": 4, "train_s": 2.0}
+    settings["length"] = lambda start: length.get(tuple(start), 2)
+    waits, cuts = clock("wait", **settings), clock("cut", **settings)
+    assert updates(waits, 2)[-1] == 22
+    assert updates(cuts, 1) == [4]
+    (first, *_) = cuts.next_batch()
+    assert (len(first[0].ids), first[0].cut, first[0].ended) == (4, True, False)
+    assert cuts.usage.cut == 1
+
+
+def test_dropped_prompts_start_again_and_are_as_long_as_before():
+    """The factor of a prompt does not depend on its group, so a discarded prompt stays long."""
+    made = clock("drop", lag=1, batch=4, samples=2, slots=8, spread=1.0)
+    updates(made, 30)
+    sampler = made.sampler
+    assert sum(sampler.rows.values()) and made.rules.started > made.rules.trained + 8
+    assert len(set(sampler.rows.values())) == len(sampler.rows)
+    of_group = factors(VirtualConfig(slots=8, spread=1.0, shared=1.0), 2, seed=0)
+    assert of_group(1, 7) == of_group(2, 7) != of_group(2, 8)
+
+
+def test_factors_have_the_spread_and_the_shared_part():
+    """The log has the standard deviation `spread`, and a correlation of `shared` squared in a group."""
+    found = factors(VirtualConfig(slots=9000, spread=1.5), 2, seed=3)
+    logs = [[log(factor) for factor in found(group, group)] for group in range(3000)]
+    square = mean(x * x for pair in logs for x in pair)
+    assert square == pytest.approx(1.5**2, rel=0.1)
+    assert mean(a * b for a, b in logs) / square == pytest.approx(0.64, abs=0.05)
+    capped = factors(VirtualConfig(slots=9000, spread=1.5, longest=2.0), 2, seed=3)
+    assert capped(5, 5) == [min(2.0, factor) for factor in found(5, 5)]
+
+
+def test_sequences_are_sampled_in_large_calls():
+    """The look ahead: a call has many sequences, although slots become free one by one."""
+    made = clock(lag=4, batch=16, samples=4, slots=64, spread=1.0)
+    updates(made, 40)
+    assert made.rules.started * 4 / made.sampler.calls > 20
+
+
+def test_a_clock_and_its_repetition_are_equal():
+    """No random state: the same settings give the same events."""
+    first, again = (clock("drop", lag=2, batch=4, slots=9, spread=1.0, in_flight=True) for _ in range(2))
+    assert updates(first, 30) == updates(again, 30)
+    assert first.usage == again.usage
+
+
+def test_too_few_slots_are_refused():
+    """A group that starts as a whole needs a slot for each sample."""
+    with pytest.raises(ValueError, match="1 slots are too few for groups of 2 samples"):
+        clock(slots=1)
+    with pytest.raises(RuntimeError, match="cannot start"):
+        updates(clock("fifo", total=3), 1)
+
+
+def test_pace_uses_the_trainer_and_bounds_no_age():
+    """Mean use and ages of 12 seeds of the same cluster (64 slots, B = 16, K = 4, L = 4, log-sd 1)."""
+    made = clock("pace", lag=4, batch=16, samples=4, slots=64, spread=1.0)
+    updates(made, 20)
+    span = trained = 0.0
+    ages = []
+    for _ in range(60):
+        groups = made.next_batch()
+        span, trained = span + made.usage.span, trained + made.usage.trained
+        ages += [made.rules.version - own[0].group.version for own in groups]
+        made.loaded()
+    assert trained / span > 0.9
+    assert 2.8 < mean(ages) < 3.7
+    assert max(ages) > 8

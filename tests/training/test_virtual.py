@@ -1,0 +1,213 @@
+"""Tests of the stream in virtual time with a tiny model: equality with `Stream`, tokens, checkpoints."""
+
+import copy
+import io
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from rlhf.config.clock import VirtualConfig
+from rlhf.config.schedule import Order, Stale
+from rlhf.core.batch import Prompts, Sampling
+from rlhf.core.metrics import Timer
+from rlhf.generators.hf.generator import HFGenerator, HFSettings
+from rlhf.training.rules import Rules
+from rlhf.training.stream import Stream
+from rlhf.training.virtual import VirtualStream
+from tests.tiny_models import VOCABULARY, tiny_lm
+
+B, K, T, UPDATES = 4, 2, 12, 10
+RULES = {
+    "fifo": {"order": Order.fifo},
+    "pace": {"order": Order.completed},
+    "wait": {"order": Order.completed, "max_age": 2},
+    "drop": {"order": Order.completed, "max_age": 2, "stale": Stale.drop},
+    "cut": {"order": Order.completed, "max_age": 2, "stale": Stale.cut},
+}
+
+
+class Recorder:
+    def __init__(self):
+        self.timer, self.rows = Timer(), []
+
+    def add(self, metrics):
+        self.rows.append({name: stat.value() for name, stat in metrics.items()})
+
+
+class Trainer:
+    """A model whose weights change a little at each update, and a generator that samples with it."""
+
+    def __init__(self, version=0):
+        self.model = tiny_lm()
+        self.generator = HFGenerator(self.borrow, HFSettings(stop_ids=[1], pad_id=0, batch_size=256, seed=3))
+        self.version, self.models = 0, {0: copy.deepcopy(self.model)}
+        for _ in range(version):
+            self.train()
+
+    @contextmanager
+    def borrow(self):
+        yield self.model
+
+    def train(self):
+        self.version += 1
+        draw = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.add_(0.03 * torch.randn(weight.shape, generator=draw))
+        self.models[self.version] = copy.deepcopy(self.model)
+        self.generator.load((), self.version)
+
+
+def prompts(first=0):
+    """Yield batches of B prompts without end, of 3 to 7 tokens."""
+    while True:
+        rows = range(first, first + B)
+        draw = [torch.Generator().manual_seed(row) for row in rows]
+        real = torch.tensor([[place >= 4 - row % 5 for place in range(7)] for row in rows])
+        ids = torch.stack([torch.randint(2, VOCABULARY, (7,), generator=each) for each in draw])
+        texts = [str(row) for row in rows]
+        yield Prompts(
+            index=torch.tensor([*rows]),
+            texts=texts,
+            references=texts,
+            prompt_ids=ids.masked_fill(~real, 0),
+            prompt_mask=real,
+        )
+        first += B
+
+
+def sampling(**settings):
+    return Sampling(samples=K, temperature=1.3, response_length=T, purpose="train", **settings)
+
+
+def stream(trainer, rule="fifo", *, lag=2, slots=None, in_flight=False, whole=True, batches=None, **costs):
+    rules = Rules(batch=B, samples=K, max_lag=lag, total=UPDATES * B, **RULES[rule])
+    return VirtualStream(
+        trainer.generator.parts(),
+        batches or prompts(),
+        sampling(),
+        rules,
+        VirtualConfig(slots=slots or B * K * (lag + 1), **costs),
+        Recorder(),
+        updates=UPDATES,
+        seed=3,
+        in_flight=in_flight,
+        whole=whole,
+        again=True,
+    )
+
+
+def train(made, trainer, most=UPDATES):
+    """Train on at most `most` batches; yield each as it was when it was yielded."""
+    for _, rollouts in zip(range(most), made, strict=False):
+        yield rollouts
+        trainer.train()
+
+
+def equal(one, other):
+    for name, value in one.as_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, getattr(other, name)), name
+        elif name != "generate_s":
+            assert value == getattr(other, name), name
+
+
+@pytest.mark.parametrize("lag", [0, 1, 4])
+def test_fifo_with_slots_for_all_equals_the_stream_of_this_process(lag):
+    trainer, other = Trainer(), Trainer()
+    batches = (batch for batch, _ in zip(prompts(), range(UPDATES), strict=False))
+    plain = Stream(other.generator, batches, sampling(), lag, Timer())
+    for mine, theirs in zip(train(stream(trainer, lag=lag), trainer), train(plain, other), strict=True):
+        equal(mine, theirs)
+
+
+@pytest.mark.parametrize("rule", ["pace", "wait", "drop", "cut"])
+def test_without_lag_every_rule_is_synchronous(rule, monkeypatch):
+    monkeypatch.setitem(RULES, rule, {**RULES[rule], "max_age": None})
+    trainer, other = Trainer(), Trainer()
+    batches = (batch for batch, _ in zip(prompts(), range(UPDATES), strict=False))
+    plain = Stream(other.generator, batches, sampling(), 0, Timer())
+    for mine, theirs in zip(train(stream(trainer, rule, lag=0), trainer), train(plain, other), strict=True):
+        equal(mine, theirs)
+
+
+def log_probs(model, rollouts):
+    """Return the log-probs [N, K, T] of a plain forward pass without a cache."""
+    ids = torch.cat([rollouts.prompt_ids.repeat_interleave(K, 0), rollouts.response_ids.flatten(0, 1)], 1)
+    mask = torch.cat([rollouts.prompt_mask.repeat_interleave(K, 0), rollouts.response_mask.flatten(0, 1)], 1)
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask.long(), position_ids=places).logits[:, -T - 1 : -1] / 1.3
+    return logits.log_softmax(-1).gather(-1, ids[:, -T:, None])[..., 0].view(B, K, T)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("rule", [*RULES])
+def test_every_token_has_the_log_prob_of_the_version_that_it_names(rule, in_flight, whole):
+    trainer, mixed, count = Trainer(), 0, 0
+    made = stream(trainer, rule, slots=10, in_flight=in_flight, whole=whole, spread=1.0)
+    for rollouts in train(made, trainer):
+        versions = rollouts.token_versions
+        if versions is None:
+            versions = torch.full_like(rollouts.response_ids, rollouts.version)
+        real = rollouts.response_mask
+        for version in versions[real].unique().tolist():
+            error = (log_probs(trainer.models[version], rollouts) - rollouts.behaviour_logprobs).abs()
+            assert error[real & (versions == version)].max() < 2e-5
+        later = versions.masked_fill(~real, 10**6)
+        assert (later.diff(dim=-1) >= 0).all(), "versions never fall within a response"
+        mixed += int((versions.masked_fill(~real, 0).amax(-1) > versions[..., 0]).sum())
+        count += 1
+    assert count == UPDATES
+    assert (mixed > 0) == in_flight
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("rule", [*RULES])
+def test_a_resumed_stream_continues_to_the_bit(rule, in_flight):
+    settings = {"slots": 10, "in_flight": in_flight, "spread": 1.0, "sync_s": 2.0, "score_s": 1.0}
+    trainer = Trainer()
+    made = stream(trainer, rule, **settings)
+    expected = list(train(made, trainer))
+    for stop in (1, 6):
+        first = Trainer()
+        drawn = []
+        before = stream(first, rule, batches=_counted(drawn), **settings)
+        iterator = iter(before)
+        for _ in range(stop):
+            next(iterator)
+            first.train()
+        file = io.BytesIO()
+        torch.save(before.state_dict(), file)
+        file.seek(0)
+        second = Trainer(stop)
+        after = stream(second, rule, batches=prompts(len(drawn) * B), **settings)
+        after.load_state_dict(torch.load(file, weights_only=True))
+        assert after.taken == stop
+        for mine, theirs in zip(train(after, second), expected[stop:], strict=True):
+            equal(mine, theirs)
+        assert after.recorder.rows == made.recorder.rows[stop:]
+
+
+def _counted(drawn):
+    for batch in prompts():
+        drawn.append(batch)
+        yield batch
+
+
+def test_a_batch_that_was_put_back_is_yielded_again():
+    trainer = Trainer()
+    made = stream(trainer, "pace", slots=10, spread=1.0)
+    iterator = iter(made)
+    next(iterator)
+    trainer.train()
+    unused = next(iterator)
+    assert made.taken == 2
+    made.put_back()
+    assert made.taken == 1
+    again = stream(trainer, "pace", slots=10, spread=1.0, batches=prompts(10 * B))
+    again.load_state_dict(made.state_dict())
+    equal(next(iter(again)), unused)
+    assert again.taken == 2
