@@ -211,7 +211,9 @@ def interruptible() -> Iterator[Interruption]:
             active.theirs.shutdown(socket.SHUT_RDWR)  # ends the listener thread
             active.theirs.close()
             active = None
-            listener.join()
+            # The main thread may have been interrupted between locking the terminal and the `try` that
+            # unlocks it. Then the listener, which prints, waits forever.
+            listener.join(timeout=ECHO_S)
 
 
 def _end_now(number: signal.Signals) -> NoReturn:

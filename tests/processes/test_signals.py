@@ -174,6 +174,16 @@ def test_a_long_wait_after_a_signal_is_reported_once(told, monkeypatch):
     assert told[1].startswith("still waiting for the current operation, 0.05 seconds after")
 
 
+def test_a_listener_that_cannot_print_does_not_hold_up_the_end(monkeypatch):
+    printed = threading.Event()
+    monkeypatch.setattr(signals, "tell", lambda text: printed.wait(4 * SECONDS))
+    started = time.monotonic()
+    with pytest.raises(Interrupted), interruptible():
+        signal.raise_signal(signal.SIGTERM)
+    assert time.monotonic() - started < SECONDS
+    printed.set()
+
+
 def test_interruptible_has_no_effect_outside_the_main_thread(told):
     found = []
 
