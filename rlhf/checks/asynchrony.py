@@ -15,7 +15,6 @@ from rlhf.checks.rules import (
     must,
     training_rule,
 )
-from rlhf.config.clock import VirtualConfig
 from rlhf.config.root import Config
 from rlhf.config.schedule import Dropped, Order, Stale, Unit
 from rlhf.core.launched import world_size
@@ -111,10 +110,11 @@ def _age_is_possible(cfg: Config) -> Iterator[str]:
 
 @training_rule
 def _slots_hold_a_group(cfg: Config) -> Iterator[str]:
-    if not isinstance(cfg.clock, VirtualConfig) or cfg.clock.slots is None:
-        return
-    slots, samples = cfg.clock.slots, cfg.algo.samples_per_prompt
-    if cfg.schedule.unit is Unit.group and slots < samples:
+    slots, samples = (
+        chosen(cfg, "clock.slots") if is_set(cfg, "clock.slots") else "",
+        cfg.algo.samples_per_prompt,
+    )
+    if slots and cfg.schedule.unit is Unit.group and int(slots) < samples:
         yield (
             f"clock.slots must be >= algo.samples_per_prompt ({samples}) with schedule.unit=group (the "
             f"samples of a prompt start together), got {slots}; set "

@@ -19,10 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.assembly.data import build_state, build_task
 from rlhf.assembly.device import build_device
 from rlhf.assembly.loggers import build_loggers
-from rlhf.assembly.parts import part
-from rlhf.assembly.stream import build_stream
+from rlhf.assembly.parts import make, part
 from rlhf.assembly.tokenizer import build_tokenizer
-from rlhf.assembly.training import assemble
+from rlhf.assembly.training import assemble, training_sampling
 from rlhf.checks.check import problems
 from rlhf.config.algo import Data, Trains
 from rlhf.config.cores import threads
@@ -57,6 +56,7 @@ from rlhf.stages.reward_trial import report_rewards
 from rlhf.stages.shortage import full_gpu
 from rlhf.training.checkpoint import compare, full_disk_reason, last_good
 from rlhf.training.loop import Parts, train
+from rlhf.training.stream import StreamContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -201,7 +201,21 @@ def _train(
         RunError: a loss or a gradient is not finite.
         Interrupted: a signal arrived before training, or while a scorer waited for its service.
     """
-    stream = build_stream(cfg, parts, state, saved)
+    stream: RolloutStream = make(
+        cfg.clock,
+        StreamContext(
+            generator=parts.generator,
+            prompts=parts.prompts,
+            sampling=training_sampling(cfg),
+            schedule=cfg.schedule,
+            update=state.update,
+            updates=state.num_updates,
+            seed=cfg.seed,
+            recorder=parts.recorder,
+            phases=parts.phases,
+            saved=saved,
+        ),
+    )
     interruption.defer(ranks.any if ranks.size > 1 else bool)
     try:
         train(parts, stream, state, cfg.schedule, interruption, cfg.seed)

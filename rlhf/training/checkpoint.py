@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from rlhf.core.batch import Batch, Rollouts
+from rlhf.core.batch import Batch
 from rlhf.core.console import say
 from rlhf.core.errors import UserError
 from rlhf.core.files import discard, leftovers, scratch_of, sync, sync_all, whole
@@ -284,8 +284,3 @@ def checksum(file: Path) -> str:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def unpack(packed: dict[str, Any]) -> Rollouts:
-    """Return saved fields as `Rollouts`, or as `Batch` if they have scores."""
-    return Batch(**packed) if "scores" in packed else Rollouts(**packed)

@@ -5,16 +5,65 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlhf.core.batch import Batch, Rollouts
 from rlhf.core.phases import Phases
 from rlhf.generators.generator import finished
 
 if TYPE_CHECKING:
-    from rlhf.core.batch import Prompts, Rollouts, Sampling
+    from rlhf.config.clock import ClockConfig
+    from rlhf.config.schedule import ScheduleConfig
+    from rlhf.core.batch import Prompts, Sampling
     from rlhf.core.metrics import Timer
     from rlhf.generators.generator import Generator
+    from rlhf.training.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamContext:
+    """What a stream is built from, besides its config section `clock`.
+
+    Args:
+        generator: the generator of the run.
+        prompts: endless batches of N prompts.
+        sampling: sampling settings of the run.
+        schedule: the config section `schedule`.
+        update: updates that are finished.
+        updates: updates of the whole run.
+        seed: the seed of the run.
+        recorder: measures how long the loop waits, and gets the metrics of the stream.
+        phases: the phases of the run, for its progress display.
+        saved: the state of the stream in a checkpoint; None: the run begins.
+    """
+
+    generator: Generator
+    prompts: Iterator[Prompts]
+    sampling: Sampling
+    schedule: ScheduleConfig
+    update: int
+    updates: int
+    seed: int
+    recorder: Recorder
+    phases: Phases
+    saved: Any = None
+
+
+def build(config: ClockConfig, context: StreamContext) -> Stream:
+    """Return the stream in the time of this machine, for all remaining updates."""
+    in_flight = [unpack(packed) for packed in context.saved or []]
+    first = context.update + len(in_flight)
+    return Stream(
+        context.generator,
+        islice(context.prompts, context.updates - first),
+        replace(context.sampling, request=first),
+        context.schedule.max_lag,
+        context.recorder.timer,
+        in_flight,
+        context.phases,
+    )
 
 
 class RolloutStream(Protocol):
@@ -98,3 +147,8 @@ class Stream:
     def state_dict(self) -> list[dict[str, Any]]:
         """Wait for all requests in flight, and return the fields of their rollouts in order."""
         return [future.result().as_dict() for future in self.pending]
+
+
+def unpack(packed: dict[str, Any]) -> Rollouts:
+    """Return saved fields as `Rollouts`, or as `Batch` if they have scores."""
+    return Batch(**packed) if "scores" in packed else Rollouts(**packed)

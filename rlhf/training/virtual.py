@@ -6,6 +6,7 @@ clock prompts and a sampler, makes batches of the trained groups, and keeps the 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlhf.config.schedule import Dropped, Unit
 from rlhf.core.batch import Prompts, Rollouts, concatenated
 from rlhf.core.encoding import pad_prompts
 from rlhf.core.metrics import How, Stat
@@ -31,6 +33,38 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics
     from rlhf.generators.generator import PartSampler
     from rlhf.training.recorder import Recorder
+    from rlhf.training.stream import StreamContext
+
+
+def build(config: VirtualConfig, context: StreamContext) -> VirtualStream:
+    """Return the stream in virtual time, for all remaining updates."""
+    schedule = context.schedule
+    rules = Rules(
+        order=schedule.order,
+        batch=schedule.prompts_per_update,
+        samples=context.sampling.samples,
+        max_lag=schedule.max_lag,
+        max_age=schedule.max_age,
+        stale=schedule.stale,
+        total=context.updates * schedule.prompts_per_update,
+    )
+    stream = VirtualStream(
+        context.generator.parts(),
+        context.prompts,
+        context.sampling,
+        rules,
+        config,
+        context.recorder,
+        updates=context.updates,
+        seed=context.seed,
+        in_flight=schedule.in_flight,
+        whole=schedule.unit is Unit.group,
+        again=schedule.dropped is Dropped.again,
+        phases=context.phases,
+    )
+    if context.saved is not None:
+        stream.load_state_dict(context.saved)
+    return stream
 
 
 class VirtualStream:
@@ -80,6 +114,7 @@ class VirtualStream:
         self.current: Rollouts | None = None  # the rollouts yielded last
         self.taken = 0  # batches that were yielded since the first update of the run
         self.trained = False  # whether the weights of an update were loaded and the clock does not know it
+        self.generate_s = 0.0  # seconds of sampling since the last batch
         self._numbers: dict[int, Tensor] = {}  # uniform numbers [K, T] of the groups in `known`
 
     def __iter__(self) -> Iterator[Rollouts]:
@@ -127,8 +162,7 @@ class VirtualStream:
             numbers[i, 0, : len(own)] = own
         ids, mask = pad_prompts(rows, self.parts.pad_id)
         limits = torch.tensor(most)[:, None]
-        found = self.parts.extend(ids, mask, numbers, limits, self.sampling.temperature)
-        return [Piece(*own[0]) for own in found]
+        return self._extended(ids, mask, numbers, limits)
 
     def prompt(self, group: int) -> tuple[int, int]:
         """Return the row of the prompt of a group in the data, and its number of tokens."""
@@ -170,14 +204,19 @@ class VirtualStream:
         prompts = concatenated([self._prompt(group) for group, _ in groups], self.parts.pad_id)
         numbers = torch.stack([self._uniforms(group)[samples, :limit] for group, samples in groups])
         limits = None if min(most) == self.sampling.response_length else torch.tensor(most).view(-1, k)
-        found = self.parts.extend(
-            prompts["prompt_ids"], prompts["prompt_mask"], numbers, limits, self.sampling.temperature
-        )
+        return self._extended(prompts["prompt_ids"], prompts["prompt_mask"], numbers, limits)
+
+    def _extended(self, ids: Tensor, mask: Tensor, numbers: Tensor, most: Tensor | None) -> list[Piece]:
+        """Return K continuations of each row of tokens, row by row, and measure the time."""
+        start = time.perf_counter()
+        found = self.parts.extend(ids, mask, numbers, most, self.sampling.temperature)
+        self.generate_s += time.perf_counter() - start
         return [Piece(*piece) for own in found for piece in own]
 
     def _next(self) -> Rollouts:
         """Run the clock until the next load, and return the batch of its update."""
         groups = self.clock.next_batch()
+        generate_s, self.generate_s = self.generate_s, 0.0
         numbers = [own[0].group.number for own in groups]
         prompts = [self.known.pop(number) for number in numbers]
         for number in numbers:
@@ -203,6 +242,7 @@ class VirtualStream:
             version=int(seen.min()),
             trainer_version=self.rules.version,
             token_versions=versions if len(seen) > 1 else None,
+            generate_s=generate_s,
         )
 
     def _figures(self, groups: Sequence[Group]) -> Metrics:

@@ -35,6 +35,7 @@ CALLED_WITH = {  # group, except backend -> the arguments of its parts
     "task": ("section",),
     "scorer": ("section", "context"),
     "generator": ("section", "context"),
+    "clock": ("section", "context"),
     "logger": ("section", "context"),
 }
 
@@ -128,7 +129,7 @@ def test_only_the_hf_generator_in_float32_computes_the_log_probs_of_the_trainer(
 
 
 def test_every_option_that_chooses_a_part_has_an_address():
-    groups = ("algo", "task", "scorer", "generator", "backend")
+    groups = ("algo", "task", "scorer", "generator", "backend", "clock")
     chosen = {name for name in SCHEMAS if name.split("/")[1] in groups}
     chosen |= {f"schema/logger/{logger.name}" for logger in fields(LoggersConfig)}
     assert {"schema/algo/dpo", "schema/logger/wandb", "schema/logger/tensorboard"} < chosen

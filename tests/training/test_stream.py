@@ -8,8 +8,7 @@ import torch
 from rlhf.core.batch import Prompts, Rollouts, Sampling
 from rlhf.core.metrics import Timer
 from rlhf.generators.generator import Generator, finished
-from rlhf.training.checkpoint import unpack
-from rlhf.training.stream import Stream
+from rlhf.training.stream import Stream, unpack
 
 
 class FakeGenerator(Generator):
