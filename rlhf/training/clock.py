@@ -76,7 +76,7 @@ class Clock:
         sampler: samples tokens.
         length: largest number of tokens of a response.
         seed: seed of the durations.
-        in_flight: whether running sequences go on with new weights at a load.
+        in_flight: whether running sequences continue with the new weights at a load.
         whole: whether the samples of a group start together.
 
     Raises:
@@ -141,7 +141,7 @@ class Clock:
                 self._end(end)
 
     def loaded(self) -> None:
-        """Go on with the weights of the update whose batch was returned; the sampler has loaded them."""
+        """Continue with the weights of the update whose batch was returned; the sampler has loaded them."""
         self.usage, self._news = Usage(), True
         for group in self.rules.loaded():
             self._discard(group)
@@ -327,7 +327,7 @@ class Clock:
         heappush(self._ends, (*key, sequence))
 
     def _end(self, sequence: Sequence) -> None:
-        """The known tokens of a sequence are complete: it ends, or all partial sequences go on."""
+        """End a sequence whose known tokens are complete, or sample further tokens of all that lack some."""
         if sequence.stopped:
             self._leave(sequence)
             if sequence.group.left == 0:

@@ -79,7 +79,7 @@ class VirtualStream:
         recorder: measures, under the name `wait`, the time of sampling, and gets the figures of the clock.
         updates: updates of the whole run.
         seed: the seed of the run.
-        in_flight: whether running responses go on with new weights.
+        in_flight: whether running responses continue with new weights.
         whole: whether the samples of a group start together.
         again: whether the prompt of a discarded group starts again before new prompts.
         phases: the phases of the run, for its progress display.
