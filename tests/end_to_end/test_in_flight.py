@@ -7,7 +7,7 @@ from rlhf.config.identity import run_name
 from rlhf.core.files import read_lines
 from rlhf.runs.folder import RunFolder
 from rlhf.stages.run import run
-from rlhf.training.checkpoint import unpack
+from rlhf.training.stream import unpack
 
 pytestmark = pytest.mark.forks
 

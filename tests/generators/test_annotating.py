@@ -28,7 +28,7 @@ from rlhf.processes.worker import Limits, Worker
 from rlhf.runs.folder import RunFolder
 from rlhf.scorers.scorer import LabelsScorer, TextScorer
 from rlhf.scorers.weighted import WeightedScorer
-from rlhf.training.checkpoint import unpack
+from rlhf.training.stream import unpack
 from tests.tiny_models import scorer_context, tiny_lm, tiny_rollouts, tiny_tokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.forks]
