@@ -46,6 +46,12 @@ class VirtualConfig(ClockConfig):
     longest: float | None = number(
         None, least=1, means="largest factor, as a multiple of its median; null: no limit", remedy="20"
     )
+    stretch: float = number(
+        1.0,
+        least=1,
+        means="exponent: n of at most T tokens take T (n / T)^stretch steps, times the factor; "
+        "1: n steps, 8: a tail of long responses that the policy can learn to avoid",
+    )
     balance: float = number(
         1.0, above=0, means="seconds of an update, as a multiple of the ideal generation of its batch"
     )

@@ -2,8 +2,8 @@
 
 Decoding, training and the load of weights take virtual time, given by `VirtualConfig`. The order of events in
 virtual time decides which weights sample a token, which groups the trainer takes, and how old they are.
-Generators count time in decoding steps; in one step every running sequence advances by a token, divided by
-its factor.
+Generators count time in decoding steps; n tokens of a sequence take n steps times its factor, or, stretched,
+T (n / T)^stretch steps, so that a response of T tokens, the longest, takes as long as before.
 
 One set of weights is enough. A batch that the trainer takes at time t is trained until t + d, and its weights
 are loaded at t + d + sync. All that starts before this load is sampled by the current weights. So the clock
@@ -100,6 +100,7 @@ class Clock:
         self.rules, self.costs, self.sampler, self.length = rules, costs, sampler, length
         self.in_flight, self.whole = in_flight, whole
         self.factors = factors(costs, rules.samples, seed)
+        self.first_token = length ** (1 - costs.stretch)  # steps, before the factor
         self.now = self.step = self.resumes = 0.0  # seconds; steps; end of the pause after a load
         self.running: dict[Start, Sequence] = {}
         self.waiting: deque[Start] = deque()  # samples of started groups without a slot
@@ -236,10 +237,8 @@ class Clock:
         if batch is None:
             return
         sequences = [each for group in batch for each in self.sequences[group.number]]
-        steps = sum(len(each.ids) * each.factor for each in sequences)
-        self.update_s = self.costs.seconds_of_update(
-            steps, sum(len(each.ids) for each in sequences), self.slots
-        )
+        steps, tokens = sum(each.steps for each in sequences), sum(len(each.ids) for each in sequences)
+        self.update_s = self.costs.seconds_of_update(steps, tokens, self.slots)
         self.batch, self.load_at = batch, self.now + self.update_s + self.costs.sync_s
 
     def _trained(self) -> list[list[Sequence]]:
@@ -276,8 +275,9 @@ class Clock:
         """Give a sequence its slot."""
         row, prompt_tokens = self.sampler.prompt(start.group)
         begin = self.step + self.costs.prefill * prompt_tokens
-        factor = self.factors(start.group, row)[start.sample]
-        sequence = Sequence(self.rules.running[start.group], start.sample, begin, factor, self.now)
+        factor = self.factors(start.group, row)[start.sample] * self.first_token
+        group, stretch = self.rules.running[start.group], self.costs.stretch
+        sequence = Sequence(group, start.sample, begin, factor, stretch, self.now)
         self.sequences[start.group].append(sequence)
         self.running[start] = sequence
         self._add(sequence, piece)
@@ -292,7 +292,8 @@ class Clock:
         if self.in_flight:
             for i, start in enumerate(starts):
                 factor = self.factors(start.group, self.sampler.prompt(start.group)[0])[start.sample]
-                most[i] = self._limit((horizon - self.step) / factor, self.length)
+                tokens = ((horizon - self.step) / factor / self.first_token) ** (1 / self.costs.stretch)
+                most[i] = self._limit(tokens, self.length)
         self._ahead.update(zip(starts, self.sampler.begin(starts, most), strict=True))
 
     def _extend(self, sequences: Ordered[Sequence]) -> None:
@@ -301,7 +302,7 @@ class Clock:
             return
         horizon = self._horizon()
         most = [
-            self._limit((horizon - each.last_step) / each.factor, self.length - len(each.ids))
+            self._limit(each.tokens(horizon) - len(each.ids), self.length - len(each.ids))
             for each in sequences
         ]
         for sequence, piece in zip(sequences, self.sampler.go_on(sequences, most), strict=True):

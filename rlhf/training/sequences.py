@@ -29,13 +29,14 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A response. Token i is complete at step `begin + (i + 1) * factor`.
+    """A response. Token i is complete at step `begin + factor * (i + 1) ** stretch`.
 
     Attributes:
         group: its group.
         sample: which sample of the group it is.
-        begin: step at which its first token began, if all later tokens had taken `factor` steps.
-        factor: steps per token.
+        begin: step at which its first token began, later by the steps of each encoding at a load.
+        factor: steps of the first token.
+        stretch: 1: all tokens take as long; above 1: later tokens take longer.
         start: time in seconds at which it got its slot.
         end: time at which it left the slot; infinity while it runs.
         ids, logprobs, versions: of its tokens; tokens after the present may be replaced at a load.
@@ -50,6 +51,7 @@ class Sequence:
     sample: int
     begin: float
     factor: float
+    stretch: float
     start: float
     end: float = inf
     ids: list[int] = field(default_factory=list)
@@ -62,14 +64,22 @@ class Sequence:
     planned: int = 0
 
     @property
+    def steps(self) -> float:
+        """The decoding steps of its known tokens."""
+        return self.factor * len(self.ids) ** self.stretch
+
+    @property
     def last_step(self) -> float:
         """The step at which its last known token is complete."""
-        return self.begin + len(self.ids) * self.factor
+        return self.begin + self.steps
+
+    def tokens(self, step: float) -> float:
+        """Return how many tokens fit between its begin and a step."""
+        return (max(0.0, step - self.begin) / self.factor) ** (1 / self.stretch)
 
     def done(self, step: float) -> int:
         """Return the tokens that are complete at a step."""
-        passed = floor((step - self.begin) / self.factor + _ROUNDING)
-        return min(len(self.ids), max(self.kept, passed))
+        return min(len(self.ids), max(self.kept, floor(self.tokens(step) + _ROUNDING)))
 
     def keep(self, tokens: int) -> None:
         """Forget all tokens after the first `tokens`."""

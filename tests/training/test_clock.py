@@ -91,6 +91,7 @@ def drawn(seed):
         "slots": slots + draw.choice([0, 1]),
         "spread": draw.choice([0.0, 1.0, 2.0]),
         "longest": draw.choice([None, 4.0]),
+        "stretch": draw.choice([1.0, 8.0]),
         "step_growth": draw.choice([0.0, 0.1]),
         "prefill": draw.choice([0.0, 0.2]),
         "balance": draw.choice([0.2, 1.0, 3.0]),
@@ -185,6 +186,19 @@ def test_prefill_delays_the_first_token_and_every_load_in_flight():
     assert [each.kept for each in made.running.values()] == [5] * 8
     made.next_batch()
     assert made.now == pytest.approx(25 + 5 + 20 + 0.5 * (10 + 5) + 10)
+
+
+def test_stretched_responses_take_a_power_of_their_length():
+    """With stretch 2, n of at most 20 tokens take n^2 / 20 steps: 5 for 10 tokens, 20 for 20 tokens."""
+    settings = {"batch": 1, "samples": 1, "slots": 1, "stretch": 2.0}
+    settings["length"] = lambda start: 10 if start[0] == 0 else 20
+    assert updates(clock(lag=0, balance=2.0, **settings), 2) == pytest.approx([5 + 10, 15 + 20 + 40])
+    for prefill, loads, old in (0.0, [12, 32], 11), (0.5, [17, 15 + 0.5 * (10 + 6) + 20 + 7], 6):
+        made = clock(lag=1, train_s=7.0, prefill=prefill, in_flight=True, **settings)
+        times = updates(made, 1)
+        (own,) = made.next_batch()  # 7 or 2 steps until the first load: 7 > 11^2 / 20, 2 > 6^2 / 20
+        assert [*times, made.now] == pytest.approx(loads)
+        assert own[0].versions == [0] * old + [1] * (20 - old)
 
 
 def test_scores_and_loads_take_time():

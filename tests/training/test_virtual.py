@@ -167,7 +167,8 @@ def test_every_token_has_the_log_prob_of_the_version_that_it_names(rule, in_flig
 @pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("rule", [*RULES])
 def test_a_resumed_stream_continues_to_the_bit(rule, in_flight):
-    settings = {"slots": 10, "in_flight": in_flight, "spread": 1.0, "sync_s": 2.0, "score_s": 1.0}
+    settings = {"slots": 10, "in_flight": in_flight, "spread": 1.0, "stretch": 4.0, "sync_s": 2.0}
+    settings["score_s"] = 1.0
     trainer = Trainer()
     made = stream(trainer, rule, **settings)
     expected = list(train(made, trainer))
