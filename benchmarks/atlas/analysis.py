@@ -1,6 +1,6 @@
 """Functions of numbers: differences within seeds, interpolation at a KL, slopes.
 
-Intervals, tests and noise ceilings are in `rlhf.study.statistics`.
+Intervals, tests and noise ceilings are in `rlhf.core.statistics`.
 """
 
 from __future__ import annotations

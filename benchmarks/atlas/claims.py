@@ -8,8 +8,8 @@ from typing import NamedTuple
 from benchmarks.atlas import analysis
 from benchmarks.atlas.design import Cell
 from benchmarks.atlas.study import Study
-from rlhf.study import statistics
-from rlhf.study.statistics import HOLDS, LEVEL, NOT, UNDECIDED
+from rlhf.core import statistics
+from rlhf.core.statistics import HOLDS, LEVEL, NOT, UNDECIDED
 
 PAPER = ("dpo", "ppo", "rloo", "bok")  # the methods of the paper
 WITHIN, LOSES = 0.02, 0.1  # goals: largest loss of the best method, smallest loss of uncorrected PPO

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from benchmarks.atlas.design import Cell
 from benchmarks.atlas.study import Study
+from rlhf.core.statistics import mean_interval
 from rlhf.report.curves import Point
 from rlhf.report.groups import Group
-from rlhf.study.statistics import mean_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,8 @@ from benchmarks.atlas import analysis
 from benchmarks.atlas.claims import WITHIN, text
 from benchmarks.atlas.design import Cell
 from benchmarks.atlas.study import Study
-from rlhf.study import statistics
-from rlhf.study.statistics import LEVEL
+from rlhf.core import statistics
+from rlhf.core.statistics import LEVEL
 
 BASES = {  # corrected method -> the same objective without correction
     "dpo+is": "dpo",

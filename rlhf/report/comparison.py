@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from rlhf.report.groups import LINES, comparable
 
 if TYPE_CHECKING:
+    from rlhf.core.statistics import Estimate
     from rlhf.report.groups import Group, Section
     from rlhf.report.metrics import Metric
     from rlhf.report.runs import Run
-    from rlhf.study.statistics import Estimate
 
 SEEDS, PROMPTS = 3, 20  # fewest seeds, and fewest prompts, over which a difference is estimated
 Prompt = tuple[str, int]  # text of a held-out prompt, and its number among equal texts
@@ -47,7 +47,7 @@ class Difference:
         if self.metric.better < 0:
             by, low, high = -by, -high, -low
         interval = f"{show(by)} [{show(low)}, {show(high)}], paired over {self.pairs}"
-        from rlhf.study.statistics import LEVEL
+        from rlhf.core.statistics import LEVEL
 
         if self.p < LEVEL and by > 0:
             return f"{self.best.label} beats {self.other.label} by {interval}."
@@ -61,7 +61,7 @@ def differences(section: Section) -> list[Difference]:
     paired over held-out prompts, which are the same in all runs; this says nothing about other seeds.
     Unfinished runs are not compared.
     """
-    from rlhf.study.statistics import holm, mean_interval, p_t, p_value
+    from rlhf.core.statistics import holm, mean_interval, p_t, p_value
 
     metric = section.main
     if metric is None or not metric.evaluated or not metric.better:

@@ -30,9 +30,9 @@ from benchmarks.atlas.study import Study
 from benchmarks.generated import fill
 from rlhf.checks.check import problems
 from rlhf.checks.composing import composed
+from rlhf.core import statistics
 from rlhf.core.errors import UserError
 from rlhf.runs import environment
-from rlhf.study import statistics
 from tests.docs.snapshots import objects
 
 pytestmark = pytest.mark.nightly

@@ -6,11 +6,11 @@ from statistics import mean, stdev
 
 import pytest
 
+from rlhf.core.statistics import holm, p_t
 from rlhf.report.__main__ import main
 from rlhf.report.comparison import differences
 from rlhf.report.summary import result
 from rlhf.report.table import results
-from rlhf.study.statistics import holm, p_t
 from tests.report.test_report import read, write_run
 
 SFT = {"algo.name": "sft", "generator.name": "dataset"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rlhf.study import statistics
+from rlhf.core import statistics
 from tests import needs
 
 GOLDEN = Path(__file__).parents[3] / "shared/golden/statistics.json"

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from rlhf.study import statistics
-from rlhf.study.statistics import HOLDS, NOT, UNDECIDED, verdict
+from rlhf.core import statistics
+from rlhf.core.statistics import HOLDS, NOT, UNDECIDED, verdict
 
 SEEDS = (0.01, 0.03, 0.02, 0.04, 0.025)  # mean 0.025, sd 0.01118
 

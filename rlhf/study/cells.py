@@ -1,0 +1,131 @@
+"""The cells of a study, and the overrides of a run. This module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import NamedTuple
+
+from rlhf.config.overrides import read_overrides
+from rlhf.study.spec import Spec
+
+
+class Cell(NamedTuple):
+    """Settings whose runs differ only in the seed: a task, a method, and a value of each axis.
+
+    `levels` has a pair (axis, value) for each axis of the study, in the order of the file.
+    """
+
+    task: str
+    method: str
+    levels: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.task, self.method, *(f"{axis}={value}" for axis, value in self.levels)])
+
+    def at(self, levels: Mapping[str, str], method: str | None = None) -> Cell:
+        """Return the cell with other values of some axes, or another method."""
+        changed = tuple((axis, levels.get(axis, value)) for axis, value in self.levels)
+        return Cell(self.task, method or self.method, changed)
+
+
+class Layer(NamedTuple):
+    """Overrides of a run, and the key of the study file that they come from, such as "methods.ppo"."""
+
+    key: str
+    overrides: tuple[str, ...]
+
+
+def cell_of(spec: Spec, task: str, method: str, levels: Mapping[str, str] | None = None) -> Cell:
+    """Return a cell; an axis without a value has the base of the task."""
+    bases = {axis: declared.bases[task] for axis, declared in spec.axes.items()}
+    return Cell(
+        task, method, tuple((bases | {k: v for k, v in (levels or {}).items() if k in bases}).items())
+    )
+
+
+def cells(spec: Spec) -> list[Cell]:
+    """Return the cells of all grids, without repetitions, in the order of the grids."""
+    found: dict[Cell, None] = {}
+    for grid in spec.grids:
+        names = {"task": tuple(spec.tasks), "method": tuple(spec.methods), **grid}
+        for values in product(*names.values()):
+            task, method, *levels = values
+            found[cell_of(spec, task, method, dict(zip([*names][2:], levels, strict=True)))] = None
+    return list(found)
+
+
+def layers(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> list[Layer]:
+    """Return the overrides of a run by their origin; a later layer wins.
+
+    Args:
+        spec: the study.
+        cell: the cell of the run.
+        seed: the value of all keys of `spec.repeat`.
+        tuned: the value of each tuned key.
+    """
+    return [
+        Layer("set", spec.overrides),
+        Layer(f"tasks.{cell.task}", spec.tasks[cell.task].overrides),
+        Layer(f"methods.{cell.method}", spec.methods[cell.method].overrides),
+        *(Layer(f"axes.{axis}", spec.axes[axis].values[value]) for axis, value in cell.levels),
+        Layer("tune", tuple(f"{key}={value}" for key, value in tuned.items())),
+        Layer("repeat", tuple(f"{key}={seed}" for key in spec.repeat)),
+    ]
+
+
+def overrides(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> list[str]:
+    """Return the overrides of a run, each key once (see `layers`), without those of the machine, as paths."""
+    found: dict[str, str] = {}
+    for layer in layers(spec, cell, seed, tuned):
+        for each in read_overrides(layer.overrides):
+            found.pop(each.key, None)  # the place of the last one
+            found[each.key] = each.text
+    return list(found.values())
+
+
+def set_twice(spec: Spec) -> dict[str, list[str]]:
+    """Return the config keys that several layers of a run set: config key -> keys of the study file."""
+    found: dict[str, dict[str, None]] = {}
+    tuned = {key: "" for key in spec.tune.values} if spec.tune else {}
+    for cell in cells(spec):
+        origins: dict[str, list[str]] = {}
+        for layer in layers(spec, cell, 0, tuned):
+            for each in read_overrides(layer.overrides):
+                origins.setdefault(each.key, []).append(layer.key)
+        for key, several in origins.items():
+            if len(several) > 1:
+                found.setdefault(key, {}).update(dict.fromkeys(several))
+    return {key: list(several) for key, several in found.items()}
+
+
+def tuning_point(spec: Spec, cell: Cell) -> str:
+    """Return the name of the point of `spec.tune.at` whose choice a cell uses: the last one that it reaches.
+
+    A cell reaches a point if one of its values is at least that of `reach`; numbers are compared as numbers,
+    and other values by their place in the file.
+    """
+    assert spec.tune is not None
+    found = next(iter(spec.tune.at))
+    for point, limits in spec.tune.reach.items():
+        if any(
+            _rank(spec, axis, value) >= _rank(spec, axis, limits[axis])
+            for axis, value in cell.levels
+            if axis in limits
+        ):
+            found = point
+    return found
+
+
+def tuning_cell(spec: Spec, cell: Cell) -> Cell:
+    """Return the cell of the runs that choose the tuned values of a cell."""
+    assert spec.tune is not None
+    return cell_of(spec, cell.task, cell.method, spec.tune.at[tuning_point(spec, cell)])
+
+
+def _rank(spec: Spec, axis: str, value: str) -> float:
+    """Return the place of a value among the values of an axis, for comparisons."""
+    try:
+        return float(value)
+    except ValueError:
+        return list(spec.axes[axis].values).index(value)

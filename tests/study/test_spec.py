@@ -1,0 +1,130 @@
+"""Study files: parsing, messages with lines, cells of grids, overrides of runs, rows."""
+
+import pytest
+
+from rlhf.checks.composing import composed
+from rlhf.core.errors import UserError
+from rlhf.study import cells
+from rlhf.study.reading import read_spec
+from rlhf.study.rows import Row, packed, read_rows, unpacked, write_rows
+
+STUDY = """\
+study: lags
+set: [model=pythia, optim.lr=1e-5, algo=rloo]
+repeat: [seed, stages.seed]
+seeds: 3
+tasks:
+  tldr_mini: {set: [task=tldr_mini], metric: eval/win_rate}
+  arithmetic: {set: [task=arithmetic], metric: eval/gold_score, name: accuracy, at_kl: 0.5}
+methods:
+  dpo: [algo=dpo]
+  no: {set: [algo=dpo, algo.loss_type=ipo], base: dpo}
+axes:
+  lag: {key: schedule.max_lag, values: [0, 4, 64], base: 0}
+  N: {key: schedule.minibatches, values: [1, 4], base: 1}
+  K:
+    values:
+      2: [algo.samples_per_prompt=2, 'schedule.prompts_per_update=${product:8,${schedule.minibatches}}']
+      4: [algo.samples_per_prompt=4, 'schedule.prompts_per_update=${product:4,${schedule.minibatches}}']
+    base: {tldr_mini: 2, arithmetic: 4}
+grids:
+  - {lag: all}
+  - {N: all}
+  - {task: tldr_mini, method: dpo, lag: [0, 64], K: 4}
+tune: {optim.lr: [1e-4, 3e-4], seeds: [101], at: {low: {lag: 0}, high: {lag: 64}},
+  reach: {high: {lag: 4, N: 4}}}
+tables: [value over lag, value at_kl over lag, mismatch/ess over N]
+claims:
+  dpo loses least: loss(dpo) < loss(no) at lag=64
+"""
+
+
+@pytest.fixture
+def study(tmp_path):
+    def write(text=STUDY, name="lags"):
+        (tmp_path / f"{name}.yaml").write_text(text)
+        return read_spec(tmp_path / f"{name}.yaml")
+
+    return write
+
+
+def test_cells_are_the_union_of_the_grids_with_the_base_of_other_axes(study):
+    spec = study()
+    found = cells.cells(spec)
+    assert len(found) == len({*found}) == 2 * 2 * 3 + 2 * 2 + 2
+    assert str(found[0]) == "tldr_mini dpo lag=0 N=1 K=2"
+    assert {dict(cell.levels)["K"] for cell in found if cell.task == "arithmetic"} == {"4"}
+    assert spec.folder == spec.file.parent / "studies/lags"
+
+
+def test_later_layers_win_and_the_run_can_be_composed(study):
+    spec = study()
+    cell = cells.cell_of(spec, "arithmetic", "no", {"N": "4"})
+    config = composed(cells.overrides(spec, cell, 7, {"optim.lr": "3e-4"}))
+    assert (config.algo.name, config.algo.loss_type.name, config.optim.lr) == ("dpo", "ipo", 3e-4)
+    assert (config.seed, config.stages.seed, config.schedule.prompts_per_update) == (7, 7, 16)
+    assert cells.set_twice(spec)["optim.lr"] == ["set", "tune"]
+
+
+def test_a_cell_uses_the_tuned_values_of_the_last_point_that_it_reaches(study):
+    spec = study()
+    points = {str(cell): cells.tuning_point(spec, cell) for cell in cells.cells(spec)}
+    assert points["arithmetic no lag=0 N=1 K=4"] == "low"
+    assert points["arithmetic no lag=4 N=1 K=4"] == points["arithmetic no lag=0 N=4 K=4"] == "high"
+    assert str(cells.tuning_cell(spec, cells.cell_of(spec, "arithmetic", "no", {"N": "4"}))).count("lag=64")
+
+
+def test_all_problems_of_a_file_are_reported_together_with_their_lines(study):
+    wrong = STUDY
+    for good, bad in {
+        "set: [model": "sett: [model", "seeds: 3": "seeds: x", "base: dpo}": "base: dqo}",
+        "base: 0}": "base: 2}",
+        "{N: all}": "{lag: [0, 5]}", "over N]": "over M]",
+    }.items():  # fmt: skip
+        wrong = wrong.replace(good, bad)
+    with pytest.raises(UserError) as error:
+        study(wrong + "study: again\n")
+    found = [problem.partition("lags.yaml, line ")[2] for problem in error.value.problems]
+    assert [int(each.partition(":")[0]) for each in found] == [1, 2, 4, 10, 12, 13, 21, 25]
+    assert all(" must " in each and ", got " in each and "; " in each for each in found)
+    assert "2: sett must be one of study" in found[1] and "did you mean set?" in found[1]
+    assert "axes.N must be used by a grid" in found[5]
+
+
+def test_tasks_tuned_values_and_rows_of_another_study_are_used(study):
+    lags = study()
+    long = """\
+include: {lags: {grids: [{method: dpo, lag: 64}], as: {length: 1}}}
+tasks: {from: lags}
+methods: {dpo: [algo=dpo]}
+axes:
+  lag: {key: schedule.max_lag, values: [0, 64], base: 0}
+  length: {values: {1: [], 8: [schedule.total_episodes=16384]}, base: 8}
+grids: [{lag: all}]
+tune: {from: lags, check: true}
+"""
+    spec = study(long, "long")
+    assert spec.name == "long" and spec.tasks == lags.tasks and spec.include[0].levels == {"length": "1"}
+    assert (spec.tune.values, spec.tune.seeds, spec.tune.check) == (lags.tune.values, (101,), True)
+    with pytest.raises(UserError, match=r"long.yaml, line 2: tasks.from must name another study, got long"):
+        study(long.replace("from: lags}\nmeth", "from: long}\nmeth"), "long")
+
+
+def test_rows_are_written_sorted_and_a_damaged_line_is_named(tmp_path):
+    file, outcomes = tmp_path / "x/rows.jsonl", [True, False, True] * 5
+    given = dict.fromkeys(Row.__dataclass_fields__, "") | {
+        "seed": 1,
+        "part": "table",
+        "tuned": {"optim.lr": "1e-4"},
+    }
+    rows = [
+        Row(**given | {"levels": {"lag": lag}, "prompts": 15, "bits": packed(outcomes)})
+        for lag in ("16", "4")
+    ]
+    write_rows(file, rows)
+    assert read_rows(file) == rows[::-1]
+    assert unpacked(read_rows(file)[0]).tolist() == outcomes
+    file.write_text(file.read_text() + "{\n")
+    with pytest.raises(UserError, match=r"line 3; delete the line"):
+        read_rows(file)
+    assert read_rows(tmp_path / "none") == []
