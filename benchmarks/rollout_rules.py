@@ -84,9 +84,9 @@ class Responses:
             self.rows[group] = self.again.pop(0) if self.again else self.new
         return self.rows[group], 0
 
-    def discarded(self, group: int) -> None:
+    def discarded(self, sequences: Sequence[sequences.Sequence]) -> None:
         """Let the prompt start again."""
-        self.again.append(self.rows.pop(group))
+        self.again.append(self.rows.pop(sequences[0].group.number))
 
 
 def run(setting: Setting, seed: int, updates: int, warm: int) -> dict[str, float]:

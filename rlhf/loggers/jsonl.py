@@ -1,17 +1,18 @@
-"""The logger of metrics.jsonl, completions.jsonl and trainer_state.json, used by every run."""
+"""The logger of metrics.jsonl, completions.jsonl, groups.jsonl and trainer_state.json, used by every run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from rlhf.core.console import say
-from rlhf.core.files import sync
+from rlhf.core.files import append, as_line, split_lines, sync, write_atomically
 from rlhf.loggers.logger import Logger
 from rlhf.runs import history
 from rlhf.runs.history import History
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Any
 
     from rlhf.core.metrics import Evaluation, Row
     from rlhf.core.state import TrainState
@@ -44,11 +45,19 @@ class JsonlLogger(Logger):
             elif damage := rows.resume_without_copy(state.update):
                 state.lost_rows = [*state.lost_rows, rows.file.name]
                 warn(rows, damage)
+        if folder.groups.exists():
+            kept = [] if checkpoint is None else split_lines(folder.groups, ["update"])[0]
+            lines = "".join(as_line(row) for row in kept if row["update"] <= state.update)
+            write_atomically(folder.groups, lines)
 
     def log(self, row: Row, state: TrainState) -> None:
         """Append the row to metrics.jsonl, and write the progress of the run to trainer_state.json."""
         self.metrics.append([row])
         self.folder.write_state({**state.state_dict(), "finished": False})
+
+    def groups(self, rows: list[dict[str, Any]]) -> None:
+        """Append the rows to groups.jsonl, which has no copy in checkpoints: it may have many rows."""
+        append(self.folder.groups, rows)
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
         """Append the row to metrics.jsonl, and the completions to completions.jsonl."""
@@ -70,6 +79,8 @@ class JsonlLogger(Logger):
         for rows in (self.metrics, self.completions):
             if damage := rows.restore():
                 warn(rows, f"{damage}; it was written again with {rows.count} rows")
+        if self.folder.groups.exists():
+            sync(self.folder.groups)
         sync(self.folder.path)
 
 

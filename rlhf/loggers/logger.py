@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +37,9 @@ class Logger:
 
     def evaluation(self, row: Row, evaluation: Evaluation, state: TrainState) -> None:
         """Log the metrics of an evaluation, and the completions that were evaluated."""
+
+    def groups(self, rows: list[dict[str, Any]]) -> None:
+        """Log when the groups of an update were sampled, how long they are, and what became of them."""
 
     def updated(self, figures: Metrics, state: TrainState) -> None:
         """Handle the end of an update; `figures` are the metrics since the last row."""

@@ -2,6 +2,7 @@
 
     <output_dir>/<run name>/
         config.yaml  environment.json  metrics.jsonl  completions.jsonl  train.log
+        groups.jsonl            when each prompt was sampled and trained, with lengths and versions
         evaluations.jsonl       results of rlhf.evaluate, with completions in evaluations/
         trainer_state.json      counters; if finished also {"finished": true, "result": {metric: value}};
                                 {"stopped": <reason>} if a hook stopped the run
@@ -64,6 +65,11 @@ class RunFolder:
     def completions(self) -> Path:
         """The file of the completions of evaluations."""
         return self.path / "completions.jsonl"
+
+    @property
+    def groups(self) -> Path:
+        """The file of the times, lengths and versions of each group of samples of a prompt."""
+        return self.path / "groups.jsonl"
 
     @property
     def evaluations(self) -> Path:
@@ -166,8 +172,8 @@ class RunFolder:
         Raises:
             UserError: there is a folder, or a link without a file.
         """
-        files = (self.config, self.environment, self.metrics, self.completions, self.log, self.state)
-        for path in files:
+        files = [self.config, self.environment, self.metrics, self.completions, self.groups]
+        for path in [*files, self.log, self.state]:
             if os.path.lexists(path) and not path.is_file():
                 found = "a folder" if path.is_dir() else "a link without a file"
                 raise UserError(

@@ -370,11 +370,13 @@ class Clock:
         self.usage.dropped += 1
         self.waiting = deque(start for start in self.waiting if start.group != group.number)
         self.scoring = deque(each for each in self.scoring if each[1] is not group)
-        for sequence in self.sequences.pop(group.number):
+        sequences = self.sequences.pop(group.number)
+        for sequence in sequences:
             if sequence.end == inf:
+                sequence.keep(sequence.done(self.step))
                 self._leave(sequence)
             self.usage.wasted += sequence.end - sequence.start
-        self.sampler.discarded(group.number)
+        self.sampler.discarded(sequences)
 
     def _in_order(self) -> list[Sequence]:
         return [self.running[start] for start in sorted(self.running)]

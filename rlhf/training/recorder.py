@@ -88,6 +88,11 @@ class Recorder:
             self.warn(text)
         merge(self.figures, figures)
 
+    def groups(self, rows: list[dict[str, Any]]) -> None:
+        """Send the times, lengths and fates of groups to the loggers."""
+        for logger in self.loggers:
+            logger.groups(rows)
+
     def flush(self, state: TrainState, rollouts: Rollouts, engine: Engine) -> None:
         """End an update: add times, throughput, token lag and memory, and send the row if it is due."""
         times = self.timer.drain()

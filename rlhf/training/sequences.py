@@ -103,5 +103,5 @@ class Sampler(Protocol):
     def prompt(self, group: int) -> tuple[int, int]:
         """Return the row of the prompt of a group and its number of tokens."""
 
-    def discarded(self, group: int) -> None:
-        """Note that a group was given up."""
+    def discarded(self, sequences: Ordered[Sequence]) -> None:
+        """Note that the group of these sequences was given up."""

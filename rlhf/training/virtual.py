@@ -24,7 +24,7 @@ from rlhf.core.metrics import How, Stat
 from rlhf.core.phases import Phases
 from rlhf.training import sequences
 from rlhf.training.clock import Clock
-from rlhf.training.rules import Group, Rules
+from rlhf.training.rules import Rules
 from rlhf.training.sequences import Piece, Start
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class VirtualStream:
         self.taken = 0  # batches that were yielded since the first update of the run
         self.trained = False  # whether the weights of an update were loaded and the clock does not know it
         self.generate_s = 0.0  # seconds of sampling since the last batch
+        self.lines: list[dict[str, Any]] = []  # lines of groups.jsonl since the last batch
         self._numbers: dict[int, Tensor] = {}  # uniform numbers [K, T] of the groups in `known`
 
     def __iter__(self) -> Iterator[Rollouts]:
@@ -127,8 +128,9 @@ class VirtualStream:
                     self.current = self._next()
             self.taken += 1
             self.trained = True
+            self.recorder.groups([{"update": self.taken, **line} for line in self.lines])
             yield self.current
-            self.current = None
+            self.current, self.lines = None, []
 
     def put_back(self) -> None:
         """Yield the rollouts yielded last again after a resume, because they were not used."""
@@ -169,9 +171,11 @@ class VirtualStream:
         prompt = self._prompt(group)
         return int(prompt.index), int(prompt.prompt_mask.sum())
 
-    def discarded(self, group: int) -> None:
+    def discarded(self, sequences: Sequence[sequences.Sequence]) -> None:
         """Forget a group that was given up; its prompt may start again."""
+        group = sequences[0].group.number
         prompt = self.known.pop(group)
+        self.lines.append({**self._line(sequences, prompt), "fate": "dropped"})
         self._numbers.pop(group, None)
         if self.again:
             self.discards.append(prompt)
@@ -232,7 +236,14 @@ class VirtualStream:
                 logprobs[place], versions[place] = torch.tensor(each.logprobs), torch.tensor(each.versions)
                 ended[i, each.sample] = each.ended
         seen = versions[mask].unique()
-        self.recorder.add(self._figures([own[0].group for own in groups]))
+        made = self.clock
+        taken = made.now - made.costs.sync_s - made.update_s
+        for own, prompt in zip(groups, prompts, strict=True):
+            ready = max(each.end for each in own) + made.costs.score_s
+            fate = "cut" if any(each.cut for each in own) else "trained"
+            times = {"ready": ready, "taken": taken, "loaded": made.now}
+            self.lines.append({**self._line(own, prompt), **times, "fate": fate})
+        self.recorder.add(self._figures(groups))
         return Rollouts(
             **concatenated(prompts, self.parts.pad_id),
             response_ids=ids,
@@ -245,12 +256,27 @@ class VirtualStream:
             generate_s=generate_s,
         )
 
-    def _figures(self, groups: Sequence[Group]) -> Metrics:
+    def _line(self, own: Sequence[sequences.Sequence], prompt: Prompts) -> dict[str, Any]:
+        """Return a line of groups.jsonl, without what became of the group; times are virtual seconds."""
+        versions = [version for each in own for version in each.versions]
+        return {
+            "group": own[0].group.number,
+            "row": int(prompt.index),
+            "version": own[0].group.version,
+            "versions": [min(versions, default=None), max(versions, default=None)],
+            "lengths": [len(each.ids) for each in own],
+            "starts": [each.start for each in own],
+            "ends": [each.end for each in own],
+        }
+
+    def _figures(self, groups: Sequence[Sequence[sequences.Sequence]]) -> Metrics:
         """Return the metrics of an update, at its load."""
         made, usage = self.clock, self.clock.usage
         span = max(usage.span, 1e-9)
         busy, trainer = usage.busy / span / made.slots, usage.trained / span
-        ages = sorted(self.rules.version - group.version for group in groups)
+        ages = sorted(self.rules.version - own[0].group.version for own in groups)
+        kept = sum(each.end - each.start for own in groups for each in own) / len(groups)
+        every = (kept * len(groups) + usage.wasted) / (len(groups) + usage.dropped)
         return {
             "rollouts/time_s": Stat(made.now, 1.0, How.last),
             "rollouts/update_s": Stat(usage.span),
@@ -260,6 +286,7 @@ class VirtualStream:
             "rollouts/lag_p90": Stat(float(ages[-1 - len(ages) // 10])),
             "rollouts/oldest": Stat(float(ages[-1]), 1.0, How.max),
             "rollouts/queue": Stat(usage.queue / span),
+            "rollouts/length_ratio": Stat(kept / every if every else 1.0),
             "rollouts/wasted": Stat(usage.wasted / span / made.slots),
             "rollouts/dropped": Stat(float(usage.dropped), 1.0, How.sum),
             "rollouts/cut": Stat(float(usage.cut), 1.0, How.sum),
@@ -275,6 +302,7 @@ class VirtualStream:
             "next": [prompt.as_dict() for prompt in self.next],
             "discards": [prompt.as_dict() for prompt in self.discards],
             "current": None if self.trained or self.current is None else self.current.as_dict(),
+            "lines": [] if self.trained else self.lines,
             "taken": self.taken,
             "trained": self.trained,
         }
@@ -286,4 +314,5 @@ class VirtualStream:
         self.next = deque(Prompts(**prompt) for prompt in saved["next"])
         self.discards = deque(Prompts(**prompt) for prompt in saved["discards"])
         self.current = None if saved["current"] is None else Rollouts(**saved["current"])
+        self.lines = saved["lines"]
         self.taken, self.trained = saved["taken"], saved["trained"]

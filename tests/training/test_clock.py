@@ -46,8 +46,8 @@ class Lengths:
             self.rows[group] = self.again.pop(0) if self.again else self.new
         return self.rows[group], 10
 
-    def discarded(self, group):
-        self.again.append(self.rows.pop(group))
+    def discarded(self, sequences):
+        self.again.append(self.rows.pop(sequences[0].group.number))
 
 
 def clock(rule="pace", *, lag=1, batch=4, samples=2, slots=8, total=None, length=None, **settings):

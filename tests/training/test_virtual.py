@@ -29,10 +29,13 @@ RULES = {
 
 class Recorder:
     def __init__(self):
-        self.timer, self.rows = Timer(), []
+        self.timer, self.rows, self.lines = Timer(), [], []
 
     def add(self, metrics):
         self.rows.append({name: stat.value() for name, stat in metrics.items()})
+
+    def groups(self, lines):
+        self.lines += lines
 
 
 class Trainer:
@@ -190,6 +193,7 @@ def test_a_resumed_stream_continues_to_the_bit(rule, in_flight):
         for mine, theirs in zip(train(after, second), expected[stop:], strict=True):
             equal(mine, theirs)
         assert after.recorder.rows == made.recorder.rows[stop:]
+        assert after.recorder.lines == [line for line in made.recorder.lines if line["update"] > stop]
 
 
 def _counted(drawn):
@@ -212,3 +216,30 @@ def test_a_batch_that_was_put_back_is_yielded_again():
     again.load_state_dict(made.state_dict())
     equal(next(iter(again)), unused)
     assert again.taken == 2
+    assert again.recorder.lines == [line for line in made.recorder.lines if line["update"] == 2]
+
+
+@pytest.mark.parametrize("rule", [*RULES])
+def test_each_group_has_a_line_that_agrees_with_the_metrics(rule):
+    trainer = Trainer()
+    made = stream(trainer, rule, slots=10, in_flight=True, spread=1.0, sync_s=2.0, score_s=1.0)
+    for update, rollouts in enumerate(train(made, trainer), 1):
+        lines = [line for line in made.recorder.lines if line["update"] == update]
+        trained = [line for line in lines if line["fate"] != "dropped"]
+        row = made.recorder.rows[-1]
+        assert [line["row"] for line in trained] == rollouts.index.tolist()
+        assert [line["lengths"] for line in trained] == rollouts.response_mask.sum(-1).tolist()
+        assert max(update - 1 - line["version"] for line in trained) == row["rollouts/oldest"]
+        assert len(lines) - len(trained) == row["rollouts/dropped"]
+        assert {line["loaded"] for line in trained} == {row["rollouts/time_s"]}
+        for line in trained:
+            assert line["ready"] == max(line["ends"]) + 1
+            assert line["ready"] <= line["taken"] + 1e-9 and line["taken"] + 2 < line["loaded"] + 1e-9
+            assert line["version"] <= line["versions"][0] <= line["versions"][1] <= update - 1
+    groups = [line["group"] for line in made.recorder.lines]
+    assert len(groups) == len(set(groups)), "each group has one line"
+    assert sum(line["fate"] == "cut" for line in made.recorder.lines) <= sum(
+        row["rollouts/cut"] for row in made.recorder.rows
+    )
+    for row in made.recorder.rows:
+        assert row["rollouts/dropped"] or row["rollouts/length_ratio"] == pytest.approx(1)
