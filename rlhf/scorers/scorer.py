@@ -1,8 +1,9 @@
 """The interface of a scorer, which maps rollouts to scores [N, K]; scorers of labels and of texts.
 
-What compares two responses (win rates, preference pairs, relabelling) calls `Scorer.compare`; a judge of
-pairs overrides it. A new scorer needs a section in `rlhf/config/scorer.py` that names its part
-(`@option("scorer", "mine", part="module:Class")`), the part, `conf/scorer/mine.yaml`, and a test.
+What compares two responses calls `Scorer.compare`, which a judge of pairs overrides: win rates
+(`rlhf.training.evaluators`), preference pairs, relabelling. A new scorer needs a section in
+`rlhf/config/scorer.py` that names its part (`@option("scorer", "mine", part="module:Class")`), the part,
+`conf/scorer/mine.yaml`, and a test.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Checkpoints of a run, for a bit-exact resume (not with `schedule.update=in_flight`).
 
-A checkpoint is written completely or not at all, and its files are verified before use.
+A checkpoint is written completely or not at all: the file `COMPLETE` is written last, and only folders that
+have it count (`rlhf.runs.folder.complete_checkpoints`). Its files are verified before use.
 """
 
 from __future__ import annotations
