@@ -51,7 +51,9 @@ def build_engine(cfg: Config, tokenizer: PreTrainedTokenizerFast, ranks: Ranks, 
             budget=training_budget(cfg),
             inference=inference_budget(cfg),
             stale=cfg.schedule.off_policy or not cfg.generator.samples,
-            exact_sampler=cfg.generator.exact and cfg.model.dtype is Dtype.float32,
+            exact_sampler=cfg.generator.exact
+            and not cfg.generator.noisy
+            and cfg.model.dtype is Dtype.float32,
             dtype=cfg.model.dtype,
             value_lr=cfg.algo.value_lr,
         ),

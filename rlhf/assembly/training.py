@@ -92,7 +92,7 @@ def assemble(
             cfg.schedule.log_every,
             cfg.metric,
             _TOLERANCE[cfg.model.dtype],
-            expected(cfg.model.starts_as_reference),
+            set() if cfg.generator.noisy else expected(cfg.model.starts_as_reference),
             cfg.minimised,
             cfg.tie_tolerance(cfg.scorer),
             build_collapse_rule(cfg),

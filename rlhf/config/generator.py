@@ -72,6 +72,11 @@ class GeneratorConfig(Section):
         return self.samples
 
     @property
+    def noisy(self) -> bool:
+        """Whether noise makes the sampler's log-probs differ from the trainer's."""
+        return False
+
+    @property
     def saved_rollouts(self) -> str | None:
         """The folder of saved rollouts that replace samples; None: there is none."""
         return None
@@ -245,10 +250,22 @@ class HFConfig(WorkerConfig):
         means="sample in a separate process; null: only if schedule.max_lag is above 0",
         affects=Affects.speed,
     )
+    noise: float = number(
+        0.0,
+        least=0,
+        means="standard deviation of Gaussian noise on the logits of training samples, before the "
+        "temperature; evaluations have no noise",
+        added=True,
+    )
 
     def has_worker(self, max_lag: int) -> bool:
         """Return `worker`; if `worker` is null, return whether there is a lag."""
         return max_lag > 0 if self.worker is None else self.worker
+
+    @property
+    def noisy(self) -> bool:
+        """Whether `noise` is above 0."""
+        return self.noise > 0
 
     @property
     def decodes(self) -> int:

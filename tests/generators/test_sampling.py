@@ -1,5 +1,6 @@
 """Tests of the sampler: log-probs, batching, CUDA graphs and draws from the distribution of tokens."""
 
+from contextlib import nullcontext
 from dataclasses import fields, replace
 
 import pytest
@@ -12,6 +13,7 @@ from rlhf.core.batch import Prompts, Sampling
 from rlhf.generators.hf import cuda_graph, decoding, sampling
 from rlhf.generators.hf.decoding import GROUPED, grouped_attention
 from rlhf.generators.hf.generator import HFSettings, respond
+from rlhf.generators.hf.parts import HFParts
 from rlhf.generators.hf.sampling import choose, sample, uniforms
 from rlhf.memory.activations import Tokens
 from rlhf.models import sharing_rules
@@ -23,8 +25,8 @@ LENGTH = 12
 STOPS = [3, 4, 5, 6, 7, 8, 9, 10]  # many, so that rows end at different steps
 
 
-def settings(batch_size: int) -> HFSettings:
-    return HFSettings(stop_ids=STOPS, pad_id=0, batch_size=batch_size, seed=1)
+def settings(batch_size: int, noise: float = 0.0) -> HFSettings:
+    return HFSettings(stop_ids=STOPS, pad_id=0, batch_size=batch_size, seed=1, noise=noise)
 
 
 def run(model, rows=slice(None), samples=2, temperature=0.7, stops=STOPS, length=LENGTH, numbers=None):
@@ -109,19 +111,20 @@ def test_tokens_do_not_depend_on_how_many_prompts_are_encoded_at_once(monkeypatc
     assert encoded[:3] == [(2, lengths[0]), (2, lengths[2]), (2, lengths[4])] and lengths[4] < lengths[0]
 
 
-def test_an_answer_keeps_the_order_of_prompts_for_all_lengths_and_batch_sizes():
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_an_answer_keeps_the_order_of_prompts_for_all_lengths_and_batch_sizes(noise):
     batch, model, versions = tiny_rollouts(prompts=6, seed=1), tiny_lm(), iter(range(99))
     prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
     asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose="train")
-    whole, parts = (respond(model, prompts, asked, settings(size)) for size in (256, 4))
+    whole, parts = (respond(model, prompts, asked, settings(size, noise)) for size in (256, 4))
     assert len({tuple(row) for row in whole.response_ids.flatten(1).tolist()}) == 6
     for name in ("response_ids", "response_mask", "ended"):
         assert torch.equal(getattr(parts, name), getattr(whole, name))
     torch.testing.assert_close(parts.behaviour_logprobs, whole.behaviour_logprobs, rtol=0, atol=1e-5)
     for i in range(6):
-        alone = respond(model, prompts.select(torch.tensor([i])), asked, settings(256))
+        alone = respond(model, prompts.select(torch.tensor([i])), asked, settings(256, noise))
         assert torch.equal(alone.response_ids[0], whole.response_ids[i])
-    followed = respond(model, prompts, asked, settings(4), update=lambda: next(versions))
+    followed = respond(model, prompts, asked, settings(4, noise), update=lambda: next(versions))
     order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
     begun = followed.token_versions[order, :, 0]  # prompts are decoded in batches of two
     assert torch.equal(begun[::2], begun[1::2]) and (begun[::2].diff(dim=0) > 0).all()
@@ -337,6 +340,51 @@ def test_tokens_follow_the_distribution():
     chi_square = ((counts - draws * expected) ** 2 / (draws * expected)).sum()
     assert chi_square < 43.8  # the 99.9 % point with 19 degrees of freedom
     torch.testing.assert_close(logprobs, expected[tokens].log())
+
+
+def test_noise_gives_log_probs_of_the_distribution_that_the_token_was_drawn_from():
+    draws, words = 40_000, 20
+    logits = torch.randn(words, generator=torch.Generator().manual_seed(0))
+    clean = (logits / 0.7).log_softmax(-1)
+    numbers = uniforms(1, 0, torch.arange(draws), 1, 1)[:, 0, 0]
+    tokens, logprobs = choose(logits.expand(draws, -1), 0.7, numbers, noise=0.1)
+    # Var[noise of the token - mean noise] / 0.7^2, where both are weighted with the probabilities
+    variance = (0.1 / 0.7) ** 2 * (1 - clean.exp().square().sum())
+    torch.testing.assert_close((logprobs - clean[tokens]).var(), variance, rtol=0.03, atol=0)
+
+    tokens, logprobs = choose(logits.expand(draws, -1), 0.7, numbers, noise=0.7)
+    weights = (clean[tokens] - logprobs).exp()  # they turn the noisy distributions into the clean one
+    for weight, follows in ((weights, True), (torch.ones(draws), False)):
+        counted = torch.zeros(words).index_add_(0, tokens, weight)
+        deviation = torch.zeros(words).index_add_(0, tokens, weight**2).sqrt()
+        chi_square = (((counted - draws * clean.exp()) / deviation) ** 2).sum()
+        assert (chi_square < 45.3) == follows  # the 99.9 % point with 20 degrees of freedom
+
+
+def test_only_training_samples_have_noise_and_no_noise_changes_nothing():
+    batch, model = tiny_rollouts(prompts=6), tiny_lm()
+    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
+    for purpose, equal in (("train", False), ("eval", True), ("eval-kl", True)):
+        asked = Sampling(samples=2, temperature=0.7, response_length=LENGTH, purpose=purpose)
+        clean, noisy = (respond(model, prompts, asked, settings(256, noise)) for noise in (0.0, 0.5))
+        assert torch.equal(clean.behaviour_logprobs, noisy.behaviour_logprobs) == equal
+
+
+def test_parts_of_responses_have_the_noise_of_whole_responses():
+    batch, model = tiny_rollouts(prompts=6), tiny_lm()
+    prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
+    asked = Sampling(samples=1, temperature=0.7, response_length=LENGTH, purpose="train")
+    whole = respond(model, prompts, asked, settings(256, 0.5))
+    parts = HFParts(lambda: nullcontext(model), settings(4, 0.5))
+    numbers, first = parts.numbers(asked, batch.index), whole.response_mask.sum(-1) // 2
+    for i in range(6):
+        cut, length = int(first[i]), int(whole.response_mask[i].sum())
+        before = whole.response_ids[i, :, :cut]
+        ids = torch.cat([batch.prompt_ids[i][batch.prompt_mask[i]], before[0]])[None]
+        [[(tokens, logprobs, _)]] = parts.extend(ids, ids >= 0, numbers[i : i + 1, :, cut:], None, 0.7)
+        assert tokens == whole.response_ids[i, 0, cut:length].tolist()
+        expected = whole.behaviour_logprobs[i, 0, cut:length]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-5)
 
 
 def test_a_token_is_the_quantile_of_its_uniform_number():

@@ -41,9 +41,10 @@ class Recorder:
 class Trainer:
     """A model whose weights change a little at each update, and a generator that samples with it."""
 
-    def __init__(self, version=0):
+    def __init__(self, version=0, noise=0.0):
         self.model = tiny_lm()
-        self.generator = HFGenerator(self.borrow, HFSettings(stop_ids=[1], pad_id=0, batch_size=256, seed=3))
+        settings = HFSettings(stop_ids=[1], pad_id=0, batch_size=256, seed=3, noise=noise)
+        self.generator = HFGenerator(self.borrow, settings)
         self.version, self.models = 0, {0: copy.deepcopy(self.model)}
         for _ in range(version):
             self.train()
@@ -116,9 +117,9 @@ def equal(one, other):
             assert value == getattr(other, name), name
 
 
-@pytest.mark.parametrize("lag", [0, 1, 4])
-def test_fifo_with_slots_for_all_equals_the_stream_of_this_process(lag):
-    trainer, other = Trainer(), Trainer()
+@pytest.mark.parametrize(("lag", "noise"), [(0, 0.0), (1, 0.5), (4, 0.0)])
+def test_fifo_with_slots_for_all_equals_the_stream_of_this_process(lag, noise):
+    trainer, other = Trainer(noise=noise), Trainer(noise=noise)
     batches = (batch for batch, _ in zip(prompts(), range(UPDATES), strict=False))
     plain = Stream(other.generator, batches, sampling(), lag, Timer())
     for mine, theirs in zip(train(stream(trainer, lag=lag), trainer), train(plain, other), strict=True):
@@ -172,11 +173,11 @@ def test_every_token_has_the_log_prob_of_the_version_that_it_names(rule, in_flig
 def test_a_resumed_stream_continues_to_the_bit(rule, in_flight):
     settings = {"slots": 10, "in_flight": in_flight, "spread": 1.0, "stretch": 4.0, "sync_s": 2.0}
     settings["score_s"] = 1.0
-    trainer = Trainer()
+    trainer = Trainer(noise=0.5)
     made = stream(trainer, rule, **settings)
     expected = list(train(made, trainer))
     for stop in (1, 5):
-        first = Trainer()
+        first = Trainer(noise=0.5)
         drawn = []
         before = stream(first, rule, batches=_counted(drawn), **settings)
         iterator = iter(before)
@@ -186,7 +187,7 @@ def test_a_resumed_stream_continues_to_the_bit(rule, in_flight):
         file = io.BytesIO()
         torch.save(before.state_dict(), file)
         file.seek(0)
-        second = Trainer(stop)
+        second = Trainer(stop, noise=0.5)
         after = stream(second, rule, batches=prompts(len(drawn) * B), **settings)
         after.load_state_dict(torch.load(file, weights_only=True))
         assert after.taken == stop

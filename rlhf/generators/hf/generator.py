@@ -48,6 +48,7 @@ def build(config: HFConfig, context: GeneratorContext) -> Generator:
         batch_size=config.batch_size,
         seed=context.seed,
         cached=context.cached,
+        noise=config.noise,
     )
     if not config.has_worker(context.max_lag):
         return HFGenerator(context.borrow, settings, context.phases)
@@ -226,6 +227,7 @@ def respond(
                     before_forward=None if update is None else partial(note, update, held),
                     after_token=next_token,
                     cached=settings.cached,
+                    noise=settings.noise if sampling.purpose == "train" else 0.0,
                 )
             parts.append(part)
             done(len(rows) * sampling.samples)

@@ -62,6 +62,7 @@ class HFParts:
                     stop_ids=settings.stop_ids,
                     pad_id=settings.pad_id,
                     cached=settings.cached,
+                    noise=settings.noise,
                     most=None if most is None else most[rows],
                 )
                 counts = real.sum(-1).tolist()

@@ -40,6 +40,7 @@ class HFSettings:
         batch_size: sequences decoded in parallel.
         seed: the seed of the run.
         cached: whether sampling uses a cache of keys and values; see `sample`.
+        noise: standard deviation of the noise on the logits of training samples; see `choose`.
     """
 
     stop_ids: list[int]
@@ -47,6 +48,7 @@ class HFSettings:
     batch_size: int
     seed: int
     cached: bool = True
+    noise: float = 0.0
 
 
 def uniforms(seed: int, request: int, index: Tensor, samples: int, length: int) -> Tensor:
@@ -104,6 +106,7 @@ def sample(
     after_token: Callable[[], object] | None = None,
     cached: bool = True,
     most: Tensor | None = None,
+    noise: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample K responses for each prompt.
 
@@ -130,6 +133,7 @@ def sample(
         cached: False: read each sequence again for every token, without a cache. This is slow, and right for
             every model (`rlhf.trials.sampling`).
         most: largest number of tokens of each sample, [N, K]; None: `response_length`.
+        noise: standard deviation of the noise on the logits; see `choose`.
 
     Returns:
         response_ids [N, K, T] int64, padded right with `pad_id`; response_mask [N, K, T] bool; log-probs
@@ -143,7 +147,7 @@ def sample(
     seen = prompt_mask[:, -longest:]
     ids = prompt_ids[:, -longest:].masked_fill(~seen, 0)
     recorded = can_record(device) and before_forward is None
-    pick_next = partial(choose, temperature=temperature)
+    pick_next = partial(choose, temperature=temperature, noise=noise)
     if before_forward is not None:
         before_forward()
     begin = _begin_cached if cached else _begin_rereading
@@ -272,25 +276,44 @@ def _front(active: Tensor) -> Tensor:
     return kept
 
 
-def choose(logits: Tensor, temperature: float, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose tokens from `softmax(logits / temperature)` and return them with their log-probs.
+def choose(logits: Tensor, temperature: float, numbers: Tensor, noise: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Choose tokens from `softmax((logits + noise) / temperature)` and return them with their log-probs.
 
     Args:
         logits: [..., V].
         temperature: sampling temperature.
-        numbers: quantiles in [0, 1) at which the tokens are chosen, [...].
+        numbers: quantiles in [0, 1) at which the tokens are chosen, [...] float64.
+        noise: standard deviation of Gaussian noise on the logits. The noise of a token is a function of its
+            number in `numbers`, so it does not depend on the other tokens of the batch.
 
     Returns:
         tokens [...] int64 and their log-probs [...] float32.
     """
-    chunk = max(1, (CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1])
+    most = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
+    chunk = max(1, (most // 4 if noise else most) // logits.shape[-1])  # noise: 3 more numbers per logit
     tokens, chosen = [], []
     for some, own in zip(logits.flatten(0, -2).split(chunk), numbers.flatten().split(chunk), strict=True):
         some = some.float()
+        if noise:
+            some = some + noise * _gaussians(own, some.shape[-1])
         probs = torch.softmax(some if temperature == 1 else some / temperature, -1)
         tokens.append(_pick(probs, own))
         chosen.append(probs.gather(-1, tokens[-1]))
     return torch.cat(tokens).view_as(numbers), torch.cat(chosen).log_().view_as(numbers)
+
+
+def _gaussians(numbers: Tensor, count: int) -> Tensor:
+    """Return standard normal numbers [B, count] float32 that are a function of random `numbers` [B] float64.
+
+    The bits of a number and the column are hashed with the multiplications of MurmurHash3's 32-bit finaliser.
+    24 bits of the hash give a uniform number, which the inverse of the normal distribution transforms.
+    """
+    bits = numbers.view(torch.int64)[:, None]
+    hashed = torch.arange(count, dtype=torch.int32, device=numbers.device) * -0x61C88647 + bits.int()
+    for shift, factor, key in ((16, -0x7A143595, (bits >> 32).int()), (13, -0x3D4D51CB, 0)):
+        hashed = (hashed ^ (hashed >> shift & (1 << 32 - shift) - 1)) * factor ^ key
+    uniform = (hashed >> 8).float().add_(0.5).div_(2**23)  # odd multiples of 2^-24 in (-1, 1)
+    return uniform.erfinv_().mul_(2**0.5)
 
 
 def _pick(probs: Tensor, numbers: Tensor) -> Tensor:
