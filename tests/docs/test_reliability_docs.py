@@ -60,14 +60,11 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
     "`kill -9` or SIGTERM of `rlhf.relabel`": {
         RELABEL: ["test_interrupted_relabelling_resumes_and_gives_identical_pairs"]
     },
-    "SIGTERM during training": {
+    "SIGTERM, SIGUSR1 or SIGUSR2 during training": {
         SURVIVAL: [
             "test_sigterm_ends_the_command_with_a_checkpoint_and_exit_code_75",
             "test_resume_after_a_signal_equals_an_uninterrupted_run",
         ]
-    },
-    "SIGUSR1 or SIGUSR2 during training": {
-        SURVIVAL: ["test_resume_after_a_signal_equals_an_uninterrupted_run"]
     },
     "signal while the trainer waits for the generator": {
         SURVIVAL: ["test_signal_during_a_wait_for_the_generator_interrupts_the_run"]
@@ -166,17 +163,16 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
     "the terminal of a SLURM sweep is lost": {
         SLURM: ["test_restarted_sweep_finds_its_queued_job_and_ctrl_c_cancels_the_job"]
     },
-    "the same command twice at once": {
+    "the same command twice at once: `rlhf.train`, `rlhf.evaluate`, `rlhf.relabel`, `rlhf.extend` or "
+    "`rlhf.pipeline`": {
         LOCK: ["test_a_folder_in_use_is_refused_and_the_message_names_the_process"],
         RUN_FOLDER: ["test_a_second_run_in_the_folder_of_an_active_run_is_refused"],
-    },
-    "`rlhf.evaluate`, `rlhf.relabel`, `rlhf.extend` or `rlhf.pipeline` twice at once": {
         TWO_PROCESSES: [
             "test_the_same_evaluation_twice",
             "test_the_same_relabelling_twice",
             "test_the_same_extension_twice",
             "test_the_same_pipeline_twice",
-        ]
+        ],
     },
     "the same sweep twice at once": {TWO_PROCESSES: ["test_the_same_sweep_twice"]},
     "two runs need the same missing model or pairs": {
@@ -265,11 +261,10 @@ TESTS: dict[str, dict[str, list[str]]] = {  # fault, as written on the page -> i
     "disk full below a file with the terminal's output": {
         CONSOLE: ["test_a_full_disk_below_stdout_does_not_end_the_process"]
     },
-    "a checkpoint file is truncated": {
+    "a checkpoint file is truncated or altered": {
         SURVIVAL: ["test_damaged_checkpoint_is_skipped"],
         CHECKPOINT: ["test_a_damaged_file_is_detected_and_named"],
     },
-    "a checkpoint file is altered": {SURVIVAL: ["test_damaged_checkpoint_is_skipped"]},
     "all checkpoints are damaged": {
         SURVIVAL: ["test_run_restarts_if_all_checkpoints_are_damaged_unless_resume_is_must"]
     },
