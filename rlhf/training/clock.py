@@ -31,6 +31,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
+from itertools import islice
 from math import ceil, exp, inf, sqrt
 from random import Random
 from typing import Any
@@ -125,7 +126,7 @@ class Clock:
             if self.batch is None and self._news:
                 self._choose()
             end = self._next_end()
-            ends_at = inf if end is None else self._time_of(end.last_step)
+            ends_at = inf if end is None else self._time_of(self._ends[0][0])
             scored_at = self.scoring[0][0] if self.scoring else inf
             first = min(self.load_at, scored_at, ends_at)
             if first == inf:
@@ -137,8 +138,7 @@ class Clock:
                 self._pass(scored_at)
                 self._complete(self.scoring.popleft()[1])
             elif end is not None:
-                self._pass(ends_at, end.last_step)
-                heappop(self._ends)
+                self._pass(ends_at, heappop(self._ends)[0])
                 self._end(end)
 
     def loaded(self) -> None:
@@ -252,9 +252,11 @@ class Clock:
 
     def _startable(self, slots: int) -> list[Start]:
         """Return the sequences that start next if `slots` slots are free, in order."""
-        starts = list(self.waiting)[:slots]
+        starts = list(islice(self.waiting, slots))
         left = slots - len(starts)
         groups = left // self.rules.samples if self.whole else -(-left // self.rules.samples)
+        if not groups:
+            return starts
         first = self.rules.started
         numbers = range(first, first + max(0, min(groups, self.rules.room())))
         return [*starts, *(Start(n, k) for n in numbers for k in range(self.rules.samples))][:slots]
