@@ -210,6 +210,7 @@ def _train(
             schedule=cfg.schedule,
             update=state.update,
             updates=state.num_updates,
+            trained_s=state.wall_s,
             seed=cfg.seed,
             recorder=parts.recorder,
             phases=parts.phases,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -33,6 +34,7 @@ class StreamContext:
         schedule: the config section `schedule`.
         update: updates that are finished.
         updates: updates of the whole run.
+        trained_s: seconds of the updates that are finished.
         seed: the seed of the run.
         recorder: measures how long the loop waits, and gets the metrics of the stream.
         phases: the phases of the run, for its progress display.
@@ -45,6 +47,7 @@ class StreamContext:
     schedule: ScheduleConfig
     update: int
     updates: int
+    trained_s: float
     seed: int
     recorder: Recorder
     phases: Phases
@@ -63,6 +66,8 @@ def build(config: ClockConfig, context: StreamContext) -> Stream:
         context.recorder.timer,
         in_flight,
         context.phases,
+        context.recorder.groups,
+        context.trained_s,
     )
 
 
@@ -100,6 +105,8 @@ class Stream:
         timer: stopwatch that measures, under the name `wait`, how long the caller waits for rollouts.
         in_flight: rollouts of a checkpoint that were not trained on; they are yielded first.
         phases: the phases of the run, for its progress display.
+        groups: gets the lines of groups.jsonl of each batch.
+        since: seconds of the run before this stream.
     """
 
     def __init__(
@@ -111,7 +118,11 @@ class Stream:
         timer: Timer,
         in_flight: Iterable[Rollouts] = (),
         phases: Phases | None = None,
+        groups: Callable[[list[dict[str, Any]]], None] | None = None,
+        since: float = 0.0,
     ) -> None:
+        self.groups, self.began = groups, time.monotonic() - since
+        self.ends: dict[Future[Rollouts], float] = {}  # seconds at which requests ended
         self.generator = generator
         self.prompts = iter(prompts)
         self.sampling = sampling
@@ -125,14 +136,50 @@ class Stream:
         while True:
             with self.timer("wait"):
                 while len(self.pending) <= self.max_lag and (prompts := next(self.prompts, None)) is not None:
-                    self.pending.append(self.generator.submit(prompts, self.sampling))
+                    future = self.generator.submit(prompts, self.sampling)
+                    future.add_done_callback(self._note_end)
+                    self.pending.append(future)
                     self.sampling = replace(self.sampling, request=self.sampling.request + 1)
                 if not self.pending:
                     return
+                asked = self._now()
                 with self.phases("waiting for rollouts"):
-                    rollouts = self.pending.popleft().result()
+                    rollouts = (future := self.pending.popleft()).result()
             self.current = replace(rollouts, trainer_version=self.taken - 1)
+            end = self.ends.pop(future, self._now())
+            if self.groups is not None and rollouts.behaviour_logprobs is not None:
+                self.groups(self._lines(self.current, asked, end))
             yield self.current
+
+    def _now(self) -> float:
+        return time.monotonic() - self.began
+
+    def _note_end(self, future: Future[Rollouts]) -> None:
+        self.ends[future] = self._now()
+
+    def _lines(self, rollouts: Rollouts, asked: float, end: float) -> list[dict[str, Any]]:
+        """Return the lines of groups.jsonl of a batch whose request ended at `end`."""
+        taken = self._now()
+        start = end - rollouts.generate_s
+        lengths, versions = rollouts.response_mask.sum(-1).tolist(), rollouts.versions()
+        samples = self.sampling.samples
+        return [
+            {
+                "update": self.taken,
+                "group": (self.taken - 1) * len(rollouts) + i,
+                "row": row,
+                "version": rollouts.version,
+                "versions": [min(versions), max(versions)],
+                "lengths": lengths[i],
+                "starts": [start] * samples,
+                "ends": [end] * samples,
+                "ready": end,
+                "taken": taken,
+                "waited": taken - asked,
+                "fate": "trained",
+            }
+            for i, row in enumerate(rollouts.index.tolist())
+        ]
 
     @property
     def taken(self) -> int:

@@ -24,7 +24,9 @@ class FakeGenerator(Generator):
                 response_ids=tokens,
                 response_mask=tokens > -1,
                 ended=torch.ones(1, 1, dtype=torch.bool),
+                behaviour_logprobs=torch.zeros(1, 1, 1),
                 version=self.version,
+                generate_s=0.5,
             )
         )
 
@@ -107,3 +109,19 @@ def test_a_batch_that_was_put_back_is_the_first_one_in_flight(lag):
     assert [int(packed["index"]) for packed in stream.state_dict()] == [1, 2, 3][: lag + 1]
     again = next(batches)
     assert int(again.index) == 1 and again.trainer_version == 1
+
+
+def test_each_group_has_a_line_with_its_update_version_and_times():
+    generator, lines = FakeGenerator(), []
+    stream = Stream(generator, prompts(7, 4), sampling(), 2, Timer(), groups=lines.extend, since=100.0)
+    train(stream, generator, 4)
+    assert [(line["update"], line["group"], line["row"]) for line in lines] == [
+        (1, 0, 7),
+        (2, 1, 8),
+        (3, 2, 9),
+        (4, 3, 10),
+    ]
+    assert [line["version"] for line in lines] == [0, 0, 0, 1]
+    for line in lines:
+        assert line["starts"][0] == line["ready"] - 0.5 and line["lengths"] == [1]
+        assert 100 <= line["ready"] <= line["taken"] < 200 and line["waited"] >= 0
