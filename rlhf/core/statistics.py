@@ -11,18 +11,19 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import combinations
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 LEVEL, POWER = 0.05, 0.8  # probability of a false statement; of finding a difference that exists
 HOLDS, NOT, UNDECIDED = "holds", "does not hold", "undecided"
 _FEWEST = 3  # seeds without which nothing is stated
 
 Sample = Sequence[float] | np.ndarray  # one value per seed
-_Side = Literal["two-sided", "less", "greater"]
+Side = Literal["two-sided", "less", "greater"]
 
 
 class Estimate(NamedTuple):
@@ -43,16 +44,8 @@ def mean_interval(values: Sample) -> Estimate:
     centre, n = float(x.mean()), len(x)
     if n < 2:
         return Estimate(centre, math.nan, math.nan, n)
-    half = float(stats.t.ppf(1 - LEVEL / 2, n - 1) * stats.sem(x))
+    half = float(special.stdtrit(n - 1, 1 - LEVEL / 2) * x.std(ddof=1) / math.sqrt(n))
     return Estimate(centre, centre - half, centre + half, n)
-
-
-def welch(first: Sample, second: Sample) -> tuple[Estimate, float]:
-    """Return the difference of the means of samples without common seeds, and its p-value."""
-    found = stats.ttest_ind(first, second, equal_var=False)
-    interval = found.confidence_interval(1 - LEVEL)
-    centre, count = float(np.mean(first) - np.mean(second)), min(len(first), len(second))
-    return Estimate(centre, float(interval.low), float(interval.high), count), float(found.pvalue)
 
 
 def wilson(count: int, total: int) -> tuple[float, float]:
@@ -89,7 +82,7 @@ def bootstrap_interval(
 # -- tests -----------------------------------------------------------------------------------------------
 
 
-def p_t(values: Sample, limit: float = 0.0, side: _Side = "two-sided") -> float:
+def p_t(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
     """Return the p-value of the t test of a mean against a limit; paired, if the values are differences.
 
     Equal values have no spread that a t test could use; their p-value is that of the sign-flip test.
@@ -102,7 +95,7 @@ def p_t(values: Sample, limit: float = 0.0, side: _Side = "two-sided") -> float:
     return float(stats.ttest_1samp(x, limit, alternative=side).pvalue)
 
 
-def p_sign_flip(values: Sample, limit: float = 0.0, side: _Side = "two-sided") -> float:
+def p_sign_flip(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
     """Return the p-value of the sign-flip test, which is exact for every symmetric distribution."""
     x = np.asarray(values, float) - limit
     found = stats.permutation_test(
@@ -117,7 +110,7 @@ def smallest_p(seeds: int) -> float:
     return 2.0 / 2**seeds
 
 
-def p_value(values: Sample, limit: float = 0.0, side: _Side = "two-sided", family: int = 1) -> float:
+def p_value(values: Sample, limit: float = 0.0, side: Side = "two-sided", family: int = 1) -> float:
     """Return the p-value of the t test, or of the sign-flip test if that is larger and could reach `LEVEL`.
 
     Args:
@@ -130,6 +123,25 @@ def p_value(values: Sample, limit: float = 0.0, side: _Side = "two-sided", famil
     if smallest_p(len(values)) * family > LEVEL:
         return p
     return max(p, p_sign_flip(values, limit, side))
+
+
+def unpaired(
+    samples: Sequence[Sample], weights: Sequence[float], limit: float = 0.0, side: Side = "two-sided"
+) -> tuple[Estimate, float]:
+    """Return a weighted sum of the means of samples without common seeds, and its p-value against a limit.
+
+    The test is that of Welch and Satterthwaite; for two samples and weights 1 and -1 that of Welch.
+    """
+    centre = sum(weight * float(np.mean(x)) for x, weight in zip(samples, weights, strict=True))
+    variances = [weight**2 * np.var(x, ddof=1) / len(x) for x, weight in zip(samples, weights, strict=True)]
+    error, n = math.sqrt(sum(variances)), min(map(len, samples))
+    if error == 0:
+        return Estimate(centre, centre, centre, n), float(centre == limit)
+    freedom = error**4 / sum(v**2 / (len(x) - 1) for x, v in zip(samples, variances, strict=True))
+    half, t = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * error, (centre - limit) / error
+    p = {"less": stats.t.cdf(t, freedom), "greater": stats.t.sf(t, freedom)}
+    p["two-sided"] = 2 * min(p.values())
+    return Estimate(centre, centre - half, centre + half, n), float(p[side])
 
 
 def p_within(values: Sample, margin: float) -> float:
@@ -192,8 +204,8 @@ def power(difference: float, sd: float, seeds: int, level: float = LEVEL) -> flo
     """
     if sd == 0:
         return float(difference != 0)
-    limit, shift = stats.t.ppf(1 - level / 2, seeds - 1), abs(difference) / sd * math.sqrt(seeds)
-    found = stats.nct.sf(limit, seeds - 1, shift) + stats.nct.cdf(-limit, seeds - 1, shift)
+    limit, shift = special.stdtrit(seeds - 1, 1 - level / 2), abs(difference) / sd * math.sqrt(seeds)
+    found = 1 - special.nctdtr(seeds - 1, shift, limit) + special.nctdtr(seeds - 1, shift, -limit)
     return float(found) if math.isfinite(found) else 1.0  # nan: the effect is too large for scipy
 
 
@@ -205,9 +217,12 @@ def seeds_needed(difference: float, sd: float, level: float = LEVEL) -> int:
 
 def detectable(sd: float, seeds: int, level: float = LEVEL) -> float:
     """Return the smallest difference that is found with probability `POWER`."""
-    if sd == 0:
-        return 0.0
-    return float(optimize.brentq(lambda ratio: power(ratio, 1, seeds, level) - POWER, 1e-3, 100) * sd)
+    return sd * _detectable(seeds, level)
+
+
+@cache
+def _detectable(seeds: int, level: float) -> float:
+    return float(optimize.brentq(lambda ratio: power(ratio, 1, seeds, level) - POWER, 1e-3, 100))
 
 
 # -- rankings and noise ----------------------------------------------------------------------------------

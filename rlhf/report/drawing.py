@@ -137,9 +137,16 @@ class Chart:
     keys: Sequence[Key] = ()
 
     def png(self) -> bytes:
-        """Return the figure as PNG on white: the panels two in a row, and the legend below the panels.
+        """Return the figure as PNG on white (see `image`)."""
+        return self.image("png")
 
-        The size of the axes does not depend on the legend.
+    def image(self, form: str) -> bytes:
+        """Return the figure as an image file: the panels two in a row, and the legend below the panels.
+
+        The size of the axes does not depend on the legend. Equal figures give equal bytes.
+
+        Args:
+            form: "png" (on white), "pdf" or "svg".
         """
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -152,7 +159,7 @@ class Chart:
         below = LEGEND_ROW * -(-len(self.keys) // across) + 0.2 if self.keys else 0.0
         height = sum(max(panel.height for panel in row) for row in rows) + below
         out = io.BytesIO()
-        with rc_context(STYLE):
+        with rc_context({**STYLE, "svg.hashsalt": self.name}):
             drawing = Figure(figsize=(width, height))
             top = height
             for row in rows:
@@ -162,7 +169,8 @@ class Chart:
             if self.keys:
                 handles, labels = [key.handle() for key in self.keys], [key.label for key in self.keys]
                 drawing.legend(handles, labels, loc="lower left", ncols=across, borderaxespad=0.2)
-            drawing.savefig(out, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+            undated = {"png": {"Software": None}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[form]
+            drawing.savefig(out, format=form, dpi=160, facecolor="white", metadata=undated)
         return out.getvalue()
 
     def svg(self) -> list[str]:

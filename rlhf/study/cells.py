@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
 from rlhf.config.overrides import read_overrides
-from rlhf.study.spec import Spec
+from rlhf.study.spec import Grid, Spec
 
 
 class Cell(NamedTuple):
@@ -38,16 +38,16 @@ class Layer(NamedTuple):
 
 def cell_of(spec: Spec, task: str, method: str, levels: Mapping[str, str] | None = None) -> Cell:
     """Return a cell; an axis without a value has the base of the task."""
-    bases = {axis: declared.bases[task] for axis, declared in spec.axes.items()}
+    bases = {axis: declared.bases.get(task, "") for axis, declared in spec.axes.items()}
     return Cell(
         task, method, tuple((bases | {k: v for k, v in (levels or {}).items() if k in bases}).items())
     )
 
 
-def cells(spec: Spec) -> list[Cell]:
-    """Return the cells of all grids, without repetitions, in the order of the grids."""
+def cells(spec: Spec, grids: Sequence[Grid] | None = None) -> list[Cell]:
+    """Return the cells of grids (None: those of the study), each once, in the order of the grids."""
     found: dict[Cell, None] = {}
-    for grid in spec.grids:
+    for grid in spec.grids if grids is None else grids:
         names = {"task": tuple(spec.tasks), "method": tuple(spec.methods), **grid}
         for values in product(*names.values()):
             task, method, *levels = values
@@ -64,11 +64,13 @@ def layers(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> list[
         seed: the value of all keys of `spec.repeat`.
         tuned: the value of each tuned key.
     """
+    for_choice = spec.tune.overrides if spec.tune is not None and seed in spec.tune.seeds else ()
     return [
         Layer("set", spec.overrides),
         Layer(f"tasks.{cell.task}", spec.tasks[cell.task].overrides),
         Layer(f"methods.{cell.method}", spec.methods[cell.method].overrides),
         *(Layer(f"axes.{axis}", spec.axes[axis].values[value]) for axis, value in cell.levels),
+        Layer("tune.set", for_choice),
         Layer("tune", tuple(f"{key}={value}" for key, value in tuned.items())),
         Layer("repeat", tuple(f"{key}={seed}" for key in spec.repeat)),
     ]

@@ -12,12 +12,13 @@ from typing import Any
 
 from rlhf.core.errors import UserError
 from rlhf.study.document import Document
-from rlhf.study.spec import QUANTITIES, Axis, Grid, Include, Method, Spec, Table, Task, Tune, folder_of
+from rlhf.study.formula import problems, read_formula
+from rlhf.study.spec import QUANTITIES, VALUE, Axis, Grid, Include, Method, Spec, Table, Task, Tune, folder_of
 
 _KEYS = (
     *("study", "title", "set", "repeat", "seeds", "tasks", "methods", "axes", "grids", "tune", "tables"),
     *("figures", "claims", "budget", "looks", "resources", "include", "config_dir", "page", "interval"),
-    *("analysis", "accept", "keep"),
+    *("margin", "analysis", "accept", "keep"),
 )
 
 
@@ -50,6 +51,7 @@ class _Reading:
     def spec(self) -> Spec:
         """Return the declaration. The order matters: grids name tasks, methods and axes."""
         doc, top = self.doc, self.top
+        self.seeds = self.read_seeds(top.get("seeds", "5"), "seeds")
         self.tasks, self.methods = self.read_tasks(), self.read_methods()
         self.axes = self.read_axes()
         self.grids = self.read_grids("grids", top.get("grids"), self) or [{}]
@@ -64,22 +66,23 @@ class _Reading:
             title=str(top.get("title", self.name)),
             overrides=doc.overrides(top.get("set"), "set"),
             repeat=doc.texts(top.get("repeat", "seed"), "repeat"),
-            seeds=self.read_seeds(top.get("seeds", "5"), "seeds"),
+            seeds=self.seeds,
             tasks=self.tasks,
             methods=self.methods,
             axes=self.axes,
             grids=self.grids,
             tune=self.read_tune(),
-            tables=list(self.read_tables("tables")),
+            tables=[*self.read_tables("tables")] or [Table(VALUE, axis) for axis in [*self.axes] or [""]],
             figures=list(self.read_tables("figures")),
-            claims=_texts_of(doc.mapping(top.get("claims"), "claims")),
+            claims=self.read_claims(),
             budget={name: doc.number(value, f"budget.{name}", 0.0) for name, value in budget.items()},
-            looks=doc.number(top.get("looks"), "looks", 1, int),
+            looks=max(1, doc.number(top.get("looks"), "looks", 1, int)),
             resources=_texts_of(doc.mapping(top.get("resources"), "resources")),
             include=included,
             config_dir=root / str(top["config_dir"]) if "config_dir" in top else None,
             page=root / str(top["page"]) if "page" in top else folder / "page.md",
             interval=doc.one_of(top.get("interval", "t"), "interval", ("t", "percentile"), "an interval"),
+            margin=doc.number(top["margin"], "margin", 0.02) if "margin" in top else None,
             analysis=top.get("analysis"),
             accept=tuple(doc.number(v, "accept", 0, int) for v in doc.texts(top.get("accept"), "accept")),
             keep=doc.some_of(top.get("keep"), "keep", ("models", "stages"), "what to keep"),
@@ -222,7 +225,7 @@ class _Reading:
 
     def read_tune(self) -> Tune | None:
         """Return the tuning; what is not given is that of `from`."""
-        doc, own = self.doc, ("seeds", "at", "reach", "extend", "from", "check")
+        doc, own = self.doc, ("set", "seeds", "at", "reach", "extend", "from", "check")
         if "tune" not in self.top:
             return None
         content = doc.mapping(self.top["tune"], "tune")
@@ -234,28 +237,47 @@ class _Reading:
         at, reach = doc.mapping(content.get("at"), "tune.at"), content.get("reach")
         points = {point: self.read_levels(of, f"tune.at.{point}") for point, of in at.items()} or given.at
         limits = doc.mapping(reach, "tune.reach", list(points)).items()
-        seeds = content.get("seeds")
+        own_seeds = content.get("seeds")
+        seeds = given.seeds if own_seeds is None and given.seeds else self.read_seeds(own_seeds, "tune.seeds")
+        if both := {*seeds} & {*self.seeds}:
+            doc.wrong(
+                "tune.seeds", "must not be seeds of the tables", sorted(both), "choose others, as [101, 102]"
+            )
         return Tune(
             values=values or given.values,
-            seeds=given.seeds if seeds is None and given.seeds else self.read_seeds(seeds, "tune.seeds"),
+            seeds=seeds,
             at=points,
             reach={point: self.read_levels(of, f"tune.reach.{point}") for point, of in limits} or given.reach,
             extend=doc.number(content.get("extend"), "tune.extend", 0, int),
             source=source,
+            overrides=doc.overrides(content["set"], "tune.set") if "set" in content else given.overrides,
             check=doc.one_of(content.get("check", "false"), "tune.check", ("true", "false"), "a boolean")
             == "true",
         )
 
+    def read_claims(self) -> dict[str, str]:
+        """Return the formula of each claim; the form and the names in it are checked."""
+        found = _texts_of(self.doc.mapping(self.top.get("claims"), "claims"))
+        for said, text in found.items():
+            formula, at = read_formula(text), f"claims.{said}"
+            if formula is None:
+                remedy = "write loss(dpo) < loss(ppo, rloo) at lag=64"
+                self.doc.wrong(at, "must compare quantities of methods", text, remedy)
+            for rule in problems(formula, self.methods, self.axes) if formula else ():
+                self.doc.wrong(at, f"must {rule}", text, "fix the formula")
+        return found
+
     def read_tables(self, key: str) -> Iterable[Table]:
-        """Yield what the page shows: quantities over axes."""
+        """Yield what the page shows: quantities over axes, or at the bases of all axes."""
         for place, text in enumerate(self.doc.texts(self.top.get(key), key)):
-            quantity, over, axis = text.rpartition(" over ")
+            said, _, title = text.partition(" as ")
+            quantity, over, axis = said.partition(" over ")
             quantity, at = quantity.removeprefix("value ").strip(), f"{key}.{place}"
-            if not over or (quantity not in QUANTITIES and "/" not in quantity):
+            if quantity not in QUANTITIES and "/" not in quantity:
                 rule = f"must be <quantity> over <axis> ({', '.join(QUANTITIES)}, or a metric)"
                 self.doc.wrong(at, rule, text, "write value over <axis>")
-            elif self.doc.one_of(axis, at, self.axes, "over an axis"):
-                yield Table(quantity, axis)
+            elif not over or self.doc.one_of(axis, at, self.axes, "over an axis"):
+                yield Table(quantity, axis, title)
 
 
 def _texts_of(tree: Mapping[str, object]) -> dict[str, str]:

@@ -18,57 +18,31 @@ FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The result of a run.
+    """The result of a run, with the names that the study file had when the file of rows was written."""
 
-    Names of tasks, methods, axes and values are those of the study file when the file of rows was written.
-
-    Attributes:
-        run: identity: the digest of the settings that results depend on (`rlhf.config.identity.digest`).
-        inputs: digest of each input outside of the settings (data, model folders, source of plug-ins).
-        results: results version of the project; 0: unknown.
-        task, method: names of the cell.
-        levels: value of each axis.
-        seed: the value of the keys that a seed sets.
-        part: `TABLE` or `TUNE`.
-        tuned: value of each tuned key.
-        status: `FINISHED`; `DIVERGED` if a loss was not finite; `FAILED` after another error.
-        error: the first line of the error; None if finished.
-        metric: the objective metric of the run.
-        metrics: all metrics of the last evaluation.
-        evaluations: "update" and the chosen metrics, each with one value per evaluation.
-        means: training metrics, mean over the last quarter of the updates.
-        prompts: number of held-out prompts of the last evaluation; 0: unknown.
-        bits: one bit per held-out prompt of the last evaluation (see `packed`); None: scores are not binary.
-        cpu_s, gpu_s: CPU and GPU seconds of the run, without the models that runs share.
-        memory_gb: peak memory in GB (10^9 bytes); None: not measured.
-        machine: machine class: processor, instruction set, GPU, threads, libraries; "": unknown.
-        models: digest of each stage model (SFT, pairs, reward model).
-        versions: commit of the code, with "+ changes" if files were changed; version of torch.
-    """
-
-    run: str
-    inputs: Mapping[str, str]
-    results: int
+    run: str  # identity: digest of the settings that results depend on (`rlhf.config.identity.digest`)
+    inputs: Mapping[str, str]  # digests of what the settings name: data, model folders, source of plug-ins
+    results: int  # results version of the project; 0: unknown
     task: str
     method: str
-    levels: Mapping[str, str]
-    seed: int
-    part: str
-    tuned: Mapping[str, str]
-    status: str
-    error: str | None
-    metric: str
-    metrics: Mapping[str, float]
-    evaluations: Mapping[str, Sequence[float | None]]
-    means: Mapping[str, float]
-    prompts: int
-    bits: str | None
-    cpu_s: float
+    levels: Mapping[str, str]  # value of each axis
+    seed: int  # value of the keys that a seed sets
+    part: str  # `TABLE` or `TUNE`
+    tuned: Mapping[str, str]  # value of each tuned key
+    status: str  # `FINISHED`; `DIVERGED`: a loss was not finite; `FAILED`: another error
+    error: str | None  # the first line of the error
+    metric: str  # the objective metric
+    metrics: Mapping[str, float]  # all metrics of the last evaluation
+    evaluations: Mapping[str, Sequence[float | None]]  # "update" and chosen metrics, a value per evaluation
+    means: Mapping[str, float]  # training metrics, mean over the last quarter of the updates
+    prompts: int  # held-out prompts of the last evaluation; 0: unknown
+    bits: str | None  # one bit per held-out prompt (see `packed`); None: scores are not binary
+    cpu_s: float  # CPU seconds, without the models that runs share
     gpu_s: float
-    memory_gb: float | None
-    machine: str
-    models: Mapping[str, str]
-    versions: str
+    memory_gb: float | None  # peak memory in 10^9 bytes; None: not measured
+    machine: str  # machine class: processor, instruction set, GPU, threads, libraries; "": unknown
+    models: Mapping[str, str]  # digest of each stage model (SFT, pairs, reward model)
+    versions: str  # commit, with "+ changes" if files were changed; version of torch
 
 
 _NAMES = tuple(each.name for each in fields(Row))

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from rlhf.core.files import component
+
 VALUE, LOSS, AT_KL, COLLAPSED = "value", "loss", "at_kl", "collapsed"
 QUANTITIES = (VALUE, LOSS, AT_KL, COLLAPSED)  # of tables and figures, beside names of metrics
 Grid = Mapping[str, tuple[str, ...]]  # "task", "method" or axis -> the values that are combined
@@ -27,23 +29,14 @@ Grid = Mapping[str, tuple[str, ...]]  # "task", "method" or axis -> the values t
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task of a study.
-
-    Attributes:
-        overrides: overrides of every run of the task.
-        metric: metric of an evaluation by which methods are compared; None: the objective metric of the runs.
-        name: name of the metric in tables.
-        at_kl: KL to the reference, in nats per response, at which gold scores are compared; None: none.
-        worst: value of a run that diverged.
-        fall: a run whose last value is this much below its best value has collapsed.
-    """
+    """A task of a study: its overrides, and how its runs are compared."""
 
     overrides: tuple[str, ...] = ()
-    metric: str | None = None
-    name: str = "value"
-    at_kl: float | None = None
-    worst: float = 0.0
-    fall: float = 0.1
+    metric: str | None = None  # metric of an evaluation; None: the objective metric of the runs
+    name: str = "value"  # name of the metric in tables
+    at_kl: float | None = None  # KL to the reference (nats per response) at which gold scores are compared
+    worst: float = 0.0  # value of a run that diverged
+    fall: float = 0.1  # a run whose last value is this much below its best value has collapsed
 
 
 @dataclass(frozen=True)
@@ -56,51 +49,40 @@ class Method:
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting that is varied.
+    """A setting that is varied."""
 
-    Attributes:
-        values: overrides of each value.
-        bases: the value that a task has unless a grid varies the axis.
-        key: the config key of the axis; None if a value may be several overrides.
-    """
-
-    values: Mapping[str, tuple[str, ...]]
-    bases: Mapping[str, str]
-    key: str | None
+    values: Mapping[str, tuple[str, ...]]  # overrides of each value
+    bases: Mapping[str, str]  # the value that each task has unless a grid varies the axis
+    key: str | None  # config key of the axis; None if a value may be several overrides
 
 
 @dataclass(frozen=True)
 class Tune:
-    """The choice of settings (usually a learning rate) for each task and method.
+    """The choice of settings (usually a learning rate) for each task and method."""
 
-    Attributes:
-        values: the values that are compared, by config key.
-        seeds: seeds of the runs for the choice; no table uses them.
-        at: points at which values are chosen: axis values by axis, by the name of the point. Axes that are
-            not named have their base.
-        reach: from which axis values on a cell uses a point. A cell uses the last point that it reaches.
-        extend: how many more values are compared beyond an edge of the grid.
-        source: the study whose choices are used; None: this study chooses.
-        check: with `source`, whether the neighbours of each chosen value are compared.
-    """
-
-    values: Mapping[str, tuple[str, ...]]
-    seeds: tuple[int, ...]
-    at: Mapping[str, Mapping[str, str]]
-    reach: Mapping[str, Mapping[str, str]]
-    extend: int = 0
-    source: Spec | None = None
-    check: bool = False
+    values: Mapping[str, tuple[str, ...]]  # the values that are compared, by config key
+    seeds: tuple[int, ...]  # seeds of the runs for the choice; no table uses them
+    at: Mapping[str, Mapping[str, str]]  # points of the choice by name: axis values, else the base of an axis
+    reach: Mapping[
+        str, Mapping[str, str]
+    ]  # from which axis values on a cell uses a point: the last one counts
+    extend: int = 0  # how many more values are compared beyond an edge of the grid
+    source: Spec | None = None  # the study whose choices are used; None: this study chooses
+    check: bool = False  # with `source`, whether the neighbours of each chosen value are compared
+    overrides: tuple[str, ...] = ()  # further overrides of the runs for the choice
 
 
 class Table(NamedTuple):
-    """A table or figure: a quantity (see `QUANTITIES`, or a metric) over an axis."""
+    """A table or figure: a quantity of `QUANTITIES` or a metric, an axis ("": at the bases), and a title."""
 
     quantity: str
     axis: str
+    title: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.quantity} over {self.axis}"
+    @property
+    def file_name(self) -> str:
+        """The name of a file with the table, without suffix."""
+        return component("_over_".join(filter(None, (self.quantity.replace("/", "_"), self.axis))))
 
 
 @dataclass(frozen=True)
@@ -114,58 +96,34 @@ class Include:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A study file.
-
-    Attributes:
-        file: the file.
-        name: name of the study.
-        title: title of the page.
-        overrides: overrides of every run (`set`).
-        repeat: config keys that a seed sets.
-        seeds: seeds of the runs in tables.
-        tasks, methods, axes: by name, in the order of the file.
-        grids: what is run; each grid is a product.
-        tune: the tuning; None: no setting is tuned.
-        tables, figures: what the page shows.
-        claims: formula of each claim, by its sentence.
-        budget: limits such as {"cpu_hours": 20}.
-        looks: how often the claims are judged.
-        resources: keys of the launcher.
-        include: rows of other studies.
-        config_dir: a folder with further options, as `--config-dir`.
-        page: the page; a part between two marks is generated.
-        interval: "t": mean and t interval; "percentile": interquartile mean and bootstrap interval.
-        analysis: a function that gets the rows and returns Markdown for the page, as <file.py>:<function>.
-        accept: earlier results versions whose rows are used.
-        keep: what is kept of run folders, such as "models".
-        lines: line number of each dotted key of the file, as "methods.ppo" or "grids.0".
-    """
+    """A study file. Tasks, methods, axes and claims are in the order of the file."""
 
     file: Path
     name: str
-    title: str
-    overrides: tuple[str, ...]
-    repeat: tuple[str, ...]
-    seeds: tuple[int, ...]
+    title: str  # of the page
+    overrides: tuple[str, ...]  # of every run (`set`)
+    repeat: tuple[str, ...]  # config keys that a seed sets
+    seeds: tuple[int, ...]  # of the runs in tables
     tasks: Mapping[str, Task]
     methods: Mapping[str, Method]
     axes: Mapping[str, Axis]
-    grids: Sequence[Grid]
-    tune: Tune | None
+    grids: Sequence[Grid]  # what is run; each grid is a product
+    tune: Tune | None  # None: no setting is tuned
     tables: Sequence[Table]
     figures: Sequence[Table]
-    claims: Mapping[str, str]
-    budget: Mapping[str, float]
-    looks: int
-    resources: Mapping[str, str]
-    include: Sequence[Include]
-    config_dir: Path | None
-    page: Path
-    interval: str
-    analysis: str | None
-    accept: tuple[int, ...]
-    keep: tuple[str, ...]
-    lines: Mapping[str, int] = field(repr=False)
+    claims: Mapping[str, str]  # sentence -> formula (see `rlhf.study.formula`)
+    budget: Mapping[str, float]  # limits such as {"cpu_hours": 20}
+    looks: int  # how often the claims are judged
+    resources: Mapping[str, str]  # keys of the launcher
+    include: Sequence[Include]  # rows of other studies
+    config_dir: Path | None  # a folder with further options, as `--config-dir`
+    page: Path  # a part between two marks is generated
+    interval: str  # "t": mean and t interval; "percentile": interquartile mean and bootstrap interval
+    margin: float | None  # a difference that matters: losses are tested against it, seeds counted for it
+    analysis: str | None  # <file>.py:<function>, which gets the rows and returns Markdown for the page
+    accept: tuple[int, ...]  # earlier results versions whose rows are used
+    keep: tuple[str, ...]  # what is kept of run folders, such as "models"
+    lines: Mapping[str, int] = field(repr=False)  # line of each dotted key, as "methods.ppo" or "grids.0"
 
     @property
     def folder(self) -> Path:

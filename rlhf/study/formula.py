@@ -1,0 +1,142 @@
+"""The grammar of claims.
+
+    quantity(methods) < | > number | [factor *] quantity(methods)
+    quantity(methods) within margin [of quantity(methods)]
+
+After a side: `at axis=value ...`, `at every axis`, `over axis` (for slopes). At the end: `pooled` (the mean
+over the tasks, in place of a verdict for each task). A side without such words has those of the other side.
+
+Quantities are value, loss (the base of the first named axis minus the cell), slope (per doubling of the
+axis), at_kl, collapsed, and names of metrics. A claim holds if it holds for every method on the left and on
+the right. `same` stands for the method on the left, and `best` for the method with the highest value.
+
+A claim that the grammar cannot express is a Python function, `<file>.py:<function>`. The function gets the
+rows and returns {name: one difference per seed}. The claim holds if all means are above 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from rlhf.study.spec import LOSS, QUANTITIES, Axis
+
+SAME, BEST, SLOPE = "same", "best", "slope"
+_SIDE = re.compile(r"(?P<quantity>[\w/]+)\((?P<methods>[^()]*)\)(?P<words>[^<>()*]*)")
+_NUMBER = re.compile(r"(-?\d+\.?\d*(?:e-?\d+)?)(?: (\*|of)(?= ))?")
+_POSITIVE = r"(?!0*\.?0*$)\d+\.?\d*(e-?\d+)?"
+_FUNCTION = re.compile(r"\S+:\w+")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a claim: a quantity of methods in a cell."""
+
+    quantity: str
+    methods: tuple[str, ...]  # names of methods, `SAME` or `BEST`
+    levels: Mapping[str, str] = field(default_factory=dict)  # value of each named axis
+    every: tuple[str, ...] = ()  # axes for each of whose values the claim is made
+    over: str | None = None  # the axis of a slope
+
+    def placed(self, other: Side) -> Side:
+        """Return this side with the axes of the other side, if this side names none."""
+        if self.levels or self.every or self.over:
+            return self
+        return replace(self, levels=other.levels, every=other.every, over=other.over)
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A claim: left < or > number + factor * right, or |left - right| < number."""
+
+    text: str  # as in the file
+    left: Side | None = None  # None: the claim is a function
+    sign: str = ""  # "<", ">" or "within"
+    number: float = 0.0  # or the margin of `within`
+    factor: float = 1.0
+    right: Side | None = None
+    pooled: bool = False  # whether the quantities are means over the tasks
+
+
+def read_formula(text: str) -> Formula | None:
+    """Return a claim; None if the text is not of the grammar."""
+    if _FUNCTION.fullmatch(text):
+        return Formula(text)
+    words, pooled = re.subn(r" pooled$", "", text)
+    first, sign, second = (re.split(r" (<|>|within) ", words, maxsplit=1) + ["", ""])[:3]
+    found = _NUMBER.match(second)
+    number, link = (float(found[1]), found[2]) if found else (0.0, "")
+    rest = second[found.end() :] if found else second
+    if link not in ((None, "of") if sign == "within" else (None, "", "*")):
+        return None
+    left, right = (
+        _side(first + rest if link is None else first),
+        None if link is None else _side(rest.strip()),
+    )
+    if left is None or (right is None and link is not None):
+        return None
+    if right is not None:
+        left, right = left.placed(right), right.placed(left)
+    factor = number if link == "*" else 1.0
+    return Formula(text, left, sign, 0.0 if link == "*" else number, factor, right, bool(pooled))
+
+
+def problems(formula: Formula, methods: Iterable[str], axes: Mapping[str, Axis]) -> list[str]:
+    """Return what is wrong with the names of a claim: a rule for each problem."""
+    known, found = [*methods, SAME, BEST], []
+    sides = [side for side in (formula.left, formula.right) if side is not None]
+    if any(BEST in side.methods for side in sides) and (
+        len(sides[0].methods) > 1 or sides[0].every or sides[1:]
+    ):
+        found.append(f"compare {BEST} with a number")
+    for side in sides:
+        found += [
+            f"name methods ({', '.join(known)}), not {name}" for name in side.methods if name not in known
+        ]
+        named = [*side.levels, *side.every, *([side.over] if side.over else [])]
+        found += [
+            f"name axes ({', '.join(axes) or 'there are none'}), not {axis}"
+            for axis in named
+            if axis not in axes
+        ]
+        for axis, value in side.levels.items():
+            if axis in axes and value not in axes[axis].values:
+                found.append(f"name a value of {axis} ({', '.join(axes[axis].values)}), not {value}")
+        if side.quantity not in (*QUANTITIES, SLOPE) and "/" not in side.quantity:
+            found.append(f"be about {', '.join(QUANTITIES)}, {SLOPE} or a metric, not {side.quantity}")
+        if (side.quantity == SLOPE) != (side.over is not None):
+            found.append(f"have 'over <axis>' after {SLOPE}, and nowhere else")
+        if (
+            side.over is not None
+            and side.over in axes
+            and not all(re.fullmatch(_POSITIVE, value) for value in axes[side.over].values)
+        ):
+            found.append(f"have a slope over an axis of positive numbers, not {side.over}")
+        if side.quantity == LOSS and not side.levels and not side.every:
+            found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
+    return found
+
+
+def _side(text: str) -> Side | None:
+    """Return a side; None if the text has another form."""
+    found = _SIDE.fullmatch(text)
+    levels: dict[str, str] = {}
+    every: list[str] = []
+    over, left = None, found["words"].split() if found else []
+    while left:
+        if left[0] == "over" and len(left) > 1:
+            over, left = left[1], left[2:]
+        elif left[:2] == ["at", "every"] and len(left) > 2:
+            every, left = [*every, left[2]], left[3:]
+        elif left[0] == "at" and len(left) > 1 and "=" in left[1]:
+            left = left[1:]
+        elif "=" in left[0]:
+            axis, _, value = left.pop(0).partition("=")
+            levels[axis] = value
+        else:
+            return None
+    if found is None:
+        return None
+    methods = tuple(filter(None, re.split(r"[\s,]+", found["methods"])))
+    return Side(found["quantity"], methods, levels, tuple(every), over) if methods else None

@@ -1,0 +1,288 @@
+"""Tables of a study, the differences that it supports, and what its seeds can show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import kendalltau
+
+from rlhf.core import statistics
+from rlhf.core.statistics import LEVEL, Estimate
+from rlhf.study.cells import Cell, cell_of
+from rlhf.study.claims import shown
+from rlhf.study.results import FEWEST, Contrast, Results
+from rlhf.study.spec import AT_KL, COLLAPSED, LOSS, VALUE, Table
+
+SUPPORTED, SUGGESTED, UNDECIDED = "supported", "suggested", "undecided"
+MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
+
+
+class Entry(NamedTuple):
+    """A cell of a table: its text in Markdown, the estimate, runs with a value, runs, collapsed runs."""
+
+    text: str
+    estimate: Estimate
+    having: int
+    runs: int
+    collapsed: int
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table of a task: title, headings of the columns, and a row of entries for each method."""
+
+    task: str
+    table: Table
+    title: str
+    columns: Sequence[str]
+    rows: Mapping[str, Sequence[Entry]]
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """The table as texts, with the headings."""
+        body = [[f"`{method}`", *(entry.text for entry in row)] for method, row in self.rows.items()]
+        return [[self.title, *self.columns], *body]
+
+
+def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterator[Shown]:
+    """Yield tables (None: those of the study), task by task, without those whose cells have no runs."""
+    spec = results.spec
+    for task in spec.tasks:
+        for table in spec.tables if declared is None else declared:
+            if table.quantity == AT_KL and spec.tasks[task].at_kl is None:
+                continue
+            levels = levels_of(results, table, task)
+            rows = {
+                m: [_entry(results, table, cell_of(spec, task, m, at)) for at in levels] for m in spec.methods
+            }
+            if any(entry.runs for row in rows.values() for entry in row):
+                columns = [f"{axis} {value}" for at in levels for axis, value in at.items()] or ["value"]
+                yield Shown(task, table, _title(results, table, task), columns, rows)
+
+
+def levels_of(results: Results, table: Table, task: str) -> list[dict[str, str]]:
+    """Return the value of the axis in each column of a table; a table of losses has no column of the base."""
+    if not table.axis:
+        return [{}]
+    axis = results.spec.axes[table.axis]
+    return [{table.axis: v} for v in axis.values if table.quantity != LOSS or v != axis.bases[task]]
+
+
+def measured(results: Results, table: Table, cell: Cell) -> Contrast:
+    """Return what a table shows of a cell."""
+    return results.contrast(results.terms(table.quantity, cell, table.axis))
+
+
+def _title(results: Results, table: Table, task: str) -> str:
+    declared = results.spec.tasks[task]
+    if table.title:
+        return table.title
+    if table.quantity == LOSS:
+        joint = " = " if len(table.axis) == 1 else " "
+        base = results.spec.axes[table.axis].bases[task]
+        return f"loss of {declared.name} against {table.axis}{joint}{base}"
+    if table.quantity == AT_KL:
+        return f"gold score at KL {declared.at_kl:g}"
+    return {VALUE: f"final {declared.name}", COLLAPSED: "collapsed runs"}.get(table.quantity, table.quantity)
+
+
+def _entry(results: Results, table: Table, cell: Cell) -> Entry:
+    """Return a cell of a table; the text is empty if the cell belongs to no grid."""
+    found, runs, percentile = (
+        measured(results, table, cell),
+        len(results.cells.get(cell, {})),
+        _percentile(results),
+    )
+    fallen, having = results.collapsed(cell), found.seeds
+    estimate = found.estimate
+    if table.quantity == COLLAPSED:
+        share = (
+            "" if percentile or not fallen else " ({:.2f}, {:.2f})".format(*statistics.wilson(fallen, runs))
+        )
+        text = f"{fallen}/{runs}{share}"
+    elif table.quantity not in (VALUE, LOSS, AT_KL):
+        text = f"{estimate.centre:.2f}" if having else ""
+    else:
+        if percentile and having > 1:
+            estimate = statistics.bootstrap_interval(found.values)
+        decimals = 2 if table.quantity == AT_KL else 3
+        text = shown(estimate, decimals, "" if percentile else "z")
+        text += f" [{having}/{runs}]" if having < runs else ""
+        text += " \\*" if fallen and not percentile else ""
+    return Entry(text if runs else "", estimate, having, runs, fallen)
+
+
+def _percentile(results: Results) -> bool:
+    return results.spec.interval == "percentile"
+
+
+# -- differences that are supported ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The test of one difference of a family."""
+
+    names: Sequence[str]  # the name of the difference, and those of equal ones
+    contrast: Contrast
+    p: float  # of the t test, or of the sign-flip test if that is larger and could reach the level
+    holm: float  # the same, corrected for all differences of the family
+    verdict: str  # `SUPPORTED`, `SUGGESTED`, `UNDECIDED`, or that these seeds cannot decide
+
+    @property
+    def name(self) -> str:
+        """The names as Markdown."""
+        return " = ".join(f"`{name}`" for name in self.names)
+
+    def __str__(self) -> str:
+        return f"{self.name} {shown(self.contrast.estimate)}"
+
+
+class Family(NamedTuple):
+    """Differences of a column that are corrected together: task, column, what they are, and their tests."""
+
+    task: str
+    column: str
+    what: str
+    findings: Sequence[Finding]
+
+
+def families(results: Results) -> Iterator[Family]:
+    """Yield the tests at the last value of each axis with a table of losses: of losses, and against bases.
+
+    Without a table of losses, methods are compared with their bases at the bases of all axes.
+    """
+    spec = results.spec
+    axes = [table.axis for table in spec.tables if table.quantity == LOSS] or [""]
+    for task, axis in ((task, axis) for task in spec.tasks for axis in axes):
+        at = {axis: [*spec.axes[axis].values][-1]} if axis else {}
+        column = f"{axis} {at[axis]}" if axis else "all"
+        cells = {method: cell_of(spec, task, method, at) for method in spec.methods}
+        losses = {m: results.terms(LOSS, cell, axis) for m, cell in cells.items()} if axis else {}
+        gains = {
+            f"{m} - {method.base}": [
+                *results.terms(VALUE, cells[m], None),
+                *(term._replace(weight=-1.0) for term in results.terms(VALUE, cells[method.base], None)),
+            ]
+            for m, method in spec.methods.items()
+            if method.base is not None
+        }
+        for what, family in (
+            (f"loss of {spec.tasks[task].name}", losses),
+            ("methods against their bases", gains),
+        ):
+            found = {
+                name: results.contrast(terms) for name, terms in family.items() if results.complete(terms)
+            }
+            found = {
+                n: c for n, c in found.items() if c.seeds >= FEWEST and (what[0] == "l" or c.values.any())
+            }
+            if found:
+                yield Family(task, column, what, tested(found))
+
+
+def tested(contrasts: Mapping[str, Contrast]) -> list[Finding]:
+    """Return the tests of a family of differences, the largest difference first; equal ones count once."""
+    names = statistics.distinct({name: each.all_values for name, each in contrasts.items()})
+    p = [contrasts[name].p(family=len(names)) for name in names]
+    found = []
+    for (name, same), raw, corrected in zip(names.items(), p, statistics.holm(p), strict=True):
+        each = contrasts[name]
+        verdict = SUPPORTED if corrected < LEVEL else SUGGESTED if raw < LEVEL else UNDECIDED
+        if each.undecidable(len(names), LEVEL):
+            verdict = f"cannot be decided with {each.seeds} seeds"
+        found.append(Finding(same, each, raw, corrected, verdict))
+    return sorted(found, key=lambda finding: -finding.contrast.estimate.centre)
+
+
+def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
+    """Yield what is supported, only suggested, and undecided, as sentences; none while runs are missing."""
+    if results.missing:
+        return
+    margin = results.spec.margin
+    for task, column, what, family in found:
+        by_verdict = {
+            verdict: [each for each in family if each.verdict == verdict]
+            for verdict in dict.fromkeys((SUPPORTED, SUGGESTED, *(each.verdict for each in family)))
+        }
+        undecided = len(by_verdict.pop(UNDECIDED, []))
+        sure = by_verdict.pop(SUPPORTED)
+        parts = [f"**{SUPPORTED}**: {', '.join(map(str, sure)) or 'none'}"]
+        parts += [
+            f"{verdict}: {', '.join(map(str, those))}" for verdict, those in by_verdict.items() if those
+        ]
+        yield f"`{task}`, {column}, {what}: {'; '.join(parts)}; {UNDECIDED}: {undecided} of {len(family)}."
+        if margin is not None and what.startswith("loss"):
+            p = [each.contrast.p(margin, "less", len(family)) for each in family]
+            small = [
+                each for each, value in zip(family, statistics.holm(p), strict=True) if value < LEVEL / 2
+            ]
+            maybe = [
+                each for each, raw in zip(family, p, strict=True) if raw < LEVEL / 2 and each not in small
+            ]
+            said = ", ".join(each.name for each in small) or "no method"
+            more = f" ({SUGGESTED}: {', '.join(each.name for each in maybe)})" if maybe else ""
+            yield f"`{task}`, {column}: a loss of at most {margin:g} is {SUPPORTED} for {said}{more}."
+    tests = [each for family in found for each in family.findings]
+    if tests:
+        low = sum(each.p < LEVEL for each in tests)
+        said = f"Of {len(tests)} two-sided tests, {low} have p < {LEVEL:g} before the correction"
+        yield f"{said}; about {LEVEL * len(tests):.0f} would have it if no method differed."
+
+
+# -- what the seeds can show -------------------------------------------------------------------------------
+
+
+def resolution(results: Results) -> list[list[str]]:
+    """Return the noise ceilings of rankings and the numbers of seeds of each column, with headings."""
+    spec, margin = results.spec, results.spec.margin or MARGIN
+    order = f" ({' / '.join(spec.tasks)})" if len(spec.tasks) > 1 else ""
+    names = (
+        "tau of halves",
+        "ceiling",
+        "seeds for 0.8",
+        "detectable",
+        f"seeds for {margin:g}",
+        "equal values",
+    )
+    found = [[f"column{order}", *names, "tau between the tasks"]]
+    axes = dict.fromkeys(table.axis for table in spec.tables if table.quantity == VALUE)
+    for axis, value in [(name, v) for name in axes for v in (spec.axes[name].values if name else [""])]:
+        at = {axis: value} if axis else {}
+        values = [
+            results.table(spec.methods, cell_of(spec, task, [*spec.methods][0], at)) for task in spec.tasks
+        ]
+        known = [table for table in values if table is not None and len(table) > 1]
+        if len(known) == len(values):
+            found.append([f"{axis} {value}".strip() or "all", *_seen(known, margin)])
+    return found if len(found) > 1 else []
+
+
+def _seen(values: Sequence[np.ndarray], margin: float) -> list[str]:
+    """Return the cells of a row of `resolution`, from the values [methods, seeds] of each task."""
+    columns, seeds = [], values[0].shape[1]
+    for table in values:
+        signal = statistics.signal(table)
+        enough = statistics.seeds_for_ceiling(signal)
+        spreads = [(one - other).std(ddof=1) for one, other in combinations(table, 2) if (one - other).any()]
+        sd = float(np.median(spreads or [0.0]))
+        columns.append(
+            [
+                f"{statistics.split_half(table).mean:.2f}",
+                f"{statistics.ceiling([signal], seeds):.2f}",
+                "-" if enough is None else str(enough),
+                f"{statistics.detectable(sd, seeds):.3f}",
+                str(statistics.seeds_needed(margin, sd)),
+                f"{statistics.saturation(table):.2f}",
+            ]
+        )
+    between = "-"
+    if len(values) == 2:
+        tau = kendalltau(*(table.mean(1) for table in values)).statistic
+        most = statistics.ceiling([statistics.signal(table) for table in values], seeds)
+        between = f"{tau:.2f} of {most:.2f}"
+    return [*(" / ".join(each) for each in zip(*columns, strict=True)), between]

@@ -1,0 +1,268 @@
+"""The committed rows of the atlas: tables, findings, verdicts, page; simulated studies; claims."""
+
+import csv
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from rlhf.core import statistics
+from rlhf.core.errors import UserError
+from rlhf.study import claims, formats, history, page, tables
+from rlhf.study.__main__ import main
+from rlhf.study.formats import as_latex, for_terminal
+from rlhf.study.formula import problems, read_formula
+from rlhf.study.page import MARKS, write_page
+from rlhf.study.reading import read_spec
+from rlhf.study.results import Contrast, Results, Term
+from rlhf.study.rows import DIVERGED, FAILED, read_rows, write_rows
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests/golden/atlas_percentile.md"
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return read_spec(ROOT / "studies/staleness.yaml")
+
+
+@pytest.fixture(scope="module")
+def rows(spec):
+    return read_rows(spec.rows)
+
+
+@pytest.fixture(scope="module")
+def results(spec, rows):
+    return Results(spec, rows)
+
+
+@pytest.mark.nightly
+def test_percentile_intervals_reproduce_the_tables_of_the_first_atlas(spec, rows):
+    old = Results(replace(spec, interval="percentile"), rows)
+    found = ["| " + " | ".join(line) + " |" for each in tables.tables(old) for line in each.lines]
+    assert found == GOLDEN.read_text().splitlines()
+    assert len(spec.file.read_text().splitlines()) <= 60
+
+
+def test_statements_that_survive_the_correction(results):
+    found = list(tables.families(results))
+    supported = {
+        (family.task, family.column): sorted(
+            each.names[0] for each in family.findings if each.verdict == "supported"
+        )
+        for family in found
+        if family.what.startswith("loss")
+    }
+    assert supported == {
+        ("tldr_mini", "lag 64"): ["bok", "topr"],
+        ("tldr_mini", "N 64"): ["bok", "grpo", "ppo", "rloo", "topr"],
+        ("arithmetic", "lag 64"): ["oapl"],
+        ("arithmetic", "N 64"): ["grpo", "oapl"],
+    }
+    gains = [f for family in found if not family.what.startswith("loss") for f in family.findings]
+    assert [each.names[0] for each in gains if each.verdict == "supported"] == ["m2po - grpo"] * 2
+    said = "\n".join(tables.findings(results, found))
+    assert "`grpo` = `geometric` = `truncate` 0.213 (0.173, 0.253)" in said
+    assert said.endswith("about 3 would have it if no method differed.")
+    assert said.count("a loss of at most 0.02 is supported for no method") == 4
+
+
+def test_verdicts_on_the_claims(results):
+    found = {
+        (each.said.split(" ")[0], each.formula[-5:], each.task): each.verdict
+        for each in claims.judged(results)
+    }
+    assert found["Online", "ag=64", "tldr_mini"] == "undecided (0.061 detectable; about 32 seeds for 0.019)"
+    assert found["Online", "ag=64", "arithmetic"] == "cannot be decided with 5 seeds"  # dpo collapsed
+    assert found["Online", " N=64", "tldr_mini"] == "holds (by t test, not confirmed exactly)"
+    assert found["IPO", "ag=64", "tldr_mini"] == "holds (by t test, not confirmed exactly)"
+    rest = {key: verdict for key, verdict in found.items() if key[0] in ("The", "Uncorrected")}
+    assert len(rest) == 6 and all(verdict.startswith("undecided (") for verdict in rest.values())
+
+
+def test_an_incomplete_study_states_nothing(spec, rows):
+    short = Results(spec, [row for row in rows if (row.method, row.seed) != ("topr", 5)])
+    assert short.missing == 14 + 2
+    assert {each.verdict for each in claims.judged(short)} == {"runs are missing"}
+    assert not list(tables.findings(short, list(tables.families(short))))
+
+
+def test_a_failed_run_takes_part_in_no_claim_and_a_diverged_one_counts_as_collapsed(spec, rows):
+    def with_status(status):
+        broken = [
+            replace(r, status=status, metrics={}) if r.method == "rloo" and r.seed == 1 else r for r in rows
+        ]
+        return Results(spec, broken)
+
+    failed, diverged = with_status(FAILED), with_status(DIVERGED)
+    assert failed.missing == 0 and len(failed.failed) == 16
+    assert next(claims.judged(failed)).verdict == "undecided: a run failed, or does not have the value"
+    cell = next(cell for cell in diverged.cells if cell.method == "rloo")
+    assert diverged.measured(cell, "value")[1] == 0.0 and diverged.collapsed(cell) == 1
+
+
+def test_rows_of_two_machine_classes_or_other_models_are_not_paired(spec, rows):
+    mixed = Results(spec, [replace(row, machine="other") if row.method == "dpo" else row for row in rows])
+    one, other = (next(cell for cell in mixed.cells if cell.method == name) for name in ("dpo", "ppo"))
+    difference = mixed.contrast([Term(1.0, one, "value"), Term(-1.0, other, "value")])
+    alone = mixed.contrast([Term(1.0, one, "value"), Term(-1.0, one.at({"lag": "64"}), "value")])
+    assert (difference.paired, alone.paired) == (False, True)
+    first, second = ([*mixed.measured(cell, "value").values()] for cell in (one, other))
+    assert difference.p() == pytest.approx(stats.ttest_ind(first, second, equal_var=False).pvalue)
+
+
+SMALL = """\
+tasks: {arithmetic: {set: [task=arithmetic], metric: eval/gold_score, name: accuracy}}
+methods: {grpo: [algo=grpo], oapl: [algo=oapl]}
+axes: {lag: {key: schedule.max_lag, values: [0, 64], base: 0}}
+grids: [{lag: all}]
+figures: [value over lag]
+claims: {oapl loses: loss(oapl) > 0 at lag=64}
+"""
+
+
+def test_page_tables_and_figures_are_written_between_the_marks(rows, tmp_path, capsys):
+    study = tmp_path / "studies/small.yaml"
+    study.parent.mkdir()
+    study.write_text(SMALL)
+    own = read_spec(study)
+    few = [
+        row
+        for row in rows
+        if row.task == "arithmetic" and row.method in own.methods and row.levels["N"] == "1"
+    ]
+    few = [replace(row, levels={"lag": row.levels["lag"]}) for row in few]
+    write_rows(own.rows, few)
+    main(["page", str(study), "--latex"])
+    main(["page", str(study)])  # the same rows: one look
+    text = own.page.read_text()
+    assert (
+        text.startswith(f"# small\n\n{MARKS[0]}\n")
+        and "![value_over_lag](figures/value_over_lag.png)" in text
+    )
+    assert "| **holds (by t test, not confirmed exactly)** | oapl 0.066 (0.037, 0.094) |" in text
+    assert "statements hold with these models only" in text and "looks**" not in text
+    assert {path.suffix for path in own.folder.rglob("*.*")} >= {".csv", ".tex", ".png", ".pdf", ".svg"}
+    own.page.write_text(f"before\n{MARKS[0]}\n{MARKS[1]}\nafter\n")
+    other = Results(replace(own, figures=()), [replace(row, cpu_s=0.0) for row in few])
+    write_page(other)
+    text = own.page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "**2 looks** at these claims" in text
+    with pytest.raises(UserError, match="from changed code"):
+        write_page(other, final=True)
+    capsys.readouterr()
+    main(["show", str(study)])
+    shown = capsys.readouterr().out
+    assert "20 of 20 runs" in shown and "oapl  0.840\N{PLUS-MINUS SIGN}" in shown and "holds" not in shown
+    own.page.write_text("nothing")
+    with pytest.raises(UserError, match="must have the lines"):
+        write_page(other)
+
+
+def test_claims_that_are_added_after_the_runs_are_marked(rows, tmp_path):
+    study = tmp_path / "studies/small.yaml"
+    study.parent.mkdir()
+    study.write_text(SMALL)
+    history.record_claims(read_spec(study))
+    study.write_text(SMALL.replace("claims: {", "claims: {later: value(oapl) > 0, "))
+    spec = read_spec(study)
+    history.record_claims(spec)
+    assert history.added_later(spec) == {"later"}
+    assert "later: `value(oapl) > 0` (added after the runs)" in "".join(page.claims(Results(spec, [])))
+
+
+def test_tables_as_latex_and_in_the_terminal(results):
+    table = next(each for each in tables.tables(results) if each.table.quantity == "loss")
+    tex = as_latex(table)
+    assert tex.count(r"\\") == 15 and r"\texttt{dpo} & 0.007 {\scriptsize [$-0.008$, $0.022$]}" in tex
+    assert set(re.findall(r"\\(\w+)", tex)) <= {
+        "begin",
+        "end",
+        "toprule",
+        "midrule",
+        "bottomrule",
+        "texttt",
+        "scriptsize",
+    }
+    for each in tables.tables(results):
+        assert max(map(len, for_terminal(each))) <= 80
+    lines = list(csv.DictReader(formats.tests_csv(list(tables.families(results))).splitlines()))
+    assert len(lines) == 68 and float(lines[0]["mean"]) == pytest.approx(0.25, abs=1e-3)
+
+
+@pytest.mark.parametrize("draw", ["normal", "residuals"])
+def test_without_differences_at_most_one_study_in_twenty_states_something(results, draw):
+    """Of 2,000 studies of 14 equal methods; with the residuals of lag 64, runs collapse."""
+    rng = np.random.default_rng(0)
+    column = results.table(
+        results.spec.methods, next(c for c in results.cells if dict(c.levels)["lag"] == "64")
+    )
+    residuals = (column - column.mean(1, keepdims=True)).ravel()
+    x = rng.normal(size=(2000, 15, 5)) if draw == "normal" else rng.choice(residuals, (2000, 15, 5))
+    p = stats.ttest_1samp(x[:, 1:] - x[:, :1], 0.0, axis=-1).pvalue
+    assert np.mean([min(statistics.holm(each)) < statistics.LEVEL for each in p]) <= 0.05
+
+
+@pytest.mark.parametrize("seeds", [5, 10, 20])
+def test_t_intervals_of_normal_values_cover_the_mean(seeds):
+    x = np.random.default_rng(seeds).normal(size=(2000, seeds))
+    found = [statistics.mean_interval(row) for row in x]
+    assert 0.93 <= np.mean([each.low <= 0 <= each.high for each in found]) <= 0.96
+
+
+def test_a_collapsed_run_never_gives_a_statement_from_the_t_test_alone():
+    values = dict(enumerate([0.31, 0.30, 0.32, 0.29, 0.30]))
+    sure = Contrast([values], [1.0], True, 0)
+    assert tables.tested({"a": sure, "b": sure})[0].verdict == "supported"
+    assert tables.tested({"a": replace(sure, collapsed=1)})[0].verdict == "cannot be decided with 5 seeds"
+    assert claims.decided({"a": replace(sure, collapsed=1)}, 0.0, 0.05) == "cannot be decided with 5 seeds"
+    ten = replace(sure, samples=[dict(enumerate([0.3, 0.31] * 5))], collapsed=1)
+    assert claims.decided({"a": ten}, 0.0, 0.05) == "holds"
+    assert claims.decided({"a": -ten}, 0.0, 0.05) == "does not hold"
+    assert claims.decided({"a": ten, "b": -ten}, 0.0, 0.05) == "does not hold"
+    assert claims.decided({"a": ten}, 0.4, 0.05, within=True) == "holds"
+    assert claims.decided({"a": ten}, 0.3, 0.05, within=True).startswith("undecided")
+
+
+def test_claims_have_a_grammar(spec):
+    wrong = {
+        "loss(dpo) << 3": None,
+        "value(dpo) within value(ppo)": None,
+        "value(dpo) < 2 of value(ppo)": None,
+        "value(dqo) > 0": "name methods",
+        "loss(dpo) < 0.1": "say at which value",
+        "slope(dpo) < 0": "have 'over <axis>'",
+        "slope(dpo) < 0 over lag": "positive numbers",
+        "value(dpo) > 0.5 at lag=3": "name a value of lag (0, 1, 4, 16, 64), not 3",
+        "values(dpo) > 0.5": "be about value",
+        "value(best) > value(dpo)": "compare best with a number",
+    }
+    for text, rule in wrong.items():
+        formula = read_formula(text)
+        assert (formula is None) == (rule is None), text
+        assert rule is None or rule in " ".join(problems(formula, spec.methods, spec.axes)), text
+
+
+def test_claims_over_tasks_over_axes_with_factors_and_as_functions(spec, rows, tmp_path):
+    function = tmp_path / "own.py"
+    function.write_text("def claim(rows):\n    return {'a': [r.metrics['eval/kl'] for r in rows[:5]]}\n")
+    texts = {
+        "pooled": "value(ipo) > 0.5 pooled",
+        "every": "value(ipo) > 0.5 at every lag",
+        "factor": "loss(dpo, ppo) at N=64 < 20 * loss(same) at lag=64",
+        "within": "value(truncate) within 0.1 of value(grpo) at lag=64",
+        "metric": "mismatch/ess(bok) < 0.9 at lag=64",
+        "function": f"{function}:claim",
+    }
+    found = {}
+    for each in claims.judged(Results(replace(spec, claims=texts), rows)):
+        found.setdefault(each.said, []).append((each.task, each.verdict.split(" (")[0], each.numbers))
+    assert [task for task, *_ in found["pooled"]] == [None]
+    assert found["every"][0][1] == "holds" and found["every"][0][2].count("ipo lag=") == 5
+    assert [name.split(" ")[0] for name in found["factor"][0][2].split("), ")] == ["dpo", "ppo"]
+    assert [verdict for _, verdict, _ in found["within"]] == ["holds", "holds"]
+    assert [verdict for _, verdict, _ in found["metric"]] == ["holds", "does not hold"]
+    assert found["function"][0][1] == "holds"
