@@ -66,7 +66,7 @@ Examples
 
 Other commands: {commands}
 The same command resumes a run. --config-dir <folder> adds your own options."""
-COMMANDS = ("inspect", "plan", "pipeline", "evaluate", "extend", "relabel", "sample", "report")
+COMMANDS = ("inspect", "plan", "pipeline", "evaluate", "extend", "relabel", "sample", "study", "report")
 
 
 def help_text(topics: Sequence[str]) -> str:

@@ -53,6 +53,7 @@ def page(spec: Spec, options: Namespace) -> None:
     console.print(f"page: {spec.page} ({len(written) - 1} tables and figures: {spec.folder})", markup=False)
 
 
+DOES = "Evaluate a study of tasks, methods, axes and seeds that a YAML file declares."
 COMMANDS = {
     "show": Command("Print the state and the tables so far.", show),
     "page": Command(
@@ -75,9 +76,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command with `arguments`, by default those of the command line."""
     prepare_output()
-    parser = argparse.ArgumentParser(
-        prog="python -m rlhf.study", description=main.__doc__, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog="python -m rlhf.study", description=DOES, allow_abbrev=False)
     parsers = parser.add_subparsers(dest="command", required=True, metavar="<command>")
     for name, command in COMMANDS.items():
         own = parsers.add_parser(name, help=command.does, description=command.does, allow_abbrev=False)
