@@ -14,10 +14,11 @@ from rlhf.core import statistics
 from rlhf.core.statistics import LEVEL, Estimate
 from rlhf.study.cells import Cell, cell_of
 from rlhf.study.claims import shown
-from rlhf.study.results import FEWEST, Contrast, Results
+from rlhf.study.results import FEWEST, Contrast, Results, Term
 from rlhf.study.spec import AT_KL, COLLAPSED, LOSS, VALUE, Table
 
 SUPPORTED, SUGGESTED, UNDECIDED = "supported", "suggested", "undecided"
+AGAINST = "methods against their bases"
 MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
 
 
@@ -55,26 +56,13 @@ def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterato
         for table in spec.tables if declared is None else declared:
             if table.quantity == AT_KL and spec.tasks[task].at_kl is None:
                 continue
-            levels = levels_of(results, table, task)
-            rows = {
-                m: [_entry(results, table, cell_of(spec, task, m, at)) for at in levels] for m in spec.methods
-            }
+            base = spec.axes[table.axis].bases[task] if table.quantity == LOSS else None
+            values = [value for value in spec.axes[table.axis].values if value != base] if table.axis else []
+            at = [{table.axis: value} for value in values] or [{}]
+            rows = {m: [_entry(results, table, cell_of(spec, task, m, x)) for x in at] for m in spec.methods}
             if any(entry.runs for row in rows.values() for entry in row):
-                columns = [f"{axis} {value}" for at in levels for axis, value in at.items()] or ["value"]
+                columns = [f"{table.axis} {value}" for value in values] or ["value"]
                 yield Shown(task, table, _title(results, table, task), columns, rows)
-
-
-def levels_of(results: Results, table: Table, task: str) -> list[dict[str, str]]:
-    """Return the value of the axis in each column of a table; a table of losses has no column of the base."""
-    if not table.axis:
-        return [{}]
-    axis = results.spec.axes[table.axis]
-    return [{table.axis: v} for v in axis.values if table.quantity != LOSS or v != axis.bases[task]]
-
-
-def measured(results: Results, table: Table, cell: Cell) -> Contrast:
-    """Return what a table shows of a cell."""
-    return results.contrast(results.terms(table.quantity, cell, table.axis))
 
 
 def _title(results: Results, table: Table, task: str) -> str:
@@ -92,32 +80,23 @@ def _title(results: Results, table: Table, task: str) -> str:
 
 def _entry(results: Results, table: Table, cell: Cell) -> Entry:
     """Return a cell of a table; the text is empty if the cell belongs to no grid."""
-    found, runs, percentile = (
-        measured(results, table, cell),
-        len(results.cells.get(cell, {})),
-        _percentile(results),
-    )
-    fallen, having = results.collapsed(cell), found.seeds
-    estimate = found.estimate
+    found = results.contrast(results.terms(table.quantity, cell, table.axis))
+    percentile = results.spec.interval == "percentile"
+    runs, fallen = len(results.cells.get(cell, {})), results.collapsed(cell)
+    estimate, having = found.estimate, found.seeds
     if table.quantity == COLLAPSED:
-        share = (
-            "" if percentile or not fallen else " ({:.2f}, {:.2f})".format(*statistics.wilson(fallen, runs))
-        )
-        text = f"{fallen}/{runs}{share}"
-    elif table.quantity not in (VALUE, LOSS, AT_KL):
-        text = f"{estimate.centre:.2f}" if having else ""
-    else:
+        text = f"{fallen}/{runs}"
+        if fallen and not percentile:
+            text += " ({:.2f}, {:.2f})".format(*statistics.wilson(fallen, runs))
+    elif table.quantity in (VALUE, LOSS, AT_KL):
         if percentile and having > 1:
             estimate = statistics.bootstrap_interval(found.values)
-        decimals = 2 if table.quantity == AT_KL else 3
-        text = shown(estimate, decimals, "" if percentile else "z")
+        text = shown(estimate, 2 if table.quantity == AT_KL else 3, "" if percentile else "z")
         text += f" [{having}/{runs}]" if having < runs else ""
         text += " \\*" if fallen and not percentile else ""
+    else:
+        text = f"{estimate.centre:.2f}" if having else ""
     return Entry(text if runs else "", estimate, having, runs, fallen)
-
-
-def _percentile(results: Results) -> bool:
-    return results.spec.interval == "percentile"
 
 
 # -- differences that are supported ------------------------------------------------------------------------
@@ -164,25 +143,17 @@ def families(results: Results) -> Iterator[Family]:
         cells = {method: cell_of(spec, task, method, at) for method in spec.methods}
         losses = {m: results.terms(LOSS, cell, axis) for m, cell in cells.items()} if axis else {}
         gains = {
-            f"{m} - {method.base}": [
-                *results.terms(VALUE, cells[m], None),
-                *(term._replace(weight=-1.0) for term in results.terms(VALUE, cells[method.base], None)),
-            ]
+            f"{m} - {method.base}": [Term(1.0, cells[m], VALUE), Term(-1.0, cells[method.base], VALUE)]
             for m, method in spec.methods.items()
             if method.base is not None
         }
-        for what, family in (
-            (f"loss of {spec.tasks[task].name}", losses),
-            ("methods against their bases", gains),
-        ):
-            found = {
-                name: results.contrast(terms) for name, terms in family.items() if results.complete(terms)
+        for what, family in ((f"{LOSS} of {spec.tasks[task].name}", losses), (AGAINST, gains)):
+            made = {n: results.contrast(terms) for n, terms in family.items() if results.complete(terms)}
+            made = {
+                n: c for n, c in made.items() if c.seeds >= FEWEST and (family is losses or c.values.any())
             }
-            found = {
-                n: c for n, c in found.items() if c.seeds >= FEWEST and (what[0] == "l" or c.values.any())
-            }
-            if found:
-                yield Family(task, column, what, tested(found))
+            if made:
+                yield Family(task, column, what, tested(made))
 
 
 def tested(contrasts: Mapping[str, Contrast]) -> list[Finding]:
@@ -205,28 +176,27 @@ def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
         return
     margin = results.spec.margin
     for task, column, what, family in found:
-        by_verdict = {
-            verdict: [each for each in family if each.verdict == verdict]
-            for verdict in dict.fromkeys((SUPPORTED, SUGGESTED, *(each.verdict for each in family)))
-        }
-        undecided = len(by_verdict.pop(UNDECIDED, []))
-        sure = by_verdict.pop(SUPPORTED)
-        parts = [f"**{SUPPORTED}**: {', '.join(map(str, sure)) or 'none'}"]
-        parts += [
-            f"{verdict}: {', '.join(map(str, those))}" for verdict, those in by_verdict.items() if those
-        ]
-        yield f"`{task}`, {column}, {what}: {'; '.join(parts)}; {UNDECIDED}: {undecided} of {len(family)}."
-        if margin is not None and what.startswith("loss"):
+        left, parts = sum(each.verdict == UNDECIDED for each in family), []
+        for verdict in dict.fromkeys((SUPPORTED, SUGGESTED, *(each.verdict for each in family))):
+            said = ", ".join(str(each) for each in family if each.verdict == verdict)
+            if verdict == SUPPORTED:
+                parts.append(f"**{SUPPORTED}**: {said or 'none'}")
+            elif said and verdict != UNDECIDED:
+                parts.append(f"{verdict}: {said}")
+        yield f"`{task}`, {column}, {what}: {'; '.join(parts)}; {UNDECIDED}: {left} of {len(family)}."
+        if margin is not None and what != AGAINST:
             p = [each.contrast.p(margin, "less", len(family)) for each in family]
             small = [
-                each for each, value in zip(family, statistics.holm(p), strict=True) if value < LEVEL / 2
+                (each.name, corrected < LEVEL / 2)
+                for each, raw, corrected in zip(family, p, statistics.holm(p), strict=True)
+                if raw < LEVEL / 2 and not each.contrast.undecidable(len(family), LEVEL)
             ]
-            maybe = [
-                each for each, raw in zip(family, p, strict=True) if raw < LEVEL / 2 and each not in small
-            ]
-            said = ", ".join(each.name for each in small) or "no method"
-            more = f" ({SUGGESTED}: {', '.join(each.name for each in maybe)})" if maybe else ""
-            yield f"`{task}`, {column}: a loss of at most {margin:g} is {SUPPORTED} for {said}{more}."
+            sure, maybe = (
+                ", ".join(name for name, is_sure in small if is_sure == which) for which in (True, False)
+            )
+            more = f" ({SUGGESTED}: {maybe})" if maybe else ""
+            at_most = f"a loss of at most {margin:g} is {SUPPORTED} for {sure or 'no method'}"
+            yield f"`{task}`, {column}: {at_most}{more}."
     tests = [each for family in found for each in family.findings]
     if tests:
         low = sum(each.p < LEVEL for each in tests)
@@ -241,14 +211,8 @@ def resolution(results: Results) -> list[list[str]]:
     """Return the noise ceilings of rankings and the numbers of seeds of each column, with headings."""
     spec, margin = results.spec, results.spec.margin or MARGIN
     order = f" ({' / '.join(spec.tasks)})" if len(spec.tasks) > 1 else ""
-    names = (
-        "tau of halves",
-        "ceiling",
-        "seeds for 0.8",
-        "detectable",
-        f"seeds for {margin:g}",
-        "equal values",
-    )
+    needed = f"seeds for {margin:g}"
+    names = ("tau of halves", "ceiling", "seeds for 0.8", "detectable", needed, "equal values")
     found = [[f"column{order}", *names, "tau between the tasks"]]
     axes = dict.fromkeys(table.axis for table in spec.tables if table.quantity == VALUE)
     for axis, value in [(name, v) for name in axes for v in (spec.axes[name].values if name else [""])]:
