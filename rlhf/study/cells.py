@@ -78,12 +78,8 @@ def layers(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> list[
 
 def overrides(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> list[str]:
     """Return the overrides of a run, each key once (see `layers`), without those of the machine, as paths."""
-    found: dict[str, str] = {}
-    for layer in layers(spec, cell, seed, tuned):
-        for each in read_overrides(layer.overrides):
-            found.pop(each.key, None)  # the place of the last one
-            found[each.key] = each.text
-    return list(found.values())
+    texts = [text for layer in layers(spec, cell, seed, tuned) for text in layer.overrides]
+    return list({each.key: each.text for each in read_overrides(texts)}.values())
 
 
 def set_twice(spec: Spec) -> dict[str, list[str]]:
