@@ -112,7 +112,9 @@ def state(results: Results) -> Iterator[str]:
     """Yield what exists, what it took and what it is conditional on, as paragraphs."""
     spec, rows = results.spec, results.rows
     done, hours = results.expected - results.missing, sum(row.cpu_s for row in rows) / 3600
-    yield f"{done} of {results.expected} runs; {hours:.1f} CPU-hours."
+    others = len(rows) + len(results.failed) - done
+    included = f"; {others} of included studies" if others else ""
+    yield f"{done} of {results.expected} runs{included}; {hours:.1f} CPU-hours."
     if results.missing:
         yield "**The study is not complete**: there are no findings and no verdicts yet."
     if results.failed:
