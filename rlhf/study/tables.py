@@ -15,6 +15,7 @@ from rlhf.core.statistics import LEVEL, Estimate
 from rlhf.study.cells import Cell, cell_of
 from rlhf.study.claims import shown
 from rlhf.study.results import FEWEST, Contrast, Results, Term
+from rlhf.study.rows import unpacked
 from rlhf.study.spec import AT_KL, COLLAPSED, LOSS, VALUE, Table
 
 SUPPORTED, SUGGESTED, UNDECIDED = "supported", "suggested", "undecided"
@@ -213,17 +214,29 @@ def resolution(results: Results) -> list[list[str]]:
     order = f" ({' / '.join(spec.tasks)})" if len(spec.tasks) > 1 else ""
     needed = f"seeds for {margin:g}"
     names = ("tau of halves", "ceiling", "seeds for 0.8", "detectable", needed, "equal values")
-    found = [[f"column{order}", *names, "tau between the tasks"]]
+    found = [[f"column{order}", *names, "tau between the tasks", "evaluation noise"]]
     axes = dict.fromkeys(table.axis for table in spec.tables if table.quantity == VALUE)
     for axis, value in [(name, v) for name in axes for v in (spec.axes[name].values if name else [""])]:
         at = {axis: value} if axis else {}
-        values = [
-            results.table(spec.methods, cell_of(spec, task, [*spec.methods][0], at)) for task in spec.tasks
-        ]
+        cells = [[cell_of(spec, task, method, at) for method in spec.methods] for task in spec.tasks]
+        values = [results.table(spec.methods, of_task[0]) for of_task in cells]
         known = [table for table in values if table is not None and len(table) > 1]
         if len(known) == len(values):
-            found.append([f"{axis} {value}".strip() or "all", *_seen(known, margin)])
+            noise = " / ".join(_noise(results, of_task) for of_task in cells)
+            found.append([f"{axis} {value}".strip() or "all", *_seen(known, margin), noise])
+    if all(set(line[-1]) <= set("- /") for line in found[1:]):  # no row has bits
+        found = [line[:-1] for line in found]
     return found if len(found) > 1 else []
+
+
+def _noise(results: Results, cells: Sequence[Cell]) -> str:
+    """Return the share of evaluation noise in the spread between seeds, the median of cells with bits."""
+    shares = []
+    for rows in (list(results.cells.get(cell, {}).values()) for cell in cells):
+        outcomes = [bits for row in rows if (bits := unpacked(row)) is not None]
+        if 1 < len(outcomes) == len(rows) and len({row.prompts for row in rows}) == 1:
+            shares.append(statistics.evaluation_share(np.array(outcomes, float), rows[0].prompts))
+    return f"{np.median(shares):.2f}" if shares else "-"
 
 
 def _seen(values: Sequence[np.ndarray], margin: float) -> list[str]:

@@ -18,7 +18,7 @@ from rlhf.study.formula import problems, read_formula
 from rlhf.study.page import MARKS, write_page
 from rlhf.study.reading import read_spec
 from rlhf.study.results import Contrast, Results, Term
-from rlhf.study.rows import DIVERGED, FAILED, read_rows, write_rows
+from rlhf.study.rows import DIVERGED, FAILED, packed, read_rows, write_rows
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/atlas_percentile.md"
@@ -225,6 +225,18 @@ def test_a_collapsed_run_never_gives_a_statement_from_the_t_test_alone():
     assert claims.decided({"a": ten, "b": -ten}, 0.0, 0.05) == "does not hold"
     assert claims.decided({"a": ten}, 0.4, 0.05, within=True) == "holds"
     assert claims.decided({"a": ten}, 0.3, 0.05, within=True).startswith("undecided")
+
+
+def test_evaluation_noise_is_estimated_from_the_bits_of_single_prompts(spec, rows):
+    """Bits that are independent between seeds and prompts: the spread between seeds is all noise."""
+    rng = np.random.default_rng(0)
+    tossed = [replace(row, bits=packed(rng.random(256) < 0.5)) for row in rows]
+    found = tables.resolution(Results(spec, tossed))
+    assert (
+        found[0][-1] == "evaluation noise" and tables.resolution(Results(spec, rows))[0][-1] != found[0][-1]
+    )
+    shares = [float(share) for line in found[1:] for share in line[-1].split(" / ")]
+    assert len(shares) == 18 and np.median(shares) > 0.9
 
 
 def test_claims_have_a_grammar(spec):
