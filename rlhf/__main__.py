@@ -27,7 +27,7 @@ COMMANDS = {  # command, a module of this package -> description
     "extend": "Train a run longer.",
     "sample": "Talk to a model, or sample responses to the lines of a file.",
     "relabel": "Label the preference pairs of a task by a judge.",
-    "study": "Evaluate a study of methods, axes and seeds: tables, tests, claims.",
+    "study": "Evaluate a study of methods, axes and seeds: tables and claims.",
     "report": "Write a page of figures and print a table of run folders.",
 }
 OPTIONS = {
