@@ -20,6 +20,7 @@ from rlhf.training.collapse import LIMITS, CollapseRule, Limits
 from rlhf.training.invariants import expected
 from rlhf.training.loop import Parts
 from rlhf.training.recorder import Recorder
+from rlhf.training.refill import Refill
 from rlhf.training.repetition import RepetitionRule
 from rlhf.training.replay import Replay
 from rlhf.trials.compilation import compile_blocks
@@ -79,6 +80,8 @@ def assemble(
     objective = make(cfg.algo)
     prompts = task.prompts(solved_at=cfg.schedule.solved_at)
     replay = Replay(cfg.schedule.replay, cfg.seed, tokenizer.pad_token_id)
+    most = cfg.schedule.refill * cfg.schedule.prompts_per_update
+    refill = Refill(most=most, scorer=scorer, note=prompts.scored, pad_id=tokenizer.pad_token_id)
     if cfg.save_generations and ranks.first:
         scorer = SavingScorer(scorer, folder.generations, tokenizer, training_sampling(cfg), state)
     return Parts(
@@ -99,6 +102,7 @@ def assemble(
             RepetitionRule(given=not cfg.generator.samples),
         ),
         evaluator=evaluator,
+        refill=refill if most else None,
         phases=engine.phases,
         checkpoints=Checkpoints(folder.path, cfg.save_total_limit, objective, replay, prompts, data, ranks),
     )

@@ -24,6 +24,13 @@ _WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
 _IN_WALL_TIME = Allowed("be wall", lambda clock: not clock.virtual)
 _FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
 _SEVERAL_RANKS = When("with several ranks", lambda cfg: world_size() > 1)
+_ON_EACH_RANK = When(
+    "with several ranks that all sample",
+    lambda cfg: world_size() > 1 and cfg.generator.on_each_rank(cfg.schedule.max_lag),
+)
+_NO_SAMPLES = When("with generator={generator}", lambda cfg: not cfg.generator.samples)
+_ONE_SAMPLE = When("with algo.samples_per_prompt=1", lambda cfg: cfg.algo.samples_per_prompt == 1)
+_USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
 
 TRAINING_RULES += [
     must(
@@ -62,6 +69,10 @@ TRAINING_RULES += [
         fix="schedule.order=fifo or clock=virtual",
     ),
     must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
+    must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
+    must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
+    must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
+    must("schedule.refill", 0, _ON_EACH_RANK, "a few prompts cannot be divided among the ranks"),
 ]
 
 DOUBTS += [
@@ -89,6 +100,10 @@ DOUBTS += [
             and cfg.schedule.max_age is not None
             and (is_set(cfg, "scorer.missing_eos_score") or is_set(cfg, "scorer.missing_eos_penalty"))
         ),
+    ),
+    doubtful(
+        "schedule.refill={schedule.refill} hardly replaces a group: scores of a reward model rarely tie",
+        lambda cfg: cfg.schedule.refill > 0 and chosen(cfg, "scorer") == "reward_model",
     ),
     doubtful(
         "schedule.update=in_flight makes a run depend on timing (which weights sample a token): two runs "

@@ -62,6 +62,7 @@ class AlgoConfig(Section):
     keeps: ClassVar[int | None] = None  # number of samples of a prompt that are trained on; None: all K
 
     pairwise: ClassVar[bool] = False  # True: the loss compares two responses of a prompt
+    learns_from_ties: ClassVar[bool] = False  # True: prompts whose scores are all equal are trained on, too
 
     name: str = MISSING
     samples_per_prompt: int = entry(1, means="K, responses of one prompt")

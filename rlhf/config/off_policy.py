@@ -116,6 +116,7 @@ class OAPLConfig(AlgoConfig):
     """OAPL: regression of log-ratios on optimal advantages; no ratio weights and no clipping."""
 
     min_samples: ClassVar[int] = 2
+    learns_from_ties: ClassVar[bool] = True
 
     name: str = "oapl"
     samples_per_prompt: int = 4

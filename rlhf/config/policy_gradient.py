@@ -192,6 +192,8 @@ class PolicyGradientConfig(AlgoConfig):
 class PPOConfig(PolicyGradientConfig):
     """PPO: a value model and generalised advantage estimation."""
 
+    learns_from_ties: ClassVar[bool] = True
+
     name: str = "ppo"
     kl_coef: float = 0.05
     kl_in: KLIn = KLIn.reward

@@ -173,6 +173,13 @@ class ScheduleConfig(Section):
     stale: Stale = entry(Stale.wait, means="what happens to a group at max_age", added=True)
     unit: Unit = entry(Unit.group, means="what starts together when slots are free", added=True)
     dropped: Dropped = entry(Dropped.again, means="the prompt of a discarded group", added=True)
+    refill: int = number(
+        0,
+        least=0,
+        means="most groups without signal (equal scores) that groups of other prompts replace for an update, "
+        "in multiples of N; 0: none",
+        added=True,
+    )
     replay: int = number(
         1,
         least=1,

@@ -214,6 +214,7 @@ def _train(
             seed=cfg.seed,
             recorder=parts.recorder,
             phases=parts.phases,
+            refill=parts.refill,
             saved=saved,
         ),
     )
@@ -313,10 +314,8 @@ def _save_unfinished(
     """
     if stream.taken > state.update:
         stream.put_back()
-    else:
-        state.unevaluated = True
     saved = ranks.from_first(lambda: (folder.path / f"checkpoint-{state.update}" / COMPLETE).exists())
-    if state.update and not saved:
+    if state.update and stream.resumable and not saved:
         parts.checkpoints.save(state, parts.engine, stream, parts.recorder)
 
 

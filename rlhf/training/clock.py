@@ -56,7 +56,7 @@ class Usage:
         trained: seconds of the trainer's work.
         queue: complete groups times the seconds that they waited.
         wasted: seconds of slots for groups that were given up.
-        dropped, cut: groups that were given up, and cut.
+        dropped, cut, refilled: groups that were given up, cut, and replaced because their scores tie.
     """
 
     span: float = 0.0
@@ -66,6 +66,7 @@ class Usage:
     wasted: float = 0.0
     dropped: int = 0
     cut: int = 0
+    refilled: int = 0
 
 
 class Clock:
@@ -125,6 +126,8 @@ class Clock:
             self._fill()
             if self.batch is None and self._news:
                 self._choose()
+                if self.batch is None and self._news:  # a group that was cut is replaced
+                    continue
             end = self._next_end()
             ends_at = inf if end is None else self._time_of(self._ends[0][0])
             scored_at = self.scoring[0][0] if self.scoring else inf
@@ -144,6 +147,9 @@ class Clock:
     def loaded(self) -> None:
         """Continue with the weights of the update whose batch was returned; the sampler has loaded them."""
         self.usage, self._news = Usage(), True
+        for number in {start.group for start in self.waiting}:
+            if not self.sequences[number]:  # a replacement without a slot will have the new version
+                self.rules.running[number].version += 1
         for group in self.rules.loaded():
             self._discard(group)
         self._ahead.clear()
@@ -252,7 +258,8 @@ class Clock:
 
     def _startable(self, slots: int) -> list[Start]:
         """Return the sequences that start next if `slots` slots are free, in order."""
-        starts = list(islice(self.waiting, slots))
+        usable = slots - slots % self.rules.samples if self.whole else slots
+        starts = list(islice(self.waiting, usable))
         left = slots - len(starts)
         groups = left // self.rules.samples if self.whole else -(-left // self.rules.samples)
         if not groups:
@@ -353,8 +360,19 @@ class Clock:
             self._complete(group)
 
     def _complete(self, group: Group) -> None:
-        self.rules.complete(group)
+        """Give a group to the trainer, or replace it if its scores tie."""
         self._news = True
+        signal = not self.rules.refill or self.sampler.signal(self.sequences[group.number])
+        if signal or not self.rules.may_replace():
+            self.rules.complete(group)
+            return
+        self.usage.refilled += 1
+        sequences = self.sequences.pop(group.number)
+        self.usage.wasted += sum(each.end - each.start for each in sequences)
+        new = self.rules.replace(group).number
+        self.sampler.replaced(sequences, new)
+        self.sequences[new] = []
+        self.waiting.extend(Start(new, k) for k in range(self.rules.samples))
 
     def _cut(self, group: Group) -> None:
         """End the running sequences of a group with the tokens that they have, at least one."""

@@ -6,7 +6,8 @@ Task ──▶ Stream ──▶ Generator ──▶ Scorer ──▶ Engine.anno
                         └────────────── weights, version ───────────────────────────────┘
 
 With `schedule.replay` above 1, a replay buffer between Scorer and Engine.annotate exchanges a part of the new
-prompts for earlier prompts; their scores and reference log-probs are not computed again.
+prompts for earlier prompts; their scores and reference log-probs are not computed again. With
+`schedule.refill`, Stream asks Scorer, and the loop gets rollouts that have scores.
 
 | phase    | the loop waits for                       | the generator can meanwhile                   |
 |----------|------------------------------------------|-----------------------------------------------|
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from rlhf.training.checkpoint import Checkpoints
     from rlhf.training.evaluators import Evaluator
     from rlhf.training.recorder import Recorder
+    from rlhf.training.refill import Refill
     from rlhf.training.replay import Replay
     from rlhf.training.stream import RolloutStream
 
@@ -58,6 +60,7 @@ class Parts:
     recorder: Recorder
     evaluator: Evaluator
     checkpoints: Checkpoints
+    refill: Refill | None = None  # which groups the stream replaces; None: none
     phases: Phases = field(default_factory=Phases)  # what the run does now, for its progress display
 
 
@@ -130,6 +133,7 @@ def evaluate(parts: Parts, state: TrainState, interruption: Interruption) -> Non
     Raises:
         Interrupted: a signal was received, and there is no result.
     """
+    state.unevaluated = True
     interruption.check_ranks()
     with parts.phases("evaluating", between=interruption.check_alone):
         evaluation = parts.evaluator(state)

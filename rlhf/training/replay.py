@@ -61,7 +61,7 @@ class Replay:
             rows = drawn[(drawn >= first) & (drawn < first + len(batch))] - first
             first += len(batch)
             if len(rows):
-                parts.append(_with_token_versions(batch.select(rows)))
+                parts.append(with_token_versions(batch.select(rows)))
         versions = torch.tensor([part.version for part in parts for _ in range(len(part))])
         age = mean(new.trainer_version - versions)
         return replace(new, **concatenated(parts, self.pad_id)), {"replay/age": age}
@@ -71,7 +71,7 @@ class Replay:
         self.earlier.extend(batches)
 
 
-def _with_token_versions(batch: Batch) -> Batch:
+def with_token_versions(batch: Batch) -> Batch:
     """Return the batch with `token_versions`."""
     if batch.token_versions is not None:
         return batch

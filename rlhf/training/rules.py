@@ -6,6 +6,7 @@ clock, no model and no process: a virtual clock and a pool of servers call the s
 
     room() -> n          groups that may start now; start() -> group for each that gets slots
     complete(group)      the last sample of the group has ended
+    replace(group)       instead, if its scores tie: returns the group that starts in its place
     expired() -> groups  (drop) complete groups that are too old, when the trainer is idle
     due() -> groups      (wait, cut) running groups that the next batch needs
     take() -> groups     the next batch of the idle trainer, or None if it must wait
@@ -13,7 +14,7 @@ clock, no model and no process: a virtual clock and a pool of servers call the s
 
 | order, stale    | trained next                                                       | age       |
 |-----------------|--------------------------------------------------------------------|-----------|
-| fifo            | batch t has the groups tB to (t + 1)B - 1 in the order of starts   | <= L      |
+| fifo            | the next B groups in the order of starts                           | <= L      |
 | completed       | complete groups, oldest version first                              | no bound  |
 | completed, wait | the same; the trainer waits for running groups that are due        | <= A      |
 | completed, cut  | the same; running groups that are due end with the tokens they have | <= A     |
@@ -39,14 +40,16 @@ class Group:
     """A prompt with its samples.
 
     Attributes:
-        number: number in the order of starts, from 0.
+        number: number in the order of starts, from 0; -1, -2, ... for groups that replace others.
         version: version of the weights when its first sample started.
         left: samples that have not ended.
+        place: place in the order of all starts.
     """
 
     number: int
     version: int
     left: int
+    place: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,9 +64,12 @@ class Rules:
         max_age: A, at least L; None: ages have no bound. It needs `Order.completed`.
         stale: what happens at `max_age`.
         total: groups that the run trains; None: no end.
+        refill: groups without signal that are replaced between two loads, at most.
         version: finished updates.
-        started: groups that have started.
+        started: groups that have started, without those that replace others.
         trained: groups that were taken for training.
+        refilled: groups that were replaced.
+        before: `refilled` at the last load.
         running: groups with samples that have not ended, by number, in the order of their starts.
         ready: complete groups that wait for the trainer, in the order of completion.
     """
@@ -75,9 +81,12 @@ class Rules:
     max_age: int | None = None
     stale: Stale = Stale.wait
     total: int | None = None
+    refill: int = 0
     version: int = 0
     started: int = 0
     trained: int = 0
+    refilled: int = 0
+    before: int = 0
     running: dict[int, Group] = field(default_factory=dict)
     ready: list[Group] = field(default_factory=list)
 
@@ -103,10 +112,26 @@ class Rules:
 
     def start(self) -> Group:
         """Return the next group, which starts now."""
-        group = Group(self.started, self.version, self.samples)
+        group = Group(self.started, self.version, self.samples, self.started + self.refilled)
         self.running[group.number] = group
         self.started += 1
         return group
+
+    def may_replace(self) -> bool:
+        """Return whether a group without signal is replaced."""
+        return self.refilled - self.before < self.refill
+
+    def replace(self, group: Group) -> Group:
+        """Remove a running group that has ended, and return the group that starts in its place.
+
+        The new group is the last one in the order of starts. So no batch waits for it longer than for other
+        new groups, and ages have the same bounds.
+        """
+        del self.running[group.number]
+        place = self.started + self.refilled
+        self.refilled += 1
+        new = self.running[-self.refilled] = Group(-self.refilled, self.version, self.samples, place)
+        return new
 
     def complete(self, group: Group) -> None:
         """Note that the last sample of a running group has ended."""
@@ -150,8 +175,9 @@ class Rules:
         if len(self.ready) < self.batch:
             return None
         if self.order is Order.fifo:
-            self.ready.sort(key=lambda group: group.number)
-            if self.ready[self.batch - 1].number >= self.trained + self.batch:
+            self.ready.sort(key=lambda group: group.place)
+            oldest = next(iter(self.running.values()), None)
+            if oldest is not None and oldest.place < self.ready[self.batch - 1].place:
                 return None
         elif not self.drops:
             if self.due():
@@ -168,6 +194,7 @@ class Rules:
             The running groups that can no longer be trained; they are removed.
         """
         self.version += 1
+        self.before = self.refilled
         old = [group for group in self.running.values() if self.drops and self._too_old(group)]
         for group in old:
             del self.running[group.number]
@@ -177,14 +204,14 @@ class Rules:
         """Return the counters and the groups, as JSON values."""
         groups = [*self.running.values(), *self.ready]
         return {
-            "counters": [self.version, self.started, self.trained],
-            "groups": [[group.number, group.version, group.left] for group in groups],
+            "counters": [self.version, self.started, self.trained, self.refilled, self.before],
+            "groups": [[group.number, group.version, group.left, group.place] for group in groups],
             "running": len(self.running),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> dict[int, Group]:
         """Continue from a saved state, and return its groups by number."""
-        self.version, self.started, self.trained = saved["counters"]
+        self.version, self.started, self.trained, self.refilled, self.before = saved["counters"]
         groups = [Group(*values) for values in saved["groups"]]
         self.running = {group.number: group for group in groups[: saved["running"]]}
         self.ready = groups[saved["running"] :]
@@ -195,4 +222,4 @@ class Rules:
 
 
 def _age(group: Group) -> tuple[int, int]:
-    return group.version, group.number
+    return group.version, group.place

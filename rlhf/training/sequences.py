@@ -105,3 +105,9 @@ class Sampler(Protocol):
 
     def discarded(self, sequences: Ordered[Sequence]) -> None:
         """Note that the group of these sequences was given up."""
+
+    def signal(self, group: Ordered[Sequence]) -> bool:
+        """Return whether the scores of a group differ, given its ended sequences."""
+
+    def replaced(self, group: Ordered[Sequence], by: int) -> None:
+        """Forget a group without signal, and draw a prompt for the group that starts in its place."""

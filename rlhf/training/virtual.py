@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.schedule import Dropped, Unit
-from rlhf.core.batch import Prompts, Rollouts, concatenated
+from rlhf.core.batch import Batch, Prompts, Rollouts, concatenated
 from rlhf.core.encoding import pad_prompts
 from rlhf.core.metrics import How, Stat
 from rlhf.core.phases import Phases
@@ -26,6 +26,7 @@ from rlhf.training import sequences
 from rlhf.training.clock import Clock
 from rlhf.training.rules import Rules
 from rlhf.training.sequences import Piece, Start
+from rlhf.training.stream import unpack
 
 if TYPE_CHECKING:
     from rlhf.config.clock import VirtualConfig
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rlhf.core.metrics import Metrics
     from rlhf.generators.generator import PartSampler
     from rlhf.training.recorder import Recorder
+    from rlhf.training.refill import Refill
     from rlhf.training.stream import StreamContext
 
 
@@ -47,6 +49,7 @@ def build(config: VirtualConfig, context: StreamContext) -> VirtualStream:
         max_age=schedule.max_age,
         stale=schedule.stale,
         total=context.updates * schedule.prompts_per_update,
+        refill=context.refill.most if context.refill else 0,
     )
     stream = VirtualStream(
         context.generator.parts(),
@@ -60,6 +63,7 @@ def build(config: VirtualConfig, context: StreamContext) -> VirtualStream:
         in_flight=schedule.in_flight,
         whole=schedule.unit is Unit.group,
         again=schedule.dropped is Dropped.again,
+        refill=context.refill,
         phases=context.phases,
     )
     if context.saved is not None:
@@ -82,6 +86,7 @@ class VirtualStream:
         in_flight: whether running responses continue with new weights.
         whole: whether the samples of a group start together.
         again: whether the prompt of a discarded group starts again before new prompts.
+        refill: which groups are replaced; None: none.
         phases: the phases of the run, for its progress display.
     """
 
@@ -99,10 +104,11 @@ class VirtualStream:
         in_flight: bool,
         whole: bool,
         again: bool,
+        refill: Refill | None = None,
         phases: Phases | None = None,
     ) -> None:
         self.parts, self.prompts, self.sampling = parts, prompts, sampling
-        self.recorder, self.updates, self.again = recorder, updates, again
+        self.recorder, self.updates, self.again, self.refill = recorder, updates, again, refill
         self.phases = phases or Phases()
         self.rules = rules
         self.clock = Clock(
@@ -111,6 +117,8 @@ class VirtualStream:
         self.known: dict[int, Prompts] = {}  # prompt [1] of each group that has started or is sampled ahead
         self.next: deque[Prompts] = deque()  # prompts [1] that were drawn and have no group
         self.discards: deque[Prompts] = deque()  # prompts [1] of discarded groups, which start again
+        self.spare: deque[Prompts] = deque()  # prompts [1] that were drawn to replace others
+        self.scored: dict[int, dict[str, Any]] = {}  # `scores` and `parts` of the groups that have ended
         self.current: Rollouts | None = None  # the rollouts yielded last
         self.taken = 0  # batches that were yielded since the first update of the run
         self.trained = False  # whether the weights of an update were loaded and the clock does not know it
@@ -131,6 +139,11 @@ class VirtualStream:
             self.recorder.groups([{"update": self.taken, **line} for line in self.lines])
             yield self.current
             self.current, self.lines = None, []
+
+    @property
+    def resumable(self) -> bool:
+        """Whether `state_dict` can be called: not while the clock runs on to a load."""
+        return self.trained or self.current is not None
 
     def put_back(self) -> None:
         """Yield the rollouts yielded last again after a resume, because they were not used."""
@@ -173,12 +186,23 @@ class VirtualStream:
 
     def discarded(self, sequences: Sequence[sequences.Sequence]) -> None:
         """Forget a group that was given up; its prompt may start again."""
-        group = sequences[0].group.number
-        prompt = self.known.pop(group)
-        self.lines.append({**self._line(sequences, prompt), "fate": "dropped"})
-        self._numbers.pop(group, None)
+        prompt = self._forget(sequences, "dropped")
         if self.again:
             self.discards.append(prompt)
+
+    def signal(self, group: Sequence[sequences.Sequence]) -> bool:
+        """Return whether the scores of a group differ, given its ended sequences."""
+        assert self.refill is not None
+        batch, signal = self.refill.score(self._rollouts([group]))
+        self.scored[group[0].group.number] = {"scores": batch.scores, "parts": batch.parts}
+        return bool(signal)
+
+    def replaced(self, group: Sequence[sequences.Sequence], by: int) -> None:
+        """Forget a group without signal, and draw a prompt for the group that starts in its place."""
+        self._forget(group, "replaced")
+        if not self.spare:
+            self.spare.extend(_singles(next(self.prompts)))
+        self.known[by] = self.spare.popleft()
 
     # -- prompts and samples -----------------------------------------------------------------------
 
@@ -187,8 +211,7 @@ class VirtualStream:
         while group not in self.known:
             number = max(self.rules.started, max(self.known, default=-1) + 1)
             if not self.discards and not self.next:
-                drawn = next(self.prompts)
-                self.next.extend(drawn.select(torch.tensor([i])) for i in range(len(drawn)))
+                self.next.extend(_singles(next(self.prompts)))
             self.known[number] = (self.discards or self.next).popleft()
         return self.known[group]
 
@@ -217,14 +240,50 @@ class VirtualStream:
         self.generate_s += time.perf_counter() - start
         return [Piece(*piece) for own in found for piece in own]
 
+    def _forget(self, own: Sequence[sequences.Sequence], fate: str, **times: float) -> Prompts:
+        """Add the line of a group to groups.jsonl, in virtual seconds; forget it, and return its prompt [1]."""
+        number = own[0].group.number
+        prompt = self.known.pop(number)
+        self._numbers.pop(number, None)
+        self.scored.pop(number, None)
+        versions = [version for each in own for version in each.versions]
+        line = {
+            "group": number,
+            "row": int(prompt.index),
+            "version": own[0].group.version,
+            "versions": [min(versions, default=None), max(versions, default=None)],
+            "lengths": [len(each.ids) for each in own],
+            "starts": [each.start for each in own],
+            "ends": [each.end for each in own],
+        }
+        self.lines.append({**line, **times, "fate": fate})
+        return prompt
+
     def _next(self) -> Rollouts:
         """Run the clock until the next load, and return the batch of its update."""
         groups = self.clock.next_batch()
         generate_s, self.generate_s = self.generate_s, 0.0
-        numbers = [own[0].group.number for own in groups]
-        prompts = [self.known.pop(number) for number in numbers]
-        for number in numbers:
-            self._numbers.pop(number, None)
+        rollouts = replace(self._rollouts(groups), generate_s=generate_s)
+        self.recorder.add(self._figures(groups))
+        if self.refill is not None:
+            found = [self.scored[own[0].group.number] for own in groups]
+            scores = torch.cat([each["scores"] for each in found])
+            parts = {
+                name: torch.cat([each["parts"][name] for each in found]) for name in found[0]["parts"] or {}
+            }
+            self.recorder.add(self.refill.figures(scores, self.clock.usage.refilled))
+            rollouts = rollouts.extend(Batch, scores=scores, parts=parts or None)
+        made = self.clock
+        taken = made.now - made.costs.sync_s - made.update_s
+        for own in groups:
+            ready = max(each.end for each in own) + made.costs.score_s
+            fate = "cut" if any(each.cut for each in own) else "trained"
+            self._forget(own, fate, ready=ready, taken=taken, loaded=made.now)
+        return rollouts
+
+    def _rollouts(self, groups: Sequence[Sequence[sequences.Sequence]]) -> Rollouts:
+        """Return groups whose sequences have ended as rollouts."""
+        prompts = [self.known[own[0].group.number] for own in groups]
         shape = (len(groups), self.sampling.samples, self.sampling.response_length)
         ids, mask = torch.full(shape, self.parts.pad_id), torch.zeros(shape, dtype=torch.bool)
         logprobs, versions = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
@@ -236,14 +295,6 @@ class VirtualStream:
                 logprobs[place], versions[place] = torch.tensor(each.logprobs), torch.tensor(each.versions)
                 ended[i, each.sample] = each.ended
         seen = versions[mask].unique()
-        made = self.clock
-        taken = made.now - made.costs.sync_s - made.update_s
-        for own, prompt in zip(groups, prompts, strict=True):
-            ready = max(each.end for each in own) + made.costs.score_s
-            fate = "cut" if any(each.cut for each in own) else "trained"
-            times = {"ready": ready, "taken": taken, "loaded": made.now}
-            self.lines.append({**self._line(own, prompt), **times, "fate": fate})
-        self.recorder.add(self._figures(groups))
         return Rollouts(
             **concatenated(prompts, self.parts.pad_id),
             response_ids=ids,
@@ -253,21 +304,7 @@ class VirtualStream:
             version=int(seen.min()),
             trainer_version=self.rules.version,
             token_versions=versions if len(seen) > 1 else None,
-            generate_s=generate_s,
         )
-
-    def _line(self, own: Sequence[sequences.Sequence], prompt: Prompts) -> dict[str, Any]:
-        """Return a line of groups.jsonl, without what became of the group; times are virtual seconds."""
-        versions = [version for each in own for version in each.versions]
-        return {
-            "group": own[0].group.number,
-            "row": int(prompt.index),
-            "version": own[0].group.version,
-            "versions": [min(versions, default=None), max(versions, default=None)],
-            "lengths": [len(each.ids) for each in own],
-            "starts": [each.start for each in own],
-            "ends": [each.end for each in own],
-        }
 
     def _figures(self, groups: Sequence[Sequence[sequences.Sequence]]) -> Metrics:
         """Return the metrics of an update, at its load."""
@@ -276,7 +313,7 @@ class VirtualStream:
         busy, trainer = usage.busy / span / made.slots, usage.trained / span
         ages = sorted(self.rules.version - own[0].group.version for own in groups)
         kept = sum(each.end - each.start for own in groups for each in own) / len(groups)
-        every = (kept * len(groups) + usage.wasted) / (len(groups) + usage.dropped)
+        every = (kept * len(groups) + usage.wasted) / (len(groups) + usage.dropped + usage.refilled)
         return {
             "rollouts/time_s": Stat(made.now, 1.0, How.last),
             "rollouts/update_s": Stat(usage.span),
@@ -301,6 +338,8 @@ class VirtualStream:
             "known": {group: self.known[group].as_dict() for group in sorted(self.known)},
             "next": [prompt.as_dict() for prompt in self.next],
             "discards": [prompt.as_dict() for prompt in self.discards],
+            "spare": [prompt.as_dict() for prompt in self.spare],
+            "scored": self.scored,
             "current": None if self.trained or self.current is None else self.current.as_dict(),
             "lines": [] if self.trained else self.lines,
             "taken": self.taken,
@@ -313,6 +352,13 @@ class VirtualStream:
         self.known = {group: Prompts(**prompt) for group, prompt in saved["known"].items()}
         self.next = deque(Prompts(**prompt) for prompt in saved["next"])
         self.discards = deque(Prompts(**prompt) for prompt in saved["discards"])
-        self.current = None if saved["current"] is None else Rollouts(**saved["current"])
+        self.spare = deque(Prompts(**prompt) for prompt in saved["spare"])
+        self.scored = saved["scored"]
+        self.current = None if saved["current"] is None else unpack(saved["current"])
         self.lines = saved["lines"]
         self.taken, self.trained = saved["taken"], saved["trained"]
+
+
+def _singles(prompts: Prompts) -> list[Prompts]:
+    """Return a batch of prompts as batches of one prompt."""
+    return [prompts.select(torch.tensor([i])) for i in range(len(prompts))]

@@ -49,6 +49,12 @@ class Lengths:
     def discarded(self, sequences):
         self.again.append(self.rows.pop(sequences[0].group.number))
 
+    def signal(self, group):
+        return Random(f"signal {group[0].group.number}").random() < 0.5
+
+    def replaced(self, group, by):
+        del self.rows[group[0].group.number]
+
 
 def clock(rule="pace", *, lag=1, batch=4, samples=2, slots=8, total=None, length=None, **settings):
     """Return a clock with one of five rules; further settings are those of `Clock` and `VirtualConfig`."""
@@ -62,6 +68,7 @@ def clock(rule="pace", *, lag=1, batch=4, samples=2, slots=8, total=None, length
         max_age=age if rule in ("wait", "drop", "cut") else None,
         stale=Stale(rule) if rule in ("wait", "drop", "cut") else Stale.wait,
         total=total,
+        refill=settings.pop("refill", 0),
     )
     sampler = Lengths(length) if length else Lengths()
     return Clock(rules, VirtualConfig(slots=slots, **settings), sampler, length=LENGTH, seed=0, **own)
@@ -100,6 +107,7 @@ def drawn(seed):
         "pause_s": draw.choice([0.0, 1.0]),
         "in_flight": draw.choice([False, True]),
         "whole": draw.choice([False, True]),
+        "refill": draw.choice([0, 1, 4 * batch]),
         "length": lambda start: lengths.setdefault(start, Random(f"{seed} {start}").randint(1, LENGTH)),
     }
 
@@ -112,13 +120,16 @@ def test_bounds_hold_for_random_settings(rule):
         total = settings["batch"] * 25
         bound = {"fifo": settings["lag"], "pace": inf}.get(rule, settings["age"])
         made = clock(rule, total=total, **settings)
-        rules, trained, busy, slot_s, now = made.rules, Counter(), 0.0, 0.0, 0.0
+        rules, trained, busy, slot_s, now, spent = made.rules, Counter(), 0.0, 0.0, 0.0, False
         for _ in range(25):
             groups = made.next_batch()
             assert made.now >= now, "time never falls"
             now, busy, wasted = made.now, busy + made.usage.busy, made.usage.wasted
             slot_s += wasted
             assert len(groups) == settings["batch"]
+            assert made.usage.refilled <= settings["refill"]
+            spent |= made.usage.refilled == settings["refill"]
+            assert spent or all(map(made.sampler.signal, groups))
             assert len(made.running) <= settings["slots"]
             alive = len(rules.running) + len(rules.ready) + len(groups)
             assert alive <= settings["batch"] * (settings["lag"] + 2), (seed, settings)
@@ -148,7 +159,8 @@ def test_bounds_hold_for_random_settings(rule):
         assert busy == pytest.approx(slot_s), (seed, settings)
         assert set(trained.values()) == {1}
         if rule != "drop":
-            assert sorted(trained) == [*range(total)], "every group that started is trained, once"
+            assert sum(trained.values()) == rules.started == total, "a replacement is trained in its place"
+            assert rules.refilled or sorted(trained) == [*range(total)], "what started is trained, once"
 
 
 @pytest.mark.parametrize("slots", [64, 160, 320])

@@ -85,8 +85,20 @@ def sampling(**settings):
     return Sampling(samples=K, temperature=1.3, response_length=T, purpose="train", **settings)
 
 
-def stream(trainer, rule="fifo", *, lag=2, slots=None, in_flight=False, whole=True, batches=None, **costs):
-    rules = Rules(batch=B, samples=K, max_lag=lag, total=UPDATES * B, **RULES[rule])
+def stream(
+    trainer,
+    rule="fifo",
+    *,
+    lag=2,
+    slots=None,
+    in_flight=False,
+    whole=True,
+    batches=None,
+    refill=None,
+    **costs,
+):
+    most = refill.most if refill else 0
+    rules = Rules(batch=B, samples=K, max_lag=lag, total=UPDATES * B, refill=most, **RULES[rule])
     return VirtualStream(
         trainer.generator.parts(),
         batches or prompts(),
@@ -99,6 +111,7 @@ def stream(trainer, rule="fifo", *, lag=2, slots=None, in_flight=False, whole=Tr
         in_flight=in_flight,
         whole=whole,
         again=True,
+        refill=refill,
     )
 
 
@@ -113,6 +126,8 @@ def equal(one, other):
     for name, value in one.as_dict().items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, getattr(other, name)), name
+        elif isinstance(value, dict):
+            assert all(torch.equal(part, getattr(other, name)[key]) for key, part in value.items()), name
         elif name != "generate_s":
             assert value == getattr(other, name), name
 
