@@ -101,6 +101,8 @@ generator.enforce_eager |  | vllm.enforce_eager | rollout.enforce_eager
 generator.max_num_seqs |  |  | rollout.max_num_seqs
 schedule.max_lag |  | train.async_enable train.async_queue_size async_queue_size | trainer.v1.trainer_mode
     async_training.staleness_threshold | <value> | batches sampled ahead; 0: synchronous
+schedule.refill |  | dynamic_filtering | algorithm.filter_groups.enable filter_groups.enable
+    algorithm.filter_groups.max_num_gen_batches | 9 | further batches of prompts, at most
 schedule.prompts_per_update | generation_batch_size | rollout.batch_size rollout_batch_size |
     data.train_batch_size train_batch_size | <value> | prompts; TRL counts responses: divide by
     num_generations

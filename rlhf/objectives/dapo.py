@@ -6,8 +6,9 @@ weight. By default, ratios are clipped at 1 - 0.2 and 1 + 0.28, and there is no 
     loss = sum over tokens of max(-A u, -A clip(u, 1 - low, 1 + high)) / response tokens
 
 u is the ratio of each token. The mean of the paper is over the tokens of each group. Two parts of the paper
-are separate settings. Dynamic sampling: `algo.ties=drop` excludes prompts without signal from the mean, but
-samples no other prompts in their place. Penalty on overlong responses: `scorer.missing_eos_penalty`.
+are separate settings. Dynamic sampling: `schedule.refill` samples other prompts in place of prompts without
+signal; `algo.ties=drop` only excludes them from the mean. Penalty on overlong responses:
+`scorer.missing_eos_penalty`.
 
 Needs: K >= 2, reference log-probs. Prompts without signal: as in GRPO, see `rlhf.objectives.grpo`.
 """

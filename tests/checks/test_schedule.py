@@ -30,6 +30,24 @@ def test_training_metric_can_be_the_objective_without_evaluations():
     assert check.problems(compose(["objective_metric=objective/scores", "schedule.eval_every=0"])) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        ("algo=dpo generator=dataset", "generator=dataset (nothing is sampled)"),
+        ("algo=ppo algo.samples_per_prompt=2", "algo=ppo (prompts whose scores tie have signal, too)"),
+        ("algo=oapl", "algo=oapl (prompts whose scores tie have signal, too)"),
+        ("algo=bok generator=hf", "several ranks that all sample (a few prompts cannot be divided"),
+    ],
+)
+def test_refill_needs_groups_that_have_no_signal(monkeypatch, words, because):
+    if "ranks" in because:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    (problem,) = check.problems(compose([*words.split(), "schedule.refill=2"]))
+    assert problem.startswith(f"schedule.refill must be 0 with {because}") and "got 2; set" in problem
+    assert check.problems(compose(words.split())) == []
+    assert run_name(compose(["algo=grpo"])) == run_name(compose(["algo=grpo", "schedule.refill=0"]))
+
+
 @pytest.mark.parametrize("words", ["algo=sft", "algo=dpo generator=dataset"])
 def test_replay_needs_a_generator_that_samples(words):
     (problem,) = check.problems(compose([*words.split(), "schedule.replay=2"]))

@@ -14,7 +14,6 @@ from rlhf.training.stream import RefilledStream, StreamContext
 from tests.training.test_virtual import (
     UPDATES,
     B,
-    K,
     Recorder,
     Trainer,
     equal,
