@@ -241,7 +241,7 @@ class VirtualStream:
         return [Piece(*piece) for own in found for piece in own]
 
     def _forget(self, own: Sequence[sequences.Sequence], fate: str, **times: float) -> Prompts:
-        """Add the line of a group to groups.jsonl, in virtual seconds; forget it, and return its prompt [1]."""
+        """Add the line of a group to groups.jsonl, forget the group, and return its prompt [1]."""
         number = own[0].group.number
         prompt = self.known.pop(number)
         self._numbers.pop(number, None)
