@@ -39,6 +39,7 @@ class Scorer:
 
 
 def half(rollouts):
+    """Return scores [N, K] that tie in about half of the groups, and the sums of the tokens."""
     sums = rollouts.response_ids.masked_fill(~rollouts.response_mask, 0).sum(-1)
     return (sums % 2).float(), sums
 
