@@ -218,6 +218,15 @@ def _counted(drawn):
         yield batch
 
 
+def test_the_progress_display_counts_responses_and_tokens_of_a_call():
+    trainer, seen = Trainer(), set()
+    phases = trainer.generator.phases
+    with phases("waiting for rollouts", between=lambda: seen.add(phases.text())):
+        next(iter(stream(trainer)))
+    assert {f"waiting for rollouts, sampling {B * K}/{B * K}"} <= seen
+    assert f"waiting for rollouts, sampling 0/{B * K}, token 1/{T}" in seen
+
+
 def test_a_batch_that_was_put_back_is_yielded_again():
     trainer = Trainer()
     made = stream(trainer, "pace", slots=10, spread=1.0)
