@@ -12,7 +12,7 @@ from rlhf.config.schedule import Order, Stale
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.metrics import Timer
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
-from rlhf.training.rules import Rules
+from rlhf.training.staleness import Rules
 from rlhf.training.stream import Stream
 from rlhf.training.virtual import VirtualStream
 from tests.tiny_models import VOCABULARY, tiny_lm
