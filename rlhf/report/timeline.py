@@ -42,17 +42,17 @@ _CAPTION = (
     "Timeline: eight updates in the middle of the run with the lowest seed. A row is a slot, which decodes "
     "one response after another; gaps are idle time. At most 32 slots are shown, evenly chosen. The colour "
     "is the version of the weights that sample; colours repeat after seven versions. The trainer is on top, "
-    "in the colour of the version that it makes; thin lines are loads of weights. Grey: responses of "
-    "discarded groups. Tick at the end: the response was cut. Age: updates between the first token of a "
-    "group and its training. Duration: mean time of the samples of a group in their slots, until they ended, "
-    "were cut or discarded; a decile is a tenth of all groups that were trained or discarded."
+    "in the colour of the version that it makes; thin lines are loads of weights. Grey: responses of groups "
+    "that are discarded or replaced. Tick at the end: the response was cut. Age: updates between the first "
+    "token of a group and its training. Duration: mean time of the samples of a group in their slots, until "
+    "they ended, were cut or discarded; a decile is a tenth of all groups that were trained or discarded."
 )
 
 _Rows = list[dict[str, Any]]  # rows of groups.jsonl
 
 
 class Response(NamedTuple):
-    """A response in its slot: times of start and end, and whether it was discarded or cut."""
+    """A response in its slot: times of start and end, and whether it was not trained, or cut."""
 
     start: float
     end: float
@@ -61,13 +61,13 @@ class Response(NamedTuple):
 
 
 def asynchrony(section: Section) -> tuple[Chart | None, list[str]]:
-    """Return the figure of the runs that have groups.jsonl, and a remark about each file that is damaged."""
+    """Return the figure of the runs in virtual time, and a remark about each file that is damaged."""
     found: dict[Group, list[tuple[Run, _Rows]]] = {}
     remarks = []
     for group in section.drawn:
         for run in group.measured:
             try:
-                rows = run.groups()
+                rows = run.groups() if run.loads else []
                 if any("loaded" in row for row in rows):
                     found.setdefault(group, []).append((run, rows))
             except ValueError as error:
@@ -110,7 +110,7 @@ def _timeline(run: Run, rows: _Rows, label: str) -> Panel:
     first = max(0, (len(loads) - _UPDATES) // 2)
     begin, end = [0.0, *loads][first], loads[: first + _UPDATES][-1]
     responses = [
-        Response(*times, row["fate"] == "dropped", row["fate"] == "cut" and times[1] == max(row["ends"]))
+        Response(*times, "loaded" not in row, row["fate"] == "cut" and times[1] == max(row["ends"]))
         for row in rows
         for times in zip(row["starts"], row["ends"], strict=True)
         if times[0] < end and times[1] > begin
@@ -164,7 +164,7 @@ def _colour(version: int) -> str:
 def _draw_ages(rows: dict[Group, _Rows], axes: Axes) -> None:
     """Draw the distribution of the ages of the trained groups."""
     for group, own in rows.items():
-        ages = Counter(row["update"] - 1 - row["version"] for row in own if row["fate"] != "dropped")
+        ages = Counter(row["update"] - 1 - row["version"] for row in own if "loaded" in row)
         shares = [ages[age] / ages.total() for age in range(max(ages) + 1)]
         edges = [age - 0.5 for age in range(len(shares) + 1)]
         colour = look(group.place or 0)["color"]
@@ -176,6 +176,7 @@ def _draw_ages(rows: dict[Group, _Rows], axes: Axes) -> None:
 def _draw_deciles(rows: dict[Group, _Rows], axes: Axes) -> None:
     """Draw the share of groups that are trained whole, by decile of the duration of all groups."""
     for group, own in rows.items():
+        own = [row for row in own if row["fate"] != "replaced"]  # they were decoded whole
         ordered = sorted(own, key=lambda row: (sum(row["ends"]) - sum(row["starts"])) / len(row["ends"]))
         whole: list[list[bool]] = [[] for _ in range(10)]
         for place, row in enumerate(ordered):

@@ -13,7 +13,7 @@ def write_groups(folder, fates=("trained",), updates=4):
     rows = []
     for update in range(1, updates + 1):
         for place, fate in enumerate(("trained", fates[update % len(fates)])):
-            at = {"taken": update * 10.0, "loaded": update * 10.0 + 8} if fate != "dropped" else {}
+            at = {"taken": update * 10.0, "loaded": update * 10.0 + 8} if fate in ("trained", "cut") else {}
             starts, ends = [update * 10 - 10.0] * 2, [update * 10 - 1.0, update * 10.0]
             rows.append({"update": update, "group": 2 * update + place, "version": max(0, update - 2), **at})
             rows[-1] |= {"fate": fate, "starts": starts, "ends": ends, "lengths": [1, 2], "row": 0}
@@ -36,11 +36,11 @@ def test_responses_never_overlap_in_a_slot_and_use_only_as_many_slots_as_needed(
 
 def test_runs_with_groups_have_timelines_ages_and_curves_over_virtual_time(tmp_path, capsys):
     virtual = {"rollouts/time_s": 1.0, "schedule.update": "in_flight"}
-    for name, fates in {"pace": ("trained",), "rest": ("dropped", "cut")}.items():
+    for name, fates in {"pace": ("trained",), "rest": ("dropped", "cut", "replaced")}.items():
         folder = write_run(tmp_path / "runs" / name, training=virtual, **{"schedule.stale": name})
         write_groups(folder, fates)
     write_run(tmp_path / "runs" / "wall")
-    damaged = write_run(tmp_path / "runs" / "damaged", **{"optim.lr": 2})
+    damaged = write_run(tmp_path / "runs" / "damaged", training=virtual, **{"optim.lr": 2})
     (damaged / "groups.jsonl").write_text("{}\n")
     main([str(tmp_path / "runs"), "--out", str(tmp_path / "report")])
     html = (tmp_path / "report" / "index.html").read_text()
