@@ -10,6 +10,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +256,20 @@ def component(text: str, fill: str = "-") -> str:
 def digest(value: Any) -> str:
     """Return 8 hex digits of the SHA-256 of `value` as JSON; the order of dict keys does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def digest_of(path: Path) -> str:
+    """Return 16 hex digits of the SHA-256 of a file, or of names and contents of all files in a folder."""
+    if not path.is_dir():
+        state = path.stat()
+        return _digest_of_file(path, state.st_size, state.st_mtime_ns)
+    below = sorted(each for each in path.rglob("*") if each.is_file())
+    contents = json.dumps([[str(each.relative_to(path)), digest_of(each)] for each in below])
+    return hashlib.sha256(contents.encode()).hexdigest()[:16]
+
+
+@cache
+def _digest_of_file(file: Path, size: int, changed_ns: int) -> str:
+    """Return the digest of a file with this size and this time of its last change."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]

@@ -18,11 +18,12 @@ from rlhf.core.secrets import HIDDEN, hide, is_secret_key
 DISTRIBUTION = "rlhf-lab"  # name of this project in pyproject.toml
 
 
-def environment(devices: list[str]) -> dict[str, Any]:
+def environment(devices: list[str], instructions: str = "") -> dict[str, Any]:
     """Return the environment record of this process; the record contains no environment variables.
 
     Args:
         devices: names of the accelerators.
+        instructions: the instruction set that torch uses on the CPU, such as "AVX512".
     """
     import psutil
 
@@ -33,6 +34,7 @@ def environment(devices: list[str]) -> dict[str, Any]:
         "git": git_commit(),
         "platform": platform.platform(),
         "processor": processor(),
+        "instructions": instructions,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "devices": devices,

@@ -123,11 +123,11 @@ class RunFolder:
         assert isinstance(saved, dict), "a mapping of keys"
         return {str(key): value for key, value in saved.items() if key != "defaults"}
 
-    def write_environment(self, devices: list[str] | None = None) -> None:
-        """Write the environment record; `devices` are the names of the accelerators."""
+    def write_environment(self, devices: list[str] | None = None, instructions: str = "") -> None:
+        """Write the environment record (see `environment` for the arguments)."""
         started = self.started()
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.environment, {"started": started, **environment(devices or [])})
+        write_json(self.environment, {"started": started, **environment(devices or [], instructions)})
 
     def started(self) -> str:
         """Return the time in ISO format at which the run was started first; for a new run, the time now."""

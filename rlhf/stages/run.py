@@ -241,7 +241,8 @@ def _open_folder(cfg: Config, folder: RunFolder) -> Path | None:
     if folder.config.exists() and saved_length(folder) is None:
         log.warning(f"{folder.config} was damaged; it is written again")
     folder.write_config(cfg)
-    folder.write_environment([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    folder.write_environment(devices, torch.backends.cpu.get_cpu_capability())
     last = last_good(folder.path)
     if last is None and cfg.resume is Resume.must:
         raise UserError(

@@ -1,6 +1,6 @@
 """Command `python -m rlhf.study <command> <file> [arguments]`: studies that a file declares.
 
-Exit codes: 0 success; 2 invalid input, reported as `error: ...`.
+Exit codes: those of `rlhf.train`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf.core.console import console
-from rlhf.core.errors import UserError
+from rlhf.core.errors import RunError, UserError
 from rlhf.core.output import prepare_output
 from rlhf.launch.command_line import exit_codes
 from rlhf.study.reading import read_spec
@@ -54,7 +54,91 @@ def page(spec: Spec, options: Namespace) -> None:
 
 
 DOES = "Evaluate a study of tasks, methods, axes and seeds that a YAML file declares."
+
+
+def plan(spec: Spec, options: Namespace) -> None:
+    """Print the runs by grid and task, their states, and the price as far as it is known."""
+    from rlhf.study.planning import Plan
+    from rlhf.study.pricing import check_budget, price
+    from rlhf.study.study import Study
+
+    found: Plan = Study(spec).plan(_only(spec, options))
+    found.check()
+    for line in [*found.lines(), *price(found).lines(1)]:
+        console.print(line, markup=False, soft_wrap=True)
+    check_budget(found, price(found))
+
+
+def price(spec: Spec, options: Namespace) -> None:
+    """Print the price of the missing runs, after a pilot of each distinct cost."""
+    from rlhf.study.study import Study
+
+    for line in Study(spec).price().lines(options.workers):
+        console.print(line, markup=False)
+
+
+def run(spec: Spec, options: Namespace) -> None:
+    """Carry out the missing runs."""
+    from rlhf.study.study import Study
+
+    Study(spec).run(options.workers, _only(spec, options), options.nice, options.failed)
+    console.print(f"all runs are done; write the page: rlhf study page {spec.file}", markup=False)
+
+
+def repeat(spec: Spec, options: Namespace) -> None:
+    """Carry out one run again, and compare it with its row."""
+    from rlhf.study.study import Study, differing
+
+    row, new = Study(spec).repeat(dict(word.partition("=")[::2] for word in options.where))
+    if found := differing(row, new):
+        raise RunError(f"the run differs from its row in {', '.join(found)}: {row.metrics}, {new.metrics}")
+    console.print(f"equal: {new.metric} {new.metrics.get(new.metric)}", markup=False)
+
+
+def _only(spec: Spec, options: Namespace) -> dict[str, list[str]]:
+    """Return the values of `--only` and `--part` by name.
+
+    Raises:
+        UserError: a name is neither task, method, seed nor an axis.
+    """
+    found = {name: values.split(",") for name, _, values in (word.partition("=") for word in options.only)}
+    known = ("task", "method", "seed", *spec.axes)
+    for name in found:
+        if name not in known:
+            raise UserError(f"--only must name {', '.join(known)}, got {name}; write --only method=dpo")
+    return found | ({"part": [options.part]} if options.part else {})
+
+
+ONLY: Mapping[str, Mapping[str, Any]] = {
+    "--only": {
+        "nargs": "*",
+        "default": [],
+        "metavar": "NAME=VALUE,...",
+        "help": "runs with these values of task, method, seed or an axis",
+    },
+    "--part": {"choices": ["tune", "table"], "help": "only the runs of the tuning, or of the tables"},
+}
+WORKERS: Mapping[str, Any] = {"type": int, "default": 1, "help": "runs in parallel"}
 COMMANDS = {
+    "plan": Command("Print what is done, stale and missing, and problems of the runs.", plan, ONLY),
+    "price": Command(
+        "Measure the cost of a run by short runs, and print the price.", price, {"--workers": WORKERS}
+    ),
+    "run": Command(
+        "Carry out the missing runs; the same command resumes.",
+        run,
+        {
+            "--workers": WORKERS,
+            **ONLY,
+            "--nice": {"type": int, "default": 0, "help": "niceness of the runs"},
+            "--failed": {"action": "store_true", "help": "repeat runs that failed"},
+        },
+    ),
+    "repeat": Command(
+        "Carry out one run again, and compare it with its row.",
+        repeat,
+        {"where": {"nargs": "+", "metavar": "NAME=VALUE", "help": "task, method, axes and seed of the run"}},
+    ),
     "show": Command("Print the state and the tables so far.", show),
     "page": Command(
         "Write the page, tables and figures from rows.jsonl.",

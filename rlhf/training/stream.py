@@ -1,7 +1,4 @@
-"""The stream of rollouts, in the order of requests, with a bounded number of later requests in flight.
-
-In virtual time, `rlhf.training.staleness` decides which groups are trained next (`rlhf.training.virtual`).
-"""
+"""The stream of rollouts, in the order of requests, with a bounded number of later requests in flight."""
 
 from __future__ import annotations
 

@@ -1,0 +1,92 @@
+"""Collection of rows: each run writes `row.json` in its folder, and one process writes `rows.jsonl`.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rlhf.runs.lock import LOCK
+from rlhf.runs.lock_file import LockFile
+from rlhf.study import history
+from rlhf.study.planning import Configs, Plan, Planned
+from rlhf.study.rows import FAILED, Row, read_rows, write_rows
+from rlhf.study.spec import Spec
+from rlhf.study.tuning import write_choices
+
+ROW = "row.json"  # of a run folder
+FAILURES = "failures.jsonl"  # of a run folder: attempts without a row
+STALE = "stale"  # an event of the history
+
+
+class Collection:
+    """The rows of a study: those of run folders, and those of its file."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.found: dict[Path, tuple[int, Row]] = {}
+
+    def rows(self) -> list[Row]:
+        """Return all rows, one for each run; those of run folders count first."""
+        for file in (self.spec.folder / "runs").glob(f"*/{ROW}"):
+            try:
+                changed = file.stat().st_mtime_ns
+            except FileNotFoundError:  # another process has begun the run again
+                continue
+            if self.found.get(file, (0,))[0] != changed:
+                self.found[file] = changed, read_rows(file)[0]
+        present = [row for file, (_, row) in self.found.items() if file.exists()]
+        found = {row.run: row for row in [*read_rows(self.spec.rows), *present]}
+        return list(found.values())
+
+    def collect(self, configs: Configs) -> bool:
+        """Write `rows.jsonl` and `rates.json`, unless another process does; return whether they were written.
+
+        Rows get the present names of their cells. Stale rows go to the history.
+        """
+        lock = LockFile(self.spec.folder / LOCK, self.spec.rows)
+        if not lock.acquire():
+            return False
+        try:
+            plan = Plan(self.spec, self.rows(), configs)
+            dropped = {each.row.run: each.reason for each in plan.runs if each.row and each.reason}
+            dropped |= {row.run: "other settings" for row in plan.unused}
+            kept = {run: row for run, row in plan.rows.items() if run not in dropped}
+            kept |= {
+                each.row.run: named(each, each.row) for each in plan.runs if each.row and not each.reason
+            }
+            before = {row.run for row in read_rows(self.spec.rows)}
+            for run in dropped.keys() & before:
+                history.record(self.spec, STALE, reason=dropped[run], row=asdict(plan.rows[run]))
+            write_rows(self.spec.rows, kept.values())
+            if plan.tuning.choices:
+                write_choices(self.spec.folder / "rates.json", plan.tuning.choices)
+        finally:
+            lock.release()
+        return True
+
+    def forget_failures(self) -> None:
+        """Remove the rows of runs that failed, so that these runs are carried out again."""
+        for file, (_, row) in list(self.found.items()):
+            if row.status == FAILED:
+                file.unlink(missing_ok=True)
+                file.with_name(FAILURES).unlink(missing_ok=True)
+        rows = read_rows(self.spec.rows)
+        if any(row.status == FAILED for row in rows):
+            write_rows(self.spec.rows, [row for row in rows if row.status != FAILED])
+
+
+def named(planned: Planned, row: Row) -> Row:
+    """Return a row with the present names of its run."""
+    cell, run = planned.run.cell, planned.run
+    return replace(
+        row,
+        task=cell.task,
+        method=cell.method,
+        levels=dict(cell.levels),
+        seed=run.seed,
+        part=run.part,
+        tuned=dict(run.tuned),
+    )

@@ -1,0 +1,152 @@
+"""Identity of a run: its settings, the content of its inputs, and the results version of the project.
+
+Neither the commit nor the wording of the overrides belongs to the identity. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.config.address import ONLY_HERE
+from rlhf.config.function_source import find_module
+from rlhf.config.identity import what_counts
+from rlhf.config.root import Config
+from rlhf.config.schema import PARTS, SCHEMAS, Section, dotted, sections
+from rlhf.core import files
+from rlhf.core.hub import cached_folder
+from rlhf.core.version import RESULTS
+from rlhf.study.rows import Row
+
+# Fields of sections that name data, a model or a function; `parts` of a section are sections of their own.
+_DATA = ("path", "preferences_path", "chat_template")
+_MODELS = ("base", "policy", "reference", "reward", "tokenizer")
+
+
+def run_digest(cfg: Config) -> str:
+    """Return eight hex digits of the settings that the result of a run depends on.
+
+    The digits are those of the run name, except that absolute paths below the current folder count as
+    relative ones, so that a checkout can be moved.
+    """
+    return files.digest(_portable(what_counts(cfg)))
+
+
+def inputs(cfg: Config) -> dict[str, str]:
+    """Return a digest of the content of each input outside of the settings.
+
+    Returns:
+        Config keys of local data and models (of hub names the revision in the cache, if it is there), and
+        files of the user's code, such as "my_lab/objective.py", with those that they import from their own
+        package. What does not exist has no digest.
+    """
+    found: dict[str, str] = {}
+    for key, section in sections(cfg):
+        for name in section.__dataclass_fields__:
+            value = getattr(section, name)
+            if name in (*_DATA, *_MODELS):
+                found |= _contents(dotted(key, name), value)
+            if name == "path":
+                several = list(value.values()) if isinstance(value, dict) else value
+                for address in several if isinstance(several, list | tuple) else [several]:
+                    found |= _sources(address)
+        found |= _sources_of(type(section))
+    return found
+
+
+def stale(row: Row, wanted: Mapping[str, str], accept: tuple[int, ...] = ()) -> str | None:
+    """Return why the row of a run is not its result any more; None if it is.
+
+    Args:
+        row: a row with the settings of the run.
+        wanted: the `inputs` of the run now.
+        accept: earlier results versions whose rows are used.
+    """
+    if row.results not in (RESULTS, *accept):
+        return f"results version {row.results}, now {RESULTS}"
+    changed = [name for name, content in wanted.items() if row.inputs.get(name) != content]
+    return f"{', '.join(changed)} changed" if changed else None
+
+
+def _portable(value: Any) -> Any:
+    """Return settings with paths relative to the current folder where they are below it."""
+    if isinstance(value, dict):
+        return {key: _portable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_portable(each) for each in value]
+    if isinstance(value, str) and value.startswith("/"):
+        here = f"{Path.cwd()}/"
+        return value.removeprefix(here)
+    return value
+
+
+def _contents(key: str, value: object) -> dict[str, str]:
+    """Return the digest of a path, a list or a mapping of paths, or the revision of a hub name."""
+    if isinstance(value, dict):
+        return {k: v for name, each in value.items() for k, v in _contents(f"{key}.{name}", each).items()}
+    if isinstance(value, list | tuple):
+        return {k: v for n, each in enumerate(value) for k, v in _contents(f"{key}.{n}", each).items()}
+    if not isinstance(value, str) or not value or ":" in value:  # the address of a function
+        return {}
+    path = Path(value).expanduser()
+    if os.path.exists(path):  # False also for a long text
+        return {key: files.digest_of(path)}
+    is_name = key.rpartition(".")[2] in (*_MODELS, "path") and value.count("/") == 1
+    folder = cached_folder(value) if is_name else None
+    return {} if folder is None else {key: folder.name}
+
+
+def _sources_of(section: type[Section]) -> dict[str, str]:
+    """Return the digests of the files that define a section and its part, unless this package does."""
+    found: dict[str, str] = {}
+    for each in section.__mro__:
+        if each in SCHEMAS.values():
+            found |= _sources(f"{each.__module__}:")
+    return found | _sources(PARTS.get(section, ""))
+
+
+def _sources(address: object) -> dict[str, str]:
+    """Return the digests of the file of a function or class, and of the files of its package it imports."""
+    place, colon, _ = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not colon or place == ONLY_HERE or place.partition(".")[0] == "rlhf":
+        return {}
+    if place.endswith(".py"):
+        file = Path(place).expanduser()
+        return {place: files.digest_of(file)} if file.is_file() else {}
+    return {name: files.digest_of(file) for name, file in _module_files(place).items()}
+
+
+def _module_files(module: str) -> dict[str, Path]:
+    """Return the file of a module, and those of the modules of its package that it imports, by short name."""
+    found: dict[str, Path] = {}
+    waiting, top = [module], module.partition(".")[0]
+    for name in waiting:  # the list grows
+        try:
+            origin = find_module(name).origin
+        except ModuleNotFoundError:  # the name is that of an object of a module
+            continue
+        if origin is None or not origin.endswith(".py"):
+            continue
+        file = Path(origin)
+        short = name.replace(".", "/") + ("/__init__.py" if file.name == "__init__.py" else ".py")
+        found[short] = file
+        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+        for other in _imported(file, package):
+            if other.partition(".")[0] == top and other not in waiting:
+                waiting.append(other)
+    return found
+
+
+def _imported(file: Path, package: str) -> Iterator[str]:
+    """Yield the modules (and perhaps objects of modules) that a file imports, by their full names."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)

@@ -1,0 +1,117 @@
+"""Studies in Python, with the methods that are the commands of `rlhf study`.
+
+    from rlhf.study.study import Study
+
+    study = Study("studies/staleness.yaml")
+    print(study.plan())  # runs by grid and task: done, stale, missing
+    study.run(workers=4)
+    study.rows()  # a pandas.DataFrame
+
+The errors are those of `rlhf.Experiment`. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.core.errors import RunError, UserError
+from rlhf.processes.signals import interruptible
+from rlhf.study import attempt, pricing, running
+from rlhf.study.collection import ROW, Collection
+from rlhf.study.planning import Configs, Plan, Planned
+from rlhf.study.reading import read_spec
+from rlhf.study.rows import TABLE, Row, read_rows
+from rlhf.study.spec import Spec
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Study:
+    """A study that a file declares.
+
+    Args:
+        file: the study file, or its content.
+
+    Raises:
+        UserError: the file cannot be read or is invalid; the error has all problems, each with its line.
+    """
+
+    def __init__(self, file: str | Path | Spec) -> None:
+        self.spec = file if isinstance(file, Spec) else read_spec(file)
+        self.configs = Configs(self.spec)
+
+    def plan(self, only: Mapping[str, Sequence[str]] | None = None) -> Plan:
+        """Return the runs with their states; `only`: values of "task", "method", axes, "part" or "seed"."""
+        return Plan(self.spec, Collection(self.spec).rows(), self.configs, only)
+
+    def price(self) -> pricing.Price:
+        """Return the price of the missing runs, after a pilot for each distinct cost that has none.
+
+        Raises:
+            UserError: a run is invalid, or the price is above `budget`.
+            RunError: a pilot failed.
+        """
+        plan = self.plan()
+        plan.check()
+        with interruptible():
+            for each in pricing.pilots_due(plan):
+                pricing.measure(plan, each)
+        found = pricing.price(plan)
+        pricing.check_budget(plan, found)
+        return found
+
+    def run(
+        self,
+        workers: int = 1,
+        only: Mapping[str, Sequence[str]] | None = None,
+        nice: int = 0,
+        failed: bool = False,
+    ) -> None:
+        """Carry out the missing runs; see `rlhf.study.running.run`."""
+        running.run(self.spec, workers, only, nice, failed)
+
+    def rows(self) -> pandas.DataFrame:
+        """Return the rows, one per run, with columns for axes and metrics of the last evaluation."""
+        import pandas
+
+        found = Collection(self.spec).rows()
+        return pandas.DataFrame([{**asdict(row), **row.levels, **row.metrics} for row in found])
+
+    def repeat(self, where: Mapping[str, str]) -> tuple[Row, Row]:
+        """Carry out one run again, beside its run folder, and return its row and the new row.
+
+        Args:
+            where: a value of "task", "method", axes and "seed", so that one run is left.
+
+        Raises:
+            UserError: several runs or no run have these values, or the run has no row.
+            RunError: the run failed.
+        """
+        found = [each for each in self.plan({**{k: [v] for k, v in where.items()}, "part": [TABLE]}).runs]
+        row = found[0].row if len(found) == 1 else None
+        if row is None:
+            got = f"{len(found)} runs" if len(found) != 1 else "a run without a row"
+            raise UserError(
+                f"repeat must name one run that has a row, got {got}; name task, method, axes and seed"
+            )
+        planned = found[0]
+        folder = self.spec.folder / "repeats" / planned.folder.name
+        again = Planned(run=planned.run, digest=planned.digest, inputs=planned.inputs, folder=folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        attempt.begin(again)
+        with interruptible():
+            code = attempt.wait_for(attempt.fork(self.spec, again, self.configs.config(planned.run)))
+        rows = read_rows(folder / ROW)
+        if code or not rows:
+            raise RunError(f"the run failed; its output: {folder / attempt.OUTPUT}")
+        return row, rows[0]
+
+
+def differing(one: Row, other: Row) -> list[str]:
+    """Return the fields that must be equal when a run is repeated, and are not."""
+    fields = ("status", "metrics", "evaluations", "bits", "means", "models", "machine")
+    return [name for name in fields if getattr(one, name) != getattr(other, name)]

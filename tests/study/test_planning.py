@@ -1,0 +1,142 @@
+"""Plans: configs and states of runs, without a run."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlhf.checks.composing import composed
+from rlhf.core.errors import UserError
+from rlhf.study import tuning
+from rlhf.study.attempt import _row
+from rlhf.study.collection import Collection
+from rlhf.study.history import events
+from rlhf.study.planning import DONE, MISSING, STALE, Configs, Plan
+from rlhf.study.reading import read_spec
+from rlhf.study.rows import DIVERGED, FINISHED, TABLE, TUNE, read_rows, write_rows
+
+STUDY = """\
+study: short
+set: [task=arithmetic, model=pythia, debug=tiny]
+seeds: 2
+repeat: [seed, stages.seed]
+methods: {dpo: [algo=dpo], rloo: [algo=rloo]}
+axes: {lag: {key: schedule.max_lag, values: [0, 1, 4], base: 0}}
+grids: [{lag: all}]
+"""
+TUNED = STUDY + "tune: {optim.lr: [3e-5, 1e-4, 3e-4], seeds: [101], at: {low: {lag: 0}}, extend: 1}\n"
+
+
+@pytest.fixture
+def study(tmp_path):
+    def write(text=STUDY):
+        (tmp_path / "short.yaml").write_text(text)
+        return read_spec(tmp_path / "short.yaml")
+
+    return write
+
+
+def row(planned, value=0.5, status=FINISHED, results=1):
+    metrics = {"eval/win_rate": value}
+    return _row(planned, status=status, error=None, metric="eval/win_rate", metrics=metrics, results=results)
+
+
+def test_configs_are_those_of_the_command_line(study):
+    configs = Configs(study())
+    for planned in (plan := Plan(study(), [], configs)).runs:
+        cfg = configs.config(planned.run)
+        typed = composed([*configs.overrides(planned.run), "backend.threads=1", "eval.samples=0"])
+        assert cfg == typed.with_({name: getattr(cfg, name) for name in ("output_dir", "progress")})
+    assert [each.run.seed for each in plan.runs] == [1] * 6 + [2] * 6  # seed by seed
+
+
+def test_rows_belong_to_runs_by_settings_and_not_by_names(study):
+    rows = [row(each) for each in Plan(study(), []).runs]
+    renamed = study(STUDY.replace("dpo: [algo=dpo]", "online: [algo=dpo]").replace("lag:", "delay:"))
+    plan = Plan(renamed, rows)
+    assert [each.state for each in plan.runs] == [DONE] * 12 and not plan.unused
+    changed = Plan(study(STUDY.replace("[algo=rloo]", "[algo=rloo, optim.lr=1e-3]")), rows)
+    assert [each.state for each in changed.runs].count(MISSING) == len(changed.unused) == 6
+    assert "not used: 6 rows with other settings" in [*changed.lines()]
+
+
+def test_collection_names_rows_and_moves_stale_ones_to_the_history(study):
+    spec = study()
+    rows = [row(each) for each in Plan(spec, []).runs]
+    write_rows(spec.rows, [replace(rows[0], results=0), *rows[1:]])
+    assert [each.state for each in Plan(spec, Collection(spec).rows()).runs] == [STALE] + [DONE] * 11
+    renamed = study(STUDY.replace("rloo:", "leave_one_out:"))
+    assert Collection(renamed).collect(Configs(renamed))
+    assert {each.method for each in read_rows(spec.rows)} == {"dpo", "leave_one_out"}
+    (event,) = events(spec, "stale")
+    assert event["reason"] == "results version 0, now 1" and event["row"]["run"] == rows[0].run
+    accepted = study(STUDY + "accept: [0]\n")
+    unnamed = replace(rows[0], run="unknown", results=0)  # rows of earlier versions have no digest
+    assert Plan(accepted, [unnamed, *rows[1:]]).runs[0].state == DONE
+
+
+def test_all_problems_are_reported_with_their_lines(study):
+    text = STUDY.replace("[algo=dpo]", "[algo=dpo, algo.beta=-1]").replace("algo=rloo", "algo=rlooo")
+    with pytest.raises(UserError) as error:
+        Plan(study(text), []).check()
+    first, second = error.value.problems
+    assert "line 5: methods.dpo (short dpo lag=0 and 2 more cells): algo.beta must" in first
+    assert "line 5: methods.rloo (short rloo lag=0 and 2 more cells): algo must" in second
+    with pytest.raises(UserError, match="must have keys that no other key reads"):
+        Plan(study(STUDY.replace("debug=tiny", "'eval.prompts=${seed}'")), []).check()
+
+
+def test_only_restricts_the_runs(study):
+    plan = Plan(study(), [], only={"method": ["dpo"], "lag": ["0", "4"], "seed": ["2"]})
+    assert [str(each.run) for each in plan.runs] == ["short dpo lag=0 seed 2", "short dpo lag=4 seed 2"]
+
+
+def tuned(spec, values):
+    """Return the plan after tuning runs with the value of each learning rate, and their rows."""
+    rows = {}
+    while missing := [
+        each for each in Plan(spec, rows.values()).runs if each.run.part == TUNE and not each.row
+    ]:
+        for each in missing:
+            value = values[float(dict(each.run.tuned)["optim.lr"])]
+            rows[each.digest] = row(each, value or 0.0, FINISHED if value is not None else DIVERGED)
+    return Plan(spec, rows.values())
+
+
+def test_a_rate_is_chosen_from_the_tuning_runs_and_one_on_the_edge_extends_them(study):
+    spec = study(TUNED)
+    before = Plan(spec, [])
+    assert len(before.runs) == 2 * 3 and len(before.undecided) == 12
+    plan = tuned(spec, {3e-5: 0.2, 1e-4: 0.5, 3e-4: None})
+    choice = plan.tuning.choices["short", "dpo", "low"]
+    assert choice.chosen == {"optim.lr": "1e-4"} and choice.lead == 0.3 and not choice.edge
+    assert len(plan.runs) == 6 + 12 and not plan.undecided
+    assert {dict(each.run.tuned)["optim.lr"] for each in plan.runs if each.run.part == TABLE} == {"1e-4"}
+
+    plan = tuned(spec, {3e-5: 0.2, 1e-4: 0.5, 3e-4: 0.6, 1e-3: 0.6})
+    choice = plan.tuning.choices["short", "dpo", "low"]
+    assert choice.values.keys() == {f"optim.lr={rate}" for rate in ("3e-5", "1e-4", "3e-4", "0.001")}
+    assert choice.chosen == {"optim.lr": "3e-4"} and choice.ties == ["optim.lr=0.001"]
+    assert "tuning: short dpo low: optim.lr=3e-4 ties with optim.lr=0.001" in [*plan.lines()]
+
+
+def test_rates_json_stands_for_rows_that_are_not_here(study):
+    spec = study(TUNED)
+    choices = tuned(spec, {3e-5: 0.2, 1e-4: 0.5, 3e-4: None}).tuning.choices
+    tuning.write_choices(spec.folder / "rates.json", choices)
+    assert Plan(spec, []).tuning.choices == choices and len(Plan(spec, []).runs) == 12
+    finer = study(TUNED.replace("[3e-5,", "[1e-5, 3e-5,"))
+    assert len(Plan(finer, []).undecided) == 12
+
+
+def test_rates_of_another_study_are_used_or_compared_with_their_neighbours(study, tmp_path):
+    spec = study(TUNED)
+    tuning.write_choices(
+        spec.folder / "rates.json", tuned(spec, {3e-5: 0.2, 1e-4: 0.5, 3e-4: 0}).tuning.choices
+    )
+    text = STUDY.replace("study: short", "study: longer\ntasks: {from: short}") + "tune: {from: short}\n"
+    (tmp_path / "longer.yaml").write_text(text)
+    assert dict(Plan(read_spec(tmp_path / "longer.yaml"), []).runs[0].run.tuned) == {"optim.lr": "1e-4"}
+    (tmp_path / "longer.yaml").write_text(text.replace("{from: short}\n", "{from: short, check: true}\n"))
+    checked = Plan(read_spec(tmp_path / "longer.yaml"), [])
+    compared = {dict(each.run.tuned)["optim.lr"] for each in checked.runs}
+    assert compared == {"3e-5", "1e-4", "3e-4"} and len(checked.undecided) == 12

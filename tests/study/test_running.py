@@ -1,0 +1,65 @@
+"""A study of short runs from the plan to rows, in this process."""
+
+import pytest
+
+from rlhf.core.errors import UserError
+from rlhf.study.history import events
+from rlhf.study.planning import DONE
+from rlhf.study.pricing import read_pilots
+from rlhf.study.rows import read_rows, unpacked
+from rlhf.study.study import Study, differing
+
+STUDY = """\
+study: tiny
+set: [task=arithmetic, model=pythia, debug=tiny, algo.beta=0.1, cache_dir={cache}]
+methods: {{dpo: [algo=dpo], ipo: [algo=dpo, algo.loss_type=ipo]}}
+seeds: 2
+claims: {{dpo is better: value(dpo) > value(ipo)}}
+budget: {{cpu_hours: 1}}
+"""
+
+pytestmark = pytest.mark.run
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "tiny.yaml").write_text(STUDY.format(cache=folder / "cache"))
+    found = Study(folder / "tiny.yaml")
+    found.run(workers=2)
+    return found
+
+
+def test_a_study_has_a_row_for_each_run_and_no_models(study):
+    rows = read_rows(study.spec.rows)
+    assert len(rows) == 4 and [each.state for each in study.plan().runs] == [DONE] * 4
+    (row, *_) = rows
+    assert row.prompts == len(unpacked(row)) == 16
+    assert unpacked(row).mean() == row.metrics["eval/win_rate"]
+    assert row.evaluations["update"] == [0, 1, 2] and len(row.evaluations["eval/kl"]) == 3
+    assert row.means["objective/kl"] and not any("time/" in name for name in row.means)
+    assert row.models.keys() == {"SFT model"} and "1 threads, torch" in row.machine
+    assert row.cpu_s > 0 and row.memory_gb > 0 and row.results == 1
+    runs = [*(study.spec.folder / "runs").iterdir()]
+    assert len(runs) == 4 and not [
+        *study.spec.folder.glob("runs/*/model"),
+        *study.spec.folder.glob("runs/*/.lock"),
+    ]
+    assert events(study.spec, "claims")[0]["claims"] == study.spec.claims
+    assert study.rows().shape[0] == 4
+
+
+def test_a_pilot_stands_for_all_runs_of_its_cost(study):
+    (pilot,) = read_pilots(study.spec.folder / "price.json").values()
+    assert pilot.episode > 0 and pilot.evaluation > 0 and pilot.stages > 0
+    price = study.price()
+    assert price.done_s > 0 and price.left_s == price.unknown == 0
+    dear = Study(study.spec.file)
+    dear.spec.budget["cpu_hours"] = 0
+    with pytest.raises(UserError, match="budget.cpu_hours must be at least the price"):
+        dear.price()
+
+
+def test_a_run_is_repeated_to_the_bit(study):
+    row, new = study.repeat({"method": "ipo", "seed": "2"})
+    assert differing(row, new) == []

@@ -1,0 +1,125 @@
+"""Workers with attempts that only write a row: no run twice, none lost, failures."""
+
+import os
+import signal
+import time
+from collections import Counter
+
+import pytest
+
+from rlhf.core.errors import RunError
+from rlhf.study import attempt, workers
+from rlhf.study.collection import Collection
+from rlhf.study.planning import DONE, Configs, Plan
+from rlhf.study.rows import FAILED, FINISHED
+from tests.study.test_planning import STUDY, study  # noqa: F401
+
+SHORT = STUDY.replace("grids: [{lag: all}]", "grids: [{lag: [0, 1]}]").replace("[0, 1, 4]", "[0, 1]")
+
+
+@pytest.fixture
+def attempts(monkeypatch, tmp_path):
+    """Replace runs by a function; the result returns the runs whose attempts began."""
+    log = tmp_path / "attempts"
+    log.touch()
+
+    def replace(work):
+        def carry_out(spec, planned, cfg):
+            with log.open("a") as file:
+                file.write(f"{planned.run}\n")
+            work(planned)
+            return attempt._row(planned, status=FINISHED, error=None, metric="eval/win_rate", results=1)
+
+        monkeypatch.setattr(attempt, "carry_out", carry_out)
+        return lambda: Counter(log.read_text().splitlines())
+
+    return replace
+
+
+def in_processes(spec, count):
+    """Let workers work in processes of their own, and return the process ids."""
+    configs, processes = Configs(spec), []
+    Plan(spec, [], configs)  # composes before the fork
+    for _ in range(count):
+        if not (process := os.fork()):
+            workers._work(workers.Worker(spec, configs))
+        processes.append(process)
+    return processes
+
+
+def states(spec):
+    return [each.state for each in Plan(spec, Collection(spec).rows()).runs]
+
+
+@pytest.mark.process
+def test_two_workers_carry_out_every_run_once_and_one_that_is_killed_is_replaced(study, attempts):  # noqa: F811
+    began = attempts(lambda planned: time.sleep(0.3))
+    first, second = in_processes(spec := study(SHORT), 2)
+    time.sleep(0.5)
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) == 0
+    assert states(spec) == [DONE] * 8
+    again = Counter(began())
+    assert len(again) == 8 and again.total() <= 9  # the run of the worker that was killed
+    workers.Worker(spec, Configs(spec)).work()
+    assert began() == again
+
+
+@pytest.mark.process
+def test_a_signal_stops_a_worker_and_its_attempt(study, attempts):  # noqa: F811
+    began = attempts(lambda planned: time.sleep(30))
+    (worker,) = in_processes(spec := study(SHORT), 1)
+    while not began():
+        time.sleep(0.05)
+    os.kill(worker, signal.SIGTERM)
+    os.waitpid(worker, 0)
+    assert not [*spec.folder.glob("runs/*/.lock")] and began().total() == 1
+    assert not [*spec.folder.glob("runs/*/failures.jsonl")]
+
+
+@pytest.mark.process
+def test_a_run_that_fails_is_repeated_at_the_end_and_then_has_a_row(study, attempts):  # noqa: F811
+    def work(planned):
+        if (planned.run.cell.method, planned.run.seed) == ("rloo", 1):
+            raise ValueError(f"lag {planned.run.cell.levels}")
+
+    began = attempts(work)
+    spec = study(SHORT)
+    workers.Worker(spec, Configs(spec)).work()
+    assert states(spec) == [DONE] * 8
+    assert [*began().values()].count(2) == 2
+    failed = [row for row in Collection(spec).rows() if row.status == FAILED]
+    assert sorted(row.error for row in failed) == [f"ValueError: lag (('lag', '{lag}'),)" for lag in (0, 1)]
+    (collection := Collection(spec)).rows()
+    collection.forget_failures()
+    assert states(spec).count(DONE) == 6
+
+
+@pytest.mark.process
+def test_three_equal_failures_in_a_row_stop_a_worker(study, attempts):  # noqa: F811
+    def work(planned):
+        raise OSError(f"no space left for {planned.folder.name}")
+
+    began = attempts(work)
+    spec = study(SHORT)
+    with pytest.raises(
+        RunError, match="3 runs in a row failed with the same error .*no space left for <run>"
+    ):
+        workers.Worker(spec, Configs(spec)).work()
+    assert began().total() == 3
+
+
+@pytest.mark.process
+def test_an_attempt_that_is_killed_resumes_unless_it_makes_no_progress(study, attempts):  # noqa: F811
+    def work(planned):
+        tries = planned.folder / "tries"
+        tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
+        if planned.run.seed == 1 and len(tries.read_text()) < 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    began = attempts(work)
+    spec = study(SHORT.replace("rloo: [algo=rloo]", "").replace("[0, 1]", "[0]"))
+    workers.Worker(spec, Configs(spec)).work()
+    assert states(spec) == [DONE] * 2 and sorted(began().values()) == [1, 3]
+    assert not [row for row in Collection(spec).rows() if row.status == FAILED]
