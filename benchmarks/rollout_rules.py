@@ -35,8 +35,8 @@ from rlhf.core.errors import UserError
 from rlhf.core.seeding import derive
 from rlhf.training import sequences
 from rlhf.training.clock import Clock, factors
-from rlhf.training.rules import Group, Rules
 from rlhf.training.sequences import Piece, Start
+from rlhf.training.staleness import Group, Rules
 
 TOKENS = 50
 FIGURES = ("use", "age", "oldest", "thrown away", "cut off", "longest tenth")

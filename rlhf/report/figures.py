@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.confidence import bounds
-from rlhf.report.curves import POINTS, figure, seconds
+from rlhf.report.curves import POINTS, figure, seconds, virtual_seconds
 from rlhf.report.drawing import (
     INK,
     Chart,
@@ -32,6 +32,7 @@ from rlhf.report.groups import by_scale, sections
 from rlhf.report.metrics import LEARNING, METRICS, OFF_POLICY, OPTIMIZATION, Kind, Metric
 from rlhf.report.runs import load
 from rlhf.report.summary import capital
+from rlhf.report.timeline import asynchrony
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +80,15 @@ _INTERVALS = "With a single seed, the band is the 95 % confidence interval, wher
 
 def charts(section: Section) -> tuple[list[Chart], list[str]]:
     """Return the figures of a section, and a remark about each metric that no figure shows."""
-    makers = (_against_kl, _learning_curves, _optimization, _against_time, _off_policyness, time_per_phase)
+    makers = (
+        _against_kl,
+        _learning_curves,
+        _optimization,
+        _against_time,
+        _off_policyness,
+        asynchrony,
+        time_per_phase,
+    )
     made = [make(section) for make in makers]
     drawn = [chart for chart, _ in made if chart is not None]
     return drawn, [remark for _, remarks in made for remark in remarks]
@@ -175,12 +184,15 @@ def _against_time(section: Section) -> _Made:
     panels, _ = panels_of(timed, main, clock, f"time of training ({unit})")
     if not panels:
         return None, []
+    virtual = [group for group in timed if has(group, "rollouts/time_s")]
+    panels += panels_of(virtual, main, virtual_seconds, "virtual time (seconds)")[0]
     chart = Chart(
         "win_rate_against_time",
         f"{topic(main)} vs. time",
         f"Each point is an evaluation ({main.name}) over the total time of the updates before it: waiting, "
         "scoring, log-probs, training and weight transfer (time/update_s), without loading, evaluation and "
-        f"checkpoints. {MEANS}Times are comparable only on the same hardware without other load.",
+        f"checkpoints. {MEANS}Times are comparable only on the same hardware without other load"
+        + (", virtual times (rollouts/time_s) on all machines." if virtual else "."),
         panels,
         legend(timed),
     )

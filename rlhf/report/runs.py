@@ -165,6 +165,13 @@ class Run:
             done, before = done + took, row["update"]
         return done if update <= before else None
 
+    @cached_property
+    def loads(self) -> dict[float, float]:
+        """The virtual time at which the weights of an update were loaded; empty without a virtual clock."""
+        name = "rollouts/time_s"
+        times = {row["update"]: row[name] for row in self.trained if name in row}
+        return {0: 0.0, **times} if times else {}
+
     @property
     def episodes(self) -> float:
         """The number of responses that the run has trained on."""
@@ -200,6 +207,14 @@ class Run:
             ValueError: a line is not a JSON object with a prompt, a response and an update.
         """
         return _read_rows(RunFolder(self.folder).completions, ("update", "prompt", "response"))
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the rows of groups.jsonl; an empty list if the file does not exist.
+
+        Raises:
+            ValueError: a line is not a row of a group.
+        """
+        return _read_rows(RunFolder(self.folder).groups, ("update", "version", "fate", "starts", "ends"))
 
 
 @dataclass(frozen=True)

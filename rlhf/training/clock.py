@@ -38,8 +38,8 @@ from typing import Any
 
 from rlhf.config.clock import VirtualConfig
 from rlhf.core.seeding import derive
-from rlhf.training.rules import Group, Rules
 from rlhf.training.sequences import SAVED, Piece, Sampler, Sequence, Start
+from rlhf.training.staleness import Group, Rules
 
 _LOOKAHEAD = 0.8  # share of the last update's seconds that an idle trainer takes at least until the next load
 _FIRST_LOOKAHEAD = 16  # steps, before the first update

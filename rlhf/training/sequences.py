@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from math import floor, inf
 from typing import NamedTuple, Protocol
 
-from rlhf.training.rules import Group
+from rlhf.training.staleness import Group
 
 _ROUNDING = 1e-9  # of a token
 

@@ -1,4 +1,7 @@
-"""The stream of rollouts, in the order of requests, with a bounded number of later requests in flight."""
+"""The stream of rollouts, in the order of requests, with a bounded number of later requests in flight.
+
+In virtual time, `rlhf.training.staleness` decides which groups are trained next (`rlhf.training.virtual`).
+"""
 
 from __future__ import annotations
 

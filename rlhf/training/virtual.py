@@ -24,8 +24,8 @@ from rlhf.core.metrics import How, Stat
 from rlhf.core.phases import Phases
 from rlhf.training import sequences
 from rlhf.training.clock import Clock
-from rlhf.training.rules import Rules
 from rlhf.training.sequences import Piece, Start
+from rlhf.training.staleness import Rules
 from rlhf.training.stream import unpack
 
 if TYPE_CHECKING:

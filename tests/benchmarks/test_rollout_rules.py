@@ -11,7 +11,7 @@ from rlhf.config.clock import VirtualConfig
 from rlhf.config.schedule import Order, Stale
 from rlhf.core.errors import UserError
 from rlhf.training.clock import Clock
-from rlhf.training.rules import Rules
+from rlhf.training.staleness import Rules
 
 RULES = {
     "fifo": {"order": Order.fifo, "max_lag": 2},

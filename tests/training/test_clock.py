@@ -10,8 +10,8 @@ import pytest
 from rlhf.config.clock import VirtualConfig
 from rlhf.config.schedule import Order, Stale
 from rlhf.training.clock import Clock, factors
-from rlhf.training.rules import Rules
 from rlhf.training.sequences import Piece
+from rlhf.training.staleness import Rules
 
 LENGTH = 20
 

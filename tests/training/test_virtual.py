@@ -12,7 +12,7 @@ from rlhf.config.schedule import Order, Stale
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.metrics import Timer
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
-from rlhf.training.rules import Rules
+from rlhf.training.staleness import Rules
 from rlhf.training.stream import Stream
 from rlhf.training.virtual import VirtualStream
 from tests.tiny_models import VOCABULARY, tiny_lm
@@ -216,6 +216,15 @@ def _counted(drawn):
     for batch in prompts():
         drawn.append(batch)
         yield batch
+
+
+def test_the_progress_display_counts_responses_and_tokens_of_a_call():
+    trainer, seen = Trainer(), set()
+    phases = trainer.generator.phases
+    with phases("waiting for rollouts", between=lambda: seen.add(phases.text())):
+        next(iter(stream(trainer)))
+    assert {f"waiting for rollouts, sampling {B * K}/{B * K}"} <= seen
+    assert f"waiting for rollouts, sampling 0/{B * K}, token 1/{T}" in seen
 
 
 def test_a_batch_that_was_put_back_is_yielded_again():

@@ -101,7 +101,7 @@ class HFGenerator(Generator):
 
     def parts(self) -> HFParts:
         """Return a sampler of parts of responses."""
-        return HFParts(self.borrow, self.settings)
+        return HFParts(self.borrow, self.settings, self.phases)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Record the version of the borrowed weights."""

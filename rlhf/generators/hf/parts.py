@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf.core.batch import moved_to
+from rlhf.core.phases import Phases
 from rlhf.core.seeding import derive
 from rlhf.generators.hf.sampling import sample, uniforms
 
@@ -28,13 +29,16 @@ class HFParts:
     Args:
         borrow: returns a context that yields the trained model (`engine.borrow_policy`).
         settings: the settings of sampling.
+        phases: the phases of the run, for its progress display.
     """
 
     def __init__(
-        self, borrow: Callable[[], AbstractContextManager[PreTrainedModel]], settings: HFSettings
+        self,
+        borrow: Callable[[], AbstractContextManager[PreTrainedModel]],
+        settings: HFSettings,
+        phases: Phases | None = None,
     ) -> None:
-        self.borrow = borrow
-        self.settings = settings
+        self.borrow, self.settings, self.phases = borrow, settings, phases or Phases()
         self.pad_id = settings.pad_id
 
     def numbers(self, sampling: Sampling, index: Tensor) -> Tensor:
@@ -49,22 +53,24 @@ class HFParts:
         settings, (n, k, length) = self.settings, numbers.shape
         found: list[list[tuple[list[int], list[float], bool]]] = [[] for _ in range(n)]
         order = mask.sum(1).argsort(descending=True, stable=True)
-        with self.borrow() as model:
+        with self.borrow() as model, self.phases("sampling", n * k) as done:
             for rows in order.split(max(1, settings.batch_size // k)):
-                tokens, real, logprobs, ended = sample(
-                    model,
-                    moved_to(model.device, ids[rows]),
-                    moved_to(model.device, mask[rows]),
-                    samples_per_prompt=k,
-                    response_length=length,
-                    temperature=temperature,
-                    uniforms=numbers[rows],
-                    stop_ids=settings.stop_ids,
-                    pad_id=settings.pad_id,
-                    cached=settings.cached,
-                    noise=settings.noise,
-                    most=None if most is None else most[rows],
-                )
+                with self.phases("token", length) as next_token:
+                    tokens, real, logprobs, ended = sample(
+                        model,
+                        moved_to(model.device, ids[rows]),
+                        moved_to(model.device, mask[rows]),
+                        samples_per_prompt=k,
+                        response_length=length,
+                        temperature=temperature,
+                        uniforms=numbers[rows],
+                        stop_ids=settings.stop_ids,
+                        pad_id=settings.pad_id,
+                        after_token=next_token,
+                        cached=settings.cached,
+                        noise=settings.noise,
+                        most=None if most is None else most[rows],
+                    )
                 counts = real.sum(-1).tolist()
                 values = (tokens.tolist(), logprobs.tolist(), ended.tolist())
                 for i, row in enumerate(rows.tolist()):
@@ -72,4 +78,5 @@ class HFParts:
                         (values[0][i][j][:count], values[1][i][j][:count], values[2][i][j])
                         for j, count in enumerate(counts[i])
                     ]
+                done(len(rows) * k)
         return found
