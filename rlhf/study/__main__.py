@@ -58,15 +58,13 @@ DOES = "Evaluate a study of tasks, methods, axes and seeds that a YAML file decl
 
 def plan(spec: Spec, options: Namespace) -> None:
     """Print the runs by grid and task, their states, and the price as far as it is known."""
-    from rlhf.study.planning import Plan
-    from rlhf.study.pricing import check_budget, price
+    from rlhf.study.pricing import price
     from rlhf.study.study import Study
 
-    found: Plan = Study(spec).plan(_only(spec, options))
+    found = Study(spec).plan(_only(spec, options))
     found.check()
     for line in [*found.lines(), *price(found).lines(1)]:
         console.print(line, markup=False, soft_wrap=True)
-    check_budget(found, price(found))
 
 
 def price(spec: Spec, options: Namespace) -> None:

@@ -18,22 +18,22 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlhf.checks.check import checked
+from rlhf.checks.job import check_job
 from rlhf.config.cores import set_environment
 from rlhf.config.root import Config
 from rlhf.core import files
 from rlhf.core.errors import Interrupted, RunError
 from rlhf.core.version import RESULTS
-from rlhf.experiment import Experiment
 from rlhf.processes.signals import interruptible
 from rlhf.report.runs import Status, read_run
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import LOCK
 from rlhf.study.collection import FAILURES, ROW
 from rlhf.study.identity import inputs, stale
-from rlhf.study.planning import Planned
+from rlhf.study.planning import Plan, Planned
 from rlhf.study.recording import measured, model_digests
 from rlhf.study.rows import FAILED, Row, read_rows, write_rows
 from rlhf.study.spec import Spec
@@ -131,11 +131,12 @@ def wait_for(process: int, parent: int | None = None) -> int:
         raise
 
 
-def fork(spec: Spec, planned: Planned, cfg: Config, niceness: int = 0) -> int:
+def fork(plan: Plan, planned: Planned, niceness: int = 0) -> int:
     """Start an attempt at a run, and return its process id; the process writes the row or an error."""
+    cfg = plan.configs.config(planned.run)
     return forked(
         planned.folder,
-        lambda: write_rows(planned.folder / ROW, [carry_out(spec, planned, cfg)]),
+        lambda: write_rows(planned.folder / ROW, [carry_out(plan.spec, planned, cfg)]),
         partial(note_failure, planned),
         niceness,
     )
@@ -148,7 +149,7 @@ def note_failure(planned: Planned, error: str) -> None:
     killed = [each for each in found if each == error and each.startswith("killed")]
     others = [each for each in found if not each.startswith("killed")]
     if len(killed) >= KILLS or len(others) >= ATTEMPTS:
-        row = _row(planned, status=FAILED, error=error, metric="", results=RESULTS)
+        row = row_of(planned, status=FAILED, error=error, metric="")
         write_rows(planned.folder / ROW, [row])
 
 
@@ -163,33 +164,28 @@ def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
     from rlhf.stages.prerequisites import complete, prerequisites
     from rlhf.stages.run import run as train
 
-    folder, run = RunFolder(planned.folder), planned.run
-    error = None
+    folder, task, error = RunFolder(planned.folder), spec.tasks[planned.run.cell.task], None
     with interruptible():
         complete(checked(cfg), train)
         _, stages = prerequisites(cfg, train)
-        started, used_s = time.monotonic(), cpu_s()
+        began, used_s = time.monotonic(), cpu_s()
         before = (folder.read_state() or {}).get("update", 0) if folder.last_checkpoint() else 0
-        experiment = Experiment.__new__(Experiment)
-        experiment.set_up(cfg, [], folder)
         try:
-            experiment.execute(claim=nullcontext)
+            train(cfg, folder, check=False, claim=nullcontext, hooks=check_job(cfg))
         except RunError as reason:
             if read_run(folder.path).status is not Status.failed:  # not a loss that is not finite
                 raise
             error = str(reason).partition(";")[0]
-    taken, used_s = time.monotonic() - started, cpu_s() - used_s
-    state = folder.read_state() or {}
-    updates = state.get("update", 0)
-    whole = updates / (updates - before) if updates > before else 1.0  # sessions before this one
-    tasks = spec.tasks[run.cell.task]
+    taken, used_s = time.monotonic() - began, cpu_s() - used_s
+    updates = (folder.read_state() or {}).get("update", 0)
+    sessions = updates / (updates - before) if updates > before else 1.0  # those before took as long
     names = [each.quantity for each in (*spec.tables, *spec.figures)]
-    row = _row(
+    row = row_of(
         replace(planned, inputs=inputs(cfg)),
-        **measured(folder.path, tasks.metric or cfg.metric, names),
+        **measured(folder.path, task.metric or cfg.metric, names),
         error=error,
-        cpu_s=round(used_s * whole, 2),
-        gpu_s=round(taken * whole, 2) * len(read_run(folder.path).environment.get("devices", [])),
+        cpu_s=round(used_s * sessions, 2),
+        gpu_s=round(taken * sessions, 2) * len(read_run(folder.path).environment.get("devices", [])),
         memory_gb=peak_gb(),
         models=model_digests({stage.name: stage.folder for stage in stages}),
     )
@@ -199,32 +195,22 @@ def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
     return row
 
 
-def _row(planned: Planned, **fields: object) -> Row:
+def row_of(planned: Planned, **fields: Any) -> Row:
     """Return the row of a run; fields that are not given are empty."""
     run = planned.run
-    empty = {
-        "metrics": {},
-        "evaluations": {},
-        "means": {},
-        "prompts": 0,
-        "bits": None,
-        "cpu_s": 0.0,
-        "gpu_s": 0.0,
-        "memory_gb": None,
-        "machine": "",
-        "models": {},
-        "versions": "",
-    }
+    empty: dict[str, Any] = {name: {} for name in ("metrics", "evaluations", "means", "models")}
+    empty |= {"prompts": 0, "bits": None, "cpu_s": 0.0, "gpu_s": 0.0, "memory_gb": None}
     return Row(
         run=planned.digest,
         inputs=dict(planned.inputs),
+        results=RESULTS,
         task=run.cell.task,
         method=run.cell.method,
         levels=dict(run.cell.levels),
         seed=run.seed,
         part=run.part,
         tuned=dict(run.tuned),
-        **{**empty, **fields},  # type: ignore[arg-type]
+        **{**empty, "machine": "", "versions": "", **fields},
     )
 
 

@@ -179,6 +179,10 @@ class Plan:
         names = {_names_of(each.run) for each in self.runs}
         self.unused = [r for r in self.rows.values() if r.run not in used and _names(r)[:-1] in names]
 
+    def after(self, rows: Iterable[Row]) -> Plan:
+        """Return the plan of the same runs with other rows."""
+        return Plan(self.spec, rows, self.configs, self.only)
+
     def planned(self, run: Run) -> Planned:
         """Return a run with its state."""
         digest, name, content = self.configs.identity(run)

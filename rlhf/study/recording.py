@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.core import files
-from rlhf.core.version import RESULTS
 from rlhf.report.runs import Run as RunFiles
 from rlhf.report.runs import Status, read_run
 from rlhf.runs.folder import RunFolder
@@ -58,7 +57,6 @@ def measured(folder: Path, metric: str, names: Sequence[str] = ()) -> dict[str, 
         "bits": packed([value == 1 for value in outcomes]) if set(outcomes) <= {0, 1} and outcomes else None,
         "machine": machine_class(run),
         "versions": f"{run.commit}, torch {run.environment.get('packages', {}).get('torch', '?')}",
-        "results": RESULTS,
     }
 
 

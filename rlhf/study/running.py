@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 from rich.live import Live
 from rich.text import Text
@@ -18,7 +19,7 @@ from rlhf.runs.lock import LOCK
 from rlhf.study import history, pricing, workers
 from rlhf.study.collection import Collection
 from rlhf.study.planning import DONE, Configs, Plan, Planned
-from rlhf.study.rows import DIVERGED, FAILED, FINISHED, TABLE
+from rlhf.study.rows import DIVERGED, FAILED, TABLE
 from rlhf.study.spec import Spec
 
 _POLL_S = 2.0
@@ -30,8 +31,8 @@ def run(
     only: Mapping[str, Sequence[str]] | None = None,
     niceness: int = 0,
     failed: bool = False,
-) -> Plan:
-    """Carry out the missing runs of a study, and return its plan afterwards.
+) -> None:
+    """Carry out the missing runs of a study.
 
     Args:
         spec: the study.
@@ -53,95 +54,70 @@ def run(
     plan.check()
     with interruptible():
         if spec.budget:
-            for each in pricing.pilots_due(plan):
-                pricing.measure(plan, each)
-            pricing.check_budget(plan, pricing.price(plan))
+            pricing.measured_price(plan)
         if any(each.run.part == TABLE for each in plan.runs) or plan.undecided:
             history.record_claims(spec)
         collection.collect(configs)
-        codes = list(_watch(Progress(spec, configs, collection, only), count, niceness))
+        codes = list(_watch(plan, collection, count, niceness)) if plan.missing else []
         while not collection.collect(configs):
             time.sleep(_POLL_S)
-    plan = Plan(spec, collection.rows(), configs, only)
+    plan = plan.after(collection.rows())
     if workers.STOPPED in codes:
         raise RunError(f"a worker stopped after equal failures (above); {len(plan.missing)} runs are missing")
     if plan.missing:
-        raise RunError(
-            f"the workers ended before {len(plan.missing)} runs; the same command resumes the study"
-        )
-    return plan
+        raise RunError(f"the workers ended, {len(plan.missing)} runs are missing; the same command resumes")
 
 
-class Progress:
-    """What has happened since the command began.
-
-    Attributes:
-        plan: the plan now.
-    """
-
-    def __init__(
-        self, spec: Spec, configs: Configs, collection: Collection, only: Mapping[str, Sequence[str]] | None
-    ) -> None:
-        self.spec, self.configs, self.collection, self.only = spec, configs, collection, only
-        self.began = time.monotonic()
-        self.plan = Plan(spec, collection.rows(), configs, only)
-        self.done = {each.digest for each in self.plan.runs if each.state == DONE}
-
-    def new(self) -> Iterator[str]:
-        """Update the plan, and yield a line for each run that has ended since the last call."""
-        self.plan = Plan(self.spec, self.collection.rows(), self.configs, self.only)
-        for each in self.plan.runs:
-            if each.state == DONE and each.digest not in self.done and each.row is not None:
-                self.done.add(each.digest)
-                task, row = self.spec.tasks[each.run.cell.task], each.row
-                value = row.metrics.get(task.metric or row.metric)
-                said = f"{task.name} {figure(value)}" if value is not None else row.status
-                if row.status != FINISHED:
-                    said = f"{row.status}: {row.error}"
-                yield f"[{len(self.done)}/{self.total}] {each.run}: {said}, {row.cpu_s:.0f} CPU-s"
-
-    @property
-    def total(self) -> int:
-        """The number of runs that are known to be needed."""
-        return len(self.plan.runs) + len(self.plan.undecided)
-
-    def block(self, count: int) -> list[str]:
-        """Return the state as lines: totals, the runs at work, and how far the seeds are."""
-        price = pricing.price(self.plan)
-        statuses = Counter(each.row.status for each in self.plan.runs if each.state == DONE and each.row)
-        states = "".join(f", {statuses[name]} {name}" for name in (DIVERGED, FAILED) if statuses[name])
-        hours = f"{price.done_s / 3600:.1f} of {(price.done_s + price.left_s) / 3600:.1f} CPU-h"
-        left = f", {clock(price.left_s / count)} left" if not price.unknown else ""
-        lines = [f"{self.spec.name}  {len(self.done)} of {self.total} runs{states}   {hours}{left}"]
-        at_work = (each for each in self.plan.runs if each.state != DONE and (each.folder / LOCK).exists())
-        lines += [f"  {each.run}  {_update(each)}" for each in at_work]
-        return [*lines, f"{_seeds(self.plan)}; Ctrl-C stops, the same command resumes"]
-
-
-def _watch(progress: Progress, count: int, niceness: int) -> Iterator[int]:
+def _watch(plan: Plan, collection: Collection, count: int, niceness: int) -> Iterator[int]:
     """Yield the exit codes of the workers; print finished runs, and collect rows, until all have ended."""
-    spec, configs = progress.spec, progress.configs
-    if not progress.plan.missing:
-        return
-    with workers.started(spec, configs, count, progress.only, niceness) as processes:
-        live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
-        if live:
-            live.start()
-        try:
-            while processes:
-                time.sleep(_POLL_S)
-                codes = list(workers.ended(processes))
-                if lines := list(progress.new()):
-                    console.print("\n".join(lines), markup=False, soft_wrap=True)
-                    progress.collection.collect(configs)
-                if live:
-                    live.update(Text("\n".join(progress.block(count))), refresh=True)
-                yield from codes
-                if workers.STOPPED in codes:
-                    return
-        finally:
-            if live:
-                live.stop()
+    done = {each.digest for each in plan.runs if each.state == DONE}
+    with ExitStack() as ends:
+        processes = ends.enter_context(workers.started(plan, count, niceness))
+        live = Live(console=console, transient=True, auto_refresh=False)
+        if console.is_terminal:
+            ends.enter_context(live)
+        while processes:
+            time.sleep(_POLL_S)
+            codes = list(workers.ended(processes))
+            plan = plan.after(collection.rows())
+            for each in plan.runs:
+                if each.state == DONE and each.digest not in done and each.row is not None:
+                    done.add(each.digest)
+                    line = f"[{len(done)}/{len(plan.runs) + len(plan.undecided)}] {_outcome(plan, each)}"
+                    console.print(line, markup=False, soft_wrap=True)
+                    collection.collect(plan.configs)
+            if console.is_terminal:
+                live.update(Text("\n".join(block(plan, count))), refresh=True)
+            yield from codes
+            if workers.STOPPED in codes:
+                return
+
+
+def block(plan: Plan, count: int) -> list[str]:
+    """Return the state of a study as lines: totals, the runs at work, and how far the seeds are."""
+    price = pricing.price(plan)
+    done = [each for each in plan.runs if each.state == DONE and each.row is not None]
+    statuses = Counter(each.row.status for each in done if each.row is not None)
+    states = "".join(f", {statuses[name]} {name}" for name in (DIVERGED, FAILED) if statuses[name])
+    hours = f"{price.done_s / 3600:.1f} of {(price.done_s + price.left_s) / 3600:.1f} CPU-h"
+    left = "" if price.unknown else f", {clock(price.left_s / count)} left"
+    lines = [f"{plan.spec.name}  {len(done)} of {len(done) + len(plan.missing)} runs{states}   {hours}{left}"]
+    for each in plan.runs:
+        if each.state != DONE and (each.folder / LOCK).exists():
+            lines.append(f"  {each.run}  {_update(each)}")
+    per_cell = Counter(run.cell for run in plan.missing if run.part == TABLE)
+    seeds = len(plan.spec.seeds)
+    finished = f"at least {seeds - max(per_cell.values(), default=0)} of {seeds}"
+    return [*lines, f"seeds done: {finished}; Ctrl-C stops, the same command resumes"]
+
+
+def _outcome(plan: Plan, planned: Planned) -> str:
+    """Return a run with its value, or its error, as text."""
+    task, row = plan.spec.tasks[planned.run.cell.task], planned.row
+    assert row is not None
+    value = row.metrics.get(task.metric or row.metric)
+    said = f"{row.status}: {row.error}" if value is None or row.error else f"{task.name} {figure(value)}"
+    return f"{planned.run}: {said}, {row.cpu_s:.0f} CPU-s"
 
 
 def _update(planned: Planned) -> str:
@@ -151,15 +127,3 @@ def _update(planned: Planned) -> str:
     except UserError:  # it is written at this moment
         state = None
     return f"update {state['update']} of {state['num_updates']}" if state else "starts"
-
-
-def _seeds(plan: Plan) -> str:
-    """Return how many seeds of the cells are done."""
-    counts = Counter(each.run.cell for each in plan.runs if each.state == DONE and each.run.part == TABLE)
-    per_cell = [counts[cell] for cell in {run.cell for run in _tables(plan)}] or [0]
-    low, high = min(per_cell), max(per_cell)
-    return f"seeds done: {low}{f' to {high}' if high > low else ''} of {len(plan.spec.seeds)}"
-
-
-def _tables(plan: Plan) -> Iterable:
-    return [*(each.run for each in plan.runs if each.run.part == TABLE), *plan.undecided]

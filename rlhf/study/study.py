@@ -3,7 +3,7 @@
     from rlhf.study.study import Study
 
     study = Study("studies/staleness.yaml")
-    print(study.plan())  # runs by grid and task: done, stale, missing
+    list(study.plan().lines())  # runs by grid and task: done, stale, missing
     study.run(workers=4)
     study.rows()  # a pandas.DataFrame
 
@@ -13,15 +13,16 @@ The errors are those of `rlhf.Experiment`. Importing this module imports no torc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf.core import files
 from rlhf.core.errors import RunError, UserError
 from rlhf.processes.signals import interruptible
 from rlhf.study import attempt, pricing, running
 from rlhf.study.collection import ROW, Collection
-from rlhf.study.planning import Configs, Plan, Planned
+from rlhf.study.planning import MISSING, Configs, Plan
 from rlhf.study.reading import read_spec
 from rlhf.study.rows import TABLE, Row, read_rows
 from rlhf.study.spec import Spec
@@ -58,11 +59,7 @@ class Study:
         plan = self.plan()
         plan.check()
         with interruptible():
-            for each in pricing.pilots_due(plan):
-                pricing.measure(plan, each)
-        found = pricing.price(plan)
-        pricing.check_budget(plan, found)
-        return found
+            return pricing.measured_price(plan)
 
     def run(
         self,
@@ -91,22 +88,17 @@ class Study:
             UserError: several runs or no run have these values, or the run has no row.
             RunError: the run failed.
         """
-        found = [each for each in self.plan({**{k: [v] for k, v in where.items()}, "part": [TABLE]}).runs]
-        row = found[0].row if len(found) == 1 else None
-        if row is None:
-            got = f"{len(found)} runs" if len(found) != 1 else "a run without a row"
-            raise UserError(
-                f"repeat must name one run that has a row, got {got}; name task, method, axes and seed"
-            )
-        planned = found[0]
-        folder = self.spec.folder / "repeats" / planned.folder.name
-        again = Planned(run=planned.run, digest=planned.digest, inputs=planned.inputs, folder=folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        attempt.begin(again)
+        plan = self.plan({**{name: [value] for name, value in where.items()}, "part": [TABLE]})
+        if len(plan.runs) != 1 or (row := plan.runs[0].row) is None:
+            got = f"{len(plan.runs)} runs" if len(plan.runs) != 1 else "a run without a row"
+            raise UserError(f"repeat must name one run with a row, got {got}; add method=, seed= or others")
+        folder = self.spec.folder / "repeats" / plan.runs[0].folder.name
+        again = replace(plan.runs[0], folder=folder, state=MISSING, row=None)
+        files.discard(folder)
+        folder.mkdir(parents=True)
         with interruptible():
-            code = attempt.wait_for(attempt.fork(self.spec, again, self.configs.config(planned.run)))
-        rows = read_rows(folder / ROW)
-        if code or not rows:
+            code = attempt.wait_for(attempt.fork(plan, again))
+        if code or not (rows := read_rows(folder / ROW)):
             raise RunError(f"the run failed; its output: {folder / attempt.OUTPUT}")
         return row, rows[0]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,8 +25,7 @@ from rlhf.runs.lock import LOCK
 from rlhf.runs.lock_file import LockFile
 from rlhf.study import attempt
 from rlhf.study.collection import Collection
-from rlhf.study.planning import DONE, Configs, Plan, Planned
-from rlhf.study.spec import Spec
+from rlhf.study.planning import DONE, Plan, Planned
 
 SAME = 3  # equal failures in a row that stop a worker
 STOPPED = 3  # exit code of a worker after that
@@ -37,21 +36,13 @@ class Worker:
     """A process that carries out runs, one after the other.
 
     Args:
-        spec: the study.
-        configs: the configs of its runs.
-        only: see `Plan`.
+        plan: the study, with any rows.
         niceness: niceness of the runs.
     """
 
-    def __init__(
-        self,
-        spec: Spec,
-        configs: Configs,
-        only: Mapping[str, Sequence[str]] | None = None,
-        niceness: int = 0,
-    ) -> None:
-        self.spec, self.configs, self.only, self.niceness = spec, configs, only, niceness
-        self.collection = Collection(spec)
+    def __init__(self, plan: Plan, niceness: int = 0) -> None:
+        self.plan, self.niceness = plan, niceness
+        self.collection = Collection(plan.spec)
         self.locks: dict[Path, LockFile] = {}  # locks of others: how long their owners have been silent
         self.errors: list[str] = []  # of the last attempts; a success clears them
         self.parent = os.getppid()
@@ -69,8 +60,8 @@ class Worker:
 
     def missing(self) -> list[Planned]:
         """Return the runs without a row; those that failed before come last."""
-        plan = Plan(self.spec, self.collection.rows(), self.configs, self.only)
-        runs = [each for each in plan.runs if each.state != DONE]
+        self.plan = self.plan.after(self.collection.rows())
+        runs = [each for each in self.plan.runs if each.state != DONE]
         return sorted(runs, key=lambda each: bool(attempt.failures(each.folder)))
 
     def take(self, planned: Planned) -> bool:
@@ -81,7 +72,7 @@ class Worker:
             return False
         lock.hold()
         try:
-            if not attempt.is_done(self.spec, planned):
+            if not attempt.is_done(self.plan.spec, planned):
                 attempt.begin(planned)
                 self.carry_out(planned)
         finally:
@@ -91,7 +82,7 @@ class Worker:
     def carry_out(self, planned: Planned) -> None:
         """Fork an attempt, and wait for it."""
         before = len(attempt.failures(planned.folder))
-        process = attempt.fork(self.spec, planned, self.configs.config(planned.run), self.niceness)
+        process = attempt.fork(self.plan, planned, self.niceness)
         code = attempt.wait_for(process, self.parent)
         if code < 0:  # killed by a signal; the next attempt resumes from the checkpoint
             state = RunFolder(planned.folder).read_state() or {}
@@ -109,9 +100,7 @@ class Worker:
 
 
 @contextmanager
-def started(
-    spec: Spec, configs: Configs, count: int, only: Mapping[str, Sequence[str]] | None, niceness: int
-) -> Iterator[set[int]]:
+def started(plan: Plan, count: int, niceness: int) -> Iterator[set[int]]:
     """Start workers for the block, and yield their process ids; at its end, stop those that still work."""
     set_environment()
     import rlhf.stages.run  # noqa: F401  the workers and their attempts share the imported modules
@@ -120,7 +109,7 @@ def started(
     try:
         for _ in range(count):
             if not (process := os.fork()):
-                _work(Worker(spec, configs, only, niceness))
+                _work(Worker(plan, niceness))
             processes.add(process)
         yield processes
     finally:

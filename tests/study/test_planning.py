@@ -7,7 +7,7 @@ import pytest
 from rlhf.checks.composing import composed
 from rlhf.core.errors import UserError
 from rlhf.study import tuning
-from rlhf.study.attempt import _row
+from rlhf.study.attempt import row_of
 from rlhf.study.collection import Collection
 from rlhf.study.history import events
 from rlhf.study.planning import DONE, MISSING, STALE, Configs, Plan
@@ -35,9 +35,9 @@ def study(tmp_path):
     return write
 
 
-def row(planned, value=0.5, status=FINISHED, results=1):
+def row(planned, value=0.5, status=FINISHED):
     metrics = {"eval/win_rate": value}
-    return _row(planned, status=status, error=None, metric="eval/win_rate", metrics=metrics, results=results)
+    return row_of(planned, status=status, error=None, metric="eval/win_rate", metrics=metrics)
 
 
 def test_configs_are_those_of_the_command_line(study):

@@ -13,7 +13,7 @@ STUDY = """\
 study: tiny
 set: [task=arithmetic, model=pythia, debug=tiny, algo.beta=0.1, cache_dir={cache}]
 methods: {{dpo: [algo=dpo], ipo: [algo=dpo, algo.loss_type=ipo]}}
-seeds: 2
+seeds: 1
 claims: {{dpo is better: value(dpo) > value(ipo)}}
 budget: {{cpu_hours: 1}}
 """
@@ -32,7 +32,7 @@ def study(tmp_path_factory):
 
 def test_a_study_has_a_row_for_each_run_and_no_models(study):
     rows = read_rows(study.spec.rows)
-    assert len(rows) == 4 and [each.state for each in study.plan().runs] == [DONE] * 4
+    assert len(rows) == 2 and [each.state for each in study.plan().runs] == [DONE] * 2
     (row, *_) = rows
     assert row.prompts == len(unpacked(row)) == 16
     assert unpacked(row).mean() == row.metrics["eval/win_rate"]
@@ -41,12 +41,12 @@ def test_a_study_has_a_row_for_each_run_and_no_models(study):
     assert row.models.keys() == {"SFT model"} and "1 threads, torch" in row.machine
     assert row.cpu_s > 0 and row.memory_gb > 0 and row.results == 1
     runs = [*(study.spec.folder / "runs").iterdir()]
-    assert len(runs) == 4 and not [
+    assert len(runs) == 2 and not [
         *study.spec.folder.glob("runs/*/model"),
         *study.spec.folder.glob("runs/*/.lock"),
     ]
     assert events(study.spec, "claims")[0]["claims"] == study.spec.claims
-    assert study.rows().shape[0] == 4
+    assert study.rows().shape[0] == 2
 
 
 def test_a_pilot_stands_for_all_runs_of_its_cost(study):
@@ -61,5 +61,5 @@ def test_a_pilot_stands_for_all_runs_of_its_cost(study):
 
 
 def test_a_run_is_repeated_to_the_bit(study):
-    row, new = study.repeat({"method": "ipo", "seed": "2"})
+    row, new = study.repeat({"method": "ipo", "seed": "1"})
     assert differing(row, new) == []

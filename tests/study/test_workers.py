@@ -10,7 +10,7 @@ import pytest
 from rlhf.core.errors import RunError
 from rlhf.study import attempt, workers
 from rlhf.study.collection import Collection
-from rlhf.study.planning import DONE, Configs, Plan
+from rlhf.study.planning import DONE, Plan
 from rlhf.study.rows import FAILED, FINISHED
 from tests.study.test_planning import STUDY, study  # noqa: F401
 
@@ -28,7 +28,7 @@ def attempts(monkeypatch, tmp_path):
             with log.open("a") as file:
                 file.write(f"{planned.run}\n")
             work(planned)
-            return attempt._row(planned, status=FINISHED, error=None, metric="eval/win_rate", results=1)
+            return attempt.row_of(planned, status=FINISHED, error=None, metric="eval/win_rate")
 
         monkeypatch.setattr(attempt, "carry_out", carry_out)
         return lambda: Counter(log.read_text().splitlines())
@@ -38,11 +38,10 @@ def attempts(monkeypatch, tmp_path):
 
 def in_processes(spec, count):
     """Let workers work in processes of their own, and return the process ids."""
-    configs, processes = Configs(spec), []
-    Plan(spec, [], configs)  # composes before the fork
+    plan, processes = Plan(spec, []), []
     for _ in range(count):
         if not (process := os.fork()):
-            workers._work(workers.Worker(spec, configs))
+            workers._work(workers.Worker(plan))
         processes.append(process)
     return processes
 
@@ -62,7 +61,7 @@ def test_two_workers_carry_out_every_run_once_and_one_that_is_killed_is_replaced
     assert states(spec) == [DONE] * 8
     again = Counter(began())
     assert len(again) == 8 and again.total() <= 9  # the run of the worker that was killed
-    workers.Worker(spec, Configs(spec)).work()
+    workers.Worker(Plan(spec, [])).work()
     assert began() == again
 
 
@@ -86,7 +85,7 @@ def test_a_run_that_fails_is_repeated_at_the_end_and_then_has_a_row(study, attem
 
     began = attempts(work)
     spec = study(SHORT)
-    workers.Worker(spec, Configs(spec)).work()
+    workers.Worker(Plan(spec, [])).work()
     assert states(spec) == [DONE] * 8
     assert [*began().values()].count(2) == 2
     failed = [row for row in Collection(spec).rows() if row.status == FAILED]
@@ -106,7 +105,7 @@ def test_three_equal_failures_in_a_row_stop_a_worker(study, attempts):  # noqa: 
     with pytest.raises(
         RunError, match="3 runs in a row failed with the same error .*no space left for <run>"
     ):
-        workers.Worker(spec, Configs(spec)).work()
+        workers.Worker(Plan(spec, [])).work()
     assert began().total() == 3
 
 
@@ -120,6 +119,6 @@ def test_an_attempt_that_is_killed_resumes_unless_it_makes_no_progress(study, at
 
     began = attempts(work)
     spec = study(SHORT.replace("rloo: [algo=rloo]", "").replace("[0, 1]", "[0]"))
-    workers.Worker(spec, Configs(spec)).work()
+    workers.Worker(Plan(spec, [])).work()
     assert states(spec) == [DONE] * 2 and sorted(began().values()) == [1, 3]
     assert not [row for row in Collection(spec).rows() if row.status == FAILED]
