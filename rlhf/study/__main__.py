@@ -93,6 +93,19 @@ def repeat(spec: Spec, options: Namespace) -> None:
     console.print(f"equal: {new.metric} {new.metrics.get(new.metric)}", markup=False)
 
 
+def add(spec: Spec, options: Namespace) -> None:
+    """Write a study of the methods of another file, and compare old and new rows by anchor runs."""
+    from rlhf.study.adding import compare, write_study
+    from rlhf.study.study import Study
+
+    file = write_study(spec, options.methods)
+    added = read_spec(file)
+    Study(added).plan().check()
+    for line in compare(Study(spec), added):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"study: {file}; next: rlhf study run {file}", markup=False, soft_wrap=True)
+
+
 def _only(spec: Spec, options: Namespace) -> dict[str, list[str]]:
     """Return the values of `--only` and `--part` by name.
 
@@ -136,6 +149,11 @@ COMMANDS = {
         "Carry out one run again, and compare it with its row.",
         repeat,
         {"where": {"nargs": "+", "metavar": "NAME=VALUE", "help": "task, method, axes and seed of the run"}},
+    ),
+    "add": Command(
+        "Write a study of further methods beside the rows of this one.",
+        add,
+        {"methods": {"type": Path, "help": "a YAML file with methods, and perhaps claims and grids"}},
     ),
     "show": Command("Print the state and the tables so far.", show),
     "page": Command(

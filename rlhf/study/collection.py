@@ -5,6 +5,7 @@ This module imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,20 +27,24 @@ class Collection:
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.found: dict[Path, tuple[int, Row]] = {}
+        self.read: dict[Path, tuple[int, list[Row]]] = {}  # rows of each file with its time of change
 
     def rows(self) -> list[Row]:
         """Return all rows, one for each run; those of run folders count first."""
-        for file in (self.spec.folder / "runs").glob(f"*/{ROW}"):
+        found: dict[str, Row] = {}
+        for file in (self.spec.rows, *self._files()):
             try:
                 changed = file.stat().st_mtime_ns
             except FileNotFoundError:  # another process has begun the run again
                 continue
-            if self.found.get(file, (0,))[0] != changed:
-                self.found[file] = changed, read_rows(file)[0]
-        present = [row for file, (_, row) in self.found.items() if file.exists()]
-        found = {row.run: row for row in [*read_rows(self.spec.rows), *present]}
+            if self.read.get(file, (0,))[0] != changed:
+                self.read[file] = changed, read_rows(file)
+            found |= {row.run: row for row in self.read[file][1]}
         return list(found.values())
+
+    def _files(self) -> Iterator[Path]:
+        """Yield the files of rows in run folders."""
+        return (self.spec.folder / "runs").glob(f"*/{ROW}")
 
     def collect(self, configs: Configs) -> bool:
         """Write `rows.jsonl` and `rates.json`, unless another process does; return whether they were written.
@@ -69,9 +74,9 @@ class Collection:
 
     def forget_failures(self) -> None:
         """Remove the rows of runs that failed, so that these runs are carried out again."""
-        for file, (_, row) in list(self.found.items()):
-            if row.status == FAILED:
-                file.unlink(missing_ok=True)
+        for file in self._files():
+            if read_rows(file)[0].status == FAILED:
+                file.unlink()
                 file.with_name(FAILURES).unlink(missing_ok=True)
         rows = read_rows(self.spec.rows)
         if any(row.status == FAILED for row in rows):

@@ -14,12 +14,13 @@ from rlhf.checks.check import as_objects, problems
 from rlhf.checks.composing import composed, composed_node
 from rlhf.config import catalogue
 from rlhf.config.best_generator import candidates
-from rlhf.config.identity import run_name
+from rlhf.config.identity import run_name, what_counts
 from rlhf.config.mistakes import explained
 from rlhf.config.overrides import Override, read_overrides
 from rlhf.config.root import Config
 from rlhf.config.run import Progress
 from rlhf.core.errors import UserError
+from rlhf.core.files import digest
 from rlhf.core.statistics import detectable
 from rlhf.study.cells import Cell, cells, overrides, set_twice
 from rlhf.study.identity import inputs, run_digest, stale
@@ -63,6 +64,7 @@ class Configs:
         self.spec = spec
         self.nodes: dict[tuple[str, ...], DictConfig] = {}
         self.of_cells: dict[Run, Config] = {}
+        self.costs: dict[Run, str] = {}
         self.identities: dict[Run, tuple[str, str, Mapping[str, str]]] = {}
 
     def overrides(self, run: Run) -> list[str]:
@@ -95,6 +97,15 @@ class Configs:
             cfg = self.config(run)
             self.identities[run] = run_digest(cfg), run_name(cfg), inputs(cfg)
         return self.identities[run]
+
+    def cost(self, run: Run) -> str:
+        """Return a digest of the settings on which the cost of an episode and of an evaluation depends."""
+        if (of_cell := run._replace(seed=0)) not in self.costs:
+            cfg, parts = self.config(run), ("model", "task", "scorer", "gold", "generator", "eval")
+            algo = [cfg.algo.name, cfg.algo.samples_per_prompt, cfg.schedule.epochs]
+            counted = what_counts(cfg)
+            self.costs[of_cell] = digest([*algo, *(counted[name] for name in parts)])
+        return self.costs[of_cell]
 
     def problems(self, runs: Iterable[Run]) -> Iterator[str]:
         """Yield the problems of the cells of runs, each once, with the line of the method."""

@@ -16,7 +16,6 @@ from statistics import fmean
 from typing import Any
 
 from rlhf.checks.job import check_job
-from rlhf.config.identity import what_counts
 from rlhf.config.root import Config
 from rlhf.core import files
 from rlhf.core.errors import RunError, UserError
@@ -94,17 +93,21 @@ def price(plan: Plan) -> Price:
     pilots, means = read_pilots(plan.spec.folder / _PRICES), _means(done)
     made = {_stages(plan, each.run) for each in done}
     left, unknown, stages = 0.0, 0, {}  # type: float, int, dict[object, float]
+    groups: dict[Run, list[Run]] = {}
     for run in plan.missing:
-        pilot = pilots.get(cost(cfg := plan.configs.config(run)))
-        if pilot is not None and (models := _stages(plan, run)) not in made:
-            stages[models] = pilot.stages
+        groups.setdefault(run._replace(seed=0), []).append(run)
+    for run, *others in groups.values():
+        count = 1 + len(others)
+        pilot = pilots.get(plan.configs.cost(run))
         names = (run.cell, (run.cell.task, run.cell.method))
         if (known := next((means[name] for name in names if name in means), None)) is not None:
-            left += known
+            left += known * count
         elif pilot is not None:
-            left += pilot.seconds(cfg)
+            left += pilot.seconds(plan.configs.config(run)) * count
         else:
-            unknown += 1
+            unknown += count
+        for models in {_stages(plan, each) for each in (run, *others)} - made if pilot else ():
+            stages[models] = max(stages.get(models, 0.0), pilot.stages)  # the first pilot made them
     rows = [each.row for each in done if each.row is not None]
     memory = [*(row.memory_gb or 0.0 for row in rows), *(pilot.memory_gb for pilot in pilots.values())]
     disk = fmean([each.disk for each in pilots.values()] or [0]) * (len(done) + len(plan.missing))
@@ -121,7 +124,7 @@ def measured_price(plan: Plan) -> Price:
     """
     due: dict[str, Planned] = {}
     for run in plan.missing:
-        due.setdefault(cost(plan.configs.config(run)), plan.planned(run))
+        due.setdefault(plan.configs.cost(run), plan.planned(run))
     known = read_pilots(file := plan.spec.folder / _PRICES)
     for key, planned in due.items():
         if key not in known:
@@ -138,16 +141,9 @@ def measured_price(plan: Plan) -> Price:
 
 
 def read_pilots(file: Path) -> dict[str, Pilot]:
-    """Return the pilots in a file, by `cost`."""
+    """Return the pilots in a file, by `Configs.cost`."""
     tree = files.read_json(file, files.delete_command(file)) if file.exists() else {}
     return {key: Pilot(**each) for key, each in tree.items()}
-
-
-def cost(cfg: Config) -> str:
-    """Return a digest of the settings on which the cost of an episode and of an evaluation depends."""
-    tree = what_counts(cfg)
-    parts = [tree[name] for name in ("model", "task", "scorer", "gold", "generator", "eval")]
-    return files.digest([cfg.algo.name, cfg.algo.samples_per_prompt, cfg.schedule.epochs, *parts])
 
 
 class _Stopwatch(Hook):
@@ -214,7 +210,7 @@ def _measure(cfg: Config, folder: Path) -> None:
 
 def _stages(plan: Plan, run: Run) -> tuple[str, int]:
     """Return what the stages before a run depend on."""
-    return run.cell.task, plan.configs.config(run).stages.seed
+    return run.cell.task, run.seed if "stages.seed" in plan.spec.repeat else 0
 
 
 def _means(done: Iterable[Planned]) -> dict[object, float]:

@@ -48,7 +48,6 @@ def run(
     """
     collection, configs = Collection(spec), Configs(spec)
     if failed:
-        collection.rows()
         collection.forget_failures()
     plan = Plan(spec, collection.rows(), configs, only)
     plan.check()
@@ -71,6 +70,7 @@ def run(
 def _watch(plan: Plan, collection: Collection, count: int, niceness: int) -> Iterator[int]:
     """Yield the exit codes of the workers; print finished runs, and collect rows, until all have ended."""
     done = {each.digest for each in plan.runs if each.state == DONE}
+    known = collection.rows()
     with ExitStack() as ends:
         processes = ends.enter_context(workers.started(plan, count, niceness))
         live = Live(console=console, transient=True, auto_refresh=False)
@@ -79,7 +79,8 @@ def _watch(plan: Plan, collection: Collection, count: int, niceness: int) -> Ite
         while processes:
             time.sleep(_POLL_S)
             codes = list(workers.ended(processes))
-            plan = plan.after(collection.rows())
+            if (rows := collection.rows()) != known:
+                known, plan = rows, plan.after(rows)
             for each in plan.runs:
                 if each.state == DONE and each.digest not in done and each.row is not None:
                     done.add(each.digest)

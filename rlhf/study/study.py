@@ -78,11 +78,12 @@ class Study:
         found = Collection(self.spec).rows()
         return pandas.DataFrame([{**asdict(row), **row.levels, **row.metrics} for row in found])
 
-    def repeat(self, where: Mapping[str, str]) -> tuple[Row, Row]:
-        """Carry out one run again, beside its run folder, and return its row and the new row.
+    def repeat(self, where: Mapping[str, str], folder: Path | None = None) -> tuple[Row, Row]:
+        """Carry out one run again, and return its row and the new row.
 
         Args:
             where: a value of "task", "method", axes and "seed", so that one run is left.
+            folder: where the new run folder is; None: `repeats` in the folder of the study.
 
         Raises:
             UserError: several runs or no run have these values, or the run has no row.
@@ -92,7 +93,7 @@ class Study:
         if len(plan.runs) != 1 or (row := plan.runs[0].row) is None:
             got = f"{len(plan.runs)} runs" if len(plan.runs) != 1 else "a run without a row"
             raise UserError(f"repeat must name one run with a row, got {got}; add method=, seed= or others")
-        folder = self.spec.folder / "repeats" / plan.runs[0].folder.name
+        folder = (folder or self.spec.folder / "repeats") / plan.runs[0].folder.name
         again = replace(plan.runs[0], folder=folder, state=MISSING, row=None)
         files.discard(folder)
         folder.mkdir(parents=True)

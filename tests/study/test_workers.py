@@ -90,8 +90,7 @@ def test_a_run_that_fails_is_repeated_at_the_end_and_then_has_a_row(study, attem
     assert [*began().values()].count(2) == 2
     failed = [row for row in Collection(spec).rows() if row.status == FAILED]
     assert sorted(row.error for row in failed) == [f"ValueError: lag (('lag', '{lag}'),)" for lag in (0, 1)]
-    (collection := Collection(spec)).rows()
-    collection.forget_failures()
+    Collection(spec).forget_failures()
     assert states(spec).count(DONE) == 6
 
 

@@ -1,0 +1,109 @@
+"""Methods of another file beside the committed rows of a study: a study file that includes these rows.
+
+Anchor runs repeat a few committed rows first, which shows whether old and new rows may be paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, stdev
+
+import yaml
+
+from rlhf.core.errors import UserError
+from rlhf.core.files import write_atomically
+from rlhf.core.formatting import figure
+from rlhf.core.statistics import detectable
+from rlhf.study import history, pricing
+from rlhf.study.cells import cells
+from rlhf.study.document import Document
+from rlhf.study.planning import DONE, Planned
+from rlhf.study.rows import Row
+from rlhf.study.spec import Spec
+from rlhf.study.study import Study, differing
+
+_SHARED = ("set", "repeat", "seeds", "axes", "tune", "tables", "figures", "margin", "resources")
+_OWN = ("title", "seeds", "grids", "claims", "budget", "config_dir", "page", "keep")
+
+
+def write_study(base: Spec, mine: Path) -> Path:
+    """Write the file of a study that runs the methods of `mine` and includes the rows of `base`.
+
+    Args:
+        base: a study with rows.
+        mine: a YAML file with `methods`, and perhaps with `study` (the name) and keys of `_OWN`.
+
+    Returns:
+        The file, beside that of `base`; a file that exists is not changed.
+
+    Raises:
+        UserError: the file has other keys, or a method has the name of one in `base`.
+    """
+    own, other = Document(mine), Document(base.file)
+    given = own.mapping(own.tree, "", ("study", "methods", *_OWN))
+    methods = own.mapping(given.get("methods"), "methods")
+    for name in methods.keys() & base.methods.keys():
+        own.wrong(f"methods.{name}", f"must not be a method of {base.name}", name, "rename the method")
+    if not methods:
+        own.wrong("methods", "must have a method", "none", "write methods: {mine: [algo=mine]}")
+    own.check()
+    name = given.get("study", mine.stem)
+    beside = base.file.parent
+    file = beside.parent / name / "study.yaml" if base.file.name == "study.yaml" else beside / f"{name}.yaml"
+    if file.resolve() == mine.resolve():
+        raise UserError(f"study must name another file than {mine}, got {name}; set study: {name}_beside")
+    known = beside.name if base.file.name == "study.yaml" else base.file.stem  # by which the file is found
+    grids = [grid for grid in other.tree.get("grids", [{}]) if "method" not in grid]
+    tree = {
+        "study": name,
+        "title": f"{', '.join(methods)} beside {base.title}",
+        "include": {known: {}},
+        "tasks": {"from": known},
+        **{key: other.tree[key] for key in _SHARED if key in other.tree},
+        "grids": [{**grid, "method": list(methods)} for grid in grids],
+        **{key: given[key] for key in _OWN if key in given},
+        "methods": {**other.tree["methods"], **methods},
+    }
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100))
+    return file
+
+
+def anchors(base: Study) -> list[Planned]:
+    """Return the runs that are repeated: two seeds of a method in its first and its last cell with rows."""
+    method = next(iter(base.spec.methods))
+    runs = [each for each in base.plan({"method": [method], "part": ["table"]}).runs if each.state == DONE]
+    place = {cell: number for number, cell in enumerate(cells(base.spec))}
+    found = sorted({each.run.cell for each in runs}, key=place.__getitem__)
+    ends = {found[0], found[-1]} if found else set()
+    seeds = base.spec.seeds[:2]
+    return [each for each in runs if each.run.cell in ends and each.run.seed in seeds]
+
+
+def compare(base: Study, added: Spec) -> Iterator[str]:
+    """Repeat the anchors, and yield what that says about old and new rows as text."""
+    pairs: list[tuple[Row, Row]] = []
+    for each in anchors(base):
+        where = {"task": each.run.cell.task, "method": each.run.cell.method, "seed": str(each.run.seed)}
+        pairs.append(base.repeat({**where, **dict(each.run.cell.levels)}, added.folder / "anchors"))
+        found = differing(*pairs[-1])
+        yield f"anchor {each.run}: " + (f"differs in {', '.join(found)}" if found else "equal bits")
+    equal = bool(pairs) and not any(differing(*pair) for pair in pairs)
+    gaps = [_value(base.spec, new) - _value(base.spec, row) for row, new in pairs]
+    history.record(added, "anchors", equal=equal, differences=gaps)
+    if equal:
+        yield "old and new rows are paired by seed"
+    elif not pairs:
+        yield "no anchor: no committed row can be repeated here, so old and new rows are not paired"
+    else:
+        yield f"old and new rows are not paired; the anchors differ by {figure(fmean(gaps))} on average"
+        if len(gaps) > 1 and abs(fmean(gaps)) > detectable(stdev(gaps), len(gaps)):
+            hours = pricing.price(base.plan()).done_s / 3600
+            yield f"more than chance: run the methods of {base.spec.name} here, too ({hours:.1f} CPU-hours)"
+
+
+def _value(spec: Spec, row: Row) -> float:
+    task = spec.tasks[row.task]
+    return row.metrics.get(task.metric or row.metric, task.worst)

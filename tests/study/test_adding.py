@@ -1,0 +1,65 @@
+"""Methods beside committed rows: the study file that `rlhf study add` writes, and its anchors."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlhf.core.errors import UserError
+from rlhf.study import adding
+from rlhf.study.history import events
+from rlhf.study.planning import Plan
+from rlhf.study.reading import read_spec
+from rlhf.study.results import Results
+from rlhf.study.rows import write_rows
+from rlhf.study.study import Study
+from tests.study.test_planning import STUDY, row, study  # noqa: F401
+
+MINE = "methods: {mine: [algo=bok]}\nclaims: {mine is better: value(mine) > value(dpo)}\n"
+
+
+@pytest.fixture
+def files(study, tmp_path):  # noqa: F811
+    spec = study(STUDY.replace("all}]", "all}, {method: dpo, lag: 4}]"))
+    write_rows(spec.rows, [row(each) for each in Plan(spec, []).runs])
+    (tmp_path / "mine.yaml").write_text(f"study: beside\n{MINE}")
+    return spec, tmp_path / "mine.yaml"
+
+
+def test_the_new_study_runs_its_methods_in_the_cells_of_the_other_and_shows_its_rows(files):
+    spec, mine = files
+    added = read_spec(adding.write_study(spec, mine))
+    assert [str(each.run) for each in Plan(added, []).runs][:2] == [
+        "short mine lag=0 seed 1",
+        "short mine lag=1 seed 1",
+    ]
+    results = Results.read(added)
+    assert results.missing == results.expected == 6 and len(results.rows) == 12
+    mine.write_text("methods: {dpo: [algo=dpo]}")
+    with pytest.raises(UserError, match="methods.dpo must not be a method of short"):
+        adding.write_study(spec, mine)
+
+
+def test_anchors_say_whether_old_and_new_rows_are_paired(files, monkeypatch):
+    spec, mine = files
+    added = read_spec(adding.write_study(spec, mine))
+    monkeypatch.setattr(Study, "repeat", lambda self, where, folder: (old(self, where), old(self, where)))
+    assert [*adding.compare(Study(spec), added)] == [
+        *(f"anchor short dpo lag={lag} seed {seed}: equal bits" for seed in (1, 2) for lag in (0, 4)),
+        "old and new rows are paired by seed",
+    ]
+
+    def other(self, where, folder):
+        found = old(self, where)
+        value = 0.3 + int(where["seed"]) / 1000
+        return found, replace(found, machine="another", metrics={"eval/win_rate": value})
+
+    monkeypatch.setattr(Study, "repeat", other)
+    *_, average, chance = adding.compare(Study(spec), added)
+    assert average == "old and new rows are not paired; the anchors differ by -0.199 on average"
+    assert chance.startswith("more than chance: run the methods of short here, too")
+    assert [event["equal"] for event in events(added, "anchors")] == [True, False]
+
+
+def old(study, where):  # noqa: F811
+    (planned,) = study.plan({name: [value] for name, value in where.items()}).runs
+    return planned.row
