@@ -106,8 +106,8 @@ def price(plan: Plan) -> Price:
             left += pilot.seconds(plan.configs.config(run)) * count
         else:
             unknown += count
-        for models in {_stages(plan, each) for each in (run, *others)} - made if pilot else ():
-            stages[models] = max(stages.get(models, 0.0), pilot.stages)  # the first pilot made them
+        for models in {_stages(plan, each) for each in (run, *others)} - made:
+            stages[models] = max(stages.get(models, 0.0), pilot.stages if pilot else 0.0)  # made by the first
     rows = [each.row for each in done if each.row is not None]
     memory = [*(row.memory_gb or 0.0 for row in rows), *(pilot.memory_gb for pilot in pilots.values())]
     disk = fmean([each.disk for each in pilots.values()] or [0]) * (len(done) + len(plan.missing))

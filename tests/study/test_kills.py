@@ -35,12 +35,17 @@ def rows(folder, cache, kills):
     while True:
         running = subprocess.Popen(command, stdout=log, stderr=log)
         while kills and running.poll() is None:
-            time.sleep(order.uniform(1, 10))
+            time.sleep(0.2)
             try:
                 processes = [p := psutil.Process(running.pid), *p.children(recursive=True)]
-                os.kill(order.choice(processes).pid, signal.SIGKILL)
+                if len(processes) < 4:  # the command, two workers, and at least one attempt
+                    continue
+                time.sleep(order.uniform(0, 5))
+                os.kill((victim := order.choice(processes)).pid, signal.SIGKILL)
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue
+            place = processes.index(victim)
+            print(f"killed {'the command' if not place else victim.pid}", file=log, flush=True)
             kills -= 1
         if running.wait() == 0:
             break
