@@ -1,7 +1,7 @@
 """A framework for RLHF experiments, with one training loop for synchronous and asynchronous runs.
 
-The Python API: `Experiment`, `Hook`, `StopRun`, `sweep`, and the errors `UserError`, `RunError` and
-`Interrupted`.
+The Python API: `Experiment`, `Study`, `Hook`, `StopRun`, `sweep`, and the errors `UserError`,
+`RunError` and `Interrupted`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,27 @@ if TYPE_CHECKING:
     from rlhf.experiment import Experiment as Experiment
     from rlhf.loggers.hooks import Hook as Hook
     from rlhf.loggers.hooks import StopRun as StopRun
+    from rlhf.study.study import Study as Study
     from rlhf.sweeping import sweep as sweep
 
-__all__ = ["Experiment", "Hook", "Interrupted", "RunError", "StopRun", "UserError", "__version__", "sweep"]
+__all__ = [
+    "Experiment",
+    "Hook",
+    "Interrupted",
+    "RunError",
+    "StopRun",
+    "Study",
+    "UserError",
+    "__version__",
+    "sweep",
+]
 
 # Name -> module. They are imported at their first use, so that the commands start quickly.
 LAZY = {
     "Experiment": "rlhf.experiment",
     "Hook": "rlhf.loggers.hooks",
     "StopRun": "rlhf.loggers.hooks",
+    "Study": "rlhf.study.study",
     "sweep": "rlhf.sweeping",
 }
 

@@ -110,10 +110,12 @@ class Configs:
     def problems(self, runs: Iterable[Run]) -> Iterator[str]:
         """Yield the problems of the cells of runs, each once, with the line of the method."""
         found: dict[str, list[Run]] = {}
-        for number, run in enumerate({each._replace(seed=0): each for each in runs}.values()):
+        examples = {each._replace(seed=0): each for each in runs}.values()
+        table = next((run for run in examples if run.part == TABLE), None)
+        for run in examples:
             try:
                 texts = problems(self.config(run))
-                if number == 0 and self._seed_is_read(run):
+                if run is table and self._seed_is_read(run):
                     keys = ", ".join(self.spec.repeat)
                     texts.append(f"repeat must have keys that no other key reads, got {keys}; leave them out")
             except UserError as error:
@@ -128,7 +130,8 @@ class Configs:
 
     def _seed_is_read(self, run: Run) -> bool:
         """Return whether another key depends on a key of `repeat`, so that the seed changes it."""
-        other = run._replace(seed=run.seed + 1)
+        tuned = self.spec.tune.seeds if self.spec.tune else ()
+        other = run._replace(seed=max(*self.spec.seeds, *tuned, 0) + 1)
         changed = self.of_cells[run._replace(seed=0)].with_(dict.fromkeys(self.spec.repeat, other.seed))
         return self._compose(self.overrides(other)) != changed
 
@@ -185,7 +188,8 @@ class Plan:
             self.tuning = Tuning(spec, self._usable)
             self.runs = [self.planned(run) for run in self._wanted()]
         except UserError as error:  # the first of perhaps many
-            raise UserError(*(list(self._problems()) or error.problems)) from error
+            first = [Run(cell, spec.seeds[0], _first(spec), TABLE) for cell in cells(spec)]
+            raise UserError(*(list(self.configs.problems(first)) or error.problems)) from error
         used = {each.row.run for each in self.runs if each.row is not None}
         names = {_names_of(each.run) for each in self.runs}
         self.unused = [r for r in self.rows.values() if r.run not in used and _names(r)[:-1] in names]
@@ -206,7 +210,7 @@ class Plan:
 
     def check(self) -> None:
         """Raise UserError with the problems of all runs."""
-        if found := list(self._problems()):
+        if found := list(self.configs.problems([*(each.run for each in self.runs), *self.undecided])):
             raise UserError(*found)
 
     @property
@@ -262,14 +266,6 @@ class Plan:
                         self.undecided.append(run)
                     else:
                         yield run
-
-    def _problems(self) -> Iterator[str]:
-        """Yield the problems of the runs, each once; the first of the tuned values stand for all."""
-        parts = [(TABLE, self.spec.seeds[0])] + ([(TUNE, self.spec.tune.seeds[0])] if self.spec.tune else [])
-        first = _first(self.spec)
-        return self.configs.problems(
-            Run(c, seed, first, part) for part, seed in parts for c in cells(self.spec)
-        )
 
     def _usable(self, run: Run) -> Row | None:
         """Return the row of a run unless it is missing or stale."""

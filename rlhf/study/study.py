@@ -1,6 +1,6 @@
 """Studies in Python, with the methods that are the commands of `rlhf study`.
 
-    from rlhf.study.study import Study
+    from rlhf import Study
 
     study = Study("studies/staleness.yaml")
     list(study.plan().lines())  # runs by grid and task: done, stale, missing
@@ -21,11 +21,15 @@ from rlhf.core import files
 from rlhf.core.errors import RunError, UserError
 from rlhf.processes.signals import interruptible
 from rlhf.study import attempt, pricing, running
+from rlhf.study.claims import Judged, judged
 from rlhf.study.collection import ROW, Collection
+from rlhf.study.page import write_page
 from rlhf.study.planning import MISSING, Configs, Plan
 from rlhf.study.reading import read_spec
+from rlhf.study.results import Results
 from rlhf.study.rows import TABLE, Row, read_rows
-from rlhf.study.spec import Spec
+from rlhf.study.spec import Spec, Table
+from rlhf.study.tables import tables
 
 if TYPE_CHECKING:
     import pandas
@@ -77,6 +81,36 @@ class Study:
 
         found = Collection(self.spec).rows()
         return pandas.DataFrame([{**asdict(row), **row.levels, **row.metrics} for row in found])
+
+    def table(self, text: str) -> pandas.DataFrame:
+        """Return a table such as "loss over lag", with texts as on the page, by task and method.
+
+        Raises:
+            UserError: the study has no such axis.
+        """
+        import pandas
+
+        quantity, _, axis = text.partition(" over ")
+        if axis and axis not in self.spec.axes:
+            raise UserError(
+                f"{text} must be over an axis ({', '.join(self.spec.axes)}), got {axis}; choose one"
+            )
+        shown = tables(Results.read(self.spec), [Table(quantity, axis)])
+        found = {
+            (each.task, method): dict(zip(each.columns, (entry.text for entry in row), strict=True))
+            for each in shown
+            for method, row in each.rows.items()
+        }
+        return pandas.DataFrame.from_dict(found, orient="index")
+
+    def claims(self) -> list[Judged]:
+        """Return the verdict on each claim, as far as the study is complete."""
+        return list(judged(Results.read(self.spec)))
+
+    def page(self, final: bool = False, latex: bool = False) -> Path:
+        """Write the page, tables and figures (see `rlhf.study.page`), and return the path of the page."""
+        write_page(Results.read(self.spec), final=final, latex=latex)
+        return self.spec.page
 
     def repeat(self, where: Mapping[str, str], folder: Path | None = None) -> tuple[Row, Row]:
         """Carry out one run again, and return its row and the new row.

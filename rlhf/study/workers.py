@@ -88,6 +88,8 @@ class Worker:
             state = RunFolder(planned.folder).read_state() or {}
             text = f"killed by signal {-code} after update {state.get('update', 0)}"
             attempt.note_failure(planned, text)
+            if not attempt.is_done(self.plan.spec, planned):
+                return  # kills come from outside, so equal ones of several runs say nothing
         new = attempt.failures(planned.folder)[before:]
         self.errors = [*self.errors, *(each.replace(planned.folder.name, "<run>") for each in new)]
         if not new:

@@ -49,6 +49,14 @@ def test_a_study_has_a_row_for_each_run_and_no_models(study):
     assert study.rows().shape[0] == 2
 
 
+def test_a_study_shows_its_tables_and_claims(study):
+    table = study.table("value")
+    assert {*table.index.get_level_values(1)} == {"dpo", "ipo"}
+    with pytest.raises(UserError, match="must be over an axis"):
+        study.table("loss over lag")
+    assert study.page().is_file() and len(study.claims()) == 1
+
+
 def test_a_pilot_stands_for_all_runs_of_its_cost(study):
     (pilot,) = read_pilots(study.spec.folder / "price.json").values()
     assert pilot.episode > 0 and pilot.evaluation > 0 and pilot.stages > 0
