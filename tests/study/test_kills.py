@@ -55,6 +55,7 @@ def rows(folder, cache, kills):
 
 @pytest.mark.nightly
 @pytest.mark.process
+@pytest.mark.timeout(1800)
 def test_kills_change_no_row(tmp_path):
     expected = rows(tmp_path / "calm", tmp_path / "cache", kills=0)
     assert len(expected) == 8
