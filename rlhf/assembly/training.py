@@ -80,8 +80,9 @@ def assemble(
     objective = make(cfg.algo)
     prompts = task.prompts(solved_at=cfg.schedule.solved_at)
     replay = Replay(cfg.schedule.replay, cfg.seed, tokenizer.pad_token_id)
-    most = cfg.schedule.refill * cfg.schedule.prompts_per_update
-    refill = Refill(most=most, scorer=scorer, note=prompts.scored, pad_id=tokenizer.pad_token_id)
+    refill = None
+    if most := cfg.schedule.refill * cfg.schedule.prompts_per_update:  # before rollouts are saved
+        refill = Refill(most=most, scorer=scorer, note=prompts.scored, pad_id=tokenizer.pad_token_id)
     if cfg.save_generations and ranks.first:
         scorer = SavingScorer(scorer, folder.generations, tokenizer, training_sampling(cfg), state)
     return Parts(
@@ -102,7 +103,7 @@ def assemble(
             RepetitionRule(given=not cfg.generator.samples),
         ),
         evaluator=evaluator,
-        refill=refill if most else None,
+        refill=refill,
         phases=engine.phases,
         checkpoints=Checkpoints(folder.path, cfg.save_total_limit, objective, replay, prompts, data, ranks),
     )

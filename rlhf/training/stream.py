@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -139,7 +140,8 @@ class Stream:
         since: float = 0.0,
     ) -> None:
         self.groups, self.began = groups, time.monotonic() - since
-        self.ends: dict[Future[Rollouts], float] = {}  # seconds at which requests ended
+        # Seconds at which requests ended. Weak, because a request may be noted after its result was taken.
+        self.ends: WeakKeyDictionary[Future[Rollouts], float] = WeakKeyDictionary()
         self.generator = generator
         self.prompts = iter(prompts)
         self.sampling = sampling
@@ -163,7 +165,7 @@ class Stream:
                 with self.phases("waiting for rollouts"):
                     rollouts = (future := self.pending.popleft()).result()
             self.current = replace(rollouts, trainer_version=self.taken - 1)
-            end = self.ends.pop(future, self._now())
+            end = self.ends.get(future, self._now())
             if self.groups is not None and rollouts.behaviour_logprobs is not None:
                 self.groups(self._lines(self.current, asked, end))
             yield self.current
@@ -174,9 +176,10 @@ class Stream:
     def _note_end(self, future: Future[Rollouts]) -> None:
         self.ends[future] = self._now()
 
-    def _lines(self, rollouts: Rollouts, asked: float, end: float) -> list[dict[str, Any]]:
-        """Return the lines of groups.jsonl of a batch whose request ended at `end`."""
+    def _lines(self, rollouts: Rollouts, asked: float, ready: float) -> list[dict[str, Any]]:
+        """Return the lines of groups.jsonl of a batch whose request ended at `ready`."""
         taken = self._now()
+        end = ready - (rollouts.annotate_ahead_s if isinstance(rollouts, Batch) else 0.0)
         start = end - rollouts.generate_s
         lengths, versions = rollouts.response_mask.sum(-1).tolist(), rollouts.versions()
         samples = self.sampling.samples
@@ -190,7 +193,7 @@ class Stream:
                 "lengths": lengths[i],
                 "starts": [start] * samples,
                 "ends": [end] * samples,
-                "ready": end,
+                "ready": ready,
                 "taken": taken,
                 "waited": taken - asked,
                 "fate": "trained",

@@ -1,6 +1,10 @@
 """The stream of rollouts: order of requests and loads, and at most `max_lag` later requests in flight."""
 
+import gc
 import itertools
+from concurrent.futures import Future
+from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -125,3 +129,23 @@ def test_each_group_has_a_line_with_its_update_version_and_times():
     for line in lines:
         assert line["starts"][0] == line["ready"] - 0.5 and line["lengths"] == [1]
         assert 100 <= line["ready"] <= line["taken"] < 200 and line["waited"] >= 0
+
+
+def test_a_request_whose_end_is_noted_after_its_result_was_taken_is_not_kept():
+    class Late(Future):
+        def add_done_callback(self, fn):
+            callbacks.append(partial(fn, ref(self)))
+
+    class LateGenerator(FakeGenerator):
+        def submit(self, given, sampling):
+            future = Late()
+            future.set_result(super().submit(given, sampling).result())
+            return future
+
+    callbacks, generator = [], LateGenerator()
+    stream = Stream(generator, prompts(0, 4), sampling(), 0, Timer(), groups=lambda lines: None)
+    for _ in stream:
+        note = callbacks.pop()
+        note.func(note.args[0]())
+    gc.collect()
+    assert not stream.ends
