@@ -21,7 +21,6 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.generated import fill
 from rlhf.checks.check import refuse
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
@@ -29,6 +28,7 @@ from rlhf.report.curves import Point
 from rlhf.report.groups import Group
 from rlhf.report.runs import Run, Status, find_runs
 from rlhf.runs.folder import RunFolder
+from rlhf.study.page import fill
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

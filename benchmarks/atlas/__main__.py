@@ -25,11 +25,11 @@ from benchmarks.atlas.design import SMOKE, STUDY, Design
 from benchmarks.atlas.executor import execute
 from benchmarks.atlas.plan import PARTS, Selection
 from benchmarks.atlas.study import Study
-from benchmarks.generated import fill
 from rlhf.checks.check import refuse
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
 from rlhf.runs.lock import claimed
+from rlhf.study.page import fill
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -24,10 +24,10 @@ from pathlib import Path
 
 from benchmarks.collapse.cases import cases_of, packed, read, stored, write
 from benchmarks.collapse.page import MARKS, written
-from benchmarks.generated import fill
 from rlhf.checks.check import refuse
 from rlhf.core.errors import UserError
 from rlhf.core.files import write_atomically
+from rlhf.study.page import fill
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
 DOCUMENT = RESULTS / "collapse.md"

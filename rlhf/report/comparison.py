@@ -123,12 +123,12 @@ def _scores_of(run: Run, name: str) -> Mapping[Prompt, float]:
     found = {}
     for row in last:
         numbers[row["prompt"]] += 1
-        if (value := _value_of(row, name)) is not None:
+        if (value := value_of(row, name)) is not None:
             found[row["prompt"], numbers[row["prompt"]]] = value
     return found
 
 
-def _value_of(row: Mapping[str, object], name: str) -> float | None:
+def value_of(row: Mapping[str, object], name: str) -> float | None:
     """Return the value of a metric for one response; None if completions.jsonl does not determine it."""
     key = {"eval/score": "score", "eval/gold_score": "gold_score", "eval/win_rate": "gold_score"}.get(name)
     value = row.get(key or "")

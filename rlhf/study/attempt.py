@@ -186,7 +186,6 @@ def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
         error=error,
         cpu_s=round(used_s * sessions, 2),
         gpu_s=round(taken * sessions, 2) * len(read_run(folder.path).environment.get("devices", [])),
-        memory_gb=peak_gb(),
         models=model_digests({stage.name: stage.folder for stage in stages}),
     )
     if "models" not in spec.keep:
@@ -218,11 +217,6 @@ def cpu_s() -> float:
     """Return the CPU seconds of this process and of its processes that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
-
-
-def peak_gb() -> float:
-    """Return the peak memory of this process in GB."""
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2)
 
 
 def _end_with(parent: int) -> None:

@@ -55,28 +55,31 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
         contents |= {spec.folder / "figures" / name: image for name, image in drawn.items()}
         where = Path(os.path.relpath(spec.folder, spec.page.parent), "figures")
         images = [(where / name).as_posix() for name in drawn if name.endswith(".png")]
-    contents[spec.page] = filled(spec.page, f"# {spec.title}", as_markdown(results, made, found, images))
+    page = f"# {spec.title}\n\n{MARKS[0]}\n{MARKS[1]}\n"
+    if spec.page.exists():
+        page = spec.page.read_text(encoding="utf-8")
+    text = as_markdown(results, made, found, images)
+    contents[spec.page] = fill(page, MARKS, f"\n{text}\n", str(spec.page))
     for file, content in contents.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content)
     return list(contents)
 
 
-def filled(file: Path, heading: str, text: str) -> str:
-    """Return a page with text between its two marks; a page that does not exist begins with the heading.
+def fill(page: str, marks: tuple[str, str], text: str, name: str = "the page") -> str:
+    """Return a page with `text` between its two marks.
 
     Raises:
         UserError: a mark is missing, or the marks are in the wrong order.
     """
-    page = file.read_text(encoding="utf-8") if file.exists() else f"{heading}\n\n{MARKS[0]}\n{MARKS[1]}\n"
-    before, first, rest = page.partition(MARKS[0])
-    _, second, after = rest.partition(MARKS[1])
+    before, first, rest = page.partition(marks[0])
+    _, second, after = rest.partition(marks[1])
     if not (first and second):
         raise UserError(
-            f"{file} must have the lines '{MARKS[0]}' and '{MARKS[1]}' (between them is the page), got "
-            "neither or one; add both lines"
+            f"{name} must contain '{marks[0]}' and then '{marks[1]}' (the generated part is between them), "
+            "got neither or one; restore the missing line"
         )
-    return f"{before}{first}\n\n{text}\n\n{second}{after}"
+    return f"{before}{first}\n{text}\n{second}{after}"
 
 
 def as_markdown(

@@ -21,6 +21,7 @@ from rlhf.core import files
 from rlhf.core.errors import RunError, UserError
 from rlhf.loggers.hooks import Hook, StopRun
 from rlhf.processes.signals import interruptible
+from rlhf.report.runs import read_run
 from rlhf.runs.folder import RunFolder
 from rlhf.study import attempt
 from rlhf.study.planning import DONE, Plan, Planned
@@ -202,7 +203,7 @@ def _measure(cfg: Config, folder: Path) -> None:
         evaluation=evaluation,
         stages=stages,
         examples=None if cfg.epochs is None else round(drawn / cfg.epochs),
-        memory_gb=attempt.peak_gb(),
+        memory_gb=round((read_run(folder).peak_gib or 0.0) * 2**30 / 1e9, 2),
         disk=sum(file.stat().st_size for file in kept if file.exists()),
     )
     files.write_json(folder / "pilot.json", asdict(found))

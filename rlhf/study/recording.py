@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rlhf.core import files
+from rlhf.report.comparison import value_of
 from rlhf.report.runs import Run as RunFiles
 from rlhf.report.runs import Status, read_run
-from rlhf.runs.folder import RunFolder
 from rlhf.study.rows import DIVERGED, FINISHED, packed
 
 # Libraries whose version may change a number.
@@ -42,7 +41,8 @@ def measured(folder: Path, metric: str, names: Sequence[str] = ()) -> dict[str, 
     kept = [name for name in dict.fromkeys(("update", *_KEPT, metric, *names)) if name in last]
     quarter = run.trained[-max(1, len(run.trained) // 4) :]
     averages = {name: [row[name] for row in quarter if name in row] for name in quarter[-1] if quarter}
-    outcomes = _outcomes(folder, last, metric)
+    completions = [row for row in run.completions() if row["update"] == last.get("update")]
+    outcomes = [value_of(row, metric) for row in completions]  # None: the completions do not show it
     return {
         "status": DIVERGED if diverged else FINISHED,
         "metric": metric,
@@ -56,6 +56,7 @@ def measured(folder: Path, metric: str, names: Sequence[str] = ()) -> dict[str, 
         "prompts": len(outcomes),
         "bits": packed([value == 1 for value in outcomes]) if set(outcomes) <= {0, 1} and outcomes else None,
         "machine": machine_class(run),
+        "memory_gb": None if run.peak_gib is None else round(run.peak_gib * 2**30 / 1e9, 2),
         "versions": f"{run.commit}, torch {run.environment.get('packages', {}).get('torch', '?')}",
     }
 
@@ -90,24 +91,3 @@ def model_digests(folders: Mapping[str, Path]) -> dict[str, str]:
 
 def _is_content(file: Path) -> bool:
     return file.suffix in (".safetensors", ".arrow") and "checkpoint-" not in str(file)
-
-
-def _outcomes(folder: Path, last: Mapping[str, Any], metric: str) -> list[float]:
-    """Return what the last evaluation found for each held-out prompt, of which the metric is the mean.
-
-    If the completions do not show this, the result has one None per prompt.
-    """
-    found: list[Any] = []
-    for line in files.complete_lines(RunFolder(folder).completions):
-        row = json.loads(line)
-        if row["update"] != last.get("update"):
-            continue
-        score = row.get("gold_score" if metric != "eval/score" else "score")
-        reference = row.get("reference_gold_score")
-        if metric == "eval/win_rate" and None not in (score, reference):
-            score = float(score > reference)
-        found.append(score if metric in _BINARY else None)
-    return found
-
-
-_BINARY = ("eval/win_rate", "eval/gold_score", "eval/accuracy", "eval/score")

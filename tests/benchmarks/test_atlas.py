@@ -27,12 +27,12 @@ from benchmarks.atlas.design import METHODS, SMOKE, STUDY, Cell, Run
 from benchmarks.atlas.findings import BASES
 from benchmarks.atlas.plan import FIGURES, Selection
 from benchmarks.atlas.study import Study
-from benchmarks.generated import fill
 from rlhf.checks.check import problems
 from rlhf.checks.composing import composed
 from rlhf.core import statistics
 from rlhf.core.errors import UserError
 from rlhf.runs import environment
+from rlhf.study.page import fill
 from tests.docs.snapshots import objects
 
 pytestmark = pytest.mark.nightly

@@ -12,8 +12,8 @@ from benchmarks.collapse import __main__ as command
 from benchmarks.collapse.cases import EARLY, Case, cases_of, collapsed_at, distinct, read, write
 from benchmarks.collapse.page import MARKS, written
 from benchmarks.collapse.selection import GRID, MEMORIES, crossings, measured, quality, selected, warned_by
-from benchmarks.generated import fill
 from rlhf.core.errors import UserError
+from rlhf.study.page import fill
 from rlhf.training.collapse import Limits
 
 

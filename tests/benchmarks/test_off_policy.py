@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import off_policy
-from benchmarks.generated import fill
 from benchmarks.off_policy import ALGORITHMS, MARKS, MINIBATCHES, SEEDS, STEP, SWEEPS, Setting
 from rlhf.core.errors import UserError
+from rlhf.study.page import fill
 from tests.docs.snapshots import objects
 from tests.report.test_report import write_run
 

@@ -158,7 +158,7 @@ def test_page_tables_and_figures_are_written_between_the_marks(rows, tmp_path, c
     shown = capsys.readouterr().out
     assert "20 of 20 runs" in shown and "oapl  0.840\N{PLUS-MINUS SIGN}" in shown and "holds" not in shown
     own.page.write_text("nothing")
-    with pytest.raises(UserError, match="must have the lines"):
+    with pytest.raises(UserError, match="page.md must contain '<!-- generated"):
         write_page(other)
 
 
