@@ -126,6 +126,13 @@ RUNS: Mapping[str, Run] = {
 # -- results ---------------------------------------------------------------------------------------
 
 VARIES = ("time/", "throughput/", "memory/", "generator/restarts", "annotator/restarts")
+MOMENTS = (
+    "starts",
+    "ends",
+    "ready",
+    "taken",
+    "waited",
+)  # of groups.jsonl, in seconds of the clock on the wall
 ROWS = ("metrics.jsonl", "evaluations.jsonl")
 
 
@@ -186,6 +193,9 @@ def value_of(file: Path, exact: bool) -> Any:
         if not exact:
             return [{"update": row["update"]} for row in rows]
         return [{key: value for key, value in row.items() if not key.startswith(VARIES)} for row in rows]
+    if file.name == "groups.jsonl" and exact:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        return [{key: value for key, value in row.items() if key not in MOMENTS} for row in rows]
     if file.suffix == ".safetensors":
         return hashlib.sha256(file.read_bytes()).hexdigest() if exact else "weights"
     if file.suffix == ".jsonl":
