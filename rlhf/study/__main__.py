@@ -30,10 +30,9 @@ class Command(NamedTuple):
 
 def show(spec: Spec, options: Namespace) -> None:
     """Print the state and the tables so far; there are no verdicts."""
-    from rlhf.study.formats import for_terminal
     from rlhf.study.page import state
     from rlhf.study.results import Results
-    from rlhf.study.tables import tables
+    from rlhf.study.tables import for_terminal, tables
 
     results = Results.read(spec)
     for text in state(results):

@@ -17,8 +17,8 @@ from rlhf.core.formatting import figure
 from rlhf.core.statistics import detectable
 from rlhf.study import history, pricing
 from rlhf.study.cells import cells
-from rlhf.study.document import Document
 from rlhf.study.planning import DONE, Planned
+from rlhf.study.reading import Document
 from rlhf.study.rows import Row
 from rlhf.study.spec import Spec
 from rlhf.study.study import Study, differing
@@ -40,9 +40,9 @@ def write_study(base: Spec, mine: Path) -> Path:
     Raises:
         UserError: the file has other keys, or a method has the name of one in `base`.
     """
-    own, other = Document(mine), Document(base.file)
-    given = own.mapping(own.tree, "", ("study", "methods", *_OWN))
-    methods = own.mapping(given.get("methods"), "methods")
+    own, other = Document(mine), Document(base.file).values[""]
+    given = own.mapping("", ("study", "methods", *_OWN))
+    methods = own.mapping("methods")
     for name in methods.keys() & base.methods.keys():
         own.wrong(f"methods.{name}", f"must not be a method of {base.name}", name, "rename the method")
     if not methods:
@@ -54,16 +54,16 @@ def write_study(base: Spec, mine: Path) -> Path:
     if file.resolve() == mine.resolve():
         raise UserError(f"study must name another file than {mine}, got {name}; set study: {name}_beside")
     known = beside.name if base.file.name == "study.yaml" else base.file.stem  # by which the file is found
-    grids = [grid for grid in other.tree.get("grids", [{}]) if "method" not in grid]
+    grids = [grid for grid in other.get("grids", [{}]) if "method" not in grid]
     tree = {
         "study": name,
         "title": f"{', '.join(methods)} beside {base.title}",
         "include": {known: {}},
         "tasks": {"from": known},
-        **{key: other.tree[key] for key in _SHARED if key in other.tree},
+        **{key: other[key] for key in _SHARED if key in other},
         "grids": [{**grid, "method": list(methods)} for grid in grids],
         **{key: given[key] for key in _OWN if key in given},
-        "methods": {**other.tree["methods"], **methods},
+        "methods": {**other["methods"], **methods},
     }
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

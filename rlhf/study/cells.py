@@ -29,19 +29,10 @@ class Cell(NamedTuple):
         return Cell(self.task, method or self.method, changed)
 
 
-class Layer(NamedTuple):
-    """Overrides of a run, and the key of the study file that they come from, such as "methods.ppo"."""
-
-    key: str
-    overrides: tuple[str, ...]
-
-
-def cell_of(spec: Spec, task: str, method: str, levels: Mapping[str, str] | None = None) -> Cell:
+def cell_of(spec: Spec, task: str, method: str, levels: Mapping[str, str]) -> Cell:
     """Return a cell; an axis without a value has the base of the task."""
-    bases = {axis: declared.bases.get(task, "") for axis, declared in spec.axes.items()}
-    return Cell(
-        task, method, tuple((bases | {k: v for k, v in (levels or {}).items() if k in bases}).items())
-    )
+    bases = ((axis, declared.bases.get(task, "")) for axis, declared in spec.axes.items())
+    return Cell(task, method, tuple((axis, levels.get(axis, base)) for axis, base in bases))
 
 
 def cells(spec: Spec, grids: Sequence[Grid] | None = None) -> list[Cell]:
@@ -50,13 +41,27 @@ def cells(spec: Spec, grids: Sequence[Grid] | None = None) -> list[Cell]:
     for grid in spec.grids if grids is None else grids:
         names = {"task": tuple(spec.tasks), "method": tuple(spec.methods), **grid}
         for values in product(*names.values()):
-            task, method, *levels = values
-            found[cell_of(spec, task, method, dict(zip([*names][2:], levels, strict=True)))] = None
+            levels = dict(zip(names, values, strict=True))
+            found[cell_of(spec, levels.pop("task"), levels.pop("method"), levels)] = None
     return list(found)
 
 
-def layers(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> list[Layer]:
-    """Return the overrides of a run by their origin; a later layer wins.
+def _layers(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> dict[str, Sequence[str]]:
+    """Return the overrides of a run by the key of the study file that they come from; a later key wins."""
+    for_choice = spec.tune.overrides if spec.tune is not None and seed in spec.tune.seeds else ()
+    return {
+        "set": spec.overrides,
+        f"tasks.{cell.task}": spec.tasks[cell.task].overrides,
+        f"methods.{cell.method}": spec.methods[cell.method].overrides,
+        **{f"axes.{axis}": spec.axes[axis].values[value] for axis, value in cell.levels},
+        "tune.set": for_choice,
+        "tune": [f"{key}={value}" for key, value in tuned.items()],
+        "repeat": [f"{key}={seed}" for key in spec.repeat],
+    }
+
+
+def overrides(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> list[str]:
+    """Return the overrides of a run, each key once, without those of the machine, as paths.
 
     Args:
         spec: the study.
@@ -64,33 +69,19 @@ def layers(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> list[
         seed: the value of all keys of `spec.repeat`.
         tuned: the value of each tuned key.
     """
-    for_choice = spec.tune.overrides if spec.tune is not None and seed in spec.tune.seeds else ()
-    return [
-        Layer("set", spec.overrides),
-        Layer(f"tasks.{cell.task}", spec.tasks[cell.task].overrides),
-        Layer(f"methods.{cell.method}", spec.methods[cell.method].overrides),
-        *(Layer(f"axes.{axis}", spec.axes[axis].values[value]) for axis, value in cell.levels),
-        Layer("tune.set", for_choice),
-        Layer("tune", tuple(f"{key}={value}" for key, value in tuned.items())),
-        Layer("repeat", tuple(f"{key}={seed}" for key in spec.repeat)),
-    ]
-
-
-def overrides(spec: Spec, cell: Cell, seed: int, tuned: Mapping[str, str]) -> list[str]:
-    """Return the overrides of a run, each key once (see `layers`), without those of the machine, as paths."""
-    texts = [text for layer in layers(spec, cell, seed, tuned) for text in layer.overrides]
+    texts = [text for layer in _layers(spec, cell, seed, tuned).values() for text in layer]
     return list({each.key: each.text for each in read_overrides(texts)}.values())
 
 
 def set_twice(spec: Spec) -> dict[str, list[str]]:
-    """Return the config keys that several layers of a run set: config key -> keys of the study file."""
+    """Return the config keys that several keys of the study file set: config key -> keys of the file."""
     found: dict[str, dict[str, None]] = {}
-    tuned = {key: "" for key in spec.tune.values} if spec.tune else {}
+    tuned = dict.fromkeys(spec.tune.values, "") if spec.tune else {}
     for cell in cells(spec):
         origins: dict[str, list[str]] = {}
-        for layer in layers(spec, cell, 0, tuned):
-            for each in read_overrides(layer.overrides):
-                origins.setdefault(each.key, []).append(layer.key)
+        for origin, texts in _layers(spec, cell, 0, tuned).items():
+            for each in read_overrides(texts):
+                origins.setdefault(each.key, []).append(origin)
         for key, several in origins.items():
             if len(several) > 1:
                 found.setdefault(key, {}).update(dict.fromkeys(several))
@@ -104,12 +95,17 @@ def tuning_point(spec: Spec, cell: Cell) -> str:
     and other values by their place in the file.
     """
     assert spec.tune is not None
+
+    def rank(axis: str, value: str) -> float:
+        try:
+            return float(value)
+        except ValueError:
+            return list(spec.axes[axis].values).index(value)
+
     found = next(iter(spec.tune.at))
     for point, limits in spec.tune.reach.items():
         if any(
-            _rank(spec, axis, value) >= _rank(spec, axis, limits[axis])
-            for axis, value in cell.levels
-            if axis in limits
+            axis in limits and rank(axis, value) >= rank(axis, limits[axis]) for axis, value in cell.levels
         ):
             found = point
     return found
@@ -119,11 +115,3 @@ def tuning_cell(spec: Spec, cell: Cell) -> Cell:
     """Return the cell of the runs that choose the tuned values of a cell."""
     assert spec.tune is not None
     return cell_of(spec, cell.task, cell.method, spec.tune.at[tuning_point(spec, cell)])
-
-
-def _rank(spec: Spec, axis: str, value: str) -> float:
-    """Return the place of a value among the values of an axis, for comparisons."""
-    try:
-        return float(value)
-    except ValueError:
-        return list(spec.axes[axis].values).index(value)

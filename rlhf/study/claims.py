@@ -9,18 +9,11 @@ from itertools import product
 from runpy import run_path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from rlhf.core import statistics
 from rlhf.core.errors import UserError
-from rlhf.core.statistics import (
-    HOLDS,
-    LEVEL,
-    NOT,
-    UNDECIDED,
-    Estimate,
-    detectable,
-    distinct,
-    holm,
-    seeds_needed,
-)
+from rlhf.core.statistics import HOLDS, LEVEL, NOT, UNDECIDED, Estimate, distinct, holm
 from rlhf.study.cells import cell_of
 from rlhf.study.formula import BEST, SAME, SLOPE, Formula, Side, read_formula
 from rlhf.study.results import FEWEST, Contrast, Results, Term
@@ -79,8 +72,8 @@ def decided(
         above = [c.p(limit, "greater", family if chosen else 1) for c in contrasts.values()]
         below = [c.p(limit, "less", 1 if chosen else family) for c in contrasts.values()]
     if chosen:
-        above, below = [holm(above)[list(contrasts).index(chosen)]], [below[list(contrasts).index(chosen)]]
-        contrasts = {chosen: contrasts[chosen]}
+        place = list(contrasts).index(chosen)
+        above, below, contrasts = [holm(above)[place]], [below[place]], {chosen: contrasts[chosen]}
     else:
         below = holm(below)
     unsure = [c.undecidable(family, level) for c in contrasts.values()]
@@ -96,9 +89,10 @@ def decided(
     if worst.sd == 0 or distance == 0:
         return UNDECIDED
     level /= family if chosen else 1
-    needed = seeds_needed(distance, worst.sd, level)
+    needed = statistics.seeds_needed(distance, worst.sd, level)
     seeds = f"about {needed}" if needed <= _MANY else f"more than {_MANY}"
-    return f"{UNDECIDED} ({detectable(worst.sd, n, level):.3f} detectable; {seeds} seeds for {distance:.3f})"
+    least = statistics.detectable(worst.sd, n, level)
+    return f"{UNDECIDED} ({least:.3f} detectable; {seeds} seeds for {distance:.3f})"
 
 
 def shown(estimate: Estimate, decimals: int = 3, zero: str = "z") -> str:
@@ -117,63 +111,59 @@ def own_function(address: str) -> Callable[[Sequence[Row]], Any]:
     """
     place, _, name = address.rpartition(":")
     try:
-        found = run_path(place) if place.endswith(".py") else vars(import_module(place))
-        return found[name]
+        return (run_path(place) if place.endswith(".py") else vars(import_module(place)))[name]
     except (ImportError, OSError, KeyError) as error:
-        form = "<file>.py:<function> or <module>:<function>"
-        raise UserError(
-            f"a claim or analysis must name a function ({form}), got {address} ({error!r}); fix the name"
-        ) from error
+        rule = "a claim or analysis must name a function (<file>.py:<function> or <module>:<function>)"
+        raise UserError(f"{rule}, got {address} ({error!r}); fix the name") from error
 
 
 def _verdict(results: Results, formula: Formula, tasks: Sequence[str]) -> tuple[str, str]:
     """Return the verdict on a claim about tasks, and its numbers."""
-    spec, chosen = results.spec, ""
-    if formula.left is None:
+    chosen, left = "", formula.left
+    if left is None:
         found = own_function(formula.text)(results.rows)
-        contrasts = {n: Contrast([dict(enumerate(x))], [1.0], True, 0) for n, x in found.items()}
+        contrasts = {n: Contrast(np.array([x], float), [1.0], True, 0) for n, x in found.items()}
         terms: dict[str, list[Term]] = {}
     else:
-        if BEST in formula.left.methods:
-            formula = replace(formula, left=replace(formula.left, methods=tuple(spec.methods)))
-            chosen = "best"
-        terms = _differences(results, formula, tasks)
+        if BEST in left.methods:
+            left = replace(left, methods=tuple(results.spec.methods))
+        terms = _differences(results, formula, left, tasks)
         contrasts = {name: results.contrast(each) for name, each in terms.items()}
     if not contrasts or not all(map(results.complete, terms.values())):
         return f"{UNDECIDED}: a run failed, or does not have the value", ""
-    contrasts = {name: contrasts[name] for name in distinct({n: c.all_values for n, c in contrasts.items()})}
-    if chosen:
-        side = Side(VALUE, (), formula.left.levels if formula.left else {})
+    contrasts = {name: contrasts[name] for name in distinct({n: c.samples for n, c in contrasts.items()})}
+    told, remark = contrasts, ""
+    if left is not formula.left and left is not None:
+        side = Side(VALUE, (), left.levels)
         values = {m: results.contrast(_terms(results, side, m, {}, tasks, 1.0)) for m in contrasts}
         chosen = max(contrasts, key=lambda name: values[name].estimate.centre)
-    decimals = 4 if formula.left and formula.left.quantity == SLOPE else 3
-    told = {chosen: contrasts[chosen]} if chosen else contrasts
-    numbers = ", ".join(f"{name} {shown(each.estimate, decimals)}" for name, each in told.items())
-    numbers += f", chosen afterwards among {len(contrasts)}" if chosen else ""
+        told, remark = {chosen: contrasts[chosen]}, f", chosen afterwards among {len(contrasts)}"
+    decimals = 4 if left and left.quantity == SLOPE else 3
+    numbers = ", ".join(f"{name} {shown(each.estimate, decimals)}" for name, each in told.items()) + remark
     fallen = ", ".join(f"{each.collapsed} in {name}" for name, each in told.items() if each.collapsed)
     numbers += f"; collapsed runs: {fallen}" if fallen else ""
     limit, within = formula.number, formula.sign == "within"
     if formula.sign == "<":
         contrasts, limit = {name: -each for name, each in contrasts.items()}, -limit
-    return decided(contrasts, limit, LEVEL / spec.looks, chosen=chosen, within=within), numbers
+    return decided(contrasts, limit, LEVEL / results.spec.looks, chosen=chosen, within=within), numbers
 
 
-def _differences(results: Results, formula: Formula, tasks: Sequence[str]) -> dict[str, list[Term]]:
+def _differences(
+    results: Results, formula: Formula, left: Side, tasks: Sequence[str]
+) -> dict[str, list[Term]]:
     """Return left minus factor * right of a claim, by name, for all methods and for all values of `every`."""
-    left, right, found = formula.left, formula.right, {}
-    assert left is not None
-    axes = results.spec.axes
+    right, axes, found = formula.right, results.spec.axes, {}
     for method, levels in product(left.methods, product(*(axes[axis].values for axis in left.every))):
         every = dict(zip(left.every, levels, strict=True))
         place = "".join(f" {axis}={value}" for axis, value in every.items())
-        others = [method] if right and right.methods == (SAME,) else right.methods if right else [None]
-        for other in others:
-            terms = _terms(results, left, method, every, tasks, 1.0)
-            if right is not None and other is not None:
-                terms += _terms(results, right, other, every, tasks, -formula.factor)
-            if other != method or (right and right.methods == (SAME,)):
-                name = method if other in (None, method) else f"{method} - {other}"
-                found[name + place] = terms
+        terms = _terms(results, left, method, every, tasks, 1.0)
+        if right is None:
+            found[method + place] = terms
+            continue
+        same = right.methods == (SAME,)
+        for other in [method] if same else [each for each in right.methods if each != method]:
+            name = method if same else f"{method} - {other}"
+            found[name + place] = terms + _terms(results, right, other, every, tasks, -formula.factor)
     return found
 
 
@@ -182,9 +172,9 @@ def _terms(
 ) -> list[Term]:
     """Return a side of a claim about a method as a sum of cells, the mean over the tasks."""
     levels = {**side.levels, **every}
-    axis = side.over or next(iter(levels), None)
+    axis = side.over or next(iter(levels), "")
     return [
-        Term(weight / len(tasks) * term.weight, term.cell, term.quantity)
+        term._replace(weight=weight / len(tasks) * term.weight)
         for task in tasks
         for term in results.terms(side.quantity, cell_of(results.spec, task, method, levels), axis)
     ]

@@ -24,8 +24,11 @@ from rlhf.study.spec import LOSS, QUANTITIES, Axis
 
 SAME, BEST, SLOPE = "same", "best", "slope"
 _SIDE = re.compile(r"(?P<quantity>[\w/]+)\((?P<methods>[^()]*)\)(?P<words>[^<>()*]*)")
+_WORDS = re.compile(
+    r"(?<!\S)(?:over (?P<over>\S+)|at every (?P<every>\S+)|(?:at )?(?P<axis>[^\s=]+)=(?P<value>\S*))"
+)
 _NUMBER = re.compile(r"(-?\d+\.?\d*(?:e-?\d+)?)(?: (\*|of)(?= ))?")
-_POSITIVE = r"(?!0*\.?0*$)\d+\.?\d*(e-?\d+)?"
+_POSITIVE = re.compile(r"(?!0*\.?0*$)\d+\.?\d*(e-?\d+)?")
 _FUNCTION = re.compile(r"\S+:\w+")
 
 
@@ -37,13 +40,7 @@ class Side:
     methods: tuple[str, ...]  # names of methods, `SAME` or `BEST`
     levels: Mapping[str, str] = field(default_factory=dict)  # value of each named axis
     every: tuple[str, ...] = ()  # axes for each of whose values the claim is made
-    over: str | None = None  # the axis of a slope
-
-    def placed(self, other: Side) -> Side:
-        """Return this side with the axes of the other side, if this side names none."""
-        if self.levels or self.every or self.over:
-            return self
-        return replace(self, levels=other.levels, every=other.every, over=other.over)
+    over: str = ""  # the axis of a slope
 
 
 @dataclass(frozen=True)
@@ -70,73 +67,60 @@ def read_formula(text: str) -> Formula | None:
     rest = second[found.end() :] if found else second
     if link not in ((None, "of") if sign == "within" else (None, "", "*")):
         return None
-    left, right = (
-        _side(first + rest if link is None else first),
-        None if link is None else _side(rest.strip()),
-    )
-    if left is None or (right is None and link is not None):
+    if link is None:  # a number alone: the words after it belong to the left side
+        left, right = _side(first + rest), None
+    else:
+        left, right = _side(first), _side(rest.strip())
+        if left is None or right is None:
+            return None
+        left, right = _placed(left, right), _placed(right, left)
+    if left is None:
         return None
-    if right is not None:
-        left, right = left.placed(right), right.placed(left)
-    factor = number if link == "*" else 1.0
-    return Formula(text, left, sign, 0.0 if link == "*" else number, factor, right, bool(pooled))
+    factor, number = (number, 0.0) if link == "*" else (1.0, number)
+    return Formula(text, left, sign, number, factor, right, bool(pooled))
+
+
+def _side(text: str) -> Side | None:
+    found = _SIDE.fullmatch(text)
+    if found is None or _WORDS.sub("", found["words"]).strip():
+        return None
+    methods = tuple(filter(None, re.split(r"[\s,]+", found["methods"])))
+    words = [*_WORDS.finditer(found["words"])]
+    levels = {each["axis"]: each["value"] for each in words if each["axis"]}
+    every = tuple(each["every"] for each in words if each["every"])
+    over = next((each["over"] for each in words if each["over"]), "")
+    return Side(found["quantity"], methods, levels, every, over) if methods else None
+
+
+def _placed(side: Side, other: Side) -> Side:
+    """Return a side with the axes of the other side, if the side names none."""
+    if side.levels or side.every or side.over:
+        return side
+    return replace(side, levels=other.levels, every=other.every, over=other.over)
 
 
 def problems(formula: Formula, methods: Iterable[str], axes: Mapping[str, Axis]) -> list[str]:
     """Return what is wrong with the names of a claim: a rule for each problem."""
     known, found = [*methods, SAME, BEST], []
+    names = ", ".join(axes) or "there are none"
     sides = [side for side in (formula.left, formula.right) if side is not None]
     if any(BEST in side.methods for side in sides) and (
         len(sides[0].methods) > 1 or sides[0].every or sides[1:]
     ):
         found.append(f"compare {BEST} with a number")
     for side in sides:
-        found += [
-            f"name methods ({', '.join(known)}), not {name}" for name in side.methods if name not in known
-        ]
-        named = [*side.levels, *side.every, *([side.over] if side.over else [])]
-        found += [
-            f"name axes ({', '.join(axes) or 'there are none'}), not {axis}"
-            for axis in named
-            if axis not in axes
-        ]
+        named = [*side.levels, *side.every, *filter(None, [side.over])]
+        found += [f"name methods ({', '.join(known)}), not {m}" for m in side.methods if m not in known]
+        found += [f"name axes ({names}), not {axis}" for axis in named if axis not in axes]
         for axis, value in side.levels.items():
             if axis in axes and value not in axes[axis].values:
                 found.append(f"name a value of {axis} ({', '.join(axes[axis].values)}), not {value}")
         if side.quantity not in (*QUANTITIES, SLOPE) and "/" not in side.quantity:
             found.append(f"be about {', '.join(QUANTITIES)}, {SLOPE} or a metric, not {side.quantity}")
-        if (side.quantity == SLOPE) != (side.over is not None):
+        if (side.quantity == SLOPE) != bool(side.over):
             found.append(f"have 'over <axis>' after {SLOPE}, and nowhere else")
-        if (
-            side.over is not None
-            and side.over in axes
-            and not all(re.fullmatch(_POSITIVE, value) for value in axes[side.over].values)
-        ):
+        if side.over in axes and not all(map(_POSITIVE.fullmatch, axes[side.over].values)):
             found.append(f"have a slope over an axis of positive numbers, not {side.over}")
         if side.quantity == LOSS and not side.levels and not side.every:
             found.append("say at which value of an axis a loss is meant, as 'at lag=64'")
     return found
-
-
-def _side(text: str) -> Side | None:
-    """Return a side; None if the text has another form."""
-    found = _SIDE.fullmatch(text)
-    levels: dict[str, str] = {}
-    every: list[str] = []
-    over, left = None, found["words"].split() if found else []
-    while left:
-        if left[0] == "over" and len(left) > 1:
-            over, left = left[1], left[2:]
-        elif left[:2] == ["at", "every"] and len(left) > 2:
-            every, left = [*every, left[2]], left[3:]
-        elif left[0] == "at" and len(left) > 1 and "=" in left[1]:
-            left = left[1:]
-        elif "=" in left[0]:
-            axis, _, value = left.pop(0).partition("=")
-            levels[axis] = value
-        else:
-            return None
-    if found is None:
-        return None
-    methods = tuple(filter(None, re.split(r"[\s,]+", found["methods"])))
-    return Side(found["quantity"], methods, levels, tuple(every), over) if methods else None

@@ -1,17 +1,21 @@
 """Reading of study files: all problems are reported together, each with its line.
 
-Overrides are not composed here: `rlhf study plan` checks the runs. This module imports no torch.
+Scalars of YAML stay texts: YAML 1.1 reads `1e-4` as a text, and `on` and `no` as booleans. So a value is
+parsed by whoever knows its type; for an override this is the config. Overrides are not composed here:
+`rlhf study plan` checks the runs. This module imports no torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from rlhf.config.suggestions import closest
 from rlhf.core.errors import UserError
-from rlhf.study.document import Document
 from rlhf.study.formula import problems, read_formula
 from rlhf.study.spec import QUANTITIES, VALUE, Axis, Grid, Include, Method, Spec, Table, Task, Tune, folder_of
 
@@ -20,6 +24,162 @@ _KEYS = (
     *("figures", "claims", "budget", "looks", "resources", "include", "config_dir", "page", "interval"),
     *("margin", "analysis", "accept", "keep"),
 )
+
+
+class Document:
+    """The content of a YAML file, and the problems that its readers found.
+
+    A value that has another form than a reader wants is a problem, and the reader returns an empty value.
+
+    Attributes:
+        values: texts, lists and dictionaries by key; keys inside of other keys have dots, elements of lists
+            their number. The whole file has the key "".
+        lines: line number of each key.
+        problems: line and error message of each problem.
+
+    Raises:
+        UserError: the file cannot be read, or is not a YAML mapping.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.values: dict[str, Any] = {}
+        self.lines: dict[str, int] = {}
+        self.problems: list[tuple[int, str]] = []
+        try:
+            node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        except OSError as error:
+            raise UserError(f"{file} must be a study file, got: {error.strerror}; fix the path") from error
+        except (yaml.YAMLError, UnicodeError) as error:
+            raise UserError(f"{file} must be YAML, got: {' '.join(str(error).split())}; fix it") from error
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError(f"{file} must be a mapping of keys, as study: <name>; write at least methods:")
+        self._plain(node, "")
+
+    def _plain(self, node: yaml.Node, key: str) -> Any:
+        found: Any = node.value
+        if isinstance(node, yaml.SequenceNode):
+            found = [self._inner(each, key, place, each) for place, each in enumerate(node.value)]
+        elif isinstance(node, yaml.MappingNode):
+            found = {}
+            for name, each in node.value:
+                if name.value in found:
+                    again = f"it again in line {name.start_mark.line + 1}"
+                    self.wrong(_below(key, name.value), "must be given once", again, "rename one")
+                found[name.value] = self._inner(each, key, name.value, name)
+        self.values[key] = found
+        return found
+
+    def _inner(self, node: yaml.Node, key: str, name: object, at: yaml.Node) -> Any:
+        self.lines[_below(key, name)] = at.start_mark.line + 1
+        return self._plain(node, _below(key, name))
+
+    def wrong(self, key: str, rule: str, got: object, remedy: str) -> None:
+        """Add a problem: a key, the rule that it breaks, its value and a remedy."""
+        line = self.line(key)
+        where = f"{self.file}, line {line}" if line else str(self.file)
+        self.problems.append((line, f"{where}: {key} {rule}, got {got}; {remedy}"))
+
+    def line(self, key: str) -> int:
+        """Return the line of a key, or of the nearest key around it; 0 if there is none."""
+        while key and key not in self.lines:
+            key = key.rpartition(".")[0]
+        return self.lines.get(key, 0)
+
+    def check(self) -> None:
+        """Raise UserError with all problems in the order of lines, if there are any."""
+        if self.problems:
+            raise UserError(*dict.fromkeys(text for _, text in sorted(self.problems)))
+
+    def mapping(self, key: str, known: Collection[str] | None = None) -> dict[str, Any]:
+        """Return a mapping, without keys that are not `known`; None: any keys."""
+        tree = self.values.get(key) or {}
+        if not isinstance(tree, dict):
+            self.wrong(key, "must be a mapping", tree, f"write {key}: {{<name>: <value>}}")
+            return {}
+        for name in tree.keys() - set(tree if known is None else known):
+            guess = closest(name, known or ())
+            remedy = f"did you mean {guess}?" if guess else "leave it out"
+            self.wrong(_below(key, name), f"must be one of {', '.join(known or ())}", name, remedy)
+        return {name: value for name, value in tree.items() if known is None or name in known}
+
+    def items(self, key: str) -> dict[str, str]:
+        """Return the texts of a list by their keys; one text is a list of one."""
+        tree = self.values.get(key) or []
+        if isinstance(tree, str):
+            return {key: tree}
+        if isinstance(tree, list) and all(isinstance(each, str) for each in tree):
+            return {_below(key, place): each for place, each in enumerate(tree)}
+        self.wrong(key, "must be a list", tree, f"write {key}: [<a>, <b>]")
+        return {}
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return the texts of a list."""
+        return tuple(self.items(key).values())
+
+    def text(self, key: str, default: str = "") -> str:
+        """Return a value as text."""
+        return str(self.values.get(key, default))
+
+    def overrides(self, key: str) -> tuple[str, ...]:
+        """Return a list of overrides, with quotes around values that contain an interpolation, for Hydra."""
+        found = []
+        for each in self.texts(key):
+            name, equals, value = each.partition("=")
+            if not each.startswith("~") and not equals:
+                self.wrong(key, "must be a list of overrides", each, "write <key>=<value>, as algo=dpo")
+            found.append(f"{name}='{value}'" if "${" in value and value[0] not in "'\"" else each)
+        return tuple(found)
+
+    def number(self, key: str, default: Any, kind: type[int] | type[float] = float) -> Any:
+        """Return a number of at least 0."""
+        tree = self.values.get(key)
+        if tree is None:
+            return default
+        try:
+            value = kind(tree)
+        except (TypeError, ValueError):
+            value = -1
+        if 0 <= value < float("inf"):
+            return value
+        word = "a whole number" if kind is int else "a number"
+        remedy = f"write {key.rpartition('.')[2]}: {default or 1}"
+        self.wrong(key, f"must be {word} of at least 0", tree, remedy)
+        return default
+
+    def one_of(self, key: str, choices: Iterable[str], what: str, value: object = None) -> str:
+        """Return a value (None: that of the key) that is one of the choices; `what`: what the choices are."""
+        known, value = list(choices), self.values.get(key) if value is None else value
+        if isinstance(value, str) and value in known:
+            return value
+        guess = closest(value, known) if isinstance(value, str) else None
+        remedy = f"did you mean {guess}?" if guess else "choose one of them"
+        self.wrong(key, f"must be {what} ({', '.join(known) or 'there are none'})", value, remedy)
+        return ""
+
+    def some_of(self, key: str, choices: Iterable[str], what: str) -> tuple[str, ...]:
+        """Return some of the choices, of a list or a single one; `all`: all of them."""
+        if self.values.get(key) == "all":
+            return tuple(choices)
+        return tuple(filter(None, (self.one_of(each, choices, what) for each in self.items(key))))
+
+    def seeds(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Return the seeds: 1 to a number, or a list."""
+        tree = self.values.get(key)
+        if tree is None and default:
+            return default
+        if isinstance(tree, str) and re.fullmatch("[1-9][0-9]*", tree):
+            return tuple(range(1, int(tree) + 1))
+        texts = tree if isinstance(tree, list) else []
+        found = tuple(int(each) for each in texts if str(each).isdigit())
+        if not found or len({*found}) < len(texts):
+            rule = "must be a number of seeds, or a list of different seeds"
+            self.wrong(key, rule, tree, "write 10, or [1, 2, 3]")
+        return found
+
+
+def _below(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)
 
 
 def read_spec(file: Path | str) -> Spec:
@@ -41,51 +201,55 @@ class _Reading:
     def __init__(self, file: Path, around: tuple[Path, ...]) -> None:
         self.doc = Document(file)
         self.around = (*around, file.resolve())
-        self.top = self.doc.mapping(self.doc.tree, "", _KEYS)
-        self.name = str(self.top.get("study", "")) or file.stem
+        self.top = self.doc.mapping("", _KEYS)
+        self.name = self.doc.text("study") or file.stem
         if not re.fullmatch(r"[\w.-]+", self.name):
-            self.doc.wrong(
-                "study", "must be a name of letters, digits, _ and -", self.name, "rename the study"
-            )
+            rule = "must be a name of letters, digits, _ and -"
+            self.doc.wrong("study", rule, self.name, "rename the study")
 
     def spec(self) -> Spec:
         """Return the declaration. The order matters: grids name tasks, methods and axes."""
         doc, top = self.doc, self.top
-        self.seeds = self.read_seeds(top.get("seeds", "5"), "seeds")
-        self.tasks, self.methods = self.read_tasks(), self.read_methods()
-        self.axes = self.read_axes()
-        self.grids = self.read_grids("grids", top.get("grids"), self) or [{}]
+        self.seeds = doc.seeds("seeds", (1, 2, 3, 4, 5))
+        self.tasks, self.methods = self.read_tasks(), dict(self.read_methods())
+        self.axes = dict(self.read_axes())
+        grids = self.read_grids("grids", self) or [{}]
         included = list(self.read_include())
-        self.check_axes_are_used(included)
+        used = {name for names in (*grids, *(each.levels for each in included)) for name in names}
+        for name in self.axes.keys() - used:
+            remedy = f"write grids: [{{{name}: all}}]"
+            doc.wrong(f"axes.{name}", "must be used by a grid", "none", remedy)
         folder = folder_of(doc.file, self.name)
-        budget = doc.mapping(top.get("budget"), "budget", ("cpu_hours", "gpu_hours"))
         root = folder.parent.parent  # paths of the file are relative to the folder of studies/
         spec = Spec(
             file=doc.file,
             name=self.name,
-            title=str(top.get("title", self.name)),
-            overrides=doc.overrides(top.get("set"), "set"),
-            repeat=doc.texts(top.get("repeat", "seed"), "repeat"),
+            title=doc.text("title", self.name),
+            overrides=doc.overrides("set"),
+            repeat=doc.texts("repeat") or ("seed",),
             seeds=self.seeds,
             tasks=self.tasks,
             methods=self.methods,
             axes=self.axes,
-            grids=self.grids,
+            grids=grids,
             tune=self.read_tune(),
             tables=[*self.read_tables("tables")] or [Table(VALUE, axis) for axis in [*self.axes] or [""]],
             figures=list(self.read_tables("figures")),
             claims=self.read_claims(),
-            budget={name: doc.number(value, f"budget.{name}", 0.0) for name, value in budget.items()},
-            looks=max(1, doc.number(top.get("looks"), "looks", 1, int)),
-            resources=_texts_of(doc.mapping(top.get("resources"), "resources")),
+            budget={
+                each: doc.number(f"budget.{each}", 0.0)
+                for each in doc.mapping("budget", ("cpu_hours", "gpu_hours"))
+            },
+            looks=max(1, doc.number("looks", 1, int)),
+            resources={name: str(value) for name, value in doc.mapping("resources").items()},
             include=included,
-            config_dir=root / str(top["config_dir"]) if "config_dir" in top else None,
-            page=root / str(top["page"]) if "page" in top else folder / "page.md",
-            interval=doc.one_of(top.get("interval", "t"), "interval", ("t", "percentile"), "an interval"),
-            margin=doc.number(top["margin"], "margin", 0.02) if "margin" in top else None,
+            config_dir=root / doc.text("config_dir") if "config_dir" in top else None,
+            page=root / doc.text("page") if "page" in top else folder / "page.md",
+            interval=doc.one_of("interval", ("t", "percentile"), "an interval", top.get("interval", "t")),
+            margin=doc.number("margin", None),
             analysis=top.get("analysis"),
-            accept=tuple(doc.number(v, "accept", 0, int) for v in doc.texts(top.get("accept"), "accept")),
-            keep=doc.some_of(top.get("keep"), "keep", ("models", "stages"), "what to keep"),
+            accept=tuple(doc.number(each, 0, int) for each in doc.items("accept")),
+            keep=doc.some_of("keep", ("models", "stages"), "what to keep"),
             lines=doc.lines,
         )
         doc.check()
@@ -105,159 +269,126 @@ class _Reading:
             self.doc.problems += [(self.doc.line(key), problem) for problem in error.problems]
             return None
 
-    def read_seeds(self, tree: Any, key: str) -> tuple[int, ...]:
-        """Return the seeds: 1 to a number, or a list."""
-        if isinstance(tree, str) and re.fullmatch("[1-9][0-9]*", tree):
-            return tuple(range(1, int(tree) + 1))
-        texts = tree if isinstance(tree, list) else []
-        found = tuple(int(each) for each in texts if str(each).isdigit())
-        if not found or len({*found}) < len(texts):
-            rule = "must be a number of seeds, or a list of different seeds"
-            self.doc.wrong(key, rule, tree, "write 10, or [1, 2, 3]")
-        return found
-
     def read_tasks(self) -> dict[str, Task]:
         """Return the tasks; without tasks, all runs belong to one task with the name of the study."""
-        doc, tree, found = self.doc, self.top.get("tasks"), {}
-        if isinstance(tree, dict) and isinstance(tree.get("from"), str):
-            other = self.other(tree["from"], "tasks.from")
+        doc, found = self.doc, {}
+        if isinstance(source := doc.values.get("tasks.from"), str):
+            other = self.other(source, "tasks.from")
             return dict(other.tasks) if other else {}
-        for name, content in doc.mapping(tree, "tasks").items():
-            at, known = f"tasks.{name}", ("set", "metric", "name", "at_kl", "worst", "fall")
-            each = doc.mapping({"set": content} if isinstance(content, list) else content, at, known)
-            metric = each.get("metric")
+        for name, content in doc.mapping("tasks").items():
+            at = f"tasks.{name}"
+            if not isinstance(content, list):
+                doc.mapping(at, ("set", "metric", "name", "at_kl", "worst", "fall"))
+            metric = doc.values.get(f"{at}.metric")
             found[name] = Task(
-                overrides=doc.overrides(each.get("set"), f"{at}.set"),
+                overrides=doc.overrides(at if isinstance(content, list) else f"{at}.set"),
                 metric=metric,
-                name=str(each.get("name", (metric or "value").rpartition("/")[2].replace("_", " "))),
-                at_kl=doc.number(each["at_kl"], f"{at}.at_kl", 1.0) if "at_kl" in each else None,
-                worst=doc.number(each.get("worst"), f"{at}.worst", 0.0),
-                fall=doc.number(each.get("fall"), f"{at}.fall", 0.1),
+                name=doc.text(f"{at}.name", (metric or "value").rpartition("/")[2].replace("_", " ")),
+                at_kl=doc.number(f"{at}.at_kl", None),
+                worst=doc.number(f"{at}.worst", 0.0),
+                fall=doc.number(f"{at}.fall", 0.1),
             )
         return found or {self.name: Task()}
 
-    def read_methods(self) -> dict[str, Method]:
-        """Return the methods: a list of overrides, or a mapping with set and base."""
-        doc, tree, found = self.doc, self.doc.mapping(self.top.get("methods"), "methods"), {}
+    def read_methods(self) -> Iterator[tuple[str, Method]]:
+        """Yield the methods by name: a list of overrides, or a mapping with set and base."""
+        doc, tree = self.doc, self.doc.mapping("methods")
         if not tree:
             doc.wrong("methods", "must have a method", "none", "write methods: {dpo: [algo=dpo]}")
         for name, content in tree.items():
-            at = f"methods.{name}"
-            each = doc.mapping(
-                {"set": content} if not isinstance(content, dict) else content, at, ("set", "base")
-            )
-            others = [other for other in tree if other != name]
-            base = (
-                doc.one_of(each["base"], f"{at}.base", others, "another method") if "base" in each else None
-            )
-            found[name] = Method(doc.overrides(each.get("set"), at), base)
-        return found
+            at, base = f"methods.{name}", None
+            if isinstance(content, dict) and "base" in doc.mapping(at, ("set", "base")):
+                base = doc.one_of(f"{at}.base", [each for each in tree if each != name], "another method")
+            yield name, Method(doc.overrides(f"{at}.set" if isinstance(content, dict) else at), base)
 
-    def read_axes(self) -> dict[str, Axis]:
-        """Return the axes: a key with values, or overrides of each value."""
-        doc, found = self.doc, {}
-        for name, content in doc.mapping(self.top.get("axes"), "axes").items():
+    def read_axes(self) -> Iterator[tuple[str, Axis]]:
+        """Yield the axes by name: a key with values, or overrides of each value."""
+        doc = self.doc
+        for name, content in doc.mapping("axes").items():
             at = f"axes.{name}"
-            each = doc.mapping(content, at, ("key", "values", "base"))
-            key, tree = each.get("key"), each.get("values")
+            each = doc.mapping(at, ("key", "values", "base"))
+            key, base = each.get("key"), each.get("base")
             if name in ("task", "method"):
                 doc.wrong(at, "must have a name of its own", name, "rename the axis")
-            if isinstance(tree, dict):
-                values = {value: doc.overrides(of, f"{at}.values.{value}") for value, of in tree.items()}
+            if isinstance(tree := each.get("values"), dict):
+                values = {value: doc.overrides(f"{at}.values.{value}") for value in tree}
             else:
-                values = {value: (f"{key}={value}",) for value in doc.texts(tree, f"{at}.values")}
+                values = {value: (f"{key}={value}",) for value in doc.texts(f"{at}.values")}
                 if not key or not values:
-                    doc.wrong(
-                        at, "must have key and values", content, "write {key: <config key>, values: [0, 1]}"
-                    )
-            base = each.get("base")
-            by_task = base if isinstance(base, dict) else dict.fromkeys(self.tasks, base)
-            for task in self.tasks.keys() ^ by_task.keys():
-                doc.wrong(
-                    f"{at}.base", "must have a value for each task", task, f"tasks: {', '.join(self.tasks)}"
-                )
-            bases = {
-                task: doc.one_of(of, f"{at}.base", values, "one of its values")
-                for task, of in by_task.items()
-            }
-            found[name] = Axis(values, bases, key)
-        return found
+                    remedy = "write {key: <config key>, values: [0, 1]}"
+                    doc.wrong(at, "must have key and values", content, remedy)
+            if isinstance(base, dict):
+                for task in self.tasks.keys() ^ base.keys():
+                    tasks = f"tasks: {', '.join(self.tasks)}"
+                    doc.wrong(f"{at}.base", "must have a value for each task", task, tasks)
+                bases = {task: doc.one_of(f"{at}.base.{task}", values, "one of its values") for task in base}
+            else:
+                bases = dict.fromkeys(self.tasks, doc.one_of(f"{at}.base", values, "one of its values"))
+            yield name, Axis(values, bases, key)
 
-    def read_grids(self, key: str, tree: Any, names: Spec | _Reading) -> list[Grid]:
-        """Return grids over the names of this study, or of one that it includes."""
+    def read_grids(self, key: str, names: Spec | _Reading) -> list[Grid]:
+        """Return grids; `names`: the tasks, methods and axes, of this study or of one that it includes."""
         doc = self.doc
         found: list[Grid] = []
         axes = {name: list(axis.values) for name, axis in names.axes.items()}
         values = {"task": list(names.tasks), "method": list(names.methods), **axes}
-        if tree is not None and not isinstance(tree, list):
+        tree = doc.values.get(key) or []
+        if not isinstance(tree, list):
             doc.wrong(key, "must be a list of grids", tree, f"write {key}: [{{<axis>: all}}]")
-            tree = []
-        for place, content in enumerate(tree or []):
-            at = f"{key}.{place}"
-            grid = doc.mapping(content, at, list(values))
-            found.append({n: doc.some_of(of, f"{at}.{n}", values[n], f"a {n}") for n, of in grid.items()})
+            return []
+        for at in (f"{key}.{place}" for place in range(len(tree))):
+            grid = doc.mapping(at, list(values))
+            found.append({name: doc.some_of(f"{at}.{name}", values[name], f"a {name}") for name in grid})
         return found
 
-    def check_axes_are_used(self, included: Iterable[Include]) -> None:
-        """Add a problem for each axis that no grid and no included study names."""
-        used = {name for names in (*self.grids, *(each.levels for each in included)) for name in names}
-        for name in self.axes.keys() - used:
-            self.doc.wrong(
-                f"axes.{name}", "must be used by a grid", "none", f"write grids: [{{{name}: all}}]"
-            )
-
-    def read_levels(self, tree: Any, key: str) -> dict[str, str]:
+    def read_levels(self, key: str) -> dict[str, str]:
         """Return one value of each axis that is named."""
-        levels = self.doc.mapping(tree, key, list(self.axes))
         return {
-            axis: self.doc.one_of(value, f"{key}.{axis}", self.axes[axis].values, f"a value of {axis}")
-            for axis, value in levels.items()
+            axis: self.doc.one_of(f"{key}.{axis}", self.axes[axis].values, f"a value of {axis}")
+            for axis in self.doc.mapping(key, list(self.axes))
         }
 
     def read_include(self) -> Iterable[Include]:
         """Yield the studies whose rows are shown beside those of this one."""
-        for name, content in self.doc.mapping(self.top.get("include"), "include").items():
+        for name in self.doc.mapping("include"):
             at = f"include.{name}"
-            each = self.doc.mapping(content, at, ("grids", "as"))
+            self.doc.mapping(at, ("grids", "as"))
             if (other := self.other(name, at)) is not None:
-                grids = self.read_grids(f"{at}.grids", each.get("grids"), other)
-                yield Include(other, grids or other.grids, self.read_levels(each.get("as"), f"{at}.as"))
+                grids = self.read_grids(f"{at}.grids", other) or other.grids
+                yield Include(other, grids, self.read_levels(f"{at}.as"))
 
     def read_tune(self) -> Tune | None:
         """Return the tuning; what is not given is that of `from`."""
-        doc, own = self.doc, ("set", "seeds", "at", "reach", "extend", "from", "check")
+        doc, content = self.doc, self.doc.mapping("tune")
         if "tune" not in self.top:
             return None
-        content = doc.mapping(self.top["tune"], "tune")
         source = self.other(content["from"], "tune.from") if "from" in content else None
         given = Tune({}, (), {"": {}}, {}) if source is None or source.tune is None else source.tune
-        values = {key: doc.texts(of, f"tune.{key}") for key, of in content.items() if key not in own}
-        if not values and not given.values:
+        keys = content.keys() - {"set", "seeds", "at", "reach", "extend", "from", "check"}
+        values = {key: doc.texts(f"tune.{key}") for key in content if key in keys} or given.values
+        if not values:
             doc.wrong("tune", "must have a config key", "none", "write tune: {optim.lr: [3e-5, 1e-4, 3e-4]}")
-        at, reach = doc.mapping(content.get("at"), "tune.at"), content.get("reach")
-        points = {point: self.read_levels(of, f"tune.at.{point}") for point, of in at.items()} or given.at
-        limits = doc.mapping(reach, "tune.reach", list(points)).items()
-        own_seeds = content.get("seeds")
-        seeds = given.seeds if own_seeds is None and given.seeds else self.read_seeds(own_seeds, "tune.seeds")
+        points = {point: self.read_levels(f"tune.at.{point}") for point in doc.mapping("tune.at")} or given.at
+        limits = doc.mapping("tune.reach", list(points))
+        seeds = doc.seeds("tune.seeds", given.seeds)
         if both := {*seeds} & {*self.seeds}:
-            doc.wrong(
-                "tune.seeds", "must not be seeds of the tables", sorted(both), "choose others, as [101, 102]"
-            )
+            remedy = "choose others, as [101, 102]"
+            doc.wrong("tune.seeds", "must not be seeds of the tables", sorted(both), remedy)
         return Tune(
-            values=values or given.values,
+            values=values,
             seeds=seeds,
             at=points,
-            reach={point: self.read_levels(of, f"tune.reach.{point}") for point, of in limits} or given.reach,
-            extend=doc.number(content.get("extend"), "tune.extend", 0, int),
+            reach={point: self.read_levels(f"tune.reach.{point}") for point in limits} or given.reach,
+            extend=doc.number("tune.extend", 0, int),
             source=source,
-            overrides=doc.overrides(content["set"], "tune.set") if "set" in content else given.overrides,
-            check=doc.one_of(content.get("check", "false"), "tune.check", ("true", "false"), "a boolean")
+            overrides=doc.overrides("tune.set") if "set" in content else given.overrides,
+            check=doc.one_of("tune.check", ("true", "false"), "a boolean", content.get("check", "false"))
             == "true",
         )
 
     def read_claims(self) -> dict[str, str]:
         """Return the formula of each claim; the form and the names in it are checked."""
-        found = _texts_of(self.doc.mapping(self.top.get("claims"), "claims"))
+        found = {said: str(text) for said, text in self.doc.mapping("claims").items()}
         for said, text in found.items():
             formula, at = read_formula(text), f"claims.{said}"
             if formula is None:
@@ -269,16 +400,12 @@ class _Reading:
 
     def read_tables(self, key: str) -> Iterable[Table]:
         """Yield what the page shows: quantities over axes, or at the bases of all axes."""
-        for place, text in enumerate(self.doc.texts(self.top.get(key), key)):
+        for at, text in self.doc.items(key).items():
             said, _, title = text.partition(" as ")
             quantity, over, axis = said.partition(" over ")
-            quantity, at = quantity.removeprefix("value ").strip(), f"{key}.{place}"
+            quantity = quantity.removeprefix("value ").strip()
             if quantity not in QUANTITIES and "/" not in quantity:
                 rule = f"must be <quantity> over <axis> ({', '.join(QUANTITIES)}, or a metric)"
                 self.doc.wrong(at, rule, text, "write value over <axis>")
-            elif not over or self.doc.one_of(axis, at, self.axes, "over an axis"):
+            elif not over or self.doc.one_of(at, self.axes, "over an axis", axis):
                 yield Table(quantity, axis, title)
-
-
-def _texts_of(tree: Mapping[str, object]) -> dict[str, str]:
-    return {name: str(value) for name, value in tree.items()}

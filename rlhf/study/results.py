@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ class Term(NamedTuple):
 class Contrast:
     """A weighted sum of cells, such as a difference or a slope."""
 
-    samples: Sequence[Mapping[int, float]]  # the values of each cell, by seed
+    samples: np.ndarray  # [cells, seeds]; nan: the seed has no value
     weights: Sequence[float]
     paired: bool  # whether the seeds of the cells share models and machine; else means are compared
     collapsed: int  # number of collapsed runs in the cells
@@ -40,47 +40,41 @@ class Contrast:
     @cached_property
     def values(self) -> np.ndarray:
         """The sum within each seed that all cells have."""
-        seeds = sorted(set.intersection(*(set(sample) for sample in self.samples)))
-        rows = [[sample[seed] for sample in self.samples] for seed in seeds]
-        return np.asarray(rows, float).reshape(len(seeds), len(self.samples)) @ np.asarray(self.weights)
+        return (each := np.asarray(self.weights) @ self.samples)[~np.isnan(each)]
+
+    @cached_property
+    def apart(self) -> list[np.ndarray]:
+        """The values of each cell."""
+        return [each[~np.isnan(each)] for each in self.samples]
 
     @property
     def seeds(self) -> int:
         """The number of seeds."""
-        return len(self.values) if self.paired else min(map(len, self.samples))
-
-    @property
-    def all_values(self) -> np.ndarray:
-        """All values: equal methods have equal ones."""
-        return np.concatenate([[*sample.values()] for sample in self.samples])
+        return len(self.values) if self.paired else min(map(len, self.apart))
 
     @cached_property
     def estimate(self) -> Estimate:
         """The mean with its 95 % t interval; of fewer than `FEWEST` seeds with minimum and maximum."""
         if not self.seeds:
             return Estimate(math.nan, math.nan, math.nan, 0)
-        if self.paired and self.seeds < FEWEST:
-            x = self.values
-            return Estimate(float(x.mean()), float(x.min()), float(x.max()), len(x))
-        return statistics.mean_interval(self.values) if self.paired else self._apart()[0]
-
-    def _apart(self, limit: float = 0.0, side: statistics.Side = "two-sided") -> tuple[Estimate, float]:
-        samples = [[*sample.values()] for sample in self.samples]
-        return statistics.unpaired(samples, self.weights, limit, side)
+        if not self.paired:
+            return statistics.unpaired(self.apart, self.weights)[0]
+        x = self.values
+        few = Estimate(float(x.mean()), float(x.min()), float(x.max()), len(x))
+        return few if len(x) < FEWEST else statistics.mean_interval(x)
 
     @property
     def sd(self) -> float:
         """The standard deviation of one seed."""
         if self.paired:
             return float(self.values.std(ddof=1))
-        spreads = (w * np.std([*x.values()], ddof=1) for x, w in zip(self.samples, self.weights, strict=True))
-        return math.hypot(*spreads)
+        return math.hypot(*(w * x.std(ddof=1) for w, x in zip(self.weights, self.apart, strict=True)))
 
     def p(self, limit: float = 0.0, side: statistics.Side = "two-sided", family: int = 1) -> float:
         """Return the p-value against a limit (see `statistics.p_value`)."""
         if self.paired:
             return statistics.p_value(self.values, limit, side, family)
-        return self._apart(limit, side)[1]
+        return statistics.unpaired(self.apart, self.weights, limit, side)[1]
 
     def undecidable(self, family: int, level: float) -> bool:
         """Return whether a run collapsed and the sign-flip test, which alone covers that, cannot decide."""
@@ -88,7 +82,7 @@ class Contrast:
         return bool(self.collapsed) and unable
 
     def __neg__(self) -> Contrast:
-        return Contrast(self.samples, [-weight for weight in self.weights], self.paired, self.collapsed)
+        return replace(self, weights=[-weight for weight in self.weights])
 
 
 class Results:
@@ -113,7 +107,7 @@ class Results:
         self.seeds: dict[Cell, int] = {}  # how many seeds a complete cell has
         own = cells(spec)
         self.expected = len(own) * len(spec.seeds)
-        self._add(spec, own, [row for row in rows if row.seed in spec.seeds], {})
+        self._add(spec, own, (row for row in rows if row.seed in spec.seeds), {})
         self.missing = self.expected - sum(map(len, self.cells.values())) - len(self.failed)
         for each, found in zip(spec.include, included, strict=False):
             self._add(each.spec, cells(each.spec, each.grids), found, each.levels)
@@ -129,11 +123,12 @@ class Results:
 
     def _add(self, spec: Spec, wanted: Iterable[Cell], rows: Iterable[Row], more: Mapping[str, str]) -> None:
         """Add the rows of some cells of a study; `more`: values of axes that the study lacks."""
-        own = {}
-        for cell in wanted:
-            if cell.task in self.spec.tasks and cell.method in self.spec.methods:
-                own[cell] = cell_of(self.spec, cell.task, cell.method, {**dict(cell.levels), **more})
-                self.seeds.setdefault(own[cell], len(spec.seeds))
+        own = {
+            cell: cell_of(self.spec, cell.task, cell.method, {**dict(cell.levels), **more})
+            for cell in wanted
+            if cell.task in self.spec.tasks and cell.method in self.spec.methods
+        }
+        self.seeds = {**dict.fromkeys(own.values(), len(spec.seeds)), **self.seeds}
         for row in rows:
             cell = cell_of(spec, row.task, row.method, row.levels)
             if row.part != TABLE or cell not in own or not row.levels.keys() <= spec.axes.keys():
@@ -150,44 +145,36 @@ class Results:
 
     def measured(self, cell: Cell, quantity: str) -> dict[int, float]:
         """Return value, at_kl, collapsed or a metric of each seed of a cell that has it."""
-        task = self.spec.tasks[cell.task]
-        rows = self.cells.get(cell, {})
-        found = {seed: _measured(rows[seed], task, quantity) for seed in sorted(rows)}
-        values = {seed: value for seed, value in found.items() if value is not None}
-        if quantity != VALUE or self.spec.interval == "percentile":
-            return values
-        return {seed: _whole(value, rows[seed].prompts) for seed, value in values.items()}
+        task, exact = self.spec.tasks[cell.task], self.spec.interval != "percentile"
+        rows = sorted(self.cells.get(cell, {}).items())
+        found = ((seed, _measured(row, task, quantity, exact)) for seed, row in rows)
+        return {seed: value for seed, value in found if value is not None}
 
     def collapsed(self, cell: Cell) -> int:
         """Return the number of collapsed runs of a cell."""
         return int(sum(self.measured(cell, COLLAPSED).values()))
 
-    def terms(self, quantity: str, cell: Cell, axis: str | None) -> list[Term]:
-        """Return a quantity as a sum of cells.
-
-        Args:
-            quantity: a quantity of tables, `slope`, or a metric.
-            cell: the cell.
-            axis: the axis of a loss or a slope.
-        """
+    def terms(self, quantity: str, cell: Cell, axis: str = "") -> list[Term]:
+        """Return a quantity of tables, a slope or a metric as a sum of cells; `axis`: of loss or slope."""
         if quantity == LOSS:
-            base = cell.at({str(axis): self.spec.axes[str(axis)].bases[cell.task]})
+            base = cell.at({axis: self.spec.axes[axis].bases[cell.task]})
             return [Term(1.0, base, VALUE), Term(-1.0, cell, VALUE)]
         if quantity == SLOPE:
-            levels = list(self.spec.axes[str(axis)].values)
+            levels = list(self.spec.axes[axis].values)
             x = np.log2(np.asarray(levels, float))
             weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
-            columns = (cell.at({str(axis): level}) for level in levels)
-            return [Term(w, column, VALUE) for w, column in zip(weights, columns, strict=True)]
+            return [Term(w, cell.at({axis: level}), VALUE) for w, level in zip(weights, levels, strict=True)]
         return [Term(1.0, cell, quantity)]
 
     def contrast(self, terms: Sequence[Term]) -> Contrast:
         """Return a weighted sum of cells; it is paired if the seeds have equal models and machine classes."""
-        samples = [self.measured(term.cell, term.quantity) for term in terms]
+        found = [self.measured(term.cell, term.quantity) for term in terms]
+        seeds = sorted({seed for values in found for seed in values})
+        samples = np.array([[values.get(seed, math.nan) for seed in seeds] for values in found])
         rows = [self.cells.get(term.cell, {}) for term in terms]
         paired = all(
-            len({(found[seed].machine, *sorted(found[seed].models.items())) for found in rows}) == 1
-            for seed in set.intersection(*map(set, samples))
+            len({(each[seed].machine, *sorted(each[seed].models.items())) for each in rows}) == 1
+            for seed in set.intersection(*map(set, found))
         )
         fallen = sum(self.collapsed(cell) for cell in {term.cell for term in terms})
         return Contrast(samples, [term.weight for term in terms], paired, fallen)
@@ -196,16 +183,15 @@ class Results:
         """Return whether all seeds of the cells have values."""
         return all(len(self.measured(t.cell, t.quantity)) >= self.seeds.get(t.cell, 1) for t in terms)
 
-    def table(self, methods: Iterable[str], cell: Cell) -> np.ndarray | None:
+    def table(self, cell: Cell) -> np.ndarray | None:
         """Return the values [methods, seeds] of the column of a cell; None if values are missing."""
-        found = [self.measured(cell.at({}, method), VALUE) for method in methods]
-        seeds = set.intersection(*map(set, found)) if found else set()
-        if len(seeds) < 2 or any(len(values) < len(self.spec.seeds) for values in found):
-            return None
-        return np.array([[values[seed] for seed in sorted(seeds)] for values in found])
+        column = self.contrast([Term(1.0, cell.at({}, method), VALUE) for method in self.spec.methods])
+        whole = ~np.isnan(column.samples).any(axis=0)
+        few = min(map(len, column.apart)) < len(self.spec.seeds) or sum(whole) < 2
+        return None if few else column.samples[:, whole]
 
 
-def _measured(row: Row, task: Task, quantity: str) -> float | None:
+def _measured(row: Row, task: Task, quantity: str, exact: bool) -> float | None:
     """Return a quantity of a run; None if the run does not have it."""
     metric = task.metric or row.metric
     if quantity == COLLAPSED:
@@ -213,33 +199,24 @@ def _measured(row: Row, task: Task, quantity: str) -> float | None:
         fallen = bool(values) and values[-1] <= max(values) - task.fall + 1e-9
         return float(row.status == DIVERGED or fallen)
     if quantity == AT_KL:
-        points = zip(
-            row.evaluations.get("eval/kl", ()), row.evaluations.get("eval/gold_score", ()), strict=False
-        )
-        return None if task.at_kl is None else _value_at(list(points), task.at_kl)
+        points = (row.evaluations.get(name, ()) for name in ("eval/kl", "eval/gold_score"))
+        return None if task.at_kl is None else _value_at(zip(*points, strict=False), task.at_kl)
     if quantity != VALUE:
         return row.metrics.get(quantity, row.means.get(quantity))
-    return task.worst if row.status == DIVERGED else row.metrics.get(metric)
+    value = task.worst if row.status == DIVERGED else row.metrics.get(metric)
+    if value is not None and exact and row.prompts:
+        # Early rows have six decimals, whose rounding would be a spread of equal differences: a rate is a
+        # multiple of half a prompt (a tie).
+        rate = round(value * 2 * row.prompts) / (2 * row.prompts)
+        return rate if abs(rate - value) < 1e-6 else value
+    return value
 
 
-def _whole(value: float, prompts: int) -> float:
-    """Return a rate as a multiple of half a prompt (a tie), if it is one with six decimals.
-
-    Early rows have six decimals, whose rounding would be a spread of equal differences.
-    """
-    halves = round(value * 2 * prompts)
-    return halves / (2 * prompts) if prompts and abs(halves / (2 * prompts) - value) < 1e-6 else value
-
-
-def _value_at(points: Sequence[tuple[float | None, float | None]], kl: float) -> float | None:
+def _value_at(points: Iterable[tuple[float | None, float | None]], kl: float) -> float | None:
     """Return the gold score at a KL, interpolated where the KL first rises to it; None if the KL stays below.
 
     The interpolation is linear in the square root of the KL, in which gold scores are close to linear while
-    they rise (Gao et al., 2210.10760).
-
-    Args:
-        points: (KL, gold score) of the evaluations of a run, in the order of updates.
-        kl: the KL.
+    they rise (Gao et al., 2210.10760). `points`: (KL, gold score) of the evaluations in the order of updates.
     """
     known = [(x, y) for x, y in points if x is not None and y is not None]
     for (before, low), (after, high) in zip(known, known[1:], strict=False):

@@ -1,26 +1,31 @@
-"""Tables of a study, the differences that it supports, and what its seeds can show."""
+"""Tables of a study, the differences that it supports, and what its seeds can show; as text in all forms."""
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import kendalltau
 
 from rlhf.core import statistics
-from rlhf.core.statistics import LEVEL, Estimate
+from rlhf.core.statistics import LEVEL, UNDECIDED, Estimate
 from rlhf.study.cells import Cell, cell_of
 from rlhf.study.claims import shown
 from rlhf.study.results import FEWEST, Contrast, Results, Term
 from rlhf.study.rows import unpacked
 from rlhf.study.spec import AT_KL, COLLAPSED, LOSS, VALUE, Table
 
-SUPPORTED, SUGGESTED, UNDECIDED = "supported", "suggested", "undecided"
-AGAINST = "methods against their bases"
-MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
+SUPPORTED, SUGGESTED = "supported", "suggested"
+_AGAINST = "methods against their bases"
+_MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
+_WIDTH = 80  # columns of the terminal
+_INTERVAL = re.compile(r" \((-?[\d.]+), (-?[\d.]+)\)")
 
 
 class Entry(NamedTuple):
@@ -53,30 +58,22 @@ class Shown:
 def tables(results: Results, declared: Sequence[Table] | None = None) -> Iterator[Shown]:
     """Yield tables (None: those of the study), task by task, without those whose cells have no runs."""
     spec = results.spec
-    for task in spec.tasks:
+    for name, task in spec.tasks.items():
         for table in spec.tables if declared is None else declared:
-            if table.quantity == AT_KL and spec.tasks[task].at_kl is None:
+            quantity, axis, title = table
+            if quantity == AT_KL and task.at_kl is None:
                 continue
-            base = spec.axes[table.axis].bases[task] if table.quantity == LOSS else None
-            values = [value for value in spec.axes[table.axis].values if value != base] if table.axis else []
-            at = [{table.axis: value} for value in values] or [{}]
-            rows = {m: [_entry(results, table, cell_of(spec, task, m, x)) for x in at] for m in spec.methods}
+            values = [*spec.axes[axis].values] if axis else [""]
+            if quantity == LOSS:
+                values.remove(base := spec.axes[axis].bases[name])
+                title = title or f"loss of {task.name} against {axis}{' = ' if len(axis) == 1 else ' '}{base}"
+            titles = {VALUE: f"final {task.name}", COLLAPSED: "collapsed runs"}
+            titles[AT_KL] = f"gold score at KL {task.at_kl:g}" if task.at_kl is not None else ""
+            cells = {m: [cell_of(spec, name, m, {axis: value}) for value in values] for m in spec.methods}
+            rows = {m: [_entry(results, table, cell) for cell in row] for m, row in cells.items()}
             if any(entry.runs for row in rows.values() for entry in row):
-                columns = [f"{table.axis} {value}" for value in values] or ["value"]
-                yield Shown(task, table, _title(results, table, task), columns, rows)
-
-
-def _title(results: Results, table: Table, task: str) -> str:
-    declared = results.spec.tasks[task]
-    if table.title:
-        return table.title
-    if table.quantity == LOSS:
-        joint = " = " if len(table.axis) == 1 else " "
-        base = results.spec.axes[table.axis].bases[task]
-        return f"loss of {declared.name} against {table.axis}{joint}{base}"
-    if table.quantity == AT_KL:
-        return f"gold score at KL {declared.at_kl:g}"
-    return {VALUE: f"final {declared.name}", COLLAPSED: "collapsed runs"}.get(table.quantity, table.quantity)
+                columns = [f"{axis} {value}" for value in values] if axis else ["value"]
+                yield Shown(name, table, title or titles.get(quantity, quantity), columns, rows)
 
 
 def _entry(results: Results, table: Table, cell: Cell) -> Entry:
@@ -118,9 +115,6 @@ class Finding:
         """The names as Markdown."""
         return " = ".join(f"`{name}`" for name in self.names)
 
-    def __str__(self) -> str:
-        return f"{self.name} {shown(self.contrast.estimate)}"
-
 
 class Family(NamedTuple):
     """Differences of a column that are corrected together: task, column, what they are, and their tests."""
@@ -138,9 +132,8 @@ def families(results: Results) -> Iterator[Family]:
     """
     spec = results.spec
     axes = [table.axis for table in spec.tables if table.quantity == LOSS] or [""]
-    for task, axis in ((task, axis) for task in spec.tasks for axis in axes):
+    for task, axis in product(spec.tasks, axes):
         at = {axis: [*spec.axes[axis].values][-1]} if axis else {}
-        column = f"{axis} {at[axis]}" if axis else "all"
         cells = {method: cell_of(spec, task, method, at) for method in spec.methods}
         losses = {m: results.terms(LOSS, cell, axis) for m, cell in cells.items()} if axis else {}
         gains = {
@@ -148,18 +141,18 @@ def families(results: Results) -> Iterator[Family]:
             for m, method in spec.methods.items()
             if method.base is not None
         }
-        for what, family in ((f"{LOSS} of {spec.tasks[task].name}", losses), (AGAINST, gains)):
+        for what, family in ((f"{LOSS} of {spec.tasks[task].name}", losses), (_AGAINST, gains)):
             made = {n: results.contrast(terms) for n, terms in family.items() if results.complete(terms)}
             made = {
-                n: c for n, c in made.items() if c.seeds >= FEWEST and (family is losses or c.values.any())
+                n: c for n, c in made.items() if c.seeds >= FEWEST and (what != _AGAINST or any(c.values))
             }
             if made:
-                yield Family(task, column, what, tested(made))
+                yield Family(task, f"{axis} {at[axis]}" if axis else "all", what, tested(made))
 
 
 def tested(contrasts: Mapping[str, Contrast]) -> list[Finding]:
     """Return the tests of a family of differences, the largest difference first; equal ones count once."""
-    names = statistics.distinct({name: each.all_values for name, each in contrasts.items()})
+    names = statistics.distinct({name: each.samples for name, each in contrasts.items()})
     p = [contrasts[name].p(family=len(names)) for name in names]
     found = []
     for (name, same), raw, corrected in zip(names.items(), p, statistics.holm(p), strict=True):
@@ -177,29 +170,26 @@ def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
         return
     margin = results.spec.margin
     for task, column, what, family in found:
-        left, parts = sum(each.verdict == UNDECIDED for each in family), []
+        parts = []
         for verdict in dict.fromkeys((SUPPORTED, SUGGESTED, *(each.verdict for each in family))):
-            said = ", ".join(str(each) for each in family if each.verdict == verdict)
+            same = (each for each in family if each.verdict == verdict)
+            said = ", ".join(f"{each.name} {shown(each.contrast.estimate)}" for each in same)
             if verdict == SUPPORTED:
                 parts.append(f"**{SUPPORTED}**: {said or 'none'}")
             elif said and verdict != UNDECIDED:
                 parts.append(f"{verdict}: {said}")
-        yield f"`{task}`, {column}, {what}: {'; '.join(parts)}; {UNDECIDED}: {left} of {len(family)}."
-        if margin is not None and what != AGAINST:
+        parts.append(f"{UNDECIDED}: {sum(each.verdict == UNDECIDED for each in family)} of {len(family)}")
+        yield f"`{task}`, {column}, {what}: {'; '.join(parts)}."
+        if margin is not None and what != _AGAINST:
             p = [each.contrast.p(margin, "less", len(family)) for each in family]
-            small = [
-                (each.name, corrected < LEVEL / 2)
-                for each, raw, corrected in zip(family, p, statistics.holm(p), strict=True)
-                if raw < LEVEL / 2 and not each.contrast.undecidable(len(family), LEVEL)
-            ]
-            sure, maybe = (
-                ", ".join(name for name, is_sure in small if is_sure == which) for which in (True, False)
-            )
-            more = f" ({SUGGESTED}: {maybe})" if maybe else ""
-            at_most = f"a loss of at most {margin:g} is {SUPPORTED} for {sure or 'no method'}"
-            yield f"`{task}`, {column}: {at_most}{more}."
-    tests = [each for family in found for each in family.findings]
-    if tests:
+            small: dict[bool, list[str]] = {True: [], False: []}
+            for each, raw, corrected in zip(family, p, statistics.holm(p), strict=True):
+                if raw < LEVEL / 2 and not each.contrast.undecidable(len(family), LEVEL):
+                    small[corrected < LEVEL / 2].append(each.name)
+            more = f" ({SUGGESTED}: {', '.join(small[False])})" if small[False] else ""
+            sure = ", ".join(small[True]) or "no method"
+            yield f"`{task}`, {column}: a loss of at most {margin:g} is {SUPPORTED} for {sure}{more}."
+    if tests := [each for family in found for each in family.findings]:
         low = sum(each.p < LEVEL for each in tests)
         said = f"Of {len(tests)} two-sided tests, {low} have p < {LEVEL:g} before the correction"
         yield f"{said}; about {LEVEL * len(tests):.0f} would have it if no method differed."
@@ -210,20 +200,18 @@ def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
 
 def resolution(results: Results) -> list[list[str]]:
     """Return the noise ceilings of rankings and the numbers of seeds of each column, with headings."""
-    spec, margin = results.spec, results.spec.margin or MARGIN
+    spec, margin = results.spec, results.spec.margin or _MARGIN
     order = f" ({' / '.join(spec.tasks)})" if len(spec.tasks) > 1 else ""
-    needed = f"seeds for {margin:g}"
-    names = ("tau of halves", "ceiling", "seeds for 0.8", "detectable", needed, "equal values")
-    found = [[f"column{order}", *names, "tau between the tasks", "evaluation noise"]]
+    heads = ("tau of halves", "ceiling", "seeds for 0.8", "detectable", f"seeds for {margin:g}")
+    more = ("equal values", "tau between the tasks", "evaluation noise")
+    found = [[f"column{order}", *heads, *more]]
     axes = dict.fromkeys(table.axis for table in spec.tables if table.quantity == VALUE)
     for axis, value in [(name, v) for name in axes for v in (spec.axes[name].values if name else [""])]:
-        at = {axis: value} if axis else {}
-        cells = [[cell_of(spec, task, method, at) for method in spec.methods] for task in spec.tasks]
-        values = [results.table(spec.methods, of_task[0]) for of_task in cells]
-        known = [table for table in values if table is not None and len(table) > 1]
-        if len(known) == len(values):
-            noise = " / ".join(_noise(results, of_task) for of_task in cells)
-            found.append([f"{axis} {value}".strip() or "all", *_seen(known, margin), noise])
+        cells = [[cell_of(spec, task, m, {axis: value}) for m in spec.methods] for task in spec.tasks]
+        values = [table for column in cells if (table := results.table(column[0])) is not None]
+        if len(values) == len(cells) and len(spec.methods) > 1:
+            noise = " / ".join(_noise(results, column) for column in cells)
+            found.append([f"{axis} {value}".strip() or "all", *_seen(values, margin), noise])
     if all(set(line[-1]) <= set("- /") for line in found[1:]):  # no row has bits
         found = [line[:-1] for line in found]
     return found if len(found) > 1 else []
@@ -241,9 +229,9 @@ def _noise(results: Results, cells: Sequence[Cell]) -> str:
 
 def _seen(values: Sequence[np.ndarray], margin: float) -> list[str]:
     """Return the cells of a row of `resolution`, from the values [methods, seeds] of each task."""
-    columns, seeds = [], values[0].shape[1]
-    for table in values:
-        signal = statistics.signal(table)
+    columns, between, seeds = [], "-", values[0].shape[1]
+    signals = [statistics.signal(table) for table in values]
+    for table, signal in zip(values, signals, strict=True):
         enough = statistics.seeds_for_ceiling(signal)
         spreads = [(one - other).std(ddof=1) for one, other in combinations(table, 2) if (one - other).any()]
         sd = float(np.median(spreads or [0.0]))
@@ -257,9 +245,78 @@ def _seen(values: Sequence[np.ndarray], margin: float) -> list[str]:
                 f"{statistics.saturation(table):.2f}",
             ]
         )
-    between = "-"
     if len(values) == 2:
         tau = kendalltau(*(table.mean(1) for table in values)).statistic
-        most = statistics.ceiling([statistics.signal(table) for table in values], seeds)
-        between = f"{tau:.2f} of {most:.2f}"
+        between = f"{tau:.2f} of {statistics.ceiling(signals, seeds):.2f}"
     return [*(" / ".join(each) for each in zip(*columns, strict=True)), between]
+
+
+# -- forms -------------------------------------------------------------------------------------------------
+
+
+def as_table(lines: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return a Markdown table; the first `left` columns are aligned left, the others right."""
+    rule = ["---" if place < left else "--:" for place in range(len(lines[0]))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
+
+
+def as_latex(table: Shown) -> str:
+    """Return a table for LaTeX with the package booktabs."""
+    head, *body = (" & ".join(map(_in_latex, line)) + r" \\" for line in table.lines)
+    begin = [f"% {table.task}", r"\begin{tabular}{l" + "r" * len(table.columns) + "}", r"\toprule"]
+    return "\n".join([*begin, head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _in_latex(text: str) -> str:
+    text = re.sub(r"([&%$#_])", r"\\\1", text.replace("\\*", "*")).replace("*", "$^*$")
+    text = re.sub(r"`([^`]*)`", r"\\texttt{\1}", text)
+    text = _INTERVAL.sub(r" {\\scriptsize [$\1$, $\2$]}", text)
+    return re.sub(r"(?<![\w$.-])(-[\d.]+)", r"$\1$", text)
+
+
+def for_terminal(table: Shown) -> Iterator[str]:
+    """Yield the lines of a table, at most `_WIDTH` columns wide; intervals as half of their width."""
+    texts = [["", *table.columns]]
+    for method, row in table.rows.items():
+        halves = [f"\N{PLUS-MINUS SIGN}{(each.estimate.high - each.estimate.low) / 2:.3f}" for each in row]
+        cells = (_INTERVAL.sub(half, each.text) for half, each in zip(halves, row, strict=True))
+        texts.append([method, *(text.replace(" \\*", "*") for text in cells)])
+    first = max(len(line[0]) for line in texts)
+    wide = max(len(text) for line in texts for text in line[1:])
+    count = max(1, (_WIDTH - first) // (wide + 2))
+    yield f"{table.task}: {table.title}"
+    for start in range(1, len(texts[0]), count):
+        for line in texts:
+            yield f"{line[0]:{first}}" + "".join(f"  {text:>{wide}}" for text in line[start : start + count])
+
+
+def tables_csv(tables: Sequence[Shown]) -> str:
+    """Return tables as CSV, one line per task, method and column."""
+    lines = [
+        [each.table.quantity, each.task, method, column, *entry.estimate[:3], *entry[2:]]
+        for each in tables
+        for method, row in each.rows.items()
+        for column, entry in zip(each.columns, row, strict=True)
+        if entry.runs
+    ]
+    return _csv("quantity,task,method,column,centre,low,high,seeds,runs,collapsed", lines)
+
+
+def tests_csv(found: Sequence[Family]) -> str:
+    """Return the tests as CSV: estimates, p-values, verdicts, and what the seeds could detect."""
+    lines = []
+    for task, column, what, family in found:
+        for each in family:
+            c = each.contrast
+            exact = statistics.p_sign_flip(c.values) if c.paired else ""
+            least, needed = statistics.detectable(c.sd, c.seeds), statistics.seeds_needed(_MARGIN, c.sd)
+            numbers = [*c.estimate[:3], each.p, each.holm, exact, each.verdict, least, needed]
+            lines.append([task, column, what, " = ".join(each.names), *numbers])
+    names = f"mean,low,high,p,p_holm,p_exact,verdict,detectable,seeds_for_{_MARGIN:g}"
+    return _csv(f"task,column,test,name,{names}", lines)
+
+
+def _csv(heads: str, lines: Sequence[Sequence[object]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([heads.split(","), *lines])
+    return out.getvalue()

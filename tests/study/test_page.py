@@ -11,9 +11,8 @@ from scipy import stats
 
 from rlhf.core import statistics
 from rlhf.core.errors import UserError
-from rlhf.study import claims, formats, history, page, tables
+from rlhf.study import claims, history, page, tables
 from rlhf.study.__main__ import main
-from rlhf.study.formats import as_latex, for_terminal
 from rlhf.study.formula import problems, read_formula
 from rlhf.study.page import MARKS, write_page
 from rlhf.study.reading import read_spec
@@ -176,7 +175,7 @@ def test_claims_that_are_added_after_the_runs_are_marked(rows, tmp_path):
 
 def test_tables_as_latex_and_in_the_terminal(results):
     table = next(each for each in tables.tables(results) if each.table.quantity == "loss")
-    tex = as_latex(table)
+    tex = tables.as_latex(table)
     assert tex.count(r"\\") == 15 and r"\texttt{dpo} & 0.007 {\scriptsize [$-0.008$, $0.022$]}" in tex
     assert set(re.findall(r"\\(\w+)", tex)) <= {
         "begin",
@@ -188,8 +187,8 @@ def test_tables_as_latex_and_in_the_terminal(results):
         "scriptsize",
     }
     for each in tables.tables(results):
-        assert max(map(len, for_terminal(each))) <= 80
-    lines = list(csv.DictReader(formats.tests_csv(list(tables.families(results))).splitlines()))
+        assert max(map(len, tables.for_terminal(each))) <= 80
+    lines = list(csv.DictReader(tables.tests_csv(list(tables.families(results))).splitlines()))
     assert len(lines) == 68 and float(lines[0]["mean"]) == pytest.approx(0.25, abs=1e-3)
 
 
@@ -197,9 +196,7 @@ def test_tables_as_latex_and_in_the_terminal(results):
 def test_without_differences_at_most_one_study_in_twenty_states_something(results, draw):
     """Of 2,000 studies of 14 equal methods; with the residuals of lag 64, runs collapse."""
     rng = np.random.default_rng(0)
-    column = results.table(
-        results.spec.methods, next(c for c in results.cells if dict(c.levels)["lag"] == "64")
-    )
+    column = results.table(next(cell for cell in results.cells if dict(cell.levels)["lag"] == "64"))
     residuals = (column - column.mean(1, keepdims=True)).ravel()
     x = rng.normal(size=(2000, 15, 5)) if draw == "normal" else rng.choice(residuals, (2000, 15, 5))
     p = stats.ttest_1samp(x[:, 1:] - x[:, :1], 0.0, axis=-1).pvalue
@@ -214,12 +211,11 @@ def test_t_intervals_of_normal_values_cover_the_mean(seeds):
 
 
 def test_a_collapsed_run_never_gives_a_statement_from_the_t_test_alone():
-    values = dict(enumerate([0.31, 0.30, 0.32, 0.29, 0.30]))
-    sure = Contrast([values], [1.0], True, 0)
+    sure = Contrast(np.array([[0.31, 0.30, 0.32, 0.29, 0.30]]), [1.0], True, 0)
     assert tables.tested({"a": sure, "b": sure})[0].verdict == "supported"
     assert tables.tested({"a": replace(sure, collapsed=1)})[0].verdict == "cannot be decided with 5 seeds"
     assert claims.decided({"a": replace(sure, collapsed=1)}, 0.0, 0.05) == "cannot be decided with 5 seeds"
-    ten = replace(sure, samples=[dict(enumerate([0.3, 0.31] * 5))], collapsed=1)
+    ten = replace(sure, samples=np.array([[0.3, 0.31] * 5]), collapsed=1)
     assert claims.decided({"a": ten}, 0.0, 0.05) == "holds"
     assert claims.decided({"a": -ten}, 0.0, 0.05) == "does not hold"
     assert claims.decided({"a": ten, "b": -ten}, 0.0, 0.05) == "does not hold"
