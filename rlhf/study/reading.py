@@ -143,8 +143,8 @@ class Document:
         if 0 <= value < float("inf"):
             return value
         word = "a whole number" if kind is int else "a number"
-        remedy = f"write {key.rpartition('.')[2]}: {default or 1}"
-        self.wrong(key, f"must be {word} of at least 0", tree, remedy)
+        good = 0.1 if default is None else default
+        self.wrong(key, f"must be {word} of at least 0", tree, f"write {good}")
         return default
 
     def one_of(self, key: str, choices: Iterable[str], what: str, value: object = None) -> str:
@@ -161,7 +161,8 @@ class Document:
         """Return some of the choices, of a list or a single one; `all`: all of them."""
         if self.values.get(key) == "all":
             return tuple(choices)
-        return tuple(filter(None, (self.one_of(each, choices, what) for each in self.items(key))))
+        found = (self.one_of(key, choices, what, each) for each in self.texts(key))
+        return tuple(each for each in found if each)
 
     def seeds(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Return the seeds: 1 to a number, or a list."""
