@@ -26,47 +26,37 @@ There is no random state, so a run and its repetition are equal.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import islice
 from math import ceil, exp, inf, sqrt
 from random import Random
 from typing import Any
 
 from rlhf.config.clock import VirtualConfig
 from rlhf.core.seeding import derive
-from rlhf.training.sequences import SAVED, Piece, Sampler, Sequence, Start
+from rlhf.training.sequences import Piece, Sampler, Sequence, Start, tokens_in
 from rlhf.training.staleness import Group, Rules
 
 _LOOKAHEAD = 0.8  # share of the last update's seconds that an idle trainer takes at least until the next load
 _FIRST_LOOKAHEAD = 16  # steps, before the first update
 _LEAST_TOKENS = 4  # tokens that are sampled at once at least, with in-flight updates
+_SAVED = [each.name for each in fields(Sequence)[1:]]  # all but the group
 
 
 @dataclass(slots=True)
 class Usage:
-    """What happened since the last load, in virtual seconds.
+    """What happened since the last load, in virtual seconds."""
 
-    Attributes:
-        span: seconds that passed.
-        busy: seconds of slots that decoded.
-        trained: seconds of the trainer's work.
-        queue: complete groups times the seconds that they waited.
-        wasted: seconds of slots for groups that were given up.
-        dropped, cut, refilled: groups that were given up, cut, and replaced because their scores tie.
-    """
-
-    span: float = 0.0
-    busy: float = 0.0
-    trained: float = 0.0
-    queue: float = 0.0
-    wasted: float = 0.0
-    dropped: int = 0
-    cut: int = 0
-    refilled: int = 0
+    span: float = 0.0  # seconds that passed
+    busy: float = 0.0  # seconds of slots that decoded
+    trained: float = 0.0  # seconds of the trainer's work
+    queue: float = 0.0  # complete groups times the seconds that they waited
+    wasted: float = 0.0  # seconds of slots for groups that were given up
+    dropped: int = 0  # groups that were given up
+    cut: int = 0  # groups that were cut
+    refilled: int = 0  # groups that were replaced because their scores tie
 
 
 class Clock:
@@ -105,16 +95,15 @@ class Clock:
         self.first_token = length ** (1 - costs.stretch)  # steps, before the factor
         self.now = self.step = self.resumes = 0.0  # seconds; steps; end of the pause after a load
         self.running: dict[Start, Sequence] = {}
-        self.waiting: deque[Start] = deque()  # samples of started groups without a slot
         self.sequences: dict[int, list[Sequence]] = {}  # of all groups that have started and are not trained
         self.scoring: deque[tuple[float, Group]] = deque()  # groups that have ended, and when they are scored
-        self.batch: list[Group] | None = None  # what the trainer works on
+        self.batch: list[Group] = []  # what the trainer works on
         self.load_at = inf
         self.update_s = _FIRST_LOOKAHEAD * costs.seconds_of_step(1)  # seconds of the last update
         self.usage = Usage()
         self._news = True  # whether the idle trainer may find a batch that it did not find before
         self._ahead: dict[Start, Piece] = {}  # sampled by the current weights, not started
-        self._ends: list[tuple[float, int, int, int, Sequence]] = []  # heap of planned events
+        self._ends: list[tuple[float, Start]] = []  # heap of last steps; entries of earlier plans are void
 
     def next_batch(self) -> list[list[Sequence]]:
         """Run until the load of an update, and return the sequences of the groups that it trained on.
@@ -124,38 +113,49 @@ class Clock:
         """
         while True:
             self._fill()
-            if self.batch is None and self._news:
+            if not self.batch and self._news:
                 self._choose()
-                if self.batch is None and self._news:  # a group that was cut is replaced
+                if not self.batch and self._news:  # a group that was cut is replaced
                     continue
             end = self._next_end()
-            ends_at = inf if end is None else self._time_of(self._ends[0][0])
+            ends_at = self._time_of(end.last_step) if end else inf
             scored_at = self.scoring[0][0] if self.scoring else inf
             first = min(self.load_at, scored_at, ends_at)
             if first == inf:
                 raise RuntimeError(f"the trainer waits for groups that cannot start: {self.rules}")
             if self.load_at == first:
                 self._pass(self.load_at)
-                return self._trained()
+                self.usage.trained += self.update_s
+                batch, self.batch, self.load_at = self.batch, [], inf
+                return [self.sequences.pop(group.number) for group in batch]
             if scored_at == first:
                 self._pass(scored_at)
                 self._complete(self.scoring.popleft()[1])
-            elif end is not None:
+            elif end:
                 self._pass(ends_at, heappop(self._ends)[0])
-                self._end(end)
+                if not end.stopped:
+                    self._extend(each for each in self.running.values() if not each.stopped)
+                    continue
+                self._leave(end)
+                if end.group.left == 0:
+                    self._completed(end.group)
 
     def loaded(self) -> None:
         """Continue with the weights of the update whose batch was returned; the sampler has loaded them."""
         self.usage, self._news = Usage(), True
-        for number in {start.group for start in self.waiting}:
+        for number, group in self.rules.running.items():
             if not self.sequences[number]:  # a replacement without a slot will have the new version
-                self.rules.running[number].version += 1
+                group.version += 1
         for group in self.rules.loaded():
             self._discard(group)
         self._ahead.clear()
         self.resumes = self.now + self.costs.pause_s
         if self.in_flight:
-            partial = [each for each in self._in_order() if not (each.stopped and self._done(each))]
+            partial = [
+                each
+                for each in self.running.values()
+                if not each.stopped or each.done(self.step) < len(each.ids)
+            ]
             for sequence in partial:
                 sequence.kept = sequence.done(self.step)
                 sequence.keep(sequence.kept)
@@ -168,14 +168,13 @@ class Clock:
 
         What was sampled ahead is not part of it, so a clock that continues from it makes the same calls.
         """
-        assert self.batch is None
+        assert not self.batch
         return {
             "rules": self.rules.state_dict(),
             "times": [self.now, self.step, self.resumes, self.update_s],
-            "waiting": [list(start) for start in self.waiting],
             "scoring": [[time, group.number] for time, group in self.scoring],
             "sequences": [
-                [each.group.number, *(getattr(each, name) for name in SAVED)]
+                [each.group.number, *(getattr(each, name) for name in _SAVED)]
                 for own in self.sequences.values()
                 for each in own
             ],
@@ -185,15 +184,14 @@ class Clock:
         """Continue from a saved state."""
         groups = self.rules.load_state_dict(saved["rules"])
         self.now, self.step, self.resumes, self.update_s = saved["times"]
-        self.waiting = deque(Start(*start) for start in saved["waiting"])
         self.scoring = deque((time, groups[number]) for time, number in saved["scoring"])
         self.sequences = {number: [] for number in groups}
         for number, *values in saved["sequences"]:
-            sequence = Sequence(group=groups[number], **dict(zip(SAVED, values, strict=True)))
+            sequence = Sequence(groups[number], *values)
             self.sequences[number].append(sequence)
             if sequence.end == inf:
-                self.running[Start(number, sequence.sample)] = sequence
-                self._plan(sequence)
+                self.running[sequence.key] = sequence
+                heappush(self._ends, (sequence.last_step, sequence.key))
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -220,13 +218,17 @@ class Clock:
     def _horizon(self) -> float:
         """Return the step until which the weights cannot change (an estimate while the trainer is idle)."""
         idle = self.now + _LOOKAHEAD * self.update_s
-        return self._step_at(idle if self.batch is None else self.load_at)
+        return self._step_at(self.load_at if self.batch else idle)
 
     def _next_end(self) -> Sequence | None:
         """Return the sequence whose known tokens are complete first."""
-        while self._ends and self._ends[0][3] != self._ends[0][4].planned:
+        while self._ends:
+            step, key = self._ends[0]
+            sequence = self.running.get(key)
+            if sequence is not None and sequence.last_step == step:
+                return sequence
             heappop(self._ends)
-        return self._ends[0][4] if self._ends else None
+        return None
 
     # -- trainer -----------------------------------------------------------------------------------
 
@@ -236,37 +238,32 @@ class Clock:
         for group in self.rules.expired():
             self._discard(group)
         due = self.rules.to_cut()
-        if not {group.number for group in due} & {start.group for start in self.waiting}:
+        if all(len(self.sequences[group.number]) == self.rules.samples for group in due):
             for group in due:
                 self._cut(group)
-        batch = self.rules.take()
-        if batch is None:
-            return
-        sequences = [each for group in batch for each in self.sequences[group.number]]
-        steps, tokens = sum(each.steps for each in sequences), sum(len(each.ids) for each in sequences)
-        self.update_s = self.costs.seconds_of_update(steps, tokens, self.slots)
-        self.batch, self.load_at = batch, self.now + self.update_s + self.costs.sync_s
-
-    def _trained(self) -> list[list[Sequence]]:
-        """Return the sequences of the batch that was trained, group by group; the trainer is idle again."""
-        assert self.batch is not None
-        batch, self.batch, self.load_at = self.batch, None, inf
-        self.usage.trained += self.update_s
-        return [self.sequences.pop(group.number) for group in batch]
+        if batch := self.rules.take():
+            sequences = [each for group in batch for each in self.sequences[group.number]]
+            steps, tokens = sum(each.steps for each in sequences), sum(len(each.ids) for each in sequences)
+            self.update_s = self.costs.seconds_of_update(steps, tokens, self.slots)
+            self.batch, self.load_at = batch, self.now + self.update_s + self.costs.sync_s
 
     # -- sequences ---------------------------------------------------------------------------------
 
     def _startable(self, slots: int) -> list[Start]:
         """Return the sequences that start next if `slots` slots are free, in order."""
-        usable = slots - slots % self.rules.samples if self.whole else slots
-        starts = list(islice(self.waiting, usable))
-        left = slots - len(starts)
-        groups = left // self.rules.samples if self.whole else -(-left // self.rules.samples)
-        if not groups:
-            return starts
+        k = self.rules.samples
+        usable = slots - slots % k if self.whole else slots
+        if not usable:
+            return []
+        starts: list[Start] = []
+        for number in reversed(self.rules.running):
+            if (begun := len(self.sequences[number])) == k:
+                break  # groups start in this order, so all samples of earlier groups have started
+            starts[:0] = (Start(number, sample) for sample in range(begun, k))
+        groups = min(-(-(usable - len(starts)) // k), self.rules.room())
         first = self.rules.started
-        numbers = range(first, first + max(0, min(groups, self.rules.room())))
-        return [*starts, *(Start(n, k) for n in numbers for k in range(self.rules.samples))][:slots]
+        starts += (Start(number, sample) for number in range(first, first + groups) for sample in range(k))
+        return starts[:usable]
 
     def _fill(self) -> None:
         """Start sequences in all free slots, as far as the rules allow."""
@@ -275,21 +272,18 @@ class Clock:
                 self._sample_ahead()
             if start.group == self.rules.started:
                 self.sequences[self.rules.start().number] = []
-                self.waiting.extend(Start(start.group, k) for k in range(self.rules.samples))
-            self.waiting.popleft()
             self._news |= not self.whole
-            self._start(start, self._ahead.pop(start))
+            begin = self.step + self.costs.prefill * self.sampler.prompt(start.group)[1]
+            group, factor, stretch = self.rules.running[start.group], self._factor(start), self.costs.stretch
+            sequence = Sequence(group, start.sample, begin, factor, stretch, self.now)
+            self.sequences[start.group].append(sequence)
+            self.running[start] = sequence
+            self._add(sequence, self._ahead.pop(start))
 
-    def _start(self, start: Start, piece: Piece) -> None:
-        """Give a sequence its slot."""
-        row, prompt_tokens = self.sampler.prompt(start.group)
-        begin = self.step + self.costs.prefill * prompt_tokens
-        factor = self.factors(start.group, row)[start.sample] * self.first_token
-        group, stretch = self.rules.running[start.group], self.costs.stretch
-        sequence = Sequence(group, start.sample, begin, factor, stretch, self.now)
-        self.sequences[start.group].append(sequence)
-        self.running[start] = sequence
-        self._add(sequence, piece)
+    def _factor(self, start: Start) -> float:
+        """Return the steps of the first token of a sequence."""
+        row, _ = self.sampler.prompt(start.group)
+        return self.factors(start.group, row)[start.sample] * self.first_token
 
     def _sample_ahead(self) -> None:
         """Sample the sequences that will start before the weights change."""
@@ -299,56 +293,34 @@ class Clock:
         starts = [start for start in self._startable(slots) if start not in self._ahead]
         most = [self.length] * len(starts)
         if self.in_flight:
-            for i, start in enumerate(starts):
-                factor = self.factors(start.group, self.sampler.prompt(start.group)[0])[start.sample]
-                tokens = ((horizon - self.step) / factor / self.first_token) ** (1 / self.costs.stretch)
-                most[i] = self._limit(tokens, self.length)
+            most = [self._most(horizon - self.step, self._factor(start)) for start in starts]
         self._ahead.update(zip(starts, self.sampler.begin(starts, most), strict=True))
 
-    def _extend(self, sequences: Ordered[Sequence]) -> None:
+    def _extend(self, partial: Iterable[Sequence]) -> None:
         """Sample further tokens of running sequences."""
-        if not sequences:
-            return
         horizon = self._horizon()
-        most = [
-            self._limit(each.tokens(horizon) - len(each.ids), self.length - len(each.ids))
-            for each in sequences
-        ]
-        for sequence, piece in zip(sequences, self.sampler.go_on(sequences, most), strict=True):
-            self._add(sequence, piece)
+        if sequences := sorted(partial, key=lambda each: each.key):
+            most = [self._most(horizon - each.begin, each.factor, len(each.ids)) for each in sequences]
+            for sequence, piece in zip(sequences, self.sampler.go_on(sequences, most), strict=True):
+                self._add(sequence, piece)
 
-    def _limit(self, tokens: float, left: int) -> int:
-        """Return how many tokens are sampled at once, if `tokens` fit before the weights may change."""
-        return min(left, max(_LEAST_TOKENS, ceil(tokens)))
+    def _most(self, steps: float, factor: float, done: int = 0) -> int:
+        """Return how many further tokens of a sequence are sampled at once: those before its step `steps`."""
+        tokens = ceil(tokens_in(steps, factor, self.costs.stretch) - done)
+        return min(self.length - done, max(_LEAST_TOKENS, tokens))
 
     def _add(self, sequence: Sequence, piece: Piece) -> None:
-        """Add sampled tokens to a sequence."""
+        """Add sampled tokens to a sequence, and plan the event at which they are complete."""
         sequence.ids += piece.ids
         sequence.logprobs += piece.logprobs
         sequence.versions += [self.rules.version] * len(piece.ids)
         sequence.ended = piece.ended
         sequence.stopped = piece.ended or len(sequence.ids) >= self.length
-        self._plan(sequence)
-
-    def _plan(self, sequence: Sequence) -> None:
-        """Plan the event at which the known tokens of a sequence are complete; earlier plans are void."""
-        sequence.planned += 1
-        key = (sequence.last_step, sequence.group.number, sequence.sample, sequence.planned)
-        heappush(self._ends, (*key, sequence))
-
-    def _end(self, sequence: Sequence) -> None:
-        """End a sequence whose known tokens are complete, or sample further tokens of all that lack some."""
-        if sequence.stopped:
-            self._leave(sequence)
-            if sequence.group.left == 0:
-                self._completed(sequence.group)
-        else:
-            self._extend([each for each in self._in_order() if not each.stopped])
+        heappush(self._ends, (sequence.last_step, sequence.key))
 
     def _leave(self, sequence: Sequence) -> None:
         """Free the slot of a sequence."""
-        del self.running[Start(sequence.group.number, sequence.sample)]
-        sequence.planned += 1
+        del self.running[sequence.key]
         sequence.end = self.now
         sequence.group.left -= 1
 
@@ -363,16 +335,12 @@ class Clock:
         """Give a group to the trainer, or replace it if its scores tie."""
         self._news = True
         signal = not self.rules.refill or self.sampler.signal(self.sequences[group.number])
-        if signal or not self.rules.may_replace():
+        if signal or (new := self.rules.replace(group)) is None:
             self.rules.complete(group)
-            return
-        self.usage.refilled += 1
-        sequences = self.sequences.pop(group.number)
-        self.usage.wasted += sum(each.end - each.start for each in sequences)
-        new = self.rules.replace(group).number
-        self.sampler.replaced(sequences, new)
-        self.sequences[new] = []
-        self.waiting.extend(Start(new, k) for k in range(self.rules.samples))
+        else:
+            self.usage.refilled += 1
+            self.sampler.replaced(self._give_up(group), new.number)
+            self.sequences[new.number] = []
 
     def _cut(self, group: Group) -> None:
         """End the running sequences of a group with the tokens that they have, at least one."""
@@ -388,21 +356,18 @@ class Clock:
     def _discard(self, group: Group) -> None:
         """Forget a group that the rules gave up."""
         self.usage.dropped += 1
-        self.waiting = deque(start for start in self.waiting if start.group != group.number)
         self.scoring = deque(each for each in self.scoring if each[1] is not group)
+        self.sampler.discarded(self._give_up(group))
+
+    def _give_up(self, group: Group) -> list[Sequence]:
+        """Return the sequences of a group, with their complete tokens; the clock forgets them."""
         sequences = self.sequences.pop(group.number)
         for sequence in sequences:
             if sequence.end == inf:
                 sequence.keep(sequence.done(self.step))
                 self._leave(sequence)
             self.usage.wasted += sequence.end - sequence.start
-        self.sampler.discarded(sequences)
-
-    def _in_order(self) -> list[Sequence]:
-        return [self.running[start] for start in sorted(self.running)]
-
-    def _done(self, sequence: Sequence) -> bool:
-        return sequence.done(self.step) >= len(sequence.ids)
+        return sequences
 
 
 def factors(costs: VirtualConfig, samples: int, seed: int) -> Callable[[int, int], list[float]]:
@@ -416,7 +381,7 @@ def factors(costs: VirtualConfig, samples: int, seed: int) -> Callable[[int, int
         samples: samples of a group.
         seed: seed of the run.
     """
-    size = costs.slots or samples
+    size, longest = costs.slots or samples, costs.longest or inf
     common, own = costs.shared * costs.spread, sqrt(1 - costs.shared**2) * costs.spread
 
     @lru_cache(maxsize=size)
@@ -425,10 +390,7 @@ def factors(costs: VirtualConfig, samples: int, seed: int) -> Callable[[int, int
 
     @lru_cache(maxsize=size)
     def of_group(group: int, prompt: int) -> list[float]:
-        if not costs.spread:
-            return [1.0] * samples
         draws = Random(derive(seed, "duration of group", group))
-        found = [exp(of_prompt(prompt) + draws.gauss(0, own)) for _ in range(samples)]
-        return found if costs.longest is None else [min(factor, costs.longest) for factor in found]
+        return [min(exp(of_prompt(prompt) + draws.gauss(0, own)), longest) for _ in range(samples)]
 
     return of_group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import floor, inf
 from typing import NamedTuple, Protocol
 
@@ -29,39 +29,27 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A response. Token i is complete at step `begin + factor * (i + 1) ** stretch`.
-
-    Attributes:
-        group: its group.
-        sample: which sample of the group it is.
-        begin: step at which its first token began, later by the steps of each encoding at a load.
-        factor: steps of the first token.
-        stretch: 1: all tokens take as long; above 1: later tokens take longer.
-        start: time in seconds at which it got its slot.
-        end: time at which it left the slot; infinity while it runs.
-        ids, logprobs, versions: of its tokens; tokens after the present may be replaced at a load.
-        kept: tokens that no load can replace any more.
-        ended: whether the last token is an end token.
-        stopped: whether no further token is sampled.
-        cut: whether it ended before its end token because its group was due.
-        planned: counts its planned events; earlier ones are void.
-    """
+    """A response. Token i is complete at step `begin + factor * (i + 1) ** stretch`."""
 
     group: Group
-    sample: int
-    begin: float
-    factor: float
-    stretch: float
-    start: float
-    end: float = inf
-    ids: list[int] = field(default_factory=list)
+    sample: int  # which sample of the group it is
+    begin: float  # step at which its first token began, later by the steps of each encoding at a load
+    factor: float  # steps of the first token
+    stretch: float  # 1: all tokens take as long; above 1: later tokens take longer
+    start: float  # time in seconds at which it got its slot
+    end: float = inf  # time at which it left the slot; infinity while it runs
+    ids: list[int] = field(default_factory=list)  # tokens after the present may be replaced at a load
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    kept: int = 0
-    ended: bool = False
-    stopped: bool = False
-    cut: bool = False
-    planned: int = 0
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
+    kept: int = 0  # tokens that no load can replace any more
+    ended: bool = False  # whether the last token is an end token
+    stopped: bool = False  # whether no further token is sampled
+    cut: bool = False  # whether it ended before its end token because its group was due
+
+    @property
+    def key(self) -> Start:
+        """The number of its group, and which sample it is."""
+        return Start(self.group.number, self.sample)
 
     @property
     def steps(self) -> float:
@@ -73,13 +61,10 @@ class Sequence:
         """The step at which its last known token is complete."""
         return self.begin + self.steps
 
-    def tokens(self, step: float) -> float:
-        """Return how many tokens fit between its begin and a step."""
-        return (max(0.0, step - self.begin) / self.factor) ** (1 / self.stretch)
-
     def done(self, step: float) -> int:
         """Return the tokens that are complete at a step."""
-        return min(len(self.ids), max(self.kept, floor(self.tokens(step) + _ROUNDING)))
+        tokens = floor(tokens_in(step - self.begin, self.factor, self.stretch) + _ROUNDING)
+        return min(len(self.ids), max(self.kept, tokens))
 
     def keep(self, tokens: int) -> None:
         """Forget all tokens after the first `tokens`."""
@@ -88,7 +73,9 @@ class Sequence:
             self.ended = self.stopped = False
 
 
-SAVED = [each.name for each in fields(Sequence) if each.name not in ("group", "planned")]
+def tokens_in(steps: float, factor: float, stretch: float) -> float:
+    """Return how many tokens of a response fit into its first decoding steps."""
+    return (max(0.0, steps) / factor) ** (1 / stretch)
 
 
 class Sampler(Protocol):

@@ -6,7 +6,7 @@ clock, no model and no process: a virtual clock and a pool of servers call the s
 
     room() -> n          groups that may start now; start() -> group for each that gets slots
     complete(group)      the last sample of the group has ended
-    replace(group)       instead, if its scores tie: returns the group that starts in its place
+    replace(group)       instead, if its scores tie: returns the group that starts in its place, if any
     expired() -> groups  (drop) complete groups that are too old, when the trainer is idle
     due() -> groups      (wait, cut) running groups that the next batch needs
     take() -> groups     the next batch of the idle trainer, or None if it must wait
@@ -28,6 +28,7 @@ most B (L + 2) groups are in memory. L bounds admission, not age: only A bounds 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -37,101 +38,62 @@ from rlhf.config.schedule import Order, Stale
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A prompt with its samples.
+    """A prompt with its samples."""
 
-    Attributes:
-        number: number in the order of starts, from 0; -1, -2, ... for groups that replace others.
-        version: version of the weights when its first sample started.
-        left: samples that have not ended.
-        place: place in the order of all starts.
-    """
-
-    number: int
-    version: int
-    left: int
-    place: int
+    number: int  # in the order of starts, from 0; -1, -2, ... for groups that replace others
+    version: int  # version of the weights when its first sample started
+    left: int  # samples that have not ended
+    place: int  # place in the order of all starts
 
 
 @dataclass(slots=True, kw_only=True)
 class Rules:
-    """The state of admission and choice.
+    """The state of admission and choice."""
 
-    Attributes:
-        order: which groups are trained next.
-        batch: B, groups of a batch.
-        samples: K, samples of a group.
-        max_lag: L, batches that generation may be ahead of training.
-        max_age: A, at least L; None: ages have no bound. It needs `Order.completed`.
-        stale: what happens at `max_age`.
-        total: groups that the run trains; None: no end.
-        refill: groups without signal that are replaced between two loads, at most.
-        version: finished updates.
-        started: groups that have started, without those that replace others.
-        trained: groups that were taken for training.
-        refilled: groups that were replaced.
-        before: `refilled` at the last load.
-        running: groups with samples that have not ended, by number, in the order of their starts.
-        ready: complete groups that wait for the trainer, in the order of completion.
-    """
-
-    order: Order
-    batch: int
-    samples: int
-    max_lag: int
-    max_age: int | None = None
-    stale: Stale = Stale.wait
-    total: int | None = None
-    refill: int = 0
-    version: int = 0
-    started: int = 0
-    trained: int = 0
-    refilled: int = 0
-    before: int = 0
+    order: Order  # which groups are trained next
+    batch: int  # B, groups of a batch
+    samples: int  # K, samples of a group
+    max_lag: int  # L, batches that generation may be ahead of training
+    max_age: int | None = None  # A, at least L; None: ages have no bound. It needs `Order.completed`
+    stale: Stale = Stale.wait  # what happens at `max_age`
+    total: int | None = None  # groups that the run trains; None: no end
+    refill: int = 0  # groups without signal that are replaced between two loads, at most
+    version: int = 0  # finished updates
+    started: int = 0  # groups that have started, without those that replace others
+    refilled: int = 0  # groups that were replaced
+    before: int = 0  # `refilled` at the last load
+    # Groups with samples that have not ended, by number, in the order of their starts
     running: dict[int, Group] = field(default_factory=dict)
+    # Complete groups that wait for the trainer, in the order of completion
     ready: list[Group] = field(default_factory=list)
-
-    @property
-    def drops(self) -> bool:
-        """Whether groups older than `max_age` are discarded."""
-        return self.max_age is not None and self.stale is Stale.drop
-
-    @property
-    def cuts(self) -> bool:
-        """Whether running groups that are due end at once."""
-        return self.max_age is not None and self.stale is Stale.cut
 
     def room(self) -> int:
         """Return how many groups may start now.
 
         A group that is discarded makes room for another, so with `drop` more groups start than are trained.
         """
-        if self.drops:
+        if self._drops:
             return self.batch * (self.max_lag + 1) - len(self.running) - len(self.ready)
         most = self.batch * (self.version + self.max_lag + 1)
         return (most if self.total is None else min(most, self.total)) - self.started
 
     def start(self) -> Group:
         """Return the next group, which starts now."""
-        group = Group(self.started, self.version, self.samples, self.started + self.refilled)
-        self.running[group.number] = group
         self.started += 1
-        return group
+        return self._add(self.started - 1)
 
-    def may_replace(self) -> bool:
-        """Return whether a group without signal is replaced."""
-        return self.refilled - self.before < self.refill
+    def replace(self, group: Group) -> Group | None:
+        """Remove a running group without signal, and return the group that starts in its place.
 
-    def replace(self, group: Group) -> Group:
-        """Remove a running group that has ended, and return the group that starts in its place.
-
-        The new group is the last one in the order of starts. So no batch waits for it longer than for other
-        new groups, and ages have the same bounds.
+        If `refill` groups were replaced since the last load, nothing changes, and None is returned. The new
+        group is the last one in the order of starts. So no batch waits for it longer than for other new
+        groups, and ages have the same bounds.
         """
+        if self.refilled - self.before >= self.refill:
+            return None
         del self.running[group.number]
-        place = self.started + self.refilled
         self.refilled += 1
-        new = self.running[-self.refilled] = Group(-self.refilled, self.version, self.samples, place)
-        return new
+        return self._add(-self.refilled)
 
     def complete(self, group: Group) -> None:
         """Note that the last sample of a running group has ended."""
@@ -139,10 +101,8 @@ class Rules:
 
     def expired(self) -> list[Group]:
         """Remove and return the complete groups that are too old to be trained."""
-        if not self.drops:
-            return []
-        old = [group for group in self.ready if self._too_old(group)]
-        self.ready = [group for group in self.ready if not self._too_old(group)]
+        old = self._too_old(self.ready)
+        self.ready = [group for group in self.ready if group not in old]
         return old
 
     def due(self) -> list[Group]:
@@ -167,7 +127,7 @@ class Rules:
 
     def to_cut(self) -> list[Group]:
         """Return the groups with running samples that must end now, so that the idle trainer gets a batch."""
-        due = self.due() if self.cuts else []
+        due = self.due() if self.stale is Stale.cut else []
         return [group for group in due if group.left] if len(self.ready) + len(due) >= self.batch else []
 
     def take(self) -> list[Group] | None:
@@ -179,12 +139,11 @@ class Rules:
             oldest = next(iter(self.running.values()), None)
             if oldest is not None and oldest.place < self.ready[self.batch - 1].place:
                 return None
-        elif not self.drops:
+        elif not self._drops:
             if self.due():
                 return None
-            self.ready.sort(key=_age)
+            self.ready.sort(key=lambda group: (group.version, group.place))
         taken, self.ready = self.ready[: self.batch], self.ready[self.batch :]
-        self.trained += self.batch
         return taken
 
     def loaded(self) -> list[Group]:
@@ -195,7 +154,7 @@ class Rules:
         """
         self.version += 1
         self.before = self.refilled
-        old = [group for group in self.running.values() if self.drops and self._too_old(group)]
+        old = self._too_old(self.running.values())
         for group in old:
             del self.running[group.number]
         return old
@@ -204,22 +163,29 @@ class Rules:
         """Return the counters and the groups, as JSON values."""
         groups = [*self.running.values(), *self.ready]
         return {
-            "counters": [self.version, self.started, self.trained, self.refilled, self.before],
+            "counters": [self.version, self.started, self.refilled, self.before],
             "groups": [[group.number, group.version, group.left, group.place] for group in groups],
             "running": len(self.running),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> dict[int, Group]:
         """Continue from a saved state, and return its groups by number."""
-        self.version, self.started, self.trained, self.refilled, self.before = saved["counters"]
-        groups = [Group(*values) for values in saved["groups"]]
-        self.running = {group.number: group for group in groups[: saved["running"]]}
-        self.ready = groups[saved["running"] :]
-        return {group.number: group for group in groups}
+        self.version, self.started, self.refilled, self.before = saved["counters"]
+        groups = {values[0]: Group(*values) for values in saved["groups"]}
+        self.running = dict(islice(groups.items(), saved["running"]))
+        self.ready = [*groups.values()][saved["running"] :]
+        return groups
 
-    def _too_old(self, group: Group) -> bool:
-        return self.max_age is not None and self.version - group.version > self.max_age
+    @property
+    def _drops(self) -> bool:
+        return self.max_age is not None and self.stale is Stale.drop
 
+    def _add(self, number: int) -> Group:
+        place = self.started + self.refilled - 1
+        group = self.running[number] = Group(number, self.version, self.samples, place)
+        return group
 
-def _age(group: Group) -> tuple[int, int]:
-    return group.version, group.place
+    def _too_old(self, groups: Iterable[Group]) -> list[Group]:
+        if self.max_age is None or self.stale is not Stale.drop:
+            return []
+        return [group for group in groups if self.version - group.version > self.max_age]

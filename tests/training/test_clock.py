@@ -266,7 +266,7 @@ def test_dropped_prompts_start_again_and_are_as_long_as_before():
     made = clock("drop", lag=1, batch=4, samples=2, slots=8, spread=1.0)
     updates(made, 30)
     sampler = made.sampler
-    assert sum(sampler.rows.values()) and made.rules.started > made.rules.trained + 8
+    assert sum(sampler.rows.values()) and made.rules.started > 4 * made.rules.version + 8
     assert len(set(sampler.rows.values())) == len(sampler.rows)
     of_group = factors(VirtualConfig(slots=8, spread=1.0, shared=1.0), 2, seed=0)
     assert of_group(1, 7) == of_group(2, 7) != of_group(2, 8)
