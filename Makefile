@@ -87,11 +87,11 @@ snapshots: setup  ## write down what recipes and sweeps resolve to, after a chan
 bench: setup $(RIVALS:%=.venv-%/.installed)  ## this project and TRL on the same work; ARGS=--help for what to choose
 	$(BIN)/python -m benchmarks.against_trl.bench $(ARGS)
 
-reproduce: setup  ## the paper's off-policy study in miniature: missing runs, benchmarks/off_policy.md
-	$(BIN)/python -m benchmarks.off_policy $(ARGS)
+reproduce: setup  ## missing runs of the paper's off-policy study in miniature: studies/paper.yaml
+	$(BIN)/python -m rlhf.study run studies/paper.yaml $(ARGS)
 
-atlas: setup  ## off-policy methods x lag with intervals: missing runs, tables and figure; ARGS=--plan, ARGS=--help
-	$(BIN)/python -m benchmarks.atlas $(ARGS)
+atlas: setup  ## missing runs of off-policy methods x lag: studies/staleness.yaml; ARGS="--workers 2"
+	$(BIN)/python -m rlhf.study run studies/staleness.yaml $(ARGS)
 
 .venv-%/.installed: requirements/%.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*

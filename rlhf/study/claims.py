@@ -20,6 +20,7 @@ from rlhf.study.results import FEWEST, Contrast, Results, Term
 from rlhf.study.rows import Row
 from rlhf.study.spec import VALUE
 
+_ELSEWHERE = "no grid of the task has such a cell"
 _MANY = 1000  # more seeds are not counted
 
 
@@ -34,7 +35,7 @@ class Judged(NamedTuple):
 
 
 def judged(results: Results) -> Iterator[Judged]:
-    """Yield the claims of a study with their verdicts, once per task or for all tasks together."""
+    """Yield the claims with their verdicts: for each task whose grids have the cells, or for all together."""
     for said, text in results.spec.claims.items():
         formula = read_formula(text)
         assert formula is not None
@@ -42,7 +43,8 @@ def judged(results: Results) -> Iterator[Judged]:
         for tasks in [[*results.spec.tasks]] if together else [[task] for task in results.spec.tasks]:
             missing = "runs are missing", ""
             verdict, numbers = missing if results.missing else _verdict(results, formula, tasks)
-            yield Judged(said, text, None if together else tasks[0], verdict, numbers)
+            if verdict != _ELSEWHERE:
+                yield Judged(said, text, None if together else tasks[0], verdict, numbers)
 
 
 def decided(
@@ -128,6 +130,8 @@ def _verdict(results: Results, formula: Formula, tasks: Sequence[str]) -> tuple[
         if BEST in left.methods:
             left = replace(left, methods=tuple(results.spec.methods))
         terms = _differences(results, formula, left, tasks)
+        if any(term.cell not in results.seeds for several in terms.values() for term in several):
+            return _ELSEWHERE, ""
         contrasts = {name: results.contrast(each) for name, each in terms.items()}
     if not contrasts or not all(map(results.complete, terms.values())):
         return f"{UNDECIDED}: a run failed, or does not have the value", ""

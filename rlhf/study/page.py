@@ -66,7 +66,11 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
     page = f"# {spec.title}\n\n{MARKS[0]}\n{MARKS[1]}\n"
     if spec.page.exists():
         page = spec.page.read_text(encoding="utf-8")
-    text = _as_markdown(results, made, found, images)
+    shown = "\n\n".join(_tables_by_task(results, made))
+    if spec.page.parent != spec.folder:  # a page of a documentation, of which tables would be most
+        contents[file := spec.folder / "tables/tables.md"] = f"# {spec.title}\n\n{shown}\n"
+        shown = f"Tables: [tables.md]({Path(os.path.relpath(file, spec.page.parent)).as_posix()})"
+    text = _as_markdown(results, shown, found, images)
     contents[spec.page] = fill(page, MARKS, f"\n{text}\n", str(spec.page))
     for file, content in contents.items():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,10 +94,15 @@ def fill(page: str, marks: tuple[str, str], text: str, name: str = "the page") -
     return f"{before}{first}\n{text}\n{second}{after}"
 
 
-def _as_markdown(
-    results: Results, made: Sequence[Shown], found: Sequence[Family], images: Sequence[str]
-) -> str:
-    """Return the generated part of the page."""
+def _tables_by_task(results: Results, made: Sequence[Shown]) -> Iterator[str]:
+    """Yield the tables as Markdown, those of a task below a heading."""
+    for task in results.spec.tasks:
+        of_task = [as_table(each.lines) for each in made if each.task == task]
+        yield from [f"## Tables: `{task}`", *of_task] if of_task else []
+
+
+def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: Sequence[str]) -> str:
+    """Return the generated part of the page; `shown`: the tables."""
     spec = results.spec
     notes = _NOTES.format(*(("means", "t") if spec.interval == "t" else ("interquartile means", "bootstrap")))
     parts = [*state(results), *images, notes]
@@ -103,9 +112,7 @@ def _as_markdown(
         parts += ["## Claims", *claims(results)]
     if rows := tables.resolution(results):
         parts += ["## What the seeds can show", as_table(rows)]
-    for task in spec.tasks:
-        of_task = [as_table(each.lines) for each in made if each.task == task]
-        parts += [f"## Tables: `{task}`", *of_task] if of_task else []
+    parts += [shown] if shown else []
     if spec.analysis:
         parts.append(str(own_function(spec.analysis)(results.rows)))
     return "\n\n".join(parts)

@@ -12,7 +12,7 @@ from rlhf.core import statistics
 from tests import needs
 
 GOLDEN = Path(__file__).parents[3] / "shared/golden/statistics.json"
-ROWS = Path(__file__).parents[2] / "docs/results/off_policy_runs.jsonl"
+ROWS = Path(__file__).parents[2] / "studies/staleness/rows.jsonl"
 LIST = json.loads(GOLDEN.read_text())["cases"] if GOLDEN.exists() else []
 CASES = {case["name"]: case for case in LIST}
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason=needs.GOLDEN)
@@ -184,16 +184,14 @@ def test_evaluation_noise(case):
 def atlas():
     """Return the final values of the atlas: (task, lag, N) -> method -> values of the seeds."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    samples = {"tldr_mini": 2, "arithmetic": 4}
-    rows = [
-        row
-        for row in rows
-        if row["part"] == "figures" and (row["width"], row["samples"]) == (128, samples[row["task"]])
-    ]
+    samples = {"tldr_mini": "2", "arithmetic": "4"}
+    metrics = {"tldr_mini": "eval/win_rate", "arithmetic": "eval/gold_score"}
     found: dict = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
-        column = found.setdefault((row["task"], row["lag"], row["minibatches"]), {})
-        column.setdefault(row["method"], []).append(row["result"])
+        task, levels = row["task"], row["levels"]
+        if row["part"] == "table" and (levels["size"], levels["K"]) == ("128", samples[task]):
+            column = found.setdefault((task, int(levels["lag"]), int(levels["N"])), {})
+            column.setdefault(row["method"], []).append(row["metrics"][metrics[task]])
     methods = json.loads(GOLDEN.read_text())["methods"]
     return {at: {name: np.array(column[name]) for name in methods} for at, column in found.items()}
 

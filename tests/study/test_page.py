@@ -80,6 +80,7 @@ def test_verdicts_on_the_claims(results):
     assert found["IPO", "ag=64", "tldr_mini"] == "holds (by t test, not confirmed exactly)"
     rest = {key: verdict for key, verdict in found.items() if key[0] in ("The", "Uncorrected")}
     assert len(rest) == 6 and all(verdict.startswith("undecided (") for verdict in rest.values())
+    assert {task for said, _, task in found if said == "A"} == {"tldr_mini"}  # K and size vary there only
 
 
 def test_an_incomplete_study_states_nothing(spec, rows):
@@ -156,6 +157,10 @@ def test_page_tables_and_figures_are_written_between_the_marks(rows, tmp_path, c
     main(["show", str(study)])
     shown = capsys.readouterr().out
     assert "20 of 20 runs" in shown and "oapl  0.840\N{PLUS-MINUS SIGN}" in shown and "holds" not in shown
+    docs = replace(own, page=tmp_path / "docs/small.md", figures=())  # the tables stay in the folder
+    write_page(Results(docs, few))
+    assert "Tables: [tables.md](../studies/small/tables/tables.md)" in docs.page.read_text()
+    assert (own.folder / "tables/tables.md").read_text().count("| `oapl` |") == 1
     own.page.write_text("nothing")
     with pytest.raises(UserError, match="page.md must contain '<!-- generated"):
         write_page(other)
