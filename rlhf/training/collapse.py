@@ -15,7 +15,7 @@ rise (Gao et al., arXiv 2210.10760). The rule observes these signals of each tra
 which is far behind the trained policy if the lag is large.
 
 All signals but `rise` are averaged over the last updates with exponential weights, starting from their
-first values. The first value beyond its limit gives the warning. `benchmarks/collapse` selects the limits
+first values. The first value beyond its limit gives the warning. `benchmarks/collapse.py` selects the limits
 on one half of many runs and measures the rule on the other half (docs/results/collapse.md).
 """
 
@@ -50,7 +50,7 @@ class Limits:
     memory: float = 1.0
 
 
-LIMITS = Limits(kl=0.6, memory=2.0)  # selected by benchmarks/collapse
+LIMITS = Limits(kl=0.6, memory=2.0)  # selected by benchmarks/collapse.py
 
 _MEANING = {
     "kl": "KL to the reference of {value:.2g} nats per token, limit {limit:.2g}",
