@@ -24,6 +24,7 @@ from rlhf.core.files import component
 
 VALUE, LOSS, AT_KL, COLLAPSED = "value", "loss", "at_kl", "collapsed"
 QUANTITIES = (VALUE, LOSS, AT_KL, COLLAPSED)  # of tables and figures, beside names of metrics
+Levels = Mapping[str, str]  # axis -> value
 Grid = Mapping[str, tuple[str, ...]]  # "task", "method" or axis -> the values that are combined
 
 
@@ -62,10 +63,8 @@ class Tune:
 
     values: Mapping[str, tuple[str, ...]]  # the values that are compared, by config key
     seeds: tuple[int, ...]  # seeds of the runs for the choice; no table uses them
-    at: Mapping[str, Mapping[str, str]]  # points of the choice by name: axis values, else the base of an axis
-    reach: Mapping[
-        str, Mapping[str, str]
-    ]  # from which axis values on a cell uses a point: the last one counts
+    at: Mapping[str, Levels]  # points of the choice by name: axis values, else the base of an axis
+    reach: Mapping[str, Levels]  # from which axis values on a cell uses a point: the last one counts
     extend: int = 0  # how many more values are compared beyond an edge of the grid
     source: Spec | None = None  # the study whose choices are used; None: this study chooses
     check: bool = False  # with `source`, whether the neighbours of each chosen value are compared
@@ -91,7 +90,7 @@ class Include:
 
     spec: Spec
     grids: Sequence[Grid]
-    levels: Mapping[str, str]
+    levels: Levels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,7 @@ class Spec:
 
     @property
     def folder(self) -> Path:
-        """The folder of rows, page, figures and runs."""
+        """The folder of rows, page, figures and runs: that of study.yaml, else studies/<name>."""
         return folder_of(self.file, self.name)
 
     @property
@@ -137,7 +136,7 @@ class Spec:
 
 
 def folder_of(file: Path, name: str) -> Path:
-    """Return the folder of a study: that of study.yaml, else studies/<name> beside the file."""
+    """Return the folder of a study (see `Spec.folder`)."""
     if file.name == "study.yaml":
         return file.parent
     return (file.parent if file.parent.name == "studies" else file.parent / "studies") / name

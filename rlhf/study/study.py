@@ -34,6 +34,8 @@ from rlhf.study.tables import tables
 if TYPE_CHECKING:
     import pandas
 
+Only = Mapping[str, Sequence[str]] | None  # values of "task", "method", axes, "part" or "seed"; None: any
+
 
 class Study:
     """A study that a file declares.
@@ -49,8 +51,8 @@ class Study:
         self.spec = file if isinstance(file, Spec) else read_spec(file)
         self.configs = Configs(self.spec)
 
-    def plan(self, only: Mapping[str, Sequence[str]] | None = None) -> Plan:
-        """Return the runs with their states; `only`: values of "task", "method", axes, "part" or "seed"."""
+    def plan(self, only: Only = None) -> Plan:
+        """Return the runs with their states."""
         return Plan(self.spec, Collection(self.spec).rows(), self.configs, only)
 
     def price(self) -> pricing.Price:
@@ -65,13 +67,7 @@ class Study:
         with interruptible():
             return pricing.measured_price(plan)
 
-    def run(
-        self,
-        workers: int = 1,
-        only: Mapping[str, Sequence[str]] | None = None,
-        nice: int = 0,
-        failed: bool = False,
-    ) -> None:
+    def run(self, workers: int = 1, only: Only = None, nice: int = 0, failed: bool = False) -> None:
         """Carry out the missing runs; see `rlhf.study.running.run`."""
         running.run(self.spec, workers, only, nice, failed)
 
@@ -92,15 +88,13 @@ class Study:
 
         quantity, _, axis = text.partition(" over ")
         if axis and axis not in self.spec.axes:
-            raise UserError(
-                f"{text} must be over an axis ({', '.join(self.spec.axes)}), got {axis}; choose one"
-            )
-        shown = tables(Results.read(self.spec), [Table(quantity, axis)])
-        found = {
-            (each.task, method): dict(zip(each.columns, (entry.text for entry in row), strict=True))
-            for each in shown
-            for method, row in each.rows.items()
-        }
+            known = ", ".join(self.spec.axes)
+            raise UserError(f"{text} must be over an axis ({known}), got {axis}; choose one")
+        found: dict[tuple[str, str], dict[str, str]] = {}
+        for each in tables(Results.read(self.spec), [Table(quantity, axis)]):
+            for method, row in each.rows.items():
+                texts = [entry.text for entry in row]
+                found[each.task, method] = dict(zip(each.columns, texts, strict=True))
         return pandas.DataFrame.from_dict(found, orient="index")
 
     def claims(self) -> list[Judged]:
