@@ -54,7 +54,7 @@ def decided(
 
     The claim holds if every one-sided p-value is below `level` / 2. All have to be small, so this needs no
     correction (intersection-union test). It does not hold if the smallest Holm p-value of the other side is
-    below `level` / 2. A contrast with a collapsed run decides nothing unless the sign-flip test can.
+    below `level` / 2. What a collapsed run makes doubtful (see `Contrast.unsure`) is not decided.
 
     Args:
         contrasts: the contrasts by name.
@@ -78,21 +78,24 @@ def decided(
         above, below, contrasts = [holm(above)[place]], [below[place]], {chosen: contrasts[chosen]}
     else:
         below = holm(below)
-    unsure = [c.undecidable(family, level) for c in contrasts.values()]
-    if max(above) < level / 2 and not any(unsure):
+    doubts: Sequence[statistics.Side] = ("two-sided", "two-sided") if within else ("greater", "less")
+    sides = [[c.unsure(side, family, level) for c in contrasts.values()] for side in doubts]
+    if max(above) < level / 2 and not any(sides[0]):
         exact = all(c.paired and 2.0**-c.seeds < level / 2 for c in contrasts.values())
         return HOLDS if exact else f"{HOLDS} (by t test, not confirmed exactly)"
-    if any(p < level / 2 and not doubt for p, doubt in zip(below, unsure, strict=True)):
+    if any(p < level / 2 and not doubt for p, doubt in zip(below, sides[1], strict=True)):
         return NOT
-    if any(unsure) and (max(above) < level / 2 or min(below) < level / 2):
+    if max(above) < level / 2 or min(below) < level / 2:
         return f"cannot be decided with {n} seeds"
     _, worst = max(zip(above, contrasts.values(), strict=True), key=lambda pair: pair[0])
     distance = abs(worst.estimate.centre - limit)
     if worst.sd == 0 or distance == 0:
         return UNDECIDED
     level /= family if chosen else 1
-    needed = statistics.seeds_needed(distance, worst.sd, level)
+    sds = worst.sd, statistics.sd_limit(worst.sd, n)
+    needed, most = (statistics.seeds_needed(distance, sd, level) for sd in sds)
     seeds = f"about {needed}" if needed <= _MANY else f"more than {_MANY}"
+    seeds += f" (up to {most})" if most <= _MANY else ""
     least = statistics.detectable(worst.sd, n, level)
     return f"{UNDECIDED} ({least:.3f} detectable; {seeds} seeds for {distance:.3f})"
 
@@ -138,10 +141,19 @@ def _verdict(results: Results, formula: Formula, tasks: Sequence[str]) -> tuple[
     contrasts = {name: contrasts[name] for name in distinct({n: c.samples for n, c in contrasts.items()})}
     told, remark = contrasts, ""
     if left is not formula.left and left is not None:
-        side = Side(VALUE, (), left.levels)
-        values = {m: results.contrast(_terms(results, side, m, {}, tasks, 1.0)) for m in contrasts}
-        chosen = max(contrasts, key=lambda name: values[name].estimate.centre)
+        side, signs = Side(VALUE, (), left.levels), {n: task.sign for n, task in results.spec.tasks.items()}
+        n = min(each.seeds for each in contrasts.values())
+        half = n // 2 if n // 2 >= FEWEST else 0  # seeds that choose the method
+        values = {}
+        for name in contrasts:
+            cells = _terms(results, side, name, {}, tasks, 1.0)
+            scores = [each._replace(weight=each.weight * signs[each.cell.task]) for each in cells]
+            values[name] = results.contrast(scores).values[: half or None].mean()
+        chosen = max(values, key=values.__getitem__)
         told, remark = {chosen: contrasts[chosen]}, f", chosen afterwards among {len(contrasts)}"
+        if half:
+            contrasts = told = {chosen: replace(told[chosen], samples=told[chosen].samples[:, half:])}
+            chosen, remark = "", f", chosen by {half} seeds and judged by {n - half}"
     decimals = 4 if left and left.quantity == SLOPE else 3
     numbers = ", ".join(f"{name} {shown(each.estimate, decimals)}" for name, each in told.items()) + remark
     fallen = ", ".join(f"{each.collapsed} in {name}" for name, each in told.items() if each.collapsed)

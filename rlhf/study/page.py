@@ -30,7 +30,11 @@ _NOTES = (
     "Values are {} over the seeds with 95 % {} intervals. A star: a run of the cell collapsed, which a t "
     "interval does not cover. Brackets: how many runs have the value. Loss: the base of the axis minus the "
     "cell, within each seed. Supported: p < 0.05 after Holm's correction within the column; suggested: only "
-    "p < 0.05."
+    "p < 0.05. Seeds up to: by the upper 80 % limit of the standard deviation."
+)
+_OVER_TASKS = (
+    "Interquartile means over all tasks and seeds with 95 % bootstrap intervals, stratified by task. In each "
+    "task, 0 is the value before training, and 1 the best mean of the table."
 )
 _PER_PANEL = 7  # methods of a panel of a figure, one colour each
 
@@ -112,6 +116,8 @@ def _as_markdown(results: Results, shown: str, found: Sequence[Family], images: 
         parts += ["## Claims", *claims(results)]
     if rows := tables.resolution(results):
         parts += ["## What the seeds can show", as_table(rows)]
+    if shares := [as_table(each) for each in tables.over_tasks(results)]:
+        parts += ["## All tasks", _OVER_TASKS, *shares]
     parts += [shown] if shown else []
     if spec.analysis:
         parts.append(str(own_function(spec.analysis)(results.rows)))

@@ -24,6 +24,7 @@ _KEYS = (
     *("figures", "claims", "budget", "looks", "resources", "include", "config_dir", "page", "interval"),
     *("margin", "analysis", "accept", "keep"),
 )
+_BETTER = ("higher", "lower")
 
 
 class Document:
@@ -279,13 +280,18 @@ class _Reading:
         for name, content in doc.mapping("tasks").items():
             at = f"tasks.{name}"
             if not isinstance(content, list):
-                doc.mapping(at, ("set", "metric", "name", "at_kl", "worst", "fall"))
+                doc.mapping(at, ("set", "metric", "name", "at_kl", "better", "worst", "fall"))
             metric = doc.values.get(f"{at}.metric")
+            better = doc.one_of(f"{at}.better", _BETTER, "a direction", doc.text(f"{at}.better", _BETTER[0]))
+            if better == _BETTER[1] and f"{at}.worst" not in doc.values:
+                rule = "must be given if lower values are better (a run that diverged has this value)"
+                doc.wrong(f"{at}.worst", rule, "none", "write worst: 100")
             found[name] = Task(
                 overrides=doc.overrides(at if isinstance(content, list) else f"{at}.set"),
                 metric=metric,
                 name=doc.text(f"{at}.name", (metric or "value").rpartition("/")[2].replace("_", " ")),
                 at_kl=doc.number(f"{at}.at_kl", None),
+                sign=-1 if better == _BETTER[1] else 1,
                 worst=doc.number(f"{at}.worst", 0.0),
                 fall=doc.number(f"{at}.fall", 0.1),
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -17,7 +17,9 @@ from rlhf.study.formula import SLOPE
 from rlhf.study.rows import DIVERGED, FAILED, TABLE, Row, read_rows
 from rlhf.study.spec import AT_KL, COLLAPSED, LOSS, VALUE, Spec, Task
 
+START = "start"  # the value before training, as a quantity
 FEWEST = 3  # seeds without which nothing is stated
+_OTHER: Mapping[statistics.Side, statistics.Side] = {"greater": "less", "less": "greater"}
 
 
 class Term(NamedTuple):
@@ -35,7 +37,8 @@ class Contrast:
     samples: np.ndarray  # [cells, seeds]; nan: the seed has no value
     weights: Sequence[float]
     paired: bool  # whether the seeds of the cells share models and machine; else means are compared
-    collapsed: int  # number of collapsed runs in the cells
+    collapsed: int = 0  # number of collapsed runs in the cells
+    doubtful: Collection[statistics.Side] = ()  # sides on which a collapsed cell would be called better
 
     @cached_property
     def values(self) -> np.ndarray:
@@ -76,13 +79,18 @@ class Contrast:
             return statistics.p_value(self.values, limit, side, family)
         return statistics.unpaired(self.apart, self.weights, limit, side)[1]
 
-    def undecidable(self, family: int, level: float) -> bool:
-        """Return whether a run collapsed and the sign-flip test, which alone covers that, cannot decide."""
+    def unsure(self, side: statistics.Side, family: int, level: float) -> bool:
+        """Return whether a t test cannot decide for a side, and the sign-flip test cannot either.
+
+        A t test is wrong too often if it calls a cell better in which runs collapse now and then. If it calls
+        such a cell worse, it is wrong less often than `level` (simulated in the tests).
+        """
         unable = not self.paired or statistics.smallest_p(self.seeds) * family > level
-        return bool(self.collapsed) and unable
+        return unable and (side in self.doubtful if side != "two-sided" else bool(self.doubtful))
 
     def __neg__(self) -> Contrast:
-        return replace(self, weights=[-weight for weight in self.weights])
+        doubtful = [_OTHER[side] for side in self.doubtful]
+        return replace(self, weights=[-weight for weight in self.weights], doubtful=doubtful)
 
 
 class Results:
@@ -158,7 +166,8 @@ class Results:
         """Return a quantity of tables, a slope or a metric as a sum of cells; `axis`: of loss or slope."""
         if quantity == LOSS:
             base = cell.at({axis: self.spec.axes[axis].bases[cell.task]})
-            return [Term(1.0, base, VALUE), Term(-1.0, cell, VALUE)]
+            sign = self.spec.tasks[cell.task].sign
+            return [Term(sign, base, VALUE), Term(-sign, cell, VALUE)]
         if quantity == SLOPE:
             levels = list(self.spec.axes[axis].values)
             x = np.log2(np.asarray(levels, float))
@@ -173,11 +182,21 @@ class Results:
         samples = np.array([[values.get(seed, math.nan) for seed in seeds] for values in found])
         rows = [self.cells.get(term.cell, {}) for term in terms]
         paired = all(
-            len({(each[seed].machine, *sorted(each[seed].models.items())) for each in rows}) == 1
+            len({(each[seed].task, each[seed].machine, *sorted(each[seed].models.items())) for each in rows})
+            == len({term.cell.task for term in terms})
             for seed in set.intersection(*map(set, found))
         )
-        fallen = sum(self.collapsed(cell) for cell in {term.cell for term in terms})
-        return Contrast(samples, [term.weight for term in terms], paired, fallen)
+        fallen = {term.cell: self.collapsed(term.cell) for term in terms}
+        doubtful: set[statistics.Side] = set()
+        for weight, cell, quantity in (term for term in terms if fallen[term.cell]):
+            known = quantity in (
+                VALUE,
+                AT_KL,
+            )  # whether it is known in which direction the quantity is better
+            up = weight * self.spec.tasks[cell.task].sign > 0
+            doubtful |= {"greater" if up else "less"} if known else {"greater", "less"}
+        weights = [term.weight for term in terms]
+        return Contrast(samples, weights, paired, sum(fallen.values()), doubtful)
 
     def complete(self, terms: Iterable[Term]) -> bool:
         """Return whether all seeds of the cells have values."""
@@ -195,12 +214,15 @@ def _measured(row: Row, task: Task, quantity: str, exact: bool) -> float | None:
     """Return a quantity of a run; None if the run does not have it."""
     metric = task.metric or row.metric
     if quantity == COLLAPSED:
-        values = [value for value in row.evaluations.get(metric, ()) if value is not None]
+        values = [task.sign * value for value in row.evaluations.get(metric, ()) if value is not None]
         fallen = bool(values) and values[-1] <= max(values) - task.fall + 1e-9
         return float(row.status == DIVERGED or fallen)
     if quantity == AT_KL:
         points = (row.evaluations.get(name, ()) for name in ("eval/kl", "eval/gold_score"))
         return None if task.at_kl is None else _value_at(zip(*points, strict=False), task.at_kl)
+    if quantity == START:
+        first = [row.evaluations.get(name, ()) for name in ("update", metric)]
+        return first[1][0] if all(first) and first[0][0] == 0 else None
     if quantity != VALUE:
         return row.metrics.get(quantity, row.means.get(quantity))
     value = task.worst if row.status == DIVERGED else row.metrics.get(metric)

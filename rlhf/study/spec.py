@@ -36,8 +36,9 @@ class Task:
     metric: str | None = None  # metric of an evaluation; None: the objective metric of the runs
     name: str = "value"  # name of the metric in tables
     at_kl: float | None = None  # KL to the reference (nats per response) at which gold scores are compared
+    sign: int = 1  # 1: higher values are better; -1: lower ones (`better: lower`)
     worst: float = 0.0  # value of a run that diverged
-    fall: float = 0.1  # a run whose last value is this much below its best value has collapsed
+    fall: float = 0.1  # a run whose last value is this much worse than its best value has collapsed
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,14 @@ from rlhf.core import statistics
 from rlhf.core.statistics import LEVEL, UNDECIDED, Estimate
 from rlhf.study.cells import Cell, cell_of
 from rlhf.study.claims import shown
-from rlhf.study.results import FEWEST, Contrast, Results, Term
+from rlhf.study.results import FEWEST, START, Contrast, Results, Term
 from rlhf.study.rows import unpacked
 from rlhf.study.spec import AT_KL, COLLAPSED, LOSS, VALUE, Table
 
 SUPPORTED, SUGGESTED = "supported", "suggested"
 _AGAINST = "methods against their bases"
 _MARGIN = 0.02  # difference for which seeds are counted, if the study has no margin
+_ENOUGH = 20  # values from which on an interquartile mean is shown
 _WIDTH = 80  # columns of the terminal
 _INTERVAL = re.compile(r" \((-?[\d.]+), (-?[\d.]+)\)")
 
@@ -97,6 +98,36 @@ def _entry(results: Results, table: Table, cell: Cell) -> Entry:
     return Entry(text if runs else "", estimate, having, runs, fallen)
 
 
+def over_tasks(results: Results) -> Iterator[list[list[str]]]:
+    """Yield a table for each axis of a table of values: interquartile means over the seeds of all tasks.
+
+    Values are normalised: in each task, 0 is the mean before training, and 1 the best mean of the table. A
+    table is shown from `_ENOUGH` values in each cell on; intervals are those of the stratified bootstrap.
+    """
+    spec = results.spec
+    for axis in dict.fromkeys(table.axis for table in spec.tables if table.quantity == VALUE):
+        columns = [*spec.axes[axis].values] if axis else [""]
+        places, strata = list(product(spec.methods, columns)), []
+        for task in spec.tasks:
+            cells = [cell_of(spec, task, method, {axis: value}) for method, value in places]
+            start = [x for cell in cells for x in results.measured(cell, START).values()]
+            found = [np.array([*results.measured(cell, VALUE).values()]) for cell in cells]
+            if not start or not all(map(len, found)):
+                break
+            gains = [spec.tasks[task].sign * (values - np.mean(start)) for values in found]
+            best = max(gain.mean() for gain in gains)
+            strata += [[gain / best for gain in gains]] if best > 0 else []
+        if (
+            1 < len(strata) == len(spec.tasks)
+            and min(sum(map(len, x)) for x in zip(*strata, strict=True)) >= _ENOUGH
+        ):
+            shares = zip(*strata, strict=True)
+            texts = [shown(statistics.bootstrap_interval(*each, resamples=2000), 2) for each in shares]
+            rows = [texts[start : start + len(columns)] for start in range(0, len(texts), len(columns))]
+            heads = ["share of the best gain", *(f"{axis} {value}".strip() or "all" for value in columns)]
+            yield [heads, *([f"`{method}`", *row] for method, row in zip(spec.methods, rows, strict=True))]
+
+
 # -- differences that are supported ------------------------------------------------------------------------
 
 
@@ -158,7 +189,7 @@ def tested(contrasts: Mapping[str, Contrast]) -> list[Finding]:
     for (name, same), raw, corrected in zip(names.items(), p, statistics.holm(p), strict=True):
         each = contrasts[name]
         verdict = SUPPORTED if corrected < LEVEL else SUGGESTED if raw < LEVEL else UNDECIDED
-        if each.undecidable(len(names), LEVEL):
+        if each.unsure("greater" if each.estimate.centre > 0 else "less", len(names), LEVEL):
             verdict = f"cannot be decided with {each.seeds} seeds"
         found.append(Finding(same, each, raw, corrected, verdict))
     return sorted(found, key=lambda finding: -finding.contrast.estimate.centre)
@@ -184,7 +215,7 @@ def findings(results: Results, found: Sequence[Family]) -> Iterator[str]:
             p = [each.contrast.p(margin, "less", len(family)) for each in family]
             small: dict[bool, list[str]] = {True: [], False: []}
             for each, raw, corrected in zip(family, p, statistics.holm(p), strict=True):
-                if raw < LEVEL / 2 and not each.contrast.undecidable(len(family), LEVEL):
+                if raw < LEVEL / 2 and not each.contrast.unsure("less", len(family), LEVEL):
                     small[corrected < LEVEL / 2].append(each.name)
             more = f" ({SUGGESTED}: {', '.join(small[False])})" if small[False] else ""
             sure = ", ".join(small[True]) or "no method"
@@ -202,7 +233,7 @@ def resolution(results: Results) -> list[list[str]]:
     """Return the noise ceilings of rankings and the numbers of seeds of each column, with headings."""
     spec, margin = results.spec, results.spec.margin or _MARGIN
     order = f" ({' / '.join(spec.tasks)})" if len(spec.tasks) > 1 else ""
-    heads = ("tau of halves", "ceiling", "seeds for 0.8", "detectable", f"seeds for {margin:g}")
+    heads = ("tau of halves", "ceiling", "seeds for 0.8", "detectable", f"seeds for {margin:g} (up to)")
     more = ("equal values", "tau between the tasks", "evaluation noise")
     found = [[f"column{order}", *heads, *more]]
     axes = dict.fromkeys(table.axis for table in spec.tables if table.quantity == VALUE)
@@ -235,13 +266,14 @@ def _seen(values: Sequence[np.ndarray], margin: float) -> list[str]:
         enough = statistics.seeds_for_ceiling(signal)
         spreads = [(one - other).std(ddof=1) for one, other in combinations(table, 2) if (one - other).any()]
         sd = float(np.median(spreads or [0.0]))
+        sds = sd, statistics.sd_limit(sd, seeds)
         columns.append(
-            [
+            [  # in the order of the headings
                 f"{statistics.split_half(table).mean:.2f}",
                 f"{statistics.ceiling([signal], seeds):.2f}",
                 "-" if enough is None else str(enough),
                 f"{statistics.detectable(sd, seeds):.3f}",
-                str(statistics.seeds_needed(margin, sd)),
+                "{} ({})".format(*(statistics.seeds_needed(margin, each) for each in sds)),
                 f"{statistics.saturation(table):.2f}",
             ]
         )
@@ -309,10 +341,12 @@ def tests_csv(found: Sequence[Family]) -> str:
         for each in family:
             c = each.contrast
             exact = statistics.p_sign_flip(c.values) if c.paired else ""
-            least, needed = statistics.detectable(c.sd, c.seeds), statistics.seeds_needed(_MARGIN, c.sd)
-            numbers = [*c.estimate[:3], each.p, each.holm, exact, each.verdict, least, needed]
+            sds = c.sd, statistics.sd_limit(c.sd, c.seeds)
+            needed = [statistics.seeds_needed(_MARGIN, sd) for sd in sds]
+            numbers = [*c.estimate[:3], each.p, each.holm, exact, each.verdict]
+            numbers += [statistics.detectable(c.sd, c.seeds), *needed]
             lines.append([task, column, what, " = ".join(each.names), *numbers])
-    names = f"mean,low,high,p,p_holm,p_exact,verdict,detectable,seeds_for_{_MARGIN:g}"
+    names = f"mean,low,high,p,p_holm,p_exact,verdict,detectable,seeds_for_{_MARGIN:g},up_to"
     return _csv(f"task,column,test,name,{names}", lines)
 
 

@@ -115,7 +115,7 @@ class Tuning:
             }
             if any(len(values[each]) < len(runs[each]) for each in compared):
                 return every, None
-            means = {each: fmean(values[each]) for each in compared}
+            means = {each: task.sign * fmean(values[each]) for each in compared}
             best = max(compared, key=lambda each: means[each])
             beyond = _beyond(best, compared)
             if beyond and extend:

@@ -95,6 +95,17 @@ def test_numbers_of_seeds_and_detectable_differences_are_inverse():
     assert statistics.detectable(0, 5) == 0 and statistics.seeds_needed(0.01, 0) == 2
 
 
+def test_the_spread_of_five_seeds_may_be_1_6_times_as_large():
+    x = np.random.default_rng(0).normal(size=(20000, 5)).std(ddof=1, axis=1)
+    assert statistics.sd_limit(1, 5) == pytest.approx(1.5576, abs=1e-4)
+    assert np.mean(x * statistics.sd_limit(1, 5) > 1) == pytest.approx(0.8, abs=0.01)
+
+
+def test_strata_are_resampled_each():
+    found = statistics.bootstrap_interval([0.0] * 10, np.linspace(9, 11, 10), statistic=np.mean)
+    assert found.centre == 5 and found.seeds == 20 and 4.7 < found.low < found.high < 5.3
+
+
 def test_rankings_without_noise_agree_and_rankings_of_noise_do_not():
     draw = np.random.default_rng(0)
     clear = np.arange(6.0)[:, None] + draw.normal(0, 1e-3, (6, 5))

@@ -61,7 +61,7 @@ def test_percentile_intervals(case):
 
 @cases("BCa interval")
 def test_bca_intervals(case):
-    found = statistics.bootstrap_interval(table_of(case), np.mean, "BCa")
+    found = statistics.bootstrap_interval(table_of(case), statistic=np.mean, method="BCa")
     agree(case, {"low": found.low, "high": found.high})
 
 

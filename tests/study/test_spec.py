@@ -79,16 +79,16 @@ def test_all_problems_of_a_file_are_reported_together_with_their_lines(study):
     for good, bad in {
         "set: [model": "sett: [model", "seeds: 3": "seeds: x", "base: dpo}": "base: dqo}",
         "base: 0}": "base: 2}",
-        "{N: all}": "{lag: [0, 5]}", "over N]": "over M]",
+        "{N: all}": "{lag: [0, 5]}", "over N]": "over M]", "metric: eval/win_rate": "better: lower",
     }.items():  # fmt: skip
         wrong = wrong.replace(good, bad)
     with pytest.raises(UserError) as error:
         study(wrong + "study: again\n")
     found = [problem.partition("lags.yaml, line ")[2] for problem in error.value.problems]
-    assert [int(each.partition(":")[0]) for each in found] == [1, 2, 4, 10, 12, 13, 21, 25]
+    assert [int(each.partition(":")[0]) for each in found] == [1, 2, 4, 6, 10, 12, 13, 21, 25]
     assert all(" must " in each and ", got " in each and "; " in each for each in found)
     assert "2: sett must be one of study" in found[1] and "did you mean set?" in found[1]
-    assert "axes.N must be used by a grid" in found[5]
+    assert "axes.N must be used by a grid" in found[6]
 
 
 def test_tasks_tuned_values_and_rows_of_another_study_are_used(study):
