@@ -19,8 +19,6 @@ import numpy as np
 from scipy import optimize, special, stats
 
 LEVEL, POWER = 0.05, 0.8  # probability of a false statement; of finding a difference that exists
-HOLDS, NOT, UNDECIDED = "holds", "does not hold", "undecided"
-_FEWEST = 3  # seeds without which nothing is stated
 
 Sample = Sequence[float] | np.ndarray  # one value per seed
 Side = Literal["two-sided", "less", "greater"]
@@ -151,11 +149,6 @@ def unpaired(
     return Estimate(centre, centre - half, centre + half, n), float(p[side])
 
 
-def p_within(values: Sample, margin: float) -> float:
-    """Return the p-value of an equivalence test: the mean is within `margin` of 0 if the value is small."""
-    return max(p_t(values, -margin, "greater"), p_t(values, margin, "less"))
-
-
 def holm(p: Sequence[float]) -> list[float]:
     """Return p-values that are corrected for the number of comparisons (Holm 1979)."""
     order = np.argsort(p)
@@ -171,30 +164,6 @@ def distinct(samples: Mapping[str, Sample]) -> dict[str, list[str]]:
         same = (other for other in found if np.array_equal(samples[other], values))
         found.setdefault(next(same, name), []).append(name)
     return found
-
-
-class Verdict(NamedTuple):
-    """The verdict on a claim, with the p-values that decided it."""
-
-    word: str
-    p_holds: float
-    p_fails: float
-
-
-def verdict(differences: Mapping[str, Sample], limit: float = 0.0, level: float = LEVEL) -> Verdict:
-    """Return the verdict on the claim that the mean of every sample is above a limit.
-
-    The claim holds if every one-sided p-value is below `level` / 2; all have to be small, so this needs no
-    correction. It does not hold if the smallest Holm p-value of the other side is below `level` / 2.
-    Otherwise, or with fewer than `_FEWEST` seeds, it is undecided.
-    """
-    if not differences or min(map(len, differences.values())) < _FEWEST:
-        return Verdict(UNDECIDED, math.nan, math.nan)
-    samples, family = differences.values(), len(differences)
-    holds = max(p_value(x, limit, "greater") for x in samples)
-    fails = min(holm([p_value(x, limit, "less", family) for x in samples]))
-    word = HOLDS if holds < level / 2 else NOT if fails < level / 2 else UNDECIDED
-    return Verdict(word, holds, fails)
 
 
 # -- numbers of seeds ------------------------------------------------------------------------------------
@@ -217,9 +186,8 @@ def power(difference: float, sd: float, seeds: int, level: float = LEVEL) -> flo
 
 
 def seeds_needed(difference: float, sd: float, level: float = LEVEL) -> int:
-    """Return the smallest number of seeds with which a difference is found with probability `POWER`."""
-    numbers = range(2, 1_000_000)
-    return numbers[bisect_left(numbers, True, key=lambda n: power(difference, sd, n, level) >= POWER)]
+    """Return how many seeds (up to a million) find a difference with probability `POWER`."""
+    return 2 + bisect_left(range(2, 10**6), True, key=lambda n: power(difference, sd, n, level) >= POWER)
 
 
 def sd_limit(sd: float, seeds: int) -> float:
@@ -240,6 +208,9 @@ def _detectable(seeds: int, level: float) -> float:
 # -- rankings and noise ----------------------------------------------------------------------------------
 
 
+_SPLITS = 5000  # if there are more splits, so many are drawn
+
+
 class SplitHalf(NamedTuple):
     """Kendall's tau between the rankings of two halves of the seeds, over all splits."""
 
@@ -250,20 +221,24 @@ class SplitHalf(NamedTuple):
 
 
 def split_half(table: np.ndarray) -> SplitHalf:
-    """Return the agreement of the rankings by two halves of the seeds.
+    """Return the agreement of the rankings by two halves of the seeds, of up to `_SPLITS` splits.
 
     Args:
         table: values [methods, seeds]; all methods are split at the same seeds.
     """
     seeds = range(table.shape[1])
     few = len(seeds) // 2
-    # with an even number each split comes twice: those with the first seed are enough
-    halves = [half for half in combinations(seeds, few) if 2 * few < len(seeds) or half[0] == 0]
-    taus = [
-        stats.kendalltau(table[:, half].mean(1), np.delete(table, half, axis=1).mean(1)).statistic
-        for half in map(list, halves)
-    ]
-    return SplitHalf(float(np.mean(taus)), float(min(taus)), float(max(taus)), len(taus))
+    if math.comb(len(seeds), few) > _SPLITS:
+        rng = np.random.default_rng(0)
+        halves = [tuple(rng.choice(len(seeds), few, replace=False)) for _ in range(_SPLITS)]
+    else:  # with an even number each split comes twice: those with the first seed are enough
+        halves = [half for half in combinations(seeds, few) if 2 * few < len(seeds) or half[0] == 0]
+    others = [[seed for seed in seeds if seed not in half] for half in halves]
+    means = (table[:, np.array(half)].mean(2) for half in (halves, others))  # [methods, splits]
+    one, other = (np.sign([a - b for a, b in combinations(each, 2)]) for each in means)  # [pairs, splits]
+    with np.errstate(invalid="ignore"):  # nan without any order, as in scipy
+        taus = (one * other).sum(0) / np.sqrt(np.abs(one).sum(0) * np.abs(other).sum(0))
+    return SplitHalf(float(np.mean(taus)), float(taus.min()), float(taus.max()), len(taus))
 
 
 def signal(table: np.ndarray) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf.core import statistics
 from rlhf.core.errors import UserError
-from rlhf.core.statistics import HOLDS, LEVEL, NOT, UNDECIDED, Estimate, distinct, holm
+from rlhf.core.statistics import LEVEL, Estimate, distinct, holm
 from rlhf.study.cells import cell_of
 from rlhf.study.formula import BEST, SAME, SLOPE, Formula, Side, read_formula
 from rlhf.study.results import FEWEST, Contrast, Results, Term
@@ -21,6 +21,7 @@ from rlhf.study.rows import Row
 from rlhf.study.spec import VALUE
 
 _ELSEWHERE = "no grid of the task has such a cell"
+HOLDS, NOT, UNDECIDED = "holds", "does not hold", "undecided"
 _MANY = 1000  # more seeds are not counted
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from scipy.stats import kendalltau
 
 from rlhf.core import statistics
-from rlhf.core.statistics import LEVEL, UNDECIDED, Estimate
+from rlhf.core.statistics import LEVEL, Estimate
 from rlhf.study.cells import Cell, cell_of
-from rlhf.study.claims import shown
+from rlhf.study.claims import UNDECIDED, shown
 from rlhf.study.results import FEWEST, START, Contrast, Results, Term
 from rlhf.study.rows import unpacked
 from rlhf.study.spec import AT_KL, COLLAPSED, LOSS, VALUE, Table

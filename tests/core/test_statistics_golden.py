@@ -9,6 +9,8 @@ import pytest
 from scipy import stats
 
 from rlhf.core import statistics
+from rlhf.study.claims import decided
+from rlhf.study.results import Contrast
 from tests import needs
 
 GOLDEN = Path(__file__).parents[3] / "shared/golden/statistics.json"
@@ -88,7 +90,8 @@ def test_comparisons_of_samples_without_common_seeds(case):
 
 @cases("equivalence")
 def test_equivalence(case):
-    agree(case, {"p": statistics.p_within(differences(case), case["inputs"]["margin"])})
+    x, margin = differences(case), case["inputs"]["margin"]
+    agree(case, {"p": max(statistics.p_t(x, -margin, "greater"), statistics.p_t(x, margin, "less"))})
 
 
 @cases("loses at most")
@@ -159,10 +162,12 @@ def test_detectable_differences(case):
 @cases("verdict")
 def test_verdicts(case):
     inputs, expected = case["inputs"], case["expected"]
-    samples = inputs.get("differences") or expected["falls"]
-    found = statistics.verdict(samples, inputs.get("limit", 0.0))
-    assert found.word == expected["verdict"]
-    agree(case, {"p_holds": found.p_holds, "p_fails": found.p_fails})
+    samples, limit = inputs.get("differences") or expected["falls"], inputs.get("limit", 0.0)
+    found = {name: Contrast(np.array([values]), [1.0], True) for name, values in samples.items()}
+    assert decided(found, limit, statistics.LEVEL).split(" (")[0] == expected["verdict"]
+    fails = statistics.holm([each.p(limit, "less", len(found)) for each in found.values()])
+    holds = max(each.p(limit, "greater") for each in found.values())
+    agree(case, {"p_holds": holds, "p_fails": min(fails)})
 
 
 @cases("evaluation noise")

@@ -220,6 +220,34 @@ def test_t_intervals_of_normal_values_cover_the_mean(seeds):
     assert 0.93 <= np.mean([each.low <= 0 <= each.high for each in found]) <= 0.96
 
 
+SEEDS = (0.01, 0.03, 0.02, 0.04, 0.025)  # mean 0.025, sd 0.01118
+
+
+def verdict(*samples, limit=0.0, level=0.05, within=False):
+    contrasts = {str(place): Contrast(np.array([x]), [1.0], True) for place, x in enumerate(samples)}
+    return claims.decided(contrasts, limit, level, within=within).split(" (")[0]
+
+
+def test_a_claim_holds_only_if_all_samples_are_above_the_limit_and_fails_if_one_is_surely_below():
+    up, down, mixed = np.array(SEEDS), -np.array(SEEDS), np.array(SEEDS) - 0.025
+    assert verdict(up, up) == "holds" and verdict(up, mixed) == verdict(mixed) == "undecided"
+    assert verdict(up, down) == verdict(down, mixed) == "does not hold"
+    assert verdict(up, limit=0.03) == "undecided" and verdict(up, limit=0.06) == "does not hold"
+    assert verdict([0.1, 0.1001]) == "undecided: 2 seeds, at least 3 are needed"
+    assert verdict(up, level=0.002) == "undecided"
+    assert verdict([0.1] * 5) == "undecided" and verdict([0.1] * 6) == "holds", "signs of equal differences"
+
+
+def test_one_of_several_samples_below_the_limit_is_corrected_for_their_number():
+    down = -np.array((0.01, 0.03, 0.005, 0.03, 0.04))  # one-sided p = 0.0136
+    assert verdict(down) == "does not hold" and verdict(down, [0.1, -0.1, 0.1, -0.1, 0.0]) == "undecided"
+
+
+def test_a_difference_is_within_a_margin_only_if_both_sides_are_excluded():
+    assert verdict([0.001, -0.001, 0.002, 0.0, -0.002], limit=0.02, within=True) == "holds"
+    assert verdict([0.1, -0.1, 0.1, -0.1, 0.0], limit=0.02, within=True) == "undecided", "not significant"
+
+
 def test_a_collapsed_run_never_gives_a_statement_that_its_cell_is_better_from_the_t_test_alone():
     sure = Contrast(np.array([[0.31, 0.30, 0.32, 0.29, 0.30]]), [1.0], True)
     fallen = replace(sure, doubtful=["greater"])
