@@ -58,9 +58,8 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
         spec.folder / "tables/tests.csv": tables.tests_csv(found),
     }
     for each in made if latex else ():
-        contents[spec.folder / f"tables/{each.table.file_name}_{component(each.task)}.tex"] = tables.as_latex(
-            each
-        )
+        file = spec.folder / f"tables/{each.table.file_name}_{component(each.task)}.tex"
+        contents[file] = tables.as_latex(each)
     images = []
     for chart in _charts(results) if find_spec("matplotlib") else ():
         for form in ("png", "pdf", "svg") if latex else ("png",):
@@ -72,7 +71,8 @@ def write_page(results: Results, *, final: bool = False, latex: bool = False) ->
         page = spec.page.read_text(encoding="utf-8")
     shown = "\n\n".join(_tables_by_task(results, made))
     if spec.page.parent != spec.folder:  # a page of a documentation, of which tables would be most
-        contents[file := spec.folder / "tables/tables.md"] = f"# {spec.title}\n\n{shown}\n"
+        file = spec.folder / "tables/tables.md"
+        contents[file] = f"# {spec.title}\n\n{shown}\n"
         shown = f"Tables: [tables.md]({Path(os.path.relpath(file, spec.page.parent)).as_posix()})"
     text = _as_markdown(results, shown, found, images)
     contents[spec.page] = fill(page, MARKS, f"\n{text}\n", str(spec.page))

@@ -24,7 +24,7 @@ _KEYS = (
     *("figures", "claims", "budget", "looks", "resources", "include", "config_dir", "page", "interval"),
     *("margin", "analysis", "accept", "keep"),
 )
-_BETTER = ("higher", "lower")
+_BETTER, _BUDGET = ("higher", "lower"), ("cpu_hours", "gpu_hours")
 
 
 class Document:
@@ -58,22 +58,20 @@ class Document:
         self._plain(node, "")
 
     def _plain(self, node: yaml.Node, key: str) -> Any:
+        def inner(name: object, at: yaml.Node, value: yaml.Node) -> Any:
+            below, line = _below(key, name), at.start_mark.line + 1
+            if below in self.lines:
+                self.wrong(below, "must be given once", f"it again in line {line}", "rename one")
+            self.lines[below] = line
+            return self._plain(value, below)
+
         found: Any = node.value
         if isinstance(node, yaml.SequenceNode):
-            found = [self._inner(each, key, place, each) for place, each in enumerate(node.value)]
+            found = [inner(place, each, each) for place, each in enumerate(found)]
         elif isinstance(node, yaml.MappingNode):
-            found = {}
-            for name, each in node.value:
-                if name.value in found:
-                    again = f"it again in line {name.start_mark.line + 1}"
-                    self.wrong(_below(key, name.value), "must be given once", again, "rename one")
-                found[name.value] = self._inner(each, key, name.value, name)
+            found = {name.value: inner(name.value, name, value) for name, value in found}
         self.values[key] = found
         return found
-
-    def _inner(self, node: yaml.Node, key: str, name: object, at: yaml.Node) -> Any:
-        self.lines[_below(key, name)] = at.start_mark.line + 1
-        return self._plain(node, _below(key, name))
 
     def wrong(self, key: str, rule: str, got: object, remedy: str) -> None:
         """Add a problem: a key, the rule that it breaks, its value and a remedy."""
@@ -238,10 +236,7 @@ class _Reading:
             tables=[*self.read_tables("tables")] or [Table(VALUE, axis) for axis in [*self.axes] or [""]],
             figures=list(self.read_tables("figures")),
             claims=self.read_claims(),
-            budget={
-                each: doc.number(f"budget.{each}", 0.0)
-                for each in doc.mapping("budget", ("cpu_hours", "gpu_hours"))
-            },
+            budget={each: doc.number(f"budget.{each}", 0.0) for each in doc.mapping("budget", _BUDGET)},
             looks=max(1, doc.number("looks", 1, int)),
             resources={name: str(value) for name, value in doc.mapping("resources").items()},
             include=included,

@@ -1,16 +1,6 @@
 """The declaration of a study: one YAML file with tasks, methods, axes, grids, seeds, tuning and claims.
 
-    study: staleness
-    set: [model=pythia, eval.prompts=256]          # overrides of every run
-    seeds: 10
-    tasks: {arithmetic: {set: [task=arithmetic], metric: eval/gold_score, name: accuracy, at_kl: 0.5}}
-    methods: {dpo: [algo=dpo], m2po: {set: [algo=m2po], base: dpo}}
-    axes: {lag: {key: schedule.max_lag, values: [0, 64], base: 0}}
-    grids: [{lag: all}]
-    tables: [value over lag, loss over lag]
-    claims: {dpo loses least: loss(dpo) < loss(m2po) at lag=64}
-
-Values of axes and tuned values are texts, as in the file. This module imports no torch.
+Values of axes and tuned values are texts, as in the file (`studies/*.yaml`). This module imports no torch.
 """
 
 from __future__ import annotations

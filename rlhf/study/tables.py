@@ -300,7 +300,8 @@ def as_latex(table: Shown) -> str:
 
 
 def _in_latex(text: str) -> str:
-    text = re.sub(r"([&%$#_])", r"\\\1", text.replace("\\*", "*")).replace("*", "$^*$")
+    text = re.sub(r"[&%$#_{}]", r"\\\g<0>", text.replace("\\*", "*"))
+    text = re.sub(r"[~^]", r"\\\g<0>{}", text).replace("*", "$^*$")
     text = re.sub(r"`([^`]*)`", r"\\texttt{\1}", text)
     text = _INTERVAL.sub(r" {\\scriptsize [$\1$, $\2$]}", text)
     return re.sub(r"(?<![\w$.-])(-[\d.]+)", r"$\1$", text)

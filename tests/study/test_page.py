@@ -115,6 +115,11 @@ def test_rows_of_two_machine_classes_or_other_models_are_not_paired(spec, rows):
     difference = mixed.contrast([Term(1.0, one, "value"), Term(-1.0, other, "value")])
     alone = mixed.contrast([Term(1.0, one, "value"), Term(-1.0, one.at({"lag": "64"}), "value")])
     assert (difference.paired, alone.paired) == (False, True)
+    own = Results(spec, [replace(row, models={"sft": row.task}) for row in rows])
+    cells = [next(c for c in own.cells if (c.task, c.method) == (task, "dpo")) for task in spec.tasks]
+    assert own.contrast([Term(0.5, cell, "value") for cell in cells]).paired, (
+        "each task has models of its own"
+    )
     first, second = ([*mixed.measured(cell, "value").values()] for cell in (one, other))
     assert difference.p() == pytest.approx(stats.ttest_ind(first, second, equal_var=False).pvalue)
 
@@ -183,19 +188,25 @@ def test_claims_that_are_added_after_the_runs_are_marked(rows, tmp_path):
     assert "later: `value(oapl) > 0` (added after the runs)" in "".join(page.claims(Results(spec, [])))
 
 
-def test_tables_as_latex_and_in_the_terminal(results):
-    table = next(each for each in tables.tables(results) if each.table.quantity == "loss")
-    tex = tables.as_latex(table)
-    assert tex.count(r"\\") == 15 and r"\texttt{dpo} & 0.007 {\scriptsize [$-0.008$, $0.022$]}" in tex
-    assert set(re.findall(r"\\(\w+)", tex)) <= {
-        "begin",
-        "end",
-        "toprule",
-        "midrule",
-        "bottomrule",
-        "texttt",
-        "scriptsize",
-    }
+def test_tables_as_latex_need_booktabs_alone(results):
+    """Each row has all columns, each environment and brace is closed, no character is special by mistake."""
+    known = {"toprule", "midrule", "bottomrule", "texttt", "scriptsize", "begin", "end"}
+    for table in tables.tables(results):
+        table = replace(table, rows={f"{name}_{{~^2}} & 5 %": row for name, row in table.rows.items()})
+        comment, *lines = tables.as_latex(table).splitlines()
+        assert comment == f"% {table.task}"
+        assert lines[:2] == [f"\\begin{{tabular}}{{l{'r' * len(table.columns)}}}", "\\toprule"]
+        assert lines[3] == "\\midrule" and lines[-2:] == ["\\bottomrule", "\\end{tabular}"]
+        for line in [lines[2], *lines[4:-2]]:
+            assert line.endswith(r" \\") and len(re.findall(r"(?<!\\)&", line)) == len(table.columns)
+            assert line.count("{") == line.count("}") and len(re.findall(r"(?<!\\)\$", line)) % 2 == 0
+            assert not re.search(r"(?<!\\)[%#_`~]|(?<![\\$])\^", line), line
+        assert set(re.findall(r"\\([a-z]+)", " ".join(lines))) <= known
+    loss = next(each for each in tables.tables(results) if each.table.quantity == "loss")
+    assert r"\texttt{dpo} & 0.007 {\scriptsize [$-0.008$, $0.022$]}" in tables.as_latex(loss)
+
+
+def test_tables_in_the_terminal_have_80_columns_and_tests_are_csv(results):
     for each in tables.tables(results):
         assert max(map(len, tables.for_terminal(each))) <= 80
     lines = list(csv.DictReader(tables.tests_csv(list(tables.families(results))).splitlines()))
