@@ -236,8 +236,8 @@ def split_half(table: np.ndarray) -> SplitHalf:
     others = [[seed for seed in seeds if seed not in half] for half in halves]
     means = (table[:, np.array(half)].mean(2) for half in (halves, others))  # [methods, splits]
     one, other = (np.sign([a - b for a, b in combinations(each, 2)]) for each in means)  # [pairs, splits]
-    with np.errstate(invalid="ignore"):  # nan without any order, as in scipy
-        taus = (one * other).sum(0) / np.sqrt(np.abs(one).sum(0) * np.abs(other).sum(0))
+    ordered = np.sqrt(np.abs(one).sum(0) * np.abs(other).sum(0))  # 0: all methods are equal
+    taus = (one * other).sum(0) / np.maximum(ordered, 1)
     return SplitHalf(float(np.mean(taus)), float(taus.min()), float(taus.max()), len(taus))
 
 
@@ -321,4 +321,4 @@ def evaluation_share(outcomes: np.ndarray, prompts: int) -> float:
     """
     found = components(outcomes)
     noise = found.residual / prompts
-    return noise / (max(0.0, found.rows) + noise)
+    return noise / (max(0.0, found.rows) + noise) if noise else 0.0

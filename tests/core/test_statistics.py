@@ -93,6 +93,11 @@ def test_a_ceiling_between_two_tables_is_the_geometric_mean_of_their_reliabiliti
     assert statistics.ceiling([0.2, math.inf], 5) == pytest.approx(1 / 2), "asin(sqrt(1/2))"
 
 
+def test_equal_values_have_no_order_and_no_noise():
+    assert statistics.split_half(np.ones((3, 4))) == (0, 0, 0, 3)
+    assert statistics.evaluation_share(np.ones((3, 8)), 8) == 0
+
+
 def test_saturation_is_the_share_of_methods_with_the_most_common_value():
     assert statistics.saturation(np.array([[0.8, 0.7], [0.8, 0.6], [0.9, 0.5], [0.8, 0.7]])) == (3 + 2) / 8
 
