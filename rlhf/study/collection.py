@@ -5,21 +5,19 @@ This module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from rlhf.runs.lock import LOCK
 from rlhf.runs.lock_file import LockFile
 from rlhf.study import history
-from rlhf.study.planning import Configs, Plan, Planned
+from rlhf.study.planning import Configs, Plan
 from rlhf.study.rows import FAILED, Row, read_rows, write_rows
 from rlhf.study.spec import Spec
 from rlhf.study.tuning import write_choices
 
 ROW = "row.json"  # of a run folder
 FAILURES = "failures.jsonl"  # of a run folder: attempts without a row
-STALE = "stale"  # an event of the history
 
 
 class Collection:
@@ -32,7 +30,7 @@ class Collection:
     def rows(self) -> list[Row]:
         """Return all rows, one for each run; those of run folders count first."""
         found: dict[str, Row] = {}
-        for file in (self.spec.rows, *self._files()):
+        for file in (self.spec.rows, *self.spec.folder.glob(f"runs/*/{ROW}")):
             try:
                 changed = file.stat().st_mtime_ns
             except FileNotFoundError:  # another process has begun the run again
@@ -41,10 +39,6 @@ class Collection:
                 self.read[file] = changed, read_rows(file)
             found |= {row.run: row for row in self.read[file][1]}
         return list(found.values())
-
-    def _files(self) -> Iterator[Path]:
-        """Yield the files of rows in run folders."""
-        return (self.spec.folder / "runs").glob(f"*/{ROW}")
 
     def collect(self, configs: Configs) -> bool:
         """Write `rows.jsonl` and `rates.json`, unless another process does; return whether they were written.
@@ -56,15 +50,12 @@ class Collection:
             return False
         try:
             plan = Plan(self.spec, self.rows(), configs)
-            dropped = {each.row.run: each.reason for each in plan.runs if each.row and each.reason}
+            dropped = {each.stale.run: each.reason for each in plan.runs if each.stale}
             dropped |= {row.run: "other settings" for row in plan.unused}
             kept = {run: row for run, row in plan.rows.items() if run not in dropped}
-            kept |= {
-                each.row.run: named(each, each.row) for each in plan.runs if each.row and not each.reason
-            }
-            before = {row.run for row in read_rows(self.spec.rows)}
-            for run in dropped.keys() & before:
-                history.record(self.spec, STALE, reason=dropped[run], row=asdict(plan.rows[run]))
+            kept |= {each.row.run: replace(each.row, **each.run.names()) for each in plan.runs if each.row}
+            for run in dropped.keys() & {row.run for row in read_rows(self.spec.rows)}:
+                history.record(self.spec, "stale", reason=dropped[run], row=asdict(plan.rows[run]))
             write_rows(self.spec.rows, kept.values())
             if plan.tuning.choices:
                 write_choices(self.spec.folder / "rates.json", plan.tuning.choices)
@@ -74,24 +65,10 @@ class Collection:
 
     def forget_failures(self) -> None:
         """Remove the rows of runs that failed, so that these runs are carried out again."""
-        for file in self._files():
+        for file in self.spec.folder.glob(f"runs/*/{ROW}"):
             if read_rows(file)[0].status == FAILED:
                 file.unlink()
                 file.with_name(FAILURES).unlink(missing_ok=True)
         rows = read_rows(self.spec.rows)
         if any(row.status == FAILED for row in rows):
             write_rows(self.spec.rows, [row for row in rows if row.status != FAILED])
-
-
-def named(planned: Planned, row: Row) -> Row:
-    """Return a row with the present names of its run."""
-    cell, run = planned.run.cell, planned.run
-    return replace(
-        row,
-        task=cell.task,
-        method=cell.method,
-        levels=dict(cell.levels),
-        seed=run.seed,
-        part=run.part,
-        tuned=dict(run.tuned),
-    )

@@ -15,7 +15,7 @@ from rlhf.config.address import ONLY_HERE
 from rlhf.config.function_source import find_module
 from rlhf.config.identity import what_counts
 from rlhf.config.root import Config
-from rlhf.config.schema import PARTS, SCHEMAS, Section, dotted, sections
+from rlhf.config.schema import PARTS, SCHEMAS, dotted, sections
 from rlhf.core import files
 from rlhf.core.hub import cached_folder
 from rlhf.core.version import RESULTS
@@ -32,7 +32,7 @@ def run_digest(cfg: Config) -> str:
     The digits are those of the run name, except that absolute paths below the current folder count as
     relative ones, so that a checkout can be moved.
     """
-    return files.digest(_portable(what_counts(cfg)))
+    return files.digest(_portable(what_counts(cfg), f"{Path.cwd()}/"))
 
 
 def inputs(cfg: Config) -> dict[str, str]:
@@ -46,14 +46,15 @@ def inputs(cfg: Config) -> dict[str, str]:
     found: dict[str, str] = {}
     for key, section in sections(cfg):
         for name in section.__dataclass_fields__:
-            value = getattr(section, name)
-            if name in (*_DATA, *_MODELS):
-                found |= _contents(dotted(key, name), value)
-            if name == "path":
-                several = list(value.values()) if isinstance(value, dict) else value
-                for address in several if isinstance(several, list | tuple) else [several]:
-                    found |= _sources(address)
-        found |= _sources_of(type(section))
+            for place, text in _texts(dotted(key, name), getattr(section, name)):
+                if name in (*_DATA, *_MODELS):
+                    found |= _content(place, text)
+                if name == "path":
+                    found |= _sources(text)
+        for each in type(section).__mro__:
+            if each in SCHEMAS.values():
+                found |= _sources(f"{each.__module__}:")
+        found |= _sources(PARTS.get(type(section), ""))
     return found
 
 
@@ -71,25 +72,27 @@ def stale(row: Row, wanted: Mapping[str, str], accept: tuple[int, ...] = ()) -> 
     return f"{', '.join(changed)} changed" if changed else None
 
 
-def _portable(value: Any) -> Any:
-    """Return settings with paths relative to the current folder where they are below it."""
+def _portable(value: Any, here: str) -> Any:
+    """Return settings with paths relative to the folder `here` where they are below it."""
     if isinstance(value, dict):
-        return {key: _portable(each) for key, each in value.items()}
+        return {key: _portable(each, here) for key, each in value.items()}
     if isinstance(value, list):
-        return [_portable(each) for each in value]
-    if isinstance(value, str) and value.startswith("/"):
-        here = f"{Path.cwd()}/"
-        return value.removeprefix(here)
-    return value
+        return [_portable(each, here) for each in value]
+    return value.removeprefix(here) if isinstance(value, str) else value
 
 
-def _contents(key: str, value: object) -> dict[str, str]:
-    """Return the digest of a path, a list or a mapping of paths, or the revision of a hub name."""
-    if isinstance(value, dict):
-        return {k: v for name, each in value.items() for k, v in _contents(f"{key}.{name}", each).items()}
-    if isinstance(value, list | tuple):
-        return {k: v for n, each in enumerate(value) for k, v in _contents(f"{key}.{n}", each).items()}
-    if not isinstance(value, str) or not value or ":" in value:  # the address of a function
+def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the texts in a value, which may be a mapping or a list, with their keys."""
+    if isinstance(value, dict | list | tuple):
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(f"{key}.{name}", each)
+    elif isinstance(value, str) and value:
+        yield key, value
+
+
+def _content(key: str, value: str) -> dict[str, str]:
+    """Return the digest of a path, or the revision of a hub name."""
+    if ":" in value:  # the address of a function
         return {}
     path = Path(value).expanduser()
     if os.path.exists(path):  # False also for a long text
@@ -99,18 +102,9 @@ def _contents(key: str, value: object) -> dict[str, str]:
     return {} if folder is None else {key: folder.name}
 
 
-def _sources_of(section: type[Section]) -> dict[str, str]:
-    """Return the digests of the files that define a section and its part, unless this package does."""
-    found: dict[str, str] = {}
-    for each in section.__mro__:
-        if each in SCHEMAS.values():
-            found |= _sources(f"{each.__module__}:")
-    return found | _sources(PARTS.get(section, ""))
-
-
-def _sources(address: object) -> dict[str, str]:
+def _sources(address: str) -> dict[str, str]:
     """Return the digests of the file of a function or class, and of the files of its package it imports."""
-    place, colon, _ = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    place, colon, _ = address.rpartition(":")
     if not colon or place == ONLY_HERE or place.partition(".")[0] == "rlhf":
         return {}
     if place.endswith(".py"):
@@ -131,10 +125,9 @@ def _module_files(module: str) -> dict[str, Path]:
         if origin is None or not origin.endswith(".py"):
             continue
         file = Path(origin)
-        short = name.replace(".", "/") + ("/__init__.py" if file.name == "__init__.py" else ".py")
-        found[short] = file
-        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        for other in _imported(file, package):
+        is_package = file.name == "__init__.py"
+        found[name.replace(".", "/") + ("/__init__.py" if is_package else ".py")] = file
+        for other in _imported(file, name if is_package else name.rpartition(".")[0]):
             if other.partition(".")[0] == top and other not in waiting:
                 waiting.append(other)
     return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -26,32 +28,28 @@ from rlhf.study.cells import Cell, cells, overrides, set_twice
 from rlhf.study.identity import inputs, run_digest, stale
 from rlhf.study.rows import TABLE, TUNE, Row
 from rlhf.study.spec import Spec
-from rlhf.study.tuning import Run, Tuned, Tuning
+from rlhf.study.tuning import Run, Tuning
 
 DONE, STALE, MISSING = "done", "stale", "missing"
+Only = Mapping[str, Sequence[str]] | None  # values of "task", "method", axes, "part" or "seed"; None: any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A run with its identity and its state.
-
-    Attributes:
-        run: the run.
-        digest: `identity.run_digest` of its config.
-        inputs: `identity.inputs` of its config.
-        folder: its run folder.
-        state: `DONE`, `STALE` or `MISSING`.
-        row: its row; None if missing.
-        reason: why its row is stale.
-    """
+    """A run with its identity and its row."""
 
     run: Run
-    digest: str
-    inputs: Mapping[str, str]
-    folder: Path
-    state: str = MISSING
-    row: Row | None = None
-    reason: str | None = None
+    digest: str  # `identity.run_digest` of its config
+    inputs: Mapping[str, str]  # `identity.inputs` of its config
+    folder: Path  # its run folder
+    row: Row | None = None  # None: missing or stale
+    stale: Row | None = None
+    reason: str | None = None  # why its row is stale
+
+    @property
+    def state(self) -> str:
+        """`DONE`, `STALE` or `MISSING`."""
+        return DONE if self.row else STALE if self.stale else MISSING
 
 
 class Configs:
@@ -63,9 +61,9 @@ class Configs:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.nodes: dict[tuple[str, ...], DictConfig] = {}
-        self.of_cells: dict[Run, Config] = {}
+        self.of_cells: dict[Run, Config] = {}  # by run with seed 0, as `costs`
         self.costs: dict[Run, str] = {}
-        self.identities: dict[Run, tuple[str, str, Mapping[str, str]]] = {}
+        self.runs: dict[Run, Planned] = {}
 
     def overrides(self, run: Run) -> list[str]:
         """Return the overrides of a run, without those of the machine."""
@@ -77,8 +75,7 @@ class Configs:
         Raises:
             UserError: an override is invalid.
         """
-        of_cell = run._replace(seed=0)
-        if of_cell not in self.of_cells:
+        if (of_cell := run._replace(seed=0)) not in self.of_cells:
             self.of_cells[of_cell] = self._compose(self.overrides(run))
         cfg = self.of_cells[of_cell].with_(dict.fromkeys(self.spec.repeat, run.seed))
         threads = int(self.spec.resources.get("threads", 0)) or (None if "gpus" in self.spec.resources else 1)
@@ -91,12 +88,13 @@ class Configs:
             }
         )
 
-    def identity(self, run: Run) -> tuple[str, str, Mapping[str, str]]:
-        """Return the digest of the settings, the name of the run folder, and the inputs of a run."""
-        if run not in self.identities:
+    def planned(self, run: Run) -> Planned:
+        """Return a run with its identity, as if it had no row."""
+        if run not in self.runs:
             cfg = self.config(run)
-            self.identities[run] = run_digest(cfg), run_name(cfg), inputs(cfg)
-        return self.identities[run]
+            folder = self.spec.folder / "runs" / run_name(cfg)
+            self.runs[run] = Planned(run=run, digest=run_digest(cfg), inputs=inputs(cfg), folder=folder)
+        return self.runs[run]
 
     def cost(self, run: Run) -> str:
         """Return a digest of the settings on which the cost of an episode and of an evaluation depends."""
@@ -122,11 +120,10 @@ class Configs:
                 texts = list(error.problems)
             for text in texts:
                 found.setdefault(text, []).append(run)
-        for text, several in found.items():
-            key = f"methods.{several[0].cell.method}"
-            more = f" and {len(several) - 1} more cells" if len(several) > 1 else ""
-            line = self.spec.lines.get(key, 0)
-            yield f"{self.spec.file}, line {line}: {key} ({several[0].cell}{more}): {text}"
+        for text, (run, *others) in found.items():
+            key = f"methods.{run.cell.method}"
+            more = f" and {len(others)} more cells" if others else ""
+            yield f"{self.spec.file}, line {self.spec.lines.get(key, 0)}: {key} ({run.cell}{more}): {text}"
 
     def _seed_is_read(self, run: Run) -> bool:
         """Return whether another key depends on a key of `repeat`, so that the seed changes it."""
@@ -136,7 +133,6 @@ class Configs:
         return self._compose(self.overrides(other)) != changed
 
     def _compose(self, words: Sequence[str]) -> Config:
-        """Return the config of overrides."""
         with catalogue.also(self.spec.config_dir):
             if len(candidates()) > 1:  # generator=auto depends on all overrides
                 return composed(list(words))
@@ -162,7 +158,7 @@ class Plan:
         spec: the study.
         rows: all known rows; of several with the same identity, the first counts.
         configs: the configs of the runs.
-        only: values of "task", "method" or axes, and "part", to which the runs are restricted.
+        only: the values to which the runs are restricted.
 
     Attributes:
         runs: tuning first, then seed by seed over all cells.
@@ -172,41 +168,38 @@ class Plan:
     """
 
     def __init__(
-        self,
-        spec: Spec,
-        rows: Iterable[Row],
-        configs: Configs | None = None,
-        only: Mapping[str, Sequence[str]] | None = None,
+        self, spec: Spec, rows: Iterable[Row], configs: Configs | None = None, only: Only = None
     ) -> None:
         self.spec, self.configs, self.only = spec, configs or Configs(spec), only or {}
         self.rows = {row.run: row for row in reversed(list(rows))}
         self.unnamed = {
-            _names(row): row for row in self.rows.values() if not row.results and 0 in spec.accept
+            _names(vars(row)): row for row in self.rows.values() if not row.results and 0 in spec.accept
         }
+        first = tuple((key, values[0]) for key, values in spec.tune.values.items()) if spec.tune else ()
         self.undecided: list[Run] = []
         try:
-            self.tuning = Tuning(spec, self._usable)
-            self.runs = [self.planned(run) for run in self._wanted()]
+            self.tuning = Tuning(spec, lambda run: self._planned(run).row)
+            self.runs = [self._planned(run) for run in self.tuning.runs if self._selected(run)]
+            for seed in spec.seeds:
+                for cell in cells(spec):
+                    tuned = self.tuning.tuned(cell)
+                    run = Run(cell, seed, first if tuned is None else tuned, TABLE)
+                    if not self._selected(run):
+                        continue
+                    if tuned is None:
+                        self.undecided.append(run)
+                    else:
+                        self.runs.append(self._planned(run))
         except UserError as error:  # the first of perhaps many
-            first = [Run(cell, spec.seeds[0], _first(spec), TABLE) for cell in cells(spec)]
-            raise UserError(*(list(self.configs.problems(first)) or error.problems)) from error
-        used = {each.row.run for each in self.runs if each.row is not None}
-        names = {_names_of(each.run) for each in self.runs}
-        self.unused = [r for r in self.rows.values() if r.run not in used and _names(r)[:-1] in names]
+            examples = [Run(cell, spec.seeds[0], first, TABLE) for cell in cells(spec)]
+            raise UserError(*(list(self.configs.problems(examples)) or error.problems)) from error
+        used = {row.run for each in self.runs if (row := each.row or each.stale)}
+        names = {_names(each.run.names())[:-1] for each in self.runs}
+        self.unused = [r for r in self.rows.values() if r.run not in used and _names(vars(r))[:-1] in names]
 
     def after(self, rows: Iterable[Row]) -> Plan:
         """Return the plan of the same runs with other rows."""
         return Plan(self.spec, rows, self.configs, self.only)
-
-    def planned(self, run: Run) -> Planned:
-        """Return a run with its state."""
-        digest, name, content = self.configs.identity(run)
-        found = Planned(run=run, digest=digest, inputs=content, folder=self.spec.folder / "runs" / name)
-        row = self.rows.get(digest) or self.unnamed.get((*_names_of(run), run.tuned))
-        if row is None:
-            return found
-        reason = stale(row, content, self.spec.accept)
-        return replace(found, state=STALE if reason else DONE, row=row, reason=reason)
 
     def check(self) -> None:
         """Raise UserError with the problems of all runs."""
@@ -216,35 +209,32 @@ class Plan:
     @property
     def missing(self) -> list[Run]:
         """The runs without a row, and those whose settings are not chosen yet."""
-        return [*(each.run for each in self.runs if each.state != DONE), *self.undecided]
+        return [*(each.run for each in self.runs if not each.row), *self.undecided]
 
     def lines(self) -> Iterator[str]:
         """Yield a plan as text: runs by grid and task, their states, and what the seeds can show."""
         spec = self.spec
         yield f"{spec.name}: {len(self.runs) + len(self.undecided)} runs, {len(cells(spec))} cells"
         yield f"  {'grid':32} {'task':14} {DONE:>6} {STALE:>6} {MISSING:>8}"
-        groups: list[tuple[str, str, Iterable[Cell]]] = [
-            ("tune", TUNE, [run.cell for run in self.tuning.runs])
-        ]
-        seen: set[Cell] = set()
-        for grid in spec.grids:
+        grid_of: dict[Cell, int] = {}  # the first grid that has the cell
+        for number, grid in enumerate(spec.grids):
+            grid_of = dict.fromkeys(cells(spec, [grid]), number) | grid_of
+        counts = Counter(
+            (-1 if run.part == TUNE else grid_of[run.cell], run.cell.task, state)
+            for run, state in (
+                *((each.run, each.state) for each in self.runs),
+                *((run, MISSING) for run in self.undecided),
+            )
+        )
+        for number, grid in enumerate([{}, *spec.grids], -1):
             named = (f"{k}={'all' if len(v) > 3 else '/'.join(v)}" for k, v in grid.items())
-            own = {*cells(spec, [grid])} - seen
-            groups.append((", ".join(named) or "bases", TABLE, own))
-            seen |= own
-        for name, part, inner in groups:
+            name = "tune" if number < 0 else ", ".join(named) or "bases"
             for task in spec.tasks:
-                inside = {cell for cell in inner if cell.task == task}
-                states = [
-                    each.state for each in self.runs if each.run.part == part and each.run.cell in inside
-                ]
-                states += [MISSING for run in self.undecided if run.part == part and run.cell in inside]
-                if states:
-                    counts = [states.count(state) for state in (DONE, STALE, MISSING)]
-                    yield f"  {name[:32]:32} {task[:14]:14} {counts[0]:6} {counts[1]:6} {counts[2]:8}"
-        reasons = [each.reason for each in self.runs if each.reason]
-        for reason in dict.fromkeys(reasons):
-            yield f"stale: {reasons.count(reason)} rows, {reason}"
+                done, old, missing = (counts[number, task, state] for state in (DONE, STALE, MISSING))
+                if done or old or missing:
+                    yield f"  {name[:32]:32} {task[:14]:14} {done:6} {old:6} {missing:8}"
+        reasons = Counter(each.reason for each in self.runs if each.reason)
+        yield from (f"stale: {count} rows, {reason}" for reason, count in reasons.items())
         if self.unused:
             yield f"not used: {len(self.unused)} rows with other settings"
         for key, several in set_twice(spec).items():
@@ -254,23 +244,12 @@ class Plan:
             size = detectable(1.0, len(spec.seeds))
             yield f"{len(spec.seeds)} seeds find a paired difference of {size:.1f} sd with 80 % probability"
 
-    def _wanted(self) -> Iterator[Run]:
-        """Yield the runs whose settings are known, in their order; the others go to `undecided`."""
-        yield from (run for run in self.tuning.runs if self._selected(run))
-        for seed in self.spec.seeds:
-            for cell in cells(self.spec):
-                tuned = self.tuning.tuned(cell)
-                run = Run(cell, seed, _first(self.spec) if tuned is None else tuned, TABLE)
-                if self._selected(run):
-                    if tuned is None:
-                        self.undecided.append(run)
-                    else:
-                        yield run
-
-    def _usable(self, run: Run) -> Row | None:
-        """Return the row of a run unless it is missing or stale."""
-        found = self.planned(run)
-        return found.row if found.state == DONE else None
+    def _planned(self, run: Run) -> Planned:
+        """Return a run with its row."""
+        found = self.configs.planned(run)
+        row = self.rows.get(found.digest) or self.unnamed.get(_names(run.names()))
+        reason = stale(row, found.inputs, self.spec.accept) if row else None
+        return replace(found, stale=row, reason=reason) if reason else replace(found, row=row)
 
     def _selected(self, run: Run) -> bool:
         """Return whether `only` includes a run."""
@@ -279,15 +258,7 @@ class Plan:
         return all(own[name] in values for name, values in self.only.items())
 
 
-def _first(spec: Spec) -> Tuned:
-    """Return the first value of each tuned key."""
-    return tuple((key, values[0]) for key, values in spec.tune.values.items()) if spec.tune else ()
-
-
-def _names_of(run: Run) -> tuple:
-    return run.cell.task, run.cell.method, frozenset(run.cell.levels), run.seed, run.part
-
-
-def _names(row: Row) -> tuple:
-    cell = row.task, row.method, frozenset(row.levels.items())
-    return *cell, row.seed, row.part, tuple(row.tuned.items())
+def _names(fields: Mapping[str, Any]) -> tuple:
+    """Return the names of a run or of a row as a key."""
+    levels, tuned = frozenset(fields["levels"].items()), tuple(fields["tuned"].items())
+    return fields["task"], fields["method"], levels, fields["seed"], fields["part"], tuned

@@ -8,7 +8,7 @@ CPU seconds are counted, which do not depend on other load of the machine. `pric
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ from rlhf.processes.signals import interruptible
 from rlhf.report.runs import read_run
 from rlhf.runs.folder import RunFolder
 from rlhf.study import attempt
-from rlhf.study.planning import DONE, Plan, Planned
+from rlhf.study.planning import Plan
 from rlhf.study.rows import FINISHED
 from rlhf.study.tuning import Run
 
@@ -34,48 +34,34 @@ _PRICES = "price.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Pilot:
-    """The measured cost of a run.
+    """The measured cost of a run, in CPU seconds."""
 
-    Attributes:
-        start, episode, evaluation: CPU seconds of loading, of an episode of training, of an evaluation.
-        stages: CPU seconds of the stages before the run for one seed; about 0 if they existed.
-        examples: size of the training data; None: the length of the run does not depend on it.
-        memory_gb: peak memory in GB.
-        disk: bytes that stay of a run.
-    """
-
-    start: float
-    episode: float
+    start: float  # of loading
+    episode: float  # of an episode of training
     evaluation: float
-    stages: float
-    examples: int | None
-    memory_gb: float
-    disk: int
+    stages: float  # of the stages before the run for one seed; about 0 if they existed
+    examples: int | None  # size of the training data; None: the length of the run does not depend on it
+    memory_gb: float  # peak memory
+    disk: int  # bytes that stay of a run
 
     def seconds(self, cfg: Config) -> float:
         """Return the CPU seconds of a run with the same cost per episode."""
         updates, every = cfg.num_updates(self.examples), cfg.schedule.eval_every
-        evaluations = (
-            1 + math.ceil(updates / max(1.0, every if every >= 1 else every * updates)) if every else 0
-        )
-        episodes = updates * cfg.episodes_per_update
-        return self.start + episodes * self.episode + evaluations * self.evaluation
+        interval = max(1.0, every if every >= 1 else every * updates)  # updates between two evaluations
+        evaluations = 1 + math.ceil(updates / interval) if every else 0
+        return self.start + updates * cfg.episodes_per_update * self.episode + evaluations * self.evaluation
 
 
 @dataclass(frozen=True)
 class Price:
-    """The price of a study: CPU seconds of its rows and of its missing runs, and what else it takes.
-
-    `stages_s`, the seconds of stages that are not made yet, are part of `left_s`; `unknown` missing runs, of
-    a cost without a pilot, are not. `disk` is in bytes, and `memory_gb` is that of the largest run.
-    """
+    """The price of a study: CPU seconds of its rows and of its missing runs, and what else it takes."""
 
     done_s: float
     left_s: float
-    stages_s: float
-    unknown: int
-    disk: int
-    memory_gb: float
+    stages_s: float  # of stages that are not made yet; a part of `left_s`
+    unknown: int  # missing runs of a cost without a pilot, which are not in `left_s`
+    disk: int  # bytes
+    memory_gb: float  # of the largest run
 
     def lines(self, workers: int) -> Iterator[str]:
         """Yield the price as text, for a number of runs in parallel."""
@@ -90,30 +76,39 @@ class Price:
 
 def price(plan: Plan) -> Price:
     """Return the price of a study from its rows and its pilots."""
-    done = [each for each in plan.runs if each.state == DONE and each.row is not None]
-    pilots, means = read_pilots(plan.spec.folder / _PRICES), _means(done)
-    made = {_stages(plan, each.run) for each in done}
+    pilots = read_pilots(plan.spec.folder / _PRICES)
+    rows = {each.run: each.row for each in plan.runs if each.row}
+    seconds: dict[object, list[float]] = {}  # of finished runs, by cell and by task and method
+    for run, row in rows.items():
+        if row.status == FINISHED:
+            for key in (run.cell, run.cell[:2]):
+                seconds.setdefault(key, []).append(row.cpu_s)
+
+    def models(run: Run) -> tuple[str, int]:
+        """Return what the stages before a run depend on."""
+        return run.cell.task, run.seed if "stages.seed" in plan.spec.repeat else 0
+
+    made = {models(run) for run in rows}
     left, unknown, stages = 0.0, 0, {}  # type: float, int, dict[object, float]
-    groups: dict[Run, list[Run]] = {}
     for run in plan.missing:
-        groups.setdefault(run._replace(seed=0), []).append(run)
-    for run, *others in groups.values():
-        count = 1 + len(others)
         pilot = pilots.get(plan.configs.cost(run))
-        names = (run.cell, (run.cell.task, run.cell.method))
-        if (known := next((means[name] for name in names if name in means), None)) is not None:
-            left += known * count
+        if known := seconds.get(run.cell) or seconds.get(run.cell[:2]):
+            left += fmean(known)
         elif pilot is not None:
-            left += pilot.seconds(plan.configs.config(run)) * count
+            left += pilot.seconds(plan.configs.config(run))
         else:
-            unknown += count
-        for models in {_stages(plan, each) for each in (run, *others)} - made:
-            stages[models] = max(stages.get(models, 0.0), pilot.stages if pilot else 0.0)  # made by the first
-    rows = [each.row for each in done if each.row is not None]
-    memory = [*(row.memory_gb or 0.0 for row in rows), *(pilot.memory_gb for pilot in pilots.values())]
-    disk = fmean([each.disk for each in pilots.values()] or [0]) * (len(done) + len(plan.missing))
-    stages_s, used_s = sum(stages.values()), sum(row.cpu_s for row in rows)
-    return Price(used_s, left + stages_s, stages_s, unknown, round(disk), max(memory, default=0.0))
+            unknown += 1
+        if pilot is not None and (own := models(run)) not in made:
+            stages[own] = max(stages.get(own, 0.0), pilot.stages)  # the first pilot of a task made them
+    memory = [*(row.memory_gb or 0.0 for row in rows.values()), *(each.memory_gb for each in pilots.values())]
+    return Price(
+        done_s=sum(row.cpu_s for row in rows.values()),
+        left_s=left + sum(stages.values()),
+        stages_s=sum(stages.values()),
+        unknown=unknown,
+        disk=round(fmean([each.disk for each in pilots.values()] or [0]) * (len(rows) + len(plan.missing))),
+        memory_gb=max(memory, default=0.0),
+    )
 
 
 def measured_price(plan: Plan) -> Price:
@@ -123,13 +118,10 @@ def measured_price(plan: Plan) -> Price:
         UserError: the price is above the budget of the study.
         RunError: a pilot failed.
     """
-    due: dict[str, Planned] = {}
-    for run in plan.missing:
-        due.setdefault(plan.configs.cost(run), plan.planned(run))
     known = read_pilots(file := plan.spec.folder / _PRICES)
-    for key, planned in due.items():
-        if key not in known:
-            known[key] = _pilot(plan, planned)
+    for run in plan.missing:
+        if (cost := plan.configs.cost(run)) not in known:
+            known[cost] = _pilot(plan, run)
             files.write_json(file, {each: asdict(pilot) for each, pilot in known.items()})
     found = price(plan)
     limit, hours = plan.spec.budget.get("cpu_hours"), (found.done_s + found.left_s) / 3600
@@ -167,15 +159,16 @@ class _Stopwatch(Hook):
             raise StopRun("pilot")
 
 
-def _pilot(plan: Plan, planned: Planned) -> Pilot:
+def _pilot(plan: Plan, run: Run) -> Pilot:
     """Carry out a pilot in a process of its own."""
-    folder = plan.spec.folder / "pilots" / planned.folder.name
+    folder = plan.spec.folder / "pilots" / plan.configs.planned(run).folder.name
     files.discard(folder)
     folder.mkdir(parents=True)
-    attempt.wait_for(attempt.forked(folder, lambda: _measure(plan.configs.config(planned.run), folder)))
+    cfg, output = plan.configs.config(run), folder / attempt.OUTPUT
+    attempt.wait_for(attempt.forked(lambda: _measure(cfg, folder), output))
     result = folder / "pilot.json"
     if not result.exists():
-        raise RunError(f"the pilot of {planned.run} failed; its output: {folder / attempt.OUTPUT}")
+        raise RunError(f"the pilot of {run} failed; its output: {output}")
     return Pilot(**files.read_json(result, files.delete_command(result)))
 
 
@@ -207,18 +200,3 @@ def _measure(cfg: Config, folder: Path) -> None:
         disk=sum(file.stat().st_size for file in kept if file.exists()),
     )
     files.write_json(folder / "pilot.json", asdict(found))
-
-
-def _stages(plan: Plan, run: Run) -> tuple[str, int]:
-    """Return what the stages before a run depend on."""
-    return run.cell.task, run.seed if "stages.seed" in plan.spec.repeat else 0
-
-
-def _means(done: Iterable[Planned]) -> dict[object, float]:
-    """Return the mean CPU seconds of finished rows, by cell and by task and method."""
-    found: dict[object, list[float]] = {}
-    for each in done:
-        if each.row is not None and each.row.status == FINISHED:
-            for key in (each.run.cell, (each.run.cell.task, each.run.cell.method)):
-                found.setdefault(key, []).append(each.row.cpu_s)
-    return {key: fmean(values) for key, values in found.items()}

@@ -12,7 +12,7 @@ The errors are those of `rlhf.Experiment`. Importing this module imports no torc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,21 +20,20 @@ from typing import TYPE_CHECKING
 from rlhf.core import files
 from rlhf.core.errors import RunError, UserError
 from rlhf.processes.signals import interruptible
-from rlhf.study import attempt, pricing, running
+from rlhf.study import attempt, pricing
 from rlhf.study.claims import Judged, judged
 from rlhf.study.collection import ROW, Collection
 from rlhf.study.page import write_page
-from rlhf.study.planning import MISSING, Configs, Plan
+from rlhf.study.planning import Configs, Only, Plan
 from rlhf.study.reading import read_spec
 from rlhf.study.results import Results
 from rlhf.study.rows import TABLE, Row, read_rows
 from rlhf.study.spec import Spec, Table
 from rlhf.study.tables import tables
+from rlhf.study.workers import run
 
 if TYPE_CHECKING:
     import pandas
-
-Only = Mapping[str, Sequence[str]] | None  # values of "task", "method", axes, "part" or "seed"; None: any
 
 
 class Study:
@@ -68,8 +67,8 @@ class Study:
             return pricing.measured_price(plan)
 
     def run(self, workers: int = 1, only: Only = None, nice: int = 0, failed: bool = False) -> None:
-        """Carry out the missing runs; see `rlhf.study.running.run`."""
-        running.run(self.spec, workers, only, nice, failed)
+        """Carry out the missing runs; see `rlhf.study.workers.run`."""
+        run(self.spec, workers, only, nice, failed)
 
     def rows(self) -> pandas.DataFrame:
         """Return the rows, one per run, with columns for axes and metrics of the last evaluation."""
@@ -118,11 +117,11 @@ class Study:
             RunError: the run failed.
         """
         plan = self.plan({**{name: [value] for name, value in where.items()}, "part": [TABLE]})
-        if len(plan.runs) != 1 or (row := plan.runs[0].row) is None:
+        if len(plan.runs) != 1 or (row := plan.runs[0].row or plan.runs[0].stale) is None:
             got = f"{len(plan.runs)} runs" if len(plan.runs) != 1 else "a run without a row"
             raise UserError(f"repeat must name one run with a row, got {got}; add method=, seed= or others")
         folder = (folder or self.spec.folder / "repeats") / plan.runs[0].folder.name
-        again = replace(plan.runs[0], folder=folder, state=MISSING, row=None)
+        again = replace(plan.runs[0], folder=folder)
         files.discard(folder)
         folder.mkdir(parents=True)
         with interruptible():

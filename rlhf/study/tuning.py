@@ -34,24 +34,22 @@ class Run(NamedTuple):
         shown = [f"{key}={value}" for key, value in self.tuned] if self.part == TUNE else []
         return " ".join([str(self.cell), *shown, f"seed {self.seed}"])
 
+    def names(self) -> dict[str, Any]:
+        """Return the fields of a row that name its run."""
+        task, method, levels = self.cell
+        names = {"task": task, "method": method, "levels": dict(levels)}
+        return names | {"seed": self.seed, "part": self.part, "tuned": dict(self.tuned)}
+
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of tuned settings.
+    """A choice of tuned settings."""
 
-    Attributes:
-        chosen: value of each tuned key.
-        values: the value of each tuning seed, by the settings that were compared.
-        lead: the difference of the means of the best and the second best settings.
-        ties: settings whose mean equals that of the chosen ones.
-        edge: whether a chosen number is the smallest or largest of those that were compared.
-    """
-
-    chosen: Mapping[str, str]
-    values: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    lead: float | None = None
-    ties: Sequence[str] = ()
-    edge: bool = False
+    chosen: Mapping[str, str]  # value of each tuned key
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)  # per seed, by settings compared
+    lead: float | None = None  # difference of the means of the best and the second best settings
+    ties: Sequence[str] = ()  # settings whose mean equals that of the chosen ones
+    edge: bool = False  # whether a chosen number is the smallest or largest of those that were compared
 
 
 class Tuning:
@@ -70,21 +68,22 @@ class Tuning:
         self.spec, self.find = spec, find
         self.runs: list[Run] = []
         self.choices: dict[tuple[str, str, str], Choice] = {}
-        if spec.tune is None:
+        if (tune := spec.tune) is None:
             return
         saved = read_choices(spec.folder / "rates.json")
-        source = read_choices(spec.tune.source.folder / "rates.json") if spec.tune.source else {}
-        for cell in cells(spec):
-            key = _key(spec, cell)
-            if key in self.choices or any(run.cell == tuning_cell(spec, cell) for run in self.runs):
-                continue
+        source = read_choices(tune.source.folder / "rates.json") if tune.source else {}
+        grid: list[Tuned] = [
+            tuple(zip(tune.values, each, strict=True)) for each in product(*tune.values.values())
+        ]
+        due = {_key(spec, cell): tuning_cell(spec, cell) for cell in cells(spec)}
+        for key, cell in due.items():
             known = source.get(key)
-            if known is not None and not spec.tune.check:
+            if known is not None and not tune.check:
                 self.choices[key] = known
                 continue
-            compared = _neighbours(spec.tune, known) if known else _grid(spec.tune)
-            runs, choice = self.compare(tuning_cell(spec, cell), compared, 0 if known else spec.tune.extend)
-            if choice is None and key in saved and _covers(saved[key], compared):
+            compared = _neighbours(tune, known) if known else grid
+            runs, choice = self._compare(tune, cell, compared, 0 if known else tune.extend)
+            if choice is None and key in saved and {*map(_said, compared)} <= saved[key].values.keys():
                 choice = saved[key]  # the rows are not here
             else:
                 self.runs += runs
@@ -98,46 +97,45 @@ class Tuning:
         choice = self.choices.get(_key(self.spec, cell))
         return None if choice is None else tuple(choice.chosen.items())
 
-    def compare(self, cell: Cell, compared: list[Tuned], extend: int) -> tuple[list[Run], Choice | None]:
+    def _compare(
+        self, tune: Tune, cell: Cell, compared: list[Tuned], extend: int
+    ) -> tuple[list[Run], Choice | None]:
         """Return the runs that compare settings of a cell, and the choice if all runs have rows.
 
         A choice on the edge adds up to `extend` further settings.
         """
-        assert self.spec.tune is not None
         task = self.spec.tasks[cell.task]
         while True:
-            runs = {each: [Run(cell, s, each, TUNE) for s in self.spec.tune.seeds] for each in compared}
-            rows = {each: [self.find(run) for run in runs[each]] for each in compared}
-            every = [run for each in runs.values() for run in each]
-            values = {
-                each: [_value(row, task.metric, task.worst) for row in found if row is not None]
-                for each, found in rows.items()
-            }
-            if any(len(values[each]) < len(runs[each]) for each in compared):
-                return every, None
-            means = {each: task.sign * fmean(values[each]) for each in compared}
-            best = max(compared, key=lambda each: means[each])
+            runs = [Run(cell, seed, each, TUNE) for each in compared for seed in tune.seeds]
+            values: dict[Tuned, list[float]] = {each: [] for each in compared}
+            for run in runs:
+                if (row := self.find(run)) is None:
+                    return runs, None
+                value = row.metrics.get(task.metric or row.metric, task.worst)
+                values[run.tuned].append(value if row.status == FINISHED else task.worst)
+            means = {each: task.sign * fmean(found) for each, found in values.items()}
+            best = max(compared, key=means.__getitem__)
             beyond = _beyond(best, compared)
-            if beyond and extend:
-                compared, extend = [*compared, beyond], extend - 1
-                continue
-            others = [mean for each, mean in means.items() if each != best]
-            return every, Choice(
-                chosen=dict(best),
-                values={_said(each): values[each] for each in compared},
-                lead=means[best] - max(others) if others else None,
-                ties=[_said(each) for each in compared if each != best and means[each] == means[best]],
-                edge=beyond is not None,
-            )
+            if beyond is None or not extend:
+                break
+            compared, extend = [*compared, beyond], extend - 1
+        others = {each: mean for each, mean in means.items() if each != best}
+        return runs, Choice(
+            chosen=dict(best),
+            values={_said(each): found for each, found in values.items()},
+            lead=means[best] - max(others.values()) if others else None,
+            ties=[_said(each) for each, mean in others.items() if mean == means[best]],
+            edge=beyond is not None,
+        )
 
     def problems(self) -> Iterator[str]:
         """Yield ties and choices on an edge, for the plan."""
-        for (task, method, point), choice in self.choices.items():
-            name = " ".join(filter(None, (task, method, point)))
+        for key, choice in self.choices.items():
+            name = f"{' '.join(filter(None, key))}: {_said(tuple(choice.chosen.items()))}"
             if choice.ties:
-                yield f"{name}: {_said(tuple(choice.chosen.items()))} ties with {', '.join(choice.ties)}"
+                yield f"{name} ties with {', '.join(choice.ties)}"
             if choice.edge:
-                yield f"{name}: {_said(tuple(choice.chosen.items()))} is on the edge of what was compared"
+                yield f"{name} is on the edge of what was compared"
 
 
 def read_choices(file: Path) -> dict[tuple[str, str, str], Choice]:
@@ -170,11 +168,6 @@ def _key(spec: Spec, cell: Cell) -> tuple[str, str, str]:
     return cell.task, cell.method, tuning_point(spec, cell)
 
 
-def _grid(tune: Tune) -> list[Tuned]:
-    """Return the settings that are compared, without extensions."""
-    return [tuple(zip(tune.values, each, strict=True)) for each in product(*tune.values.values())]
-
-
 def _neighbours(tune: Tune, known: Choice) -> list[Tuned]:
     """Return the chosen settings of another study and those beside them, one key at a time."""
     found = [tuple(known.chosen.items())]
@@ -184,11 +177,6 @@ def _neighbours(tune: Tune, known: Choice) -> list[Tuned]:
         beside = values[max(0, place - 1) : place] + values[place + 1 : place + 2]
         found += [tuple({**known.chosen, key: each}.items()) for each in beside]
     return found
-
-
-def _covers(choice: Choice, compared: Sequence[Tuned]) -> bool:
-    """Return whether a choice was made among these settings (and perhaps others)."""
-    return {_said(each) for each in compared} <= choice.values.keys()
 
 
 def _beyond(best: Tuned, compared: Sequence[Tuned]) -> Tuned | None:
@@ -207,11 +195,6 @@ def _beyond(best: Tuned, compared: Sequence[Tuned]) -> Tuned | None:
         following = inner[0] * edge / inner[1] if len(inner) > 1 and inner[1] else edge * edge / inner[0]
         return tuple({**dict(best), key: f"{following:.2g}"}.items())
     return None
-
-
-def _value(row: Row, metric: str | None, worst: float) -> float:
-    """Return the value of a run for a choice."""
-    return row.metrics.get(metric or row.metric, worst) if row.status == FINISHED else worst
 
 
 def _said(tuned: Tuned) -> str:

@@ -1,4 +1,4 @@
-"""Workers of a study: equal processes without a head, each of which takes the next missing run.
+"""The command `rlhf study run`, and its workers: equal processes without a head.
 
     worker:  the first run without a row whose folder is not locked -> fork an attempt -> the next run
     command: starts workers, prints finished runs, collects rows
@@ -9,27 +9,97 @@ share a study on one file system. A worker that is killed leaves a run that anot
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter
 from pathlib import Path
 
+from rich.live import Live
+from rich.text import Text
+
 from rlhf.config.cores import set_environment
-from rlhf.core.errors import RunError
+from rlhf.core.console import console
+from rlhf.core.errors import RunError, UserError
+from rlhf.core.formatting import clock, figure
 from rlhf.core.output import print_error
 from rlhf.processes.signals import interruptible
 from rlhf.runs.folder import RunFolder
 from rlhf.runs.lock import LOCK
 from rlhf.runs.lock_file import LockFile
-from rlhf.study import attempt
+from rlhf.study import attempt, history, pricing
 from rlhf.study.collection import Collection
-from rlhf.study.planning import DONE, Plan, Planned
+from rlhf.study.planning import Configs, Only, Plan, Planned
+from rlhf.study.rows import DIVERGED, FAILED, TABLE
+from rlhf.study.spec import Spec
 
 SAME = 3  # equal failures in a row that stop a worker
-STOPPED = 3  # exit code of a worker after that
-_IDLE_S = 2.0  # seconds between two looks for work, while other workers have all runs
+_STOPPED = 3  # exit code of a worker after that
+_POLL_S = 2.0  # seconds between two looks for finished runs, and for work while other workers have all runs
+
+
+def run(spec: Spec, count: int = 1, only: Only = None, niceness: int = 0, failed: bool = False) -> None:
+    """Carry out the missing runs of a study.
+
+    Args:
+        spec: the study.
+        count: number of workers, that is of runs in parallel.
+        only: the values to which the runs are restricted.
+        niceness: niceness of the runs.
+        failed: repeat runs that failed.
+
+    Raises:
+        UserError: a run is invalid, or the study costs more than its budget; nothing was started.
+        RunError: the same error came again and again, or the workers ended too early.
+        Interrupted, KeyboardInterrupt: a signal asked to stop; the same call resumes.
+    """
+    collection, configs, stopped = Collection(spec), Configs(spec), False
+    if failed:
+        collection.forget_failures()
+    plan = Plan(spec, collection.rows(), configs, only)
+    plan.check()
+    with interruptible():
+        if spec.budget:
+            pricing.measured_price(plan)
+        if any(each.run.part == TABLE for each in plan.runs) or plan.undecided:
+            history.record_claims(spec)
+        collection.collect(configs)
+        if plan.missing:
+            stopped = _in_processes(plan, count, niceness)
+        while not collection.collect(configs):
+            time.sleep(_POLL_S)
+    plan = plan.after(collection.rows())
+    if stopped:
+        raise RunError(f"a worker stopped after equal failures (above); {len(plan.missing)} runs are missing")
+    if plan.missing:
+        raise RunError(f"the workers ended, {len(plan.missing)} runs are missing; the same command resumes")
+
+
+def _in_processes(plan: Plan, count: int, niceness: int) -> bool:
+    """Let workers in processes of this machine carry out runs; return whether equal failures stopped one."""
+    set_environment()
+    import rlhf.stages.run  # noqa: F401  the workers and their attempts share the imported modules
+
+    def work() -> None:
+        try:
+            with interruptible():
+                Worker(plan, niceness).work()
+        except (RunError, UserError) as error:
+            print_error(f"error: {error}")
+            raise SystemExit(_STOPPED if isinstance(error, RunError) else 1) from None
+
+    processes = [attempt.forked(work) for _ in range(count)]
+    try:
+        with (watch := Watch(plan, count)).live:
+            codes: set[int | None] = {None}
+            while None in codes and _STOPPED not in codes:
+                time.sleep(_POLL_S)
+                codes = {each.exitcode for each in processes}
+                watch.look()
+        return _STOPPED in codes
+    finally:
+        for each in processes:
+            each.terminate()
+        for each in processes:
+            each.join()
 
 
 class Worker:
@@ -45,7 +115,6 @@ class Worker:
         self.collection = Collection(plan.spec)
         self.locks: dict[Path, LockFile] = {}  # locks of others: how long their owners have been silent
         self.errors: list[str] = []  # of the last attempts; a success clears them
-        self.parent = os.getppid()
 
     def work(self) -> None:
         """Carry out runs until no run is missing.
@@ -54,17 +123,17 @@ class Worker:
             RunError: `SAME` attempts in a row failed with the same error.
             Interrupted, KeyboardInterrupt: a signal asked to stop; the attempt has written its checkpoint.
         """
-        while missing := self.missing():
-            if not any(self.take(each) for each in missing):
-                time.sleep(_IDLE_S)
+        while missing := self._missing():
+            if not any(self._take(each) for each in missing):
+                time.sleep(_POLL_S)
 
-    def missing(self) -> list[Planned]:
+    def _missing(self) -> list[Planned]:
         """Return the runs without a row; those that failed before come last."""
         self.plan = self.plan.after(self.collection.rows())
-        runs = [each for each in self.plan.runs if each.state != DONE]
+        runs = [each for each in self.plan.runs if not each.row]
         return sorted(runs, key=lambda each: bool(attempt.failures(each.folder)))
 
-    def take(self, planned: Planned) -> bool:
+    def _take(self, planned: Planned) -> bool:
         """Carry out a run; return False if another worker has it."""
         lock = self.locks.pop(planned.folder, None) or LockFile(planned.folder / LOCK, planned.folder)
         if not lock.acquire():
@@ -74,16 +143,14 @@ class Worker:
         try:
             if not attempt.is_done(self.plan.spec, planned):
                 attempt.begin(planned)
-                self.carry_out(planned)
+                self._carry_out(planned)
         finally:
             lock.release()
         return True
 
-    def carry_out(self, planned: Planned) -> None:
-        """Fork an attempt, and wait for it."""
+    def _carry_out(self, planned: Planned) -> None:
         before = len(attempt.failures(planned.folder))
-        process = attempt.fork(self.plan, planned, self.niceness)
-        code = attempt.wait_for(process, self.parent)
+        code = attempt.wait_for(attempt.fork(self.plan, planned, self.niceness))
         if code < 0:  # killed by a signal; the next attempt resumes from the checkpoint
             state = RunFolder(planned.folder).read_state() or {}
             text = f"killed by signal {-code} after update {state.get('update', 0)}"
@@ -101,49 +168,62 @@ class Worker:
             )
 
 
-@contextmanager
-def started(plan: Plan, count: int, niceness: int) -> Iterator[set[int]]:
-    """Start workers for the block, and yield their process ids; at its end, stop those that still work."""
-    set_environment()
-    import rlhf.stages.run  # noqa: F401  the workers and their attempts share the imported modules
+class Watch:
+    """The terminal while workers work: a line for each finished run, and below them the state of the study.
 
-    processes: set[int] = set()
-    try:
-        for _ in range(count):
-            if not (process := os.fork()):
-                _work(Worker(plan, niceness))
-            processes.add(process)
-        yield processes
-    finally:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGTERM)
-        for process in processes:
-            with suppress(ChildProcessError):
-                os.waitpid(process, 0)
+    Args:
+        plan: the study.
+        count: number of workers.
+    """
 
+    def __init__(self, plan: Plan, count: int) -> None:
+        self.live = Live(console=console, transient=True, auto_refresh=False)
+        self.plan, self.count, self.collection = plan, count, Collection(plan.spec)
+        self.known = self.collection.rows()
+        self.done = {each.digest for each in plan.runs if each.row}
 
-def _work(worker: Worker) -> None:
-    """Let a worker work in this process, which was forked for that, and end the process."""
-    code = 0
-    try:
-        with interruptible():
-            worker.work()
-    except RunError as error:
-        print_error(f"error: {error}")
-        code = STOPPED
-    except BaseException as error:
-        code = 1
-        if isinstance(error, Exception):
-            print_error(f"error in a worker: {type(error).__name__}: {error}")
-    finally:
-        attempt.leave(code)
+    def look(self) -> None:
+        """Print the runs that have finished since the last look, and collect their rows."""
+        if (rows := self.collection.rows()) != self.known:
+            self.known, self.plan = rows, self.plan.after(rows)
+        for each in self.plan.runs:
+            if each.row and each.digest not in self.done:
+                self.done.add(each.digest)
+                of = len(self.plan.runs) + len(self.plan.undecided)
+                line = f"[{len(self.done)}/{of}] {_outcome(self.plan, each)}"
+                console.print(line, markup=False, soft_wrap=True)
+                self.collection.collect(self.plan.configs)
+        if console.is_terminal:
+            self.live.update(Text("\n".join(block(self.plan, self.count))), refresh=True)
 
 
-def ended(processes: set[int]) -> Iterator[int]:
-    """Yield the exit codes of workers that have ended, and remove these workers."""
-    for process in list(processes):
-        found, status = os.waitpid(process, os.WNOHANG)
-        if found:
-            processes.remove(process)
-            yield os.waitstatus_to_exitcode(status)
+def block(plan: Plan, count: int) -> list[str]:
+    """Return the state of a study as lines: totals, the runs at work, and how far the seeds are."""
+    price, missing = pricing.price(plan), plan.missing
+    statuses = [each.row.status for each in plan.runs if each.row]
+    states = "".join(f", {statuses.count(name)} {name}" for name in (DIVERGED, FAILED) if name in statuses)
+    hours = f"{price.done_s / 3600:.1f} of {(price.done_s + price.left_s) / 3600:.1f} CPU-h"
+    left = "" if price.unknown else f", {clock(price.left_s / count)} left"
+    lines = [
+        f"{plan.spec.name}  {len(statuses)} of {len(statuses) + len(missing)} runs{states}   {hours}{left}"
+    ]
+    for each in plan.runs:
+        if not each.row and (each.folder / LOCK).exists():
+            try:
+                state = RunFolder(each.folder).read_state()
+            except UserError:  # it is written at this moment
+                state = None
+            at = f"update {state['update']} of {state['num_updates']}" if state else "starts"
+            lines.append(f"  {each.run}  {at}")
+    due, seeds = Counter(run.cell for run in missing if run.part == TABLE), len(plan.spec.seeds)
+    finished = f"at least {seeds - max(due.values(), default=0)} of {seeds}"
+    return [*lines, f"seeds done: {finished}; Ctrl-C stops, the same command resumes"]
+
+
+def _outcome(plan: Plan, planned: Planned) -> str:
+    """Return a run with its value, or its error, as text."""
+    task, row = plan.spec.tasks[planned.run.cell.task], planned.row
+    assert row is not None
+    value = row.metrics.get(task.metric or row.metric)
+    said = f"{row.status}: {row.error}" if value is None or row.error else f"{task.name} {figure(value)}"
+    return f"{planned.run}: {said}, {row.cpu_s:.0f} CPU-s"

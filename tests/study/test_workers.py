@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from rlhf.core.errors import RunError
+from rlhf.processes.signals import interruptible
 from rlhf.study import attempt, workers
 from rlhf.study.collection import Collection
 from rlhf.study.planning import DONE, Plan
@@ -36,14 +37,14 @@ def attempts(monkeypatch, tmp_path):
     return replace
 
 
-def in_processes(spec, count):
-    """Let workers work in processes of their own, and return the process ids."""
-    plan, processes = Plan(spec, []), []
-    for _ in range(count):
-        if not (process := os.fork()):
-            workers._work(workers.Worker(plan))
-        processes.append(process)
-    return processes
+def in_process(spec):
+    """Let a worker work in a process of its own."""
+
+    def work():
+        with interruptible():
+            workers.Worker(Plan(spec, [])).work()
+
+    return attempt.forked(work)
 
 
 def states(spec):
@@ -53,11 +54,10 @@ def states(spec):
 @pytest.mark.process
 def test_two_workers_carry_out_every_run_once_and_one_that_is_killed_is_replaced(study, attempts):  # noqa: F811
     began = attempts(lambda planned: time.sleep(0.3))
-    first, second = in_processes(spec := study(SHORT), 2)
+    first, second = in_process(spec := study(SHORT)), in_process(spec)
     time.sleep(0.5)
-    os.kill(first, signal.SIGKILL)
-    os.waitpid(first, 0)
-    assert os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) == 0
+    first.kill()
+    assert attempt.wait_for(first) == -signal.SIGKILL and attempt.wait_for(second) == 0
     assert states(spec) == [DONE] * 8
     again = Counter(began())
     assert len(again) == 8 and again.total() <= 9  # the run of the worker that was killed
@@ -68,11 +68,11 @@ def test_two_workers_carry_out_every_run_once_and_one_that_is_killed_is_replaced
 @pytest.mark.process
 def test_a_signal_stops_a_worker_and_its_attempt(study, attempts):  # noqa: F811
     began = attempts(lambda planned: time.sleep(30))
-    (worker,) = in_processes(spec := study(SHORT), 1)
+    worker = in_process(spec := study(SHORT))
     while not began():
         time.sleep(0.05)
-    os.kill(worker, signal.SIGTERM)
-    os.waitpid(worker, 0)
+    worker.terminate()
+    assert attempt.wait_for(worker) == os.EX_TEMPFAIL
     assert not [*spec.folder.glob("runs/*/.lock")] and began().total() == 1
     assert not [*spec.folder.glob("runs/*/failures.jsonl")]
 
