@@ -211,17 +211,8 @@ def _detectable(seeds: int, level: float) -> float:
 _SPLITS = 5000  # if there are more splits, so many are drawn
 
 
-class SplitHalf(NamedTuple):
-    """Kendall's tau between the rankings of two halves of the seeds, over all splits."""
-
-    mean: float
-    least: float
-    most: float
-    splits: int
-
-
-def split_half(table: np.ndarray) -> SplitHalf:
-    """Return the agreement of the rankings by two halves of the seeds, of up to `_SPLITS` splits.
+def split_half(table: np.ndarray) -> np.ndarray:
+    """Return Kendall's tau between the rankings by two halves of the seeds, for each split.
 
     Args:
         table: values [methods, seeds]; all methods are split at the same seeds.
@@ -237,8 +228,7 @@ def split_half(table: np.ndarray) -> SplitHalf:
     means = (table[:, np.array(half)].mean(2) for half in (halves, others))  # [methods, splits]
     one, other = (np.sign([a - b for a, b in combinations(each, 2)]) for each in means)  # [pairs, splits]
     ordered = np.sqrt(np.abs(one).sum(0) * np.abs(other).sum(0))  # 0: all methods are equal
-    taus = (one * other).sum(0) / np.maximum(ordered, 1)
-    return SplitHalf(float(np.mean(taus)), float(taus.min()), float(taus.max()), len(taus))
+    return (one * other).sum(0) / np.maximum(ordered, 1)
 
 
 def signal(table: np.ndarray) -> float:
@@ -250,16 +240,13 @@ def signal(table: np.ndarray) -> float:
     Args:
         table: values [methods, seeds].
     """
-    few = table.shape[1] // 2
-    many = table.shape[1] - few
-    r = math.sin(math.pi * split_half(table).mean / 2)
+    h = table.shape[1] // 2
+    k = table.shape[1] - h
+    r = math.sin(math.pi * float(split_half(table).mean()) / 2)
     if not 0 < r < 1:
         return math.inf if r >= 1 else 0.0
-
-    def excess(s: float) -> float:
-        return s / math.sqrt((s + 1 / few) * (s + 1 / many)) - r
-
-    return float(optimize.brentq(excess, 1e-12, 1e12))
+    half = r**2 * (1 / h + 1 / k) / 2  # a quadratic equation in s
+    return (half + math.sqrt(half**2 + (1 - r**2) * r**2 / (h * k))) / (1 - r**2)
 
 
 def ceiling(signals: Sequence[float], seeds: int) -> float:
@@ -293,23 +280,16 @@ def saturation(table: np.ndarray) -> float:
     return float(np.mean([np.unique(column, return_counts=True)[1].max() for column in table.T])) / len(table)
 
 
-class Components(NamedTuple):
-    """Variance components of a table without repetitions; an estimate may be negative."""
+def components(table: np.ndarray) -> tuple[float, float, float]:
+    """Return the variance of rows, of columns, and of residuals (two-way analysis of variance).
 
-    rows: float
-    columns: float
-    residual: float
-
-
-def components(table: np.ndarray) -> Components:
-    """Return the variance of rows, of columns, and the residual variance (two-way analysis of variance)."""
+    An estimate may be negative.
+    """
     n, m = table.shape
     rows, columns = table.mean(1), table.mean(0)
     rest = table - rows[:, None] - columns[None, :] + table.mean()
     residual = float((rest**2).sum() / ((n - 1) * (m - 1)))
-    return Components(
-        float(rows.var(ddof=1)) - residual / m, float(columns.var(ddof=1)) - residual / n, residual
-    )
+    return float(rows.var(ddof=1)) - residual / m, float(columns.var(ddof=1)) - residual / n, residual
 
 
 def evaluation_share(outcomes: np.ndarray, prompts: int) -> float:
@@ -319,6 +299,6 @@ def evaluation_share(outcomes: np.ndarray, prompts: int) -> float:
         outcomes: results [seeds, prompts] of single held-out prompts, all seeds with the same prompts.
         prompts: number of prompts of the evaluation that is judged.
     """
-    found = components(outcomes)
-    noise = found.residual / prompts
-    return noise / (max(0.0, found.rows) + noise) if noise else 0.0
+    seeds, _, residual = components(outcomes)
+    noise = residual / prompts
+    return noise / (max(0.0, seeds) + noise) if noise else 0.0

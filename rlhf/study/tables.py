@@ -269,7 +269,7 @@ def _seen(values: Sequence[np.ndarray], margin: float) -> list[str]:
         sds = sd, statistics.sd_limit(sd, seeds)
         columns.append(
             [  # in the order of the headings
-                f"{statistics.split_half(table).mean:.2f}",
+                f"{statistics.split_half(table).mean():.2f}",
                 f"{statistics.ceiling([signal], seeds):.2f}",
                 "-" if enough is None else str(enough),
                 f"{statistics.detectable(sd, seeds):.3f}",
