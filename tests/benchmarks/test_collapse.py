@@ -80,7 +80,7 @@ def test_updates_of_run_folders_are_stored_for_the_rows(row, tmp_path):
 def test_the_committed_rows_select_the_limits_of_this_version():
     results = Results.read(read_spec(ROOT / "studies/collapse.yaml"))
     text = collapse.selection(results.rows, UPDATES)
-    assert text in (ROOT / "docs/results/collapse.md").read_text()
+    assert text in (ROOT / "studies/collapse/page.md").read_text()
     assert text.count(f"`Limits(kl={LIMITS.kl}, memory={LIMITS.memory:g})`") == 2
     runs = np.load(UPDATES)["run"]
     assert set(runs) <= {each.run for each in results.rows} and len(runs) == 458
