@@ -8,13 +8,12 @@ training metrics of single updates, which rows of studies do not have. After new
 A run has collapsed if its loss became not finite, or if its win rate (the accuracy, on `arithmetic`) ends
 `FALL` or more below its best value. The collapse is at the first evaluation after which the value stays that
 low, so evaluations that are far apart make the lead look longer. The first half of the runs, in the order of
-the file, which a hash has drawn, selects the limits, so that the larger of the two error rates (missed
+the file, which is random, selects the limits, so that the larger of the two error rates (missed
 collapses, false alarms) is smallest.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -30,8 +29,7 @@ from rlhf.study.tables import as_table
 from rlhf.training.collapse import LIMITS, RISING, CollapseRule, Limits
 
 UPDATES = Path(__file__).parents[1] / "studies/collapse/updates.npz"
-FALL = 0.1
-EARLY = 10  # updates between warning and collapse
+FALL, EARLY = 0.1, 10  # of the value; updates between warning and collapse
 METRICS = (  # that the rule reads
     *("objective/kl", "objective/entropy", "objective/response_tokens"),
     *("mismatch/kl", "mismatch/ess", "policy/grad_norm"),
@@ -58,10 +56,8 @@ class Case:
 def selection(rows: Sequence[Row], file: Path = UPDATES) -> str:
     """Return the selected limits and their errors as Markdown; each half needs collapsed and stable runs."""
     every = list(cases(rows, file))
-    first_of: dict[str, Case] = {}  # methods that are equal with lag 0 make runs with equal updates
-    for case in every:
-        first_of.setdefault(repr(case.updates), case)
-    distinct = list(first_of.values())
+    # methods that are equal with lag 0 make runs with equal updates
+    distinct = list({repr(case.updates): case for case in every}.values())
     first, second = distinct[: len(distinct) // 2], distinct[len(distinct) // 2 :]
     limits = selected(first)
     rules = {"selected limits": limits, **{f"only `{name}`": selected(first, (name,)) for name in GRID}}
@@ -79,10 +75,9 @@ def selection(rows: Sequence[Row], file: Path = UPDATES) -> str:
         f"`{_stated(limits)}`. This version: `{_stated(LIMITS)}`."
     )
     by_rate = [[f"{rate:g}", *_errors(some, limits)] for rate, some in rates.items()]
-    rules_table = as_table([["rule", "half", *columns], *lines], left=2)
-    rates_table = as_table([["learning rate", *columns], *by_rate])
+    tables = as_table([["rule", "half", *columns], *lines], left=2), as_table([["rate", *columns], *by_rate])
     said = "The selected limits on the second half, by learning rate:"
-    return "\n\n".join(["## Selection", about, rules_table, said, rates_table])
+    return "\n\n".join(["## Selection", about, tables[0], said, tables[1]])
 
 
 def cases(rows: Sequence[Row], file: Path) -> Iterator[Case]:
@@ -177,13 +172,12 @@ def _errors(found: Sequence[Case], limits: Limits) -> list[str]:
     if warned:
         low, middle, high = np.quantile(warned, (0.25, 0.5, 0.75))
         quartiles = f"{middle:.0f} ({low:.0f} to {high:.0f})"
-    early = _share(sum(lead >= EARLY for lead in leads), len(leads))
-    before, false = _share(len(warned), len(leads)), _share(sum(alarms), len(alarms))
+    counts = (sum(lead >= EARLY for lead in leads), leads), (len(warned), leads), (sum(alarms), alarms)
+    early, before, false = (
+        "{:.2f} [{:.2f}, {:.2f}]".format(part / len(of), *wilson(part, len(of))) if of else "–"
+        for part, of in counts
+    )
     return [str(len(leads)), early, before, quartiles, str(len(alarms)), false]
-
-
-def _share(part: int, count: int) -> str:
-    return "{:.2f} [{:.2f}, {:.2f}]".format(part / count, *wilson(part, count)) if count else "–"
 
 
 def _stated(limits: Limits) -> str:
@@ -191,17 +185,16 @@ def _stated(limits: Limits) -> str:
     return f"Limits({', '.join(given)})"
 
 
-def write_updates(folders: Sequence[Path], file: Path = UPDATES) -> None:
+def write_updates(folders: Sequence[Path], target: Path = UPDATES) -> None:
     """Write the metrics of single updates of the run folders of studies, as float16, to a file."""
-    runs = {
-        read_rows(each)[0].run: each.parent for folder in folders for each in folder.glob(f"runs/*/{ROW}")
-    }
-    order = sorted(runs, key=lambda run: hashlib.sha256(run.encode()).digest())
+    files = [file for folder in folders for file in folder.glob(f"runs/*/{ROW}")]
+    runs = {read_rows(file)[0].run: file.parent for file in files}
+    order = sorted(runs)  # digests, so the order is random
     trained = [[row for row in read_run(runs[run]).trained if "objective/kl" in row] for run in order]
     rows, largest = [row for each in trained for row in each], float(np.finfo(np.float16).max)
     columns = {name: np.array([row.get(name, math.nan) for row in rows]) for name in ("update", *METRICS)}
     packed = {name: np.clip(column, -largest, largest).astype(np.float16) for name, column in columns.items()}
-    np.savez_compressed(file, run=np.array(order), rows=np.array([len(each) for each in trained]), **packed)
+    np.savez_compressed(target, run=np.array(order), rows=np.array([len(each) for each in trained]), **packed)
 
 
 if __name__ == "__main__":
