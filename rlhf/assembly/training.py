@@ -82,7 +82,7 @@ def assemble(
     replay = Replay(cfg.schedule.replay, cfg.seed, tokenizer.pad_token_id)
     refill = None
     if most := cfg.schedule.refill * cfg.schedule.prompts_per_update:  # before rollouts are saved
-        refill = Refill(most=most, scorer=scorer, note=prompts.scored, pad_id=tokenizer.pad_token_id)
+        refill = Refill(most=most, scorer=scorer, note=prompts.scored)
     if cfg.save_generations and ranks.first:
         scorer = SavingScorer(scorer, folder.generations, tokenizer, training_sampling(cfg), state)
     return Parts(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from rlhf.checks.rules import (
     DOUBTS,
     TRAINING_RULES,
@@ -13,15 +11,13 @@ from rlhf.checks.rules import (
     doubtful,
     is_set,
     must,
-    training_rule,
+    one_of,
 )
-from rlhf.config.root import Config
 from rlhf.config.schedule import Dropped, Order, Stale, Unit
 from rlhf.core.launched import world_size
 
 _VIRTUAL = When("with clock=virtual", lambda cfg: cfg.clock.virtual)
 _WALL = When("with clock=wall", lambda cfg: not cfg.clock.virtual)
-_IN_WALL_TIME = Allowed("be wall", lambda clock: not clock.virtual)
 _FIFO = When("with schedule.order=fifo", lambda cfg: cfg.schedule.order is Order.fifo)
 _SEVERAL_RANKS = When("with several ranks", lambda cfg: world_size() > 1)
 _ON_EACH_RANK = When(
@@ -30,16 +26,17 @@ _ON_EACH_RANK = When(
 )
 _NO_SAMPLES = When("with generator={generator}", lambda cfg: not cfg.generator.samples)
 _ONE_SAMPLE = When("with algo.samples_per_prompt=1", lambda cfg: cfg.algo.samples_per_prompt == 1)
+_TOO_FEW_SLOTS = When(
+    "with schedule.unit=group",
+    lambda cfg: (
+        cfg.schedule.unit is Unit.group and int(chosen(cfg, "clock.slots")) < cfg.algo.samples_per_prompt
+    ),
+)
 _USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)
 
 TRAINING_RULES += [
-    must(
-        "clock",
-        _IN_WALL_TIME,
-        When("with generator={generator}", lambda cfg: not cfg.generator.samples),
-        "nothing is sampled",
-        fix="clock=wall",
-    ),
+    must("clock", "wall", _NO_SAMPLES, "nothing is sampled"),
+    must("clock", "wall", _SEVERAL_RANKS, "one process simulates all generators"),
     must(
         "generator",
         Allowed("be hf", lambda generator: generator.samples_parts or not generator.samples),
@@ -49,17 +46,10 @@ TRAINING_RULES += [
     ),
     must(
         "generator.worker",
-        Allowed("be false", lambda worker: worker is not True),
+        one_of(None, False),
         _VIRTUAL,
         "the generators are simulated in the trainer's process",
         fix="generator.worker=null",
-    ),
-    must(
-        "clock",
-        _IN_WALL_TIME,
-        _SEVERAL_RANKS,
-        "one process simulates all generators",
-        fix="clock=wall",
     ),
     must(
         "schedule.order",
@@ -69,6 +59,13 @@ TRAINING_RULES += [
         fix="schedule.order=fifo or clock=virtual",
     ),
     must("schedule.max_age", None, _FIFO, "ages are at most schedule.max_lag"),
+    must(
+        "clock.slots",
+        Allowed("be >= algo.samples_per_prompt", lambda slots: slots is None),
+        _TOO_FEW_SLOTS,
+        "the samples of a prompt start together",
+        fix="clock.slots={algo.samples_per_prompt} or schedule.unit=sequence",
+    ),
     must("schedule.refill", 0, _NO_SAMPLES, "nothing is sampled"),
     must("schedule.refill", 0, _ONE_SAMPLE, "the score of one response has nothing to tie with"),
     must("schedule.refill", 0, _USES_TIES, "prompts whose scores tie have signal, too"),
@@ -111,27 +108,3 @@ DOUBTS += [
         lambda cfg: cfg.schedule.in_flight and not cfg.clock.virtual,
     ),
 ]
-
-
-@training_rule
-def _age_is_possible(cfg: Config) -> Iterator[str]:
-    age, lag = cfg.schedule.max_age, cfg.schedule.max_lag
-    if age is not None and age < lag:
-        yield (
-            "schedule.max_age must be >= schedule.max_lag (groups start up to that many updates ahead), got "
-            f"{age} with schedule.max_lag={lag}; set schedule.max_age={lag}"
-        )
-
-
-@training_rule
-def _slots_hold_a_group(cfg: Config) -> Iterator[str]:
-    slots, samples = (
-        chosen(cfg, "clock.slots") if is_set(cfg, "clock.slots") else "",
-        cfg.algo.samples_per_prompt,
-    )
-    if slots and cfg.schedule.unit is Unit.group and int(slots) < samples:
-        yield (
-            f"clock.slots must be >= algo.samples_per_prompt ({samples}) with schedule.unit=group (the "
-            f"samples of a prompt start together), got {slots}; set "
-            f"clock.slots={samples} or schedule.unit=sequence"
-        )

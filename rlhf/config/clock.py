@@ -18,7 +18,7 @@ class ClockConfig(Section):
     name: str = entry("wall", added=True)
 
 
-@option("clock", "virtual", part="rlhf.training.virtual:build")
+@option("clock", "virtual", part="rlhf.training.virtual:VirtualStream")
 @dataclass(kw_only=True, slots=True)
 class VirtualConfig(ClockConfig):
     """The virtual time of a cluster that is simulated in this process, the same on every machine."""

@@ -226,12 +226,18 @@ class ScheduleConfig(Section):
         return self.update is Update.in_flight
 
     def problems(self, at: str) -> Iterator[str]:
-        """Yield an error if `update=in_flight` with `max_lag` 0: no request would then be in flight."""
+        """Yield an error if `max_lag` is 0 with `update=in_flight`, or above `max_age`."""
         yield from Section.problems(self, at)
         if self.in_flight and self.max_lag < 1:
             yield (
                 "schedule.max_lag must be >= 1 with schedule.update=in_flight (otherwise no request is "
                 f"running when the weights change), got {self.max_lag}; set schedule.max_lag=1"
+            )
+        age, lag = self.max_age, self.max_lag
+        if age is not None and age < lag:
+            yield (
+                "schedule.max_age must be >= schedule.max_lag (groups start up to that many updates ahead), "
+                f"got {age} with schedule.max_lag={lag}; set schedule.max_age={lag}"
             )
 
 

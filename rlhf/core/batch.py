@@ -323,10 +323,16 @@ class Outputs(NamedTuple):  # a tuple, because DeepSpeed adds hooks to the tenso
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sampling:
-    """Sampling settings of a request. `purpose`, `request` and the run's seed select the random numbers."""
+    """Sampling settings of a request. `purpose`, `request` and the run's seed select the random numbers.
+
+    `numbers` and `most` are for parts of responses, whose prompts may contain the first tokens of a response.
+    Only a generator whose section has `samples_parts` heeds them.
+    """
 
     samples: int  # K, responses per prompt
     temperature: float
     response_length: int  # maximum number of tokens
     purpose: str  # "train", "eval", ...
     request: int = 0  # number of the request
+    numbers: Tensor | None = None  # [N, K, T] float64, one uniform number per token, instead of the selected
+    most: Tensor | None = None  # [N, K] int64, largest number of tokens of each response; None: T

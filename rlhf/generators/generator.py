@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -68,31 +68,6 @@ class GeneratorContext:
     phases: Phases = field(default_factory=Phases)
 
 
-class PartSampler(Protocol):
-    """Samples parts of responses with the weights that were loaded last."""
-
-    pad_id: int
-
-    def numbers(self, sampling: Sampling, index: Tensor) -> Tensor:
-        """Return the uniform numbers [N, K, T] of a request, given the rows [N] of its prompts."""
-
-    def extend(
-        self, ids: Tensor, mask: Tensor, numbers: Tensor, most: Tensor | None, temperature: float
-    ) -> list[list[tuple[list[int], list[float], bool]]]:
-        """Sample K continuations of each row of tokens.
-
-        Args:
-            ids: prompts, or prompts with the first tokens of a response, [N, P], padded on the left.
-            mask: True at real tokens, [N, P].
-            numbers: uniform numbers [N, K, T], one per token.
-            most: largest number of tokens of each sample [N, K]; None: T.
-            temperature: sampling temperature.
-
-        Returns:
-            Token ids, log-probs, and whether the last one is an end token, for each sample of each row.
-        """
-
-
 class Generator(ABC):
     """A source of responses to prompts.
 
@@ -121,10 +96,6 @@ class Generator(ABC):
     def resume(self, rollouts: Rollouts) -> Future[Rollouts]:
         """Return a future of rollouts that a checkpoint contains, as `submit` would return them."""
         return finished(rollouts)
-
-    def parts(self) -> PartSampler:
-        """Return a sampler of parts of responses; only a generator in this process can have one."""
-        raise NotImplementedError(f"{type(self).__name__} samples only whole responses")
 
     def figures(self) -> Metrics:
         """Return metrics of the generator since the last call; by default none."""

@@ -49,11 +49,6 @@ def seconds(run: Run, row: Row) -> float | None:
     return run.seconds_at(row["update"])
 
 
-def virtual_seconds(run: Run, row: Row) -> float | None:
-    """Return the virtual time at which the weights of `row` were loaded; None without a virtual clock."""
-    return run.loads.get(row["update"])
-
-
 def curve(runs: Sequence[Run], x: Read, y: Read, interval: Bounds | None = None) -> list[Point]:
     """Return the curve of y over x, with at most `POINTS` points in the order of updates.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.core.confidence import bounds
-from rlhf.report.curves import POINTS, figure, seconds, virtual_seconds
+from rlhf.report.curves import POINTS, figure, seconds
 from rlhf.report.drawing import (
     INK,
     Chart,
@@ -185,7 +185,9 @@ def _against_time(section: Section) -> _Made:
     if not panels:
         return None, []
     virtual = [group for group in timed if has(group, "rollouts/time_s")]
-    panels += panels_of(virtual, main, virtual_seconds, "virtual time (seconds)")[0]
+    panels += panels_of(
+        virtual, main, lambda run, row: run.loads.get(row["update"]), "virtual time (seconds)"
+    )[0]
     chart = Chart(
         "win_rate_against_time",
         f"{topic(main)} vs. time",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heappush, heapreplace
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from rlhf.report.drawing import (
     FAINT,
@@ -90,16 +92,13 @@ def in_slots(responses: Iterable[Response], count: int) -> list[list[Response]]:
         count: number of slots; more are added if more responses overlap.
     """
     slots: list[list[Response]] = [[] for _ in range(count)]
-    free = deque(range(count))
-    busy: list[tuple[float, int]] = []  # heap of ends, and slots
+    free = [(-inf, slot) for slot in range(count)]  # heap: since when a slot is free, or from when on
     for response in sorted(responses):
-        while busy and busy[0][0] <= response.start:
-            free.append(heappop(busy)[1])
-        if not free:
-            free.append(len(slots))
+        if not free or free[0][0] > response.start:
+            heappush(free, (-inf, len(slots)))
             slots.append([])
-        heappush(busy, (response.end, free[0]))
-        slots[free.popleft()].append(response)
+        _, slot = heapreplace(free, (response.end, free[0][1]))
+        slots[slot].append(response)
     return slots
 
 
@@ -117,27 +116,24 @@ def _timeline(run: Run, rows: _Rows, label: str) -> Panel:
     ]
     slots = in_slots(responses, run.config.get("clock.slots") or 0)
     shown = slots[:: -(-len(slots) // _SLOTS)]
+    placed = [(y, response) for y, slot in enumerate(shown) for response in slot]
     in_flight = run.config.get("schedule.update") == "in_flight"
-    sync_s = run.config.get("clock.sync_s", 0.0)
-    bars: list[tuple[float, float, float, str]] = [
-        (y, *piece)
-        for y, slot in enumerate(shown)
-        for response in slot
-        for piece in _pieces(response, loads, in_flight)
+    bars = [(y, *piece) for y, response in placed for piece in _pieces(response, loads, in_flight)]
+    trainer = [
+        (-2.5, taken, loaded - run.config.get("clock.sync_s", 0.0), _colour(version))
+        for version, (loaded, taken) in enumerate(updates[first : first + _UPDATES], first + 1)
     ]
-    for version, (loaded, taken) in enumerate(updates[first : first + _UPDATES], first + 1):
-        bars.append((-2.5, taken, loaded - sync_s, _colour(version)))
-    ends = [(y, response) for y, slot in enumerate(shown) for response in slot]
-    work = sum(min(right, end) - max(left, begin) for y, left, right, _ in bars if y < 0)
+    work = sum(min(right, end) - max(left, begin) for _, left, right, _ in trainer)
 
     def draw(axes: Axes) -> None:
         axes.vlines(loads[max(0, first - 1) : first + _UPDATES], -3.5, len(shown), RULE, linewidth=0.8)
-        ys, lefts, rights, colours = zip(*bars, strict=True)
-        axes.hlines(ys, lefts, rights, colours, linewidth=72 * _PITCH * 0.8)
-        for marked, colour, width in ((False, PAPER, 0.8), (True, INK, 1.6)):
-            at = [(y, response.end) for y, response in ends if response.cut is marked]
-            lows, highs = [y - 0.45 for y, _ in at], [y + 0.45 for y, _ in at]
-            axes.vlines([x for _, x in at], lows, highs, colour, linewidth=width)
+        axes.hlines(*zip(*bars, *trainer, strict=True), linewidth=72 * _PITCH * 0.8)
+        ends = [
+            (each.end, y - 0.45, y + 0.45, INK if each.cut else PAPER, 1.6 if each.cut else 0.8)
+            for y, each in placed
+        ]
+        *at, widths = zip(*ends, strict=True)
+        axes.vlines(*at, linewidth=widths)
         axes.set(xlim=(begin, end), ylim=(len(shown), -3.5), xlabel="virtual time (seconds)", title=title)
         axes.set_yticks([-2.5, (len(shown) - 1) / 2], ["trainer", "slots"])
         axes.tick_params(axis="y", length=0)
@@ -164,11 +160,10 @@ def _colour(version: int) -> str:
 def _draw_ages(rows: dict[Group, _Rows], axes: Axes) -> None:
     """Draw the distribution of the ages of the trained groups."""
     for group, own in rows.items():
-        ages = Counter(row["update"] - 1 - row["version"] for row in own if "loaded" in row)
-        shares = [ages[age] / ages.total() for age in range(max(ages) + 1)]
-        edges = [age - 0.5 for age in range(len(shares) + 1)]
+        ages = [row["update"] - 1 - row["version"] for row in own if "loaded" in row]
+        edges, form = np.arange(max(ages) + 2) - 0.5, "step" if len(rows) > 1 else "stepfilled"
         colour = look(group.place or 0)["color"]
-        axes.stairs(shares, edges, color=colour, fill=len(rows) == 1, linewidth=1.8, gid=mark(group))
+        axes.hist(ages, edges, density=True, histtype=form, color=colour, linewidth=1.8, gid=mark(group))
     axes.set(title="ages of trained groups", xlabel="age (updates)", ylabel="share")
     whole_numbers(axes.xaxis)
 
@@ -178,10 +173,8 @@ def _draw_deciles(rows: dict[Group, _Rows], axes: Axes) -> None:
     for group, own in rows.items():
         own = [row for row in own if row["fate"] != "replaced"]  # they were decoded whole
         ordered = sorted(own, key=lambda row: (sum(row["ends"]) - sum(row["starts"])) / len(row["ends"]))
-        whole: list[list[bool]] = [[] for _ in range(10)]
-        for place, row in enumerate(ordered):
-            whole[10 * place // len(ordered)].append(row["fate"] == "trained")
-        points = [(decile, sum(each) / len(each)) for decile, each in enumerate(whole, 1) if each]
+        deciles = np.array_split([row["fate"] == "trained" for row in ordered], 10)
+        points = [(decile, whole.mean()) for decile, whole in enumerate(deciles, 1) if len(whole)]
         axes.plot(*zip(*points, strict=True), gid=mark(group), **look(group.place or 0))
     axes.set(
         title="groups that are trained whole", xlabel="decile of duration", ylabel="share", ylim=(-0.04, 1.04)

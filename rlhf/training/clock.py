@@ -221,7 +221,6 @@ class Clock:
         return self._step_at(self.load_at if self.batch else idle)
 
     def _next_end(self) -> Sequence | None:
-        """Return the sequence whose known tokens are complete first."""
         while self._ends:
             step, key = self._ends[0]
             sequence = self.running.get(key)
@@ -291,9 +290,10 @@ class Clock:
         soon = sum(each.stopped and each.last_step < horizon for each in self.running.values())
         slots = self.slots - len(self.running) + soon
         starts = [start for start in self._startable(slots) if start not in self._ahead]
-        most = [self.length] * len(starts)
-        if self.in_flight:
-            most = [self._most(horizon - self.step, self._factor(start)) for start in starts]
+        most = [
+            self._most(horizon - self.step, self._factor(start)) if self.in_flight else self.length
+            for start in starts
+        ]
         self._ahead.update(zip(starts, self.sampler.begin(starts, most), strict=True))
 
     def _extend(self, partial: Iterable[Sequence]) -> None:
@@ -319,7 +319,6 @@ class Clock:
         heappush(self._ends, (sequence.last_step, sequence.key))
 
     def _leave(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence."""
         del self.running[sequence.key]
         sequence.end = self.now
         sequence.group.left -= 1
@@ -381,16 +380,13 @@ def factors(costs: VirtualConfig, samples: int, seed: int) -> Callable[[int, int
         samples: samples of a group.
         seed: seed of the run.
     """
-    size, longest = costs.slots or samples, costs.longest or inf
+    longest = costs.longest or inf
     common, own = costs.shared * costs.spread, sqrt(1 - costs.shared**2) * costs.spread
 
-    @lru_cache(maxsize=size)
-    def of_prompt(prompt: int) -> float:
-        return Random(derive(seed, "duration of prompt", prompt)).gauss(0, common)
-
-    @lru_cache(maxsize=size)
+    @lru_cache(maxsize=costs.slots or samples)
     def of_group(group: int, prompt: int) -> list[float]:
+        of_prompt = Random(derive(seed, "duration of prompt", prompt)).gauss(0, common)
         draws = Random(derive(seed, "duration of group", group))
-        return [min(exp(of_prompt(prompt) + draws.gauss(0, own)), longest) for _ in range(samples)]
+        return [min(exp(of_prompt + draws.gauss(0, own)), longest) for _ in range(samples)]
 
     return of_group

@@ -18,19 +18,11 @@ from rlhf.core.metrics import How, Metrics, Stat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """The rule which groups are replaced.
+    """The rule which groups are replaced."""
 
-    Args:
-        most: groups that are replaced for a batch, at most.
-        scorer: returns rollouts with their scores; rollouts that have scores are returned unchanged.
-        note: gets every scored batch, so that the order of prompts knows which prompts are solved.
-        pad_id: token id of padding.
-    """
-
-    most: int
-    scorer: Callable[[Rollouts], Batch]
-    note: Callable[[Batch], object]
-    pad_id: int
+    most: int  # groups that are replaced for a batch, at most
+    scorer: Callable[[Rollouts], Batch]  # rollouts that have scores are returned unchanged
+    note: Callable[[Batch], object]  # gets every scored batch: the order of prompts knows the solved prompts
 
     def score(self, rollouts: Rollouts) -> tuple[Batch, Tensor]:
         """Return the rollouts with scores, and whether each group has signal, [N] bool."""

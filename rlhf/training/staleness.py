@@ -132,17 +132,13 @@ class Rules:
 
     def take(self) -> list[Group] | None:
         """Return the groups of the next batch, or None if the trainer must wait."""
-        if len(self.ready) < self.batch:
+        if len(self.ready) < self.batch or self.due():
             return None
-        if self.order is Order.fifo:
-            self.ready.sort(key=lambda group: group.place)
-            oldest = next(iter(self.running.values()), None)
-            if oldest is not None and oldest.place < self.ready[self.batch - 1].place:
-                return None
-        elif not self._drops:
-            if self.due():
-                return None
-            self.ready.sort(key=lambda group: (group.version, group.place))
+        if not self._drops:
+            self.ready.sort(key=lambda group: group.place)  # oldest version first
+        oldest = next(iter(self.running.values()), None)
+        if self.order is Order.fifo and oldest and oldest.place < self.ready[self.batch - 1].place:
+            return None
         taken, self.ready = self.ready[: self.batch], self.ready[self.batch :]
         return taken
 

@@ -6,149 +6,102 @@ clock prompts and a sampler, makes batches of the trained groups, and keeps the 
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.config.schedule import Dropped, Unit
 from rlhf.core.batch import Batch, Prompts, Rollouts, concatenated
 from rlhf.core.encoding import pad_prompts
 from rlhf.core.metrics import How, Stat
-from rlhf.core.phases import Phases
+from rlhf.core.seeding import derive
+from rlhf.generators.hf.sampling import uniforms
 from rlhf.training import sequences
 from rlhf.training.clock import Clock
+from rlhf.training.replay import with_token_versions
 from rlhf.training.sequences import Piece, Start
 from rlhf.training.staleness import Rules
-from rlhf.training.stream import unpack
+from rlhf.training.stream import RolloutStream, joined, unpack
 
 if TYPE_CHECKING:
     from rlhf.config.clock import VirtualConfig
-    from rlhf.core.batch import Sampling
     from rlhf.core.metrics import Metrics
-    from rlhf.generators.generator import PartSampler
-    from rlhf.training.recorder import Recorder
-    from rlhf.training.refill import Refill
     from rlhf.training.stream import StreamContext
 
-
-def build(config: VirtualConfig, context: StreamContext) -> VirtualStream:
-    """Return the stream in virtual time, for all remaining updates."""
-    schedule = context.schedule
-    rules = Rules(
-        order=schedule.order,
-        batch=schedule.prompts_per_update,
-        samples=context.sampling.samples,
-        max_lag=schedule.max_lag,
-        max_age=schedule.max_age,
-        stale=schedule.stale,
-        total=context.updates * schedule.prompts_per_update,
-        refill=context.refill.most if context.refill else 0,
-    )
-    stream = VirtualStream(
-        context.generator.parts(),
-        context.prompts,
-        context.sampling,
-        rules,
-        config,
-        context.recorder,
-        updates=context.updates,
-        seed=context.seed,
-        in_flight=schedule.in_flight,
-        whole=schedule.unit is Unit.group,
-        again=schedule.dropped is Dropped.again,
-        refill=context.refill,
-        phases=context.phases,
-    )
-    if context.saved is not None:
-        stream.load_state_dict(context.saved)
-    return stream
+_Group = Sequence[sequences.Sequence]  # the sequences of a group that have started
 
 
-class VirtualStream:
-    """An iterator over the rollouts of the updates of a run, in virtual time.
+class VirtualStream(RolloutStream):
+    """A stream of rollouts in virtual time.
 
     Args:
-        parts: samples parts of responses.
-        prompts: endless batches of B prompts.
-        sampling: sampling settings; `sampling.samples` is K.
-        rules: which groups start, and which are trained.
-        costs: virtual seconds.
-        recorder: measures, under the name `wait`, the time of sampling, and gets the figures of the clock.
-        updates: updates of the whole run.
-        seed: the seed of the run.
-        in_flight: whether running responses continue with new weights.
-        whole: whether the samples of a group start together.
-        again: whether the prompt of a discarded group starts again before new prompts.
-        refill: which groups are replaced; None: none.
-        phases: the phases of the run, for its progress display.
+        config: virtual seconds.
+        context: what the stream is built from.
     """
 
-    def __init__(
-        self,
-        parts: PartSampler,
-        prompts: Iterator[Prompts],
-        sampling: Sampling,
-        rules: Rules,
-        costs: VirtualConfig,
-        recorder: Recorder,
-        *,
-        updates: int,
-        seed: int,
-        in_flight: bool,
-        whole: bool,
-        again: bool,
-        refill: Refill | None = None,
-        phases: Phases | None = None,
-    ) -> None:
-        self.parts, self.prompts, self.sampling = parts, prompts, sampling
-        self.recorder, self.updates, self.again, self.refill = recorder, updates, again, refill
-        self.phases = phases or Phases()
-        self.rules = rules
+    def __init__(self, config: VirtualConfig, context: StreamContext) -> None:
+        super().__init__(context)
+        schedule, self.sampling, self.refill = context.schedule, context.sampling, context.refill
+        self.rules = Rules(
+            order=schedule.order,
+            batch=schedule.prompts_per_update,
+            samples=self.sampling.samples,
+            max_lag=schedule.max_lag,
+            max_age=schedule.max_age,
+            stale=schedule.stale,
+            total=context.state.num_updates * schedule.prompts_per_update,
+            refill=self.refill.most if self.refill else 0,
+        )
         self.clock = Clock(
-            rules, costs, self, length=sampling.response_length, seed=seed, in_flight=in_flight, whole=whole
+            self.rules,
+            config,
+            self,
+            length=self.sampling.response_length,
+            seed=context.seed,
+            in_flight=schedule.in_flight,
+            whole=schedule.unit is Unit.group,
         )
         self.known: dict[int, Prompts] = {}  # prompt [1] of each group that has started or is sampled ahead
+        self.scored: dict[int, Batch] = {}  # groups [1] that have ended, with `schedule.refill`
         self.next: deque[Prompts] = deque()  # prompts [1] that were drawn and have no group
         self.discards: deque[Prompts] = deque()  # prompts [1] of discarded groups, which start again
         self.spare: deque[Prompts] = deque()  # prompts [1] that were drawn to replace others
-        self.scored: dict[int, dict[str, Any]] = {}  # `scores` and `parts` of the groups that have ended
-        self.current: Rollouts | None = None  # the rollouts yielded last
-        self.taken = 0  # batches that were yielded since the first update of the run
-        self.trained = False  # whether the weights of an update were loaded and the clock does not know it
         self.generate_s = 0.0  # seconds of sampling since the last batch
-        self.lines: list[dict[str, Any]] = []  # lines of groups.jsonl since the last batch
-        self._numbers: dict[int, Tensor] = {}  # uniform numbers [K, T] of the groups in `known`
-
-    def __iter__(self) -> Iterator[Rollouts]:
-        while self.taken < self.updates:
-            with self.recorder.timer("wait"), self.phases("waiting for rollouts"):
-                if self.trained:
-                    self.clock.loaded()
-                    self.trained = False
-                if self.current is None:
-                    self.current = self._next()
-            self.taken += 1
-            self.trained = True
-            self.recorder.groups([{"update": self.taken, **line} for line in self.lines])
-            yield self.current
-            self.current, self.lines = None, []
+        if context.saved is not None:
+            self._load(context.saved)
 
     @property
     def resumable(self) -> bool:
         """Whether `state_dict` can be called: not while the clock runs on to a load."""
-        return self.trained or self.current is not None
+        return self.taken > self.rules.version or self.unused
 
-    def put_back(self) -> None:
-        """Yield the rollouts yielded last again after a resume, because they were not used."""
-        self.taken -= 1
-        self.trained = False
+    def next_batch(self) -> Rollouts:
+        """Run the clock until the next load, and return the batch of its update."""
+        recorder, made, self.lines = self.context.recorder, self.clock, []
+        with recorder.timer("wait"), self.context.phases("waiting for rollouts"):
+            if self.taken > self.rules.version:  # the loop has loaded the weights of the last update
+                made.loaded()
+            groups = made.next_batch()
+        recorder.add(self._figures(groups))
+        if self.refill is None:
+            rollouts = replace(self._rollouts(groups), generate_s=self.generate_s)
+        else:
+            scored = [self.scored[own[0].group.number] for own in groups]
+            rollouts = batch = joined(scored, self.context.pad_id, self.rules.version, self.generate_s)
+            recorder.add(self.refill.figures(batch.scores, made.usage.refilled))
+        self.generate_s = 0.0
+        taken = made.now - made.costs.sync_s - made.update_s
+        for own in groups:
+            ready = max(each.end for each in own) + made.costs.score_s
+            fate = "cut" if any(each.cut for each in own) else "trained"
+            self._forget(own, fate, ready=ready, taken=taken, loaded=made.now)
+        return rollouts
 
     # -- what the clock asks -----------------------------------------------------------------------
 
@@ -157,94 +110,102 @@ class VirtualStream:
 
         Whole requests are sampled as `Stream` samples them; other sequences are sampled in one call.
         """
-        k, size = self.sampling.samples, self.rules.batch
-        if len(starts) % (k * size) == 0 and starts[0] == (starts[0].group // size * size, 0):
-            return [
-                piece
-                for at in range(0, len(starts), k * size)
-                for piece in self._sampled(starts[at : at + k * size], most[at : at + k * size])
-            ]
-        return self._sampled(starts, most)
+        size, count = self.rules.batch, self.rules.batch * self.rules.samples
+        if len(starts) % count or starts[0] != (starts[0].group // size * size, 0):
+            count = len(starts)
+        found: list[Piece] = []
+        for first in range(0, len(starts), count):
+            some = slice(first, first + count)
+            found += self._sampled(starts[some], [[]] * count, most[some])
+        return found
 
-    def go_on(self, sequences: Sequence[sequences.Sequence], most: Sequence[int]) -> list[Piece]:
-        """Return the next tokens of sequences, at most `most` of each."""
-        rows, limit = [], max(most)
-        numbers = torch.zeros(len(sequences), 1, limit, dtype=torch.float64)
-        for i, each in enumerate(sequences):
-            prompt = self._prompt(each.group.number)
-            rows.append(prompt.prompt_ids[0][prompt.prompt_mask[0]].tolist() + each.ids)
-            own = self._uniforms(each.group.number)[each.sample, len(each.ids) :][:limit]
-            numbers[i, 0, : len(own)] = own
-        ids, mask = pad_prompts(rows, self.parts.pad_id)
-        limits = torch.tensor(most)[:, None]
-        return self._extended(ids, mask, numbers, limits)
+    def go_on(self, sequences: _Group, most: Sequence[int]) -> list[Piece]:
+        """Return the next tokens of sequences, at most `most` of each.
+
+        Keys and values of earlier tokens are computed again, so a token has the log-prob that the present
+        weights give it after all tokens before it.
+        """
+        return self._sampled([each.key for each in sequences], [each.ids for each in sequences], most)
 
     def prompt(self, group: int) -> tuple[int, int]:
         """Return the row of the prompt of a group in the data, and its number of tokens."""
         prompt = self._prompt(group)
         return int(prompt.index), int(prompt.prompt_mask.sum())
 
-    def discarded(self, sequences: Sequence[sequences.Sequence]) -> None:
+    def discarded(self, sequences: _Group) -> None:
         """Forget a group that was given up; its prompt may start again."""
         prompt = self._forget(sequences, "dropped")
-        if self.again:
+        if self.context.schedule.dropped is Dropped.again:
             self.discards.append(prompt)
 
-    def signal(self, group: Sequence[sequences.Sequence]) -> bool:
+    def signal(self, group: _Group) -> bool:
         """Return whether the scores of a group differ, given its ended sequences."""
         assert self.refill is not None
         batch, signal = self.refill.score(self._rollouts([group]))
-        self.scored[group[0].group.number] = {"scores": batch.scores, "parts": batch.parts}
+        self.scored[group[0].group.number] = with_token_versions(batch)
         return bool(signal)
 
-    def replaced(self, group: Sequence[sequences.Sequence], by: int) -> None:
+    def replaced(self, group: _Group, by: int) -> None:
         """Forget a group without signal, and draw a prompt for the group that starts in its place."""
         self._forget(group, "replaced")
-        if not self.spare:
-            self.spare.extend(_singles(next(self.prompts)))
-        self.known[by] = self.spare.popleft()
+        self.known[by] = self._drawn(self.spare)
 
     # -- prompts and samples -----------------------------------------------------------------------
+
+    def _drawn(self, prompts: deque[Prompts]) -> Prompts:
+        """Return the first of the prompts [1], after drawing a batch if there is none."""
+        if not prompts:
+            batch = next(self.context.prompts)
+            prompts.extend(batch.select(torch.tensor([i])) for i in range(len(batch)))
+        return prompts.popleft()
 
     def _prompt(self, group: int) -> Prompts:
         """Return the prompt [1] of a group; new groups get discarded prompts first, then new ones."""
         while group not in self.known:
             number = max(self.rules.started, max(self.known, default=-1) + 1)
-            if not self.discards and not self.next:
-                self.next.extend(_singles(next(self.prompts)))
-            self.known[number] = (self.discards or self.next).popleft()
+            self.known[number] = self._drawn(self.discards or self.next)
         return self.known[group]
 
-    def _uniforms(self, group: int) -> Tensor:
-        """Return the uniform numbers [K, T] of a group: those that `Stream` would use for its prompt."""
-        if group not in self._numbers:
-            request = replace(self.sampling, request=group // self.rules.batch)
-            self._numbers[group] = self.parts.numbers(request, self._prompt(group).index)[0]
-        return self._numbers[group]
+    def _sampled(
+        self, keys: Sequence[Start], before: Sequence[list[int]], most: Sequence[int]
+    ) -> list[Piece]:
+        """Return the tokens of sequences after the tokens `before`, sampled in one call.
 
-    def _sampled(self, starts: Sequence[Start], most: Sequence[int]) -> list[Piece]:
-        """Return the first tokens of sequences, sampled in one call."""
-        k, limit = self.sampling.samples, max(most)
-        groups = [(group, [each.sample for each in own]) for group, own in groupby(starts, lambda x: x.group)]
-        if any(len(samples) < k for _, samples in groups):  # each sample is a row
-            groups, k = [(group, [sample]) for group, sample in starts], 1
-        prompts = concatenated([self._prompt(group) for group, _ in groups], self.parts.pad_id)
-        numbers = torch.stack([self._uniforms(group)[samples, :limit] for group, samples in groups])
-        limits = None if min(most) == self.sampling.response_length else torch.tensor(most).view(-1, k)
-        return self._extended(prompts["prompt_ids"], prompts["prompt_mask"], numbers, limits)
+        The uniform numbers of a group are those that `Stream` would use for its prompt.
+        """
+        k, pad_id = self.rules.samples, self.context.pad_id
+        if any(before) or keys != [Start(group, sample) for group, _ in keys[::k] for sample in range(k)]:
+            k = 1  # each sequence is a row; else each row has all samples of a prompt
+        seed = derive(self.context.seed, "sample", self.sampling.purpose)
+        shape = self.sampling.samples, self.sampling.response_length
+        rows, numbers = [], []
+        for (group, sample), tokens in zip(keys, before, strict=True):
+            prompt = self._prompt(group)
+            rows.append(prompt.prompt_ids[prompt.prompt_mask].tolist() + tokens)
+            own = uniforms(seed, group // self.rules.batch, prompt.index, *shape)[0, sample]
+            numbers.append(own[len(tokens) :][: max(most)])
+        prompts = concatenated([self._prompt(key.group) for key in keys[::k]], pad_id)
+        prompts["prompt_ids"], prompts["prompt_mask"] = pad_prompts(rows[::k], pad_id)
+        asked = replace(
+            self.sampling,
+            samples=k,
+            response_length=max(most),
+            numbers=pad_sequence(numbers, batch_first=True).unflatten(0, (-1, k)),
+            most=torch.tensor(most).view(-1, k),
+        )
+        found = self.context.generator.submit(Prompts(**prompts), asked).result()
+        self.generate_s += found.generate_s
+        assert found.behaviour_logprobs is not None
+        fields = (found.response_ids, found.behaviour_logprobs, found.response_mask.sum(-1), found.ended)
+        return [
+            Piece(ids[:count], logprobs[:count], ended)
+            for ids, logprobs, count, ended in zip(*(x.flatten(0, 1).tolist() for x in fields), strict=True)
+        ]
 
-    def _extended(self, ids: Tensor, mask: Tensor, numbers: Tensor, most: Tensor | None) -> list[Piece]:
-        """Return K continuations of each row of tokens, row by row, and measure the time."""
-        start = time.perf_counter()
-        found = self.parts.extend(ids, mask, numbers, most, self.sampling.temperature)
-        self.generate_s += time.perf_counter() - start
-        return [Piece(*piece) for own in found for piece in own]
-
-    def _forget(self, own: Sequence[sequences.Sequence], fate: str, **times: float) -> Prompts:
+    def _forget(self, own: _Group, fate: str, **times: float) -> Prompts:
         """Add the line of a group to groups.jsonl, forget the group, and return its prompt [1]."""
         number = own[0].group.number
         prompt = self.known.pop(number)
-        self._numbers.pop(number, None)
         self.scored.pop(number, None)
         versions = [version for each in own for version in each.versions]
         line = {
@@ -259,54 +220,30 @@ class VirtualStream:
         self.lines.append({**line, **times, "fate": fate})
         return prompt
 
-    def _next(self) -> Rollouts:
-        """Run the clock until the next load, and return the batch of its update."""
-        groups = self.clock.next_batch()
-        generate_s, self.generate_s = self.generate_s, 0.0
-        rollouts = replace(self._rollouts(groups), generate_s=generate_s)
-        self.recorder.add(self._figures(groups))
-        if self.refill is not None:
-            found = [self.scored[own[0].group.number] for own in groups]
-            scores = torch.cat([each["scores"] for each in found])
-            parts = {
-                name: torch.cat([each["parts"][name] for each in found]) for name in found[0]["parts"] or {}
-            }
-            self.recorder.add(self.refill.figures(scores, self.clock.usage.refilled))
-            rollouts = rollouts.extend(Batch, scores=scores, parts=parts or None)
-        made = self.clock
-        taken = made.now - made.costs.sync_s - made.update_s
-        for own in groups:
-            ready = max(each.end for each in own) + made.costs.score_s
-            fate = "cut" if any(each.cut for each in own) else "trained"
-            self._forget(own, fate, ready=ready, taken=taken, loaded=made.now)
-        return rollouts
-
-    def _rollouts(self, groups: Sequence[Sequence[sequences.Sequence]]) -> Rollouts:
+    def _rollouts(self, groups: Sequence[_Group]) -> Rollouts:
         """Return groups whose sequences have ended as rollouts."""
-        prompts = [self.known[own[0].group.number] for own in groups]
-        shape = (len(groups), self.sampling.samples, self.sampling.response_length)
-        ids, mask = torch.full(shape, self.parts.pad_id), torch.zeros(shape, dtype=torch.bool)
-        logprobs, versions = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
-        ended = torch.zeros(shape[:2], dtype=torch.bool)
-        for i, own in enumerate(groups):
-            for each in own:
-                place = i, each.sample, slice(len(each.ids))
-                ids[place], mask[place] = torch.tensor(each.ids), True
-                logprobs[place], versions[place] = torch.tensor(each.logprobs), torch.tensor(each.versions)
-                ended[i, each.sample] = each.ended
+
+        def padded(name: str, fill: float) -> Tensor:
+            """Return one value per token of each sequence, [N, K, T]."""
+            length = self.sampling.response_length
+            rows = [[getattr(each, name) for each in own] for own in groups]
+            return torch.tensor([[row + [fill] * (length - len(row)) for row in own] for own in rows])
+
+        versions = padded("versions", -1)
+        mask = versions >= 0
         seen = versions[mask].unique()
         return Rollouts(
-            **concatenated(prompts, self.parts.pad_id),
-            response_ids=ids,
+            **concatenated([self.known[own[0].group.number] for own in groups], self.context.pad_id),
+            response_ids=padded("ids", self.context.pad_id),
             response_mask=mask,
-            ended=ended,
-            behaviour_logprobs=logprobs,
+            ended=torch.tensor([[each.ended for each in own] for own in groups]),
+            behaviour_logprobs=padded("logprobs", 0.0),
             version=int(seen.min()),
             trainer_version=self.rules.version,
-            token_versions=versions if len(seen) > 1 else None,
+            token_versions=versions * mask if len(seen) > 1 else None,
         )
 
-    def _figures(self, groups: Sequence[Sequence[sequences.Sequence]]) -> Metrics:
+    def _figures(self, groups: Sequence[_Group]) -> Metrics:
         """Return the metrics of an update, at its load."""
         made, usage = self.clock, self.clock.usage
         span = max(usage.span, 1e-9)
@@ -333,32 +270,22 @@ class VirtualStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the load of an update, for `torch.load(weights_only=True)`."""
+        queues = self.next, self.discards, self.spare
         return {
             "clock": self.clock.state_dict(),
             "known": {group: self.known[group].as_dict() for group in sorted(self.known)},
-            "next": [prompt.as_dict() for prompt in self.next],
-            "discards": [prompt.as_dict() for prompt in self.discards],
-            "spare": [prompt.as_dict() for prompt in self.spare],
-            "scored": self.scored,
-            "current": None if self.trained or self.current is None else self.current.as_dict(),
-            "lines": [] if self.trained else self.lines,
-            "taken": self.taken,
-            "trained": self.trained,
+            "scored": {group: batch.as_dict() for group, batch in self.scored.items()},
+            "queues": [[prompt.as_dict() for prompt in queue] for queue in queues],
+            "current": self.current.as_dict() if self.current is not None and self.unused else None,
+            "lines": self.lines if self.unused else [],
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+    def _load(self, saved: dict[str, Any]) -> None:
         self.clock.load_state_dict(saved["clock"])
         self.known = {group: Prompts(**prompt) for group, prompt in saved["known"].items()}
-        self.next = deque(Prompts(**prompt) for prompt in saved["next"])
-        self.discards = deque(Prompts(**prompt) for prompt in saved["discards"])
-        self.spare = deque(Prompts(**prompt) for prompt in saved["spare"])
-        self.scored = saved["scored"]
-        self.current = None if saved["current"] is None else unpack(saved["current"])
-        self.lines = saved["lines"]
-        self.taken, self.trained = saved["taken"], saved["trained"]
-
-
-def _singles(prompts: Prompts) -> list[Prompts]:
-    """Return a batch of prompts as batches of one prompt."""
-    return [prompts.select(torch.tensor([i])) for i in range(len(prompts))]
+        self.scored = {group: Batch(**batch) for group, batch in saved["scored"].items()}
+        self.next, self.discards, self.spare = (
+            deque(Prompts(**prompt) for prompt in queue) for queue in saved["queues"]
+        )
+        self.unused, self.lines = saved["current"] is not None, saved["lines"]
+        self.current = unpack(saved["current"]) if self.unused else None

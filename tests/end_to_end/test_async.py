@@ -22,7 +22,6 @@ from rlhf.config.model import Dtype
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.errors import RunError
 from rlhf.core.files import read_lines
-from rlhf.core.metrics import Timer
 from rlhf.generators.hf.generator import HFGenerator, HFSampler, HFSamplerFactory, HFSettings
 from rlhf.generators.replicas import Replica
 from rlhf.generators.transfer.weights import TransferError, checksum
@@ -35,6 +34,7 @@ from rlhf.stages.run import run
 from rlhf.training.stream import Stream
 from tests.end_to_end.conftest import rows, wait_for
 from tests.tiny_models import KINDS, tiny_lm, tiny_rollouts
+from tests.training.streams import context
 
 pytestmark = pytest.mark.forks
 
@@ -75,14 +75,13 @@ def trained(model, generator, lag, updates):
     sampling = Sampling(samples=3, temperature=0.7, response_length=10, purpose="train")
     found, draw = [], torch.Generator().manual_seed(1)
     generator.load(model.state_dict().items(), 0)
-    for rollouts in Stream(generator, prompts(), sampling, lag, Timer()):
+    for rollouts in Stream(context(generator, prompts(), sampling, lag, updates)):
         found.append(rollouts)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
         generator.load(model.state_dict().items(), len(found))
-        if len(found) == updates:
-            return found
+    return found
 
 
 class InLine(HFGenerator):

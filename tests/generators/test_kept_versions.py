@@ -1,5 +1,6 @@
 """The number of copies of the weights at a large lag, for each kind of generator, and its memory plan."""
 
+import itertools
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ import torch
 from rlhf.config.compose import compose
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import RunError
-from rlhf.core.metrics import Timer
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
 from rlhf.generators.replicas import Replica, Replicas
 from rlhf.generators.transfer.gpu import GpuWeights
@@ -22,6 +22,7 @@ from rlhf.processes.worker import Limits
 from rlhf.training.stream import Stream
 from tests.processes.test_worker import prompts
 from tests.tiny_models import tiny_lm
+from tests.training.streams import context
 
 LAG, UPDATES = 64, 80
 SECONDS = 0.004  # time of a request, longer than the time of an update
@@ -33,6 +34,7 @@ class Answered:
 
     version: int
     trainer_version: int = 0
+    behaviour_logprobs: None = None
 
 
 class Threaded(WorkerGenerator):
@@ -101,7 +103,7 @@ def train(generator, lag=LAG, updates=UPDATES, keeps_up=False):
     `keeps_up`: an update ends after the generator has answered all requests.
     """
     sampling = Sampling(samples=1, temperature=1.0, response_length=2, purpose="train")
-    stream = Stream(generator, (prompts() for _ in range(updates)), sampling, lag, Timer())
+    stream = Stream(context(generator, itertools.repeat(prompts()), sampling, lag, updates))
     generator.load([("weight", torch.zeros(1))], 0)
     seen = []
     for rollouts in stream:
@@ -169,7 +171,7 @@ def test_a_generator_in_the_trainers_process_copies_no_weights_at_lag_64():
         lambda: nullcontext(model), HFSettings(stop_ids=[3], pad_id=0, batch_size=8, seed=1)
     )
     sampling = Sampling(samples=1, temperature=1.0, response_length=2, purpose="train")
-    stream = Stream(generator, (prompts() for _ in range(66)), sampling, LAG, Timer())
+    stream = Stream(context(generator, itertools.repeat(prompts()), sampling, LAG, 66))
     generator.load(unread(), 0)
     for update, rollouts in enumerate(stream, start=1):
         assert rollouts.version == max(0, update - 1 - LAG)

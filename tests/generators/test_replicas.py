@@ -1,5 +1,6 @@
 """Tests of replicas: they answer requests in turn and use the same weight versions as a single generator."""
 
+import itertools
 import os
 import signal
 from concurrent.futures import Future
@@ -10,11 +11,11 @@ import torch
 
 from rlhf.core.batch import Sampling
 from rlhf.core.errors import RunError
-from rlhf.core.metrics import Timer
 from rlhf.generators.replicas import Replica, Replicas
 from rlhf.processes.worker import environment
 from rlhf.training.stream import Stream
 from tests.processes.test_worker import LIMITS, SECONDS, Fake, answers, ask, gone, load, prompts
+from tests.training.streams import context
 
 pytestmark = [pytest.mark.process, pytest.mark.forks]
 
@@ -27,6 +28,7 @@ class Answered:
 
     version: int
     trainer_version: int = 0
+    behaviour_logprobs: None = None
 
 
 class Noted(Replica):
@@ -77,7 +79,9 @@ def sampling(request=0, purpose="train"):
 
 def train(generator, lag, updates, first=0):
     """Load and request as the training loop does; return the version that answered each request."""
-    stream = Stream(generator, (prompts() for _ in range(updates)), sampling(first), lag, Timer())
+    stream = Stream(
+        context(generator, itertools.repeat(prompts()), sampling(), lag, first + updates, update=first)
+    )
     generator.load(WEIGHTS, first)
     seen = []
     for rollouts in stream:

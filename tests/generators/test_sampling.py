@@ -10,10 +10,10 @@ from transformers import MistralConfig, MistralForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rlhf.core.batch import Prompts, Sampling
+from rlhf.core.seeding import derive
 from rlhf.generators.hf import cuda_graph, decoding, sampling
 from rlhf.generators.hf.decoding import GROUPED, grouped_attention
-from rlhf.generators.hf.generator import HFSettings, respond
-from rlhf.generators.hf.parts import HFParts
+from rlhf.generators.hf.generator import HFGenerator, HFSettings, respond
 from rlhf.generators.hf.sampling import choose, sample, uniforms
 from rlhf.memory.activations import Tokens
 from rlhf.models import sharing_rules
@@ -375,13 +375,19 @@ def test_parts_of_responses_have_the_noise_of_whole_responses():
     prompts = Prompts(**{f.name: getattr(batch, f.name) for f in fields(Prompts)})
     asked = Sampling(samples=1, temperature=0.7, response_length=LENGTH, purpose="train")
     whole = respond(model, prompts, asked, settings(256, 0.5))
-    parts = HFParts(lambda: nullcontext(model), settings(4, 0.5))
-    numbers, first = parts.numbers(asked, batch.index), whole.response_mask.sum(-1) // 2
+    generator = HFGenerator(lambda: nullcontext(model), settings(4, 0.5))
+    numbers = uniforms(derive(1, "sample", "train"), 0, batch.index, 1, LENGTH)
+    first = whole.response_mask.sum(-1) // 2
     for i in range(6):
         cut, length = int(first[i]), int(whole.response_mask[i].sum())
         before = whole.response_ids[i, :, :cut]
         ids = torch.cat([batch.prompt_ids[i][batch.prompt_mask[i]], before[0]])[None]
-        [[(tokens, logprobs, _)]] = parts.extend(ids, ids >= 0, numbers[i : i + 1, :, cut:], None, 0.7)
+        rows = replace(prompts.select(torch.tensor([i])), prompt_ids=ids, prompt_mask=ids >= 0)
+        own = {"numbers": numbers[i : i + 1, :, cut:], "most": torch.tensor([[LENGTH - cut]])}
+        rest = generator.submit(rows, replace(asked, response_length=LENGTH - cut, **own)).result()
+        tokens, logprobs = (
+            x[0, 0, : length - cut].tolist() for x in (rest.response_ids, rest.behaviour_logprobs)
+        )
         assert tokens == whole.response_ids[i, 0, cut:length].tolist()
         expected = whole.behaviour_logprobs[i, 0, cut:length]
         torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-5)

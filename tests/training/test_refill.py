@@ -2,15 +2,14 @@
 
 import io
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlhf.core.batch import Batch, Prompts
-from rlhf.core.phases import Phases
 from rlhf.training.refill import Refill
-from rlhf.training.stream import RefilledStream, StreamContext
+from rlhf.training.stream import RefilledStream
+from tests.training.streams import context
 from tests.training.test_virtual import (
     UPDATES,
     B,
@@ -46,31 +45,18 @@ def half(rollouts):
 
 def refilled(trainer, lag, most=8 * B, *, virtual=None, scorer=None, saved=None, batches=None):
     """Return a stream that replaces groups, in wall time or in virtual time (a rule)."""
-    refill = Refill(most=most, scorer=scorer or Scorer(), note=lambda batch: None, pad_id=0)
+    refill = Refill(most=most, scorer=scorer or Scorer(), note=lambda batch: None)
     if virtual:
         settings = {"in_flight": True, "spread": 1.0, "slots": 10} if virtual != "fifo" else {}
-        made = stream(trainer, virtual, lag=lag, batches=batches, refill=refill, **settings)
-        if saved:
-            made.load_state_dict(saved)
-        return made
-    context = StreamContext(
-        generator=trainer.generator,
-        prompts=batches or prompts(),
-        sampling=sampling(),
-        schedule=SimpleNamespace(prompts_per_update=B, max_lag=lag),
-        update=trainer.version,
-        trained_s=0.0,
-        updates=UPDATES,
-        seed=3,
-        recorder=Recorder(),
-        phases=Phases(),
-        saved=saved,
-    )
-    return RefilledStream(context, refill)
+        given = {"batches": batches, "refill": refill, "update": trainer.version, "saved": saved}
+        return stream(trainer, virtual, lag=lag, **given, **settings)
+    given = {"update": trainer.version, "batch": B, "recorder": Recorder(), "saved": saved, "refill": refill}
+    made = context(trainer.generator, batches or prompts(), sampling(), lag, UPDATES, **given)
+    return RefilledStream(made)
 
 
 def figures(made, name):
-    rows = made.recorder.rows if hasattr(made, "recorder") else made.context.recorder.rows
+    rows = made.context.recorder.rows
     return [row[f"rollouts/{name}"] for row in rows if f"rollouts/{name}" in row]
 
 

@@ -4,15 +4,14 @@ import gc
 import itertools
 from concurrent.futures import Future
 from functools import partial
-from weakref import ref
 
 import pytest
 import torch
 
 from rlhf.core.batch import Prompts, Rollouts, Sampling
-from rlhf.core.metrics import Timer
 from rlhf.generators.generator import Generator, finished
-from rlhf.training.stream import Stream, unpack
+from rlhf.training.stream import Stream
+from tests.training.streams import context
 
 
 class FakeGenerator(Generator):
@@ -64,27 +63,27 @@ def train(stream, generator, updates, version=0):
 @pytest.mark.parametrize("lag", [0, 1, 2, 5])
 def test_batch_t_is_sampled_by_version_max_0_t_minus_lag(lag):
     generator = FakeGenerator()
-    seen = train(Stream(generator, prompts(0, 6), sampling(), lag, Timer()), generator, 6)
+    seen = train(Stream(context(generator, prompts(0, 6), sampling(), lag, 6)), generator, 6)
     assert [(row, version) for row, version, _ in seen] == [(t, max(0, t - lag)) for t in range(6)]
     assert [made for _, _, made in seen] == [min(6, t + 1 + lag) for t in range(6)]
 
 
 def test_the_stream_ends_after_its_last_prompt():
-    assert len(list(Stream(FakeGenerator(), prompts(0, 3), sampling(), 2, Timer()))) == 3
+    assert len(list(Stream(context(FakeGenerator(), prompts(0, 3), sampling(), 2, 3)))) == 3
 
 
 def test_a_resumed_stream_first_yields_the_rollouts_that_were_in_flight():
     generator = FakeGenerator()
-    whole = train(Stream(generator, prompts(0, 6), sampling(), 2, Timer()), generator, 6)
+    whole = train(Stream(context(generator, prompts(0, 6), sampling(), 2, 6)), generator, 6)
 
     generator = FakeGenerator()
-    stream = Stream(generator, prompts(0, 6), sampling(), 2, Timer())
+    stream = Stream(context(generator, prompts(0, 6), sampling(), 2, 6))
     first = train(stream, generator, 3)
-    kept = [unpack(packed) for packed in stream.state_dict()]
+    kept = stream.state_dict()
     generator = FakeGenerator()
     generator.load(None, 3)
     done = 3 + len(kept)
-    stream = Stream(generator, prompts(done, 6 - done), sampling(done), 2, Timer(), kept)
+    stream = Stream(context(generator, prompts(done, 6 - done), sampling(), 2, 6, update=3, saved=kept))
     second = train(stream, generator, 3, version=3)
 
     assert [s[:2] for s in first + second] == [s[:2] for s in whole]
@@ -96,14 +95,14 @@ def test_rollouts_of_a_checkpoint_without_a_trainer_version_get_it_from_the_stre
     for request, given in enumerate(prompts(3, 2), start=3):
         packed = generator.submit(given, sampling(request)).result().as_dict()
         del packed["trainer_version"]  # as in checkpoints of earlier versions
-        kept.append(unpack(packed))
-    stream = Stream(generator, prompts(5, 1), sampling(5), 2, Timer(), kept)
+        kept.append(packed)
+    stream = Stream(context(generator, prompts(5, 1), sampling(), 2, 6, update=3, saved=kept))
     assert [rollouts.trainer_version for rollouts in stream] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_batch_that_was_put_back_is_the_first_one_in_flight(lag):
-    stream = Stream(FakeGenerator(), prompts(0, 6), sampling(), lag, Timer())
+    stream = Stream(context(FakeGenerator(), prompts(0, 6), sampling(), lag, 6))
     assert stream.taken == 0
     batches = iter(stream)
     next(batches), next(batches)
@@ -117,7 +116,9 @@ def test_a_batch_that_was_put_back_is_the_first_one_in_flight(lag):
 
 def test_each_group_has_a_line_with_its_update_version_and_times():
     generator, lines = FakeGenerator(), []
-    stream = Stream(generator, prompts(7, 4), sampling(), 2, Timer(), groups=lines.extend, since=100.0)
+    made = context(generator, prompts(7, 4), sampling(), 2, 4, wall_s=100.0)
+    made.recorder.groups = lines.extend
+    stream = Stream(made)
     train(stream, generator, 4)
     assert [(line["update"], line["group"], line["row"]) for line in lines] == [
         (1, 0, 7),
@@ -134,7 +135,7 @@ def test_each_group_has_a_line_with_its_update_version_and_times():
 def test_a_request_whose_end_is_noted_after_its_result_was_taken_is_not_kept():
     class Late(Future):
         def add_done_callback(self, fn):
-            callbacks.append(partial(fn, ref(self)))
+            callbacks.append(partial(fn, self))
 
     class LateGenerator(FakeGenerator):
         def submit(self, given, sampling):
@@ -143,9 +144,8 @@ def test_a_request_whose_end_is_noted_after_its_result_was_taken_is_not_kept():
             return future
 
     callbacks, generator = [], LateGenerator()
-    stream = Stream(generator, prompts(0, 4), sampling(), 0, Timer(), groups=lambda lines: None)
+    stream = Stream(context(generator, prompts(0, 4), sampling(), 0, 4))
     for _ in stream:
-        note = callbacks.pop()
-        note.func(note.args[0]())
+        callbacks.pop()()
     gc.collect()
     assert not stream.ends

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from rlhf.config.clock import VirtualConfig
-from rlhf.config.schedule import Order, Stale
+from rlhf.config.schedule import Order, Stale, Unit, Update
 from rlhf.core.batch import Prompts, Sampling
 from rlhf.core.metrics import Timer
 from rlhf.generators.hf.generator import HFGenerator, HFSettings
-from rlhf.training.staleness import Rules
 from rlhf.training.stream import Stream
 from rlhf.training.virtual import VirtualStream
 from tests.tiny_models import VOCABULARY, tiny_lm
+from tests.training.streams import context
 
 B, K, T, UPDATES = 4, 2, 10, 7
 RULES = {
@@ -95,24 +95,26 @@ def stream(
     whole=True,
     batches=None,
     refill=None,
+    update=0,
+    saved=None,
     **costs,
 ):
-    most = refill.most if refill else 0
-    rules = Rules(batch=B, samples=K, max_lag=lag, total=UPDATES * B, refill=most, **RULES[rule])
-    return VirtualStream(
-        trainer.generator.parts(),
+    schedule = {**RULES[rule], "update": Update.in_flight if in_flight else Update.between}
+    made = context(
+        trainer.generator,
         batches or prompts(),
         sampling(),
-        rules,
-        VirtualConfig(slots=slots or B * K * (lag + 1), **costs),
-        Recorder(),
-        updates=UPDATES,
-        seed=3,
-        in_flight=in_flight,
-        whole=whole,
-        again=True,
+        lag,
+        UPDATES,
+        update=update,
+        batch=B,
+        schedule=schedule | {"unit": Unit.group if whole else Unit.sequence},
+        recorder=Recorder(),
+        phases=trainer.generator.phases,
         refill=refill,
+        saved=saved,
     )
+    return VirtualStream(VirtualConfig(slots=slots, **costs), made)
 
 
 def train(made, trainer, most=UPDATES):
@@ -135,8 +137,7 @@ def equal(one, other):
 @pytest.mark.parametrize(("lag", "noise"), [(0, 0.0), (1, 0.5), (4, 0.0)])
 def test_fifo_with_slots_for_all_equals_the_stream_of_this_process(lag, noise):
     trainer, other = Trainer(noise=noise), Trainer(noise=noise)
-    batches = (batch for batch, _ in zip(prompts(), range(UPDATES), strict=False))
-    plain = Stream(other.generator, batches, sampling(), lag, Timer())
+    plain = Stream(context(other.generator, prompts(), sampling(), lag, UPDATES))
     for mine, theirs in zip(train(stream(trainer, lag=lag), trainer), train(plain, other), strict=True):
         equal(mine, theirs)
 
@@ -145,8 +146,7 @@ def test_fifo_with_slots_for_all_equals_the_stream_of_this_process(lag, noise):
 def test_without_lag_every_rule_is_synchronous(rule, monkeypatch):
     monkeypatch.setitem(RULES, rule, {**RULES[rule], "max_age": None})
     trainer, other = Trainer(), Trainer()
-    batches = (batch for batch, _ in zip(prompts(), range(UPDATES), strict=False))
-    plain = Stream(other.generator, batches, sampling(), 0, Timer())
+    plain = Stream(context(other.generator, prompts(), sampling(), 0, UPDATES))
     for mine, theirs in zip(train(stream(trainer, rule, lag=0), trainer), train(plain, other), strict=True):
         equal(mine, theirs)
 
@@ -203,13 +203,15 @@ def test_a_resumed_stream_continues_to_the_bit(rule, in_flight):
         torch.save(before.state_dict(), file)
         file.seek(0)
         second = Trainer(stop, noise=0.5)
-        after = stream(second, rule, batches=prompts(len(drawn) * B), **settings)
-        after.load_state_dict(torch.load(file, weights_only=True))
+        saved = {"update": stop, "saved": torch.load(file, weights_only=True)}
+        after = stream(second, rule, batches=prompts(len(drawn) * B), **saved, **settings)
         assert after.taken == stop
         for mine, theirs in zip(train(after, second), expected[stop:], strict=True):
             equal(mine, theirs)
-        assert after.recorder.rows == made.recorder.rows[stop:]
-        assert after.recorder.lines == [line for line in made.recorder.lines if line["update"] > stop]
+        assert after.context.recorder.rows == made.context.recorder.rows[stop:]
+        assert after.context.recorder.lines == [
+            line for line in made.context.recorder.lines if line["update"] > stop
+        ]
 
 
 def _counted(drawn):
@@ -221,10 +223,10 @@ def _counted(drawn):
 def test_the_progress_display_counts_responses_and_tokens_of_a_call():
     trainer, seen = Trainer(), set()
     phases = trainer.generator.phases
-    with phases("waiting for rollouts", between=lambda: seen.add(phases.text())):
+    with phases("update", between=lambda: seen.add(phases.text())):
         next(iter(stream(trainer)))
-    assert {f"waiting for rollouts, sampling {B * K}/{B * K}"} <= seen
-    assert f"waiting for rollouts, sampling 0/{B * K}, token 1/{T}" in seen
+    assert f"update, waiting for rollouts, sampling {B * K}/{B * K}" in seen
+    assert f"update, waiting for rollouts, sampling 0/{B * K}, token 1/{T}" in seen
 
 
 def test_a_batch_that_was_put_back_is_yielded_again():
@@ -237,11 +239,13 @@ def test_a_batch_that_was_put_back_is_yielded_again():
     assert made.taken == 2
     made.put_back()
     assert made.taken == 1
-    again = stream(trainer, "pace", slots=10, spread=1.0, batches=prompts(10 * B))
-    again.load_state_dict(made.state_dict())
+    settings = {"slots": 10, "spread": 1.0, "batches": prompts(10 * B)}
+    again = stream(trainer, "pace", update=1, saved=made.state_dict(), **settings)
     equal(next(iter(again)), unused)
     assert again.taken == 2
-    assert again.recorder.lines == [line for line in made.recorder.lines if line["update"] == 2]
+    assert again.context.recorder.lines == [
+        line for line in made.context.recorder.lines if line["update"] == 2
+    ]
 
 
 @pytest.mark.parametrize("rule", [*RULES])
@@ -249,9 +253,9 @@ def test_each_group_has_a_line_that_agrees_with_the_metrics(rule):
     trainer = Trainer()
     made = stream(trainer, rule, slots=10, in_flight=True, spread=1.0, sync_s=2.0, score_s=1.0)
     for update, rollouts in enumerate(train(made, trainer), 1):
-        lines = [line for line in made.recorder.lines if line["update"] == update]
+        lines = [line for line in made.context.recorder.lines if line["update"] == update]
         trained = [line for line in lines if line["fate"] != "dropped"]
-        row = made.recorder.rows[-1]
+        row = made.context.recorder.rows[-1]
         assert [line["row"] for line in trained] == rollouts.index.tolist()
         assert [line["lengths"] for line in trained] == rollouts.response_mask.sum(-1).tolist()
         assert max(update - 1 - line["version"] for line in trained) == row["rollouts/oldest"]
@@ -261,10 +265,10 @@ def test_each_group_has_a_line_that_agrees_with_the_metrics(rule):
             assert line["ready"] == max(line["ends"]) + 1
             assert line["ready"] <= line["taken"] + 1e-9 and line["taken"] + 2 < line["loaded"] + 1e-9
             assert line["version"] <= line["versions"][0] <= line["versions"][1] <= update - 1
-    groups = [line["group"] for line in made.recorder.lines]
+    groups = [line["group"] for line in made.context.recorder.lines]
     assert len(groups) == len(set(groups)), "each group has one line"
-    assert sum(line["fate"] == "cut" for line in made.recorder.lines) <= sum(
-        row["rollouts/cut"] for row in made.recorder.rows
+    assert sum(line["fate"] == "cut" for line in made.context.recorder.lines) <= sum(
+        row["rollouts/cut"] for row in made.context.recorder.rows
     )
-    for row in made.recorder.rows:
+    for row in made.context.recorder.rows:
         assert row["rollouts/dropped"] or row["rollouts/length_ratio"] == pytest.approx(1)

@@ -23,7 +23,6 @@ from rlhf.core.launched import local_rank
 from rlhf.core.phases import Phases
 from rlhf.core.seeding import derive
 from rlhf.generators.generator import Generator, GeneratorContext, finished
-from rlhf.generators.hf.parts import HFParts
 from rlhf.generators.hf.sampling import HFSettings, sample, uniforms
 from rlhf.generators.own_process import start
 from rlhf.generators.transfer.shared_memory import read
@@ -98,10 +97,6 @@ class HFGenerator(Generator):
             rollouts = respond(model, prompts, sampling, self.settings, phases=self.phases)
         seconds = time.perf_counter() - start
         return finished(replace(rollouts, version=self.version, generate_s=seconds))
-
-    def parts(self) -> HFParts:
-        """Return a sampler of parts of responses."""
-        return HFParts(self.borrow, self.settings, self.phases)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Record the version of the borrowed weights."""
@@ -204,9 +199,10 @@ def respond(
     The phase in `phases` counts the finished sequences.
     """
     chunk = max(1, settings.batch_size // sampling.samples)
-    length = sampling.response_length
-    purpose = derive(settings.seed, "sample", sampling.purpose)
-    numbers = uniforms(purpose, sampling.request, prompts.index, sampling.samples, length)
+    length, numbers, most = sampling.response_length, sampling.numbers, sampling.most
+    if numbers is None:
+        purpose = derive(settings.seed, "sample", sampling.purpose)
+        numbers = uniforms(purpose, sampling.request, prompts.index, sampling.samples, length)
     phases = phases or Phases()
     parts, versions = [], []
     order = prompts.prompt_mask.sum(1).argsort(descending=True, stable=True)
@@ -227,6 +223,7 @@ def respond(
                     before_forward=None if update is None else partial(note, update, held),
                     after_token=next_token,
                     cached=settings.cached,
+                    most=None if most is None else most[rows.cpu()],
                     noise=settings.noise if sampling.purpose == "train" else 0.0,
                 )
             parts.append(part)
