@@ -29,7 +29,7 @@ _ONE_SAMPLE = When("with algo.samples_per_prompt=1", lambda cfg: cfg.algo.sample
 _TOO_FEW_SLOTS = When(
     "with schedule.unit=group",
     lambda cfg: (
-        cfg.schedule.unit is Unit.group and int(chosen(cfg, "clock.slots")) < cfg.algo.samples_per_prompt
+        cfg.schedule.unit is Unit.group and int(chosen(cfg, "clock.slots") or 0) < cfg.algo.samples_per_prompt
     ),
 )
 _USES_TIES = When("with algo={algo}", lambda cfg: cfg.algo.learns_from_ties)

@@ -161,9 +161,9 @@ def _draw_ages(rows: dict[Group, _Rows], axes: Axes) -> None:
     """Draw the distribution of the ages of the trained groups."""
     for group, own in rows.items():
         ages = [row["update"] - 1 - row["version"] for row in own if "loaded" in row]
-        edges, form = np.arange(max(ages) + 2) - 0.5, "step" if len(rows) > 1 else "stepfilled"
+        shares, edges = np.histogram(ages, np.arange(max(ages) + 2) - 0.5, density=True)
         colour = look(group.place or 0)["color"]
-        axes.hist(ages, edges, density=True, histtype=form, color=colour, linewidth=1.8, gid=mark(group))
+        axes.stairs(shares, edges, color=colour, fill=len(rows) == 1, linewidth=1.8, gid=mark(group))
     axes.set(title="ages of trained groups", xlabel="age (updates)", ylabel="share")
     whole_numbers(axes.xaxis)
 
