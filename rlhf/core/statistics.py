@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -100,14 +100,23 @@ def p_t(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
     return float(stats.ttest_1samp(x, limit, alternative=side).pvalue)
 
 
+@cache
+def _signs(seeds: int) -> np.ndarray:
+    """Return all signs of the values of so many seeds [2 ** seeds, seeds]; of more than 16 a random part."""
+    if seeds <= 16:
+        return np.array(list(product((1.0, -1.0), repeat=seeds)))
+    drawn = np.random.default_rng(0).choice([1.0, -1.0], (2**16, seeds))
+    drawn[0] = 1  # the signs of the values are one of the possibilities
+    return drawn
+
+
 def p_sign_flip(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
     """Return the p-value of the sign-flip test, which is exact for every symmetric distribution."""
     x = np.asarray(values, float) - limit
-    found = stats.permutation_test(
-        (x,), np.mean, permutation_type="samples", alternative=side, n_resamples=2**16, vectorized=True,
-        rng=np.random.default_rng(0),
-    )  # fmt: skip
-    return float(found.pvalue)
+    means, observed = (_signs(len(x)) * x).mean(1), x.mean()
+    rounding = 100 * np.finfo(float).eps * abs(observed)  # as in scipy, which is slower
+    p = {"less": np.mean(means <= observed + rounding), "greater": np.mean(means >= observed - rounding)}
+    return float(p[side] if side in p else min(1.0, 2 * min(p.values())))
 
 
 def smallest_p(seeds: int) -> float:
@@ -208,7 +217,7 @@ def _detectable(seeds: int, level: float) -> float:
 # -- rankings and noise ----------------------------------------------------------------------------------
 
 
-_SPLITS = 5000  # if there are more splits, so many are drawn
+_SPLITS = 1000  # if there are more splits, so many are drawn
 
 
 def split_half(table: np.ndarray) -> np.ndarray:

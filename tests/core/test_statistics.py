@@ -50,6 +50,12 @@ def test_the_sign_flip_test_must_agree_where_it_has_enough_seeds():
     assert statistics.p_value(SEEDS) == statistics.p_t(SEEDS) < 2 / 32
 
 
+def test_the_signs_of_many_seeds_are_drawn():
+    x = np.random.default_rng(0).normal(0.4, 1, 20)
+    assert statistics.p_sign_flip(x) == pytest.approx(statistics.p_t(x), rel=0.1)
+    assert statistics.p_sign_flip(np.ones(20)) == pytest.approx(2 / 2**16, rel=0.6)
+
+
 def test_numbers_of_seeds_and_detectable_differences_are_inverse():
     for sd in (0.01, 0.05):
         least = statistics.detectable(sd, 5)
