@@ -16,7 +16,7 @@ from itertools import combinations, product
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import optimize, special
 
 LEVEL, POWER = 0.05, 0.8  # probability of a false statement; of finding a difference that exists
 
@@ -48,8 +48,10 @@ def mean_interval(values: Sample) -> Estimate:
 
 def wilson(count: int, total: int) -> tuple[float, float]:
     """Return the bounds of the Wilson interval of a share."""
-    found = stats.binomtest(count, total).proportion_ci(1 - LEVEL, method="wilson")
-    return float(found.low), float(found.high)
+    z = float(special.ndtri(1 - LEVEL / 2))
+    centre, scale = (count + z**2 / 2) / (total + z**2), z / (total + z**2)
+    half = scale * math.sqrt(count * (total - count) / total + z**2 / 4)
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def iqm(values: np.ndarray | Sequence, axis: int | None = None) -> np.ndarray:
@@ -57,7 +59,10 @@ def iqm(values: np.ndarray | Sequence, axis: int | None = None) -> np.ndarray:
 
     It is for values of several tasks and seeds together. Of five seeds, it would drop the one that collapsed.
     """
-    return stats.trim_mean(values, 0.25, axis=axis)
+    x = np.sort(values, axis=axis)
+    place = 0 if axis is None else axis
+    few = x.shape[place] // 4
+    return x.take(range(few, x.shape[place] - few), place).mean(place)
 
 
 def bootstrap_interval(
@@ -73,6 +78,8 @@ def bootstrap_interval(
 
     def of_all(*samples: np.ndarray, axis: int) -> np.ndarray:
         return statistic(np.concatenate(samples, axis=axis), axis=axis)
+
+    from scipy import stats  # takes a second, and few pages need it
 
     x = np.concatenate(strata).astype(float)
     centre = float(statistic(x, axis=0))
@@ -97,7 +104,8 @@ def p_t(values: Sample, limit: float = 0.0, side: Side = "two-sided") -> float:
         return math.nan
     if np.ptp(x) < 1e-12:
         return p_sign_flip(x, limit, side)
-    return float(stats.ttest_1samp(x, limit, alternative=side).pvalue)
+    t = (x.mean() - limit) / (x.std(ddof=1) / math.sqrt(len(x)))
+    return _of_side(special.stdtr(len(x) - 1, t), special.stdtr(len(x) - 1, -t), side)
 
 
 @cache
@@ -115,8 +123,11 @@ def p_sign_flip(values: Sample, limit: float = 0.0, side: Side = "two-sided") ->
     x = np.asarray(values, float) - limit
     means, observed = (_signs(len(x)) * x).mean(1), x.mean()
     rounding = 100 * np.finfo(float).eps * abs(observed)  # as in scipy, which is slower
-    p = {"less": np.mean(means <= observed + rounding), "greater": np.mean(means >= observed - rounding)}
-    return float(p[side] if side in p else min(1.0, 2 * min(p.values())))
+    return _of_side(np.mean(means <= observed + rounding), np.mean(means >= observed - rounding), side)
+
+
+def _of_side(less: float, greater: float, side: Side) -> float:
+    return float({"less": less, "greater": greater, "two-sided": min(1.0, 2 * min(less, greater))}[side])
 
 
 def smallest_p(seeds: int) -> float:
@@ -152,10 +163,9 @@ def unpaired(
     if error == 0:
         return Estimate(centre, centre, centre, n), float(centre == limit)
     freedom = error**4 / sum(v**2 / (len(x) - 1) for x, v in zip(samples, variances, strict=True))
-    half, t = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * error, (centre - limit) / error
-    p = {"less": stats.t.cdf(t, freedom), "greater": stats.t.sf(t, freedom)}
-    p["two-sided"] = 2 * min(p.values())
-    return Estimate(centre, centre - half, centre + half, n), float(p[side])
+    half, t = float(special.stdtrit(freedom, 1 - LEVEL / 2)) * error, (centre - limit) / error
+    p = _of_side(special.stdtr(freedom, t), special.stdtr(freedom, -t), side)
+    return Estimate(centre, centre - half, centre + half, n), p
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -235,8 +245,13 @@ def split_half(table: np.ndarray) -> np.ndarray:
         halves = [half for half in combinations(seeds, few) if 2 * few < len(seeds) or half[0] == 0]
     others = [[seed for seed in seeds if seed not in half] for half in halves]
     means = (table[:, np.array(half)].mean(2) for half in (halves, others))  # [methods, splits]
-    one, other = (np.sign([a - b for a, b in combinations(each, 2)]) for each in means)  # [pairs, splits]
-    ordered = np.sqrt(np.abs(one).sum(0) * np.abs(other).sum(0))  # 0: all methods are equal
+    return tau(*means)
+
+
+def tau(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return Kendall's tau-b between rankings by values [methods, ...] of two kinds; 0 without any order."""
+    one, other = (np.sign([a - b for a, b in combinations(each, 2)]) for each in (first, second))  # pairs
+    ordered = np.sqrt(np.abs(one).sum(0) * np.abs(other).sum(0))
     return (one * other).sum(0) / np.maximum(ordered, 1)
 
 

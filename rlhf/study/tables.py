@@ -11,7 +11,6 @@ from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import kendalltau
 
 from rlhf.core import statistics
 from rlhf.core.statistics import LEVEL, Estimate
@@ -278,7 +277,7 @@ def _seen(values: Sequence[np.ndarray], margin: float) -> list[str]:
             ]
         )
     if len(values) == 2:
-        tau = kendalltau(*(table.mean(1) for table in values)).statistic
+        tau = statistics.tau(*(table.mean(1) for table in values))
         between = f"{tau:.2f} of {statistics.ceiling(signals, seeds):.2f}"
     return [*(" / ".join(each) for each in zip(*columns, strict=True)), between]
 

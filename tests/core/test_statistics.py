@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from rlhf.core import statistics
 
@@ -138,5 +139,5 @@ def test_the_noise_ceiling_is_the_agreement_of_two_studies_of_the_same_methods()
         truth = draw.normal(0, 1, (14, 1))
         first, second = truth + draw.normal(0, 1.5, (2, 14, 5))
         ceilings.append(statistics.ceiling([statistics.signal(first)], 5))
-        taus.append(statistics.stats.kendalltau(first.mean(1), second.mean(1)).statistic)
+        taus.append(stats.kendalltau(first.mean(1), second.mean(1)).statistic)
     assert np.mean(ceilings) == pytest.approx(np.mean(taus), abs=0.07)
